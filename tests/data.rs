@@ -122,23 +122,126 @@ fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
     assert!(workspace.path("first/data-checked.json").exists());
 }
 
-/// What the guide says of resumes: of records the first one is read, and tokens come from where they were prepared.
+/// What stands where a file of data was.
+fn replaced_by(path: &Path, what: &str) {
+    match fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => fs::remove_dir(path).unwrap(),
+        Ok(_) => fs::remove_file(path).unwrap(),
+        Err(_) => {}
+    }
+    match what {
+        "a pipe" => nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap(),
+        "a directory" => fs::create_dir(path).unwrap(),
+        _ => {}
+    }
+}
+
+/// What the guide says of resumes: tokens come from where they were prepared.
 #[test]
-fn a_resume_reads_the_beginning_of_records_and_no_more() {
-    const BEGINNING: u64 = 256 << 10;
+fn a_resume_reads_no_data_that_is_as_it_was_and_goes_on_without() {
     let workspace = Workspace::new();
     let path = write_lines(&workspace, "large.jsonl", TOO_LARGE, text_record);
-    let flags = |more| ["--data", path.to_str().unwrap(), "--resume-from-checkpoint=auto", more];
-    let digest = run(&mut train(&workspace, "whole", &flags("--max-steps=12"))).digest().to_string();
-    run(&mut train(&workspace, "out", &flags("--max-steps=6"))).digest();
+    let resumed = |steps: u64| {
+        let flags = ["--data", path.to_str().unwrap(), "--resume-from-checkpoint=auto", &format!("--max-steps={steps}")];
+        run(&mut train(&workspace, "out", &flags))
+    };
+    let digest = run(&mut train(&workspace, "whole", &["--data", path.to_str().unwrap()])).digest().to_string();
+    resumed(3).digest();
     let file = fs::File::options().write(true).open(&path).unwrap();
     let before = file.metadata().unwrap();
     // No text, for whoever reads it.
-    file.write_all_at(&vec![0xff; (before.len() - BEGINNING) as usize], BEGINNING).unwrap();
+    file.write_all_at(&vec![0xff; before.len() as usize], 0).unwrap();
     file.set_modified(before.modified().unwrap()).unwrap();
-    assert_eq!(run(&mut train(&workspace, "out", &flags("--max-steps=12"))).digest(), digest);
-    fs::remove_file(&path).unwrap();
-    run(&mut train(&workspace, "out", &flags("--max-steps=14"))).refused(1, &["large.jsonl", "No such file"]);
+    resumed(6).digest();
+    for (steps, what, cause) in [(8, "", "No such file"), (10, "a pipe", "not a regular file"), (12, "a directory", "not a regular file")] {
+        replaced_by(&path, what);
+        let outcome = resumed(steps);
+        let told: Vec<_> = outcome.stdout.lines().filter(|line| line.contains("large.jsonl") && line.contains(cause)).collect();
+        let [told] = told[..] else { panic!("{what}: {outcome:?}") };
+        assert!(told.contains("training goes on with the tokens that were made of it, in ") && told.contains("/cache/"), "{told}");
+        if steps == 12 {
+            assert_eq!(outcome.digest(), digest);
+        }
+    }
+    let [folder, _] = workspace.names("cache", "").try_into().unwrap();
+    fs::rename(workspace.path("cache"), workspace.path("aside")).unwrap();
+    let gone = ["large.jsonl: not a regular file", &format!("/cache/{folder} is not there; put the file back as it was")];
+    resumed(14).refused(1, &gone);
+    fs::create_dir(workspace.path("cache")).unwrap();
+    crate::program::copy_dir(&workspace.path("aside").join(&folder), &workspace.path("cache").join(&folder));
+    fs::write(workspace.path("cache").join(&folder).join("tokens.u32"), "").unwrap();
+    resumed(14).refused(1, &["large.jsonl: not a regular file", "tokens.u32: 0 bytes instead of ", "put the file back"]);
+}
+
+/// A prompt and what completes it.
+fn answer(n: u64) -> String {
+    serde_json::json!({"prompt": format!("{n} times {n} is "), "completion": format!("{}", n * n)}).to_string() + "\n"
+}
+
+#[test]
+fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_may_have_moved() {
+    let workspace = Workspace::new();
+    let (path, eval) = (workspace.path("small.jsonl"), workspace.path("eval.jsonl"));
+    let write = || {
+        fs::write(&path, (0..90).map(answer).collect::<String>()).unwrap();
+        fs::write(&eval, (90..99).map(answer).collect::<String>()).unwrap();
+    };
+    write();
+    let evaluated =
+        |out: &str| workspace.metrics(out).into_iter().rfind(|line| line.get("eval_loss").is_some()).unwrap()["eval_loss"].clone();
+    let go_on = |out: &str, more: &[&str]| {
+        let flags = ["--data", path.to_str().unwrap(), "--eval-data", eval.to_str().unwrap(), "--eval-steps=6", "--device=cpu", "--gpus=2"];
+        run(&mut train(&workspace, out, &[&flags, more].concat()))
+    };
+    let auto = ["--resume-from-checkpoint=auto", "--max-steps=12"];
+    let digest = go_on("whole", &["--max-steps=12"]).digest().to_string();
+    go_on("out", &["--max-steps=6"]).digest();
+    assert!(!workspace.path("cache").exists(), "small text is kept beside the run");
+    replaced_by(&path, "");
+    replaced_by(&eval, "");
+    let checkpoint = workspace.path("out/checkpoint-6");
+    let elsewhere = go_on("other", &["--max-steps=12", "--resume-from-checkpoint", checkpoint.to_str().unwrap()]);
+    assert_eq!(elsewhere.digest(), digest);
+    fs::rename(workspace.path("out"), workspace.path("moved")).unwrap();
+    let moved = go_on("moved", &auto);
+    assert_eq!((moved.digest(), evaluated("moved")), (digest.as_str(), evaluated("whole")));
+    for name in ["small.jsonl", "eval.jsonl"] {
+        let told =
+            |line: &&str| line.contains(name) && line.contains("training goes on with the tokens") && line.contains("/moved/data-tokens/");
+        assert_eq!(moved.stdout.lines().filter(told).count(), 1, "{moved:?}");
+    }
+    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13", "--allow-changed=data"]).refused(1, &["small.jsonl: No such file"]);
+    // What is back is taken for what it is.
+    write();
+    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13"]).digest();
+    fs::write(&path, (1..90).map(answer).collect::<String>()).unwrap();
+    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data is not the checkpoint's"]);
+    go_on("moved", &["--max-steps=1"]).digest();
+    assert_eq!(workspace.names("moved/data-tokens", "").len(), 4, "two folders and their locks: what other data left has gone");
+}
+
+#[test]
+fn a_directory_of_data_may_lose_files_and_may_not_gain_any() {
+    let workspace = Workspace::new();
+    for name in ["a", "b", "c"] {
+        workspace.write(&format!("corpus/{name}.txt"), format!("the words of {name} ").repeat(60));
+    }
+    let corpus = workspace.path("corpus");
+    let go_on = |out: &str, more: &str| {
+        run(&mut train(&workspace, out, &["--data", corpus.to_str().unwrap(), "--eval-split=1", "--resume-from-checkpoint=auto", more]))
+    };
+    let digest = go_on("whole", "--max-steps=12").digest().to_string();
+    go_on("out", "--max-steps=6").digest();
+    fs::remove_file(corpus.join("a.txt")).unwrap();
+    fs::remove_file(corpus.join("c.txt")).unwrap();
+    let less = go_on("out", "--max-steps=9");
+    assert!(less.stdout.contains("a.txt: No such file") && less.stdout.contains(", and so with 1 more: training goes on"), "{less:?}");
+    fs::remove_dir_all(&corpus).unwrap();
+    assert_eq!(go_on("out", "--max-steps=12").digest(), digest);
+    for name in ["d", "e"] {
+        workspace.write(&format!("corpus/{name}.txt"), format!("other words of {name} ").repeat(60));
+    }
+    go_on("out", "--max-steps=13").refused(2, &["the data is not the checkpoint's", "file 1 was "]);
 }
 
 #[test]
@@ -163,7 +266,7 @@ fn text_that_was_prepared_ahead_is_found_by_training() {
     let again = prepare(&large, "cache");
     assert!(again.stdout.starts_with(&format!("found  {bytes} tokens")) && !again.stdout.contains("tokens/s"), "{again:?}");
     let small = prepare(&workspace.write("small.txt", "a few words"), "cache");
-    assert_eq!(small.stdout, "nothing to prepare: 11 B of text, at most, are tokenized at every start\n");
+    assert_eq!(small.stdout, "nothing to prepare: each run tokenizes 11 B of text, at most, for itself\n");
     let ids = prepare(&workspace.write("ids.bin", [1, 0]), "cache");
     assert_eq!(ids.stdout, "nothing to prepare: token files are read where they are\n");
     workspace.write("file", "");

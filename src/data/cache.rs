@@ -7,21 +7,26 @@
 
 use super::checked::CheckedFiles;
 use super::checksum::hex;
+use super::files::kind;
+use super::known_sources::{KnownSources, StandIn};
 use super::preparation::Preparation;
 use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
-use super::source::{kind, tokenize, usual_bytes_of};
+use super::source::{bytes_of, tokenize, usual_bytes_of};
 use super::tokenizer::Tokenizer;
-use crate::disk::{self, InFile};
+use crate::disk::{self, Dir, InFile};
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File, TryLockError};
+use std::iter;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Names the folder when the user's cache cannot be written.
+/// In the output directory: where text goes when the user's cache cannot be written.
 const BESIDE_THE_RUN: &str = ".data";
+/// In the output directory: where small text goes.
+const SMALL: &str = "data-tokens";
 
 /// The prepared tokens of `texts`: found, or made now.
 ///
@@ -34,13 +39,61 @@ pub(super) fn find_or_prepare(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
-    let prepared = find_or_make(texts, tokenizer, vocab_size, checked, preparation)?;
+    let prepared = match stand_in(texts, tokenizer, checked, preparation)? {
+        Some(prepared) => prepared,
+        None => find_or_make(texts, tokenizer, vocab_size, checked, preparation)?,
+    };
     match prepared.largest_id {
         id if id as usize >= vocab_size => {
             Err(Error::format(texts[0], format_args!("the text has token {id}, outside the vocabulary of {vocab_size}")))
         }
         _ => Ok(prepared),
     }
+}
+
+/// Removes what the run in `output_dir` keeps of data that it had before, and not any more: of small text that changes from start to start.
+/// What cannot be removed is in nobody's way.
+pub(crate) fn remove_others(output_dir: &Path, known: &KnownSources) {
+    let Ok(dir) = Dir::open(&output_dir.join(SMALL)) else { return };
+    for name in dir.names().unwrap_or_default() {
+        let name = name.to_string_lossy();
+        if !known.keeps(name.strip_suffix(".lock").unwrap_or(&name)) {
+            let _ = dir.remove(&*name);
+        }
+    }
+}
+
+/// The prepared tokens of `texts` of which a file is missing, if they are known; `None` where none is missing.
+///
+/// # Errors
+/// That names the file and the folder where there is neither; `Interrupted`.
+fn stand_in(
+    texts: &[&Path],
+    tokenizer: &Tokenizer,
+    checked: &mut CheckedFiles,
+    preparation: &mut Preparation<'_>,
+) -> Result<Option<Prepared>> {
+    let Some(StandIn { folder, dir, why }) = preparation.known.stand_in(texts) else { return Ok(None) };
+    let name = folder.file_name().unwrap_or_default().to_owned();
+    let (key, mut cause) = (name.to_string_lossy(), None);
+    let origin = PreparedFrom::new(&key, tokenizer, texts);
+    // A run that was moved took its folders along, and so may a cache have been.
+    let roots = [Some(dir.join(SMALL)), Some(dir.join(BESIDE_THE_RUN)), preparation.cache.clone()];
+    let moved = roots.into_iter().flatten().map(|root| root.join(&name));
+    for place in iter::once(folder.clone()).chain(moved) {
+        match open(&place, &origin, false, checked, preparation) {
+            Ok(Some(found)) => {
+                preparation.note(format!("{why}: training goes on with the tokens that were made of it, in {}", place.display()));
+                return Ok(Some(found));
+            }
+            Err(error @ Error::Interrupted(_)) => return Err(error),
+            Ok(None) => {}
+            Err(error) => drop(cause.get_or_insert(error.to_string())),
+        }
+    }
+    let cause = cause.unwrap_or_else(|| format!("{} is not there", folder.display()));
+    let remedy = "put the file back as it was, or name by --data where it is now";
+    Err(Error::resource(why, format_args!("the tokens that were made of it cannot be had either: {cause}; {remedy}")))
 }
 
 fn find_or_make(
@@ -51,10 +104,11 @@ fn find_or_make(
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
     let key = key(texts, tokenizer)?;
-    let origin =
-        PreparedFrom { key: &key, tokenizer: tokenizer.identity().to_string(), separator: tokenizer.end_of_text(), sources: texts };
-    let beside = preparation.output_dir.as_ref().map(|dir| dir.join(BESIDE_THE_RUN));
-    for root in preparation.cache.iter().chain(&beside).cloned().collect::<Vec<_>>() {
+    let origin = PreparedFrom::new(&key, tokenizer, texts);
+    let is_small = bytes_of(texts, &preparation.known) <= preparation.in_memory_bytes_max;
+    let beside = preparation.output_dir.as_ref().map(|dir| dir.join(if is_small { SMALL } else { BESIDE_THE_RUN }));
+    let cache = preparation.cache.clone().filter(|_| !is_small);
+    for root in cache.iter().chain(&beside).cloned().collect::<Vec<_>>() {
         match open(&root.join(&key), &origin, false, checked, preparation) {
             Ok(Some(found)) => return Ok(found),
             Err(error @ Error::Interrupted(_)) => return Err(error),
@@ -62,7 +116,7 @@ fn find_or_make(
             Ok(None) | Err(_) => {}
         }
     }
-    let (root, _lock) = place(&key, beside, preparation)?;
+    let (root, _lock) = place(&key, cache, beside, preparation)?;
     let folder = root.join(&key);
     match open(&folder, &origin, false, checked, preparation) {
         Ok(Some(found)) => return Ok(found),
@@ -76,7 +130,9 @@ fn find_or_make(
     remove_leftovers(&root, &key);
     check_room(&root, texts, tokenizer)?;
     let writer = FolderWriter::create(&root, &tmp_name(&key))?;
-    preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
+    if !is_small {
+        preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
+    }
     let (totals, read) = tokenize(texts, tokenizer, vocab_size, writer, preparation)?;
     FolderWriter::publish(totals, read, &origin)?;
     let prepared = open(&folder, &origin, true, checked, preparation)?;
@@ -100,8 +156,8 @@ fn key(texts: &[&Path], tokenizer: &Tokenizer) -> Result<String> {
 
 /// Where the folder is made, and the lock on its name: in the cache if it can be, else beside the run, which has its directory
 /// for itself, so that it can do without locks there.
-fn place(key: &str, beside: Option<PathBuf>, preparation: &mut Preparation<'_>) -> Result<(PathBuf, Option<File>)> {
-    if let Some(root) = preparation.cache.clone() {
+fn place(key: &str, cache: Option<PathBuf>, beside: Option<PathBuf>, preparation: &mut Preparation<'_>) -> Result<(PathBuf, Option<File>)> {
+    if let Some(root) = cache {
         match lock(&root, key, preparation) {
             Ok(lock) => return Ok((root, Some(lock))),
             Err(error @ Error::Interrupted(_)) => return Err(error),
@@ -162,11 +218,8 @@ fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()>
     if free >= needed {
         return Ok(());
     }
-    let cause = format!(
-        "{} free, about {} needed ({needed} bytes): make room, or name another place by SUPEROFFLOAD_CACHE",
-        Bytes(free),
-        Bytes(needed)
-    );
+    let elsewhere = if root.ends_with(SMALL) { "another --output-dir" } else { "another place by SUPEROFFLOAD_CACHE" };
+    let cause = format!("{} free, about {} needed ({needed} bytes): make room, or name {elsewhere}", Bytes(free), Bytes(needed));
     Err(Error::resource(format_args!("prepare text in {}", root.display()), cause))
 }
 
@@ -202,6 +255,7 @@ mod tests {
                 News::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);
+            preparation.in_memory_bytes_max = 0;
             find_or_prepare(&[&self.path("a.txt")], &Tokenizer::bytes(), 256, &mut CheckedFiles::default(), &mut preparation)
         }
 
@@ -306,6 +360,7 @@ mod tests {
                 stop.set();
             }
         });
+        preparation.in_memory_bytes_max = 0;
         let stopped = find_or_prepare(&[&case.path("a.txt")], &Tokenizer::bytes(), 256, &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);
         assert!(case.names("cache").iter().all(|name| name.ends_with(".lock")), "{:?}", case.names("cache"));

@@ -48,32 +48,40 @@ impl Fingerprint {
     }
 
     /// Size, time and inode; the checksum is empty.
-    fn without_content(file: &InFile) -> Result<Self> {
+    pub(super) fn without_content(file: &InFile) -> Result<Self> {
         let Stamp { bytes, modified: (seconds, nanoseconds), inode } = file.stamp()?;
         let mtime_ns = seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds);
         Ok(Self { bytes, mtime_ns, inode, sha256: String::new() })
     }
 
     /// Whether the file at `path` looks as it did when this was read.
-    fn holds(&self, path: &Path) -> Result<bool> {
+    ///
+    /// # Errors
+    /// Why there is no regular file at `path` that can be read.
+    pub(super) fn holds(&self, path: &Path) -> Result<bool> {
         let now = Self::without_content(&InFile::open(path)?)?;
         Ok(now == Self { sha256: String::new(), ..self.clone() })
     }
 }
 
 /// Fingerprints of `files`, in order. `kept` is the file with those of earlier starts, if they are kept; it is written again when one is new,
-/// also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read.
+/// also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read. What
+/// `missing` knows of a file is taken without a look at it.
 ///
 /// # Errors
 /// As [`Fingerprint::read`]; `Io` when `kept` cannot be written.
 pub(crate) fn fingerprints(
     files: &[PathBuf],
+    missing: impl Fn(&Path) -> Option<Fingerprint>,
     kept: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Vec<Fingerprint>> {
     let known = kept.map(read_kept).unwrap_or_default();
     let (mut now, mut is_new) = (BTreeMap::new(), false);
     let mut fingerprint = |file: &PathBuf| {
+        if let Some(missing) = missing(file) {
+            return Ok(missing);
+        }
         let name = std::path::absolute(file).unwrap_or(file.clone()).display().to_string();
         let found = match now.get(&name).or(known.get(&name)) {
             Some(known) if known.holds(file)? => known.clone(),
@@ -126,7 +134,7 @@ mod tests {
             pieces += 1;
             Ok(())
         };
-        let all = fingerprints(files, Some(kept), &mut progress).unwrap();
+        let all = fingerprints(files, |_| None, Some(kept), &mut progress).unwrap();
         (all.into_iter().map(|f| f.sha256).collect(), pieces)
     }
 
@@ -178,7 +186,7 @@ mod tests {
         let dir = model_dir(&[("a", "one"), ("b", "two")]);
         let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path().join("data.json"));
         let mut stop_at_b = |file: &Path, _| if file.ends_with("b") { Err(Error::usage("stopped")) } else { Ok(()) };
-        assert_eq!(fingerprints(&files, Some(&kept), &mut stop_at_b).unwrap_err().to_string(), "stopped");
+        assert_eq!(fingerprints(&files, |_| None, Some(&kept), &mut stop_at_b).unwrap_err().to_string(), "stopped");
         assert_eq!(read(&files, &kept).1, 1, "only b was left");
         let message = Fingerprint::read(dir.path(), &mut |_| Ok(())).unwrap_err().to_string();
         assert!(message.ends_with("not a regular file"), "{message}");

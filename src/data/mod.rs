@@ -1,12 +1,12 @@
-//! From text and token files to batches: text files ([`source`]) go through a tokenizer ([`tokenizer`]) in pieces, on all CPUs, and lie
-//! in a prepared folder ([`prepared`]) that the next run finds again, or in memory if they are small. With token files
+//! From text and token files to batches: text files ([`files`], [`source`]) go through a tokenizer ([`tokenizer`]) in pieces, on all CPUs,
+//! and lie in a prepared folder ([`prepared`]) that the next run finds again, even without them ([`known_sources`]). With token files
 //! ([`token_file`]) they are one stream of tokens ([`stream`]), which is cut into sequences of equal length ([`packing`]) and dealt in a
 //! seeded order ([`loader`]) as micro-batches ([`batch`]). Where documents stay apart, rows are made of whole ones ([`rows`]).
 
 pub(crate) mod batch;
 mod best_fit;
 mod bounds;
-mod cache;
+pub(crate) mod cache;
 pub(crate) mod chat;
 mod checked;
 pub(crate) mod checksum;
@@ -16,7 +16,9 @@ pub(crate) mod demo;
 mod documents;
 mod elements;
 mod encode;
+pub(crate) mod files;
 pub(crate) mod hold_out;
+pub(crate) mod known_sources;
 mod lengths;
 pub(crate) mod loader;
 pub(crate) mod packing;

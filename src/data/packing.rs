@@ -6,15 +6,18 @@ use crate::data::bounds::{Bounds, DocumentEnds};
 use crate::data::cache;
 use crate::data::checked::CheckedFiles;
 use crate::data::documents::{DocumentTotals, DocumentsInMemory};
+use crate::data::files::{SourceKind, kind};
 use crate::data::hold_out::{EvalSplit, HeldOut, Side};
+use crate::data::known_sources::KeptText;
 use crate::data::lengths::DocumentLengths;
 use crate::data::preparation::Preparation;
 use crate::data::prepared::Prepared;
 use crate::data::rows::{Packing, RowRules, RowTable};
-use crate::data::source::{self, SourceKind};
+use crate::data::source;
 use crate::data::stream::{TokenStream, Tokens};
 use crate::data::token_file::TokenFile;
 use crate::data::tokenizer::Tokenizer;
+use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -71,7 +74,7 @@ impl Dataset {
     /// model with `vocab_size` ids.
     ///
     /// # Errors
-    /// Those of [`source::find_files`]; what is wrong with a file, and where; `Unsupported` when the vocabulary does not fit 32-bit
+    /// Those of [`crate::data::files::find_files`]; what is wrong with a file, and where; `Unsupported` when the vocabulary does not fit 32-bit
     /// signed ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
     /// than one sequence and the token after it; `Usage` for whole documents of a token file, which has none; `Interrupted`.
     ///
@@ -244,12 +247,12 @@ impl Opened {
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
-        let files = source::find_files(paths)?;
+        let files = preparation.known.find_files(paths)?;
         let needs_bounds = !packing.is_cut() || split.is_some();
         if needs_bounds {
             check_bounds(&files, packing, split)?;
         }
-        open_stream(files, tokenizer, vocab_size, needs_bounds || is_measured, preparation)
+        open_stream(paths, files, tokenizer, vocab_size, needs_bounds || is_measured, preparation)
     }
 
     /// What is left, and what is held out.
@@ -303,7 +306,7 @@ impl Opened {
 
 /// Whole documents are to be had where documents have ends.
 fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -> Result<()> {
-    let has_none = |path: &&PathBuf| source::kind(path) == Some(SourceKind::Tokens);
+    let has_none = |path: &&PathBuf| kind(path) == Some(SourceKind::Tokens);
     files.iter().find(has_none).map_or(Ok(()), |path| {
         let file = path.display();
         let (flag, remedy) = match split {
@@ -331,18 +334,19 @@ pub(super) fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Resu
     }
 }
 
-/// All files in their order, and where documents are if somebody `wants_bounds` and no token file is among them. Text is one run of documents, wherever token files stand between them.
+/// All `files`, which `paths` name, in their order, and where documents are if somebody `wants_bounds` and no token file is among them. Text is one run of documents, wherever token files stand between them.
 fn open_stream(
+    paths: &[PathBuf],
     files: Vec<PathBuf>,
     tokenizer: &Tokenizer,
     vocab_size: usize,
     wants_bounds: bool,
     preparation: &mut Preparation<'_>,
 ) -> Result<Opened> {
-    let is_text = |path: &&Path| source::kind(path) != Some(SourceKind::Tokens);
+    let is_text = |path: &&Path| kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
     let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
-    let AllText { tokens: text, source_ends, ends, documents, untrained, skipped } = if texts.is_empty() && !files.is_empty() {
+    let AllText { tokens: text, source_ends, ends, documents, untrained, skipped, kept } = if texts.is_empty() && !files.is_empty() {
         AllText::default()
     } else {
         open_text(&texts, tokenizer, vocab_size, &mut checked, preparation)?
@@ -364,12 +368,23 @@ fn open_stream(
     }
     checked.save()?;
     let (tokens, has_separator) = (stream.tokens() as u64, tokenizer.end_of_text().is_some());
-    let holds_records = || source::hold_records(&texts, tokenizer.rules());
     let bounds = match wants_bounds && texts.len() == files.len() {
         false => None,
-        true => Some(Bounds { ends, source_ends, holds_records: holds_records()?, has_separator, tokens }),
+        true => {
+            Some(Bounds { ends, source_ends, holds_records: hold_records(paths, &texts, tokenizer, preparation)?, has_separator, tokens })
+        }
     };
+    if preparation.output_dir.is_some() && !files.is_empty() {
+        let holds_records = bounds.as_ref().map_or(&[][..], |bounds| &bounds.holds_records);
+        preparation.known.add(paths, &files, holds_records, kept)?;
+    }
     Ok(Opened { stream, bounds, documents, untrained, skipped, files })
+}
+
+/// For each of `texts`, all that `paths` name, whether it holds records.
+fn hold_records(paths: &[PathBuf], texts: &[&Path], tokenizer: &Tokenizer, preparation: &Preparation<'_>) -> Result<Vec<bool>> {
+    let known = preparation.known.holds_records(paths, texts.len());
+    known.map_or_else(|| source::hold_records(texts, tokenizer.rules()), |known| Ok(known.into()))
 }
 
 struct AllText {
@@ -382,17 +397,19 @@ struct AllText {
     untrained: u64,
     /// Records without a trained token.
     skipped: u64,
+    /// Where they are kept, if they are.
+    kept: Option<KeptText>,
 }
 
 impl Default for AllText {
     /// No text.
     fn default() -> Self {
         let (tokens, ends) = (Arc::new(Tokens::Memory(Vec::new())), DocumentEnds::Memory(Vec::new()));
-        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0, skipped: 0 }
+        Self { tokens, source_ends: Vec::new(), ends, documents: 0, untrained: 0, skipped: 0, kept: None }
     }
 }
 
-/// The tokens of `texts`, in memory if they are small.
+/// The tokens of `texts`, in memory if they are small. Those are tokenized at every start where there is no run that keeps them.
 fn open_text(
     texts: &[&Path],
     tokenizer: &Tokenizer,
@@ -400,17 +417,26 @@ fn open_text(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<AllText> {
-    if source::bytes_of(texts) <= preparation.in_memory_bytes_max {
+    let is_small = source::bytes_of(texts, &preparation.known) <= preparation.in_memory_bytes_max;
+    let is_kept = preparation.output_dir.is_some() && !texts.is_empty() || preparation.known.stand_in(texts).is_some();
+    if is_small && !is_kept {
         let (mut totals, _) = source::tokenize(texts, tokenizer, vocab_size, DocumentsInMemory::default(), preparation)?;
         totals.sink.tokens.shrink_to_fit();
         let DocumentTotals { sink: DocumentsInMemory { tokens, ends }, source_ends, documents, untrained, skipped, .. } = totals;
         let (tokens, ends) = (Arc::new(Tokens::Memory(tokens)), DocumentEnds::Memory(ends));
-        return Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped });
+        return Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped, kept: None });
     }
-    let Prepared { tokens, ends, source_ends, documents, untrained, skipped, .. } =
+    let Prepared { kept, tokens, ends, source_ends, documents, untrained, skipped, .. } =
         cache::find_or_prepare(texts, tokenizer, vocab_size, checked, preparation)?;
-    let tokens = Arc::new(Tokens::File(TokenFile::trusted(tokens, vocab_size)));
-    Ok(AllText { tokens, source_ends, ends: DocumentEnds::File(ends), documents, untrained, skipped })
+    let tokens = if is_small { Tokens::Memory(read_all(&tokens)?) } else { Tokens::File(TokenFile::trusted(tokens, vocab_size)) };
+    let (tokens, ends) = (Arc::new(tokens), DocumentEnds::File(ends));
+    Ok(AllText { tokens, source_ends, ends, documents, untrained, skipped, kept: Some(kept) })
+}
+
+fn read_all(file: &InFile) -> Result<Vec<u32>> {
+    let mut ids = vec![0; file.bytes() as usize / size_of::<u32>()];
+    file.read_at(0, bytemuck::cast_slice_mut(&mut ids))?;
+    Ok(ids)
 }
 
 fn nothing_trained(files: &[PathBuf], seq_length: usize) -> Error {
@@ -525,19 +551,21 @@ pub(crate) mod tests {
         }
         let tokenizer = load_or_bytes(dir.path()).unwrap();
         let names = ["a.txt", "b.bin", "c.jsonl", "d.bin", "e.txt"].map(path);
-        let read = |in_memory_bytes_max| {
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), Some(dir.path().into()), |_| ());
+        let read = |in_memory_bytes_max, output_dir| {
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(path("cache")), output_dir, |_| ());
             preparation.in_memory_bytes_max = in_memory_bytes_max;
-            let Opened { stream, documents, .. } = open_stream(names.to_vec(), &tokenizer, 8, false, &mut preparation).unwrap();
+            let Opened { stream, documents, .. } = open_stream(&names, names.to_vec(), &tokenizer, 8, false, &mut preparation).unwrap();
             assert_eq!(documents, 4);
             let mut all = vec![-1; stream.tokens()];
             stream.read(0, &mut all).unwrap();
             all
         };
         let all = [0, 1, 3, 4, 7, 1, 7, 0, 0, 5, 6, 7, 1, 1];
-        assert_eq!((read(100), path("cache").exists()), (all.to_vec(), false));
-        assert_eq!((read(0), path("cache").exists()), (all.to_vec(), true));
-        assert_eq!(read(0), all, "from the folder");
+        let run = || Some(dir.path().into());
+        assert_eq!((read(100, None), path("cache").exists(), path("data-tokens").exists()), (all.to_vec(), false, false));
+        assert_eq!((read(100, run()), path("cache").exists(), path("data-tokens").exists()), (all.to_vec(), false, true));
+        assert_eq!((read(0, run()), path("cache").exists()), (all.to_vec(), true));
+        assert_eq!((read(100, run()), read(0, run())), (all.to_vec(), all.to_vec()), "from the folders");
     }
 
     proptest! {

@@ -1,12 +1,13 @@
 //! What data is opened with: who is told how far it is, who may stop it, and where results are kept.
 
+use super::known_sources::KnownSources;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::news::News;
 use crate::signals::StopFlag;
 use std::path::PathBuf;
 
-/// Text of at most so many bytes in all is tokenized into memory, at every start. Its tokens take four times that.
+/// The tokens of at most so many bytes of text are held in memory, and kept beside the run. They take four times that.
 pub(crate) const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
 
 /// The circumstances in which data is opened.
@@ -16,20 +17,39 @@ pub struct Preparation<'a> {
     pub(super) cache: Option<PathBuf>,
     pub(super) output_dir: Option<PathBuf>,
     pub(super) in_memory_bytes_max: u64,
+    /// Of the data.
+    pub(super) known: KnownSources,
 }
 
 impl Default for Preparation<'_> {
     /// Nobody watches, and nothing is kept: for text that is small.
     fn default() -> Self {
-        Self { stop: StopFlag::default(), emit: Box::new(|_| ()), cache: None, output_dir: None, in_memory_bytes_max: IN_MEMORY_BYTES_MAX }
+        Self {
+            stop: StopFlag::default(),
+            emit: Box::new(|_| ()),
+            cache: None,
+            output_dir: None,
+            in_memory_bytes_max: IN_MEMORY_BYTES_MAX,
+            known: KnownSources::default(),
+        }
     }
 }
 
 impl<'a> Preparation<'a> {
-    /// `tell` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
-    /// written; `output_dir`, if there is one, exists and keeps which files were checked.
+    /// `emit` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
+    /// written, or the text is small; `output_dir`, if there is one, exists and keeps which files were checked.
     pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: Option<PathBuf>, emit: impl FnMut(News<'_>) + 'a) -> Self {
         Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir, ..Self::default() }
+    }
+
+    /// As it is, with what is `known` of the data.
+    pub(crate) fn knowing(self, known: KnownSources) -> Self {
+        Self { known, ..self }
+    }
+
+    /// What is known of the data now.
+    pub(crate) fn into_known(self) -> KnownSources {
+        self.known
     }
 
     pub(super) fn note(&mut self, line: impl AsRef<str>) {

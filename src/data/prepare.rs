@@ -2,10 +2,11 @@
 
 use super::cache;
 use super::checked::CheckedFiles;
+use super::files;
 use super::packing::check_vocabulary;
 use super::preparation::Preparation;
 use super::prepared::Prepared;
-use super::source::{self, bytes_of};
+use super::source::bytes_of;
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
 use crate::units::Bytes;
@@ -17,7 +18,7 @@ use std::time::Instant;
 pub(crate) enum PreparedText {
     /// There are token files alone.
     NoText,
-    /// So few bytes are tokenized at every start, and nothing is kept.
+    /// The tokens of so few bytes are kept by each run.
     Small(u64),
     /// It lies in a folder: for `seconds` it was made, or it was there.
     Kept { folder: PathBuf, seconds: Option<f64>, tokens: u64, untrained: u64, documents: u64, skipped: u64 },
@@ -30,9 +31,9 @@ impl PreparedText {
     /// Those of training.
     pub(crate) fn new(paths: &[PathBuf], tokenizer: &Tokenizer, vocab_size: usize, preparation: &mut Preparation<'_>) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
-        let files = source::find_files(paths)?;
-        let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(|path| source::is_text(path)).collect();
-        let bytes = bytes_of(&texts);
+        let found = files::find_files(paths)?;
+        let texts: Vec<&Path> = found.iter().map(PathBuf::as_path).filter(|path| files::is_text(path)).collect();
+        let bytes = bytes_of(&texts, &preparation.known);
         if texts.is_empty() {
             return Ok(Self::NoText);
         }
@@ -43,8 +44,8 @@ impl PreparedText {
         let prepared = cache::find_or_prepare(&texts, tokenizer, vocab_size, &mut CheckedFiles::default(), preparation)?;
         let seconds = prepared.is_fresh.then(|| begin.elapsed().as_secs_f64());
         let tokens = prepared.tokens.bytes() / size_of::<u32>() as u64;
-        let Prepared { folder, untrained, documents, skipped, .. } = prepared;
-        Ok(Self::Kept { folder, seconds, tokens, untrained, documents, skipped })
+        let Prepared { kept, untrained, documents, skipped, .. } = prepared;
+        Ok(Self::Kept { folder: kept.folder, seconds, tokens, untrained, documents, skipped })
     }
 }
 
@@ -67,7 +68,7 @@ impl fmt::Display for PreparedText {
 impl PreparedText {
     fn write_nothing_kept(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Small(bytes) => write!(f, "nothing to prepare: {} of text, at most, are tokenized at every start", Bytes(*bytes)),
+            Self::Small(bytes) => write!(f, "nothing to prepare: each run tokenizes {} of text, at most, for itself", Bytes(*bytes)),
             _ => f.write_str("nothing to prepare: token files are read where they are"),
         }
     }

@@ -11,9 +11,11 @@
 
 use super::checked::{Check, CheckedFiles};
 use super::documents::{DocumentTotals, Sink};
+use super::known_sources::KeptText;
 use super::preparation::Preparation;
 use super::scan::{BLOCK_BYTES, scan};
 use super::source::Read;
+use super::tokenizer::Tokenizer;
 use crate::disk::{self, Dir, InFile, OutFile, TmpDir};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -79,9 +81,15 @@ pub(super) struct PreparedFrom<'a> {
     pub(super) sources: &'a [&'a Path],
 }
 
+impl<'a> PreparedFrom<'a> {
+    pub(super) fn new(key: &'a str, tokenizer: &Tokenizer, sources: &'a [&'a Path]) -> Self {
+        Self { key, tokenizer: tokenizer.identity().to_string(), separator: tokenizer.end_of_text(), sources }
+    }
+}
+
 /// A folder to read.
 pub(super) struct Prepared {
-    pub(super) folder: PathBuf,
+    pub(super) kept: KeptText,
     /// Whether this process has just made it.
     pub(super) is_fresh: bool,
     pub(super) tokens: InFile,
@@ -251,7 +259,9 @@ pub(super) fn open(
         return if dir.exists() { Err(Error::format(&path, "missing")) } else { Ok(None) };
     };
     let manifest = PreparedManifest::decode(&path, &bytes)?;
-    if manifest.key != origin.key || manifest.sources.len() != origin.sources.len() {
+    let made_with = (manifest.tokenizer.as_str(), manifest.separator);
+    let is_of = manifest.key == origin.key && made_with == (origin.tokenizer.as_str(), origin.separator);
+    if !is_of || manifest.sources.len() != origin.sources.len() {
         return Err(Error::format(&path, "made of other data than the name of its folder says"));
     }
     let mut opened = Vec::new();
@@ -265,10 +275,11 @@ pub(super) fn open(
         checked.once(check, || if is_fresh { Ok(()) } else { verify(&file, entry, preparation) })?;
         opened.push(file);
     }
-    let source_ends = manifest.sources.iter().map(|source| source.tokens_end).collect();
-    let PreparedManifest { documents, largest_id, untrained, skipped, .. } = manifest;
+    let PreparedManifest { documents, largest_id, untrained, skipped, sources, .. } = manifest;
+    let (source_ends, sha256) = sources.into_iter().map(|source| (source.tokens_end, source.sha256)).unzip();
+    let kept = KeptText { folder: dir.into(), sha256 };
     let [tokens, ends] = <[InFile; 2]>::try_from(opened).map_err(|_| Error::format(&path, "it does not list two files"))?;
-    Ok(Some(Prepared { folder: dir.into(), is_fresh, tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
+    Ok(Some(Prepared { kept, is_fresh, tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
 }
 
 fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>) -> Result<()> {

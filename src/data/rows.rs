@@ -523,7 +523,7 @@ mod tests {
             let path = records(&dir, &documents.iter().map(|ids| json!({"input_ids": ids})).collect::<Vec<_>>());
             let packing = if is_bfd { Packing::Bfd } else { Packing::Off };
             let rules = RowRules { overlong: Overlong::Split, ..rules(seq_length, packing) };
-            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), Some(dir.path().into()), |_| ());
+            let mut preparation = Preparation::new(&StopFlag::default(), Some(dir.path().join("cache")), None, |_| ());
             preparation.in_memory_bytes_max = if is_prepared { 0 } else { u64::MAX };
             let rows = rows(Dataset::open(&[path], &Tokenizer::bytes(), VOCAB_OF_COUNTING, rules, &mut preparation).unwrap());
             let mut trained: Vec<[i32; 2]> = rows.iter().flatten().filter(|cell| cell[1] >= 0).map(|cell| [cell[0], cell[1]]).collect();

@@ -1,8 +1,4 @@
-//! Data files: which there are, and what each holds.
-//!
-//! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
-//! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
-//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
+//! What each data file holds: its records, its tokens, its size.
 
 use crate::data::chat::record::{Content, DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
@@ -11,10 +7,11 @@ use crate::data::demo::DEMO_TEXT;
 use crate::data::documents::{DocumentPosition, DocumentTotals, Documents, Sink, place_word};
 use crate::data::elements::Elements;
 use crate::data::encode::{Encoder, encode};
+use crate::data::files::{SourceKind, is_text, kind};
 use crate::data::hold_out::EvalSplit;
+use crate::data::known_sources::KnownSources;
 #[cfg(feature = "parquet")]
 use crate::data::parquet_rows::ParquetRows;
-use crate::data::pattern::matching;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
 use crate::data::samples::shown;
@@ -25,78 +22,20 @@ use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use std::path::{Path, PathBuf};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-pub(super) enum SourceKind {
-    Text,
-    JsonLines,
-    JsonArray,
-    Parquet,
-    Tokens,
-}
-
 /// Text is so many times as long as its compressed file, seldom more.
 const EXPANSION_USUAL: u64 = 8;
 /// Characters of a document that are shown to people.
 const SHOWN_CHARACTERS: usize = 2000;
 
-/// What the extensions of [`SourceKind`] are called in messages.
-const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
-
-/// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
-///
-/// # Errors
-/// `Io` for what cannot be read; `Format` for a file of another kind, for a directory without data and a pattern that nothing matches.
-pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for path in paths {
-        match path.metadata() {
-            Ok(metadata) if metadata.is_dir() => files.extend(files_in(path)?),
-            Ok(_) => files.push(known(path.clone())?),
-            Err(e) => match matching(path)? {
-                Some(found) => files.extend(data_among(found)?),
-                None => return Err(Error::io("read", path, e)),
-            },
-        }
-    }
-    Ok(files)
-}
-
-/// Those of `found` that hold data.
-fn data_among(found: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
-    let first = found.first().cloned();
-    let data: Vec<_> = found.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path)).collect();
-    match first {
-        Some(other) if data.is_empty() => known(other).map(|file| vec![file]),
-        _ => Ok(data),
-    }
-}
-
-fn known(path: PathBuf) -> Result<PathBuf> {
-    if kind(&path).is_some() { Ok(path) } else { Err(Error::format(&path, format!("not a {KINDS} file{}", conversion(&path)))) }
-}
-
-/// What makes JSON lines of a table in another format.
-fn conversion(path: &Path) -> String {
-    let (name, lines) = (path.display(), path.with_extension("jsonl"));
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    let read = match extension {
-        "csv" => "read_csv",
-        "arrow" | "feather" => "read_feather",
-        _ => return String::new(),
-    };
-    let lines = lines.display();
-    format!("; convert it: python -c \"import pandas; pandas.{read}('{name}').to_json('{lines}', orient='records', lines=True)\"")
-}
-
 /// Host memory that the data which `paths` name takes while steps run, at most: small text, which documents are in which row, the order of
-/// the rows, and, where documents are held out, the pieces of the stream. Only sizes are asked for. What cannot be found counts nothing;
-/// whoever opens it says so.
-pub(crate) fn host_bytes(paths: &[PathBuf], rules: RowRules, shuffle: bool, split: Option<EvalSplit>) -> u64 {
-    let files = find_files(paths).unwrap_or_default();
+/// the rows, and, where documents are held out, the pieces of the stream. Only sizes are asked for. What cannot be found and is not `known`
+/// counts nothing; whoever opens it says so.
+pub(crate) fn host_bytes(paths: &[PathBuf], known: &KnownSources, rules: RowRules, shuffle: bool, split: Option<EvalSplit>) -> u64 {
+    let files = known.find_files(paths).unwrap_or_default();
     let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
-    let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts) };
+    let text = if paths.is_empty() { DEMO_TEXT.len() as u64 } else { bytes_of(&texts, known) };
     let in_memory = if text <= IN_MEMORY_BYTES_MAX { size_of::<u32>() as u64 * text } else { 0 };
-    let order = if shuffle { size_of::<u32>() as u64 * rules.rows_max(text, bytes_of(&tokens) / 2) } else { 0 };
+    let order = if shuffle { size_of::<u32>() as u64 * rules.rows_max(text, bytes_of(&tokens, known) / 2) } else { 0 };
     in_memory + rules.table_bytes(text) + order + split.map_or(0, |_| EvalSplit::bytes_max(text))
 }
 
@@ -109,7 +48,7 @@ pub(super) fn hold_records(files: &[&Path], rules: &RecordRules) -> Result<Vec<b
 }
 
 /// Whether the first record of one of `files` may go through a chat template. One that cannot be read may: whoever reads it says why.
-pub(in crate::data) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
+pub(crate) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
     files.iter().any(|path| format(path, rules).map_or(true, |format| format.is_some_and(DataFormat::has_answers)))
 }
 
@@ -212,24 +151,20 @@ fn beginning(path: &Path) -> Result<String> {
     Ok(reader.next()?.unwrap_or_default().chars().take(SHOWN_CHARACTERS + 1).collect())
 }
 
-/// Whether the file at `path` holds text, which needs a tokenizer.
-pub(crate) fn is_text(path: &Path) -> bool {
-    !matches!(kind(path), None | Some(SourceKind::Tokens))
-}
-
-/// Size of all of `texts`, what compressed ones may become; what cannot be found counts nothing.
-pub(super) fn bytes_of(texts: &[&Path]) -> u64 {
-    sum_of(texts, EXPANSION_MAX)
+/// Size of all of `texts`, what compressed ones may become; what cannot be found and is not `known` counts nothing.
+pub(super) fn bytes_of(texts: &[&Path], known: &KnownSources) -> u64 {
+    sum_of(texts, known, EXPANSION_MAX)
 }
 
 /// As [`bytes_of`], what compressed ones usually become.
 pub(super) fn usual_bytes_of(texts: &[&Path]) -> u64 {
-    sum_of(texts, EXPANSION_USUAL)
+    sum_of(texts, &KnownSources::default(), EXPANSION_USUAL)
 }
 
-fn sum_of(texts: &[&Path], expansion: u64) -> u64 {
+fn sum_of(texts: &[&Path], known: &KnownSources, expansion: u64) -> u64 {
     let expands = |path: &Path| is_compressed(path) || kind(path) == Some(SourceKind::Parquet);
-    let size = |path: &&Path| Some(path.metadata().ok()?.len() * if expands(path) { expansion } else { 1 });
+    let bytes = |path: &Path| known.missing(path).map(|missing| missing.bytes).or_else(|| Some(path.metadata().ok()?.len()));
+    let size = |path: &&Path| Some(bytes(path)? * if expands(path) { expansion } else { 1 });
     texts.iter().filter_map(size).sum()
 }
 
@@ -382,36 +317,6 @@ fn read_record(
     encoder.record(place, format, record)
 }
 
-pub(super) fn kind(path: &Path) -> Option<SourceKind> {
-    let is_compressed = is_compressed(path);
-    let name = if is_compressed { Path::new(path.file_stem()?) } else { path };
-    match name.extension()?.to_str()? {
-        "txt" => Some(SourceKind::Text),
-        "jsonl" => Some(SourceKind::JsonLines),
-        "json" => Some(SourceKind::JsonArray),
-        "parquet" if !is_compressed => Some(SourceKind::Parquet),
-        "bin" if !is_compressed => Some(SourceKind::Tokens),
-        _ => None,
-    }
-}
-
-/// Whether the file at `path` tells the width of a token file.
-fn is_sidecar(path: &Path) -> bool {
-    path.to_str().is_some_and(|name| name.ends_with(".bin.json"))
-}
-
-fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(dir).map_err(|e| Error::io("read", dir, e))?;
-    let paths: Vec<PathBuf> =
-        entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>().map_err(|e| Error::io("read", dir, e))?;
-    let mut files: Vec<PathBuf> = paths.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path) && !path.is_dir()).collect();
-    if files.is_empty() {
-        return Err(Error::format(dir, format!("no {KINDS} file in this directory")));
-    }
-    files.sort();
-    Ok(files)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -525,27 +430,6 @@ mod tests {
     }
 
     #[test]
-    fn directories_stand_for_their_data_files_by_name() {
-        let dir = model_dir(&[("b.txt", "b"), ("a.jsonl", "{}"), ("c.bin", "cc"), ("c.bin.json", "{}"), ("README.md", "")]);
-        std::fs::create_dir(dir.path().join("d.txt")).unwrap();
-        let found = find_files(&[dir.path().join("c.bin"), dir.path().into()]).unwrap();
-        let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
-        assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
-        let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
-        assert!(
-            refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
-        );
-        assert!(refusal("README.md").contains("README.md: not a .txt"));
-        let matching = find_files(&[dir.path().join("*"), dir.path().join("[ab].*")]).unwrap();
-        let names: Vec<_> = matching.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
-        assert_eq!(names, ["a.jsonl", "b.txt", "c.bin", "a.jsonl", "b.txt"], "of what matches the data files are taken");
-        assert!(refusal("*.md").contains("README.md: not a .txt") && refusal("*.csv").ends_with("*.csv: no file matches this pattern"));
-        std::fs::write(dir.path().join("x*.txt"), "a file of this name").unwrap();
-        assert_eq!(find_files(&[dir.path().join("x*.txt")]).unwrap(), [dir.path().join("x*.txt")]);
-        assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
-    }
-
-    #[test]
     fn what_is_no_regular_file_is_refused_at_once() {
         let dir = model_dir(&[]);
         for name in ["pipe.txt", "pipe.jsonl"] {
@@ -559,13 +443,13 @@ mod tests {
     #[test]
     fn what_the_data_takes_is_known_from_its_sizes() {
         let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
-        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], RowRules::wrapped(2), shuffle, None);
+        let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], &KnownSources::default(), RowRules::wrapped(2), shuffle, None);
         assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));
         assert_eq!((of("missing.txt", true), of("", true)), (0, 32 + 16 + 8));
         let large = std::fs::File::create(dir.path().join("large.txt")).unwrap();
         large.set_len(1 << 30).unwrap();
         assert_eq!((of("large.txt", false), of("large.txt", true)), (0, 2 << 30));
-        assert!(host_bytes(&[], RowRules::wrapped(256), true, None) > 4 * DEMO_TEXT.len() as u64);
+        assert!(host_bytes(&[], &KnownSources::default(), RowRules::wrapped(256), true, None) > 4 * DEMO_TEXT.len() as u64);
     }
 
     proptest! {

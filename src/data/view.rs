@@ -1,6 +1,7 @@
 //! What training would make of data: counts, lengths, and of a few records the text with what is trained.
 
 use super::documents::place_word;
+use super::files;
 use super::hold_out::EvalSplit;
 use super::lengths::DocumentLengths;
 use super::packing::{Dataset, MeasuredData};
@@ -80,7 +81,7 @@ impl DataView {
             seq_length: rules.seq_length,
             sequences: kept.sequences(),
             notes: Vec::new(),
-            first: source::first_documents(&source::find_files(paths)?, tokenizer, shown, preparation.stop())?,
+            first: source::first_documents(&files::find_files(paths)?, tokenizer, shown, preparation.stop())?,
             in_colour,
         })
     }

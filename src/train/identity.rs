@@ -4,7 +4,7 @@
 use crate::config::options::RunPart;
 use crate::data::checksum::{self, Fingerprint};
 use crate::data::demo::DEMO_TEXT;
-use crate::data::source;
+use crate::data::known_sources::KnownSources;
 use crate::data::tokenizer::Tokenizer;
 use crate::error::Result;
 use crate::hub::cache::Snapshot;
@@ -24,18 +24,22 @@ const FILES_LISTED: usize = 1000;
 const SHOWN: usize = 72;
 
 /// The run of this model, tokenizer and data; none of the latter is the text that ships with the program. Checksums of files are
-/// kept in `kept`; `progress` hears what is read.
+/// kept in `kept`, those of missing ones are `known`; `progress` hears what is read.
 pub(super) fn of(
     shape: &ModelShape,
     tokenizer: &Tokenizer,
     data: &[PathBuf],
+    known: &KnownSources,
     kept: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Run> {
-    let files = source::find_files(data)?;
+    let files = known.find_files(data)?;
     let files: Vec<Value> = match files.as_slice() {
         [] => vec![described("the built-in text", "txt", DEMO_TEXT.len() as u64, &checksum::sha256(DEMO_TEXT.as_bytes()))],
-        files => files.iter().zip(checksum::fingerprints(files, kept, progress)?).map(|(path, file)| described_file(path, &file)).collect(),
+        files => {
+            let fingerprints = checksum::fingerprints(files, |path| known.missing(path).cloned(), kept, progress)?;
+            files.iter().zip(fingerprints).map(|(path, file)| described_file(path, &file)).collect()
+        }
     };
     let values = [shape.arithmetic().into(), tokenizer.identity(), data_identity(files)];
     Ok(RunPart::ALL.into_iter().zip(values).map(|(part, value)| (part.name().to_string(), value)).collect())
@@ -170,7 +174,7 @@ mod tests {
 
     fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
         let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
-        of(shape, &Tokenizer::bytes(), &data, Some(&dir.join("data.json")), &mut |_, _| Ok(())).unwrap()
+        of(shape, &Tokenizer::bytes(), &data, &KnownSources::default(), Some(&dir.join("data.json")), &mut |_, _| Ok(())).unwrap()
     }
 
     #[test]

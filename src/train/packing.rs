@@ -3,6 +3,7 @@
 
 use super::text::record_flags;
 use crate::config::settings::Settings;
+use crate::data::files;
 use crate::data::rows::Packing;
 use crate::data::source;
 use crate::error::Result;
@@ -15,7 +16,7 @@ const PACKING: &str = "packing";
 /// `settings` with a choice in place of `auto`, which `tell` hears. `saved` are the settings in the checkpoint that the run goes on from.
 ///
 /// # Errors
-/// Those of [`source::find_files`]; `Usage` for a flag of records that makes no sense.
+/// Those of [`files::find_files`]; `Usage` for a flag of records that makes no sense.
 pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, tell: &mut dyn FnMut(&str)) -> Result<Settings> {
     if settings.packing != Packing::Auto {
         return Ok(settings.clone());
@@ -53,12 +54,12 @@ fn of_checkpoint(saved: &Value) -> Packing {
 
 /// The rows of data, and why.
 fn of_data(settings: &Settings) -> Result<(Packing, String)> {
-    let files = source::find_files(&settings.data)?;
-    let Some(answers) = source::with_answers(&files, &record_flags(settings).plain_rules()?) else {
+    let data = files::find_files(&settings.data)?;
+    let Some(answers) = source::with_answers(&data, &record_flags(settings).plain_rules()?) else {
         return Ok((Packing::Wrapped, "the data is one stream of text".into()));
     };
-    let all = [files.as_slice(), &source::find_files(&settings.eval_data)?].concat();
-    Ok(match all.iter().find(|path| !source::is_text(path)) {
+    let all = [data.as_slice(), &files::find_files(&settings.eval_data)?].concat();
+    Ok(match all.iter().find(|path| !files::is_text(path)) {
         Some(ids) => (Packing::Wrapped, format!("{} does not say where its documents end", ids.display())),
         None => (Packing::Bfd, format!("the records of {} stay whole", answers.display())),
     })

@@ -6,10 +6,12 @@ use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
 use super::{identity, kept, packing, previous_run, resume, text};
-use crate::checkpoint::checkpoint_bytes;
+use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
 use crate::config::settings::Settings;
 use crate::data;
+use crate::data::cache::remove_others;
+use crate::data::known_sources::KnownSources;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::Preparation;
@@ -33,6 +35,7 @@ use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
 use crate::signals::StopFlag;
+use std::mem;
 use std::path::{Path, PathBuf};
 
 /// What was computed of the data files, in the output directory.
@@ -53,6 +56,9 @@ pub(super) struct PreparedRun<'a> {
     dataset: Dataset,
     /// What it is evaluated on.
     eval_dataset: Option<Dataset>,
+    tokenizer: Tokenizer,
+    /// Of its data.
+    known: KnownSources,
     run: identity::Run,
     resumed: Option<resume::Accepted>,
     /// What a run that begins goes by, unless that is random.
@@ -99,16 +105,17 @@ pub(super) fn prepare<'a>(
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
-    let settings = &Settings { data_bytes: data_bytes(settings), ..settings.clone() };
+    let mut known = known_sources(settings, resumed.as_ref());
+    let settings = &Settings { data_bytes: data_bytes(settings, &known), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
     let settings = &plan.settle(settings);
     let weights = if resumed.is_none() { first_weights(settings, &source.shape)? } else { None };
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
-    let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved)?;
-    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
+    let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved, &known)?;
+    let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, &mut known, run_dir.map(RunDir::path), stop, observer)?;
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
-    let mut run = identify(&settings, &source.shape, &tokenizer, run_dir.map(RunDir::path), stop, observer)?;
+    let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
@@ -123,7 +130,7 @@ pub(super) fn prepare<'a>(
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
     let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
-    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, run, resumed, weights, max_steps, data })
+    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, run, resumed, weights, max_steps, data })
 }
 
 impl PreparedRun<'_> {
@@ -158,7 +165,8 @@ impl PreparedRun<'_> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Session<D, X>> {
-        let Self { launch, settings, source, plan, dataset, eval_dataset, mut run, resumed, weights, max_steps, data } = self;
+        let Self { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, mut run, resumed, weights, max_steps, data } =
+            self;
         kept::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
@@ -166,6 +174,8 @@ impl PreparedRun<'_> {
         };
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
+        remove_others(run_dir.path(), &known);
+        known.save(run_dir.path(), &tokenizer)?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
         let facts = RunFacts {
@@ -205,27 +215,39 @@ impl PreparedRun<'_> {
     }
 }
 
-/// What the run learns from, and what it is evaluated on, read and kept as far as need be; `observer` hears how far it is.
+/// What the run that goes on from `resumed` knew of its data. Where data or tokens may have changed, they are read as they are now.
+fn known_sources(settings: &Settings, resumed: Option<&Loaded>) -> KnownSources {
+    let may_change = [RunPart::Data, RunPart::Tokenizer].iter().any(|part| settings.allow_changed.contains(part));
+    let run_dir = resumed.filter(|_| !may_change).and_then(|loaded| loaded.dir().parent());
+    run_dir.map(KnownSources::load).unwrap_or_default()
+}
+
+/// What the run learns from, and what it is evaluated on, read and kept as far as need be; `observer` hears how far it is. What is `known`
+/// of it then is that of this run.
 fn open_data(
     settings: &Settings,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
+    known: &mut KnownSources,
     output_dir: Option<&Path>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
     let emit = |news: News<'_>| hear(observer, news);
-    let mut preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
+    let preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
+    let mut preparation = preparation.knowing(mem::take(known));
     let rules = settings.row_rules();
-    if let Some(split) = settings.eval_split {
+    let opened = if let Some(split) = settings.eval_split {
         let split = (split, settings.seed);
         let (kept, held_out) = Dataset::open_split(&settings.data, tokenizer, shape.vocab, rules, split, &mut preparation)?;
-        return Ok((kept, Some(held_out)));
-    }
-    let mut open = |paths: &[PathBuf]| Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation);
-    let dataset = open(&settings.data)?;
-    let evaluated = (!settings.eval_data.is_empty()).then(|| open(&settings.eval_data)).transpose()?;
-    Ok((dataset, evaluated))
+        (kept, Some(held_out))
+    } else {
+        let mut open = |paths: &[PathBuf]| Dataset::open(paths, tokenizer, shape.vocab, rules, &mut preparation);
+        let dataset = open(&settings.data)?;
+        (dataset, (!settings.eval_data.is_empty()).then(|| open(&settings.eval_data)).transpose()?)
+    };
+    *known = preparation.into_known();
+    Ok(opened)
 }
 
 /// What the run learns with and from.
@@ -233,6 +255,7 @@ fn identify(
     settings: &Settings,
     shape: &ModelShape,
     tokenizer: &Tokenizer,
+    known: &KnownSources,
     output_dir: Option<&Path>,
     stop: &StopFlag,
     observer: &mut dyn Observer,
@@ -241,14 +264,14 @@ fn identify(
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
         if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
     };
-    identity::of(shape, tokenizer, &settings.data, output_dir.map(|dir| dir.join(CHECKSUMS)).as_deref(), &mut progress)
+    identity::of(shape, tokenizer, &settings.data, known, output_dir.map(|dir| dir.join(CHECKSUMS)).as_deref(), &mut progress)
 }
 
 /// Host memory that training and evaluation data take while steps run.
-fn data_bytes(settings: &Settings) -> u64 {
+fn data_bytes(settings: &Settings, known: &KnownSources) -> u64 {
     let Settings { data, eval_data, eval_split, no_shuffle, .. } = settings;
-    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, settings.row_rules(), false, None) };
-    host_bytes(data, settings.row_rules(), !no_shuffle, *eval_split) + evaluated
+    let evaluated = if eval_data.is_empty() { 0 } else { host_bytes(eval_data, known, settings.row_rules(), false, None) };
+    host_bytes(data, known, settings.row_rules(), !no_shuffle, *eval_split) + evaluated
 }
 
 /// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.

@@ -6,6 +6,8 @@ use crate::config::settings::{OnResume, Settings};
 use crate::data::chat::find::RecordFlags;
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::{DataFormat, RecordRules};
+use crate::data::files;
+use crate::data::known_sources::KnownSources;
 use crate::data::packing::Dataset;
 use crate::data::rows::Packing;
 use crate::data::source;
@@ -45,24 +47,29 @@ pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(Mode
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
         None => ModelShape::demo(),
     };
-    let (tokenizer, settings) = tokenizer(settings, &shape, saved)?;
+    let (tokenizer, settings) = tokenizer(settings, &shape, saved, &KnownSources::default())?;
     Ok((shape, tokenizer, settings))
 }
 
 /// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.
 ///
 /// `saved` are the settings in the checkpoint that the run goes on from. It keeps their choices: other tokens around documents would
-/// move every position in the data.
+/// move every position in the data. Of what is `known` nothing is read.
 ///
 /// # Errors
-/// Those of [`Tokenizer::load`] and [`source::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
+/// Those of [`Tokenizer::load`] and [`files::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
 /// that says otherwise than the checkpoint.
-pub(crate) fn tokenizer(settings: &Settings, shape: &ModelShape, saved: Option<&Value>) -> Result<(Tokenizer, Settings)> {
+pub(crate) fn tokenizer(
+    settings: &Settings,
+    shape: &ModelShape,
+    saved: Option<&Value>,
+    known: &KnownSources,
+) -> Result<(Tokenizer, Settings)> {
     let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
     saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
     let flags = record_flags(&settings);
-    let (rules, day) = (rules(&settings, &flags)?, flags.day()?);
-    let tokenizer = find(&settings, shape)?.with_rules(rules);
+    let (rules, day) = (rules(&settings, &flags, known)?, flags.day()?);
+    let tokenizer = find(&settings, shape, known)?.with_rules(rules);
     settings.chat_date = Some(day);
     settings.add_bos = if tokenizer.begin_of_text().is_empty() { AddBos::No } else { AddBos::Yes };
     settings.eos_token = tokenizer.end_of_text().map(|id| id.to_string());
@@ -136,15 +143,17 @@ pub(super) fn record_flags(settings: &Settings) -> RecordFlags<'_> {
     }
 }
 
-fn rules(settings: &Settings, flags: &RecordFlags<'_>) -> Result<RecordRules> {
+fn rules(settings: &Settings, flags: &RecordFlags<'_>, known: &KnownSources) -> Result<RecordRules> {
     let dir = settings.model.as_deref().map(ModelDir::open).transpose()?;
-    flags.rules(dir.as_ref(), &source::find_files(&[&settings.data[..], &settings.eval_data].concat())?)
+    let lists = [&settings.data[..], &settings.eval_data];
+    let files = lists.iter().map(|paths| known.find_files(paths)).collect::<Result<Vec<_>>>()?.concat();
+    flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| source::asks_for_template(&files, rules)))
 }
 
-fn find(settings: &Settings, shape: &ModelShape) -> Result<Tokenizer> {
+fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources) -> Result<Tokenizer> {
     let (dir, end_of_text) = (settings.model.as_deref(), settings.eos_token.as_deref());
-    let files = source::find_files(&settings.data)?;
-    if !files.is_empty() && !files.iter().any(|file| source::is_text(file)) {
+    let files = known.find_files(&settings.data)?;
+    if !files.is_empty() && !files.iter().any(|file| files::is_text(file)) {
         let asked = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
         let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
         return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent()) };
@@ -206,7 +215,7 @@ mod tests {
             (&[TEXT], "nor any other tokenizer"),
         ] {
             let dir = model_dir(files);
-            let message = tokenizer(&settings(dir.path()), &shape(32000), None).err().unwrap().to_string();
+            let message = tokenizer(&settings(dir.path()), &shape(32000), None, &KnownSources::default()).err().unwrap().to_string();
             assert!(message.contains(found) && command.iter().all(|part| message.contains(part)), "{message}");
         }
     }
@@ -214,7 +223,9 @@ mod tests {
     #[test]
     fn bytes_are_for_256_ids_or_when_asked_for_and_token_files_need_nothing() {
         let dir = model_dir(&[TEXT, ("ids.bin", "abcd")]);
-        let display = |settings: &Settings, vocab| tokenizer(settings, &shape(vocab), None).map(|(tokenizer, _)| tokenizer.to_string());
+        let display = |settings: &Settings, vocab| {
+            tokenizer(settings, &shape(vocab), None, &KnownSources::default()).map(|(tokenizer, _)| tokenizer.to_string())
+        };
         assert_eq!(display(&settings(dir.path()), 256).unwrap(), "bytes (256 ids)");
         let asked = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
         assert_eq!(display(&asked, 300).unwrap(), "bytes (256 ids, end of text 299)");
@@ -225,7 +236,7 @@ mod tests {
             (Settings { add_bos: AddBos::Yes, ..settings(dir.path()) }, "--add-bos yes"),
             (Settings { add_bos: AddBos::Yes, ..ids }, "--eos-token and --add-bos"),
         ] {
-            let refused = tokenizer(&odd, &shape(256), None).err().unwrap();
+            let refused = tokenizer(&odd, &shape(256), None, &KnownSources::default()).err().unwrap();
             assert!(refused.exit_code() == 2 && refused.to_string().starts_with(word), "{refused}");
         }
     }
@@ -235,10 +246,10 @@ mod tests {
         let dir = model_dir(&[TEXT, ("tokenizer.json", &with_bos(WORDS))]);
         let fresh = settings(dir.path());
         let resolve = |settings: &Settings, saved: &Value| {
-            tokenizer(settings, &shape(8), Some(saved))
+            tokenizer(settings, &shape(8), Some(saved), &KnownSources::default())
                 .map(|(tokenizer, settings)| (tokenizer.begin_of_text().to_vec(), tokenizer.end_of_text(), settings))
         };
-        let (_, recorded) = tokenizer(&fresh, &shape(8), None).unwrap();
+        let (_, recorded) = tokenizer(&fresh, &shape(8), None, &KnownSources::default()).unwrap();
         assert_eq!((recorded.add_bos, recorded.eos_token.as_deref()), (AddBos::Yes, Some("7")));
         let saved = serde_json::to_value(&recorded).unwrap();
         assert_eq!(resolve(&fresh, &saved).unwrap(), (vec![1], Some(7), recorded.clone()));

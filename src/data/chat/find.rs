@@ -4,7 +4,6 @@ use super::date::Day;
 use super::mask::TrainOn;
 use super::record::{DataFormat, RecordRules};
 use super::template::ChatTemplate;
-use crate::data::source::asks_for_template;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
@@ -27,14 +26,14 @@ pub(crate) struct RecordFlags<'a> {
 }
 
 impl RecordFlags<'_> {
-    /// How records of `files` are read with a model in `dir`. A template is looked for only where one is named or asked for: of plain text it
-    /// says nothing.
+    /// How records are read with a model in `dir`. A template is looked for only where one is named or asked for, as `asks_for_template` says
+    /// of the data: of plain text it says nothing.
     ///
     /// # Errors
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
-    pub(crate) fn rules(&self, dir: Option<&ModelDir>, files: &[PathBuf]) -> Result<RecordRules> {
+    pub(crate) fn rules(&self, dir: Option<&ModelDir>, asks_for_template: impl FnOnce(&RecordRules) -> bool) -> Result<RecordRules> {
         let rules = self.plain_rules()?;
-        let rules = RecordRules { has_answers: asks_for_template(files, &rules), ..rules };
+        let rules = RecordRules { has_answers: asks_for_template(&rules), ..rules };
         let needs_template = self.template.is_some() || self.template_name.is_some() || rules.has_answers;
         if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
     }

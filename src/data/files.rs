@@ -1,0 +1,130 @@
+//! Data files: which there are, and of which kind.
+//!
+//! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
+//! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
+//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
+
+use crate::data::compression::is_compressed;
+use crate::data::pattern::matching;
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub(super) enum SourceKind {
+    Text,
+    JsonLines,
+    JsonArray,
+    Parquet,
+    Tokens,
+}
+
+/// What the extensions of [`SourceKind`] are called in messages.
+const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
+
+/// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
+///
+/// # Errors
+/// `Io` for what cannot be read; `Format` for a file of another kind, for a directory without data and a pattern that nothing matches.
+pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for path in paths {
+        match path.metadata() {
+            Ok(metadata) if metadata.is_dir() => files.extend(files_in(path)?),
+            Ok(_) => files.push(known(path.clone())?),
+            Err(e) => match matching(path)? {
+                Some(found) => files.extend(data_among(found)?),
+                None => return Err(Error::io("read", path, e)),
+            },
+        }
+    }
+    Ok(files)
+}
+
+/// Those of `found` that hold data.
+fn data_among(found: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
+    let first = found.first().cloned();
+    let data: Vec<_> = found.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path)).collect();
+    match first {
+        Some(other) if data.is_empty() => known(other).map(|file| vec![file]),
+        _ => Ok(data),
+    }
+}
+
+fn known(path: PathBuf) -> Result<PathBuf> {
+    if kind(&path).is_some() { Ok(path) } else { Err(Error::format(&path, format!("not a {KINDS} file{}", conversion(&path)))) }
+}
+
+/// What makes JSON lines of a table in another format.
+fn conversion(path: &Path) -> String {
+    let (name, lines) = (path.display(), path.with_extension("jsonl"));
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let read = match extension {
+        "csv" => "read_csv",
+        "arrow" | "feather" => "read_feather",
+        _ => return String::new(),
+    };
+    let lines = lines.display();
+    format!("; convert it: python -c \"import pandas; pandas.{read}('{name}').to_json('{lines}', orient='records', lines=True)\"")
+}
+
+/// Whether the file at `path` holds text, which needs a tokenizer.
+pub(crate) fn is_text(path: &Path) -> bool {
+    !matches!(kind(path), None | Some(SourceKind::Tokens))
+}
+
+pub(super) fn kind(path: &Path) -> Option<SourceKind> {
+    let is_compressed = is_compressed(path);
+    let name = if is_compressed { Path::new(path.file_stem()?) } else { path };
+    match name.extension()?.to_str()? {
+        "txt" => Some(SourceKind::Text),
+        "jsonl" => Some(SourceKind::JsonLines),
+        "json" => Some(SourceKind::JsonArray),
+        "parquet" if !is_compressed => Some(SourceKind::Parquet),
+        "bin" if !is_compressed => Some(SourceKind::Tokens),
+        _ => None,
+    }
+}
+
+/// Whether the file at `path` tells the width of a token file.
+fn is_sidecar(path: &Path) -> bool {
+    path.to_str().is_some_and(|name| name.ends_with(".bin.json"))
+}
+
+fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir).map_err(|e| Error::io("read", dir, e))?;
+    let paths: Vec<PathBuf> =
+        entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>().map_err(|e| Error::io("read", dir, e))?;
+    let mut files: Vec<PathBuf> = paths.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path) && !path.is_dir()).collect();
+    if files.is_empty() {
+        return Err(Error::format(dir, format!("no {KINDS} file in this directory")));
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::tokenizer::tests::model_dir;
+
+    #[test]
+    fn directories_stand_for_their_data_files_by_name() {
+        let dir = model_dir(&[("b.txt", "b"), ("a.jsonl", "{}"), ("c.bin", "cc"), ("c.bin.json", "{}"), ("README.md", "")]);
+        std::fs::create_dir(dir.path().join("d.txt")).unwrap();
+        let found = find_files(&[dir.path().join("c.bin"), dir.path().into()]).unwrap();
+        let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
+        let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
+        assert!(
+            refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
+        );
+        assert!(refusal("README.md").contains("README.md: not a .txt"));
+        let matching = find_files(&[dir.path().join("*"), dir.path().join("[ab].*")]).unwrap();
+        let names: Vec<_> = matching.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["a.jsonl", "b.txt", "c.bin", "a.jsonl", "b.txt"], "of what matches the data files are taken");
+        assert!(refusal("*.md").contains("README.md: not a .txt") && refusal("*.csv").ends_with("*.csv: no file matches this pattern"));
+        std::fs::write(dir.path().join("x*.txt"), "a file of this name").unwrap();
+        assert_eq!(find_files(&[dir.path().join("x*.txt")]).unwrap(), [dir.path().join("x*.txt")]);
+        assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));
+    }
+}

@@ -1,0 +1,271 @@
+//! What a run knows of its data files: which there were, what they held and where their tokens lie. It is kept beside the run. So a run
+//! goes on when the files are gone, and reads none that is as it was.
+
+use super::chat::record::{DataFormat, RecordRules};
+use super::checksum::Fingerprint;
+use super::files::{self, SourceKind, is_text, kind};
+use super::tokenizer::Tokenizer;
+use crate::disk;
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Name of the file in the output directory.
+const FILE: &str = "data-sources.json";
+/// Some hundred bytes for each of a million files.
+const BYTES_MAX: u64 = 1 << 30;
+
+/// What is known of the data of a run.
+#[derive(Default)]
+pub(crate) struct KnownSources {
+    /// Where the run was, of which something is known.
+    dir: PathBuf,
+    /// Of a run before, as far as it still holds.
+    before: Vec<Before>,
+    rules: Option<KnownRules>,
+    /// Of this one.
+    now: Vec<SourceList>,
+}
+
+/// What the file holds.
+#[derive(Serialize, Deserialize)]
+struct KeptSources {
+    rules: KnownRules,
+    lists: Vec<SourceList>,
+}
+
+/// What was found by reading the first records of all files, and how they were read.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
+struct KnownRules {
+    format: DataFormat,
+    columns: BTreeMap<String, String>,
+    has_answers: bool,
+}
+
+/// The files of training or of evaluation.
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(super) struct SourceList {
+    /// What a person named, absolute.
+    pub(super) named: Vec<PathBuf>,
+    /// Absolute. The checksum is empty where nobody knows it.
+    pub(super) files: Vec<(PathBuf, Fingerprint)>,
+    /// For each file whether it holds records that are not text; empty where nobody asked.
+    pub(super) holds_records: Vec<bool>,
+    /// The prepared folder, absolute; none without text.
+    pub(super) folder: Option<PathBuf>,
+}
+
+/// Where text is kept.
+pub(super) struct KeptText {
+    pub(super) folder: PathBuf,
+    /// Of each text file, in hexadecimal.
+    pub(super) sha256: Vec<String>,
+}
+
+/// A list whose files are as they were, but for those that are missing.
+struct Before {
+    list: SourceList,
+    missing: BTreeMap<PathBuf, MissingFile>,
+}
+
+struct MissingFile {
+    fingerprint: Fingerprint,
+    why: Error,
+}
+
+/// Where the tokens of text lie of which a file is missing.
+pub(super) struct StandIn {
+    /// As they were kept.
+    pub(super) folder: PathBuf,
+    /// The run that they were kept for.
+    pub(super) dir: PathBuf,
+    /// Why a file cannot be read, and how many more there are, in words.
+    pub(super) why: String,
+}
+
+impl Before {
+    /// `list`, unless one of its files has changed or there are more now. Token files are read where they are: none may be missing.
+    fn of(list: SourceList) -> Option<Self> {
+        let mut missing = BTreeMap::new();
+        for (path, fingerprint) in &list.files {
+            match fingerprint.holds(path) {
+                Ok(true) => {}
+                Err(why) if is_text(path) => drop(missing.insert(path.clone(), MissingFile { fingerprint: fingerprint.clone(), why })),
+                Ok(false) | Err(_) => return None,
+            }
+        }
+        let known: BTreeSet<&PathBuf> = list.files.iter().map(|(path, _)| path).collect();
+        let there = |named| files::find_files(std::slice::from_ref(named)).unwrap_or_default();
+        let is_whole = list.named.iter().flat_map(there).all(|path| known.contains(&path));
+        is_whole.then_some(Self { list, missing })
+    }
+
+    fn texts(&self) -> impl Iterator<Item = &Path> {
+        self.list.files.iter().map(|(path, _)| path.as_path()).filter(|path| is_text(path))
+    }
+}
+
+impl KnownSources {
+    /// What the run in `dir` kept, as far as it still holds. A file that cannot be understood is as none: the data is read again.
+    pub(crate) fn load(dir: &Path) -> Self {
+        let bytes = disk::read_small(&dir.join(FILE), BYTES_MAX).unwrap_or_default();
+        let Ok(KeptSources { rules, lists }) = serde_json::from_slice(&bytes) else { return Self::default() };
+        let all = lists.len();
+        let before: Vec<_> = lists.into_iter().filter_map(Before::of).collect();
+        let rules = (before.len() == all).then_some(rules);
+        Self { dir: dir.into(), rules, before, now: Vec::new() }
+    }
+
+    /// As [`files::find_files`], with the missing ones that are known.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn find_files(&self, paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+        match self.before(paths).filter(|before| !before.missing.is_empty()) {
+            Some(before) => Ok(before.list.files.iter().map(|(path, _)| path.clone()).collect()),
+            None => files::find_files(paths),
+        }
+    }
+
+    /// What a file held that is missing.
+    pub(crate) fn missing(&self, path: &Path) -> Option<&Fingerprint> {
+        self.before.iter().find_map(|before| before.missing.get(path)).map(|missing| &missing.fingerprint)
+    }
+
+    /// Whether a record may go through a chat template, if that is known of all that `lists` name, read by `rules`.
+    pub(crate) fn has_answers(&self, lists: &[&[PathBuf]], rules: &RecordRules) -> Option<bool> {
+        let known = self.rules.as_ref().filter(|known| (known.format, &known.columns) == (rules.format, &rules.columns))?;
+        let asked = lists.iter().filter(|paths| !paths.is_empty());
+        let is_known = asked.clone().all(|paths| self.before(paths).is_some()) && asked.count() == self.before.len();
+        is_known.then_some(known.has_answers)
+    }
+
+    /// For each of `files` whether it holds records that are not text, if that is known.
+    pub(super) fn holds_records(&self, paths: &[PathBuf], files: usize) -> Option<&[bool]> {
+        let known = &self.before(paths)?.list.holds_records;
+        (known.len() == files).then_some(known)
+    }
+
+    /// What there is in place of `texts`, of which one is missing.
+    pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<StandIn> {
+        let before = self.before.iter().find(|before| !before.missing.is_empty() && before.texts().eq(texts.iter().copied()))?;
+        let (first, folder) = (&before.missing.values().next()?.why, before.list.folder.clone()?);
+        let why = match before.missing.len() - 1 {
+            0 => first.to_string(),
+            more => format!("{first}, and so with {more} more"),
+        };
+        Some(StandIn { folder, dir: self.dir.clone(), why })
+    }
+
+    /// Adds what this run knows of the `files` that `paths` name, and where the text among them is kept.
+    ///
+    /// # Errors
+    /// `Io` where a file cannot be read that is not known to be missing.
+    pub(super) fn add(&mut self, paths: &[PathBuf], files: &[PathBuf], holds_records: &[bool], kept: Option<KeptText>) -> Result<()> {
+        let (folder, sha256) = kept.map(|KeptText { folder, sha256 }| (absolute(folder), sha256)).unzip();
+        let mut sha256 = sha256.into_iter().flatten();
+        let known = |path: &PathBuf| {
+            let fingerprint = match self.missing(path) {
+                Some(fingerprint) => fingerprint.clone(),
+                None => Fingerprint::without_content(&disk::InFile::open(path)?)?,
+            };
+            let sha256 = if kind(path) == Some(SourceKind::Tokens) { None } else { sha256.next() };
+            Ok((absolute(path), Fingerprint { sha256: sha256.unwrap_or_default(), ..fingerprint }))
+        };
+        let files = files.iter().map(known).collect::<Result<_>>()?;
+        let named = paths.iter().map(absolute).collect();
+        self.now.push(SourceList { named, files, holds_records: holds_records.into(), folder });
+        Ok(())
+    }
+
+    /// Keeps in `dir` what this run knows of its data, which `tokenizer` read.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub(crate) fn save(self, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
+        let RecordRules { format, columns, has_answers, .. } = tokenizer.rules();
+        let rules = KnownRules { format: *format, columns: columns.clone(), has_answers: *has_answers };
+        let path = dir.join(FILE);
+        let record = serde_json::to_vec(&KeptSources { rules, lists: self.now }).map_err(|e| Error::format(&path, e))?;
+        let kept = disk::read_small(&path, BYTES_MAX).unwrap_or_default();
+        if kept == record { Ok(()) } else { disk::replace_file(&path, &record) }
+    }
+
+    /// Whether this run found its tokens in a folder of this name.
+    pub(super) fn keeps(&self, name: &str) -> bool {
+        self.now.iter().filter_map(|list| list.folder.as_ref()?.file_name()).any(|folder| folder == name)
+    }
+
+    /// What is known of all that `paths` name.
+    fn before(&self, paths: &[PathBuf]) -> Option<&Before> {
+        let named = || paths.iter().map(absolute);
+        self.before.iter().find(|before| before.list.named.iter().cloned().eq(named()))
+    }
+}
+
+fn absolute(path: impl AsRef<Path>) -> PathBuf {
+    std::path::absolute(path.as_ref()).unwrap_or(path.as_ref().into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// Two texts and ids, known of a run in `dir`.
+    fn kept(dir: &Path) -> [PathBuf; 3] {
+        let files = ["a.txt", "b.bin", "c.jsonl"].map(|name| dir.join(name));
+        files.iter().for_each(|file| fs::write(file, "1234").unwrap());
+        let mut known = KnownSources::default();
+        let text = KeptText { folder: dir.join("folder"), sha256: vec!["aa".into(), "cc".into()] };
+        known.add(&files, &files, &[], Some(text)).unwrap();
+        known.save(dir, &Tokenizer::bytes()).unwrap();
+        files
+    }
+
+    #[test]
+    fn text_may_be_missing_and_keeps_its_size_and_checksum() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = kept(dir.path());
+        let known = KnownSources::load(dir.path());
+        assert!(known.missing(&files[0]).is_none() && known.stand_in(&[&files[0], &files[2]]).is_none());
+        fs::remove_file(&files[2]).unwrap();
+        let known = KnownSources::load(dir.path());
+        assert_eq!(known.find_files(&files).unwrap(), files);
+        let missing = known.missing(&files[2]).unwrap();
+        assert_eq!((missing.bytes, missing.sha256.as_str()), (4, "cc"));
+        let StandIn { folder, why, .. } = known.stand_in(&[&files[0], &files[2]]).unwrap();
+        assert!(folder == dir.path().join("folder") && why.contains("c.jsonl: No such file") && !why.contains("more"), "{why}");
+        assert!(known.stand_in(&[&files[2]]).is_none(), "other text");
+        assert!(known.find_files(&files[2..]).is_err(), "nobody knows of it alone");
+    }
+
+    #[test]
+    fn what_has_changed_or_is_no_text_has_no_stand_in() {
+        type Change = fn(&[PathBuf; 3]);
+        let changes: [Change; 3] = [|_| {}, |files| fs::write(&files[0], "12345").unwrap(), |files| fs::remove_file(&files[1]).unwrap()];
+        let knows = changes.map(|change| {
+            let dir = tempfile::tempdir().unwrap();
+            let files = kept(dir.path());
+            fs::remove_file(&files[2]).unwrap();
+            change(&files);
+            KnownSources::load(dir.path()).find_files(&files).is_ok()
+        });
+        assert_eq!(knows, [true, false, false]);
+    }
+
+    #[test]
+    fn how_records_are_read_is_known_where_all_is_as_it_was_and_asked_for_in_the_same_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = kept(dir.path());
+        let asked = |lists: &[&[PathBuf]], rules: &RecordRules| KnownSources::load(dir.path()).has_answers(lists, rules);
+        let rules = RecordRules::default();
+        assert_eq!(asked(&[&files, &[]], &rules), Some(false));
+        assert_eq!(asked(&[&files[1..], &[]], &rules), None);
+        assert_eq!(asked(&[&files, &files], &rules), None);
+        assert_eq!(asked(&[&files], &RecordRules { format: DataFormat::Text, ..RecordRules::default() }), None);
+        fs::write(dir.path().join(FILE), "{").unwrap();
+        assert_eq!(asked(&[&files], &rules), None);
+    }
+}
