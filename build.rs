@@ -1,7 +1,11 @@
 //! Tells the program its features and its commit: `SUPEROFFLOAD_COMMIT` if it is set, otherwise what the clone's `.git` says. No git is run.
+//! Packs the kernels, whose text would be a fifth of the program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// Of Zstandard. 22 takes longer and saves 0.1 % more.
+const LEVEL: i32 = 19;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -18,6 +22,25 @@ fn main() {
     if let Some(commit) = commit {
         println!("cargo:rustc-env=SUPEROFFLOAD_COMMIT={commit}");
     }
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        let out = std::env::var_os("OUT_DIR").map(PathBuf::from).unwrap_or_default();
+        pack_ptx(Path::new("ptx"), &out).unwrap_or_else(|e| panic!("pack the kernels below ptx: {e}"));
+    }
+}
+
+/// Writes `NAME.ptx.zst` below `out` for each `NAME.ptx` in `dir` and below.
+fn pack_ptx(dir: &Path, out: &Path) -> std::io::Result<()> {
+    println!("cargo:rerun-if-changed={}", dir.display());
+    fs::create_dir_all(out.join(dir))?;
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            pack_ptx(&path, out)?;
+        } else if path.extension().is_some_and(|extension| extension == "ptx") {
+            fs::write(out.join(format!("{}.zst", path.display())), zstd::encode_all(fs::File::open(&path)?, LEVEL)?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Those that are on, by name, between commas.

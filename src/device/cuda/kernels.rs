@@ -33,3 +33,17 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
 /// Those of documents, of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
 pub(super) static LATER: [&PtxSource; 6] =
     [&documents::SOURCE, &experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &route::SOURCE, &sinks::SOURCE];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn every_file_unpacks_to_its_text() {
+        for PtxSource { file, .. } in sources().chain(LATER) {
+            let text = std::fs::read_to_string(Path::new("ptx").join(file.name)).unwrap();
+            assert!(file.text().unwrap() == text, "{}", file.name);
+        }
+    }
+}

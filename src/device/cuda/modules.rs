@@ -6,14 +6,40 @@ use cust::module::Module;
 use cust::sys::CUfunction;
 use std::collections::HashMap;
 
+/// A PTX file in this program.
+pub(super) struct PtxFile {
+    /// Its name below `ptx/`.
+    pub(super) name: &'static str,
+    /// As build.rs packed it: its text is twelve times as long.
+    pub(super) packed: &'static [u8],
+}
+
+/// The [`PtxFile`] of a name below `ptx/`.
+macro_rules! ptx_file {
+    ($name:literal) => {
+        $crate::device::cuda::modules::PtxFile { name: $name, packed: include_bytes!(concat!(env!("OUT_DIR"), "/ptx/", $name, ".zst")) }
+    };
+}
+pub(super) use ptx_file;
+
 /// One PTX file and what it exports.
 pub(super) struct PtxSource {
-    /// Its name below `ptx/`.
-    pub(super) file: &'static str,
-    pub(super) ptx: &'static str,
+    pub(super) file: PtxFile,
     /// Kernels in three formats: `name_bf16`, `name_f16`, `name_f32`.
     pub(super) typed: &'static [&'static str],
     pub(super) plain: &'static [&'static str],
+}
+
+impl PtxFile {
+    /// Its text.
+    ///
+    /// # Errors
+    /// `Format` where this program does not hold what was built into it.
+    pub(super) fn text(&self) -> Result<String> {
+        let packed = |e: std::io::Error| Error::format(format!("ptx/{}", self.name), format_args!("in this program: {e}"));
+        let bytes = zstd::decode_all(self.packed).map_err(packed)?;
+        String::from_utf8(bytes).map_err(|e| packed(std::io::Error::other(e)))
+    }
 }
 
 impl PtxSource {
@@ -42,8 +68,8 @@ impl Modules {
     }
 
     fn add(&mut self, source: &'static PtxSource) -> Result<()> {
-        let module = Module::from_ptx(source.ptx, &[])
-            .map_err(|e| Error::resource(format!("load ptx/{}", source.file), format!("CUDA error {}", e as u32)))?;
+        let module = Module::from_ptx(source.file.text()?, &[])
+            .map_err(|e| Error::resource(format!("load ptx/{}", source.file.name), format!("CUDA error {}", e as u32)))?;
         for name in source.plain {
             self.functions.insert((*name, None), find(&module, source, name)?);
         }
@@ -78,6 +104,6 @@ fn suffix(dtype: Dtype) -> &'static str {
 
 fn find(module: &Module, source: &PtxSource, name: &str) -> Result<CUfunction> {
     let failed =
-        |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file), format!("CUDA error {}", e as u32));
+        |e: cust::error::CudaError| Error::resource(format!("find {name} in ptx/{}", source.file.name), format!("CUDA error {}", e as u32));
     module.get_function(name).map(|function| function.to_raw()).map_err(failed)
 }

@@ -1,15 +1,14 @@
 //! Attention: by cuDNN, or without a library (`--attention plain`).
 
 use super::super::launch::{LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::super::{CudaDevice, sdpa};
 use super::grid::{WARP, whole_vectors};
 use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Checked, Kernel, Launch, Stream};
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/attention.ptx",
-    ptx: include_str!("../../../../ptx/transformer/attention.ptx"),
+    file: ptx_file!("transformer/attention.ptx"),
     typed: &[
         "attention",
         "attention_delta",

@@ -1,18 +1,14 @@
 //! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::kernel::rows;
 use crate::device::{BiasBackward, DeviceSlice, Kernel, Stream};
 use crate::error::Result;
 
-pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/bias.ptx",
-    ptx: include_str!("../../../../ptx/transformer/bias.ptx"),
-    typed: &["column_sums", "column_sums_any", "fold_columns"],
-    plain: &[],
-};
+pub(super) const SOURCE: PtxSource =
+    PtxSource { file: ptx_file!("transformer/bias.ptx"), typed: &["column_sums", "column_sums_any", "fold_columns"], plain: &[] };
 
 /// Warps of a block of `column_sums`; six such blocks fit on a multiprocessor.
 const SLICE_WARPS: usize = 8;

@@ -1,14 +1,13 @@
 //! Cross-entropy over the vocabulary, one tile of logits at a time.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use crate::device::kernel::rows;
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/cross_entropy.ptx",
-    ptx: include_str!("../../../../ptx/transformer/cross_entropy.ptx"),
+    file: ptx_file!("transformer/cross_entropy.ptx"),
     typed: &["cross_entropy_stats", "cross_entropy_grad", "cross_entropy_stats_capped", "cross_entropy_grad_capped"],
     plain: &["cross_entropy_loss"],
 };

@@ -1,15 +1,14 @@
 //! Documents out of their rows, to where cuDNN's attention finds one a sequence, and back.
 
 use super::super::launch::{LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{threads, whole_vectors, wide};
 use crate::device::documents::DocumentBatch;
 use crate::device::{AttentionShape, DeviceSlice, Stream};
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/documents.ptx",
-    ptx: include_str!("../../../../ptx/transformer/documents.ptx"),
+    file: ptx_file!("transformer/documents.ptx"),
     typed: &[],
     plain: &["gather_documents", "scatter_documents", "gather_lse", "scatter_lse"],
 };

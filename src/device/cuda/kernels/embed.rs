@@ -1,15 +1,14 @@
 //! Token and position embeddings.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::{DeviceSlice, Embed, EmbedBackward, Kernel, ScatterRows, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/embed.ptx",
-    ptx: include_str!("../../../../ptx/transformer/embed.ptx"),
+    file: ptx_file!("transformer/embed.ptx"),
     typed: &["embed", "embed_any", "embed_backward", "embed_backward_any", "scatter_rows", "scatter_rows_any"],
     plain: &["sort_entries"],
 };

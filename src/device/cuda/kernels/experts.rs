@@ -1,14 +1,13 @@
 //! What experts do to their rows between the two products.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{whole_vectors, wide};
 use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/experts.ptx",
-    ptx: include_str!("../../../../ptx/transformer/experts.ptx"),
+    file: ptx_file!("transformer/experts.ptx"),
     typed: &["clamped_swiglu", "expert_bias", "expert_bias_any", "expert_backward", "expert_bias_dot"],
     plain: &[],
 };

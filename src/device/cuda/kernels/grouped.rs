@@ -1,15 +1,14 @@
 //! Products of experts, whose segments only the GPU knows: grids follow from sizes alone.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors};
 use crate::device::{GroupedMatmul, GroupedShape, Kernel, MatmulLayout, MatmulShape, RouterLogits, SegmentSums, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/grouped.ptx",
-    ptx: include_str!("../../../../ptx/transformer/grouped.ptx"),
+    file: ptx_file!("transformer/grouped.ptx"),
     typed: &[
         "grouped_nt",
         "grouped_nt_any",
@@ -26,8 +25,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 
 /// The same products by instructions that only Hopper has.
 pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
-    file: "transformer/grouped_sm90a.ptx",
-    ptx: include_str!("../../../../ptx/transformer/grouped_sm90a.ptx"),
+    file: ptx_file!("transformer/grouped_sm90a.ptx"),
     typed: &[],
     plain: &[
         "grouped_nt_sm90a_bf16",

@@ -1,7 +1,7 @@
 //! RMS and layer normalisation.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
 use crate::device::kernel::rows;
@@ -10,8 +10,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/norm.ptx",
-    ptx: include_str!("../../../../ptx/transformer/norm.ptx"),
+    file: ptx_file!("transformer/norm.ptx"),
     typed: &[
         "rms_norm",
         "rms_norm_any",

@@ -1,14 +1,13 @@
 //! Kernels that treat every element alone.
 
 use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{whole_vectors, wide};
 use crate::device::{DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kernel, ScaleAdd, Stream, Swiglu, SwigluBackward};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/pointwise.ptx",
-    ptx: include_str!("../../../../ptx/transformer/pointwise.ptx"),
+    file: ptx_file!("transformer/pointwise.ptx"),
     typed: &["swiglu", "swiglu_backward", "geglu", "geglu_backward", "gelu", "gelu_backward", "scale_add"],
     plain: &[],
 };

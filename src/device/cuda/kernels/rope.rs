@@ -1,7 +1,7 @@
 //! Query and key heads: their RMS normalisation and their rotation.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::kernels::rope::Spans;
@@ -9,8 +9,7 @@ use crate::device::{AttentionShape, DeviceSlice, Kernel, QkNorm, QkNormBackward,
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/rope.ptx",
-    ptx: include_str!("../../../../ptx/transformer/rope.ptx"),
+    file: ptx_file!("transformer/rope.ptx"),
     typed: &[
         "qk_norm",
         "qk_norm_any",

@@ -1,15 +1,14 @@
 //! The router.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{WARP, threads, whole_vectors, wide};
 use crate::device::kernel::rows;
 use crate::device::{Combine, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/route.ptx",
-    ptx: include_str!("../../../../ptx/transformer/route.ptx"),
+    file: ptx_file!("transformer/route.ptx"),
     typed: &["combine", "combine_any", "router_backward", "router_balance"],
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };

@@ -1,17 +1,13 @@
 //! Attention sinks.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
-use super::super::modules::PtxSource;
+use super::super::modules::{PtxSource, ptx_file};
 use super::grid::WARP;
 use crate::device::{AttentionShape, Kernel, Sinks, SinksBackward, Stream};
 use crate::error::Result;
 
-pub(super) const SOURCE: PtxSource = PtxSource {
-    file: "transformer/sinks.ptx",
-    ptx: include_str!("../../../../ptx/transformer/sinks.ptx"),
-    typed: &["sinks", "sinks_backward"],
-    plain: &[],
-};
+pub(super) const SOURCE: PtxSource =
+    PtxSource { file: ptx_file!("transformer/sinks.ptx"), typed: &["sinks", "sinks_backward"], plain: &[] };
 
 /// As in `sinks.cu`.
 const THREADS: usize = 256;

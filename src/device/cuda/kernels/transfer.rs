@@ -8,24 +8,19 @@
 mod tests;
 
 use crate::device::cuda::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
-use crate::device::cuda::modules::PtxSource;
+use crate::device::cuda::modules::{PtxSource, ptx_file};
 use crate::device::{Adam, Cast, DeviceSlice, GradNormPartials, Kernel, Poke, Stream, SumSlices, Zero};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::optim::norm::BLOCK;
 
 pub(super) const SOURCES: [PtxSource; 6] = [
-    PtxSource {
-        file: "cast.ptx",
-        ptx: include_str!("../../../../ptx/cast.ptx"),
-        typed: &[],
-        plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"],
-    },
-    PtxSource { file: "copy.ptx", ptx: include_str!("../../../../ptx/copy.ptx"), typed: &[], plain: &["copy_words"] },
-    PtxSource { file: "grad_norm.ptx", ptx: include_str!("../../../../ptx/grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
-    PtxSource { file: "sum_slices.ptx", ptx: include_str!("../../../../ptx/sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
-    PtxSource { file: "adam.ptx", ptx: include_str!("../../../../ptx/adam.ptx"), typed: &["adam_step", "adam_step_packed"], plain: &[] },
-    PtxSource { file: "poke.ptx", ptx: include_str!("../../../../ptx/poke.ptx"), typed: &["poke"], plain: &[] },
+    PtxSource { file: ptx_file!("cast.ptx"), typed: &[], plain: &["cast_bf16_f32", "cast_f16_f32", "cast_f32_bf16", "cast_f32_f16"] },
+    PtxSource { file: ptx_file!("copy.ptx"), typed: &[], plain: &["copy_words"] },
+    PtxSource { file: ptx_file!("grad_norm.ptx"), typed: &["grad_norm"], plain: &[] },
+    PtxSource { file: ptx_file!("sum_slices.ptx"), typed: &["sum_slices"], plain: &[] },
+    PtxSource { file: ptx_file!("adam.ptx"), typed: &["adam_step", "adam_step_packed"], plain: &[] },
+    PtxSource { file: ptx_file!("poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
 /// Threads of a block, in every kernel but `poke`.

@@ -31,7 +31,7 @@ impl Queue for EmulatedMemory {
             Some(_) => "_f32",
         };
         let source = SOURCES.into_iter().find(|source| has(&source)).unwrap();
-        run(self, source.ptx, &format!("{name}{suffix}"), blocks, &args);
+        run(self, &source.file.text()?, &format!("{name}{suffix}"), blocks, &args);
         Ok(())
     }
 
