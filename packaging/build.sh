@@ -4,8 +4,8 @@
 #
 #   packaging/build.sh OUT [x86_64|aarch64]
 #
-# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin and zig, its C compiler and
-# linker for either machine, are installed below target/.
+# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin, zig, its C compiler and
+# linker for either machine, and deflate, which packs the wheel, are installed below target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 usage() { echo "usage: packaging/build.sh OUT [x86_64|aarch64]" >&2; exit 2; }
@@ -18,9 +18,9 @@ target=$arch-unknown-linux-gnu
 built=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 
 tools=$PWD/target/packaging-tools
-if [ ! -x "$tools/bin/maturin" ]; then
+if ! "$tools/bin/python" -c 'import deflate' 2>/dev/null; then
   python3 -m venv "$tools"
-  "$tools/bin/pip" install --quiet --disable-pip-version-check 'maturin==1.16.*' 'ziglang==0.17.*' 'auditwheel==6.*'
+  "$tools/bin/pip" install --quiet --disable-pip-version-check 'maturin==1.16.*' 'ziglang==0.17.*' 'auditwheel==6.*' 'deflate==0.9.*'
 fi
 export PATH=$tools/bin:$PATH
 version=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml | head -n 1)
@@ -46,7 +46,9 @@ python3 -m zipfile -e "$stage"/extension/*.whl "$stage/extension"
 find "$stage/extension" -name '_cpu_adam.abi3.so' -exec cp {} "$stage/wheel/python/superoffload/" \;
 [ -s "$stage/wheel/python/superoffload/_cpu_adam.abi3.so" ] || { echo "build: maturin made no extension module" >&2; exit 1; }
 (cd "$stage/wheel" && CARGO_TARGET_DIR=$built \
-  maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --compression-level 9 --out "$out")
+  maturin build --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" --compression-level 1 --out "$out")
+wheel=superoffload-$version-py3-none-manylinux2014_$arch.manylinux_2_17_$arch.whl
+"$tools/bin/python" packaging/repack.py "$out/$wheel"
 
 name=superoffload-$version-$target
 mkdir -p "$stage/$name"/{bin,share/man/man1,share/completions}
@@ -60,7 +62,6 @@ for shell in bash zsh fish; do "${run[@]}" completions $shell >"$stage/$name/sha
 tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@${SOURCE_DATE_EPOCH:-0}" -C "$stage" -cf - "$name" | gzip -n9 >"$out/$name.tar.gz"
 
 python3 packaging/sbom.py "$target" >"$out/$name.cdx.json"
-wheel=superoffload-$version-py3-none-manylinux2014_$arch.manylinux_2_17_$arch.whl
 python3 packaging/provenance.py write "packaging/build.sh OUT $arch" "$out/$wheel" "$out/$name".{tar.gz,cdx.json} >"$out/$name.provenance.json"
 (cd "$out" && sha256sum -- *.whl *.tar.gz *.json >SHA256SUMS)
 ls -l "$out"
