@@ -356,6 +356,7 @@ impl<'a> KeyReader<'a> {
         if let Some(strategy) = strategy {
             self.set(states, "strategy", NodeValue::Text(strategy.into()));
         }
+        self.states_on_host(strategy)?;
         let weights = "zero_optimization.offload_param.device";
         match self.word(weights).as_deref() {
             Some("cpu") => self.set(weights, "weights", NodeValue::Text("flow".into())),
@@ -383,6 +384,24 @@ impl<'a> KeyReader<'a> {
         if self.truth(activations)? == Some(true) {
             self.set(activations, "activations", NodeValue::Text("host".into()));
         }
+        Ok(())
+    }
+
+    /// The share of the states that lie on the host, which the strategy or the plan decides.
+    fn states_on_host(&mut self, strategy: Option<&str>) -> Understood<()> {
+        let ratio = "zero_optimization.offload_optimizer.ratio";
+        let Some(share) = self.number(ratio)? else { return Ok(()) };
+        if !(0.0..=1.0).contains(&share) {
+            return self.refuse(ratio, "allowed is 0 to 1");
+        }
+        self.fate(
+            ratio,
+            match strategy {
+                Some("zero-offload") if share == 1.0 => "used: it is so",
+                Some("zero-offload") => "ignored: every state lies on the host; with \"super_offload\": true the plan chooses how many do",
+                _ => "ignored: the plan chooses how many buckets stay on the device: --resident-buckets",
+            },
+        );
         Ok(())
     }
 

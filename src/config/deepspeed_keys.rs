@@ -81,7 +81,7 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("zero_optimization.offload_optimizer.device", Read),
     ("zero_optimization.offload_optimizer.super_offload", Read),
     ("zero_optimization.offload_optimizer.cpuadam_cores_perc", Read),
-    ("zero_optimization.offload_optimizer.ratio", Ignored("the plan chooses how many buckets stay on the device: --resident-buckets")),
+    ("zero_optimization.offload_optimizer.ratio", Read),
     ("zero_optimization.offload_optimizer.pin_memory", Ignored("states lie in pinned memory: --memory")),
     ("zero_optimization.offload_optimizer.nvme_path", Ignored(NO_NVME)),
     ("zero_optimization.offload_optimizer.buffer_count", Ignored(PLANNED)),

@@ -238,3 +238,18 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_share_of_the_states_is_told_to_be_so_or_to_have_no_use() {
+    let fate = |ratio: serde_json::Value, speculates: bool| {
+        let offload = json!({"device": "cpu", "super_offload": speculates, "ratio": ratio});
+        read(&json!({"zero_optimization": {"offload_optimizer": offload}}), &[]).map(|(_, table)| {
+            let row = row(&table, "zero_optimization.offload_optimizer.ratio");
+            row.split_once(&ratio.to_string()).unwrap().1.trim().to_string()
+        })
+    };
+    assert_eq!(fate(json!(1.0), false).unwrap(), "used: it is so");
+    assert!(fate(json!(0.5), false).unwrap().starts_with("ignored: every state lies on the host; with \"super_offload\": true"));
+    assert!(fate(json!(0.5), true).unwrap().ends_with("stay on the device: --resident-buckets"));
+    assert!(fate(json!(1.5), true).unwrap_err().ends_with("ratio 1.5: allowed is 0 to 1"));
+}
