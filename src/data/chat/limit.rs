@@ -6,20 +6,28 @@ use std::cell::OnceCell;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 /// CPU time of one rendering. Those that the engine's own limit lets through take half a second.
 const CPU_MAX: Duration = Duration::from_secs(5);
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// Beginnings and ends of a thread's renderings, so that odd numbers are renderings.
+/// Beginnings and ends of a thread's renderings, so that odd numbers are renderings; [`OVER`] when the thread ends.
 type Turns = Arc<AtomicU64>;
+const OVER: u64 = u64::MAX;
 
-thread_local!(static TURNS: OnceCell<Turns> = const { OnceCell::new() });
+thread_local!(static WATCHED: OnceCell<Watched> = const { OnceCell::new() });
+
+/// A thread that renders, and the one that looks after it. Where none can be had renderings have the engine's limit alone.
+struct Watched {
+    turns: Turns,
+    watcher: Option<Thread>,
+}
 
 /// Runs `render`, which does not outlast [`CPU_MAX`]: the program ends then.
 pub(super) fn limited<T>(render: impl FnOnce() -> T) -> T {
-    let turns = TURNS.with(|turns| turns.get_or_init(watched).clone());
+    let turns = WATCHED.with(|watched| watched.get_or_init(Watched::new).turns.clone());
     turns.fetch_add(1, Ordering::Relaxed);
     // It ends by a panic, too, which may be caught.
     let _ended = Ended(turns);
@@ -34,21 +42,34 @@ impl Drop for Ended {
     }
 }
 
-/// Starts the thread that looks after this one. Where none can be had renderings have the engine's limit alone.
-fn watched() -> Turns {
-    let turns = Turns::default();
-    let (theirs, thread) = (turns.clone(), gettid());
-    let _ = std::thread::Builder::new().name("chat-limit".into()).spawn(move || watch(thread, &theirs));
-    turns
+impl Watched {
+    /// This thread.
+    fn new() -> Self {
+        let turns = Turns::default();
+        let (theirs, thread) = (turns.clone(), gettid());
+        let started = thread::Builder::new().name("chat-limit".into()).spawn(move || watch(thread, &theirs));
+        Self { turns, watcher: started.ok().map(|watcher| watcher.thread().clone()) }
+    }
+}
+
+impl Drop for Watched {
+    /// The watcher ends at once: threads that render come and go with every file.
+    fn drop(&mut self) {
+        self.turns.store(OVER, Ordering::Release);
+        self.watcher.iter().for_each(Thread::unpark);
+    }
 }
 
 /// Until the watched thread is gone. Where the kernel does not count a thread's time, the time of day is taken.
 fn watch(thread: Pid, turns: &Turns) {
     let began = Instant::now();
     let (mut seen, mut since) = (0, Duration::ZERO);
-    while Arc::strong_count(turns) > 1 {
-        std::thread::sleep(LOOK_EVERY);
-        let (turn, time) = (turns.load(Ordering::Relaxed), cpu_time(thread).unwrap_or(began.elapsed()));
+    loop {
+        thread::park_timeout(LOOK_EVERY);
+        let (turn, time) = (turns.load(Ordering::Acquire), cpu_time(thread).unwrap_or(began.elapsed()));
+        if turn == OVER {
+            return;
+        }
         if turn % 2 == 0 || turn != seen {
             (seen, since) = (turn, time);
         } else if time.saturating_sub(since) > CPU_MAX {
@@ -72,9 +93,20 @@ mod tests {
 
     #[test]
     fn a_rendering_is_over_also_where_it_panicked() {
-        let turn = || TURNS.with(|turns| turns.get().unwrap().load(Ordering::Relaxed));
+        let turn = || WATCHED.with(|watched| watched.get().unwrap().turns.load(Ordering::Relaxed));
         assert_eq!(limited(turn), 1);
         assert!(std::panic::catch_unwind(|| limited(|| panic!("as a library may"))).is_err());
         assert_eq!(turn(), 4);
+    }
+    /// A watcher that sleeps on holds a stack; a thousand short files a second would have hundreds of megabytes of them.
+    #[test]
+    fn a_watcher_ends_with_its_thread() {
+        let watched = Watched::new();
+        let (held, began) = (Arc::downgrade(&watched.turns), Instant::now());
+        drop(watched);
+        while held.strong_count() > 0 {
+            assert!(began.elapsed() < LOOK_EVERY / 2, "it sleeps on");
+            thread::yield_now();
+        }
     }
 }
