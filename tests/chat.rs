@@ -63,16 +63,24 @@ fn chats_without_an_answer_or_a_template_are_refused() {
     assert!(workspace.names("out", "checkpoint-").is_empty());
 }
 
-/// Lists that double are one instruction each, and more than memory after forty; texts that do are counted.
+/// Lists that double are one instruction each, and more than memory after forty; texts that do are counted. A namespace within itself has no
+/// end when it is written.
 #[test]
 fn a_template_that_works_without_end_ends_the_program() {
     let workspace = Workspace::new();
     let flags = chats(&workspace, "it is");
-    let doubled =
-        |what: &str| format!("{{% set ns = namespace(x={what}) %}}{{% for i in range(60) %}}{{% set ns.x = ns.x + ns.x %}}{{% endfor %}}");
-    for (what, told) in [("[1, 2]", "works for more than 5 s on one conversation"), ("'ab'", "ran out of fuel")] {
-        workspace.write("chat.jinja", doubled(what) + TEMPLATE);
-        train(&workspace, "out", &flags, &[]).refused(1, &[told]);
+    let repeated = |x: &str, next: &str| {
+        format!("{{% set ns = namespace(x={x}) %}}{{% for i in range(60) %}}{{% set ns.x = {next} %}}{{% endfor %}}{{{{ ns.x | length }}}}")
+    };
+    for (x, next, told) in [
+        ("[1, 2]", "ns.x + ns.x", "works for more than 5 s on one conversation"),
+        ("'ab'", "ns.x + ns.x", "ran out of fuel"),
+        ("'a'", "ns, 'a' ~ ns.x", "needs more stack than there is"),
+    ] {
+        workspace.write("chat.jinja", repeated(x, next) + TEMPLATE);
+        let outcome = train(&workspace, "out", &flags, &[]);
+        assert_eq!(outcome.stderr.matches("error: ").count(), 1, "{outcome:?}");
+        outcome.refused(1, &[told]);
     }
 }
 

@@ -38,6 +38,8 @@ const RULES: [Rule; 7] = [
             "src/engine/step_job.rs",
             // They make devices, and promise what the maker of one must.
             "src/launch/open.rs",
+            // A handler of a signal.
+            "src/data/chat/stack.rs",
             "tests/gpu/run.rs",
             "microbench/src/bin/device_facts/main.rs",
             "src/optim/simd.rs",

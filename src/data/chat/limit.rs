@@ -1,6 +1,7 @@
 //! Ends the program where one rendering of a chat template does not end. The template engine counts instructions, of which one may work for
 //! ever: a list joined with itself some forty times has more items than memory holds, and making it is not counted (minijinja 3.1.0).
 
+use super::stack;
 use nix::unistd::{Pid, gettid};
 use std::cell::OnceCell;
 use std::fs;
@@ -17,21 +18,21 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 type Turns = Arc<AtomicU64>;
 const OVER: u64 = u64::MAX;
 
-thread_local!(static WATCHED: OnceCell<Watched> = const { OnceCell::new() });
+thread_local!(static WATCHED: OnceCell<RenderThread> = const { OnceCell::new() });
 
 /// A thread that renders, and the one that looks after it. Where none can be had renderings have the engine's limit alone.
-struct Watched {
+struct RenderThread {
     turns: Turns,
     watcher: Option<Thread>,
 }
 
-/// Runs `render`, which does not outlast [`CPU_MAX`]: the program ends then.
+/// Runs `render`, which does not outlast [`CPU_MAX`] nor its stack: the program ends then.
 pub(super) fn limited<T>(render: impl FnOnce() -> T) -> T {
-    let turns = WATCHED.with(|watched| watched.get_or_init(Watched::new).turns.clone());
+    let turns = WATCHED.with(|watched| watched.get_or_init(RenderThread::new).turns.clone());
     turns.fetch_add(1, Ordering::Relaxed);
     // It ends by a panic, too, which may be caught.
     let _ended = Ended(turns);
-    render()
+    stack::watched(render)
 }
 
 struct Ended(Turns);
@@ -42,7 +43,7 @@ impl Drop for Ended {
     }
 }
 
-impl Watched {
+impl RenderThread {
     /// This thread.
     fn new() -> Self {
         let turns = Turns::default();
@@ -52,7 +53,7 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for RenderThread {
     /// The watcher ends at once: threads that render come and go with every file.
     fn drop(&mut self) {
         self.turns.store(OVER, Ordering::Release);
@@ -101,7 +102,7 @@ mod tests {
     /// A watcher that sleeps on holds a stack; a thousand short files a second would have hundreds of megabytes of them.
     #[test]
     fn a_watcher_ends_with_its_thread() {
-        let watched = Watched::new();
+        let watched = RenderThread::new();
         let (held, began) = (Arc::downgrade(&watched.turns), Instant::now());
         drop(watched);
         while held.strong_count() > 0 {

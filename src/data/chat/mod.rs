@@ -8,6 +8,7 @@ pub(crate) mod mask;
 mod message;
 mod python;
 pub(crate) mod record;
+mod stack;
 mod template;
 #[cfg(test)]
 mod tests;

@@ -5,26 +5,26 @@
 use super::thrift::{ThriftKind, ThriftReader};
 
 /// What a value is.
-pub(super) enum Shape {
+pub(super) enum ParquetValue {
     Bool,
     Byte,
     Number,
     Double,
     Text,
-    Struct(Fields),
-    List(&'static Shape),
+    Struct(StructFields),
+    List(&'static ParquetValue),
 }
 
 /// The fields of a structure, from number 1 on.
-pub(super) type Fields = &'static [Shape];
+pub(super) type StructFields = &'static [ParquetValue];
 
-use Shape::{Bool, Byte, Double, List, Number, Struct, Text};
+use ParquetValue::{Bool, Byte, Double, List, Number, Struct, Text};
 
-const EMPTY: Shape = Struct(&[]);
-const KEY_VALUES: Shape = List(&Struct(&[Text, Text]));
-const STATISTICS: Shape = Struct(&[Text, Text, Number, Number, Text, Text, Bool, Bool, Number]);
-const TIME: Shape = Struct(&[Bool, Struct(&[EMPTY, EMPTY, EMPTY])]);
-const LOGICAL_TYPE: Shape = Struct(&[
+const EMPTY: ParquetValue = Struct(&[]);
+const KEY_VALUES: ParquetValue = List(&Struct(&[Text, Text]));
+const STATISTICS: ParquetValue = Struct(&[Text, Text, Number, Number, Text, Text, Bool, Bool, Number]);
+const TIME: ParquetValue = Struct(&[Bool, Struct(&[EMPTY, EMPTY, EMPTY])]);
+const LOGICAL_TYPE: ParquetValue = Struct(&[
     EMPTY,
     EMPTY,
     EMPTY,
@@ -44,10 +44,10 @@ const LOGICAL_TYPE: Shape = Struct(&[
     Struct(&[Text]),
     Struct(&[Text, Number]),
 ]);
-const SCHEMA_ELEMENT: Shape = Struct(&[Number, Number, Number, Text, Number, Number, Number, Number, Number, LOGICAL_TYPE]);
-const SIZES: Shape = Struct(&[Number, List(&Number), List(&Number)]);
-const BOX: Shape = Struct(&[Double, Double, Double, Double, Double, Double, Double, Double]);
-const COLUMN: Shape = Struct(&[
+const SCHEMA_ELEMENT: ParquetValue = Struct(&[Number, Number, Number, Text, Number, Number, Number, Number, Number, LOGICAL_TYPE]);
+const SIZES: ParquetValue = Struct(&[Number, List(&Number), List(&Number)]);
+const BOX: ParquetValue = Struct(&[Double, Double, Double, Double, Double, Double, Double, Double]);
+const COLUMN: ParquetValue = Struct(&[
     Number,
     List(&Number),
     List(&Text),
@@ -66,14 +66,14 @@ const COLUMN: Shape = Struct(&[
     SIZES,
     Struct(&[BOX, List(&Number)]),
 ]);
-const CIPHER: Shape = Struct(&[Text, Text, Bool]);
-const COLUMN_KEY: Shape = Struct(&[EMPTY, Struct(&[List(&Text), Text])]);
-const COLUMN_CHUNK: Shape = Struct(&[Text, Number, COLUMN, Number, Number, Number, Number, COLUMN_KEY, Text]);
-const SORTING: Shape = List(&Struct(&[Number, Bool, Bool]));
-const ROW_GROUP: Shape = Struct(&[List(&COLUMN_CHUNK), Number, Number, SORTING, Number, Number, Number]);
+const CIPHER: ParquetValue = Struct(&[Text, Text, Bool]);
+const COLUMN_KEY: ParquetValue = Struct(&[EMPTY, Struct(&[List(&Text), Text])]);
+const COLUMN_CHUNK: ParquetValue = Struct(&[Text, Number, COLUMN, Number, Number, Number, Number, COLUMN_KEY, Text]);
+const SORTING: ParquetValue = List(&Struct(&[Number, Bool, Bool]));
+const ROW_GROUP: ParquetValue = Struct(&[List(&COLUMN_CHUNK), Number, Number, SORTING, Number, Number, Number]);
 
 /// The footer.
-pub(super) const FOOTER: Fields = &[
+pub(super) const FOOTER: StructFields = &[
     Number,
     List(&SCHEMA_ELEMENT),
     Number,
@@ -86,7 +86,7 @@ pub(super) const FOOTER: Fields = &[
 ];
 
 /// What stands before a page.
-pub(super) const PAGE_HEADER: Fields = &[
+pub(super) const PAGE_HEADER: StructFields = &[
     Number,
     Number,
     Number,
@@ -99,7 +99,7 @@ pub(super) const PAGE_HEADER: Fields = &[
 
 /// Goes over a structure; `None` where a field is not of its kind, fields do not ascend, or bytes end. Fields that nobody knows are passed
 /// over as the library does it, and refused where that takes more turns than bytes.
-pub(super) fn check(reader: &mut ThriftReader<'_>, fields: Fields) -> Option<()> {
+pub(super) fn check(reader: &mut ThriftReader<'_>, fields: StructFields) -> Option<()> {
     let mut last = 0;
     loop {
         let before = last;
@@ -114,7 +114,7 @@ pub(super) fn check(reader: &mut ThriftReader<'_>, fields: Fields) -> Option<()>
     }
 }
 
-impl Shape {
+impl ParquetValue {
     fn check(&self, reader: &mut ThriftReader<'_>, kind: ThriftKind) -> Option<()> {
         match self {
             Bool if kind.is_bool() => Some(()),
