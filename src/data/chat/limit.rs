@@ -46,9 +46,14 @@ impl Drop for Ended {
 impl RenderThread {
     /// This thread.
     fn new() -> Self {
+        Self::looked_at(LOOK_EVERY)
+    }
+
+    /// The same, as often as this.
+    fn looked_at(every: Duration) -> Self {
         let turns = Turns::default();
         let (theirs, thread) = (turns.clone(), gettid());
-        let started = thread::Builder::new().name("chat-limit".into()).spawn(move || watch(thread, &theirs));
+        let started = thread::Builder::new().name("chat-limit".into()).spawn(move || watch(thread, &theirs, every));
         Self { turns, watcher: started.ok().map(|watcher| watcher.thread().clone()) }
     }
 }
@@ -62,11 +67,11 @@ impl Drop for RenderThread {
 }
 
 /// Until the watched thread is gone. Where the kernel does not count a thread's time, the time of day is taken.
-fn watch(thread: Pid, turns: &Turns) {
+fn watch(thread: Pid, turns: &Turns, every: Duration) {
     let began = Instant::now();
     let (mut seen, mut since) = (0, Duration::ZERO);
     loop {
-        thread::park_timeout(LOOK_EVERY);
+        thread::park_timeout(every);
         let (turn, time) = (turns.load(Ordering::Acquire), cpu_time(thread).unwrap_or(began.elapsed()));
         if turn == OVER {
             return;
@@ -102,11 +107,11 @@ mod tests {
     /// A watcher that sleeps on holds a stack; a thousand short files a second would have hundreds of megabytes of them.
     #[test]
     fn a_watcher_ends_with_its_thread() {
-        let watched = RenderThread::new();
+        let watched = RenderThread::looked_at(Duration::from_secs(3600));
         let (held, began) = (Arc::downgrade(&watched.turns), Instant::now());
         drop(watched);
         while held.strong_count() > 0 {
-            assert!(began.elapsed() < LOOK_EVERY / 2, "it sleeps on");
+            assert!(began.elapsed() < Duration::from_secs(60), "it sleeps on");
             thread::yield_now();
         }
     }
