@@ -86,6 +86,15 @@ class Part:
 
 
 @dataclass(eq=False)
+class Pending:
+    """A step whose weights are on their way to the device, and which the state is to take yet."""
+
+    update: Any
+    parts: list[Part]
+    scale: float
+
+
+@dataclass(eq=False)
 class Bucket:
     """What is copied and stepped at a time."""
 
@@ -94,6 +103,10 @@ class Bucket:
     parts: list[Part] = field(default_factory=list)
     slot: torch.Tensor | None = None
     """Gradients on the host; made when the first one comes."""
+    spare: torch.Tensor | None = None
+    """Those of the step that is pending, and else room for the ones after the next."""
+    pending: Pending | None = None
+    """The worker's alone."""
     arrived: list[Part] = field(default_factory=list)
     """Those whose gradients have left the device since the last step."""
     landed: Any = None

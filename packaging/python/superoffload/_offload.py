@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from ._adamw import _cpu_adam, check_apart, check_group, check_isa, check_param, check_saved_groups, check_saved_state, hyper, refuse_unless
-from ._buckets import ALIGN, Bucket, Gone, Member, Part, Stage, cut, new_state, take_changes
+from ._buckets import ALIGN, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, take_changes
 from ._link import host_array, link_to
 
 STAGES = 3
@@ -69,6 +70,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     again with gradients clipped, or leaves everything as it was where a gradient is NaN or infinite. Bits are those of a step that waited for
     its gradients (`speculate=False`) and of `CPUAdamW` with the same `max_grad_norm`. `last` tells what `step` did.
 
+    With `speculate` the state takes a step while the device runs the next forward pass, or in one pass over memory with the step after it:
+    call `synchronize` before you read `state` yourself. It takes a second set of gradients on the host.
+
     `bucket_mib` is what is copied and stepped at a time. `threads` is two fewer than torch's unless given.
     """
 
@@ -105,6 +109,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         # One thread: what it is told, it does in that order.
         self._worker = ThreadPoolExecutor(1, "superoffload")
         self._link: Any = None
+        self._behind: deque[Bucket] = deque()
+        self._failure: Exception | None = None
         self._stages: Any = None
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles)
@@ -203,6 +209,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Returns when state and weights are those after the last `step`."""
         for bucket in self._buckets:
             bucket.wait()
+        self._settle_all(self._buckets)
         self._hold(self._buckets)
         for bucket in self._buckets:
             if bucket.sent is not None:
@@ -278,6 +285,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _begin(self) -> _Round:
         _refuse_ranks()
+        self._raise_failure()
         return _Round(self._hyper(), self.speculate and self._history.pays())
 
     def _state_of(self, member: Member) -> dict[str, torch.Tensor]:
@@ -285,6 +293,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if "step" not in state:
             state.update(new_state(member.param))
         elif member.param._version != member.version:
+            self._settle_all(part.bucket for part in member.parts)
             take_changes(state["param"], member.param)
         return state
 
@@ -315,18 +324,20 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._submit(bucket, speculates=False)
         for bucket in now.buckets:
             bucket.wait()
+        self._raise_failure()
         updates = [bucket.update for bucket in self._buckets if bucket.arrived]
         now.norm, now.scale = _cpu_adam.verdict(updates, self.max_grad_norm or 0.0)
         now.is_judged = True
         return now
 
     def _make_final(self, now: _Round, groups: list[tuple[float, ...]], holds: bool) -> None:
-        """First the weights that the device lacks, in the order in which it needs them; then the state, in backward's order."""
+        """First the weights that the device lacks, in the order in which it needs them; then the state."""
         for bucket in reversed(now.buckets):
             if not (holds and bucket.is_speculated):
                 self._submit_weights(bucket, groups, now.ended, lambda update: update.weights(now.scale))
+        task = self._worker.submit(self._defer, [(bucket, bucket.arrived) for bucket in now.buckets], now.scale)
         for bucket in now.buckets:
-            bucket.task = self._worker.submit(self._commit, bucket, now.scale)
+            bucket.task = task
 
     def _restore(self, now: _Round) -> None:
         """Sends the weights of the state where others may have been sent."""
@@ -361,8 +372,15 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _first_pass(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], speculates: bool) -> None:
         """The worker's, as all below."""
+        pending = bucket.pending
+        if pending and not (speculates and _are_same(pending.parts, parts)):
+            self._settle(bucket)
+            pending = None
         bucket.landed.synchronize()
-        if speculates:
+        if pending:
+            bucket.pending = None
+            self._write(bucket, parts, groups, None, lambda update: update.commit_then_speculate(pending.update, pending.scale))
+        elif speculates:
             self._write(bucket, parts, groups, None, lambda update: update.speculate())
         else:
             bucket.update = self._update(bucket, parts, groups, None)
@@ -380,12 +398,49 @@ class OffloadAdamW(torch.optim.Optimizer):
         act(bucket.update)
         stage.sent = bucket.sent = self._link.send([(part.weights, part.of(stage.room)) for part in parts], after)
 
-    def _commit(self, bucket: Bucket, scale: float) -> None:
-        bucket.update.commit(scale)
+    def _defer(self, buckets: list[tuple[Bucket, list[Part]]], scale: float) -> None:
+        """The state takes the step later; where nothing speculates, now. What backward brings last, and has the least time for then, comes first."""
+        for bucket, parts in buckets:
+            bucket.pending = Pending(bucket.update, parts, scale)
+            if self.speculate:
+                bucket.slot, bucket.spare = bucket.spare, bucket.slot
+            else:
+                self._settle(bucket)
+        self._behind = deque(bucket for bucket, _ in reversed(buckets))
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Commits one bucket and comes again, behind all that was asked for meanwhile, until gradients come that wait for the worker."""
+        if not self._behind or (self._round and self._round.speculates):
+            return
+        try:
+            self._settle(self._behind.popleft())
+            self._worker.submit(self._catch_up)
+        except Exception as error:  # noqa: BLE001 -- Nobody waits for this task: the next step raises it.
+            self._failure = self._failure or error
+
+    def _settle(self, bucket: Bucket) -> None:
+        """The state of `bucket` takes the step that is pending."""
+        pending, bucket.pending = bucket.pending, None
+        if pending:
+            pending.update.commit(pending.scale)
+
+    def _settle_all(self, buckets: Iterable[Bucket]) -> None:
+        """Not the worker's: waits until the state of `buckets` has taken the last step."""
+        self._worker.submit(lambda buckets: [self._settle(bucket) for bucket in buckets], list(buckets)).result()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
 
     def _update(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], stage: torch.Tensor | None) -> Any:
         given = [part.given(self.state[part.member.param], bucket.slot, stage) for part in parts]
         return _cpu_adam.Update(given, groups, self.threads, self.isa)
+
+
+def _are_same(some: list[Part], others: list[Part]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others))
 
 
 def _hook(owner: weakref.ref[OffloadAdamW], member: Member) -> Callable[[torch.Tensor], None]:

@@ -456,6 +456,26 @@ class Speculation(unittest.TestCase):
             counts.append(optimizer.last.speculated > 0)
         self.assertEqual(counts, [True] * 4 + [False] * 2)
 
+    def test_the_state_takes_a_step_when_the_cpu_is_idle_or_with_the_next_step(self):
+        own = params()
+        optimizer = offload(own)
+        settle, settled = optimizer._settle, []
+        with mock.patch.object(optimizer, "_settle", lambda bucket: (settled.append(bucket.pending is not None), settle(bucket))):
+            backward(own, 0)
+            optimizer.step()
+            deadline = time.monotonic() + 60
+            while sum(settled) < len(optimizer._buckets) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.assertEqual((len(settled), {bucket.pending for bucket in optimizer._buckets}), (len(optimizer._buckets), {None}))
+            settled.clear()
+            with mock.patch.object(optimizer, "_catch_up", lambda: None):
+                for step in range(1, 4):
+                    backward(own, step)
+                    optimizer.step()
+                self.assertEqual(settled, [])
+                optimizer.synchronize()
+            self.assertEqual(settled, [True] * len(optimizer._buckets))
+
     def test_weights_that_forward_needs_first_are_made_first(self):
         own, passed, written = params(), [], []
         optimizer = offload(own, speculate=False)
@@ -611,6 +631,44 @@ class States(unittest.TestCase):
         optimizer.step(), twin.step()
         self.assertEqual(bits(optimizer), bits(twin))
 
+    def test_a_change_finds_the_state_after_the_last_step(self):
+        digests = set()
+        for waits in (True, False):
+            own = params(torch.bfloat16)
+            optimizer = offload(own)
+            backward(own, 0)
+            optimizer.step()
+            if waits:
+                optimizer.synchronize()
+            with torch.no_grad():
+                own[2][3, 4] = 7.0
+            backward(own, 1)
+            optimizer.step()
+            digests.add(bits(optimizer))
+        self.assertEqual(len(digests), 1)
+
+
+class NeverIdle:
+    """The CPU finds no time for a commit: each is made in one pass with the next step, or when somebody asks for the state."""
+
+    def setUp(self):
+        super().setUp()
+        never = mock.patch.object(OffloadAdamW, "_catch_up", lambda self: None)
+        never.start()
+        self.addCleanup(never.stop)
+
+
+class LateExactness(NeverIdle, Exactness):
+    pass
+
+
+class LateCopies(NeverIdle, Copies):
+    pass
+
+
+class LateStates(NeverIdle, States):
+    pass
+
 
 class Refusals(unittest.TestCase):
     def ready(self, **settings):
@@ -756,7 +814,7 @@ class Refusals(unittest.TestCase):
                 optimizer.step()
         own = params()
         optimizer = offload(own)
-        with mock.patch.object(optimizer, "_commit", side_effect=RuntimeError("no state")):
+        with mock.patch.object(optimizer, "_settle", side_effect=RuntimeError("no state")):
             backward(own, 0)
             optimizer.step()
             for what in (optimizer.synchronize, optimizer.state_dict, lambda: backward(own, 1)):

@@ -116,6 +116,14 @@ mod _cpu_adam {
             self.run(py, PassKind::Speculate)
         }
 
+        /// The same after the state was stepped as by `before.commit(scale)`, in one pass over it.
+        fn commit_then_speculate(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
+            if !self.request.follows(&before.request) {
+                return Err(PyValueError::new_err("commit_then_speculate: the step before is one of other arrays"));
+            }
+            self.run(py, PassKind::CommitThenSpeculate { before: before.request.clone(), scale })
+        }
+
         /// Writes the weights of a step whose gradients are taken times `scale`. The state stays as it is.
         fn weights(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Weights { scale })

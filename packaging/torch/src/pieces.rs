@@ -61,6 +61,11 @@ impl Request {
         fold(sum, &partials)
     }
 
+    /// Whether this is a step of the arrays that `before` stepped.
+    pub(crate) fn follows(&self, before: &Self) -> bool {
+        self.tensors.len() == before.tensors.len() && self.tensors.iter().zip(&before.tensors).all(|(next, before)| next.follows(before))
+    }
+
     pub(crate) fn saw_nonfinite(&self) -> bool {
         self.nonfinite.load(Ordering::Relaxed)
     }
@@ -79,12 +84,13 @@ impl Request {
     }
 }
 
-#[derive(Clone, Copy)]
 pub(crate) enum PassKind {
     /// Sums of squares.
     Sums,
     /// These, and the weights that a step without clipping gives.
     Speculate,
+    /// What the step before it makes of the state, with that one's gradients times `scale`, and then these weights.
+    CommitThenSpeculate { before: Arc<Request>, scale: f32 },
     /// The weights that a step gives whose gradients are taken times `scale`; the state stays.
     Weights { scale: f32 },
     /// What that step makes of the state; the weights stay.
@@ -128,15 +134,19 @@ unsafe impl Job for Pass {
             let (tensor, kernels) = (&request.tensors[part.tensor], request.kernels);
             // SAFETY: the right to this memory is the job's, as above, and the caller gives this piece to nobody else.
             unsafe {
-                match self.kind {
+                match &self.kind {
                     PassKind::Sums => request.sum_squares(part),
                     PassKind::Speculate => {
                         request.sum_squares(part);
                         tensor.speculate(kernels, 1.0, &part.elems);
                     }
-                    PassKind::Weights { scale } => tensor.speculate(kernels, scale, &part.elems),
-                    PassKind::Commit { scale } => tensor.commit(kernels, scale, &part.elems),
-                    PassKind::Step { scale } => tensor.step(kernels, scale, &part.elems),
+                    PassKind::CommitThenSpeculate { before, scale } => {
+                        request.sum_squares(part);
+                        tensor.commit_then_speculate(kernels, &before.tensors[part.tensor], *scale, &part.elems);
+                    }
+                    PassKind::Weights { scale } => tensor.speculate(kernels, *scale, &part.elems),
+                    PassKind::Commit { scale } => tensor.commit(kernels, *scale, &part.elems),
+                    PassKind::Step { scale } => tensor.step(kernels, *scale, &part.elems),
                     PassKind::Emit => tensor.emit(kernels, &part.elems),
                 }
             }

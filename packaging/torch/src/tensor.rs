@@ -99,6 +99,12 @@ impl Tensor {
         [span(p, Format::F32, true), span(m, moments, true), span(v, moments, true), span(g, grads, false), span(out, weights, true)]
     }
 
+    /// Whether both step the same state by gradients of one format.
+    pub(crate) fn follows(&self, before: &Self) -> bool {
+        let arrays = |tensor: &Self| (tensor.addresses.0, tensor.addresses.1, tensor.addresses.2, tensor.elems, tensor.first);
+        arrays(self) == arrays(before) && self.formats == before.formats
+    }
+
     /// The gradient's elements `at`.
     ///
     /// # Safety
@@ -144,6 +150,36 @@ impl Tensor {
     pub(crate) unsafe fn commit(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
         // SAFETY: the caller's promise.
         unsafe { self.with_state(at, Effect { kernels, scale, out: None, writes_state: true }) };
+    }
+
+    /// Steps the state as [`Tensor::commit`] of `before` does, and writes the working weights of the step after it, whose gradients are taken
+    /// as they are: in one pass over the state.
+    ///
+    /// # Safety
+    /// As [`Tensor::step`], for both; this one [`follows`](Tensor::follows) `before`.
+    pub(crate) unsafe fn commit_then_speculate(&self, kernels: AdamKernels, before: &Self, scale: f32, at: &Range<usize>) {
+        let (pending, next) = (AdamStep { consts: before.consts, scale }, AdamStep { consts: self.consts, scale: 1.0 });
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.formats.0 {
+                Format::F32 => self.fused::<f32>(kernels, (pending, before), next, at),
+                Format::Bf16 => self.fused::<bf16>(kernels, (pending, before), next, at),
+                Format::F16 => unreachable!("Python offers no such moments"),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Tensor::commit_then_speculate`]; `M` is the moments' format.
+    unsafe fn fused<M: Moment>(&self, kernels: AdamKernels, (pending, before): (AdamStep, &Self), next: AdamStep, at: &Range<usize>) {
+        // SAFETY: the caller's promise.
+        let (mut state, out) = unsafe { (self.state::<M>(at), self.weights(at)) };
+        // SAFETY: as above.
+        let (old, new) = unsafe { (before.grads(at), self.grads(at)) };
+        match out {
+            Some(out) => kernels.commit_then_speculate(pending, old, next, new, &mut state, out),
+            None => kernels.commit(pending, &mut state, old),
+        }
     }
 
     /// Writes the working weights that the state holds.
