@@ -85,7 +85,8 @@ impl Runs<'_> {
         }
         let said = String::from_utf8_lossy(&output.stdout);
         let tokens = number_after(&said, "prepared ").unwrap_or(0.0) as u64;
-        let seconds = number_after(&said, "tokens/s (").unwrap_or(0.0);
+        // Its seconds have one decimal only.
+        let seconds = tokens as f64 * 1e-6 / number_after(&said, "speed ").unwrap_or(0.0);
         Ok(Prepared { peak_bytes, user_s, tokens, seconds })
     }
 }
@@ -155,7 +156,7 @@ fn measure(options: &Options, facts: &Facts, cpus: &[usize], program: &Path, dir
         let tokens_per_s = tokens as f64 / seconds;
         let times = tokens_per_s / *first.get_or_insert(tokens_per_s);
         let beside_bytes = peak_bytes.saturating_sub(tokenizer_bytes);
-        eprintln!("{cpus:>4} {:>12.2} {times:>9.2} {user_s:>9.1} {seconds:>8.1} {:>14.0}", tokens_per_s * 1e-6, beside_bytes as f64 * 1e-6);
+        eprintln!("{cpus:>4} {:>12.2} {times:>9.2} {user_s:>9.1} {seconds:>8.2} {:>14.0}", tokens_per_s * 1e-6, beside_bytes as f64 * 1e-6);
         let line = json!({ "cpus": cpus, "tokens_per_s": tokens_per_s, "times_first": times, "seconds": seconds, "user_s": user_s, "tokens": tokens,
             "text_bytes": text_bytes, "peak_bytes": peak_bytes, "tokenizer_bytes": tokenizer_bytes, "beside_bytes": beside_bytes });
         println!("{}", facts.line(line));
