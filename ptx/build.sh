@@ -13,7 +13,7 @@ if [ "${1-}" = --check ]; then check=1; shift; fi
 nvcc=${1-$(command -v nvcc || true)}
 [ -n "$nvcc" ] || nvcc=$("$here/install-tools.sh")/nvcc
 
-# Plain compute_80: every GPU since Ampere compiles it; what is called *_sm90a is for Hopper alone. No contraction: every fused operation is written as one, so that results
+# Plain compute_80: every GPU since Ampere compiles it; what is called *_sm89 is for Ada and later, *_sm90a for Hopper alone. No contraction: every fused operation is written as one, so that results
 # are those of the CPU.
 flags=(-ptx -std=c++17 -O3 -fmad=false --restrict)
 
@@ -24,12 +24,13 @@ cd "$here/transformer"
 status=0
 for source in *.cu; do
   ptx=${source%.cu}.ptx
-  arch=compute_80
+  arch=compute_80 version=8.0
+  [[ $source != *_sm89.cu ]] || arch=compute_89 version=8.1
   [[ $source != *_sm90a.cu ]] || arch=compute_90a
   "$nvcc" "${flags[@]}" -arch=$arch "$source" -o "$made/raw"
   # Builds of one release differ by host in the build's ID only. nvcc names its own version of PTX; that of the kernels by hand
-  # is enough, and check.sh fails where it is not.
-  sed -e '/^\/\/ Compiler Build ID/d' -e 's/^\.version .*/.version 8.0/' "$made/raw" >"$made/$ptx"
+  # is enough, and check.sh fails where it is not; Ada's conversions to 8 bits came one later.
+  sed -e '/^\/\/ Compiler Build ID/d' -e "s/^\.version .*/.version $version/" "$made/raw" >"$made/$ptx"
   if [ -z "$check" ]; then
     cp "$made/$ptx" "$ptx"
   elif ! cmp -s "$made/$ptx" "$ptx"; then

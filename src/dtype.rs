@@ -3,8 +3,12 @@
 //! Every device and instruction set must agree with these to the bit: widening is exact, narrowing rounds to the
 //! nearest even value, subnormals are kept, and every NaN narrows to one quiet NaN (what the PTX casts produce).
 
+mod fp8;
+
 use half::{bf16, f16};
 use std::fmt;
+
+pub use fp8::{E4m3, E5m2};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -17,6 +21,10 @@ pub enum Dtype {
     Float16,
     /// 32-bit signed integer (token ids).
     Int32,
+    /// 8-bit float, 4-bit exponent.
+    Float8E4m3,
+    /// 8-bit float, 5-bit exponent.
+    Float8E5m2,
 }
 
 impl Dtype {
@@ -25,7 +33,13 @@ impl Dtype {
         match self {
             Self::Float32 | Self::Int32 => 4,
             Self::Bfloat16 | Self::Float16 => 2,
+            Self::Float8E4m3 | Self::Float8E5m2 => 1,
         }
+    }
+
+    /// Whether a number takes 8 bits, and so belongs to a scale.
+    pub(crate) const fn is_fp8(self) -> bool {
+        matches!(self, Self::Float8E4m3 | Self::Float8E5m2)
     }
 }
 
@@ -36,6 +50,8 @@ impl fmt::Display for Dtype {
             Self::Bfloat16 => "bfloat16",
             Self::Float16 => "float16",
             Self::Int32 => "int32",
+            Self::Float8E4m3 => "float8e4m3",
+            Self::Float8E5m2 => "float8e5m2",
         })
     }
 }

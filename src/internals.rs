@@ -40,12 +40,12 @@ pub mod device {
     pub use crate::device::cpu::{CpuDevice, Schedule};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
-        Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine, CrossEntropyGrad,
-        CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Geglu,
-        GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm, LayerNormBackward, Matmul,
-        MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, RmsNorm, RmsNormBackward, Rope, Route, RouteShape, RouterBackward,
-        RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScatterRows, SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu,
-        SwigluBackward, Zero,
+        AbsMaxScale, Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine,
+        CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias,
+        ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
+        LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
+        Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaledMatmul, ScatterRows, SegmentSums,
+        Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]
@@ -55,7 +55,7 @@ pub mod device {
 }
 
 pub mod dtype {
-    pub use crate::dtype::{Dtype, Element};
+    pub use crate::dtype::{Dtype, E4m3, E5m2, Element};
 }
 
 pub mod engine {

@@ -35,7 +35,9 @@ pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 pub(crate) use kernels::product::ProductAlgorithm;
-pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape};
+pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
+pub use kernels::quantize::{AbsMaxScale, Quantize};
+pub(crate) use kernels::quantize::{FP8_GRAIN, scale_of};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
 pub use kernels::route::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 pub use kernels::sinks::{Sinks, SinksBackward};
@@ -130,6 +132,14 @@ pub trait Device {
     /// # Errors
     /// `Unsupported` when no kernel takes them.
     fn prepare_attention(&mut self, _shape: AttentionShape, _dtype: Dtype, _separates_documents: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// Gets ready for products in FP8. Only before step 0.
+    ///
+    /// # Errors
+    /// `Unsupported` with what the device lacks.
+    fn prepare_fp8(&mut self) -> Result<()> {
         Ok(())
     }
 

@@ -209,6 +209,9 @@ section! {
         matmul_burst_flops: Number,
         /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
         matmul_share_by_least_dim: Curve,
+        /// FLOPs a second of large products in FP8 with a scale for each matrix, for as long as one likes; absent: a multiple of
+        /// [`Gpu::matmul_flops`] is assumed.
+        fp8_matmul_flops: Option<Number>,
         /// FLOPs a second of products of experts, by the mean rows of an expert; absent: a share of single products is assumed.
         grouped_flops_by_rows: Option<Curve>,
         /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::flops::FLOPS_FORMULA`] does:
@@ -588,7 +591,9 @@ mod tests {
                 let (name, rest) = line.split_once(" = ").unwrap();
                 let message = refused(&text.replace(line, &format!("{name}_ = {rest}")));
                 assert!(message.contains(&format!("`{name}_`")), "{message}");
-                if !["managed_bytes_per_s", "adam_scalar_bytes_per_s_by_threads", "grouped_flops_by_rows"].contains(&name) {
+                if !["managed_bytes_per_s", "adam_scalar_bytes_per_s_by_threads", "fp8_matmul_flops", "grouped_flops_by_rows"]
+                    .contains(&name)
+                {
                     let message = refused(&text.replace(line, ""));
                     assert!(message.contains(&format!("missing field `{name}`")), "{message}");
                 }

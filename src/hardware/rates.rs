@@ -1,7 +1,7 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
 use crate::hardware::peer_route::PeerRoute;
-use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Link, Profile};
+use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Profile};
 use crate::hardware::sourced::{Curve, Number, Points};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
@@ -10,6 +10,9 @@ use std::sync::{Arc, OnceLock};
 /// Share of the optimizer's bytes a second that passes over moments in bfloat16 reach: rounding at random and narrowing take time that
 /// memory does not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96 (`paper-figures/results/h200-moments.jsonl`).
 const PACKED_SHARE: f64 = 0.93;
+
+/// How many times as fast as in bfloat16 large products in FP8 are taken to be until a profile says it: what NVIDIA names for Hopper.
+const FP8_SPEEDUP: f64 = 1.75;
 
 /// Share of a GPU's single products that its products of experts are taken to reach until a profile says it. Assumed: on an H200, whose kernels
 /// are Hopper's own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
@@ -51,6 +54,8 @@ pub struct Rates {
     pub profile: String,
     large_matmul_flops: f64,
     matmul_share_by_least_dim: Points,
+    /// How many times as fast products in FP8 are, where the profile says it.
+    fp8_speedup: Option<f64>,
     grouped: GroupedRate,
     /// FLOPs a second of attention's forward pass.
     pub(crate) attention_forward_flops: f64,
@@ -97,7 +102,7 @@ pub struct Rates {
 /// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
 /// machine without a link: they read and write the host's memory.
 macro_rules! computing {
-    ($profile:expr, $device:expr, $grouped_share:expr) => {{
+    ($profile:expr, $device:expr, $fp8_speedup:expr, $grouped_share:expr) => {{
         let (host, device, whole) = (&$profile.host, $device, Points(vec![(1.0, 1.0)]));
         let memory = host.memory_bytes_per_s.value;
         let scalar = host.adam_scalar_bytes_per_s_by_threads.as_ref().unwrap_or(&host.adam_bytes_per_s_by_threads);
@@ -105,6 +110,7 @@ macro_rules! computing {
             profile: $profile.name.clone(),
             large_matmul_flops: device.matmul_flops.value,
             matmul_share_by_least_dim: device.matmul_share_by_least_dim.value.clone(),
+            fp8_speedup: $fp8_speedup,
             grouped: GroupedRate::new(device.grouped_flops_by_rows.as_ref(), $grouped_share),
             attention_forward_flops: device.attention_forward_flops.value,
             attention_backward_flops: device.attention_backward_flops.value,
@@ -132,6 +138,10 @@ macro_rules! computing {
     }};
 }
 
+fn fp8_speedup(gpu: &Gpu) -> Option<f64> {
+    gpu.fp8_matmul_flops.as_ref().map(|fp8| fp8.value / gpu.matmul_flops.value)
+}
+
 impl Rates {
     /// Those of `profile`.
     ///
@@ -139,8 +149,8 @@ impl Rates {
     /// If nothing in it computes; [`Profile::parse`] refuses that.
     pub fn of(profile: &Profile) -> Self {
         let computing = match (&profile.gpu, &profile.cpu_device) {
-            (Some(gpu), _) => computing!(profile, gpu, GROUPED_SHARE),
-            (None, Some(cpus)) => computing!(profile, cpus, GROUPED_SHARE_OF_CPUS).with_sharing(cpus),
+            (Some(gpu), _) => computing!(profile, gpu, fp8_speedup(gpu), GROUPED_SHARE),
+            (None, Some(cpus)) => computing!(profile, cpus, Some(1.0), GROUPED_SHARE_OF_CPUS).with_sharing(cpus),
             (None, None) => panic!("{}: neither GPU nor CPUs compute", profile.name),
         };
         let linked = profile.link.as_ref().map_or(computing.clone(), |link| computing.with_link(link));
@@ -259,6 +269,11 @@ impl Rates {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
     }
 
+    /// FLOPs a second of a product in FP8 whose smallest dimension is `least_dim`.
+    pub(crate) fn fp8_flops(&self, least_dim: usize) -> f64 {
+        self.fp8_speedup.unwrap_or(FP8_SPEEDUP) * self.matmul_flops(least_dim)
+    }
+
     /// FLOPs a second of products of experts with `rows` each on average, whose weights' smaller dimension is `width`.
     pub(crate) fn grouped_flops(&self, rows: usize, width: usize) -> f64 {
         match &self.grouped {
@@ -314,6 +329,7 @@ pub(crate) mod tests {
             profile: "round".into(),
             large_matmul_flops: 1e12,
             matmul_share_by_least_dim: whole.clone(),
+            fp8_speedup: Some(2.0),
             grouped: GroupedRate::Assumed(1.0),
             attention_forward_flops: 1e12,
             attention_backward_flops: 1e12,

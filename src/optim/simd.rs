@@ -97,7 +97,7 @@ impl<'a> Grads<'a> {
             Dtype::Float32 => Self::F32(bytemuck::cast_slice(bytes)),
             Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice(bytes)),
             Dtype::Float16 => Self::F16(bytemuck::cast_slice(bytes)),
-            Dtype::Int32 => panic!("gradients must be floats, these are {dtype}"),
+            _ => panic!("gradients must be floats of 16 or 32 bits, these are {dtype}"),
         }
     }
 }
@@ -123,7 +123,7 @@ impl<'a> Weights<'a> {
             Dtype::Float32 => Self::F32(bytemuck::cast_slice_mut(bytes)),
             Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice_mut(bytes)),
             Dtype::Float16 => Self::F16(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Int32 => panic!("working weights must be floats, these are {dtype}"),
+            _ => panic!("working weights must be floats of 16 or 32 bits, these are {dtype}"),
         }
     }
 }

@@ -17,6 +17,7 @@ pub(crate) mod attention;
 pub(crate) mod contention;
 pub(crate) mod copies;
 mod facts;
+mod fp8;
 pub(crate) mod grouped;
 pub(crate) mod host;
 pub(crate) mod kernels;
@@ -221,7 +222,8 @@ pub(crate) fn measure_device<D: Kernels>(
     let ProbeContext { free_bytes, addressing, memory, states, pool } = context;
     let mut timer = Timer::new(dev)?;
     log(&format_args!("gpu: matrix products, attention, memory, launches"));
-    let Arithmetic { products, grouped_by_rows, attention, small } = Arithmetic::measure(&mut timer, sizes, 0.56 * time_s)?;
+    let Arithmetic { products, grouped_by_rows, attention, small } = Arithmetic::measure(&mut timer, sizes, 0.53 * time_s)?;
+    let in_fp8 = fp8::measure(&mut timer, products.large, 0.03 * time_s)?;
     log(&format_args!("link: copies by size and way"));
     let copies = Copies::new(timer.dev, memory, sizes.copy_bytes)?;
     let link = copies.measure(&mut timer, addressing, 0.24 * time_s)?;
@@ -236,6 +238,7 @@ pub(crate) fn measure_device<D: Kernels>(
         matmul_flops: products.sustained.sourced(),
         matmul_burst_flops: products.burst.sourced(),
         matmul_share_by_least_dim: products.share_by_least_dim,
+        fp8_matmul_flops: in_fp8.map(|samples| samples.sourced()),
         grouped_flops_by_rows: Some(grouped_by_rows),
         attention_forward_flops: attention.forward.sourced(),
         attention_backward_flops: attention.backward.sourced(),
@@ -415,6 +418,7 @@ mod tests {
         let mut numbers = vec![
             ("memory_bytes_per_s", gpu.memory_bytes_per_s.value),
             ("matmul_flops", gpu.matmul_flops.value),
+            ("fp8_matmul_flops", gpu.fp8_matmul_flops.as_ref().map_or(rates.fp8_flops(8192), |flops| flops.value)),
             ("attention_forward_flops", gpu.attention_forward_flops.value),
             ("attention_backward_flops", gpu.attention_backward_flops.value),
             ("launch_s", gpu.launch_s.value),

@@ -57,6 +57,8 @@ pub fn unit(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bfloat16 => 1.0 / 256.0,
         Dtype::Float16 => 1.0 / 2048.0,
+        Dtype::Float8E4m3 => 1.0 / 16.0,
+        Dtype::Float8E5m2 => 1.0 / 8.0,
         Dtype::Float32 | Dtype::Int32 => U,
     }
 }
@@ -66,6 +68,8 @@ pub fn subnormal(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bfloat16 => 2f64.powi(-133),
         Dtype::Float16 => 2f64.powi(-24),
+        Dtype::Float8E4m3 => 2f64.powi(-9),
+        Dtype::Float8E5m2 => 2f64.powi(-16),
         Dtype::Float32 | Dtype::Int32 => 2f64.powi(-149),
     }
 }
@@ -85,6 +89,14 @@ pub fn growth(n: usize) -> f64 {
 /// zero, by up to `2 U` of the partial sum, once for every 8 terms or more; errors of one sign add up in full: `2 k / 8` more.
 pub fn product_growth(dtype: Dtype, k: usize) -> f64 {
     growth(k) + if dtype == Dtype::Float32 { 0.0 } else { k as f64 / 4.0 }
+}
+
+/// [`growth`] of a product of numbers of 8 bits over `k` on tensor cores. An instruction adds 32 terms to a sum and cuts each of these 33 off
+/// below 2^-13 of the largest of them; after 128 terms the library adds the sum to one in fp32 and begins anew. So a cut is at most 2^-13 of
+/// the magnitudes of 128 terms; there are `33 k / 32`, independent of each other, and [`growth`] says how they add up.
+pub fn fp8_growth(k: usize) -> f64 {
+    let (cuts, of_all) = (33.0 * k as f64 / 32.0, (128.0 / k as f64).min(1.0));
+    growth(k) + 2f64.powi(24 - 13) * 6.0 * cuts.sqrt() * of_all
 }
 
 /// A sum with its magnitude: what [`growth`] needs.

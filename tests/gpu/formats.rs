@@ -1,7 +1,7 @@
 //! Numbers in memory: values are `f32` here and have the device's format only in a buffer.
 
 use half::{bf16, f16};
-use superoffload::internals::dtype::{Dtype, Element};
+use superoffload::internals::dtype::{Dtype, E4m3, E5m2, Element};
 
 /// The float formats.
 pub const FLOATS: [Dtype; 3] = [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32];
@@ -11,6 +11,8 @@ pub fn round(dtype: Dtype, x: f32) -> f32 {
     match dtype {
         Dtype::Bfloat16 => <bf16 as Element>::from_f32(x).to_f32(),
         Dtype::Float16 => Element::to_f32(<f16 as Element>::from_f32(x)),
+        Dtype::Float8E4m3 => E4m3::from_f32(x).to_f32(),
+        Dtype::Float8E5m2 => E5m2::from_f32(x).to_f32(),
         Dtype::Float32 | Dtype::Int32 => x,
     }
 }
@@ -20,6 +22,8 @@ pub fn encode(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     match dtype {
         Dtype::Bfloat16 => narrow::<bf16>(values),
         Dtype::Float16 => narrow::<f16>(values),
+        Dtype::Float8E4m3 => narrow::<E4m3>(values),
+        Dtype::Float8E5m2 => narrow::<E5m2>(values),
         Dtype::Float32 | Dtype::Int32 => narrow::<f32>(values),
     }
 }
@@ -33,6 +37,8 @@ pub fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         Dtype::Bfloat16 => widen::<bf16>(bytes),
         Dtype::Float16 => widen::<f16>(bytes),
+        Dtype::Float8E4m3 => widen::<E4m3>(bytes),
+        Dtype::Float8E5m2 => widen::<E5m2>(bytes),
         Dtype::Float32 | Dtype::Int32 => widen::<f32>(bytes),
     }
 }

@@ -7,7 +7,9 @@
 use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
-use super::{attention, casts, copies, cross_entropy, embed, experts, heads, matmul, norms, optimizer, pointwise, products, route, sinks};
+use super::{
+    attention, casts, copies, cross_entropy, embed, experts, fp8, heads, matmul, norms, optimizer, pointwise, products, route, sinks,
+};
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
 
@@ -56,6 +58,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     route::cases(suite);
     experts::cases(suite);
     sinks::cases(suite);
+    fp8::cases(suite);
 }
 
 /// `work(i)` for all `i` below `count`, in order, on all cores.

@@ -9,6 +9,7 @@ mod embed;
 mod experts;
 mod faults;
 mod formats;
+mod fp8;
 mod harness;
 mod heads;
 mod kernels;

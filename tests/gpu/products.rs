@@ -3,6 +3,8 @@
 //! The reference would take hours for all elements. So rows of the result are added up in blocks, each row with a random sign, and
 //! compared with the same sum of `a` times `b` in f64: a wrong element stands out of what rounding each result leaves.
 
+use super::formats::encode;
+use super::fp8::needs_fp8;
 use super::harness::{Bench, Harness};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
@@ -11,7 +13,7 @@ use half::bf16;
 use std::io::Write;
 use std::path::Path;
 use superoffload::Result;
-use superoffload::internals::device::{DeviceSlice, Matmul, MatmulLayout, MatmulShape, Stream};
+use superoffload::internals::device::{DeviceSlice, Matmul, MatmulLayout, MatmulShape, ScaledMatmul, Stream};
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::model::{presets, products};
 
@@ -24,56 +26,98 @@ const PERIOD: usize = 1_048_573;
 /// Standard deviations that a sum of roundings may be off; there are some 10^7 sums.
 const DEVIATIONS: f64 = 7.0;
 
+/// What layers multiply.
+#[derive(Clone, Copy, PartialEq)]
+enum Factors {
+    Bfloat16,
+    /// Both in rows of k, the first of them E5M2 where it is the gradient of an output.
+    Fp8,
+}
+
+impl Factors {
+    fn formats(self, layout: MatmulLayout) -> [Dtype; 2] {
+        match self {
+            Self::Bfloat16 => [Dtype::Bfloat16; 2],
+            Self::Fp8 if layout == MatmulLayout::Nt => [Dtype::Float8E4m3; 2],
+            Self::Fp8 => [Dtype::Float8E5m2, Dtype::Float8E4m3],
+        }
+    }
+
+    /// How much wider sums of roundings spread than those of results alone. What tensor cores cut off of sums of 8 bits is at most as much
+    /// again: see [`super::bounds::fp8_growth`].
+    fn spread(self) -> f64 {
+        if self == Self::Fp8 { 2.0 } else { 1.0 }
+    }
+}
+
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     let small = MatmulLayout::ALL.map(|layout| MatmulShape { layout, m: 1100, n: 70, k: 130 });
-    suite.case("products by signed sums", |bench, random| check_all(bench, random, &small));
+    suite.case("products by signed sums", |bench, random| check_all(bench, random, &small, Factors::Bfloat16));
+    let small = MatmulLayout::ALL.map(|layout| MatmulShape { layout, m: 1104, n: 80, k: 144 });
+    suite.case("products in FP8 by signed sums", |bench, random| check_all(bench, random, &small, Factors::Fp8));
     suite.case("products by signed sums, one element wrong", |_, random| finds_one_wrong(random));
     if !suite.full(Dtype::Bfloat16) || suite.bench.same_bits {
         return;
     }
     // Few rows and a long sum: on Hopper every suggestion of cuBLASLt 13.1 is of the algorithm that may be wrong.
     let split = [MatmulShape { layout: MatmulLayout::Nn, m: 128, n: 2048, k: 16_384 }];
-    suite.case("products of few rows", |bench, random| check_all(bench, random, &split));
+    suite.case("products of few rows", |bench, random| check_all(bench, random, &split, Factors::Bfloat16));
     for (model, tokens) in WORKLOADS {
         let Ok(shape) = presets::shape("model", Path::new(model)) else { continue };
         let products = products(&shape, tokens);
-        suite.case(&format!("products of {model}"), |bench, random| check_all(bench, random, &products));
+        suite.case(&format!("products of {model}"), |bench, random| check_all(bench, random, &products, Factors::Bfloat16));
+        let of_layers: Vec<_> = products.iter().filter(|p| ![p.m, p.n, p.k].contains(&shape.vocab)).copied().collect();
+        suite.case(&format!("products of {model} in FP8"), |bench, random| check_all(bench, random, &of_layers, Factors::Fp8));
     }
 }
 
-/// Numbers in the format, repeated with [`PERIOD`].
-struct Input(Vec<bf16>);
+/// Numbers in a format, repeated with [`PERIOD`].
+struct Input(Dtype, Vec<f32>);
 
 impl Input {
-    fn new(random: &mut Random) -> Self {
-        Self(random.uniform(Dtype::Bfloat16, PERIOD).into_iter().map(bf16::from_f32).collect())
+    fn new(random: &mut Random, dtype: Dtype) -> Self {
+        Self(dtype, random.uniform(dtype, PERIOD))
     }
 
     fn at(&self, i: usize) -> f64 {
-        f64::from(self.0[i % PERIOD].to_f32())
+        f64::from(self.1[i % PERIOD])
     }
 }
 
 /// The largest error of all `products` as a part of the bound.
-fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape]) -> Outcome {
+fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], factors: Factors) -> Outcome {
+    if factors == Factors::Fp8 {
+        needs_fp8(bench)?;
+    }
     let most = |of: fn(&MatmulShape) -> usize| products.iter().map(of).max().unwrap_or(0);
     let harness = &mut bench.subject;
-    let mut room = |name: &str, elems| harness.dev.alloc(name, elems, Dtype::Bfloat16);
-    let (a, b, c) = (room("a", most(|p| p.m * p.k))?, room("b", most(|p| p.k * p.n))?, room("c", most(|p| p.m * p.n))?);
-    let (left, right) = (Input::new(random), Input::new(random));
-    fill(harness, a, &left)?;
-    fill(harness, b, &right)?;
+    let mut room = |name: &str, elems, dtype| harness.dev.alloc(name, elems, dtype);
+    let [a_width, b_width] = factors.formats(MatmulLayout::Nt);
+    let (a, b) = (room("a", most(|p| p.m * p.k), a_width)?, room("b", most(|p| p.k * p.n), b_width)?);
+    let (c, one) = (room("c", most(|p| p.m * p.n), Dtype::Bfloat16)?, room("a scale", 1, Dtype::Float32)?);
+    fill(harness, one, &Input(Dtype::Float32, vec![1.0; PERIOD]))?;
     let mut worst = 0f64;
     for &shape in products {
-        let MatmulShape { m, n, k, .. } = shape;
-        let (a, b, c) = (a.slice(0, m * k), b.slice(0, k * n), c.slice(0, m * n));
-        harness.dev.launch(Matmul::plain(shape, [a, b, c]))?;
+        let MatmulShape { m, n, k, layout } = shape;
+        let [a_format, b_format] = factors.formats(layout);
+        let (a, b, c) = (a.view(0, m * k, a_format), b.view(0, k * n, b_format), c.slice(0, m * n));
+        let (left, right) = (Input::new(random, a_format), Input::new(random, b_format));
+        fill(harness, a, &left)?;
+        fill(harness, b, &right)?;
+        let shape = match factors {
+            Factors::Bfloat16 => shape,
+            Factors::Fp8 => MatmulShape { layout: MatmulLayout::Nt, ..shape },
+        };
+        match factors {
+            Factors::Bfloat16 => harness.dev.launch(Matmul::plain(shape, [a, b, c]))?,
+            Factors::Fp8 => harness.dev.launch(ScaledMatmul { a, a_scale: one, b, b_scale: one, bias: None, base: None, c, m, n, k })?,
+        }
         let signs: Vec<f64> = (0..m).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
         for start in (0..m).step_by(BLOCK_ROWS) {
             let rows = start..m.min(start + BLOCK_ROWS);
             let got = read(harness, c.slice(start * n, rows.len() * n))?;
             let want = signed_sum(shape, &left, &right, &signs, rows.clone());
-            worst = worst.max(compare(shape, &got, &want, &signs[rows])?);
+            worst = worst.max(compare(shape, factors, &got, &want, &signs[rows])?);
         }
     }
     Ok(worst)
@@ -87,16 +131,16 @@ fn finds_one_wrong(random: &mut Random) -> Outcome {
     let signs: Vec<f64> = (0..BLOCK_ROWS).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
     let column = |j: usize| signs.iter().enumerate().map(|(i, sign)| sign * f64::from(got[2 * i + j].to_f32())).sum();
     let want = [column(0), column(1)];
-    let right = compare(shape, &got, &want, &signs)?;
+    let right = compare(shape, Factors::Bfloat16, &got, &want, &signs)?;
     got[14] = -bf16::ONE;
-    require(compare(shape, &got, &want, &signs).is_err(), || "was not found".into())?;
+    require(compare(shape, Factors::Bfloat16, &got, &want, &signs).is_err(), || "was not found".into())?;
     Ok(right)
 }
 
 fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()> {
-    let bytes: &[u8] = bytemuck::cast_slice(&input.0);
+    let bytes = encode(input.0, &input.1);
     let source = harness.host.slice(0, bytes.len());
-    harness.memory.lend_mut(source).copy_from_slice(bytes);
+    harness.memory.lend_mut(source).copy_from_slice(&bytes);
     for start in (0..memory.elems()).step_by(PERIOD) {
         let part = memory.slice(start, PERIOD.min(memory.elems() - start));
         harness.dev.copy_h2d(Stream::Compute, source.slice(0, part.bytes()), part)?;
@@ -139,7 +183,7 @@ fn signed_sum(shape: MatmulShape, a: &Input, b: &Input, signs: &[f64], rows: std
 }
 
 /// Every column's signed sum against what it should be: each element was rounded once to 8 bits, and summed in fp32.
-fn compare(shape: MatmulShape, got: &[bf16], want: &[f64], signs: &[f64]) -> Outcome {
+fn compare(shape: MatmulShape, factors: Factors, got: &[bf16], want: &[f64], signs: &[f64]) -> Outcome {
     let n = shape.n;
     let errors = parallel(n, |j| {
         let (mut sum, mut squares) = (0.0, 0.0);
@@ -150,7 +194,7 @@ fn compare(shape: MatmulShape, got: &[bf16], want: &[f64], signs: &[f64]) -> Out
         }
         // Rounding to nearest is off by 2^-8 of the number at most, evenly spread; sums in fp32 are exact beside that.
         let deviation = (squares / 3.0).sqrt() / 256.0;
-        (sum - want[j]).abs() / (DEVIATIONS * deviation)
+        (sum - want[j]).abs() / (DEVIATIONS * factors.spread() * deviation)
     });
     let (column, worst) = errors.into_iter().enumerate().fold((0, 0f64), |max, at| if at.1 > max.1 || at.1.is_nan() { at } else { max });
     require(worst <= 1.0, || format!("{shape:?}: column {column} is {worst:.2} of the bound off"))?;

@@ -66,7 +66,7 @@ macro_rules! by_float {
                 type $t = half::f16;
                 $body
             }
-            $crate::dtype::Dtype::Int32 => Err($crate::error::Error::Unsupported("arithmetic on int32".into())),
+            other => Err($crate::error::Error::Unsupported(format!("arithmetic on {other}"))),
         }
     };
 }

@@ -8,7 +8,7 @@ use super::driver::RawStream;
 use super::error::failed;
 use super::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
-use crate::device::{DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductAlgorithm};
+use crate::device::{DeviceSlice, Kernel, Matmul, MatmulLayout, MatmulShape, ProductAlgorithm, ScaledMatmul};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -25,10 +25,14 @@ const COMPUTE_32F: i32 = 68;
 const TYPE_F32: i32 = 0;
 const TYPE_F16: i32 = 2;
 const TYPE_BF16: i32 = 14;
+const TYPE_E4M3: i32 = 28;
+const TYPE_E5M2: i32 = 29;
 const DESC_TRANSPOSE_A: i32 = 3;
 const DESC_TRANSPOSE_B: i32 = 4;
 const DESC_EPILOGUE: i32 = 7;
 const DESC_BIAS_POINTER: i32 = 8;
+const DESC_SCALE_POINTER_A: i32 = 17;
+const DESC_SCALE_POINTER_B: i32 = 18;
 const EPILOGUE_BIAS: u32 = 4;
 const PREFERENCE_WORKSPACE_BYTES: i32 = 1;
 const PREFERENCE_REDUCTION_SCHEMES: i32 = 3;
@@ -45,6 +49,10 @@ const CONFIG_SPLIT_K: i32 = 2;
 /// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is passed over in
 /// every version and on every GPU: a library that has it mended has others that are as fast.
 const WRONG_WITH_SPLIT_K: i32 = 66;
+
+/// The oldest cuBLAS whose products in FP8 are used: 12.1, the first that has them on Ada, too. Their sums are in fp32, as `FAST_ACCUM` is off
+/// unless it is asked for.
+const OLDEST_FP8: usize = 120_100;
 
 type Opaque = *mut c_void;
 
@@ -99,10 +107,80 @@ impl CublasLt {
     }
 }
 
+/// A product of either kind.
+#[derive(Clone, Copy)]
+pub(super) struct CublasProduct {
+    shape: MatmulShape,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    /// Of a and b, where these have scales.
+    scales: Option<[DeviceSlice; 2]>,
+    bias: Option<DeviceSlice>,
+    base: Option<DeviceSlice>,
+    c: DeviceSlice,
+    formats: Formats,
+}
+
+impl CublasProduct {
+    /// # Errors
+    /// `Unsupported` when its operands are of several formats.
+    pub(super) fn of(kernel: Matmul) -> Result<Self> {
+        let Matmul { shape, a, b, bias, base, c } = kernel;
+        Ok(Self { shape, a, b, scales: None, bias, base, c, formats: Formats::one(kernel.float_format()?) })
+    }
+
+    /// # Errors
+    /// `Unsupported` when what is added is of another format than the result.
+    pub(super) fn scaled(kernel: ScaledMatmul) -> Result<Self> {
+        let ScaledMatmul { a, a_scale, b, b_scale, bias, base, c, .. } = kernel;
+        let formats = Formats { a: a.dtype(), b: b.dtype(), c: kernel.float_format()? };
+        Ok(Self { shape: kernel.shape(), a, b, scales: Some([a_scale, b_scale]), bias, base, c, formats })
+    }
+}
+
+/// Formats of the factors and of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Formats {
+    a: Dtype,
+    b: Dtype,
+    c: Dtype,
+}
+
+impl Formats {
+    fn one(dtype: Dtype) -> Self {
+        Self { a: dtype, b: dtype, c: dtype }
+    }
+}
+
+/// Addresses that a description holds and that are set anew for each product; 0 where there is none.
+#[derive(Clone, Copy)]
+struct Pointers {
+    bias: u64,
+    /// Of a and b.
+    scales: [u64; 2],
+}
+
+impl Pointers {
+    const NONE: Self = Self { bias: 0, scales: [0; 2] };
+
+    fn of(product: &CublasProduct) -> Self {
+        let scales = product.scales.map_or([0; 2], |scales| scales.map(DeviceSlice::addr));
+        Self { bias: product.bias.map_or(0, DeviceSlice::addr), scales }
+    }
+
+    /// cuBLASLt's first factor is `b`.
+    fn set(self, lt: &CublasLt, description: Opaque) -> Result<()> {
+        let [a_scale, b_scale] = self.scales;
+        let all = [(DESC_BIAS_POINTER, self.bias), (DESC_SCALE_POINTER_A, b_scale), (DESC_SCALE_POINTER_B, a_scale)];
+        let mut given = all.into_iter().filter(|(_, address)| *address != 0);
+        given.try_for_each(|(attribute, address)| set_attribute(lt, lt.desc_set, description, attribute, address))
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct MatmulKey {
     shape: MatmulShape,
-    dtype: Dtype,
+    formats: Formats,
     /// Bytes to which a, b, base and c are aligned; the bias as well, or 0 when there is none.
     alignments: [u16; 5],
 }
@@ -154,13 +232,22 @@ impl Gemm {
         unsafe { (self.lt.version)() }
     }
 
+    /// # Errors
+    /// `Unsupported` when this version has no products in FP8 that are used here.
+    pub(super) fn check_fp8(&self) -> Result<()> {
+        let version = self.version();
+        if version >= OLDEST_FP8 {
+            return Ok(());
+        }
+        Err(Error::Unsupported(format!("products in FP8 by cuBLASLt {version}: they need {OLDEST_FP8} (CUDA 12.1) or newer")))
+    }
+
     /// What enqueues a product. `None`: the result has no elements.
     ///
     /// # Errors
-    /// `Unsupported` on int32 and several formats, and for sums of no terms (`k = 0`).
-    pub(super) fn product(&mut self, kernel: Matmul) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
-        let Matmul { shape, a, b, bias, base, c } = kernel;
-        let dtype = kernel.float_format()?;
+    /// `Unsupported` on int32, and for sums of no terms (`k = 0`).
+    pub(super) fn product(&mut self, product: CublasProduct) -> Result<Option<impl FnOnce(&RawStream) -> Result<()> + use<>>> {
+        let CublasProduct { shape, a, b, bias, base, c, formats, .. } = product;
         if c.elems() == 0 {
             return Ok(None);
         }
@@ -169,13 +256,11 @@ impl Gemm {
         }
         let addend = base.unwrap_or(c);
         let alignments = [alignment(a), alignment(b), alignment(addend), alignment(c), bias.map_or(0, alignment)];
-        let bias = bias.map_or(0, DeviceSlice::addr);
-        let plan = self.plan(MatmulKey { shape, dtype, alignments }, bias)?;
+        let pointers = Pointers::of(&product);
+        let plan = self.plan(MatmulKey { shape, formats, alignments }, pointers)?;
         let Self { lt, handle, ref workspace, .. } = *self;
         let workspace = workspace.as_device_ptr().as_raw();
-        if bias != 0 {
-            set_attribute(&lt, lt.desc_set, plan.description, DESC_BIAS_POINTER, bias)?;
-        }
+        pointers.set(&lt, plan.description)?;
         let (one, beta) = (1f32, if base.is_some() { 1f32 } else { 0f32 });
         let [first, second, result] = plan.layouts;
         Ok(Some(move |raw: &RawStream| {
@@ -200,17 +285,17 @@ impl Gemm {
                     raw.0.cast(),
                 )
             };
-            lt.check(status, || format!("multiply matrices, {shape:?} on {dtype}"))
+            lt.check(status, || format!("multiply matrices, {shape:?} on {}", formats.a))
         }))
     }
 
-    /// The plan for `key`, made now if this is its first use. `bias` stands for all of its alignment.
-    fn plan(&mut self, key: MatmulKey, bias: u64) -> Result<MatmulPlan> {
+    /// The plan for `key`, made now if this is its first use. `pointers` stand for all of their alignments.
+    fn plan(&mut self, key: MatmulKey, pointers: Pointers) -> Result<MatmulPlan> {
         if let Some(plan) = self.plans.get(&key) {
             return Ok(*plan);
         }
         let mut parts = Parts { lt: self.lt, description: ptr::null_mut(), layouts: [ptr::null_mut(); 3], preference: ptr::null_mut() };
-        parts.fill(key, bias)?;
+        parts.fill(key, pointers)?;
         let (suggestion, chosen) = parts.choose(self.handle, key)?;
         let plan = parts.keep(suggestion, chosen);
         self.plans.insert(key, plan);
@@ -219,9 +304,9 @@ impl Gemm {
 
     /// The algorithms of all plans so far, in the order of their shapes.
     pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
-        let all = self.plans.iter().map(|(&MatmulKey { shape, dtype, .. }, plan)| {
+        let all = self.plans.iter().map(|(&MatmulKey { shape, formats, .. }, plan)| {
             let AlgorithmChoice { algorithm, split_k, passed_over } = plan.chosen;
-            ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over }
+            ProductAlgorithm { shape, dtype: formats.a, algorithm, split_k, passed_over }
         });
         let mut all: Vec<_> = all.collect();
         all.sort_by_key(|a| (a.shape.layout as u8, a.shape.m, a.shape.n, a.shape.k, a.algorithm, a.split_k));
@@ -230,8 +315,8 @@ impl Gemm {
 
     /// The algorithm of a product of well aligned matrices without bias; runs nothing.
     pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
-        let AlgorithmChoice { algorithm, split_k, passed_over } =
-            self.plan(MatmulKey { shape, dtype, alignments: [256, 256, 256, 256, 0] }, 0)?.chosen;
+        let key = MatmulKey { shape, formats: Formats::one(dtype), alignments: [256, 256, 256, 256, 0] };
+        let AlgorithmChoice { algorithm, split_k, passed_over } = self.plan(key, Pointers::NONE)?.chosen;
         Ok(ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over })
     }
 }
@@ -270,7 +355,7 @@ impl Drop for Parts {
 impl Parts {
     /// cuBLASLt's matrices are column-major: a row-major matrix is its transpose there. So `c^T = op(b)^T op(a)^T`, the
     /// first factor is `b`, and `c^T` has n rows.
-    fn fill(&mut self, key: MatmulKey, bias: u64) -> Result<()> {
+    fn fill(&mut self, key: MatmulKey, pointers: Pointers) -> Result<()> {
         let MatmulShape { layout, m, n, k } = key.shape;
         let (b, transpose_b) = match layout {
             MatmulLayout::Nt => ([k, n], true),
@@ -280,9 +365,11 @@ impl Parts {
             MatmulLayout::Tn => ([m, k], true),
             MatmulLayout::Nt | MatmulLayout::Nn => ([k, m], false),
         };
-        for (out, [rows, columns]) in self.layouts.iter_mut().zip([b, a, [n, m]]) {
+        let Formats { a: a_format, b: b_format, c: c_format } = key.formats;
+        let matrices = [(b, b_format), (a, a_format), ([n, m], c_format)];
+        for (out, ([rows, columns], format)) in self.layouts.iter_mut().zip(matrices) {
             // SAFETY: writes one handle.
-            let status = unsafe { (self.lt.layout_create)(out, data_type(key.dtype)?, rows as u64, columns as u64, rows as i64) };
+            let status = unsafe { (self.lt.layout_create)(out, data_type(format)?, rows as u64, columns as u64, rows as i64) };
             self.lt.check(status, || format!("describe a matrix of {columns} x {rows}"))?;
         }
         // SAFETY: writes one handle.
@@ -290,10 +377,10 @@ impl Parts {
         self.lt.check(status, || "describe a matrix product".into())?;
         self.describe(DESC_TRANSPOSE_A, i32::from(transpose_b))?;
         self.describe(DESC_TRANSPOSE_B, i32::from(transpose_a))?;
-        if bias != 0 {
+        if pointers.bias != 0 {
             self.describe(DESC_EPILOGUE, EPILOGUE_BIAS)?;
-            self.describe(DESC_BIAS_POINTER, bias)?;
         }
+        pointers.set(&self.lt, self.description)?;
         // SAFETY: writes one handle.
         let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
         self.lt.check(status, || "describe what algorithms may do".into())?;
@@ -314,7 +401,7 @@ impl Parts {
     /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order. Where all
     /// are of the algorithm that is passed over, it is asked for those that do not split.
     fn choose(&self, handle: Opaque, key: MatmulKey) -> Result<(Suggestion, AlgorithmChoice)> {
-        let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.dtype);
+        let operation = || format!("choose an algorithm for a matrix product, {:?} on {}", key.shape, key.formats.a);
         let none = || Error::resource(operation(), "cuBLASLt has none");
         let (found, passed_over) = self.first_right(&self.suggestions(handle, operation)?)?;
         let (suggestion, chosen) = match found {
@@ -392,6 +479,8 @@ fn data_type(dtype: Dtype) -> Result<i32> {
         Dtype::Bfloat16 => Ok(TYPE_BF16),
         Dtype::Float16 => Ok(TYPE_F16),
         Dtype::Float32 => Ok(TYPE_F32),
+        Dtype::Float8E4m3 => Ok(TYPE_E4M3),
+        Dtype::Float8E5m2 => Ok(TYPE_E5M2),
         Dtype::Int32 => Err(Error::Unsupported("a matrix product of int32".into())),
     }
 }

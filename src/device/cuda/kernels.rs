@@ -16,6 +16,7 @@ mod norm;
 mod packed;
 mod pointwise;
 mod product;
+mod quantize;
 mod rope;
 mod route;
 mod sinks;
@@ -30,9 +31,9 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// Those of documents, of mixtures of experts and of sinks: a megabyte, loaded when it is first needed.
-pub(super) static LATER: [&PtxSource; 6] =
-    [&documents::SOURCE, &experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &route::SOURCE, &sinks::SOURCE];
+/// Those of documents, of mixtures of experts, of FP8 and of sinks: a megabyte, loaded when it is first needed.
+pub(super) static LATER: [&PtxSource; 7] =
+    [&documents::SOURCE, &experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &quantize::SOURCE, &route::SOURCE, &sinks::SOURCE];
 
 #[cfg(test)]
 mod tests {

@@ -43,7 +43,7 @@ use graph::GraphExec;
 use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
-use open::{count, generation, name, newest_cuda, open, pci_address, visible_gpu};
+use open::{capability, count, generation, has_fp8, name, newest_cuda, open, pci_address, visible_gpu};
 use packed::Packed;
 use ring::Ring;
 use sdpa::Sdpa;
@@ -376,6 +376,11 @@ impl Device for CudaDevice {
             Some(sdpa) => sdpa.prepare(&shape, dtype),
             None => Ok(()),
         }
+    }
+
+    fn prepare_fp8(&mut self) -> Result<()> {
+        has_fp8(capability(self.gpu)?)?;
+        self.gemm.check_fp8()
     }
 
     fn set_documents(&mut self, starts: &[i32], seq_length: usize) -> Result<()> {

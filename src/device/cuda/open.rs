@@ -14,6 +14,9 @@ const OLDEST_CUDA: u32 = 12;
 /// The oldest generation that the kernels are made for: Ampere.
 const OLDEST_GENERATION: i32 = 8;
 
+/// The first with products in FP8: Ada.
+const FP8_CAPABILITY: (i32, i32) = (8, 9);
+
 /// The generation that kernels called `sm90a` are made for.
 pub(super) const HOPPER: i32 = 9;
 
@@ -45,6 +48,21 @@ pub(super) fn newest_cuda() -> Result<u32> {
 /// Major number of the compute capability: 8 for Ampere and Ada, 9 for Hopper, 10 and 12 for Blackwell.
 pub(super) fn generation(gpu: sys::CUdevice) -> Result<i32> {
     attribute(gpu, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+}
+
+/// Compute capability: 8 and 9 for Ada.
+pub(super) fn capability(gpu: sys::CUdevice) -> Result<(i32, i32)> {
+    Ok((generation(gpu)?, attribute(gpu, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?))
+}
+
+/// # Errors
+/// `Unsupported` for a GPU without products in FP8.
+pub(super) fn has_fp8((major, minor): (i32, i32)) -> Result<()> {
+    if (major, minor) >= FP8_CAPABILITY {
+        return Ok(());
+    }
+    let needed = "they need Ada or newer (8.9), as L40S, RTX 40, H100; use --matmul-dtype bfloat16";
+    Err(Error::Unsupported(format!("products in FP8 on a GPU of compute capability {major}.{minor}: {needed}")))
 }
 
 /// # Errors
@@ -114,6 +132,8 @@ mod tests {
         assert!(is_served(12, 8).is_ok() && is_served(13, 12).is_ok());
         let refused = |cuda, generation| is_served(cuda, generation).unwrap_err().to_string();
         assert!(refused(11, 9).contains("driver for CUDA 11") && refused(11, 9).contains("driver 525"));
+        assert!(has_fp8((8, 9)).is_ok() && has_fp8((9, 0)).is_ok());
+        assert!(has_fp8((8, 6)).unwrap_err().to_string().contains("of compute capability 8.6: they need Ada or newer"));
         assert!(refused(13, 7).contains("compute capability 7") && refused(13, 7).contains("Ampere or newer"));
     }
 }

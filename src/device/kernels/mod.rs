@@ -8,6 +8,7 @@ pub(super) mod grouped;
 pub(super) mod norm;
 pub(super) mod pointwise;
 pub(super) mod product;
+pub(super) mod quantize;
 pub(super) mod rope;
 pub(super) mod route;
 pub(super) mod sinks;
@@ -55,7 +56,8 @@ sum! {
         grouped::{GroupedMatmul, SegmentSums},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
-        product::{Matmul, BiasBackward},
+        product::{Matmul, ScaledMatmul, BiasBackward},
+        quantize::{AbsMaxScale, Quantize},
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Combine, RouterBackward, RouterBalance},
         sinks::{Sinks, SinksBackward},

@@ -1,8 +1,10 @@
 //! Linear layers: matrix products, and the gradient of a bias. All matrices are row-major and dense.
 
-use crate::device::kernel::{Kernel, Operand, operands, rows};
+use super::quantize::FP8_GRAIN;
+use crate::device::kernel::{Kernel, Operand, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
 use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
 use std::fmt;
 
@@ -112,6 +114,82 @@ impl Kernel for Matmul {
     fn flops_per_s(&self, rates: &Rates) -> f64 {
         let MatmulShape { m, n, k, .. } = self.shape;
         rates.matmul_flops(m.min(n).min(k))
+    }
+}
+
+/// `c = (a * b^T) a_scale b_scale (+ bias over columns) (+ base)` over numbers of 8 bits: `c[m,n]`, `a[m,k]`, `b[n,k]`. The sum over k is fp32,
+/// in ascending order; `c` is rounded once.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaledMatmul {
+    /// `[m, k]`, in either format of 8 bits.
+    pub a: DeviceSlice,
+    /// What one of `a` means, fp32 `[1]`.
+    pub a_scale: DeviceSlice,
+    /// `[n, k]`, E4M3.
+    pub b: DeviceSlice,
+    /// What one of `b` means, fp32 `[1]`.
+    pub b_scale: DeviceSlice,
+    /// `[n]`
+    pub bias: Option<DeviceSlice>,
+    /// As [`Matmul::base`].
+    pub base: Option<DeviceSlice>,
+    /// `[m, n]`, no number of 8 bits.
+    pub c: DeviceSlice,
+    /// Rows of `c`.
+    pub m: usize,
+    /// Columns of `c`.
+    pub n: usize,
+    /// The dimension summed over.
+    pub k: usize,
+}
+
+impl ScaledMatmul {
+    pub(crate) fn shape(&self) -> MatmulShape {
+        MatmulShape { layout: MatmulLayout::Nt, m: self.m, n: self.n, k: self.k }
+    }
+
+    /// As [`Matmul::base_apart`].
+    pub(crate) fn base_apart(&self) -> Option<DeviceSlice> {
+        self.base.filter(|base| *base != self.c)
+    }
+}
+
+impl Kernel for ScaledMatmul {
+    const NAME: &'static str = "scaled_matmul";
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let Self { m, n, k, .. } = *self;
+        operands![
+            self; Read a[m * k], Read b[n * k] Float8E4m3, Read bias[n], ReadInPlace base[m * n], Write c[m * n];
+            Read a_scale[1] Float32, Read b_scale[1] Float32
+        ]
+    }
+
+    fn flops(&self) -> f64 {
+        self.shape().flops()
+    }
+
+    fn flops_per_s(&self, rates: &Rates) -> f64 {
+        rates.fp8_flops(self.m.min(self.n).min(self.k))
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        if !self.a.dtype().is_fp8() {
+            return Err(refused(Self::NAME, format!("a is {}, no format of 8 bits", self.a.dtype())));
+        }
+        match [self.m, self.n, self.k].into_iter().find(|dim| !dim.is_multiple_of(FP8_GRAIN)) {
+            None => Ok(()),
+            Some(dim) => Err(refused(Self::NAME, format!("a dimension of {dim} is no multiple of {FP8_GRAIN}"))),
+        }
+    }
+
+    /// That of the result, and of what is added to it.
+    fn float_format(&self) -> Result<Dtype> {
+        let dtype = self.c.dtype();
+        match [self.bias, self.base].into_iter().flatten().find(|added| added.dtype() != dtype) {
+            None => Ok(dtype),
+            Some(added) => Err(Error::Unsupported(format!("{} of {dtype} that adds {}", Self::NAME, added.dtype()))),
+        }
     }
 }
 

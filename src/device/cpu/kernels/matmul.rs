@@ -1,12 +1,13 @@
 //! Matrix multiplication. See [`panels`](super::panels) for the order of its sums.
 
+use super::isa::KernelIsa;
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
 use super::pointwise::copy;
 use super::split::{Chunks, MatMut};
 use super::{Arena, Compute, reduce};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{Matmul, MatmulLayout, MatmulShape};
-use crate::dtype::Element;
+use crate::device::{Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
+use crate::dtype::{Dtype, E4m3, E5m2, Element};
 
 /// Rows and columns of `c` that one block computes: multiples of the panels.
 const TILE_ROWS: usize = 64;
@@ -26,6 +27,26 @@ impl CpuArithmetic for Matmul {
     }
 }
 
+impl CpuArithmetic for ScaledMatmul {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        match self.a.dtype() {
+            Dtype::Float8E5m2 => scaled::<E5m2, T>(self, cx, memory),
+            _ => scaled::<E4m3, T>(self, cx, memory),
+        }
+    }
+}
+
+fn scaled<A: Element, T: Element>(kernel: ScaledMatmul, cx: &mut Compute, memory: &TaskMemory<'_>) {
+    let c = memory.write::<T>(kernel.c);
+    if let Some(base) = kernel.base_apart() {
+        copy(cx, memory.read(base), c);
+    }
+    let [a_scale, b_scale] = [kernel.a_scale, kernel.b_scale].map(|scale| memory.read::<f32>(scale)[0]);
+    let bias = kernel.bias.map(|bias| memory.read::<T>(bias));
+    let after = AfterSums { scale: a_scale * b_scale, bias, accumulate: kernel.base.is_some() };
+    product::<A, E4m3, T, T>(cx, kernel.shape(), memory.read(kernel.a), memory.read(kernel.b), after, c);
+}
+
 /// `c = a * b (+ bias over columns) (+ c)`; see [`Matmul`].
 ///
 /// # Panics
@@ -39,6 +60,40 @@ pub(crate) fn matmul<T: Element, C: Element>(
     c: &mut [C],
     accumulate: bool,
 ) {
+    product(cx, shape, a, b, AfterSums { scale: 1.0, bias, accumulate }, c);
+}
+
+/// What becomes of a product's sums before they are rounded.
+#[derive(Clone, Copy)]
+struct AfterSums<'a, T> {
+    /// Multiplies them.
+    scale: f32,
+    bias: Option<&'a [T]>,
+    /// Adds them to what there is.
+    accumulate: bool,
+}
+
+impl<T: Element> AfterSums<'_, T> {
+    /// Stores the `sums` of a part of a row of `c` that begins at column `col`.
+    fn store<C: Element>(&self, isa: KernelIsa, sums: &mut [f32], col: usize, c: &mut [C]) {
+        if self.scale != 1.0 {
+            sums.iter_mut().for_each(|sum| *sum *= self.scale);
+        }
+        if let Some(bias) = self.bias {
+            reduce::add_into(isa, &bias[col..], sums);
+        }
+        reduce::store(isa, sums, self.accumulate, c);
+    }
+}
+
+fn product<A: Element, B: Element, T: Element, C: Element>(
+    cx: &mut Compute,
+    shape: MatmulShape,
+    a: &[A],
+    b: &[B],
+    after: AfterSums<'_, T>,
+    c: &mut [C],
+) {
     let MatmulShape { layout, m, n, k } = shape;
     let a = if layout == MatmulLayout::Tn { PanelOperand::by_k(a, m) } else { PanelOperand::by_rows(a, k) };
     let b = if layout == MatmulLayout::Nt { PanelOperand::by_rows(b, k) } else { PanelOperand::by_k(b, n) };
@@ -47,7 +102,8 @@ pub(crate) fn matmul<T: Element, C: Element>(
         for col in (0..n).step_by(rows_max) {
             let size = (c.len() / n, rows_max.min(n - col));
             let columns = MatMut::new(c, n).split_cols(col).1.split_cols(size.1).0;
-            slab(cx, (a, row), (b, col), k, bias.map(|bias| &bias[col..]), columns, accumulate);
+            let after = AfterSums { bias: after.bias.map(|bias| &bias[col..]), ..after };
+            slab(cx, (a, row), (b, col), k, after, columns);
         }
     }
 }
@@ -66,14 +122,13 @@ pub(crate) fn reserve(cx: &mut Compute, shape: MatmulShape) {
 }
 
 /// The part of `c` that starts at row and column `first` of the operands.
-fn slab<T: Element, C: Element>(
+fn slab<A: Element, B: Element, T: Element, C: Element>(
     cx: &mut Compute,
-    (a, a_first): (PanelOperand<'_, T>, usize),
-    (b, b_first): (PanelOperand<'_, T>, usize),
+    (a, a_first): (PanelOperand<'_, A>, usize),
+    (b, b_first): (PanelOperand<'_, B>, usize),
     k: usize,
-    bias: Option<&[T]>,
+    after: AfterSums<'_, T>,
     c: MatMut<'_, C>,
-    accumulate: bool,
 ) {
     let (m, n, isa) = (c.rows(), c.cols(), cx.isa);
     let (a_elems, b_elems) = (packed_elems::<A_PANEL>(m, k), packed_elems::<B_PANEL>(n, k));
@@ -98,10 +153,7 @@ fn slab<T: Element, C: Element>(
         multiply(isa, a, b, k, sums, size, TILE_COLS);
         for (row, sums) in sums.chunks_exact_mut(TILE_COLS).take(c.rows()).enumerate() {
             let sums = &mut sums[..c.cols()];
-            if let Some(bias) = bias {
-                reduce::add_into(isa, &bias[col..], sums);
-            }
-            reduce::store(isa, sums, accumulate, c.row(row));
+            after.store(isa, sums, col, c.row(row));
         }
     });
 }
@@ -203,5 +255,31 @@ mod tests {
     fn narrow_formats_are_the_f32_result_rounded_once() {
         rounds_once::<bf16>();
         rounds_once::<f16>();
+    }
+
+    fn scaled_matmul<A: Element>() {
+        let (m, n, k) = (48, 160, 80);
+        let shape = MatmulShape { layout: Nt, m, n, k };
+        let (a, b): (Vec<A>, Vec<E4m3>) = (values(1, m * k), values(2, n * k));
+        let (bias, before): (Vec<bf16>, Vec<bf16>) = (values(3, n), values(4, m * n));
+        let (mut cx, mut sums, scale) = (fastest(), vec![0f32; m * n], 0.25);
+        matmul(&mut cx, shape, &widened(&a), &widened(&b), None, &mut sums, false);
+        for (with_bias, accumulate) in [(false, false), (true, false), (true, true)] {
+            let mut c = before.clone();
+            let after = AfterSums { scale, bias: with_bias.then_some(&bias[..]), accumulate };
+            product(&mut cx, shape, &a, &b, after, &mut c);
+            let added = |i: usize, sum: f32| if with_bias { sum + Element::to_f32(bias[i % n]) } else { sum };
+            let kept = |i: usize, sum: f32| if accumulate { sum + Element::to_f32(before[i]) } else { sum };
+            let want: Vec<f32> = sums.iter().enumerate().map(|(i, sum)| kept(i, added(i, sum * scale))).collect();
+            assert_rounded("c", &c, &want);
+        }
+        product(&mut cx, shape, &a, &b, AfterSums::<bf16> { scale: f32::NAN, bias: None, accumulate: false }, &mut sums);
+        assert!(sums.iter().all(|sum| sum.is_nan()));
+    }
+
+    #[test]
+    fn numbers_of_8_bits_are_multiplied_as_what_they_mean() {
+        scaled_matmul::<E4m3>();
+        scaled_matmul::<E5m2>();
     }
 }

@@ -17,6 +17,7 @@ pub(crate) mod optimizer;
 pub(crate) mod panels;
 pub(crate) mod pointwise;
 pub(crate) mod qk_norm;
+pub(crate) mod quantize;
 pub(crate) mod reduce;
 pub(crate) mod rope;
 pub(crate) mod route;

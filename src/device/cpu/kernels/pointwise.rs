@@ -9,7 +9,7 @@ use crate::device::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, 
 use crate::dtype::Element;
 
 /// Elements of one block.
-const BLOCK_ELEMS: usize = 16384;
+pub(super) const BLOCK_ELEMS: usize = 16384;
 
 /// `sqrt(2 / pi)` and the cubic coefficient of GELU's tanh form.
 const GELU_SCALE: f32 = 0.797_884_6;

@@ -265,6 +265,19 @@ fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()>
     copies.scatter_lse(list, padded, rows)
 }
 
+/// Scales and numbers of 8 bits of matrices that are less than a tile, and many.
+fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
+    for (rows, cols, format) in [(16, 48, Dtype::Float8E4m3), (16384, 4096, Dtype::Float8E5m2)] {
+        let (n, scale) = (rows * cols, r.f(1));
+        AbsMaxScale { x: r.x(n), scale, format }.enqueue(list)?;
+        AbsMaxScale { x: r.x(n - 3), scale, format }.enqueue(list)?;
+        let [out, transposed] = [(); 2].map(|()| Some(r.of(n, format)));
+        Quantize { x: r.x(n), scale, out, transposed, cols }.enqueue(list)?;
+        Quantize { x: r.x(n), scale, out: None, transposed, cols }.enqueue(list)?;
+    }
+    Ok(())
+}
+
 fn listing() -> Result<String> {
     let shape =
         AttentionShape { batch: 2, seq_length: 300, heads: 8, kv_heads: 2, head_dim: 128, scale: 0.088, window: None, softcap: None };
@@ -290,6 +303,7 @@ fn listing() -> Result<String> {
         family_heads(&mut list, &mut room, odd, 4)?;
     }
     documents(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, shape)?;
+    fp8(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 })?;
     list.is_hopper = true;
     for dtype in [Dtype::Bfloat16, Dtype::Float16, Dtype::Float32] {
         let mut room = Room { dtype, skew: 0, given: 0 };
@@ -325,4 +339,16 @@ fn a_last_row_that_ends_within_a_vector_is_scattered_by_element() {
         list.lines.split(' ').nth(1).unwrap().to_string()
     };
     assert_eq!([0, 8, 12].map(name), ["scatter_rows", "scatter_rows", "scatter_rows_any"]);
+}
+
+#[test]
+fn fp8_of_other_formats_and_within_vectors_is_refused() {
+    let refused = |dtype, skew| {
+        let (mut list, mut r) = (List::default(), Room { dtype, skew, given: 0 });
+        let kernel = AbsMaxScale { x: r.x(256), scale: r.f(1), format: Dtype::Float8E4m3 };
+        kernel.enqueue(&mut list).map_or_else(|e| e.to_string(), |()| list.lines)
+    };
+    assert!(refused(Dtype::Float32, 0).contains("FP8 of float32: kernels take bfloat16"));
+    assert!(refused(Dtype::Bfloat16, 1).contains("kernels take multiples of 16"));
+    assert!(refused(Dtype::Bfloat16, 0).contains("abs_max_scale_e4m3"));
 }

@@ -1,12 +1,20 @@
 //! Matrix products: by cuBLASLt.
 
 use super::super::CudaDevice;
-use crate::device::{Checked, Kernel, Launch, Matmul, Stream};
+use super::super::gemm::CublasProduct;
+use crate::device::{Checked, Kernel, Launch, Matmul, ScaledMatmul, Stream};
 use crate::error::Result;
 
 impl Launch<Matmul> for CudaDevice {
     fn accept(&mut self, kernel: Checked<Matmul>) -> Result<()> {
-        let product = self.gemm.product(*kernel)?;
+        let product = self.gemm.product(CublasProduct::of(*kernel)?)?;
         product.map_or(Ok(()), |product| self.timed(Stream::Compute, Matmul::NAME, product))
+    }
+}
+
+impl Launch<ScaledMatmul> for CudaDevice {
+    fn accept(&mut self, kernel: Checked<ScaledMatmul>) -> Result<()> {
+        let product = self.gemm.product(CublasProduct::scaled(*kernel)?)?;
+        product.map_or(Ok(()), |product| self.timed(Stream::Compute, ScaledMatmul::NAME, product))
     }
 }
