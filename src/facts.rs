@@ -175,6 +175,8 @@ pub(crate) struct PlanFacts {
     pub policy: String,
     /// Format of weights, activations and gradients on the device.
     pub dtype: String,
+    /// Format of the factors of layers' matrix products.
+    pub(crate) matmul_dtype: String,
     pub link_dtype: String,
     /// Format of the optimizer's moments.
     pub(crate) moments: Moments,
@@ -224,6 +226,7 @@ impl PlanFacts {
             techniques: plan.techniques,
             policy: format!("{:?}", plan.rules.policy),
             dtype: plan.dtype.to_string(),
+            matmul_dtype: if plan.fp8 { "fp8".into() } else { plan.dtype.to_string() },
             link_dtype: plan.link_dtype.to_string(),
             moments: plan.moments,
             isa: plan.isa.to_string(),

@@ -66,6 +66,9 @@ struct Way {
 
 const STEPS: u64 = 6;
 
+/// The `dtype` of a case in bfloat16 whose products are in FP8.
+const FP8: &str = "fp8";
+
 /// Formats of the optimizer's moments.
 const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
 
@@ -145,9 +148,10 @@ fn run(case: &Case, way: &Way) -> Run {
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
     let adversary = way.adversary.map_or(String::new(), |seed| format!("adversary = {seed}\ndevice = \"cpu\""));
     let without = if way.without.is_empty() { String::new() } else { format!("without = [{}]", way.without) };
+    let dtype = if case.dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{}\"", case.dtype) };
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
-         seed = {}\ndtype = \"{}\"\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
@@ -156,7 +160,6 @@ fn run(case: &Case, way: &Way) -> Run {
         resident,
         cast,
         case.seed,
-        case.dtype,
         case.moments,
         case.shares * case.micro_batches / ranks,
         case.shares,
@@ -192,7 +195,7 @@ fn cases() -> impl Strategy<Value = Case> {
         (1usize..4, any::<bool>()),
         prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
-        (prop::sample::select(vec!["bfloat16", "float16", "float32"]), prop::sample::select(MOMENTS.to_vec())),
+        (prop::sample::select(vec!["bfloat16", "float16", "float32", FP8]), prop::sample::select(MOMENTS.to_vec())),
         // Shares of a step, and micro-batches of a share.
         prop::sample::select(vec![(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),
         // The norm of these models is mostly between 1.2 and 3: never, sometimes, often, always clipped.

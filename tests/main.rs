@@ -17,6 +17,7 @@ mod examples;
 mod fake_gpus;
 mod faults;
 mod fine_tuning;
+mod fp8;
 mod fuzz_corpus;
 mod guide;
 mod hub;

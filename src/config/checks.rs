@@ -2,7 +2,7 @@
 
 use super::describe;
 use super::options::{
-    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainLength,
+    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainDtype, TrainLength,
 };
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
@@ -165,6 +165,10 @@ impl Settings {
         require(!unified || states_move, "memory", "unified", allowed)?;
         let allowed = "only with --rollback deferred: no inverse knows how a moment was rounded";
         require(self.moments == Moments::Float32 || self.rollback == Rollback::Deferred, "moments", self.moments, allowed)?;
+        if let Some(matmul_dtype) = self.matmul_dtype {
+            let name = describe::written(&describe::value(&matmul_dtype));
+            require(self.dtype == TrainDtype::Bfloat16, "matmul-dtype", name, "only with --dtype bfloat16")?;
+        }
         let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
         require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
         if self.device == DeviceChoice::Cpu {

@@ -99,6 +99,16 @@ pub enum TrainDtype {
     Float32,
 }
 
+/// Format of the factors of layers' matrix products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MatmulDtype {
+    /// That of weights and activations.
+    Bfloat16,
+    /// 8 bits, with a scale for each matrix.
+    Fp8,
+}
+
 /// Instruction set of the CPU optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -10,8 +10,8 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection,
-    IsaChoice, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique, TokenizerChoice,
-    TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
+    IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique,
+    TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -352,6 +352,8 @@ settings! {
         rollback: Rollback = Rollback::Deferred, Told;
         /// Format of weights and gradients on the device.
         dtype: TrainDtype = TrainDtype::Bfloat16, Told;
+        /// Format in which layers' matrices are multiplied; fp8 is faster and coarser.
+        matmul_dtype: MatmulDtype => "that of --dtype", Free;
         /// Format of AdamW's moments between steps.
         moments: Moments = Moments::Float32, Free;
     }

@@ -282,6 +282,12 @@ impl Rates {
         }
     }
 
+    /// What is assumed of products in FP8, where nobody measured them.
+    pub(crate) fn unknown_fp8(&self) -> Option<String> {
+        let assumed = || format!("{FP8_SPEEDUP} times as fast as in bfloat16, assumed: {} does not say", self.profile);
+        self.fp8_speedup.is_none().then(assumed)
+    }
+
     /// What is assumed of products of experts, where nobody measured them.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
         match self.grouped {
@@ -400,6 +406,17 @@ pub(crate) mod tests {
         assert_eq!(measured.unknown_grouped(), None);
         assert_eq!(measured.with_faster_device(2.0).grouped_flops(128, 512), 2e14);
         assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
+    }
+
+    #[test]
+    fn products_in_fp8_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
+        let mut profile = Profile::load(ASSUMED).unwrap();
+        let measured = Rates::of(&profile);
+        assert_eq!((measured.fp8_flops(8192), measured.unknown_fp8()), (1238e12, None));
+        profile.gpu.as_mut().unwrap().fp8_matmul_flops = None;
+        let assumed = Rates::of(&profile);
+        assert_eq!(assumed.fp8_flops(512), FP8_SPEEDUP * assumed.matmul_flops(512));
+        assert_eq!(assumed.unknown_fp8().unwrap(), "1.75 times as fast as in bfloat16, assumed: h200-pcie5 does not say");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! A layer keeps what its [`LayerPolicy`] says. What it does not keep lies in buffers that all such layers share: their passes
 //! run one after another, on one stream.
 
+use super::fp8::{self, Fp8Work};
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
@@ -59,6 +60,8 @@ pub struct MicroBatch<'a> {
     pub separates_documents: bool,
     /// What it is computed in.
     pub dtype: Dtype,
+    /// Products of layers are computed in FP8.
+    pub fp8: bool,
     /// Logits at a time.
     pub tile: LossTile,
     pub(crate) policies: &'a [LayerPolicy],
@@ -72,6 +75,7 @@ pub struct ActivationPlan {
     seq_length: usize,
     separates_documents: bool,
     dtype: Dtype,
+    fp8: bool,
     tile: LossTile,
     policies: Vec<LayerPolicy>,
     allocations: Vec<Allocation>,
@@ -84,7 +88,7 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
     /// bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies } = micro_batch;
+        let MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -99,7 +103,7 @@ impl ActivationPlan {
         let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
         let policies = policies.to_vec();
         let (shape, allocations) = (shape.clone(), Vec::new());
-        let mut plan = Self { shape, batch, seq_length, separates_documents, dtype, tile, policies, allocations };
+        let mut plan = Self { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies, allocations };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
@@ -184,6 +188,7 @@ impl ActivationPlan {
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
             experts: self.expert_work(&mut memory)?,
+            fp8: self.fp8_work(&mut memory)?,
             dinner: memory.rows("dinner", self.shape.widest(|layer| layer.mlp_cols().1.max(layer.attn.out_cols())))?,
             dfused: memory.rows("dfused", self.shape.widest(|layer| layer.mlp_cols().0.max(layer.attn.qkv_cols())))?,
         })
@@ -302,6 +307,23 @@ impl ActivationPlan {
         }))
     }
 
+    /// Nothing where products are in the format of all else.
+    fn fp8_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<Fp8Work>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        if !self.fp8 {
+            return Ok(None);
+        }
+        let [rows, transposed, factor, scales] = fp8::work_elems(&self.shape, memory.tokens);
+        Ok(Some(Fp8Work {
+            rows: memory.matrix("fp8_rows", &[rows], Dtype::Float8E4m3)?,
+            transposed: memory.matrix("fp8_transposed", &[transposed], Dtype::Float8E4m3)?,
+            factor: memory.matrix("fp8_factor", &[factor], Dtype::Float8E4m3)?,
+            scales: memory.matrix("fp8_scales", &[scales], Dtype::Float32)?,
+        }))
+    }
+
     /// Layers that keep have a part of their own, the others share the last one.
     fn parts(&self, keeps: fn(LayerPolicy) -> bool) -> Vec<usize> {
         let mut own = 0..;
@@ -382,6 +404,8 @@ pub(crate) struct Activations {
     pub(super) dnorm: DeviceSlice,
     /// Workspaces of experts.
     pub(super) experts: Option<ExpertWork>,
+    /// Memory of products in FP8, if layers compute so.
+    pub(super) fp8: Option<Fp8Work>,
     /// Gradient of what enters a second matrix: attention's output or the activation, `[T, max]`.
     pub(super) dinner: DeviceSlice,
     /// Gradient of what leaves a first matrix: qkv or gate and up, `[T, max]`.
@@ -535,7 +559,7 @@ mod tests {
 
     /// Two sequences of 48 tokens.
     fn pair<'a>(shape: &'a ModelShape, policies: &'a [LayerPolicy]) -> MicroBatch<'a> {
-        MicroBatch { shape, batch: 2, seq_length: 48, separates_documents: false, dtype: Dtype::Bfloat16, tile: TILE, policies }
+        MicroBatch { shape, batch: 2, seq_length: 48, separates_documents: false, dtype: Dtype::Bfloat16, fp8: false, tile: TILE, policies }
     }
 
     fn addressed(plan: &ActivationPlan) -> Activations {

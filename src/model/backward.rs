@@ -188,14 +188,28 @@ fn linear_backward<D: Kernels>(
     input: Input,
     first: bool,
 ) -> Result<()> {
-    let (rows, out_cols, in_cols) = (x.elems() / params.in_cols, params.out_cols, params.in_cols);
-    let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
-    let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
     let (dx, add) = match input {
         Input::New(dx) => (dx, false),
         Input::Added(dx) => (dx, true),
     };
-    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]).onto_itself(add))?;
-    dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(!first))?;
+    match &params.fp8 {
+        Some(fp8) => fp8.backward(dev, params, (x, dout), (dx, add), !first)?,
+        None => products_backward(dev, params, (x, dout), (dx, add), !first)?,
+    }
     params.bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }))
+}
+
+/// Gradients of a product's factors in the format of all else.
+fn products_backward<D: Kernels>(
+    dev: &mut D,
+    params: &LinearParams,
+    (x, dout): (DeviceSlice, DeviceSlice),
+    (dx, add): (DeviceSlice, bool),
+    accumulate: bool,
+) -> Result<()> {
+    let (rows, out_cols, in_cols) = (x.elems() / params.in_cols, params.out_cols, params.in_cols);
+    let to_input = MatmulShape { layout: MatmulLayout::Nn, m: rows, n: in_cols, k: out_cols };
+    let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: rows };
+    dev.launch(Matmul::plain(to_input, [dout, params.weight.value, dx]).onto_itself(add))?;
+    dev.launch(Matmul::plain(to_weight, [dout, x, params.weight.grad]).onto_itself(accumulate))
 }

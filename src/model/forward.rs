@@ -222,6 +222,9 @@ pub(super) fn linear<D: Kernels>(
     base: Option<DeviceSlice>,
     out: DeviceSlice,
 ) -> Result<()> {
+    if let Some(fp8) = &params.fp8 {
+        return fp8.forward(dev, params, x, base, out);
+    }
     let shape = MatmulShape { layout: MatmulLayout::Nt, m: x.elems() / params.in_cols, n: params.out_cols, k: params.in_cols };
     dev.launch(Matmul { shape, a: x, b: params.weight.value, bias: params.bias.map(|p| p.value), base, c: out })
 }

@@ -14,6 +14,9 @@ impl Model {
         let documents = activations.documents;
         (0..self.shape.layers.len())
             .try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), dtype, documents.is_some()))?;
+        if activations.fp8.is_some() {
+            dev.prepare_fp8()?;
+        }
         if let Some(documents) = documents {
             dev.set_documents(&vec![0; documents.elems()], activations.seq_length)?;
         }

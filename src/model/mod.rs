@@ -11,6 +11,8 @@ mod config_json;
 pub(crate) mod family;
 pub(crate) mod flops;
 mod forward;
+pub(crate) mod fp8;
+mod fp8_linear;
 mod head;
 mod host_input;
 pub(crate) mod init;
@@ -77,7 +79,10 @@ impl Model {
         }
         let flat = params::Flat { table: &table, weights, grads };
         let embed = flat.embed();
-        let layers = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
+        let mut layers: Vec<_> = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
+        if let Some(work) = activations.fp8 {
+            fp8_linear::give(work, &shape, &mut layers);
+        }
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }

@@ -149,7 +149,7 @@ impl MoeLayer<'_> {
         dev.launch(RouterBackward { logits, experts, weights, slots, dweights, dlogits, shape })?;
         self.balance(dev, micro)?;
         let first = micro.first;
-        let LinearParams { weight, bias, out_cols, in_cols } = self.router;
+        let LinearParams { weight, bias, out_cols, in_cols, .. } = self.router;
         let to_input = MatmulShape { layout: MatmulLayout::Nn, m: shape.tokens, n: in_cols, k: out_cols };
         let to_weight = MatmulShape { layout: MatmulLayout::Tn, m: out_cols, n: in_cols, k: shape.tokens };
         dev.launch(Matmul::plain(to_input, [dlogits, weight.value, dnorm]).onto_itself(true))?;

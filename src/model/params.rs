@@ -1,5 +1,6 @@
 //! A model's tensors as device slices, found once by role, so that the passes look nothing up.
 
+use super::fp8::Fp8Linear;
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
 use crate::device::DeviceSlice;
 
@@ -16,6 +17,8 @@ pub(super) struct LinearParams {
     pub bias: Option<Param>,
     pub out_cols: usize,
     pub(crate) in_cols: usize,
+    /// How it is computed in FP8, if it is.
+    pub fp8: Option<Fp8Linear>,
 }
 
 /// A norm: LayerNorm if it has a bias, otherwise RMSNorm.
@@ -98,6 +101,7 @@ impl Flat<'_> {
             bias: bias.and_then(|role| self.find(module, role)),
             out_cols: spec.shape[0],
             in_cols: spec.row_elems(),
+            fp8: None,
         }
     }
 

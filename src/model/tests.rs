@@ -70,6 +70,7 @@ impl Harness {
             seq_length: SEQ_LENGTH,
             separates_documents: documents,
             dtype: E::DTYPE,
+            fp8: false,
             tile,
             policies,
         })
@@ -391,8 +392,16 @@ fn deep(family: &str) -> ModelShape {
 fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     let (shape, policies) = (golden_shape("qwen3_moe"), [RecomputeBlock; 3]);
     let (batch, seq_length, tile) = (2, SEQ_LENGTH, LossTile { rows: 10, vocab: 24 });
-    let micro_batch =
-        MicroBatch { shape: &shape, batch, seq_length, separates_documents: false, dtype: Dtype::Float32, tile, policies: &policies };
+    let micro_batch = MicroBatch {
+        shape: &shape,
+        batch,
+        seq_length,
+        separates_documents: false,
+        dtype: Dtype::Float32,
+        fp8: false,
+        tile,
+        policies: &policies,
+    };
     let plan = ActivationPlan::new(micro_batch).unwrap();
     let tokens = batch * seq_length;
     let aligned = |elems: usize| elems.next_multiple_of(128);
@@ -458,8 +467,16 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let build = |weights: usize, dtype: Dtype| {
         let mut dev = crate::launch::open::cpu(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
         let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers.len()]);
-        let batch =
-            MicroBatch { shape: &shape, batch: 1, seq_length, separates_documents: false, dtype: Dtype::Float32, tile: ONE_TILE, policies };
+        let batch = MicroBatch {
+            shape: &shape,
+            batch: 1,
+            seq_length,
+            separates_documents: false,
+            dtype: Dtype::Float32,
+            fp8: false,
+            tile: ONE_TILE,
+            policies,
+        };
         let plan = ActivationPlan::new(batch).unwrap();
         let activations = plan.allocate(&mut dev, &mut HostMemory::default(), &mut Lease::default()).unwrap();
         let weights = dev.alloc("weights", weights, dtype).unwrap();

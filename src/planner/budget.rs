@@ -105,6 +105,8 @@ pub(crate) struct Workload<'a> {
     pub ranks: usize,
     /// Format on the device.
     pub dtype: Dtype,
+    /// Products of layers are computed in FP8.
+    pub(crate) fp8: bool,
     pub link_dtype: Dtype,
     /// Format of the optimizer's moments.
     pub moments: Moments,
@@ -179,8 +181,8 @@ impl Workload<'_> {
     /// # Errors
     /// `Usage` when batch and sequence make no sense for the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let Self { shape, batch, seq_length, separates_documents, dtype, .. } = *self;
-        ActivationPlan::new(MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies })
+        let Self { shape, batch, seq_length, separates_documents, dtype, fp8, .. } = *self;
+        ActivationPlan::new(MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies })
     }
 
     /// Every class that is not empty.

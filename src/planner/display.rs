@@ -102,6 +102,11 @@ impl Plan {
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
         }
+        if self.fp8 {
+            let assumed = self.machine.rates.unknown_fp8().filter(|_| self.machine.kind == DeviceKind::Gpu);
+            let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
+            writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
+        }
         if let Some(assumed) = self.unknown_grouped() {
             writeln!(f, "  experts     {assumed}")?;
         }

@@ -2,8 +2,8 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
-    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, RankFault, ResidentBuckets, Rollback, Strategy, Technique, TrainDtype,
-    WeightsChoice,
+    AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, MatmulDtype, RankFault, ResidentBuckets, Rollback, Strategy,
+    Technique, TrainDtype, WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::data::batch;
@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
 use crate::memory::RingShape;
 use crate::model::activations::{LossTile, MicroBatch};
+use crate::model::fp8;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -120,6 +121,8 @@ pub struct Plan {
     pub barrier: bool,
     /// Format of weights, activations and gradients on the device.
     pub dtype: Dtype,
+    /// Products of layers are computed in FP8.
+    pub fp8: bool,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,
     /// Format of the optimizer's moments.
@@ -229,6 +232,7 @@ impl Plan {
             rules: workload.rules,
             barrier: settings.strategy == Strategy::ZeroOffload,
             dtype: workload.dtype,
+            fp8: workload.fp8,
             link_dtype: workload.link_dtype,
             moments: workload.moments,
             isa: workload.isa,
@@ -278,7 +282,7 @@ impl Plan {
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        let bits = |plan: &Self| (plan.loss_tile, plan.rules, plan.moments);
+        let bits = |plan: &Self| (plan.loss_tile, plan.rules, plan.moments, plan.fp8);
         assert_eq!(bits(self), bits(&other), "another plan, not other places");
         Self {
             layout: other.layout,
@@ -341,8 +345,8 @@ impl Plan {
 
     /// A micro-batch of a model of `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
-        let Self { batch, seq_length, separates_documents, dtype, loss_tile: tile, .. } = *self;
-        MicroBatch { shape, batch, seq_length, separates_documents, dtype, tile, policies: &self.layer_policies }
+        let Self { batch, seq_length, separates_documents, dtype, fp8, loss_tile: tile, .. } = *self;
+        MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies: &self.layer_policies }
     }
 
     /// Buckets whose weights every rank keeps its slice of alone.
@@ -376,7 +380,10 @@ fn workload<'a>(
 ) -> Result<Workload<'a>> {
     let dtype = compute_dtype(settings.dtype);
     let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
-    let policy = policy(settings, techniques)?;
+    let (policy, fp8) = (policy(settings, techniques)?, settings.matmul_dtype == Some(MatmulDtype::Fp8));
+    if fp8 {
+        fp8::check(shape, settings.per_device_train_batch_size * settings.seq_length)?;
+    }
     let workers = settings.threads.unwrap_or(machine.workers());
     Ok(Workload {
         shape,
@@ -387,6 +394,7 @@ fn workload<'a>(
         shares: settings.shares(),
         ranks: settings.gpus,
         dtype,
+        fp8,
         link_dtype,
         moments: settings.moments,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },

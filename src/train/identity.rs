@@ -16,6 +16,9 @@ use std::path::{Path, PathBuf};
 /// What checkpoints keep under `run`. Entries of other versions pass through untouched.
 pub(super) type Run = Map<String, Value>;
 
+/// In [`RunPart::Numerics`], key of the recipe of layers' matrix products, and what it is where they are in the format of weights.
+pub(super) const MATMUL: &str = "matmul";
+pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
 /// Key of the changes that somebody accepted.
 const CHANGED: &str = "changed";
 /// Data files that a checkpoint lists; the checksum of all covers the rest.
@@ -65,10 +68,13 @@ fn data_identity(mut files: Vec<Value>) -> Value {
     json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
 }
 
-/// `then`, and what it means where it says nothing: before there was a choice moments were in float32.
+/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, and products in the format of weights.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
+    if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
+        numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
+    }
     then
 }
 
@@ -232,6 +238,17 @@ mod tests {
         assert_eq!(changes(&then, &now(Moments::Float32)), []);
         let words = "they were float32 and are bfloat16: rounded as the checkpoint's last step rounds";
         assert_eq!(changes(&then, &now(Moments::Bfloat16)), [(RunPart::Moments, words.to_string())]);
+    }
+
+    #[test]
+    fn products_are_in_the_format_of_weights_where_nothing_is_said_of_them() {
+        let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
+        let then = completed(&numerics(json!({"attention": "plain"})));
+        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul}));
+        assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
+        let words = "matmul was \"in the format of weights\" and is \"fp8\"";
+        assert_eq!(changes(&then, &now("fp8")), [(RunPart::Numerics, words.to_string())]);
+        assert_eq!(completed(&Run::new()).get("numerics"), None, "what is not there is not compared");
     }
 
     #[test]

@@ -206,7 +206,7 @@ mod tests {
 
     fn run() -> Run {
         json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []},
-            "numerics": {"loss_tile": {"rows": 8, "vocab": 9}, "attention": "plain"}})
+            "numerics": {"loss_tile": {"rows": 8, "vocab": 9}, "attention": "plain", "matmul": "in the format of weights"}})
         .as_object()
         .unwrap()
         .clone()
@@ -262,6 +262,7 @@ mod tests {
             (RunPart::Tokenizer, "/tokenizer", json!("x"), "tokenizer was \"bytes\" and is \"x\""),
             (RunPart::Data, "/data/sha256", json!("b"), "was \"a\" and is \"b\""),
             (RunPart::Numerics, "/numerics/loss_tile/rows", json!(4), "rows was 8 and is 4"),
+            (RunPart::Numerics, "/numerics/matmul", json!("fp8"), "matmul was \"in the format of weights\" and is \"fp8\""),
             (RunPart::Numerics, "/numerics/attention", json!("cudnn"), "attention was \"plain\" and is \"cudnn\""),
         ];
         for (part, place, value, words) in cases {

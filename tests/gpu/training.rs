@@ -214,6 +214,8 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
         let variant = Variant { name: "", common: "", speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
         report.case(&format!("training/digests of {family:?}"), || digests(subject, &family.shape(2), &variant));
     }
+    report.case("training/losses in FP8", || needs_fp8(subject).and_then(|_| losses(subject, &shape(), "bfloat16", FP8)));
+    report.case("training/digests in FP8", || needs_fp8(subject).and_then(|_| digests(subject, &shape(), &IN_FP8)));
     report.case("training/unified memory gives the digest of pinned memory", || unified(subject));
     report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
     report.case("training/sums on the host give the digest of sums on the device", || summed_on_the_host(subject));
@@ -221,12 +223,26 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
+const FP8: &str = "matmul-dtype = \"fp8\"\n";
+
+const IN_FP8: Variant = Variant { name: "", common: FP8, speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
+
+/// Skips where the device has no products in FP8.
+fn needs_fp8<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    match train_shape(subject, &shape(), &format!("{}{FP8}", subject.settings), 1, false) {
+        Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
+        trained => Ok(trained.map(|_| 0.0)?),
+    }
+}
+
 const PACKED: &str = "packing = \"bfd\"\n";
 
-/// Losses against the CPU device's; `more` are settings of both.
+/// Losses against the CPU device's; `more` are settings of both, as far as float32 has them.
 fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str, more: &str) -> Outcome {
-    let toml =
-        |dtype: &str| format!("{SPECULATE}{more}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n");
+    let more = |dtype: &str| if dtype == "float32" { more.replace(FP8, "") } else { more.into() };
+    let toml = |dtype: &str| {
+        format!("{SPECULATE}{}bucket-mib = 0.0625\nresident-buckets = 0\ndtype = \"{dtype}\"\nmax-grad-norm = 1\n", more(dtype))
+    };
     let reference: Subject<'_, CpuDevice> = Subject {
         engine: &cpu_engine,
         machine: Machine::cpu(2),
