@@ -9,7 +9,8 @@
 
 use super::layer_shape::LayerShape;
 use super::shape::ModelShape;
-use crate::device::{DeviceSlice, FP8_GRAIN};
+use crate::device::{DeviceSlice, FP8_ALIGN_BYTES, FP8_GRAIN};
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 /// What checkpoints call it: another one gives other bits.
@@ -19,6 +20,8 @@ pub(crate) const RECIPE: &str = "fp8: E4M3, gradients of outputs E5M2; a power o
 const LINEARS: usize = 4;
 /// Scales of each: of its input, its weight, and the gradient of its output.
 const SCALES: usize = 3;
+/// Elements from one scale to the next: each begins where products take it.
+const SCALE_STRIDE: usize = FP8_ALIGN_BYTES as usize / Dtype::Float32.bytes();
 
 /// Memory of all products in FP8.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +32,7 @@ pub(super) struct Fp8Work {
     pub transposed: DeviceSlice,
     /// A weight, or what entered, transposed.
     pub factor: DeviceSlice,
-    /// fp32 `[layers, LINEARS, SCALES]`
+    /// fp32 `[layers, LINEARS, SCALES, SCALE_STRIDE]`
     pub scales: DeviceSlice,
 }
 
@@ -40,7 +43,7 @@ pub(super) fn work_elems(shape: &ModelShape, tokens: usize) -> [usize; 4] {
     };
     let rows = tokens * widest(&|(outs, ins)| *outs.max(ins));
     let (transposed, factor) = (tokens * widest(&|(outs, _)| *outs), widest(&|(outs, ins)| ins * tokens.max(*outs)));
-    [rows, transposed, factor, shape.layers.len() * LINEARS * SCALES]
+    [rows, transposed, factor, shape.layers.len() * LINEARS * SCALES * SCALE_STRIDE]
 }
 
 /// Rows and columns of the weights that are multiplied in FP8: experts and their router are not.
@@ -77,14 +80,22 @@ pub(crate) fn check(shape: &ModelShape, tokens: usize) -> Result<()> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fp8Linear {
     pub work: Fp8Work,
-    /// Of its input, its weight, and the gradient of its output, fp32 `[SCALES]`.
-    pub scales: DeviceSlice,
+    /// Of its input, its weight, and the gradient of its output, fp32 `[SCALES, SCALE_STRIDE]`.
+    scales: DeviceSlice,
 }
 
 impl Fp8Work {
     /// The part of linear layer `linear` of layer `layer`, by the order of [`linears`].
     pub(super) fn of(self, layer: usize, linear: usize) -> Fp8Linear {
-        Fp8Linear { work: self, scales: self.scales.slice((layer * LINEARS + linear) * SCALES, SCALES) }
+        let elems = SCALES * SCALE_STRIDE;
+        Fp8Linear { work: self, scales: self.scales.slice((layer * LINEARS + linear) * elems, elems) }
+    }
+}
+
+impl Fp8Linear {
+    /// Scale `which` of [`SCALES`].
+    pub(super) fn scale(&self, which: usize) -> DeviceSlice {
+        self.scales.slice(which * SCALE_STRIDE, 1)
     }
 }
 
@@ -96,8 +107,8 @@ mod tests {
     fn memory_is_that_of_the_widest_products() {
         // Queries, keys and values of 512 columns, gate and up of 1024, 256 channels, 512 in the middle; of six layers.
         let shape = ModelShape::demo();
-        assert_eq!(work_elems(&shape, 128), [128 * 1024, 128 * 1024, 1024 * 256, 6 * 12]);
-        assert_eq!(work_elems(&shape, 2048), [2048 * 1024, 2048 * 1024, 2048 * 512, 6 * 12]);
+        assert_eq!(work_elems(&shape, 128), [128 * 1024, 128 * 1024, 1024 * 256, 6 * 48]);
+        assert_eq!(work_elems(&shape, 2048), [2048 * 1024, 2048 * 1024, 2048 * 512, 6 * 48]);
     }
 
     #[test]

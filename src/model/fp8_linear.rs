@@ -21,10 +21,6 @@ pub(super) fn give(work: Fp8Work, shape: &ModelShape, layers: &mut [LayerParams]
 struct Scaled(DeviceSlice, DeviceSlice);
 
 impl Fp8Linear {
-    fn scale(&self, which: usize) -> DeviceSlice {
-        self.scales.slice(which, 1)
-    }
-
     /// `out = x * weight^T + bias (+ base)`.
     pub(super) fn forward<D: Kernels>(
         &self,

@@ -22,6 +22,9 @@ const LARGE: usize = 1 << 20;
 const MATRICES: [(usize, usize); 6] = [(16, 16), (128, 128), (48, 400), (400, 48), (144, 272), (1024, 1040)];
 /// m, n, k.
 const PRODUCTS: [(usize, usize, usize); 5] = [(16, 16, 16), (64, 128, 96), (128, 64, 2048), (272, 144, 400), (32, 4096, 512)];
+/// Where the scales of a product lie among so many numbers: the second and third of a linear layer's, as close as training has them.
+pub const SCALES_AT: [usize; 2] = [4, 8];
+pub const SCALES: usize = 12;
 /// A real layer's.
 const FULL: [(usize, usize, usize); 3] = [(2048, 4096, 4096), (2048, 4096, 14_336), (4096, 2048, 16_384)];
 
@@ -106,6 +109,8 @@ fn product(bench: &mut Bench, random: &mut Random, format: Dtype, [m, n, k]: [us
     needs_fp8(bench)?;
     let (a, b) = (random.scaled(format, m * k, 400.0), random.scaled(Dtype::Float8E4m3, n * k, 400.0));
     let [a_scale, b_scale] = [2f32.powi(-9), 0.03125];
+    let mut scales = [f32::NAN; SCALES];
+    SCALES_AT.into_iter().zip([a_scale, b_scale]).for_each(|(place, scale)| scales[place] = scale);
     let growth = if bench.same_bits { growth(k) } else { fp8_growth(k) };
     let scale = f64::from(a_scale * b_scale);
     let exact = multiply(MatmulShape { layout: MatmulLayout::Nt, m, n, k }, &a, &b, U * growth);
@@ -125,7 +130,7 @@ fn product(bench: &mut Bench, random: &mut Random, format: Dtype, [m, n, k]: [us
         let mut case = Case::default();
         case.aligned();
         let (a, b) = (case.input("a", format, &a), case.input("b", Dtype::Float8E4m3, &b));
-        let [a_scale, b_scale] = [("a_scale", a_scale), ("b_scale", b_scale)].map(|(name, x)| case.input(name, Dtype::Float32, &[x]));
+        let scales = case.input("scales", Dtype::Float32, &scales);
         let bias = case.input("bias", BF16, &bias);
         let base = apart.then(|| case.input("base", BF16, &before));
         let c = match with_base && !apart {
@@ -134,7 +139,7 @@ fn product(bench: &mut Bench, random: &mut Random, format: Dtype, [m, n, k]: [us
         };
         worst = worst.max(case.check(bench, &|dev, at| {
             let base = if apart { base.map(|base| at[base]) } else { with_base.then_some(at[c]) };
-            let (a_scale, b_scale, bias) = (at[a_scale], at[b_scale], with_bias.then_some(at[bias]));
+            let ([a_scale, b_scale], bias) = (SCALES_AT.map(|place| at[scales].slice(place, 1)), with_bias.then_some(at[bias]));
             dev.launch(ScaledMatmul { a: at[a], a_scale, b: at[b], b_scale, bias, base, c: at[c], m, n, k })
         })?);
     }

@@ -4,7 +4,7 @@
 //! compared with the same sum of `a` times `b` in f64: a wrong element stands out of what rounding each result leaves.
 
 use super::formats::encode;
-use super::fp8::needs_fp8;
+use super::fp8::{SCALES, SCALES_AT, needs_fp8};
 use super::harness::{Bench, Harness};
 use super::kernels::{Suite, parallel};
 use super::random::Random;
@@ -94,8 +94,9 @@ fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], f
     let mut room = |name: &str, elems, dtype| harness.dev.alloc(name, elems, dtype);
     let [a_width, b_width] = factors.formats(MatmulLayout::Nt);
     let (a, b) = (room("a", most(|p| p.m * p.k), a_width)?, room("b", most(|p| p.k * p.n), b_width)?);
-    let (c, one) = (room("c", most(|p| p.m * p.n), Dtype::Bfloat16)?, room("a scale", 1, Dtype::Float32)?);
-    fill(harness, one, &Input(Dtype::Float32, vec![1.0; PERIOD]))?;
+    let (c, scales) = (room("c", most(|p| p.m * p.n), Dtype::Bfloat16)?, room("scales", SCALES, Dtype::Float32)?);
+    fill(harness, scales, &Input(Dtype::Float32, vec![1.0; PERIOD]))?;
+    let [a_scale, b_scale] = SCALES_AT.map(|place| scales.slice(place, 1));
     let mut worst = 0f64;
     for &shape in products {
         let MatmulShape { m, n, k, layout } = shape;
@@ -110,7 +111,7 @@ fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], f
         };
         match factors {
             Factors::Bfloat16 => harness.dev.launch(Matmul::plain(shape, [a, b, c]))?,
-            Factors::Fp8 => harness.dev.launch(ScaledMatmul { a, a_scale: one, b, b_scale: one, bias: None, base: None, c, m, n, k })?,
+            Factors::Fp8 => harness.dev.launch(ScaledMatmul { a, a_scale, b, b_scale, bias: None, base: None, c, m, n, k })?,
         }
         let signs: Vec<f64> = (0..m).map(|_| if random.bits() & 1 == 0 { 1.0 } else { -1.0 }).collect();
         for start in (0..m).step_by(BLOCK_ROWS) {

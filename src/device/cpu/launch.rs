@@ -186,6 +186,35 @@ mod tests {
     }
 
     #[test]
+    fn products_in_fp8_take_what_every_device_takes() {
+        let mut harness = Harness::new();
+        let [a, b] = [(); 2].map(|()| harness.0.alloc("factor", 32 * 16, Dtype::Float8E4m3).unwrap());
+        let (c, scales) = (harness.with(Dtype::Bfloat16, &[bf16::ONE; 16 * 16 + 1]), harness.floats(&[1.0; 8]));
+        let whole = ScaledMatmul {
+            a: a.slice(0, 16 * 32),
+            a_scale: scales.slice(0, 1),
+            b,
+            b_scale: scales.slice(4, 1),
+            bias: None,
+            base: None,
+            c: c.slice(0, 16 * 16),
+            m: 16,
+            n: 16,
+            k: 32,
+        };
+        harness.0.launch(whole).unwrap();
+        assert_eq!(harness.read::<bf16>(whole.c), [bf16::ZERO; 16 * 16]);
+        let mut refused = |kernel: ScaledMatmul| message(harness.0.launch(kernel));
+        let neighbours = refused(ScaledMatmul { b_scale: scales.slice(1, 1), ..whole });
+        assert_eq!(neighbours, "launch scaled_matmul: b_scale begins at no multiple of 16 bytes");
+        assert!(refused(ScaledMatmul { c: c.slice(1, 16 * 16), ..whole }).contains("c begins at no multiple of 16 bytes"));
+        assert!(refused(ScaledMatmul { m: 8, ..whole }).contains("a dimension of 8 is no multiple of 16"));
+        assert!(refused(ScaledMatmul { a: c.slice(0, 16 * 16), ..whole }).contains("a is bfloat16, no format of 8 bits"));
+        assert!(refused(ScaledMatmul { b: b.view(0, 16 * 32, Dtype::Float8E5m2), ..whole }).contains("b holds 512 float8e5m2"));
+        assert!(refused(ScaledMatmul { base: Some(scales.view(0, 8, Dtype::Float32)), ..whole }).contains("base holds 8 float32"));
+    }
+
+    #[test]
     fn memory_of_another_device_is_refused_by_kernels_and_copies() {
         let (mut harness, mut host) = (Harness::new(), HostMemory::default());
         let (foreign, own) = (Harness::new().floats(&[1.0; 6]), harness.floats(&[2.0; 6]));

@@ -117,6 +117,9 @@ impl Kernel for Matmul {
     }
 }
 
+/// Bytes that addresses of all operands of a [`ScaledMatmul`] are multiples of, of scales, too: cuBLASLt refuses others.
+pub(crate) const FP8_ALIGN_BYTES: u64 = 16;
+
 /// `c = (a * b^T) a_scale b_scale (+ bias over columns) (+ base)` over numbers of 8 bits: `c[m,n]`, `a[m,k]`, `b[n,k]`. The sum over k is fp32,
 /// in ascending order; `c` is rounded once.
 #[derive(Clone, Copy, Debug)]
@@ -177,9 +180,13 @@ impl Kernel for ScaledMatmul {
         if !self.a.dtype().is_fp8() {
             return Err(refused(Self::NAME, format!("a is {}, no format of 8 bits", self.a.dtype())));
         }
-        match [self.m, self.n, self.k].into_iter().find(|dim| !dim.is_multiple_of(FP8_GRAIN)) {
+        if let Some(dim) = [self.m, self.n, self.k].into_iter().find(|dim| !dim.is_multiple_of(FP8_GRAIN)) {
+            return Err(refused(Self::NAME, format!("a dimension of {dim} is no multiple of {FP8_GRAIN}")));
+        }
+        let is_odd = |operand: &&Operand| operand.slice.is_some_and(|slice| !slice.addr().is_multiple_of(FP8_ALIGN_BYTES));
+        match self.operands().as_ref().iter().find(is_odd) {
             None => Ok(()),
-            Some(dim) => Err(refused(Self::NAME, format!("a dimension of {dim} is no multiple of {FP8_GRAIN}"))),
+            Some(operand) => Err(refused(Self::NAME, format!("{} begins at no multiple of {FP8_ALIGN_BYTES} bytes", operand.name))),
         }
     }
 
