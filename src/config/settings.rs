@@ -352,7 +352,7 @@ settings! {
         rollback: Rollback = Rollback::Deferred, Told;
         /// Format of weights and gradients on the device.
         dtype: TrainDtype = TrainDtype::Bfloat16, Told;
-        /// Format in which layers' matrices are multiplied; fp8 is faster and coarser.
+        /// Format of layers' matrix products; fp8 is faster and coarser.
         matmul_dtype: MatmulDtype => "that of --dtype", Free;
         /// Format of AdamW's moments between steps.
         moments: Moments = Moments::Float32, Free;

@@ -51,7 +51,7 @@ class Settings(TypedDict, total=False):
     dtype: Literal["bfloat16", "float16", "float32"]
     """Format of weights and gradients on the device [default: bfloat16]."""
     matmul_dtype: Literal["bfloat16", "fp8"]
-    """Format in which layers' matrices are multiplied; fp8 is faster and coarser [default: that of --dtype]."""
+    """Format of layers' matrix products; fp8 is faster and coarser [default: that of --dtype]."""
     moments: Literal["float32", "bfloat16"]
     """Format of AdamW's moments between steps [default: float32]."""
     max_steps: int
