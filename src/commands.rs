@@ -80,6 +80,14 @@ pub fn prepare_process() -> Result<()> {
     limits::check_memory_limits()
 }
 
+/// `options`, and which process of how many a launcher says that this is, where several train together.
+///
+/// # Errors
+/// `Usage` where flags and launcher contradict each other, or something is missing.
+pub fn under_launcher(options: TrainOptions) -> Result<TrainOptions> {
+    options.under_launcher(&|name| std::env::var(name).ok())
+}
+
 /// Spells `args`, the arguments of `command` with the program's name first, as its parser knows them: names of Hugging Face, TRL, axolotl
 /// and LLaMA-Factory are understood. `tell` is given a line for each flag that means nothing here.
 ///
@@ -97,6 +105,9 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
+    if let Some(processes @ 2..) = options.processes {
+        return Err(Error::usage(format!("--processes {processes}: a plan is of one process so far; leave it out")));
+    }
     let profile = profile(&options, tell)?;
     // Weights of a checkpoint take no more memory than random ones.
     let options = TrainOptions { init: None, ..options };

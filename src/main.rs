@@ -245,7 +245,7 @@ fn json(record: &impl Serialize) -> Result<String> {
 
 fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
     let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
-    let settings = Settings::resolve(over_file(options)?)?;
+    let settings = Settings::resolve(commands::under_launcher(over_file(options)?)?)?;
     let stop = StopFlag::on_signals()?;
     if settings.dry_run {
         answer(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;

@@ -7,9 +7,12 @@ use signal_hook::flag;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether somebody asked the run to stop.
+/// Whether somebody asked the run to stop: a signal, or another process of the run. The second does not count as the first of two signals.
 #[derive(Clone, Debug, Default)]
-pub struct StopFlag(Arc<AtomicBool>);
+pub struct StopFlag {
+    signalled: Arc<AtomicBool>,
+    asked: Arc<AtomicBool>,
+}
 
 impl StopFlag {
     /// Listens from now on for the signals that ask to stop. A hang-up that was ignored at the start (`nohup`) stays ignored.
@@ -20,21 +23,20 @@ impl StopFlag {
         let stop = Self::default();
         for signal in [SIGTERM, SIGINT, SIGHUP].into_iter().filter(|&signal| signal != SIGHUP || !is_ignored(SIGHUP)) {
             // Order matters: the conditional exit must see the flag before this signal sets it.
-            let exit = flag::register_conditional_shutdown(signal, 128 + signal, stop.0.clone());
-            exit.and_then(|_| flag::register(signal, stop.0.clone())).map_err(|e| Error::resource("listen for signals", e))?;
+            let exit = flag::register_conditional_shutdown(signal, 128 + signal, stop.signalled.clone());
+            exit.and_then(|_| flag::register(signal, stop.signalled.clone())).map_err(|e| Error::resource("listen for signals", e))?;
         }
         Ok(stop)
     }
 
-    /// Asks to stop, as a signal does.
-    #[cfg(test)]
-    pub(crate) fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
+    /// Asks to stop.
+    pub(crate) fn ask(&self) {
+        self.asked.store(true, Ordering::Relaxed);
     }
 
     /// Whether to stop.
     pub(crate) fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.signalled.load(Ordering::Relaxed) || self.asked.load(Ordering::Relaxed)
     }
 }
 

@@ -63,6 +63,36 @@ fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
     }
 }
 
+/// What stands for `srun` starts a task a node, tells one of them to end, and exits as the tasks do.
+const SRUN: &str = r#"
+shift
+export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=$PORT
+SLURM_PROCID=1 "$@" & other=$!
+SLURM_PROCID=0 "$@" & first=$!
+until compgen -G "$OUT/metrics.jsonl" > /dev/null && [ "$(wc -l < "$OUT/metrics.jsonl")" -gt 3 ]; do sleep 0.05; done
+kill -TERM $other
+wait $first && wait $other
+"#;
+
+#[test]
+fn the_job_of_several_machines_starts_a_process_on_each_and_is_queued_again() {
+    if emulator().is_some() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let (out, script) = (workspace.path("out"), concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/deploy/processes.slurm"));
+    let settings = format!("{{seq-length: 16, threads: 1, per-device-train-batch-size: 1, max-steps: 1000000, output-dir: {out:?}}}");
+    let (settings, srun) = (workspace.write("job.yaml", settings), workspace.write("srun", SRUN));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut job = Command::new("bash");
+    job.arg(script).arg(&settings).env("SUPEROFFLOAD", env!("CARGO_BIN_EXE_superoffload")).env("REQUEUE", "echo requeued");
+    let srun = format!("bash {}", srun.display());
+    let ended = run(job.env("SRUN", srun).env("OUT", &out).env("PORT", port.to_string()));
+    let words = ["all 2 processes are here", ": process 1 followed process 0\n", ": queued again\nrequeued\n"];
+    assert!(ended.code == 0 && words.iter().all(|word| ended.stdout.contains(word)), "{ended:?}");
+    assert_eq!(workspace.names("out", "checkpoint-").len(), 1);
+}
+
 /// What the examples give to `pip`, with the released wheels in `/dist` and CUDA 12's libraries asked for.
 #[test]
 fn images_install_the_wheel_that_is_released() {

@@ -34,6 +34,7 @@ mod parquet;
 mod plan_memory;
 #[path = "gpu/planned.rs"]
 mod planned;
+mod processes;
 mod program;
 mod python;
 mod ranks;

@@ -80,6 +80,12 @@ impl Slices {
         self.global(0).len().max(self.global(self.layout.count() - 1).len())
     }
 
+    /// Elements of the longest slice of any rank.
+    pub fn longest(&self) -> usize {
+        let last = self.layout.count() - 1;
+        (0..self.ranks).flat_map(|rank| [0, last].map(|bucket| self.of(rank, bucket).len())).max().unwrap_or(0)
+    }
+
     /// The local range of the buckets of `tier`.
     pub fn elems_in(&self, tier: Tier) -> Range<usize> {
         self.local_buckets(&self.layout.buckets_in(tier))
@@ -138,7 +144,7 @@ mod tests {
                 for b in 0..layout.count() {
                     let local = slices.local(b);
                     prop_assert_eq!(local.start, end, "behind each other");
-                    prop_assert!(slices.global(b).len() <= slices.slice_elems());
+                    prop_assert!(slices.global(b).len() <= slices.slice_elems() && slices.slice_elems() <= slices.longest());
                     let tier = slices.elems_in(layout.tier(b));
                     prop_assert!(tier.start <= local.start && local.end <= tier.end);
                     end = local.end;

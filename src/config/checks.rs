@@ -2,7 +2,8 @@
 
 use super::describe;
 use super::options::{
-    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, Resume, Rollback, Strategy, Technique, TrainDtype, TrainLength,
+    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback, Strategy, Technique,
+    TrainDtype, TrainLength, WeightsChoice,
 };
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
@@ -56,6 +57,7 @@ impl Settings {
             ("resume-from-checkpoint", resume),
             ("trace", self.trace.as_ref()),
             ("cuda-libraries", self.cuda_libraries.as_ref()),
+            ("run-token-file", self.run_token_file.as_ref()),
         ];
         let data = self.data.iter().map(|path| ("data", Some(path)));
         let eval_data = self.eval_data.iter().map(|path| ("eval-data", Some(path)));
@@ -74,6 +76,7 @@ impl Settings {
     pub(crate) fn check_counts(&self) -> Result<()> {
         let at_least_one = [
             ("gpus", self.gpus as u64),
+            ("processes", self.processes as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
             ("gradient-accumulation-steps", self.micro_batches() as u64),
             ("gradient-shares", self.shares() as u64),
@@ -150,15 +153,60 @@ impl Settings {
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
+        require(self.ranks() <= PARTS_MAX, "processes", self.processes, format!("at most {PARTS_MAX}"))?;
+        let (ranks, all) = (self.ranks(), self.ranks_in_words());
         require(micro_batches.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
-        require(shares.is_multiple_of(self.gpus), "gradient-shares", shares, format!("a multiple of --gpus {}", self.gpus))?;
+        require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
         let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
-        require(rank_of_fault < self.gpus, "faults", format!("rank = {rank_of_fault}"), format!("a rank below --gpus {}", self.gpus))?;
+        require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("a rank below {all}"))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
         require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
     }
 
+    /// How many devices train together, as flags say it.
+    pub(crate) fn ranks_in_words(&self) -> String {
+        if self.processes > 1 { format!("--processes {}", self.processes) } else { format!("--gpus {}", self.gpus) }
+    }
+
+    /// Whether several processes are told all that they need, and nothing that they cannot do yet.
+    fn check_processes(&self) -> Result<()> {
+        let Self { processes, process, gpus, .. } = *self;
+        require(process < processes, "process", process, format!("less than --processes {processes}"))?;
+        if let Some(address) = &self.rendezvous {
+            let port = address.rsplit_once(':').and_then(|(host, port)| Some(port).filter(|_| !host.is_empty()));
+            let is_address = port.is_some_and(|port| port.parse::<u16>().is_ok_and(|port| port > 0));
+            require(is_address, "rendezvous", address, "HOST:PORT, the same for all processes")?;
+            require(processes > 1, "rendezvous", address, "only with --processes 2 or more")?;
+        }
+        if processes == 1 {
+            return Ok(());
+        }
+        require(self.rendezvous.is_some(), "processes", processes, "only with --rendezvous HOST:PORT, or what a launcher says instead")?;
+        require(
+            gpus == 1 && !self.all_gpus,
+            "gpus",
+            if self.all_gpus { "all".into() } else { gpus.to_string() },
+            "1 with several --processes",
+        )?;
+        require(
+            self.device != DeviceChoice::Cuda,
+            "device",
+            "cuda",
+            "cpu with several --processes; --gpus trains on all GPUs of one machine",
+        )?;
+        let allowed = "replicated with several --processes";
+        require(
+            matches!(self.weights, WeightsChoice::Auto | WeightsChoice::Replicated),
+            "weights",
+            describe::written(&describe::value(&self.weights)),
+            allowed,
+        )?;
+        require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")?;
+        require(self.adversary.is_none(), "adversary", self.adversary.unwrap_or_default(), "only with one process")
+    }
+
     fn check_combinations(&self) -> Result<()> {
+        self.check_processes()?;
         require(self.init == InitChoice::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
         let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
         let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;

@@ -1,6 +1,6 @@
 //! What the person asked for: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
 //! [`aliases`], DeepSpeed's in [`deepspeed`]), resolved and checked ([`resolve`]).
-//! The table of all settings is in [`settings`], the types of their values in [`options`].
+//! The table of all settings is in [`settings`], the types of their values in [`options`]; what a launcher says in `launchers`.
 
 pub(crate) mod aliases;
 pub(crate) mod checks;
@@ -9,6 +9,7 @@ mod deepspeed_keys;
 pub(crate) mod describe;
 mod document;
 pub(crate) mod file;
+mod launchers;
 pub(crate) mod options;
 pub(crate) mod resolve;
 pub(crate) mod settings;

@@ -90,14 +90,19 @@ impl Settings {
         self
     }
 
+    /// Devices that train together, in all processes.
+    pub(crate) fn ranks(&self) -> usize {
+        self.gpus.saturating_mul(self.processes)
+    }
+
     /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32.
     pub(crate) fn shares(&self) -> usize {
-        self.gradient_shares.unwrap_or(self.gpus)
+        self.gradient_shares.unwrap_or(self.ranks())
     }
 
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self) -> usize {
-        self.gradient_accumulation_steps.map_or(self.shares(), |steps| steps.saturating_mul(self.gpus))
+        self.gradient_accumulation_steps.map_or(self.shares(), |steps| steps.saturating_mul(self.ranks()))
     }
 
     /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.

@@ -358,6 +358,21 @@ settings! {
         moments: Moments = Moments::Float32, Free;
     }
 
+    Processes {
+        /// Processes that train together.
+        #[arg(value_name = "N")]
+        processes: usize = 1 => "the launcher's, else 1", Free, unless "is_one";
+        /// Which of the processes this is, from 0.
+        #[arg(value_name = "N")]
+        process: usize = 0 => "the launcher's, else 0", Free, unless "is_first";
+        /// Where the processes meet: host and port of the first one.
+        #[arg(value_name = "HOST:PORT")]
+        rendezvous: String => "the launcher's", Free, unless "Option::is_none";
+        /// File with the secret of a run's processes.
+        #[arg(value_name = "FILE")]
+        run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, unless "Option::is_none";
+    }
+
     Schedule {
         flags train_length: TrainLength = TrainLength::Epochs(3.0), Told {
             /// Optimizer steps; wins over --num-train-epochs.
@@ -558,6 +573,14 @@ fn is_auto(overlong: &Overlong) -> bool {
 
 fn is_replanned(replan: &ReplanChoice) -> bool {
     *replan == ReplanChoice::Auto
+}
+
+fn is_one(count: &usize) -> bool {
+    *count == 1
+}
+
+fn is_first(process: &usize) -> bool {
+    *process == 0
 }
 
 fn is_zero(x: &f64) -> bool {

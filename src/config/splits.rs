@@ -15,9 +15,9 @@ impl Settings {
     /// `Usage` that names the tokens and what they do not fit to.
     pub(crate) fn splits(&self) -> Result<Vec<Self>> {
         let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.clone()]) };
-        let (seq_length, gpus) = (self.seq_length, self.gpus);
+        let (seq_length, gpus) = (self.seq_length, self.ranks());
         if !tokens.is_multiple_of(seq_length.saturating_mul(gpus)) {
-            let on_each = if gpus > 1 { format!(" times --gpus {gpus}") } else { String::new() };
+            let on_each = if gpus > 1 { format!(" times {}", self.ranks_in_words()) } else { String::new() };
             return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
         }
         let sequences = tokens / seq_length / gpus;

@@ -337,7 +337,7 @@ mod tests {
         };
         let lock = hold();
         let stop = StopFlag::default();
-        stop.set();
+        stop.ask();
         assert_eq!(case.open("cache", &stop).err().unwrap().exit_code(), 75);
         let winner = std::thread::spawn({
             let (cache, key) = (cache.clone(), key.clone());
@@ -357,7 +357,7 @@ mod tests {
         let stop = StopFlag::default();
         let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |news| {
             if let News::Progress { .. } = news {
-                stop.set();
+                stop.ask();
             }
         });
         preparation.in_memory_bytes_max = 0;

@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn a_set_flag_ends_it() {
         let (bytes, stop) = (Tokenizer::bytes(), StopFlag::default());
-        stop.set();
+        stop.ask();
         let ended = super::encode(&bytes, Documents::new(Vec::new(), 256, None, &[]), &stop, |encoder| {
             encoder.begin(place());
             encoder.push("abc")?;

@@ -264,12 +264,12 @@ pub trait Exchange<D: Kernels> {
     }
 
     /// Rank 0 has the others do this, too, once they have done what came before.
-    fn lead(&mut self, _order: Order, _words: Words) -> Result<()> {
+    fn lead(&mut self, _dev: &mut D, _order: Order, _words: Words) -> Result<()> {
         Ok(())
     }
 
     /// Rank 0 waits until the others have done what they were told.
-    fn await_done(&self) -> Result<()> {
+    fn await_done(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 

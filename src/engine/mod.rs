@@ -25,6 +25,7 @@ mod replan;
 mod report;
 mod route;
 mod scratch;
+pub(crate) mod sockets;
 mod state_io;
 mod states;
 mod step;

@@ -20,6 +20,7 @@ use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::Board;
+use crate::ranks::lanes::RankLanes;
 use std::sync::Arc;
 
 /// The engine of a rank among others.
@@ -28,12 +29,12 @@ pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
 impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Rank 0 has the others do this, too, once they have done what came before.
     pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
-        self.while_ordering(|exchange| exchange.lead(order, words))
+        self.while_ordering(|exchange, dev| exchange.lead(dev, order, words))
     }
 
     /// Rank 0 waits until the others have done what they were told.
     pub(super) fn await_done(&mut self) -> Result<()> {
-        self.while_ordering(|exchange| exchange.await_done())
+        self.while_ordering(|exchange, dev| exchange.await_done(dev))
     }
 
     /// By bucket what ends a step of this rank's slice of its weights.
@@ -45,23 +46,30 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect()
     }
 
-    fn while_ordering(&mut self, wait: impl FnOnce(&mut X) -> Result<()>) -> Result<()> {
+    fn while_ordering(&mut self, wait: impl FnOnce(&mut X, &mut D) -> Result<()>) -> Result<()> {
         let (before, number) = self.vitals.doing();
         self.vitals.now(Doing::Orders, 0);
-        let waited = wait(&mut self.exchange);
+        let waited = wait(&mut self.exchange, &mut self.dev);
         self.vitals.now(before, number);
         waited
     }
 }
 
 impl<D: Kernels + Peers> RankEngine<D> {
-    /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far.
+    /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far: those
+    /// in the same `hall`, or those of other processes, to which there are `lanes`.
     ///
     /// # Errors
     /// As there; what ended another rank.
-    pub(crate) fn join(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, seat: &Seat, hall: &Arc<Hall<D::Card>>) -> Result<Self> {
-        let bell = seat.board.bell(seat.rank);
-        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone());
+    pub(crate) fn join(
+        (plan, shape): (Plan, ModelShape),
+        (dev, pool): (D, Pool<StepJob>),
+        seat: &Seat,
+        hall: &Arc<Hall<D::Card>>,
+        lanes: Option<Vec<Option<RankLanes>>>,
+    ) -> Result<Self> {
+        let (bell, is_linked) = (seat.board.bell(seat.rank), lanes.is_some());
+        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone(), lanes);
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.strike(FaultPhase::Start)?;
         engine.introduce();
@@ -69,6 +77,9 @@ impl<D: Kernels + Peers> RankEngine<D> {
         bell.wait_until(|| hall.is_full() || seat.board.has_failed());
         seat.check()?;
         engine.exchange.greet(&mut engine.dev)?;
+        if is_linked {
+            engine.exchange.meet_others()?;
+        }
         if let Some(baton) = seat.board.baton() {
             baton.take(seat.rank);
         }
@@ -82,7 +93,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
         let seat = Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 };
         let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall))?;
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, None))?;
         engine.introduce();
         engine.exchange.greet(&mut engine.dev)?;
         Ok(engine)
@@ -101,7 +112,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut settle_down = Some(settle_down);
         for seen in 0.. {
-            let (order, words) = self.exchange.next_order(seen)?;
+            let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
             if matches!(order, Order::Step | Order::Evaluate) {
                 settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
             }

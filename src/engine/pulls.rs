@@ -1,10 +1,12 @@
-//! Several ranks of one process: each publishes on the board what it has recorded, and the others' copies pull it.
+//! Several ranks: each publishes on the board what it has recorded, and the others' copies pull it; from ranks of other processes it comes by
+//! [`Sockets`].
 //!
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
 use super::hall::{Hall, Introduction, check_same_bits};
+use super::sockets::Sockets;
 use super::vitals::Vitals;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
@@ -16,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
-use crate::ranks::board::StepOutcome;
+use crate::ranks::board::{Board, StepOutcome};
+use crate::ranks::lanes::RankLanes;
 use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::ops::Range;
@@ -26,6 +29,8 @@ use std::sync::Arc;
 pub(crate) struct Pulls<C> {
     seat: Seat,
     hall: Arc<Hall<C>>,
+    /// Where all other ranks are other processes.
+    far: Option<Sockets>,
     /// How often it has met the others between two steps.
     meetings: u64,
     slices: Slices,
@@ -94,7 +99,13 @@ impl SliceMemory {
 impl<C> Pulls<C> {
     /// # Errors
     /// The device's.
-    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>) -> Result<Self> {
+    pub(super) fn new<D: Kernels>(
+        dev: &mut D,
+        plan: &Plan,
+        seat: Seat,
+        hall: Arc<Hall<C>>,
+        lanes: Option<Vec<Option<RankLanes>>>,
+    ) -> Result<Self> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
         let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
@@ -105,6 +116,7 @@ impl<C> Pulls<C> {
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
+            far: lanes.map(|lanes| Sockets::new(dev, plan, &slices, lanes)).transpose()?,
             lease,
             written,
             gathered,
@@ -166,8 +178,28 @@ impl<C> Pulls<C> {
         self.seat.check()
     }
 
+    /// The same where others may need something of this rank meanwhile.
+    fn wait_serving<D: Device>(&mut self, dev: &mut D, ready: impl Fn(&Board) -> bool) -> Result<()> {
+        let board = self.seat.board.clone();
+        if self.far.is_none() {
+            return self.wait_until(|| ready(&board));
+        }
+        let bell = board.bell(self.seat.rank);
+        loop {
+            let rung = bell.rings();
+            self.far.as_mut().map_or(Ok(()), |far| far.serve(dev))?;
+            self.seat.check()?;
+            if ready(&board) {
+                return Ok(());
+            }
+            if !dev.idle()? {
+                bell.wait(rung);
+            }
+        }
+    }
+
     /// Waits until all ranks have come as far, between two steps.
-    fn meet_others(&mut self) -> Result<()> {
+    pub(super) fn meet_others(&mut self) -> Result<()> {
         self.meetings += 1;
         self.seat.board.publish_met(self.seat.rank);
         self.wait_until(|| self.seat.board.all_met(self.meetings))
@@ -179,10 +211,9 @@ impl<C> Pulls<C> {
     }
 
     /// The order after `seen` others.
-    pub(super) fn next_order(&self, seen: u64) -> Result<(Order, Words)> {
-        let order = || self.seat.board.next_order(seen);
-        self.wait_until(|| order().is_some())?;
-        let (number, words) = order().expect("just seen");
+    pub(super) fn next_order<D: Device>(&mut self, dev: &mut D, seen: u64) -> Result<(Order, Words)> {
+        self.wait_serving(dev, |board| board.next_order(seen).is_some())?;
+        let (number, words) = self.seat.board.next_order(seen).expect("just seen");
         Ok((Order::of(number), words))
     }
 }
@@ -191,12 +222,13 @@ impl<C: Clone> Pulls<C> {
     /// Leaves in the hall what the others need to know: its card, where the flat gradients and weights lie, and by bucket what ends a
     /// step of its own slice of the weights.
     pub(super) fn introduce<D: Kernels + Peers<Card = C>>(
-        &self,
+        &mut self,
         dev: &mut D,
         [grads, weights]: [DeviceSlice; 2],
         stepped: Vec<EventId>,
         vitals: &Arc<Vitals>,
     ) {
+        self.far.iter_mut().for_each(|far| far.settle_down([grads, weights]));
         let (card, products) = (dev.card(), dev.product_algorithms());
         let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
         self.hall.enter(self.seat.rank, Introduction { card, grads, weights, shard, written, pulled, stepped, vitals, products });
@@ -258,6 +290,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 
     fn written(&mut self, dev: &mut D, _grads: DeviceSlice, bucket: usize) -> Result<bool> {
         dev.record(self.written[bucket], Stream::Compute)?;
+        let round = self.buckets_written / self.buckets();
+        self.far.as_mut().map_or(Ok(()), |far| far.send_grads(dev, bucket, round, self.written[bucket]))?;
         self.buckets_written += 1;
         self.seat.board.publish_written(self.seat.rank);
         self.seat.pass()?;
@@ -267,7 +301,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // Whoever waits here for another rank would wait for ever once that one has failed.
         self.seat.check()?;
-        while self.buckets_summed < self.buckets_written && self.seat.board.all_written(self.buckets_summed) {
+        while self.buckets_summed < self.buckets_written && self.has_parts(dev)? {
             let (bucket, round) = ((self.buckets_summed % self.buckets()) as usize, self.buckets_summed / self.buckets() % self.rounds);
             self.sum(dev, grads, bucket, round)?;
             self.buckets_summed += 1;
@@ -285,10 +319,17 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
         let before_round = self.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
         let needed = before_round + bucket as u64 + 1;
-        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {
+        let others_have = match &mut self.far {
+            Some(far) => far.may_overwrite(dev)?,
+            None => self.seat.board.all_pulled(needed),
+        };
+        if self.buckets_summed < needed || !others_have {
             return Ok(false);
         }
         dev.wait(Stream::Compute, self.summed)?;
+        if self.far.is_some() {
+            return Ok(true);
+        }
         self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;
         Ok(true)
     }
@@ -343,6 +384,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
         (self.unsettled, self.ungathered) = (self.settled.len(), self.settled.len());
+        self.far.iter_mut().for_each(|far| far.next_version(self.version));
     }
 
     fn is_owing(&self) -> bool {
@@ -356,10 +398,16 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn settle(&mut self, bucket: usize) {
         self.settled[bucket] = self.version;
         self.unsettled -= 1;
+        let stepped = self.peers[self.seat.rank].stepped[bucket];
+        self.far.iter_mut().for_each(|far| far.send_weights(bucket, self.version, stepped));
         self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
     }
 
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
+        if let Some(far) = &mut self.far {
+            far.serve(dev)?;
+            return self.take_in(dev);
+        }
         let before = self.ungathered;
         while let Some(bucket) = self.ungathered.checked_sub(1)
             // Its own, too: a slice that it keeps alone is copied to its place like the others'.
@@ -399,7 +447,9 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {
-        Watched { ranks: self.peers.iter().map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
+        // Of other processes there is what they publish.
+        let known = if self.far.is_some() { 1 } else { self.peers.len() };
+        Watched { ranks: self.peers.iter().take(known).map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
     }
 
     fn waited_ns(&self, dev: &D) -> u64 {
@@ -444,17 +494,17 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.seat.pass_idle().map(|_| ())
     }
 
-    fn lead(&mut self, order: Order, words: Words) -> Result<()> {
+    fn lead(&mut self, dev: &mut D, order: Order, words: Words) -> Result<()> {
         if self.seat.rank > 0 {
             return Ok(());
         }
-        self.wait_until(|| self.seat.board.all_done())?;
+        self.wait_serving(dev, Board::all_done)?;
         self.seat.board.give_order(order as u64, words);
         Ok(())
     }
 
-    fn await_done(&self) -> Result<()> {
-        if self.seat.rank > 0 { Ok(()) } else { self.wait_until(|| self.seat.board.all_done()) }
+    fn await_done(&mut self, dev: &mut D) -> Result<()> {
+        if self.seat.rank > 0 { Ok(()) } else { self.wait_serving(dev, Board::all_done) }
     }
 
     fn place(&self, micro_batch: usize) -> Option<usize> {
@@ -499,6 +549,28 @@ impl<C> Pulls<C> {
         tracks
     }
 
+    /// Whether every rank has written the bucket that is summed next, and what comes from other processes is there.
+    fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        let (bucket, round) = (self.buckets_summed % self.buckets(), self.buckets_summed / self.buckets());
+        match &mut self.far {
+            Some(far) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket as usize, round)),
+            None => Ok(self.seat.board.all_written(self.buckets_summed)),
+        }
+    }
+
+    /// Records what has come of the others' weights, in forward order; true when there was any.
+    fn take_in<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        let before = self.ungathered;
+        while let Some(bucket) = self.ungathered.checked_sub(1)
+            && self.settled[bucket] >= self.version
+            && self.far.as_ref().is_some_and(|far| far.has_weights(bucket))
+        {
+            dev.record(self.gathered[bucket], Stream::Gather)?;
+            self.ungathered = bucket;
+        }
+        Ok(self.ungathered < before)
+    }
+
     /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
     fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
@@ -508,6 +580,10 @@ impl<C> Pulls<C> {
         for (nth, peer) in self.others().enumerate() {
             let theirs = &self.peers[peer];
             parts[peer] = self.staging.slice(nth * flat.len(), flat.len());
+            if let Some(far) = &mut self.far {
+                far.bring_grads(dev, peer, parts[peer])?;
+                continue;
+            }
             dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
             dev.pull(Stream::Reduce, peer, theirs.grads.slice(flat.start, flat.len()), parts[peer])?;
         }

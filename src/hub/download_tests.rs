@@ -398,7 +398,7 @@ fn a_stop_is_heard_and_what_came_is_kept() {
     let case = Case::new();
     let stop = case.stop.clone();
     let answer = but(move |_, reply, _| {
-        stop.set();
+        stop.ask();
         Reply { silence: SILENCE_MAX, ..reply.cut(400_000) }
     });
     let server = HubServer::start(answer);

@@ -46,6 +46,10 @@ impl SelectedDevice {
 /// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of
 /// [`limits::check_threads`], [`SelectedProfile::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
+    if settings.processes > 1 && settings.device == DeviceChoice::Auto && gpu::visible().is_ok() {
+        let (count, way_out) = (settings.processes, "use --device cpu, or one process with --gpus all");
+        return Err(Error::usage(format!("--processes {count}: several processes train on CPUs so far, not on GPUs; {way_out}")));
+    }
     let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new());
     let ((kind, device, gpus), note) = match settings.device {
         DeviceChoice::Cpu => (on_cpus, None),

@@ -31,7 +31,7 @@ pub(super) fn run<D: Kernels + Peers, T>(
     let join = |seat: &Seat| -> Result<RankEngine<D>> {
         let share = &shares[seat.rank];
         let (dev, pool) = make(share, &board.bell(seat.rank), seat.rank)?;
-        RankEngine::join(share.plan.clone(), shape.clone(), dev, pool, seat, &hall)
+        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, None)
     };
     std::thread::scope(|scope| {
         let leader = Leave(Seat { board: board.clone(), rank: 0 });

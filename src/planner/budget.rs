@@ -19,6 +19,7 @@ use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
 use crate::ranks::board::Sizes;
+use crate::ranks::lanes::slices_under_way;
 use crate::trace::Span;
 use std::ops::Range;
 
@@ -61,8 +62,15 @@ impl Balance {
 
 /// The balance of each of `ranks` devices, for all of which `classes` are, and the host's, which needs `transient_bytes` besides. Devices
 /// that share the host's memory need nothing of their own.
-pub(crate) fn balances(machine: &Machine, classes: &[MemoryClass], ranks: usize, transient_bytes: u64) -> [Balance; 2] {
-    let (on_device, on_host) = (bytes_at(classes, MemorySpace::Device), bytes_at(classes, MemorySpace::Host) + transient_bytes);
+pub(crate) fn balances(
+    machine: &Machine,
+    classes: &[MemoryClass],
+    (ranks, processes): (usize, usize),
+    transient_bytes: u64,
+) -> [Balance; 2] {
+    // Processes have as much each, on machines of their own.
+    let of_one = |space| bytes_at(classes, space).div_ceil(processes as u64);
+    let (ranks, on_device, on_host) = (ranks / processes, of_one(MemorySpace::Device), of_one(MemorySpace::Host) + transient_bytes);
     let balance = |space, needed, available| Balance { space, needed, available };
     let (device, needed) = match machine.device {
         DeviceMemory::Shared => (balance(MemorySpace::Device, 0, u64::MAX), on_device + on_host),
@@ -103,6 +111,8 @@ pub(crate) struct Workload<'a> {
     pub shares: usize,
     /// Devices that train together; what is planned is for all of them.
     pub ranks: usize,
+    /// Processes that these are of.
+    pub processes: usize,
     /// Format on the device.
     pub dtype: Dtype,
     /// Products of layers are computed in FP8.
@@ -230,6 +240,7 @@ impl Workload<'_> {
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
             class("exchange", MemorySpace::Host, self.board_bytes(layout)),
+            class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
@@ -246,7 +257,7 @@ impl Workload<'_> {
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
     pub(crate) fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
-        let [device, host] = balances(&self.machine, classes, self.ranks, self.transient_bytes);
+        let [device, host] = balances(&self.machine, classes, (self.ranks, self.processes), self.transient_bytes);
         (device.lacking(), host.lacking())
     }
 
@@ -268,6 +279,11 @@ impl Workload<'_> {
     fn board_bytes(&self, layout: &BucketLayout) -> usize {
         let steps = (self.shares, self.batch_words(), self.shape.experts());
         if self.ranks == 1 { 0 } else { board_sizes(layout, self.ranks, steps).bytes() }
+    }
+
+    /// What passes between processes, of all of them; slices have at most `longest` elements.
+    fn under_way_bytes(&self, longest: usize) -> usize {
+        if self.processes == 1 { 0 } else { self.ranks * slices_under_way(self.ranks - 1) * longest * self.dtype.bytes() }
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.

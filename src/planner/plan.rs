@@ -155,6 +155,8 @@ pub struct Plan {
     pub shares: usize,
     /// Devices that train together: each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
+    /// Processes that these are of, equally many of each.
+    pub processes: usize,
     /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
     pub loss_tile: LossTile,
     /// What [`Plan::loss_tile`] is where memory is no matter: a function of the model and the micro-batch.
@@ -249,6 +251,7 @@ impl Plan {
             grad_accum_steps: workload.grad_accum_steps,
             shares: workload.shares,
             ranks: workload.ranks,
+            processes: workload.processes,
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
@@ -340,7 +343,7 @@ impl Plan {
 
     /// What is needed and what there is, of each device's memory and of the host's.
     pub fn balances(&self) -> [Balance; 2] {
-        balances(&self.machine, &self.memory, self.ranks, self.transient_bytes)
+        balances(&self.machine, &self.memory, (self.ranks, self.processes), self.transient_bytes)
     }
 
     /// A micro-batch of a model of `shape`.
@@ -392,14 +395,15 @@ fn workload<'a>(
         separates_documents: settings.separates_documents(),
         grad_accum_steps: settings.micro_batches(),
         shares: settings.shares(),
-        ranks: settings.gpus,
+        ranks: settings.ranks(),
+        processes: settings.processes,
         dtype,
         fp8,
         link_dtype,
         moments: settings.moments,
         rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
         slots: settings.slots.unwrap_or(SLOTS),
-        trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.gpus)) } else { 0 },
+        trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.ranks())) } else { 0 },
         data_bytes: settings.data_bytes as usize,
         attention: attention(settings, shape, dtype, machine.kind)?,
         workers,
@@ -442,7 +446,7 @@ fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
 /// The flat order cut into buckets, none of them on the device yet.
 fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
     let flat = table.flat_elems();
-    let least_bytes = if settings.gpus > 1 { settings.gpus * BLOCK * dtype.bytes() } else { 0 };
+    let least_bytes = if settings.ranks() > 1 { settings.ranks() * BLOCK * dtype.bytes() } else { 0 };
     let bucket_bytes = match settings.bucket_mib {
         Some(mib) => (mib * f64::from(1 << 20)) as usize,
         // Each GPU owns a block of every bucket at least.
@@ -469,6 +473,8 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
 /// Streamed weights cross the link as the device computes with them, and only those whose optimizer the pool runs are streamed.
 fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
     let obstacle = match settings {
+        // What a process needs within a step is in its own memory.
+        Settings { processes: 2.., .. } => return Ok(WeightsChoice::Replicated),
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
         Settings { gpus: 2.., weights: WeightsChoice::Auto | WeightsChoice::Sharded, .. } => None,
         Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
@@ -514,12 +520,12 @@ fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
 
 /// What several devices cannot do yet.
 fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
-    let gpus = settings.gpus;
+    let (ranks, all) = (settings.ranks(), settings.ranks_in_words());
     match settings.weights {
-        _ if gpus == 1 => Ok(()),
-        WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with --gpus {gpus}: use --weights sharded"))),
-        _ if layout.bucket_elems() / BLOCK < gpus => Err(Error::usage(format!(
-            "--gpus {gpus}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
+        _ if ranks == 1 => Ok(()),
+        WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with {all}: use --weights sharded"))),
+        _ if layout.bucket_elems() / BLOCK < ranks => Err(Error::usage(format!(
+            "{all}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
             layout.bucket_elems()
         ))),
         _ => Ok(()),

@@ -2,8 +2,11 @@
 //!
 //! Counts only go up, from the first step to the last, so that nothing is ever taken back. Whoever has read a count sees what was
 //! done before it was published (release and acquire): an event, in particular, that was recorded before.
+//!
+//! Where ranks are processes, each has a board: what its own rank publishes it tells the others, who hear it in the same order.
 
 use super::baton::Baton;
+use super::notice::{Audience, Notice, Outbox, TAIL_MAX, Topic};
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
 use crate::trace::{Recorder, now_ns};
@@ -55,6 +58,15 @@ struct Entry {
     tracks: OnceLock<Vec<Recorder>>,
 }
 
+/// The other processes, as a board knows them.
+pub(crate) struct Abroad {
+    /// The one rank of this process.
+    pub(crate) rank: usize,
+    /// Who a rank is, in words: by rank.
+    pub(crate) names: Vec<String>,
+    pub(crate) outbox: Arc<dyn Outbox>,
+}
+
 /// The board of one process.
 pub(crate) struct Board {
     /// One a rank, or rank 0's alone, of which all others are mirror images.
@@ -75,6 +87,7 @@ pub(crate) struct Board {
     failure: OnceLock<(usize, String)>,
     on_gpus: bool,
     baton: Option<Baton>,
+    abroad: Option<Abroad>,
 }
 
 /// Sizes of a [`Board`].
@@ -107,6 +120,19 @@ fn zeros<T: Default>(count: usize) -> Box<[T]> {
     (0..count).map(|_| T::default()).collect()
 }
 
+/// Whether `count` more after the `first` are among `places`.
+fn fits<T>(places: &[T], first: u64, count: usize) -> bool {
+    (places.len() as u64).checked_sub(first).is_some_and(|rest| count as u64 <= rest)
+}
+
+fn store(places: &[AtomicU32], notice: &Notice) {
+    places.iter().zip(notice.words()).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+}
+
+fn store_long(places: &[AtomicU64], notice: &Notice) {
+    places.iter().zip(notice.long_words()).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+}
+
 impl Board {
     /// An empty board; with `adversary`, a seed, exactly one rank runs at a time.
     pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
@@ -116,6 +142,11 @@ impl Board {
     /// A board on which all ranks have published what rank 0 has, the only one that is there.
     pub(crate) fn mirrored(sizes: Sizes) -> Self {
         Self::with_entries(1, sizes, None)
+    }
+
+    /// A board of one rank whose others are processes.
+    pub(crate) fn linked(sizes: Sizes, abroad: Abroad) -> Self {
+        Self { abroad: Some(abroad), ..Self::with_entries(sizes.ranks, sizes, None) }
     }
 
     fn with_entries(entries: usize, sizes: Sizes, adversary: Option<u64>) -> Self {
@@ -147,6 +178,7 @@ impl Board {
             mail: zeros(sizes.mail_words),
             failure: OnceLock::new(),
             on_gpus: sizes.on_gpus,
+            abroad: None,
         }
     }
 
@@ -186,6 +218,22 @@ impl Board {
         self.others(rank).for_each(|other| self.bells[other].ring());
     }
 
+    /// Tells other processes what `rank` publishes, if that is this process's.
+    fn tell(&self, rank: usize, to: Audience, notice: impl FnOnce() -> Notice) {
+        if let Some(abroad) = self.abroad.as_ref().filter(|abroad| abroad.rank == rank) {
+            abroad.outbox.tell(to, notice());
+        }
+    }
+
+    /// As [`Board::tell`], what only this process's rank can publish, in pieces of `bytes` of `elem_bytes` each: the topic's numbers are
+    /// made of the piece's first element, which lies at `start` and after.
+    fn tell_long(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
+        for (nth, piece) in bytes.chunks(TAIL_MAX).enumerate() {
+            let first = start + nth * (TAIL_MAX / elem_bytes);
+            self.abroad.iter().for_each(|abroad| abroad.outbox.tell(to, notice(first as u64).with(piece.to_vec())));
+        }
+    }
+
     /// When a rank other than `rank` published last, by [`now_ns`]; 0 before, and from mirror images, which do nothing of their own.
     pub(crate) fn published_ns(&self, rank: usize) -> u64 {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != rank);
@@ -195,6 +243,7 @@ impl Board {
     /// One more bucket of `rank` is written; its event is recorded.
     pub(crate) fn publish_written(&self, rank: usize) {
         self.entry(rank).written.fetch_add(1, Ordering::Release);
+        self.tell(rank, Audience::All, || Notice::new(Topic::Written, &[rank as u64]));
         self.ring_others(rank);
     }
 
@@ -211,6 +260,7 @@ impl Board {
     /// One more bucket of `rank` is pulled; its event is recorded.
     pub(crate) fn publish_pulled(&self, rank: usize) {
         self.entry(rank).pulled.fetch_add(1, Ordering::Release);
+        self.tell(rank, Audience::All, || Notice::new(Topic::Pulled, &[rank as u64]));
         self.ring_others(rank);
     }
 
@@ -227,6 +277,7 @@ impl Board {
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
     pub(crate) fn publish_settled(&self, rank: usize, bucket: usize, version: u64) {
         self.entry(rank).settled[bucket].store(version, Ordering::Release);
+        self.tell(rank, Audience::All, || Notice::new(Topic::Settled, &[rank as u64, bucket as u64, version]));
         self.ring_others(rank);
     }
 
@@ -238,11 +289,16 @@ impl Board {
     /// Writes partial sums of the norm from `start` on.
     pub(crate) fn write_partials(&self, start: usize, values: &[f32]) {
         self.partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
+        if self.abroad.is_some() {
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            self.tell_long(Audience::First, start, (bytes, 4), |first| Notice::new(Topic::Partials, &[first]));
+        }
     }
 
     /// `count` more partial sums of `rank` are on the board.
     pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
         self.entry(rank).partials.fetch_add(count as u64, Ordering::Release);
+        self.tell(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
         self.ring_others(rank);
     }
 
@@ -259,12 +315,15 @@ impl Board {
     /// Writes the loss of `share`.
     pub(crate) fn write_loss(&self, share: usize, loss: f32) {
         self.losses[share].store(loss.to_bits(), Ordering::Relaxed);
+        let notice = || Notice::new(Topic::Loss, &[share as u64, u64::from(loss.to_bits())]);
+        self.abroad.iter().for_each(|abroad| abroad.outbox.tell(Audience::First, notice()));
     }
 
     /// Losses and flag of `rank` are those of `step`.
     pub(crate) fn publish_report(&self, rank: usize, nonfinite: bool, step: u64) {
         self.entry(rank).nonfinite.store(nonfinite, Ordering::Relaxed);
         self.entry(rank).reported.store(step, Ordering::Release);
+        self.tell(rank, Audience::First, || Notice::new(Topic::Reported, &[rank as u64, u64::from(nonfinite), step]));
         self.ring_others(rank);
     }
 
@@ -289,6 +348,11 @@ impl Board {
     /// What rank 0 found in `step`.
     pub(crate) fn publish_outcome(&self, step: u64, outcome: StepOutcome) {
         let words = [outcome.norm_sq.to_bits(), u64::from(outcome.loss.to_bits()), u64::from(outcome.nonfinite)];
+        self.tell(0, Audience::All, || Notice::new(Topic::Outcome, &[step, words[0], words[1], words[2]]));
+        self.put_outcome(step, words);
+    }
+
+    fn put_outcome(&self, step: u64, words: [u64; 3]) {
         self.outcome.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         self.outcome_step.store(step, Ordering::Release);
         self.ring_others(0);
@@ -303,6 +367,12 @@ impl Board {
 
     /// Rank 0 gives all others an order: a number, and what goes with it. They must have carried out the one before.
     pub(crate) fn give_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
+        let [a, b, c, d, e, f] = words;
+        self.tell(0, Audience::All, || Notice::new(Topic::Order, &[number, a, b, c, d, e, f]));
+        self.put_order(number, words);
+    }
+
+    fn put_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
         self.order.iter().zip([number].into_iter().chain(words)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         self.orders.fetch_add(1, Ordering::Release);
         self.ring_others(0);
@@ -317,6 +387,8 @@ impl Board {
     /// What `rank` did in a step; that it has carried out its order tells of it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
         self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
+        let bytes = || self.amounts(rank).flat_map(u64::to_le_bytes).collect();
+        self.tell(rank, Audience::First, || Notice::new(Topic::Amounts, &[rank as u64]).with(bytes()));
     }
 
     /// What `rank` did in its last step.
@@ -327,6 +399,10 @@ impl Board {
     /// How many rows each expert had on `rank` in a step, told as [`Board::write_amounts`] tells.
     pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
         self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
+        if self.abroad.is_some() {
+            let bytes = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
+            self.tell_long(Audience::First, 0, (bytes, 8), |first| Notice::new(Topic::ExpertRows, &[rank as u64, first]));
+        }
     }
 
     /// And in its last step.
@@ -348,6 +424,7 @@ impl Board {
     /// `rank` has carried out one more order.
     pub(crate) fn publish_done(&self, rank: usize) {
         self.entry(rank).done.fetch_add(1, Ordering::Release);
+        self.tell(rank, Audience::First, || Notice::new(Topic::Done, &[rank as u64]));
         self.ring_others(rank);
     }
 
@@ -365,6 +442,7 @@ impl Board {
     /// `rank` has come to where all meet.
     pub(crate) fn publish_met(&self, rank: usize) {
         self.entry(rank).met.fetch_add(1, Ordering::Release);
+        self.tell(rank, Audience::All, || Notice::new(Topic::Met, &[rank as u64]));
         self.ring_others(rank);
     }
 
@@ -375,7 +453,14 @@ impl Board {
 
     /// Puts words into the mail from `start` on. An order tells of them.
     pub(crate) fn post(&self, start: usize, words: impl IntoIterator<Item = u32>) {
-        self.mail[start..].iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        let places = self.mail[start..].iter().zip(words);
+        let Some(abroad) = &self.abroad else { return places.for_each(|(place, word)| place.store(word, Ordering::Relaxed)) };
+        let store = |(place, word): (&AtomicU32, u32)| {
+            place.store(word, Ordering::Relaxed);
+            word.to_le_bytes()
+        };
+        let to = if abroad.rank == 0 { Audience::All } else { Audience::First };
+        self.tell_long(to, start, (places.flat_map(store).collect(), 4), |first| Notice::new(Topic::Mail, &[first]));
     }
 
     /// Words of the mail from `start` on.
@@ -391,7 +476,9 @@ impl Board {
     /// `rank` cannot go on, and so nobody can; the first to say so is named.
     pub(crate) fn fail(&self, rank: usize, why: &str) {
         // A later failure is mostly a consequence of the first.
-        let _ = self.failure.set((rank, why.to_string()));
+        if self.failure.set((rank, why.to_string())).is_ok() {
+            self.tell(rank, Audience::All, || Notice::new(Topic::Failed, &[rank as u64]).saying(why));
+        }
         self.bells.iter().for_each(|bell| bell.ring());
     }
 
@@ -406,7 +493,59 @@ impl Board {
     }
 
     fn name(&self, rank: usize) -> String {
+        if let Some(abroad) = &self.abroad {
+            return abroad.names[rank].clone();
+        }
         if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
+    }
+
+    /// Takes what the process of `rank` tells of it.
+    ///
+    /// # Errors
+    /// What makes no sense, in words: a number that is too large, a rank that is not the sender's, an order by another than rank 0.
+    pub(crate) fn hear(&self, rank: usize, notice: &Notice) -> std::result::Result<(), String> {
+        let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
+        let is_possible = match (notice.topic, notice.numbers()) {
+            (Topic::Settled, [of, bucket, _]) => *of == rank as u64 && *bucket < self.buckets(),
+            (Topic::PartialsTold, [of, count]) => *of == rank as u64 && *count <= self.partials.len() as u64,
+            (Topic::ExpertRows, [of, first]) => {
+                *of == rank as u64 && fits(&self.entry(rank).expert_rows, *first, notice.long_words().len())
+            }
+            (Topic::Partials, [first]) => fits(&self.partials, *first, notice.words().len()),
+            (Topic::Mail, [first]) => fits(&self.mail, *first, notice.words().len()),
+            (Topic::Loss, [share, bits]) => *share < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
+            (Topic::Outcome | Topic::Order, _) => rank == 0,
+            (_, [of, ..]) => *of == rank as u64,
+            _ => false,
+        };
+        if !is_possible {
+            return Err(wrong());
+        }
+        self.take(rank, notice);
+        Ok(())
+    }
+
+    /// Publishes here what the process of `rank` has published there.
+    fn take(&self, rank: usize, notice: &Notice) {
+        match (notice.topic, notice.numbers()) {
+            (Topic::Written, _) => self.publish_written(rank),
+            (Topic::Pulled, _) => self.publish_pulled(rank),
+            (Topic::Settled, [_, bucket, version]) => self.publish_settled(rank, *bucket as usize, *version),
+            (Topic::PartialsTold, [_, count]) => self.publish_partials(rank, *count as usize),
+            (Topic::Reported, [_, nonfinite, step]) => self.publish_report(rank, *nonfinite != 0, *step),
+            (Topic::Done, _) => self.publish_done(rank),
+            (Topic::Met, _) => self.publish_met(rank),
+            (Topic::Failed, _) => self.fail(rank, &notice.text()),
+            (Topic::Outcome, [step, norm, loss, flag]) => self.put_outcome(*step, [*norm, *loss, *flag]),
+            (Topic::Order, [number, a, b, c, d, e, f]) => self.put_order(*number, [*a, *b, *c, *d, *e, *f]),
+            (Topic::Loss, [share, bits]) => self.losses[*share as usize].store(*bits as u32, Ordering::Relaxed),
+            (Topic::Amounts, _) => store_long(&self.entry(rank).amounts, notice),
+            (Topic::ExpertRows, [_, first]) => store_long(&self.entry(rank).expert_rows[*first as usize..], notice),
+            (Topic::Partials, [first]) => store(&self.partials[*first as usize..], notice),
+            (Topic::Mail, [first]) => store(&self.mail[*first as usize..], notice),
+            // What is about no rank does not come here.
+            _ => {}
+        }
     }
 
     /// Whether all ranks end.
@@ -416,85 +555,5 @@ impl Board {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn board(ranks: usize) -> Board {
-        Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3, ..Sizes::default() }, None)
-    }
-
-    #[test]
-    fn what_all_have_told_is_what_the_last_has_told() {
-        let board = board(3);
-        for rank in [2, 0] {
-            board.publish_written(rank);
-            board.publish_pulled(rank);
-            board.publish_met(rank);
-            board.publish_report(rank, rank == 2, 7);
-        }
-        assert!(!board.all_met(1) && !board.all_written(0) && !board.all_pulled(1) && board.all_pulled(0) && board.reports(7).is_none());
-        board.publish_written(1);
-        board.publish_pulled(1);
-        board.publish_met(1);
-        board.write_loss(1, 0.5);
-        board.write_loss(0, 1.0);
-        board.publish_report(1, false, 7);
-        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_met(1) && !board.all_met(2));
-        assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
-    }
-
-    #[test]
-    fn a_publication_has_a_time_for_all_others() {
-        let (board, before) = (board(2), now_ns());
-        board.publish_written(1);
-        let at = board.published_ns(0);
-        assert!(before <= at && at <= now_ns() && board.published_ns(1) == 0);
-    }
-
-    #[test]
-    fn mirror_images_have_published_what_rank_0_has() {
-        let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() });
-        assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
-        board.publish_written(0);
-        board.publish_pulled(0);
-        board.publish_settled(0, 1, 4);
-        board.publish_partials(0, 2);
-        board.publish_report(0, false, 1);
-        board.give_order(1, [0; ORDER_WORDS]);
-        assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_done());
-        assert_eq!([0, 2].map(|rank| (board.settled(rank, 1), board.settled(rank, 0))), [(4, 0); 2]);
-        assert_eq!([0, 2].map(|rank| board.published_partials(rank)), [2, u64::MAX]);
-        assert_eq!(board.reports(1), Some((false, 0.0)));
-        assert_eq!(board.published_ns(0), 0);
-    }
-
-    #[test]
-    fn orders_come_one_after_the_other_with_their_mail() {
-        let board = board(2);
-        assert!(board.all_done() && board.next_order(0).is_none());
-        board.post(3, [8, 9]);
-        board.give_order(4, [1, 2, 3, 4, 5, 6]);
-        assert_eq!(board.next_order(0), Some((4, [1, 2, 3, 4, 5, 6])));
-        assert!(board.mail(2).eq([0, 8, 9]) && !board.all_done() && board.next_order(1).is_none());
-        board.publish_done(1);
-        assert!(board.all_done());
-    }
-
-    #[test]
-    fn the_first_failure_is_the_one_that_is_told() {
-        let board = board(3);
-        assert!(board.failure().is_none());
-        board.fail(1, "no memory");
-        board.fail(2, "rank 1 is gone");
-        assert_eq!(board.failure().unwrap().to_string(), "rank 1 (GPU 1): no memory");
-    }
-
-    #[test]
-    fn an_outcome_comes_back_to_the_bit() {
-        let (board, outcome) = (board(2), StepOutcome { norm_sq: f64::NAN, nonfinite: true, loss: -0.0 });
-        board.publish_outcome(3, outcome);
-        let read = board.outcome(3).unwrap();
-        assert_eq!((read.norm_sq.to_bits(), read.nonfinite, read.loss.to_bits()), (f64::NAN.to_bits(), true, 0x8000_0000));
-        assert!(board.outcome(4).is_none());
-    }
-}
+#[path = "board_tests.rs"]
+mod tests;

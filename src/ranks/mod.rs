@@ -1,7 +1,14 @@
-//! Ranks: the devices of one process that train together, a thread each. They meet on the [`board`]; [`baton`] lets tests choose who goes on.
+//! Ranks: devices that train together. Those of one process are a thread each. They meet on the [`board`]; [`baton`] lets tests choose who
+//! goes on. Those of several processes have a board each, and [`links`] between them.
 
 pub(crate) mod baton;
 pub(crate) mod board;
+mod handshake;
+pub(crate) mod lanes;
+pub(crate) mod links;
+pub(crate) mod notice;
+pub(crate) mod rendezvous;
+pub(crate) mod run_token;
 
 use crate::error::{Error, Result};
 use board::Board;

@@ -68,13 +68,12 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
 pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
     let then = step_shape(loaded)?;
     let accumulation = match settings.gradient_accumulation_steps {
-        None if !then.micro_batches.is_multiple_of(settings.gpus) => {
-            let (micro_batches, gpus) = (then.micro_batches, settings.gpus);
-            let refused =
-                format!("--gpus {gpus}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}, or use fewer GPUs");
+        None if !then.micro_batches.is_multiple_of(settings.ranks()) => {
+            let (micro_batches, all) = (then.micro_batches, settings.ranks_in_words());
+            let refused = format!("{all}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}, or use fewer devices");
             return Err(Error::usage(refused));
         }
-        said => said.unwrap_or(then.micro_batches / settings.gpus),
+        said => said.unwrap_or(then.micro_batches / settings.ranks()),
     };
     let kept = Settings {
         gradient_shares: settings.gradient_shares.or(Some(then.gradient_shares)),

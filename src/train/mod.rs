@@ -15,6 +15,7 @@ mod observer;
 pub(crate) mod packing;
 mod peer_waits;
 mod previous_run;
+mod processes;
 mod replanner;
 mod resume;
 pub(crate) mod run_dir;
@@ -30,7 +31,9 @@ use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
+use crate::launch;
 use crate::launch::engine::{Launcher, UseEngine};
+use crate::ranks::links::Links;
 use crate::signals::StopFlag;
 pub use observer::{Observer, RunFacts, Summary};
 use run_dir::RunDir;
@@ -42,16 +45,33 @@ use setup::PreparedRun;
 /// # Errors
 /// What went wrong before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+    if settings.processes == 1 || settings.dry_run {
+        return lead(settings, None, stop, observer);
+    }
+    let links = processes::meet(settings, stop, observer)?;
+    let outcome = match settings.process {
+        0 => lead(settings, Some(&links), stop, observer),
+        _ => processes::follow(settings, &links, stop, observer),
+    };
+    processes::part(links, outcome)
+}
+
+/// The run of process 0, which may be the only one.
+fn lead(settings: &Settings, links: Option<&Links>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
-    let (launch, settings) = Launcher::new(settings)?;
-    let prepared = setup::prepare(&settings, &launch, run_dir.as_ref(), stop, observer)?;
+    let (launcher, settings) = Launcher::new(settings)?;
+    let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
     let Some(run_dir) = run_dir else {
         prepared.tell(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });
     };
     let (plan, shape) = prepared.blueprint();
-    launch.engine(&plan, &shape, Training { prepared, run_dir, stop, observer })
+    let Some(links) = links else {
+        return launcher.engine(&plan, &shape, Training { prepared, run_dir, stop, observer });
+    };
+    processes::propose(links, (&plan, &shape), prepared.settings())?;
+    launch::processes::lead(&plan, &shape, &launcher.topology, links, Training { prepared, run_dir, stop, observer })
 }
 
 struct Training<'a> {

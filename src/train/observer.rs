@@ -66,6 +66,8 @@ impl RunFacts {
 pub struct Summary {
     /// Nothing was to be done but to tell what would be.
     pub is_dry: bool,
+    /// Which process of the run tells it; those behind process 0 know little.
+    pub process: usize,
     /// Whether a signal ended it early.
     pub interrupted: bool,
     /// Steps done in all, and in this process.
@@ -124,6 +126,10 @@ impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_dry {
             return f.write_str("dry run: no step was done, and nothing is in the output directory that was not there");
+        }
+        if self.process > 0 {
+            let state = if self.interrupted { "interrupted" } else { "done" };
+            return write!(f, "{state} at step {} of {}: process {} followed process 0", self.step, self.max_steps, self.process);
         }
         if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
             let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };

@@ -44,6 +44,8 @@ pub(super) enum Replanner {
 impl Replanner {
     pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
         match settings.replan {
+            // No process but this one would hear of it.
+            _ if plan.processes > 1 => Self::Off,
             ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
             ReplanChoice::Random => Self::Random(settings.clone()),
             ReplanChoice::Auto | ReplanChoice::Off => Self::Off,

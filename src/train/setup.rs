@@ -139,6 +139,11 @@ impl PreparedRun<'_> {
         (self.plan.clone(), self.source.shape.clone())
     }
 
+    /// What was asked for, with what was found and decided.
+    pub(super) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
     /// Tells what would be done.
     pub(super) fn tell(&self, observer: &mut dyn Observer) {
         let Self { settings, source, plan, resumed, max_steps, data, .. } = self;
@@ -183,7 +188,7 @@ impl PreparedRun<'_> {
             rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
             matmul_flops: launch.chosen.rates_from.as_ref().and_then(|rates_from| {
                 let of_one = rates_from.profile.gpu.as_ref()?.matmul_flops.value;
-                Some(of_one * settings.gpus as f64)
+                Some(of_one * settings.ranks() as f64)
             }),
             model: describe_model(&settings, &source.shape),
             data,

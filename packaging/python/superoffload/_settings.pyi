@@ -54,6 +54,14 @@ class Settings(TypedDict, total=False):
     """Format of layers' matrix products; fp8 is faster and coarser [default: that of --dtype]."""
     moments: Literal["float32", "bfloat16"]
     """Format of AdamW's moments between steps [default: float32]."""
+    processes: int
+    """Processes that train together [default: the launcher's, else 1]."""
+    process: int
+    """Which of the processes this is, from 0 [default: the launcher's, else 0]."""
+    rendezvous: str | int | float
+    """Where the processes meet: host and port of the first one [default: the launcher's]."""
+    run_token_file: str | PathLike[str]
+    """File with the secret of a run's processes [default: the variable SUPEROFFLOAD_RUN_TOKEN]."""
     max_steps: int
     """Optimizer steps; wins over --num-train-epochs [default: none]."""
     num_train_epochs: float

@@ -325,7 +325,7 @@ fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
         let stop = stop.clone();
         move || {
             std::thread::sleep(Duration::from_millis(30));
-            stop.set();
+            stop.ask();
         }
     });
     assert_eq!(read(20_000, &stop).unwrap_err(), "stopped while its chat template was rendered");

@@ -58,6 +58,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         let ms = |ns: u64| ns as f64 / 1e6;
         Summary {
             is_dry: false,
+            process: 0,
             interrupted: step < max_steps && given_up.is_none(),
             step,
             steps_here: totals.steps,

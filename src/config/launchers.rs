@@ -1,0 +1,226 @@
+//! What launchers tell the processes that they start: torchrun and what speaks as it does, Open MPI, Slurm. It stands where nobody said
+//! otherwise; flags that contradict it are refused.
+
+use super::settings::TrainOptions;
+use crate::error::{Error, Result};
+
+/// The first port of jobs of Slurm, which follows from the job's number: what is secret is the run token.
+const SLURM_PORT: u64 = 20_000;
+const SLURM_PORTS: u64 = 20_000;
+/// The port where Open MPI names none.
+const MPI_PORT: &str = "29400";
+
+/// Reads the environment.
+type ReadVariable<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// A number, and the variable that holds it.
+#[derive(Clone, Copy)]
+struct Told {
+    variable: &'static str,
+    number: usize,
+}
+
+/// What a launcher tells.
+struct Launched {
+    launcher: &'static str,
+    processes: Told,
+    process: Told,
+    /// Where all meet; what is missing where that is not known.
+    address: std::result::Result<String, &'static str>,
+}
+
+impl TrainOptions {
+    /// These options, and where they say nothing of it, which process of how many the launcher says that this is, and where they meet.
+    ///
+    /// # Errors
+    /// `Usage` that names both numbers where they say otherwise than the launcher; a variable that makes no sense; what is missing.
+    pub(crate) fn under_launcher(mut self, variable: ReadVariable<'_>) -> Result<Self> {
+        let Some(launched) = Launched::of(variable)? else {
+            return match (self.processes, self.process) {
+                (Some(processes @ 2..), None) => Err(Error::usage(format!(
+                    "--processes {processes}: --process is missing; say which of them this is, from 0 to {}, or start them by a launcher",
+                    processes - 1
+                ))),
+                _ => Ok(self),
+            };
+        };
+        launched.check("--processes", self.processes, launched.processes)?;
+        launched.check("--process", self.process, launched.process)?;
+        if self.rendezvous.is_none() {
+            let missing = |what| Error::usage(format!("{}: {what} is missing; set it, or say --rendezvous HOST:PORT", launched.launcher));
+            self.rendezvous = Some(launched.address.map_err(missing)?);
+        }
+        (self.processes, self.process) = (Some(launched.processes.number), Some(launched.process.number));
+        Ok(self)
+    }
+}
+
+impl Launched {
+    /// Nothing where nobody started several processes. A launcher within another tells more of this process.
+    fn of(variable: ReadVariable<'_>) -> Result<Option<Self>> {
+        for find in [of_torch, of_open_mpi, of_slurm] {
+            if let Some(launched) = find(variable)?
+                && launched.processes.number > 1
+            {
+                return Ok(Some(launched));
+            }
+        }
+        Ok(None)
+    }
+
+    fn check(&self, flag: &str, said: Option<usize>, told: Told) -> Result<()> {
+        match said {
+            Some(said) if said != told.number => Err(Error::usage(format!(
+                "{flag} {said} contradicts {}={} of {}; leave the flag out, or unset the variable",
+                told.variable, told.number, self.launcher
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The number in the variable `name`, if it is set.
+fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<Told>> {
+    let Some(text) = variable(name) else { return Ok(None) };
+    let number = text.trim().parse().map_err(|_| Error::usage(format!("{name}={text:?}: not a number")))?;
+    Ok(Some(Told { variable: name, number }))
+}
+
+/// torchrun's processes, and those of whoever sets the same variables. The store of its agents has the port that it tells: the next one is free.
+fn of_torch(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
+    let (Some(process), Some(processes)) = (number(variable, "RANK")?, number(variable, "WORLD_SIZE")?) else { return Ok(None) };
+    let port = number(variable, "MASTER_PORT")?;
+    let agent_has_it = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    let address = match (variable("MASTER_ADDR"), port) {
+        (Some(host), Some(port)) => Ok(with_port(&host, port.number + usize::from(agent_has_it))),
+        (None, _) => Err("MASTER_ADDR"),
+        (_, None) => Err("MASTER_PORT"),
+    };
+    Ok(Some(Launched { launcher: "torchrun", processes, process, address }))
+}
+
+fn of_open_mpi(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
+    let (process, processes) = (number(variable, "OMPI_COMM_WORLD_RANK")?, number(variable, "OMPI_COMM_WORLD_SIZE")?);
+    let (Some(process), Some(processes)) = (process, processes) else { return Ok(None) };
+    let on_one_host = number(variable, "OMPI_COMM_WORLD_LOCAL_SIZE")?.is_some_and(|local| local.number == processes.number);
+    let host = variable("MASTER_ADDR").or(on_one_host.then(|| "127.0.0.1".into()));
+    let port = variable("MASTER_PORT").unwrap_or(MPI_PORT.into());
+    let address = host.map(|host| with_port(&host, port)).ok_or("MASTER_ADDR");
+    Ok(Some(Launched { launcher: "Open MPI", processes, process, address }))
+}
+
+/// The tasks of a step, which `srun` starts: a batch script alone is none.
+fn of_slurm(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
+    let (process, processes) = (number(variable, "SLURM_PROCID")?, number(variable, "SLURM_STEP_NUM_TASKS")?);
+    let (Some(process), Some(processes)) = (process, processes) else { return Ok(None) };
+    let (job, step) = (number(variable, "SLURM_JOB_ID")?, number(variable, "SLURM_STEP_ID")?);
+    let port = job.map(|job| SLURM_PORT + (job.number + step.map_or(0, |step| step.number)) as u64 % SLURM_PORTS);
+    let address = match (variable("SLURM_STEP_NODELIST").and_then(|nodes| first_node(&nodes)), port) {
+        (Some(host), Some(port)) => Ok(with_port(&host, port)),
+        (None, _) => Err("SLURM_STEP_NODELIST"),
+        (_, None) => Err("SLURM_JOB_ID"),
+    };
+    Ok(Some(Launched { launcher: "Slurm", processes, process, address }))
+}
+
+/// An address of version 6 is set in brackets.
+fn with_port(host: &str, port: impl std::fmt::Display) -> String {
+    if host.contains(':') && !host.starts_with('[') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The first name of a list such as `gpu[03-05,9],login1`.
+fn first_node(nodes: &str) -> Option<String> {
+    let mut name = String::new();
+    let mut rest = nodes.trim();
+    while let Some(at) = rest.find([',', '[']) {
+        name.push_str(&rest[..at]);
+        if rest[at..].starts_with(',') {
+            return Some(name).filter(|name| !name.is_empty());
+        }
+        let (ranges, after) = rest[at + 1..].split_once(']')?;
+        name.push_str(ranges.split([',', '-']).next()?);
+        rest = after;
+    }
+    name.push_str(rest);
+    Some(name).filter(|name| !name.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::tests::command_line;
+
+    type Understood = (Option<usize>, Option<usize>, Option<String>);
+
+    /// Processes, process and address of a process with these flags and variables.
+    fn under(flags: &[&str], variables: &[(&str, &str)]) -> std::result::Result<Understood, String> {
+        let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string());
+        let options = command_line(flags).unwrap().under_launcher(&variable).map_err(|e| e.to_string())?;
+        Ok((options.processes, options.process, options.rendezvous))
+    }
+
+    const TORCH: [(&str, &str); 4] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "node1"), ("MASTER_PORT", "29500")];
+    const MPI: [(&str, &str); 3] = [("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
+    const SLURM: [(&str, &str); 5] = [
+        ("SLURM_PROCID", "3"),
+        ("SLURM_STEP_NUM_TASKS", "4"),
+        ("SLURM_STEP_NODELIST", "gpu[03-05,9],login1"),
+        ("SLURM_JOB_ID", "41234"),
+        ("SLURM_STEP_ID", "0"),
+    ];
+
+    #[test]
+    fn each_launcher_is_understood() {
+        let is = |processes, process, address: &str| Ok((Some(processes), Some(process), Some(address.to_string())));
+        assert_eq!(under(&[], &TORCH), is(4, 1, "node1:29500"));
+        assert_eq!(under(&[], &[&TORCH[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat()), is(4, 1, "node1:29501"));
+        assert_eq!(under(&[], &MPI), is(2, 0, "127.0.0.1:29400"));
+        assert_eq!(under(&[], &[&MPI[..2], &[("MASTER_ADDR", "fe80::1"), ("MASTER_PORT", "7")]].concat()), is(2, 0, "[fe80::1]:7"));
+        assert_eq!(under(&[], &SLURM), is(4, 3, "gpu03:21234"));
+        // torchrun that Slurm started tells more.
+        assert_eq!(under(&[], &[&SLURM[..], &TORCH].concat()), is(4, 1, "node1:29500"));
+        assert_eq!(under(&["--rendezvous=here:1"], &SLURM), is(4, 3, "here:1"));
+        assert_eq!(under(&["--processes=4", "--process=3"], &SLURM), is(4, 3, "gpu03:21234"));
+    }
+
+    #[test]
+    fn one_process_and_a_batch_script_are_no_launch() {
+        let one = [("RANK", "0"), ("WORLD_SIZE", "1"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
+        let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_JOB_ID", "5")];
+        for variables in [&one[..], &script, &[]] {
+            assert_eq!(under(&[], variables), Ok((None, None, None)));
+        }
+    }
+
+    #[test]
+    fn contradictions_name_both_and_what_is_missing_is_named() {
+        for (flags, variables, words) in [
+            (&["--processes=2"][..], &TORCH[..], "--processes 2 contradicts WORLD_SIZE=4 of torchrun"),
+            (&["--processes=1"], &SLURM, "--processes 1 contradicts SLURM_STEP_NUM_TASKS=4 of Slurm"),
+            (&["--process=2"], &SLURM, "--process 2 contradicts SLURM_PROCID=3 of Slurm"),
+            (&["--process=1"], &MPI, "--process 1 contradicts OMPI_COMM_WORLD_RANK=0 of Open MPI"),
+            (&[], &TORCH[..3], "torchrun: MASTER_PORT is missing"),
+            (&[], &[TORCH[0], TORCH[1], TORCH[3]], "torchrun: MASTER_ADDR is missing"),
+            (&[], &MPI[..2], "Open MPI: MASTER_ADDR is missing"),
+            (&[], &SLURM[..2], "Slurm: SLURM_STEP_NODELIST is missing"),
+            (&[], &SLURM[..3], "Slurm: SLURM_JOB_ID is missing"),
+            (&[], &[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK=\"x\": not a number"),
+            (&["--processes=2"], &[], "--processes 2: --process is missing"),
+        ] {
+            let refused = under(flags, variables).unwrap_err();
+            assert!(refused.starts_with(words), "{refused}");
+        }
+    }
+
+    #[test]
+    fn the_first_node_of_a_list() {
+        for (nodes, first) in
+            [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[07,09-10]x,b", "n07x"), ("r[1-2]n[3-4]", "r1n3"), ("a-1,b", "a-1")]
+        {
+            assert_eq!(first_node(nodes).as_deref(), Some(first), "{nodes}");
+        }
+        for nodes in ["", ",a", "n[1"] {
+            assert_eq!(first_node(nodes), None, "{nodes}");
+        }
+    }
+}

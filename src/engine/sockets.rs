@@ -1,0 +1,323 @@
+//! Slices that go to other processes and come from them, through host memory and [`lanes`](crate::ranks::lanes): what ranks of one process
+//! pull from each other's memory, these are sent. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
+//!
+//! Gradients go in the order of buckets and rounds, and one that comes in another order is an error. New weights go as they become final, and
+//! are taken in any order: nobody waits for one while another holds the way. All of a version come after the verdict that every rank waited for
+//! with its last kernel, so that nobody computes with what they overwrite.
+
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, EventId, Stream};
+use crate::error::{Error, Result};
+use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::planner::plan::Plan;
+use crate::ranks::lanes::{PLACES, Parcel, ParcelLane, RankLanes};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Which of the two kinds.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Gradients,
+    Weights,
+}
+
+/// A place in host memory, and the end of the last copy through it.
+#[derive(Clone, Copy, Debug)]
+struct WayPlace {
+    memory: PinnedSlice,
+    copied: EventId,
+}
+
+/// Places that copies of one kind and direction pass through.
+struct HostPlaces {
+    free: Vec<WayPlace>,
+    /// In the order of their copies.
+    busy: VecDeque<WayPlace>,
+}
+
+/// A slice that is to leave: where it lies on the device, after which event it is there, and to whom it goes.
+struct Departure {
+    parcel: (u32, u64),
+    source: DeviceSlice,
+    after: EventId,
+    to: Vec<usize>,
+}
+
+/// What leaves of one kind.
+struct Departures {
+    stream: Stream,
+    way: HostPlaces,
+    waiting: VecDeque<Departure>,
+    /// Those that are copied to the host, with the places of `way.busy`.
+    copying: VecDeque<Departure>,
+    /// What is on the host, and for whom a lane had no place yet.
+    leaving: Option<(Parcel, Vec<usize>)>,
+}
+
+/// See above.
+pub(super) struct Sockets {
+    host: HostMemory,
+    /// By rank; none to itself.
+    lanes: Vec<Option<RankLanes>>,
+    slices: Slices,
+    grads: Departures,
+    weights: Departures,
+    grads_in: HostPlaces,
+    weights_in: HostPlaces,
+    /// The last gradient that leaves is copied to the host, as far as that is enqueued.
+    grads_copied: EventId,
+    /// Where this rank's weights and gradients lie on the device.
+    flat: Option<[DeviceSlice; 2]>,
+    /// Slices of weights that are still to come in this version: by bucket.
+    missing: Vec<usize>,
+    version: u64,
+}
+
+impl HostPlaces {
+    fn new<D: Device>((dev, host): (&mut D, &mut HostMemory), name: &str, places: usize, bytes: usize) -> Result<Self> {
+        let memory = host.alloc_periodic(name, places * bytes, bytes)?;
+        dev.pin(memory)?;
+        let place = |nth| Ok(WayPlace { memory: memory.slice(nth * bytes, bytes), copied: dev.event()? });
+        Ok(Self { free: (0..places).map(place).collect::<Result<_>>()?, busy: VecDeque::new() })
+    }
+
+    /// Frees what has been copied through.
+    fn clear<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        while let Some(place) = self.busy.front()
+            && dev.is_done(place.copied)?
+        {
+            self.free.extend(self.busy.pop_front());
+        }
+        Ok(())
+    }
+
+    /// Copies `bytes` to the device, through a free place.
+    fn bring<D: Device>(
+        &mut self,
+        (dev, host): (&mut D, &mut HostMemory),
+        stream: Stream,
+        bytes: &[u8],
+        target: DeviceSlice,
+    ) -> Result<()> {
+        let place = self.free.pop().expect("who brings has seen a free place");
+        let memory = place.memory.slice(0, bytes.len());
+        host.lend_mut::<u8>(memory).copy_from_slice(bytes);
+        dev.copy_h2d(stream, memory, target)?;
+        dev.record(place.copied, stream)?;
+        self.busy.push_back(place);
+        Ok(())
+    }
+}
+
+impl Departures {
+    fn new(stream: Stream, way: HostPlaces) -> Self {
+        Self { stream, way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None }
+    }
+
+    /// Enqueues copies to the host, and hands over to the lanes what has come there. Returns how many copies were enqueued.
+    fn go_on<D: Device>(&mut self, (dev, host): (&mut D, &HostMemory), lanes: &[Option<RankLanes>], kind: Kind) -> Result<usize> {
+        let mut enqueued = 0;
+        loop {
+            while !self.waiting.is_empty()
+                && let Some(place) = self.way.free.pop()
+            {
+                self.copy(dev, place)?;
+                enqueued += 1;
+            }
+            if self.leaving.is_none() {
+                self.leaving = self.arrived(dev, host)?;
+            }
+            let Some((parcel, to)) = &mut self.leaving else { return Ok(enqueued) };
+            to.retain(|rank| !lane(&lanes[*rank], kind).is_some_and(|lane| lane.try_send(parcel)));
+            if !to.is_empty() {
+                return Ok(enqueued);
+            }
+            self.leaving = None;
+        }
+    }
+
+    fn copy<D: Device>(&mut self, dev: &mut D, place: WayPlace) -> Result<()> {
+        let Some(departure) = self.waiting.pop_front() else { return Ok(()) };
+        dev.wait(self.stream, departure.after)?;
+        dev.copy_d2h(self.stream, departure.source, place.memory.slice(0, departure.source.bytes()))?;
+        dev.record(place.copied, self.stream)?;
+        self.way.busy.push_back(place);
+        self.copying.push_back(departure);
+        Ok(())
+    }
+
+    /// The next slice that has come to the host.
+    fn arrived<D: Device>(&mut self, dev: &mut D, host: &HostMemory) -> Result<Option<(Parcel, Vec<usize>)>> {
+        let Some(place) = self.way.busy.front().copied() else { return Ok(None) };
+        if !dev.is_done(place.copied)? {
+            return Ok(None);
+        }
+        let Departure { parcel: (bucket, round), source, to, .. } = self.copying.pop_front().expect("each place has its departure");
+        let bytes = host.lend::<u8>(place.memory.slice(0, source.bytes())).to_vec();
+        self.way.free.extend(self.way.busy.pop_front());
+        Ok(Some((Parcel { bucket, round, bytes: Arc::new(bytes) }, to)))
+    }
+}
+
+fn lane(lanes: &Option<RankLanes>, kind: Kind) -> Option<&ParcelLane> {
+    lanes.as_ref().map(|lanes| if kind == Kind::Gradients { &lanes.grads } else { &lanes.weights })
+}
+
+impl Sockets {
+    /// # Errors
+    /// `Resource` when there is no host memory.
+    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: Vec<Option<RankLanes>>) -> Result<Self> {
+        let (mut host, others) = (HostMemory::new(plan.host_memory.clone()), lanes.iter().flatten().count());
+        let bytes = slices.longest() * plan.dtype.bytes();
+        let mut way = |name| HostPlaces::new((&mut *dev, &mut host), name, others * PLACES, bytes);
+        let [grads, weights, grads_in, weights_in] =
+            [way("leaving gradients")?, way("leaving weights")?, way("coming gradients")?, way("coming weights")?];
+        Ok(Self {
+            grads: Departures::new(Stream::Reduce, grads),
+            weights: Departures::new(Stream::Gather, weights),
+            grads_in,
+            weights_in,
+            grads_copied: dev.event()?,
+            missing: vec![0; slices.layout().count()],
+            slices: slices.clone(),
+            lanes,
+            host,
+            flat: None,
+            version: 0,
+        })
+    }
+
+    /// The flat gradients and weights lie here.
+    pub(super) fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
+        self.flat = Some(flat);
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let own = self.slices.rank();
+        (0..self.lanes.len()).filter(move |rank| *rank != own)
+    }
+
+    /// This rank's gradient of `bucket` is written in a round, after `written`: its slices of others leave.
+    pub(super) fn send_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64, written: EventId) -> Result<()> {
+        let Some([grads, _]) = self.flat else { return Ok(()) };
+        for rank in self.others() {
+            let slice = self.slices.of(rank, bucket);
+            let source = grads.slice(slice.start, slice.len());
+            let departure = Departure { parcel: (bucket as u32, round), source, after: written, to: vec![rank] };
+            self.grads.waiting.extend((!slice.is_empty()).then_some(departure));
+        }
+        self.serve(dev)
+    }
+
+    /// This rank's weights of `bucket` are final, after `stepped`.
+    pub(super) fn send_weights(&mut self, bucket: usize, version: u64, stepped: EventId) {
+        let (Some([_, weights]), slice) = (self.flat, self.slices.global(bucket)) else { return };
+        if !slice.is_empty() {
+            let source = weights.slice(slice.start, slice.len());
+            let departure = Departure { parcel: (bucket as u32, version), source, after: stepped, to: self.others().collect() };
+            self.weights.waiting.push_back(departure);
+        }
+    }
+
+    /// Does what can be done now for others, and takes their weights of this version.
+    pub(super) fn serve<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        if self.grads.go_on((dev, &self.host), &self.lanes, Kind::Gradients)? > 0 {
+            dev.record(self.grads_copied, Stream::Reduce)?;
+        }
+        self.weights.go_on((dev, &self.host), &self.lanes, Kind::Weights)?;
+        self.take_weights(dev)
+    }
+
+    /// Whether the gradients that were written so far may be overwritten, as far as they leave; then what is computed from now on waits for
+    /// that.
+    pub(super) fn may_overwrite<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        self.serve(dev)?;
+        let all_leave = self.grads.waiting.is_empty();
+        if all_leave {
+            dev.wait(Stream::Compute, self.grads_copied)?;
+        }
+        Ok(all_leave)
+    }
+
+    /// Whether all others' gradients of this rank's slice of `bucket` have come, in `round`, and there is room to bring them to the device.
+    ///
+    /// # Errors
+    /// `Resource` when another's come in another order.
+    pub(super) fn has_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64) -> Result<bool> {
+        if self.slices.global(bucket).is_empty() {
+            return Ok(true);
+        }
+        self.grads_in.clear(dev)?;
+        let mut there = 0;
+        let bytes = self.slices.global(bucket).len() * self.bytes_of_one();
+        for (rank, lanes) in self.lanes.iter_mut().enumerate() {
+            let Some(lanes) = lanes else { continue };
+            if let Some(parcel) = lanes.grads.first() {
+                check(rank, parcel, (bucket as u32, round), bytes)?;
+                there += 1;
+            }
+        }
+        let others = self.others().count();
+        Ok(there == others && self.grads_in.free.len() >= others)
+    }
+
+    /// Enqueues the copy of the gradient that came of `rank` to the device.
+    pub(super) fn bring_grads<D: Device>(&mut self, dev: &mut D, rank: usize, target: DeviceSlice) -> Result<()> {
+        match self.lanes[rank].as_mut().filter(|_| target.elems() > 0).and_then(|lanes| lanes.grads.take()) {
+            Some(parcel) => self.grads_in.bring((dev, &mut self.host), Stream::Reduce, &parcel.bytes, target),
+            None => Ok(()),
+        }
+    }
+
+    /// From here on the weights of every bucket are others: those of `version`.
+    pub(super) fn next_version(&mut self, version: u64) {
+        self.version = version;
+        let others: Vec<usize> = self.others().collect();
+        for (bucket, missing) in self.missing.iter_mut().enumerate() {
+            *missing = others.iter().filter(|rank| !self.slices.of(**rank, bucket).is_empty()).count();
+        }
+    }
+
+    /// Whether the others' weights of `bucket` have come in this version, as far as their copies are enqueued.
+    pub(super) fn has_weights(&self, bucket: usize) -> bool {
+        self.missing[bucket] == 0
+    }
+
+    fn take_weights<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        let Some([_, weights]) = self.flat else { return Ok(()) };
+        self.weights_in.clear(dev)?;
+        let width = self.bytes_of_one();
+        for (rank, lanes) in self.lanes.iter_mut().enumerate() {
+            let Some(lanes) = lanes else { continue };
+            // What comes of a later version waits until this rank has heard the verdict, too.
+            while !self.weights_in.free.is_empty()
+                && lanes.weights.first().is_some_and(|parcel| parcel.round <= self.version)
+                && let Some(parcel) = lanes.weights.take()
+            {
+                let bucket = parcel.bucket as usize;
+                let slice = if bucket < self.missing.len() { self.slices.of(rank, bucket) } else { 0..0 };
+                check(rank, &parcel, (parcel.bucket, self.version), slice.len() * width)?;
+                let left = self.missing[bucket].checked_sub(1).ok_or_else(|| strange(rank, &parcel))?;
+                self.weights_in.bring((dev, &mut self.host), Stream::Gather, &parcel.bytes, weights.slice(slice.start, slice.len()))?;
+                self.missing[bucket] = left;
+            }
+        }
+        Ok(())
+    }
+
+    fn bytes_of_one(&self) -> usize {
+        self.flat.map_or(1, |[grads, _]| grads.dtype().bytes())
+    }
+}
+
+/// A slice that comes of `rank` is of the bucket and the round that come next, and as long as it must be.
+fn check(rank: usize, parcel: &Parcel, expected: (u32, u64), bytes: usize) -> Result<()> {
+    let is_next = (parcel.bucket, parcel.round) == expected && parcel.bytes.len() == bytes && bytes > 0;
+    if is_next { Ok(()) } else { Err(strange(rank, parcel)) }
+}
+
+fn strange(rank: usize, parcel: &Parcel) -> Error {
+    let Parcel { bucket, round, bytes } = parcel;
+    let cause = format!("bucket {bucket} of round {round} with {} bytes is not what comes next", bytes.len());
+    Error::resource(format!("take a slice of rank {rank}"), cause)
+}

@@ -1,0 +1,153 @@
+//! The board alone, and boards that hear each other.
+
+use super::*;
+
+fn board(ranks: usize) -> Board {
+    Board::new(Sizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3, ..Sizes::default() }, None)
+}
+
+#[test]
+fn what_all_have_told_is_what_the_last_has_told() {
+    let board = board(3);
+    for rank in [2, 0] {
+        board.publish_written(rank);
+        board.publish_pulled(rank);
+        board.publish_met(rank);
+        board.publish_report(rank, rank == 2, 7);
+    }
+    assert!(!board.all_met(1) && !board.all_written(0) && !board.all_pulled(1) && board.all_pulled(0) && board.reports(7).is_none());
+    board.publish_written(1);
+    board.publish_pulled(1);
+    board.publish_met(1);
+    board.write_loss(1, 0.5);
+    board.write_loss(0, 1.0);
+    board.publish_report(1, false, 7);
+    assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_met(1) && !board.all_met(2));
+    assert_eq!((board.reports(7), board.reports(8)), (Some((true, 1.5)), None));
+}
+
+#[test]
+fn a_publication_has_a_time_for_all_others() {
+    let (board, before) = (board(2), now_ns());
+    board.publish_written(1);
+    let at = board.published_ns(0);
+    assert!(before <= at && at <= now_ns() && board.published_ns(1) == 0);
+}
+
+#[test]
+fn mirror_images_have_published_what_rank_0_has() {
+    let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() });
+    assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
+    board.publish_written(0);
+    board.publish_pulled(0);
+    board.publish_settled(0, 1, 4);
+    board.publish_partials(0, 2);
+    board.publish_report(0, false, 1);
+    board.give_order(1, [0; ORDER_WORDS]);
+    assert!(board.all_written(0) && !board.all_written(1) && board.all_pulled(1) && board.all_done());
+    assert_eq!([0, 2].map(|rank| (board.settled(rank, 1), board.settled(rank, 0))), [(4, 0); 2]);
+    assert_eq!([0, 2].map(|rank| board.published_partials(rank)), [2, u64::MAX]);
+    assert_eq!(board.reports(1), Some((false, 0.0)));
+    assert_eq!(board.published_ns(0), 0);
+}
+
+#[test]
+fn orders_come_one_after_the_other_with_their_mail() {
+    let board = board(2);
+    assert!(board.all_done() && board.next_order(0).is_none());
+    board.post(3, [8, 9]);
+    board.give_order(4, [1, 2, 3, 4, 5, 6]);
+    assert_eq!(board.next_order(0), Some((4, [1, 2, 3, 4, 5, 6])));
+    assert!(board.mail(2).eq([0, 8, 9]) && !board.all_done() && board.next_order(1).is_none());
+    board.publish_done(1);
+    assert!(board.all_done());
+}
+
+/// Boards that hear each other at once: by rank.
+struct Telephone(std::sync::mpsc::Sender<(Audience, Notice)>);
+
+impl Outbox for Telephone {
+    fn tell(&self, to: Audience, notice: Notice) {
+        self.0.send((to, notice)).unwrap();
+    }
+}
+
+#[test]
+fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
+    let sizes = Sizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
+    let (told, heard) = std::sync::mpsc::channel();
+    let names = || vec!["process 0 on a".to_string(), "process 1 on b".to_string()];
+    let board = |rank| Board::linked(sizes, Abroad { rank, names: names(), outbox: Arc::new(Telephone(told.clone())) });
+    let (first, second) = (board(0), board(1));
+    let pass = |from: usize, to: &Board| heard.try_iter().map(|(_, notice)| to.hear(from, &notice).unwrap()).count();
+    second.publish_written(1);
+    second.publish_settled(1, 2, 7);
+    second.write_partials(1, &[0.5, -0.0]);
+    second.publish_partials(1, 2);
+    second.write_loss(1, 2.5);
+    second.publish_report(1, true, 3);
+    second.write_amounts(1, (10..10 + AMOUNTS as u64).map(|amount| amount << 32));
+    second.write_expert_rows(1, &[3, 4]);
+    second.post(4, [9]);
+    second.publish_met(1);
+    assert_eq!(pass(1, &first), 10);
+    assert_eq!((first.written(1), first.settled(1, 2), first.published_partials(1), first.reported(1)), (1, 7, 2, 3));
+    assert_eq!([1, 2].map(|at| first.partial(at).to_bits()), [0.5f32.to_bits(), (-0.0f32).to_bits()]);
+    first.publish_report(0, false, 3);
+    assert_eq!(first.reports(3), Some((true, 2.5)));
+    assert!(first.amounts(1).eq(second.amounts(1)) && first.expert_rows(1).eq([3, 4]) && first.mail(4).eq([9]));
+    first.publish_outcome(3, StepOutcome { norm_sq: 0.1, nonfinite: true, loss: 0.2 });
+    first.post(0, [5, 6]);
+    first.give_order(8, [1, 2, 3, 4, 5, 6]);
+    // What it heard it does not tell again.
+    assert_eq!(pass(0, &second), 4);
+    assert_eq!(second.outcome(3), first.outcome(3));
+    assert!(second.next_order(0) == Some((8, [1, 2, 3, 4, 5, 6])) && second.mail(0).take(2).eq([5, 6]) && !first.all_done());
+    second.publish_done(1);
+    second.fail(1, "no memory");
+    assert!(pass(1, &first) == 2 && first.all_done());
+    assert_eq!(first.failure().unwrap().to_string(), "process 1 on b: no memory");
+}
+
+#[test]
+fn what_makes_no_sense_is_not_taken() {
+    let sizes = Sizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
+    let board = Board::new(sizes, None);
+    let words = |count: usize| vec![0; 4 * count];
+    for (from, topic, numbers, tail) in [
+        (1, Topic::Written, &[0][..], vec![]),
+        (1, Topic::Settled, &[1, 3, 1], vec![]),
+        (1, Topic::PartialsTold, &[1, 5], vec![]),
+        (1, Topic::Partials, &[3], words(2)),
+        (1, Topic::Partials, &[u64::MAX], words(1)),
+        (1, Topic::Mail, &[5], words(1)),
+        (1, Topic::ExpertRows, &[1, 1], words(4)),
+        (1, Topic::Loss, &[2, 0], vec![]),
+        (1, Topic::Loss, &[0, 1 << 32], vec![]),
+        (1, Topic::Outcome, &[1, 0, 0, 0], vec![]),
+        (1, Topic::Order, &[0; 7], vec![]),
+        (1, Topic::Alive, &[], vec![]),
+    ] {
+        let notice = Notice::new(topic, numbers).with(tail);
+        assert!(board.hear(from, &notice).is_err_and(|why| why.starts_with(&format!("{topic:?}"))), "{notice:?}");
+    }
+    assert!(board.hear(0, &Notice::new(Topic::Order, &[0; 7])).is_ok());
+}
+
+#[test]
+fn the_first_failure_is_the_one_that_is_told() {
+    let board = board(3);
+    assert!(board.failure().is_none());
+    board.fail(1, "no memory");
+    board.fail(2, "rank 1 is gone");
+    assert_eq!(board.failure().unwrap().to_string(), "rank 1 (GPU 1): no memory");
+}
+
+#[test]
+fn an_outcome_comes_back_to_the_bit() {
+    let (board, outcome) = (board(2), StepOutcome { norm_sq: f64::NAN, nonfinite: true, loss: -0.0 });
+    board.publish_outcome(3, outcome);
+    let read = board.outcome(3).unwrap();
+    assert_eq!((read.norm_sq.to_bits(), read.nonfinite, read.loss.to_bits()), (f64::NAN.to_bits(), true, 0x8000_0000));
+    assert!(board.outcome(4).is_none());
+}

@@ -1,0 +1,416 @@
+//! What the processes of a run tell each other while it lasts. Threads read and write sockets, so that no driver ever waits for one; a
+//! connection that closes, or is silent for too long, ends all.
+
+use super::board::{Abroad, Board};
+use super::lanes::{ParcelLane, RankLanes, ended};
+use super::notice::{Audience, Notice, Outbox, Topic};
+use super::rendezvous::{Connections, Meeting};
+use crate::error::{Error, Result};
+use crate::signals::StopFlag;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::collections::VecDeque;
+use std::io::{BufReader, BufWriter, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Time between two looks at everything.
+const PERIOD: Duration = Duration::from_millis(200);
+/// Looks between two signs of life.
+const LOOKS_ALIVE: u32 = 25;
+/// Looks without a word of a process after which it counts as gone: 30 s. Looks, since a clock goes on while a process is stopped.
+const LOOKS_SILENT: u32 = 150;
+/// Looks after a failure after which a process that has not ended by itself is ended: 5 s.
+const LOOKS_ENDING: u32 = 25;
+/// How long the last words may take.
+const PARTING_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How a run ended, as process 0 tells the others.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EndOfRun {
+    pub(crate) step: u64,
+    pub(crate) max_steps: u64,
+    pub(crate) interrupted: bool,
+    pub(crate) failure: Option<String>,
+}
+
+/// Who ends this process, and prints why, where it does not end by itself.
+pub(crate) type LastResort = Box<dyn Fn(String) + Send>;
+
+/// What the threads of [`Links`] share.
+struct Common {
+    process: usize,
+    names: Vec<String>,
+    state: Mutex<LinkState>,
+    changed: Condvar,
+    /// Looks since a word of each process.
+    silent: Vec<AtomicU32>,
+    closing: AtomicBool,
+    /// To the writer of each other process.
+    letters: Vec<Option<mpsc::Sender<Notice>>>,
+}
+
+/// What was heard so far.
+#[derive(Default)]
+struct LinkState {
+    board: Option<Arc<Board>>,
+    /// Notices for the board, from before there was one.
+    early: Vec<(usize, Notice)>,
+    agreements: VecDeque<String>,
+    /// The first process that cannot go on, and why.
+    failure: Option<(usize, String)>,
+    over: Option<EndOfRun>,
+    /// Who has said that its run is over.
+    gone: Vec<bool>,
+}
+
+/// The other processes of a run.
+pub(crate) struct Links {
+    common: Arc<Common>,
+    stop: StopFlag,
+    sockets: Vec<TcpStream>,
+    writers: Vec<JoinHandle<()>>,
+    looker: Option<JoinHandle<()>>,
+    /// For [`Links::attach`].
+    lanes: Mutex<Vec<Option<[TcpStream; 2]>>>,
+}
+
+impl Common {
+    fn open(&self) -> MutexGuard<'_, LinkState> {
+        // A thread that panicked there has ended its connection, which ends the run.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn post(&self, process: usize, notice: Notice) {
+        // A writer that has ended has said why.
+        self.letters[process].iter().for_each(|letters| _ = letters.send(notice.clone()));
+    }
+
+    /// `process` cannot go on, and so nobody can.
+    fn lose(&self, process: usize, why: &str) {
+        let board = {
+            let mut state = self.open();
+            if state.gone[process] || self.closing.load(Ordering::Relaxed) {
+                return;
+            }
+            state.failure.get_or_insert((process, why.to_owned()));
+            state.board.clone()
+        };
+        self.changed.notify_all();
+        board.iter().for_each(|board| board.fail(process, why));
+    }
+
+    /// Takes a notice of `process`.
+    ///
+    /// # Errors
+    /// What makes no sense, in words.
+    fn hear(&self, process: usize, notice: Notice, stop: &StopFlag) -> std::result::Result<(), String> {
+        self.silent[process].store(0, Ordering::Relaxed);
+        match notice.topic {
+            Topic::Alive => {}
+            Topic::Stop => stop.ask(),
+            Topic::Agreement => self.open().agreements.push_back(notice.text()),
+            Topic::Over => self.part(process, &notice.text()),
+            Topic::Failed => self.lose(process, &notice.text()),
+            _ => return self.publish(process, notice),
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn publish(&self, process: usize, notice: Notice) -> std::result::Result<(), String> {
+        let mut state = self.open();
+        match &state.board {
+            Some(board) => board.hear(process, &notice),
+            None => {
+                state.early.push((process, notice));
+                Ok(())
+            }
+        }
+    }
+
+    /// `process` has said its last words.
+    fn part(&self, process: usize, words: &str) {
+        let end: EndOfRun = serde_json::from_str(words).unwrap_or_default();
+        if process > 0
+            && let Some(why) = &end.failure
+        {
+            return self.lose(process, why);
+        }
+        let mut state = self.open();
+        state.gone[process] = true;
+        if process == 0 {
+            state.over = Some(end);
+            let board = state.board.clone();
+            drop(state);
+            board.iter().for_each(|board| board.fail(0, "its run is over"));
+        }
+    }
+}
+
+impl Outbox for Common {
+    fn tell(&self, to: Audience, notice: Notice) {
+        match to {
+            Audience::First => self.post(0, notice),
+            Audience::All => (0..self.names.len()).for_each(|process| self.post(process, notice.clone())),
+        }
+    }
+}
+
+impl Links {
+    /// Meets the other processes of the run, who must agree in all `facts`, and hears them from now on. A `stop` that one is asked for
+    /// process 0 hears of; `last_resort` ends this process when another has ended and it goes on.
+    ///
+    /// # Errors
+    /// Those of [`Meeting::meet`]; `Resource` when a thread cannot start.
+    pub(crate) fn meet(
+        meeting: &Meeting,
+        host: String,
+        facts: Map<String, Value>,
+        stop: &StopFlag,
+        last_resort: Option<LastResort>,
+    ) -> Result<Self> {
+        let (process, mesh) = (meeting.process, meeting.meet(host, facts, stop)?);
+        let names = mesh.hosts.iter().enumerate().map(|(process, host)| format!("process {process} on {host}")).collect();
+        let (letters, boxes): (Vec<_>, Vec<_>) =
+            mesh.connections.iter().map(|other| other.as_ref().map(|_| mpsc::channel()).unzip()).unzip();
+        let common = Arc::new(Common {
+            process,
+            silent: mesh.hosts.iter().map(|_| AtomicU32::new(0)).collect(),
+            state: Mutex::new(LinkState { gone: vec![false; mesh.hosts.len()], ..LinkState::default() }),
+            names,
+            changed: Condvar::new(),
+            closing: AtomicBool::new(false),
+            letters,
+        });
+        let mut links =
+            Self { common, stop: stop.clone(), sockets: Vec::new(), writers: Vec::new(), looker: None, lanes: Mutex::default() };
+        links
+            .start(mesh.connections, boxes)
+            .and_then(|()| links.look(last_resort))
+            .map_err(|e| Error::resource("start the threads of connections", e))?;
+        Ok(links)
+    }
+
+    fn start(&mut self, connections: Vec<Option<Connections>>, boxes: Vec<Option<mpsc::Receiver<Notice>>>) -> std::io::Result<()> {
+        let mut lanes = Vec::new();
+        for (process, (connections, letters)) in connections.into_iter().zip(boxes).enumerate() {
+            let (Some([control, grads, weights]), Some(letters)) = (connections, letters) else {
+                lanes.push(None);
+                continue;
+            };
+            for socket in [&control, &grads, &weights] {
+                self.sockets.push(socket.try_clone()?);
+            }
+            lanes.push(Some([grads, weights]));
+            let (common, stop, input) = (self.common.clone(), self.stop.clone(), control.try_clone()?);
+            named("hear", process).spawn(move || hear(&common, process, input, &stop))?;
+            let common = self.common.clone();
+            self.writers.push(named("tell", process).spawn(move || tell(&common, process, control, &letters))?);
+        }
+        self.lanes = Mutex::new(lanes);
+        Ok(())
+    }
+
+    /// Looks at everything from time to time.
+    fn look(&mut self, last_resort: Option<LastResort>) -> std::io::Result<()> {
+        let (common, stop) = (self.common.clone(), self.stop.clone());
+        let body = move || {
+            let (mut ending, mut stopped) = (0, false);
+            for nth in 0u32.. {
+                thread::sleep(PERIOD);
+                if common.closing.load(Ordering::Relaxed) {
+                    return;
+                }
+                if nth.is_multiple_of(LOOKS_ALIVE) {
+                    common.tell(Audience::All, Notice::new(Topic::Alive, &[]));
+                }
+                if stop.is_set() && !stopped {
+                    stopped = true;
+                    common.tell(Audience::First, Notice::new(Topic::Stop, &[]));
+                }
+                for (process, silent) in common.silent.iter().enumerate().filter(|(process, _)| *process != common.process) {
+                    if silent.fetch_add(1, Ordering::Relaxed) == LOOKS_SILENT {
+                        common.lose(process, &format!("nothing was heard of it for {} s", (PERIOD * LOOKS_SILENT).as_secs()));
+                    }
+                }
+                ending += u32::from(common.open().failure.is_some());
+                if ending == LOOKS_ENDING {
+                    let why = common.failure().map_or(String::new(), |error| error.to_string());
+                    last_resort.iter().for_each(|end| end(why.clone()));
+                }
+            }
+        };
+        self.looker = Some(named("links of", self.common.process).spawn(body)?);
+        Ok(())
+    }
+
+    /// Which of the processes this is.
+    pub(crate) fn process(&self) -> usize {
+        self.common.process
+    }
+
+    /// Who a process is, in words, by its number.
+    pub(crate) fn names(&self) -> &[String] {
+        &self.common.names
+    }
+
+    /// Process 0 tells all others what must agree before step 0.
+    pub(crate) fn propose(&self, agreement: &str) {
+        self.common.tell(Audience::All, Notice::new(Topic::Agreement, &[]).saying(agreement));
+    }
+
+    /// What process 0 proposes; how the run ended, if that came first.
+    ///
+    /// # Errors
+    /// What ended another process.
+    pub(crate) fn proposal(&self) -> Result<std::result::Result<String, EndOfRun>> {
+        let mut state = self.common.open();
+        loop {
+            if let Some(agreement) = state.agreements.pop_front() {
+                return Ok(Ok(agreement));
+            }
+            if let Some(end) = &state.over {
+                return Ok(Err(end.clone()));
+            }
+            if let Some((process, why)) = &state.failure {
+                return Err(self.common.error_of(*process, why));
+            }
+            state = self.common.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// How the run ended, once process 0 has said so; within a few seconds.
+    ///
+    /// # Errors
+    /// What ended another process, if that is all that is known.
+    pub(crate) fn end_of_run(&self) -> Result<EndOfRun> {
+        let state = self.common.open();
+        let unknown = |state: &mut LinkState| state.over.is_none() && state.failure.is_none();
+        let (state, _) = self.common.changed.wait_timeout_while(state, PARTING_PATIENCE, unknown).unwrap_or_else(PoisonError::into_inner);
+        match (&state.over, &state.failure) {
+            (Some(end), _) => Ok(end.clone()),
+            (None, Some((process, why))) => Err(self.common.error_of(*process, why)),
+            (None, None) => Err(self.common.error_of(0, "it does not say how the run ended")),
+        }
+    }
+
+    /// The board at which this process's rank meets those of the others, made of what `make` is given, and its lanes to them, by rank, whose
+    /// parcels have at most `parcel_bytes`.
+    ///
+    /// # Errors
+    /// `Resource` when a thread cannot start; what ended another process.
+    ///
+    /// # Panics
+    /// When it is called twice.
+    pub(crate) fn attach(&self, make: impl FnOnce(Abroad) -> Board, parcel_bytes: usize) -> Result<(Arc<Board>, Vec<Option<RankLanes>>)> {
+        let common = &self.common;
+        let board = Arc::new(make(Abroad { rank: common.process, names: common.names.clone(), outbox: common.clone() }));
+        let mut lanes = Vec::new();
+        let streams = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
+        assert!(!streams.is_empty(), "lanes are given once");
+        for (process, streams) in streams.into_iter().enumerate() {
+            let lane = |stream: TcpStream| {
+                let (common, bell) = (common.clone(), board.bell(common.process));
+                ParcelLane::start(stream, parcel_bytes, bell, move |why: &str| common.lose(process, why))
+            };
+            let both = streams.map(|[grads, weights]| Ok(RankLanes { grads: lane(grads)?, weights: lane(weights)? }));
+            lanes.push(both.transpose().map_err(|e: std::io::Error| Error::resource("start the threads of lanes", e))?);
+        }
+        let mut state = common.open();
+        for (process, notice) in std::mem::take(&mut state.early) {
+            board.hear(process, &notice).map_err(|what| common.error_of(process, &nonsense(&what)))?;
+        }
+        if let Some((process, why)) = &state.failure {
+            return Err(common.error_of(*process, why));
+        }
+        if let Some(end) = &state.over {
+            return Err(common.error_of(0, end.failure.as_deref().unwrap_or("its run is over")));
+        }
+        state.board = Some(board.clone());
+        Ok((board, lanes))
+    }
+
+    /// Says the last words, how the run ended here, and waits a moment until the others have said theirs.
+    pub(crate) fn close(mut self, end: &EndOfRun) {
+        let words = serde_json::to_string(end).unwrap_or_default();
+        self.common.tell(Audience::All, Notice::new(Topic::Over, &[]).saying(&words));
+        let state = self.common.open();
+        let waits = self.common.process == 0 && end.failure.is_none();
+        let others_stay =
+            |state: &mut LinkState| waits && state.failure.is_none() && (1..state.gone.len()).any(|process| !state.gone[process]);
+        drop(self.common.changed.wait_timeout_while(state, PARTING_PATIENCE, others_stay));
+        self.common.closing.store(true, Ordering::Relaxed);
+        let deadline = Instant::now() + PARTING_PATIENCE;
+        while self.writers.iter().any(|writer| !writer.is_finished()) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
+        self.writers.clear();
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        self.common.closing.store(true, Ordering::Relaxed);
+        // Threads that read or write end with it.
+        self.sockets.iter().for_each(|socket| _ = socket.shutdown(Shutdown::Both));
+        // A panic there has said so itself.
+        self.looker.take().map(JoinHandle::join);
+    }
+}
+
+impl Common {
+    fn error_of(&self, process: usize, why: &str) -> Error {
+        Error::Rank { name: self.names[process].clone(), cause: why.to_owned() }
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.open().failure.as_ref().map(|(process, why)| self.error_of(*process, why))
+    }
+}
+
+fn named(what: &str, process: usize) -> thread::Builder {
+    thread::Builder::new().name(format!("{what} {process}"))
+}
+
+fn nonsense(what: &str) -> String {
+    format!("it says what makes no sense: {what}")
+}
+
+fn hear(common: &Common, process: usize, input: TcpStream, stop: &StopFlag) {
+    let mut input = BufReader::new(input);
+    loop {
+        match Notice::read(&mut input) {
+            Ok(notice) => {
+                if let Err(what) = common.hear(process, notice, stop) {
+                    return common.lose(process, &nonsense(&what));
+                }
+            }
+            Err(error) => return common.lose(process, &ended(&error)),
+        }
+    }
+}
+
+fn tell(common: &Common, process: usize, out: TcpStream, letters: &mpsc::Receiver<Notice>) {
+    let mut out = BufWriter::new(out);
+    while let Ok(notice) = letters.recv() {
+        let mut next = Some(notice);
+        let mut is_last = false;
+        while let Some(notice) = next {
+            is_last |= notice.topic == Topic::Over;
+            if let Err(error) = notice.write(&mut out) {
+                return common.lose(process, &ended(&error));
+            }
+            next = letters.try_recv().ok();
+        }
+        if let Err(error) = out.flush() {
+            return common.lose(process, &ended(&error));
+        }
+        if is_last {
+            return;
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Several processes on one machine, a rank each, that meet over TCP: the same bits as the devices of one process, and one end for all.
+
+use crate::program::{Outcome, STEPS, Workspace, run};
+use crate::resume::{await_line, send};
+use nix::sys::signal::Signal;
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
+
+/// Variables of launchers that may start these tests.
+const LAUNCHERS: [&str; 6] = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
+
+/// What others than the failed one have to end in.
+const ALL_END: Duration = Duration::from_secs(10);
+
+/// Buckets of 16 KiB, and twelve micro-batches, a share each, on any number of devices that divides them.
+const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1"];
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn flags<'a>(ranks: usize, more: &[&'a str]) -> Vec<String>
+where
+    'static: 'a,
+{
+    let accumulation = format!("--gradient-accumulation-steps={}", 12 / ranks);
+    CUT.iter().chain(more).map(ToString::to_string).chain([accumulation]).collect()
+}
+
+/// `train` of one process of a run, as by `flags`; process 0 writes into `out`.
+fn one(workspace: &Workspace, out: &str, flags: &[String], process: usize) -> Command {
+    let out = if process == 0 { out.to_string() } else { format!("{out}-{process}") };
+    let mut command = workspace.train(&out, &flags.iter().map(String::as_str).collect::<Vec<_>>());
+    LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
+    command.env(TOKEN.0, TOKEN.1);
+    command
+}
+
+/// All `processes` of a run, started.
+fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> Vec<Child> {
+    let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
+    let all = flags(processes, &[more, &[&rendezvous]].concat());
+    let command = |process: usize| {
+        let numbers = [format!("--processes={processes}"), format!("--process={process}")];
+        one(workspace, out, &[&all[..], &numbers].concat(), process)
+    };
+    (0..processes).map(|process| command(process).spawn().unwrap()).collect()
+}
+
+fn ends(children: Vec<Child>) -> Vec<Outcome> {
+    children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
+}
+
+/// What process 0 has computed in a run that all others have followed to its end.
+fn digest(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> String {
+    let outcomes = ends(start(workspace, out, processes, more));
+    for (process, outcome) in outcomes.iter().enumerate().skip(1) {
+        assert!(outcome.code == 0 && outcome.stderr.is_empty(), "{outcome:?}");
+        let last = format!("\ndone at step {STEPS} of {STEPS}: process {process} followed process 0\n");
+        assert!(outcome.stdout.ends_with(&last), "{outcome:?}");
+        assert!(!workspace.path(&format!("{out}-{process}")).exists(), "only process 0 writes");
+    }
+    outcomes[0].digest().to_string()
+}
+
+/// The same on the devices of one process.
+fn digest_of_one(workspace: &Workspace, out: &str, gpus: usize, more: &[&str]) -> String {
+    let gpus_flag = format!("--gpus={gpus}");
+    run(&mut one(workspace, out, &flags(gpus, &[more, &[&gpus_flag]].concat()), 0)).digest().to_string()
+}
+
+#[test]
+fn two_three_and_four_processes_train_to_the_bits_of_one() {
+    let workspace = Workspace::new();
+    let eval = format!("--eval-data={}", workspace.path("data.txt").display());
+    let more: &[&str] = &[&eval, "--eval-steps=5"];
+    let whole = digest_of_one(&workspace, "one", 1, more);
+    assert_eq!(digest_of_one(&workspace, "ranks", 4, more), whole);
+    let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
+    for processes in [2, 3, 4] {
+        let out = processes.to_string();
+        assert_eq!(digest(&workspace, &out, processes, more), whole, "{processes} processes");
+        assert!(state(&out) == state("one"), "{processes} processes write another state");
+        for (one, several) in workspace.metrics("one").iter().zip(workspace.metrics(&out)) {
+            for key in ["loss", "grad_norm", "learning_rate", "verdict", "epoch", "eval_loss"] {
+                assert_eq!(one[key], several[key], "{key} of step {} of {processes} processes", one["step"]);
+            }
+        }
+    }
+    let clips = workspace.metrics("2").iter().filter(|line| line["verdict"] == "clip").count();
+    assert!(clips > 0, "nothing was clipped");
+}
+
+#[test]
+fn formats_faults_and_places_do_not_change_that() {
+    let workspace = Workspace::new();
+    let resident = if cfg!(feature = "repartition") { "--resident-buckets=1" } else { "--resident-buckets=0" };
+    for (nth, (file, flags)) in [
+        (
+            "inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]",
+            &["--dtype=float16"][..],
+        ),
+        ("", &["--dtype=float32", resident]),
+        ("", &["--strategy=zero-offload", "--moments=bfloat16"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        workspace.settings(file);
+        let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
+        assert_eq!(digest(&workspace, &format!("two-{nth}"), 2, flags), whole, "{flags:?}");
+        let skips = workspace.metrics(&format!("two-{nth}")).iter().filter(|line| line["verdict"] == "skip").count();
+        assert_eq!(skips, usize::from(nth == 0), "{flags:?}");
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_another_number_of_processes() {
+    let workspace = Workspace::new();
+    let whole = digest_of_one(&workspace, "one", 1, &[]);
+    digest(&workspace, "four", 4, &[]);
+    for (from, processes) in [("one", 2), ("four", 3), ("four", 1)] {
+        let out = format!("{from}-{processes}");
+        workspace.copy_checkpoints(from, &out, &[6]);
+        let resume: &[&str] = &["--resume-from-checkpoint=auto"];
+        let resumed = if processes == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest(&workspace, &out, processes, resume) };
+        assert_eq!(resumed, whole, "{out}");
+    }
+}
+
+#[test]
+fn launchers_say_which_process_this_is() {
+    let workspace = Workspace::new();
+    let whole = digest_of_one(&workspace, "one", 1, &[]);
+    let job = free_port().to_string();
+    let torch = |process: &str| {
+        vec![("RANK", process.to_string()), ("WORLD_SIZE", "2".into()), ("MASTER_ADDR", "127.0.0.1".into()), ("MASTER_PORT", job.clone())]
+    };
+    let mpi = |process: &str| {
+        let numbers =
+            [("OMPI_COMM_WORLD_RANK", process), ("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"), ("MASTER_PORT", &job)];
+        numbers.map(|(name, value)| (name, value.to_string())).to_vec()
+    };
+    let slurm = |process: &str| {
+        let numbers = [
+            ("SLURM_PROCID", process),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_STEP_NODELIST", "localhost,node-[2-3]"),
+            ("SLURM_JOB_ID", &job),
+        ];
+        numbers.map(|(name, value)| (name, value.to_string())).to_vec()
+    };
+    type Environment<'a> = &'a dyn Fn(&str) -> Vec<(&'static str, String)>;
+    let launchers: [(&str, Environment<'_>); 3] = [("torchrun", &torch), ("mpirun", &mpi), ("srun", &slurm)];
+    for (name, environment) in launchers {
+        let command =
+            |process: usize| one(&workspace, name, &flags(2, &[]), process).envs(environment(&process.to_string())).spawn().unwrap();
+        let outcomes = ends((0..2).map(command).collect());
+        assert!(outcomes[0].digest() == whole && outcomes[1].code == 0, "{name}: {outcomes:?}");
+    }
+    let refused = run(one(&workspace, "out", &flags(2, &["--processes=3"]), 0).envs(torch("0")));
+    refused.refused(2, &["--processes 3 contradicts WORLD_SIZE=2 of torchrun"]);
+}
+
+#[test]
+fn processes_that_differ_are_refused_with_both_values() {
+    let workspace = Workspace::new();
+    let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
+    let command = |process: usize, more: &[&str]| {
+        let numbers = ["--processes=2".to_string(), format!("--process={process}")];
+        one(&workspace, "out", &[&flags(2, &[more, &[&rendezvous]].concat())[..], &numbers].concat(), process)
+    };
+    for (more, words) in
+        [(["--seq-length=8"], "--seq-length: 16 for process 0 on "), (["--learning-rate=0.5"], "--learning-rate: 0.01 for process 0 on ")]
+    {
+        let first = command(0, &[]).spawn().unwrap();
+        let second = command(1, &more).spawn().unwrap();
+        ends(vec![first, second]).iter().for_each(|outcome| outcome.refused(2, &[words, " for process 1 on "]));
+    }
+    // Another model under the same name is found when process 0 has read its own.
+    workspace.write("other/config.json", crate::program::CONFIG.replace("\"intermediate_size\": 64", "\"intermediate_size\": 96"));
+    let other = format!("--model={}", workspace.path("other").display());
+    let outcomes = ends(vec![command(0, &[]).spawn().unwrap(), command(1, &[&other]).spawn().unwrap()]);
+    outcomes[1].refused(2, &["model: ", " for process 0 on ", " for process 1 on "]);
+    outcomes[0].refused(1, &["process 1 on ", "model: "]);
+    // A secret of their own, and none.
+    let (mut first, mut second) = (command(0, &[]).spawn().unwrap(), command(1, &[]));
+    run(second.env(TOKEN.0, "another token, as long")).refused(1, &["has another run token"]);
+    first.kill().unwrap();
+    first.wait().unwrap();
+    run(command(0, &[]).env_remove(TOKEN.0)).refused(2, &[TOKEN.0, "--run-token-file"]);
+    run(command(0, &[]).env(TOKEN.0, "short")).refused(2, &[TOKEN.0, "can be guessed"]);
+    let file = format!("--run-token-file={}", workspace.write("token", "short").display());
+    run(&mut command(0, &[&file])).refused(2, &["token: a run token of 5 characters"]);
+}
+
+#[test]
+fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
+    let workspace = Workspace::new();
+    for (flags, words) in [
+        (&["--processes=2", "--process=0"][..], &["--processes 2", "--rendezvous HOST:PORT"][..]),
+        (&["--processes=2", "--rendezvous=a:1"], &["--processes 2", "--process is missing"]),
+        (&["--processes=2", "--process=2", "--rendezvous=a:1"], &["--process 2", "less than --processes 2"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a"], &["--rendezvous a", "HOST:PORT"]),
+        (&["--processes=9", "--process=0", "--rendezvous=a:1"], &["--processes 9", "at most 8"]),
+        (&["--rendezvous=a:1"], &["--rendezvous a:1", "only with --processes 2"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=2"], &["--gpus 2", "1 with several --processes"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--weights=sharded"], &["--weights sharded", "replicated"]),
+    ] {
+        let mut command = workspace.train("out", &[&["--device=cpu"], flags].concat());
+        LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
+        run(&mut command).refused(2, words);
+    }
+    let cuda = ["--processes=2", "--process=0", "--rendezvous=a:1", "--device=cuda"];
+    run(&mut workspace.train("out", &cuda)).refused(2, &["--device cuda", "cpu with several --processes"]);
+}
+
+/// Where a process may be killed: it stands still there.
+const PHASES: [(&str, u64); 12] = [
+    ("start", 1),
+    ("write", 1),
+    ("module", 2),
+    ("backward", 2),
+    ("sum", 2),
+    ("grads-out", 2),
+    ("optimize", 2),
+    ("params-in", 2),
+    ("verdict", 2),
+    ("gather", 2),
+    ("flush", 3),
+    ("read", 3),
+];
+
+/// Process `victim` of two is killed while it stands still in a phase: the other ends in time, names it, and the run goes on to `whole`.
+fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), victim: usize, whole: &str) {
+    let out = format!("{phase}-{victim}");
+    workspace.settings(&format!("faults = [{{rank = {victim}, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
+    let mut children = start(workspace, &out, 2, &["--save-steps=2"]);
+    await_line(&mut children[victim], "all 2 processes are here");
+    std::thread::sleep(Duration::from_millis(500));
+    for child in &mut children {
+        assert_eq!(child.try_wait().unwrap(), None, "{out}: nobody ends before somebody is killed");
+    }
+    let killed = Instant::now();
+    children[victim].kill().unwrap();
+    let other = ends(children).remove(1 - victim);
+    assert!(killed.elapsed() < ALL_END, "{out} took {:?}", killed.elapsed());
+    other.refused(1, &[&format!("process {victim} on "), "it ended before the run was over"]);
+    workspace.settings("");
+    assert_eq!(digest(workspace, &out, 2, &["--save-steps=2", "--resume-from-checkpoint=auto"]), whole, "{out} goes on");
+}
+
+#[test]
+fn a_process_that_is_killed_ends_the_other_and_the_run_goes_on() {
+    let workspace = Workspace::new();
+    let whole = digest_of_one(&workspace, "one", 1, &[]);
+    let phases = crate::sweep::sweep(vec![PHASES[0], PHASES[3], PHASES[8], PHASES[11]], PHASES.to_vec());
+    for (nth, phase) in phases.into_iter().enumerate() {
+        kill_in(&workspace, phase, nth % 2, &whole);
+    }
+}
+
+#[test]
+fn a_process_that_fails_is_named_by_all() {
+    let workspace = Workspace::new();
+    workspace.settings("faults = [{rank = 2, step = 2, phase = 'sum'}]");
+    let outcomes = ends(start(&workspace, "out", 3, &[]));
+    for outcome in &outcomes {
+        outcome.refused(1, &["process 2 on ", "of step 2: it was to fail (faults)"]);
+    }
+}
+
+#[test]
+fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
+    let workspace = Workspace::new();
+    let long: &[&str] = &["--max-steps=60", "--save-steps=1000"];
+    let whole = digest_of_one(&workspace, "whole", 1, long);
+    for told in [0, 1] {
+        let out = format!("told-{told}");
+        let mut children = start(&workspace, &out, 2, long);
+        await_line(&mut children[0], "step      3");
+        send(&children[told], Signal::SIGTERM);
+        let outcomes = ends(children);
+        assert!(outcomes.iter().all(|outcome| outcome.code == 75 && outcome.stderr.is_empty()), "{outcomes:?}");
+        let steps = workspace.metrics(&out).len();
+        assert!(outcomes[0].stdout.contains("\ninterrupted at step "), "{outcomes:?}");
+        assert!(
+            outcomes[1].stdout.ends_with(&format!("interrupted at step {steps} of 60: process 1 followed process 0\n")),
+            "{outcomes:?}"
+        );
+        assert_eq!(workspace.names(&out, "checkpoint-"), [format!("checkpoint-{steps}")]);
+        let resumed = ends(start(&workspace, &out, 2, &[long, &["--resume-from-checkpoint=auto"]].concat()));
+        assert_eq!(resumed[0].digest(), whole, "{out}");
+    }
+}
