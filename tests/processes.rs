@@ -1,6 +1,6 @@
 //! Several processes on one machine, a rank each, that meet over TCP: the same bits as the devices of one process, and one end for all.
 
-use crate::program::{Outcome, STEPS, Workspace, run};
+use crate::program::{Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, send};
 use nix::sys::signal::Signal;
 use std::fs;
@@ -31,10 +31,9 @@ where
     CUT.iter().chain(more).map(ToString::to_string).chain([accumulation]).collect()
 }
 
-/// `train` of one process of a run, as by `flags`; process 0 writes into `out`.
-fn one(workspace: &Workspace, out: &str, flags: &[String], process: usize) -> Command {
-    let out = if process == 0 { out.to_string() } else { format!("{out}-{process}") };
-    let mut command = workspace.train(&out, &flags.iter().map(String::as_str).collect::<Vec<_>>());
+/// `train` of one process of a run, as by `flags`.
+fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
+    let mut command = workspace.train(out, &flags.iter().map(String::as_str).collect::<Vec<_>>());
     LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
     command.env(TOKEN.0, TOKEN.1);
     command
@@ -46,7 +45,7 @@ fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> V
     let all = flags(processes, &[more, &[&rendezvous]].concat());
     let command = |process: usize| {
         let numbers = [format!("--processes={processes}"), format!("--process={process}")];
-        one(workspace, out, &[&all[..], &numbers].concat(), process)
+        one(workspace, out, &[&all[..], &numbers].concat())
     };
     (0..processes).map(|process| command(process).spawn().unwrap()).collect()
 }
@@ -62,15 +61,21 @@ fn digest(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> 
         assert!(outcome.code == 0 && outcome.stderr.is_empty(), "{outcome:?}");
         let last = format!("\ndone at step {STEPS} of {STEPS}: process {process} followed process 0\n");
         assert!(outcome.stdout.ends_with(&last), "{outcome:?}");
-        assert!(!workspace.path(&format!("{out}-{process}")).exists(), "only process 0 writes");
     }
-    outcomes[0].digest().to_string()
+    let digest = outcomes[0].digest().to_string();
+    // Each has saved its part, and nobody anything else.
+    let saved = run(program(&["digest"]).arg(workspace.path(out)));
+    assert_eq!(saved.digest(), digest);
+    let files = workspace.names(&format!("{out}/checkpoint-{STEPS}"), "state");
+    assert_eq!(files, Vec::from_iter((0..processes).map(|process| format!("state-{process}.bin"))));
+    assert_eq!(workspace.names(out, "."), [".lock"], "remains in {out}");
+    digest
 }
 
 /// The same on the devices of one process.
 fn digest_of_one(workspace: &Workspace, out: &str, gpus: usize, more: &[&str]) -> String {
     let gpus_flag = format!("--gpus={gpus}");
-    run(&mut one(workspace, out, &flags(gpus, &[more, &[&gpus_flag]].concat()), 0)).digest().to_string()
+    run(&mut one(workspace, out, &flags(gpus, &[more, &[&gpus_flag]].concat()))).digest().to_string()
 }
 
 #[test]
@@ -80,11 +85,9 @@ fn two_three_and_four_processes_train_to_the_bits_of_one() {
     let more: &[&str] = &[&eval, "--eval-steps=5"];
     let whole = digest_of_one(&workspace, "one", 1, more);
     assert_eq!(digest_of_one(&workspace, "ranks", 4, more), whole);
-    let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
     for processes in [2, 3, 4] {
         let out = processes.to_string();
         assert_eq!(digest(&workspace, &out, processes, more), whole, "{processes} processes");
-        assert!(state(&out) == state("one"), "{processes} processes write another state");
         for (one, several) in workspace.metrics("one").iter().zip(workspace.metrics(&out)) {
             for key in ["loss", "grad_norm", "learning_rate", "verdict", "epoch", "eval_loss"] {
                 assert_eq!(one[key], several[key], "{key} of step {} of {processes} processes", one["step"]);
@@ -123,13 +126,42 @@ fn a_run_goes_on_with_another_number_of_processes() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &[]);
     digest(&workspace, "four", 4, &[]);
-    for (from, processes) in [("one", 2), ("four", 3), ("four", 1)] {
+    digest(&workspace, "two", 2, &[]);
+    for (from, processes) in [("one", 2), ("two", 1), ("four", 3), ("four", 1), ("two", 4)] {
         let out = format!("{from}-{processes}");
         workspace.copy_checkpoints(from, &out, &[6]);
         let resume: &[&str] = &["--resume-from-checkpoint=auto"];
         let resumed = if processes == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest(&workspace, &out, processes, resume) };
         assert_eq!(resumed, whole, "{out}");
     }
+    // A model of any is a model of all.
+    let weights = |out: &str| {
+        let exported = workspace.path(&format!("exported-{out}"));
+        let _ = fs::remove_dir_all(&exported);
+        let outcome = run(program(&["export"]).arg(workspace.path(out)).arg(&exported));
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        fs::read(exported.join("model.safetensors")).unwrap()
+    };
+    assert!(weights("four") == weights("one") && weights("two-1") == weights("one"));
+    // Damage in any file is damage, and the checkpoint before it is taken.
+    let state = workspace.path("four/checkpoint-12/state-2.bin");
+    let mut bytes = fs::read(&state).unwrap();
+    bytes[100] ^= 1;
+    fs::write(&state, bytes).unwrap();
+    run(program(&["digest"]).arg(workspace.path("four/checkpoint-12"))).refused(1, &["state-2.bin: damaged"]);
+    assert_eq!(digest(&workspace, "four", 2, &["--resume-from-checkpoint=auto"]), whole);
+}
+
+#[test]
+fn processes_without_one_output_directory_are_refused_before_the_first_step() {
+    let workspace = Workspace::new();
+    let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
+    let all = flags(2, &["--processes=2", &rendezvous]);
+    let command = |out: &str, process: &str| one(&workspace, out, &[&all[..], &[process.to_string()]].concat()).spawn().unwrap();
+    let outcomes = ends(vec![command("here", "--process=0"), command("there", "--process=1")]);
+    outcomes[1].refused(1, &["--output-dir ", "/there: ", "it is not that of process 0 on ", "a file system that all share"]);
+    outcomes[0].refused(1, &["process 1 on ", "/there: "]);
+    assert_eq!(workspace.names("here", "."), [".lock"]);
 }
 
 #[test]
@@ -157,12 +189,11 @@ fn launchers_say_which_process_this_is() {
     type Environment<'a> = &'a dyn Fn(&str) -> Vec<(&'static str, String)>;
     let launchers: [(&str, Environment<'_>); 3] = [("torchrun", &torch), ("mpirun", &mpi), ("srun", &slurm)];
     for (name, environment) in launchers {
-        let command =
-            |process: usize| one(&workspace, name, &flags(2, &[]), process).envs(environment(&process.to_string())).spawn().unwrap();
+        let command = |process: usize| one(&workspace, name, &flags(2, &[])).envs(environment(&process.to_string())).spawn().unwrap();
         let outcomes = ends((0..2).map(command).collect());
         assert!(outcomes[0].digest() == whole && outcomes[1].code == 0, "{name}: {outcomes:?}");
     }
-    let refused = run(one(&workspace, "out", &flags(2, &["--processes=3"]), 0).envs(torch("0")));
+    let refused = run(one(&workspace, "out", &flags(2, &["--processes=3"])).envs(torch("0")));
     refused.refused(2, &["--processes 3 contradicts WORLD_SIZE=2 of torchrun"]);
 }
 
@@ -172,7 +203,7 @@ fn processes_that_differ_are_refused_with_both_values() {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
     let command = |process: usize, more: &[&str]| {
         let numbers = ["--processes=2".to_string(), format!("--process={process}")];
-        one(&workspace, "out", &[&flags(2, &[more, &[&rendezvous]].concat())[..], &numbers].concat(), process)
+        one(&workspace, "out", &[&flags(2, &[more, &[&rendezvous]].concat())[..], &numbers].concat())
     };
     for (more, words) in
         [(["--seq-length=8"], "--seq-length: 16 for process 0 on "), (["--learning-rate=0.5"], "--learning-rate: 0.01 for process 0 on ")]
@@ -277,7 +308,7 @@ fn a_process_that_fails_is_named_by_all() {
 #[test]
 fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
     let workspace = Workspace::new();
-    let long: &[&str] = &["--max-steps=60", "--save-steps=1000"];
+    let long: &[&str] = &["--max-steps=400", "--save-steps=1000"];
     let whole = digest_of_one(&workspace, "whole", 1, long);
     for told in [0, 1] {
         let out = format!("told-{told}");
@@ -289,11 +320,19 @@ fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
         let steps = workspace.metrics(&out).len();
         assert!(outcomes[0].stdout.contains("\ninterrupted at step "), "{outcomes:?}");
         assert!(
-            outcomes[1].stdout.ends_with(&format!("interrupted at step {steps} of 60: process 1 followed process 0\n")),
+            outcomes[1].stdout.ends_with(&format!("interrupted at step {steps} of 400: process 1 followed process 0\n")),
             "{outcomes:?}"
         );
         assert_eq!(workspace.names(&out, "checkpoint-"), [format!("checkpoint-{steps}")]);
         let resumed = ends(start(&workspace, &out, 2, &[long, &["--resume-from-checkpoint=auto"]].concat()));
         assert_eq!(resumed[0].digest(), whole, "{out}");
     }
+    // Schedulers tell all at about the same time: what one hears of another is no second signal.
+    let mut children = start(&workspace, "all", 2, long);
+    await_line(&mut children[0], "step      3");
+    for child in children.iter().rev() {
+        send(child, Signal::SIGTERM);
+        std::thread::sleep(Duration::from_millis(250));
+    }
+    assert!(ends(children).iter().all(|outcome| outcome.code == 75), "all are told");
 }

@@ -44,6 +44,6 @@ pub fn digest_checkpoint(dir: &Path) -> Result<String> {
     let mut loaded = reader::open(dir)?;
     let mut digest = StateDigest::new(loaded.manifest().trainer.optimizer_step, loaded.manifest().moments());
     // `state.bin` holds the tensors exactly as `StateDigest::update` takes them.
-    loaded.for_each_chunk(|chunk| digest.sum.update(chunk))?;
+    loaded.for_each_byte(|bytes| digest.sum.update(bytes))?;
     Ok(digest.finish())
 }

@@ -1,5 +1,6 @@
 //! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
 
+use super::state_parts::StateParts;
 use crate::config::options::RunPart;
 use crate::disk;
 use crate::error::{Error, Result};
@@ -10,10 +11,10 @@ use std::fmt::Display;
 use std::path::Path;
 
 /// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, whose readers before would take it for damage.
-/// A newer one is refused.
-const FORMAT_VERSIONS: [u32; 3] = [1, 2, 3];
+/// 4 has the state in files of several processes. A newer one is refused.
+const FORMAT_VERSIONS: [u32; 4] = [1, 2, 3, 4];
 /// Bytes of `state.bin` under one checksum.
-pub(super) const CHUNK_BYTES: usize = 1 << 20;
+pub(super) use crate::optim::CHUNK_BYTES;
 /// No manifest is larger: a terabyte of state has a million chunks of at most eleven characters each.
 const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
@@ -104,6 +105,9 @@ pub struct Manifest {
     pub(crate) state_crc32c: Vec<u32>,
     /// Files in `model/`.
     pub files: Vec<FileEntry>,
+    /// How the state lies in files of several processes, where it does: tensors then have their places in `state.bin` as it would be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) parts: Option<StateParts>,
 }
 
 #[derive(Deserialize)]
@@ -123,7 +127,12 @@ impl Manifest {
     /// A manifest without checksums yet, of the first version that can say what it holds.
     pub(super) fn new(trainer: TrainerState, run: Map<String, Value>) -> Self {
         let format_version = if moments_of(&run) == Some(Moments::Float32) { 2 } else { 3 };
-        Self { format_version, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![] }
+        Self { format_version, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![], parts: None }
+    }
+
+    /// The state lies in files of several processes.
+    pub(super) fn set_parts(&mut self, parts: StateParts) {
+        (self.format_version, self.parts) = (4, Some(parts));
     }
 
     /// The bytes of the file, sealed.

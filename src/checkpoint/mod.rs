@@ -4,6 +4,7 @@
 //! checkpoint-120/
 //!   trainer_state.json   the manifest: step, scheduler, data position, tensor list, checksums; sealed by a checksum of its own
 //!   state.bin            fp32 parameters, m and v (in fp32 or bf16), tensor after tensor in the model's order, little endian
+//!   state-<rank>.bin     instead of it where several processes save: each one's slices of every bucket
 //!   model/               config.json, the tokenizer's files: what an export needs besides the weights
 //! ```
 //!
@@ -17,8 +18,12 @@ pub(crate) mod export;
 mod export_dir;
 mod find;
 mod format;
+mod part_files;
+pub(crate) mod parts;
 mod reader;
 mod sound;
+mod state_file;
+mod state_parts;
 mod store;
 mod validate;
 mod writer;

@@ -1,19 +1,23 @@
 //! Reading a checkpoint: nothing leaves here whose checksum was not compared.
 
-use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
-use crate::disk::InFile;
+use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
+use super::part_files::{PartFiles, start_of};
+use super::state_file::{StateFile, open_sized};
 use crate::error::{Error, Result};
-use crate::optim::StatePart;
+use crate::optim::{PIECE_ELEMS, StatePart};
 use std::path::{Path, PathBuf};
 
 /// An open checkpoint whose manifest is sound and whose files have the right sizes.
 pub struct Loaded {
     dir: PathBuf,
     manifest: Manifest,
-    file: InFile,
-    /// Content of `current`, the chunk read last.
-    chunk: Vec<u8>,
-    current: Option<usize>,
+    state: StateSource,
+}
+
+/// Where the state lies.
+enum StateSource {
+    Whole(StateFile),
+    Parts(PartFiles),
 }
 
 /// Opens the checkpoint in `dir` without reading its tensors.
@@ -22,11 +26,14 @@ pub struct Loaded {
 /// A missing or damaged manifest, a missing file, a file of the wrong size. The error names the file.
 pub fn open(dir: &Path) -> Result<Loaded> {
     let manifest = Manifest::read(dir)?;
-    let file = open_sized(&dir.join(STATE), manifest.state_bytes)?;
+    let state = match &manifest.parts {
+        None => StateSource::Whole(StateFile::open(&dir.join(STATE), manifest.state_bytes, manifest.state_crc32c.clone())?),
+        Some(parts) => StateSource::Parts(PartFiles::open(dir, parts, manifest.moments())?),
+    };
     for entry in &manifest.files {
         open_sized(&dir.join(MODEL).join(&entry.name), entry.bytes)?;
     }
-    Ok(Loaded { dir: dir.to_path_buf(), manifest, file, chunk: Vec::new(), current: None })
+    Ok(Loaded { dir: dir.to_path_buf(), manifest, state })
 }
 
 /// Reads every byte of the checkpoint in `dir` and compares every checksum.
@@ -36,7 +43,10 @@ pub fn open(dir: &Path) -> Result<Loaded> {
 pub fn verify(dir: &Path) -> Result<Manifest> {
     let mut loaded = open(dir)?;
     loaded.manifest.files.iter().try_for_each(|entry| read_file(&dir.join(MODEL).join(&entry.name), entry).map(drop))?;
-    loaded.for_each_chunk(|_| ())?;
+    match &mut loaded.state {
+        StateSource::Whole(file) => file.for_each_chunk(|_| ())?,
+        StateSource::Parts(files) => files.verify()?,
+    }
     Ok(loaded.manifest)
 }
 
@@ -73,7 +83,7 @@ impl Loaded {
                 (held, wanted) if held == wanted => (),
                 (held, wanted) => {
                     let cause = format_args!("holds {} where the model has {}", show(held), show(wanted));
-                    return Err(Error::format(self.file.path(), cause));
+                    return Err(Error::format(self.state_path(), cause));
                 }
             }
         }
@@ -84,9 +94,9 @@ impl Loaded {
     /// # Errors
     /// As [`Loaded::read_elems`], and another length than the tensor's.
     pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
-        let elems = self.entry(name)?.elems;
+        let elems = self.entry(name)?.1.elems;
         if params.len() as u64 != elems {
-            return Err(Error::format(self.file.path(), format_args!("tensor {name} has {elems} elements, wanted {}", params.len())));
+            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, wanted {}", params.len())));
         }
         self.read_elems(name, StatePart::Params, 0, params)
     }
@@ -105,67 +115,52 @@ impl Loaded {
     /// # Errors
     /// An unknown name, elements that the tensor does not have, a checksum that differs. `out` may then be partly written.
     pub(crate) fn read_elems(&mut self, name: &str, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        let entry = self.entry(name)?;
+        let (nth, entry) = self.entry(name)?;
         let (offset, elems, end) = (entry.offset, entry.elems, (start + out.len()) as u64);
         if end > elems {
-            return Err(Error::format(self.file.path(), format_args!("tensor {name} has {elems} elements, wanted {end}")));
+            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, wanted {end}")));
         }
-        let moments = self.manifest.moments();
+        let (moments, first) = (self.manifest.moments(), start_of(&self.manifest, nth).unwrap_or(0));
         let width = |part| moments.dtype(part).bytes() as u64;
         let before: u64 = StatePart::ALL.into_iter().take(part as usize).map(|before| elems * width(before)).sum();
         let at = offset + before + start as u64 * width(part);
-        moments.load(part, out, |bytes| self.read_at(at, bytes))
-    }
-
-    fn entry(&self, name: &str) -> Result<&TensorEntry> {
-        let found = self.manifest.tensors.iter().find(|t| t.name == name);
-        found.ok_or_else(|| Error::format(self.file.path(), format_args!("holds no tensor {name}")))
-    }
-
-    /// Gives every chunk of `state.bin` to `visit`, in order, checked.
-    pub(super) fn for_each_chunk(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
-        for idx in 0..self.manifest.state_crc32c.len() {
-            visit(self.load_chunk(idx)?);
+        match &mut self.state {
+            StateSource::Whole(file) => moments.load(part, out, |bytes| file.read_at(at, bytes)),
+            StateSource::Parts(files) => files.read((part, moments), first + start, out),
         }
-        Ok(())
     }
 
-    fn read_at(&mut self, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
-        while !out.is_empty() {
-            let start = (offset % CHUNK_BYTES as u64) as usize;
-            let chunk = self.load_chunk((offset / CHUNK_BYTES as u64) as usize)?;
-            let n = out.len().min(chunk.len() - start);
-            let (head, rest) = out.split_at_mut(n);
-            head.copy_from_slice(&chunk[start..start + n]);
-            out = rest;
-            offset += n as u64;
+    /// The file that is named where a tensor is not as it should be.
+    fn state_path(&self) -> PathBuf {
+        match &self.state {
+            StateSource::Whole(file) => file.path().to_path_buf(),
+            StateSource::Parts(_) => self.manifest_path(),
         }
-        Ok(())
     }
 
-    fn load_chunk(&mut self, idx: usize) -> Result<&[u8]> {
-        if self.current != Some(idx) {
-            self.current = None;
-            let start = idx as u64 * CHUNK_BYTES as u64;
-            let bytes = (self.manifest.state_bytes - start).min(CHUNK_BYTES as u64) as usize;
-            self.chunk.resize(bytes, 0);
-            self.file.read_at(start, &mut self.chunk)?;
-            if crc32c::crc32c(&self.chunk) != self.manifest.state_crc32c[idx] {
-                let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);
-                return Err(Error::format(self.file.path(), cause));
+    fn entry(&self, name: &str) -> Result<(usize, &TensorEntry)> {
+        let found = self.manifest.tensors.iter().enumerate().find(|(_, t)| t.name == name);
+        found.ok_or_else(|| Error::format(self.state_path(), format_args!("holds no tensor {name}")))
+    }
+
+    /// Gives the state to `visit` as `state.bin` holds it, in order, checked.
+    pub(super) fn for_each_byte(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
+        if let StateSource::Whole(file) = &mut self.state {
+            return file.for_each_chunk(visit);
+        }
+        let (moments, tensors, mut buffer) = (self.manifest.moments(), self.manifest.tensors.clone(), Vec::new());
+        for (tensor, part) in tensors.iter().flat_map(|tensor| StatePart::ALL.map(|part| (tensor, part))) {
+            for start in (0..tensor.elems as usize).step_by(PIECE_ELEMS) {
+                buffer.resize(PIECE_ELEMS.min(tensor.elems as usize - start), 0.0);
+                self.read_elems(&tensor.name, part, start, &mut buffer)?;
+                moments.stored(part, &buffer, |bytes| {
+                    visit(bytes);
+                    Ok(())
+                })?;
             }
-            self.current = Some(idx);
         }
-        Ok(&self.chunk)
+        Ok(())
     }
-}
-
-fn open_sized(path: &Path, bytes: u64) -> Result<InFile> {
-    let file = InFile::open(path)?;
-    if file.bytes() != bytes {
-        return Err(Error::format(path, format_args!("has {} bytes, should have {bytes}", file.bytes())));
-    }
-    Ok(file)
 }
 
 fn read_file(path: &Path, entry: &FileEntry) -> Result<Vec<u8>> {

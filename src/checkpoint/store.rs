@@ -68,6 +68,11 @@ pub(super) fn hidden(step: u64, role: HiddenRole) -> String {
     format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id())
 }
 
+/// Name of the directory that process `pid` writes for `step`.
+pub(super) fn hidden_of(step: u64, pid: u64) -> String {
+    format!(".checkpoint-{step}.{}-{pid}", HiddenRole::Tmp.name())
+}
+
 fn parse(path: PathBuf) -> Option<StoreEntry> {
     let name = path.file_name()?.to_str()?;
     let (step, hidden) = match name.strip_prefix(".checkpoint-") {

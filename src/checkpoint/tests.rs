@@ -577,12 +577,12 @@ fn a_newer_format_is_named_and_not_passed_over() {
     save_step(dir.path(), 1, &small(1), None).unwrap();
     let newer = save_step(dir.path(), 2, &small(1), None).unwrap().path;
     let mut manifest = true_manifest(&newer);
-    manifest["format_version"] = json!(4);
+    manifest["format_version"] = json!(5);
     manifest["of a later version"] = json!(true);
     forge(&newer, &manifest);
     for error in [verify(&newer).unwrap_err(), newest_good(dir.path()).unwrap_err()] {
         let message = error.to_string();
-        assert!(message.contains("checkpoint-2/trainer_state.json: format 4, this build reads formats 1 to 3"), "{message}");
+        assert!(message.contains("checkpoint-2/trainer_state.json: format 5, this build reads formats 1 to 4"), "{message}");
     }
 }
 

@@ -26,6 +26,7 @@ impl Manifest {
         }
         self.trainer.validate()?;
         self.validate_tensors(moments.state_bytes() as u64)?;
+        self.validate_parts(moments)?;
         self.validate_files()
     }
 
@@ -41,10 +42,22 @@ impl Manifest {
             let bytes = t.elems.checked_mul(elem_bytes).and_then(|bytes| bytes.checked_add(end));
             end = bytes.ok_or_else(|| format!("tensor {:?}: its size overflows", t.name))?;
         }
-        if end != self.state_bytes || self.state_bytes.div_ceil(CHUNK_BYTES as u64) != self.state_crc32c.len() as u64 {
+        let chunks = if self.parts.is_some() { 0 } else { self.state_bytes.div_ceil(CHUNK_BYTES as u64) };
+        if end != self.state_bytes || chunks != self.state_crc32c.len() as u64 {
             return Err(format!("{STATE} of {} bytes does not hold tensors of {end}", self.state_bytes));
         }
         Ok(())
+    }
+
+    fn validate_parts(&self, moments: Moments) -> Verified {
+        let Some(parts) = &self.parts else {
+            let version = self.format_version;
+            return if version < 4 { Ok(()) } else { Err(format!("format {version} without the parts of its state")) };
+        };
+        if self.format_version < 4 {
+            return Err(format!("parts of several processes, which format {} does not have", self.format_version));
+        }
+        parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), moments)
     }
 
     fn validate_files(&self) -> Verified {

@@ -1,8 +1,10 @@
 //! Writing a checkpoint beside, then publishing it.
 
-use super::format::{CHUNK_BYTES, FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
+use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
+use super::state_file::StateWriter;
+use super::state_parts::StateParts;
 use super::store::{self, HiddenRole, Spared};
-use crate::disk::{Dir, OutFile, TmpDir};
+use crate::disk::{Dir, TmpDir};
 use crate::error::Result;
 use crate::optim::StatePart;
 use crate::optim::moments::Moments;
@@ -27,8 +29,8 @@ pub(crate) struct Saved {
 pub(crate) struct Writer {
     tmp: TmpDir,
     manifest: Manifest,
-    state: OutFile,
-    chunk: Vec<u8>,
+    /// Unless each of several processes writes its own.
+    state: Option<StateWriter>,
     warnings: Vec<String>,
 }
 
@@ -44,17 +46,39 @@ impl Writer {
     /// # Errors
     /// The directory cannot be listed or written.
     pub(crate) fn create(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
+        let writer = Self::create_shared(output_dir, trainer, run)?;
+        let state = StateWriter::create(writer.dir(), STATE)?;
+        Ok(Self { state: Some(state), ..writer })
+    }
+
+    /// The same for a checkpoint whose state several processes write: tensors are begun, and [`Writer::set_parts`] says where they lie.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn create_shared(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
         let warnings = store::clean(output_dir)?;
         let tmp = TmpDir::create(output_dir, store::hidden(trainer.step, HiddenRole::Tmp))?;
-        let state = tmp.dir().create_file(STATE)?;
-        let chunk = Vec::with_capacity(CHUNK_BYTES);
-        Ok(Self { tmp, manifest: Manifest::new(trainer, run), state, chunk, warnings })
+        Ok(Self { tmp, manifest: Manifest::new(trainer, run), state: None, warnings })
+    }
+
+    /// The directory that is written.
+    pub(super) fn dir(&self) -> &Dir {
+        self.tmp.dir()
+    }
+
+    /// The state lies in files of several processes.
+    pub(super) fn set_parts(&mut self, parts: StateParts) {
+        let tensors = self.manifest.tensors.iter();
+        self.manifest.state_bytes = tensors.map(|tensor| tensor.elems * self.manifest.moments().state_bytes() as u64).sum();
+        self.manifest.set_parts(parts);
     }
 
     /// Begins a tensor. Its elements follow in calls of [`Writer::elems`]: first all parameters, then all of m, then all of v.
     /// The order of the tensors is the order in the file and in the state's digest.
     pub(crate) fn begin(&mut self, name: &str, shape: &[usize]) {
-        let (offset, elems) = (self.manifest.state_bytes, shape.iter().product::<usize>() as u64);
+        let before = self.manifest.tensors.last();
+        let offset = before.map_or(0, |last| last.offset + last.elems * self.manifest.moments().state_bytes() as u64);
+        let elems = shape.iter().product::<usize>() as u64;
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
 
@@ -64,7 +88,8 @@ impl Writer {
     /// # Errors
     /// The file cannot be written.
     pub(crate) fn elems(&mut self, part: StatePart, elems: &[f32]) -> Result<()> {
-        self.manifest.moments().stored(part, elems, |bytes| self.append(bytes))
+        let state = self.state.as_mut();
+        state.map_or(Ok(()), |state| self.manifest.moments().stored(part, elems, |bytes| state.append(bytes)))
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the
@@ -73,8 +98,9 @@ impl Writer {
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
     pub(crate) fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
-        self.flush_chunk()?;
-        self.state.sync()?;
+        if let Some(state) = self.state.take() {
+            (self.manifest.state_bytes, self.manifest.state_crc32c) = state.finish()?;
+        }
         self.write_model(model_files)?;
         self.tmp.dir().write_file(MANIFEST, &self.manifest.encode(&self.tmp.dir().join(MANIFEST))?)?;
         let step = self.manifest.trainer.step;
@@ -92,27 +118,5 @@ impl Writer {
             self.manifest.files.push(FileEntry { name: name.clone(), bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) });
         }
         dir.sync()
-    }
-
-    fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            let (head, rest) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(head);
-            self.manifest.state_bytes += head.len() as u64;
-            bytes = rest;
-            if self.chunk.len() == CHUNK_BYTES {
-                self.flush_chunk()?;
-            }
-        }
-        Ok(())
-    }
-
-    fn flush_chunk(&mut self) -> Result<()> {
-        if !self.chunk.is_empty() {
-            self.state.write(&self.chunk)?;
-            self.manifest.state_crc32c.push(crc32c::crc32c(&self.chunk));
-            self.chunk.clear();
-        }
-        Ok(())
     }
 }

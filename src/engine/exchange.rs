@@ -41,10 +41,12 @@ pub enum Order {
     Finish,
     /// Go over to the plan in the hall.
     Replan,
+    /// Save its slices: two words for whoever does; checksums into the mail.
+    Save,
 }
 
 impl Order {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Step,
         Self::Flush,
         Self::Init,
@@ -55,6 +57,7 @@ impl Order {
         Self::Resume,
         Self::Finish,
         Self::Replan,
+        Self::Save,
     ];
 
     /// The order of this number.

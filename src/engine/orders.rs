@@ -14,7 +14,7 @@ use super::vitals::Doing;
 use crate::bucket::layout::Tier;
 use crate::config::options::FaultPhase;
 use crate::device::{EventId, Kernels, Peers};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
@@ -110,13 +110,31 @@ impl<D: Kernels + Peers> RankEngine<D> {
     /// # Errors
     /// The device's; those of `settle_down`; what ended another rank.
     pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.follow_and_save(settle_down, |_, _| Err(Error::resource("save", "no rank of this process saves for itself")))
+    }
+
+    /// The same where this rank saves its slices itself: `save` does, and gives their checksums.
+    ///
+    /// # Errors
+    /// As there; those of `save`.
+    pub(crate) fn follow_and_save(
+        &mut self,
+        settle_down: impl FnOnce() -> Result<()>,
+        mut save: impl FnMut(&mut Self, [u64; 2]) -> Result<Vec<u32>>,
+    ) -> Result<()> {
         let mut settle_down = Some(settle_down);
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
             if matches!(order, Order::Step | Order::Evaluate) {
                 settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
             }
-            self.obey_order(order, words)?;
+            match order {
+                Order::Save => {
+                    let crc32c = save(self, [words[0], words[1]])?;
+                    self.tell_checksums(&crc32c)?;
+                }
+                _ => self.obey_order(order, words)?,
+            }
             let seat = self.exchange.seat();
             seat.board.publish_done(seat.rank);
         }
@@ -141,6 +159,8 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 Exchange::<D>::publish_tracks(&self.exchange, tracks);
                 Ok(())
             }
+            // Whoever follows does it.
+            Order::Save => Ok(()),
             Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1] as usize),
             Order::Send => self.send_weights(),

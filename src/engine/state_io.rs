@@ -10,10 +10,12 @@ use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::tensors::Module;
+use crate::optim::CHUNK_BYTES;
 use crate::optim::StatePart;
 use crate::optim::moments::{Rounding, rounding_key};
+use std::ops::Range;
 
 impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
@@ -98,6 +100,60 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
                 &mut out[flat.start - start..flat.end - start],
             )
         })
+    }
+
+    /// What this rank owns.
+    pub(crate) fn slices(&self) -> &Slices {
+        self.exchange.slices()
+    }
+
+    /// Reads parameters or moments of this rank's slices, in its own order, from element `start` on.
+    ///
+    /// # Panics
+    /// As [`Engine::read_state`].
+    pub(crate) fn read_slices(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
+        self.strike(FaultPhase::Read)?;
+        self.expect_no_job();
+        self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, start, out)
+    }
+
+    /// Has every rank save its slices, each in its own process, by `words` that say where; `own` does it here. The checksums of all, by rank.
+    ///
+    /// # Errors
+    /// Those of `own`; what ended another rank.
+    pub(crate) fn save_slices(&mut self, [one, two]: [u64; 2], own: impl FnOnce(&mut Self) -> Result<Vec<u32>>) -> Result<Vec<Vec<u32>>> {
+        self.lead(Order::Save, [one, two, 0, 0, 0, 0])?;
+        let first = own(self)?;
+        self.await_done()?;
+        let of_rank = |rank: usize| {
+            let place = self.checksums_of(rank);
+            let mut words = vec![0.0; place.len()];
+            self.exchange.mail(place.start, &mut words);
+            words.into_iter().map(f32::to_bits).collect()
+        };
+        Ok([first].into_iter().chain((1..self.exchange.slices().ranks()).map(of_rank)).collect())
+    }
+
+    /// Leaves the checksums of what this rank has saved for rank 0.
+    pub(super) fn tell_checksums(&self, crc32c: &[u32]) -> Result<()> {
+        let place = self.checksums_of(self.exchange.slices().rank());
+        if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
+            return Err(Error::resource("tell the checksums of a save", format!("{} do not fit", crc32c.len())));
+        }
+        let words: Vec<f32> = crc32c.iter().map(|&word| f32::from_bits(word)).collect();
+        self.exchange.post(place.start, &words);
+        Ok(())
+    }
+
+    /// Where the checksums of `rank` lie in the mail, behind those of the ranks before it.
+    fn checksums_of(&self, rank: usize) -> Range<usize> {
+        let own = self.exchange.slices();
+        let chunks = |rank| {
+            let theirs = Slices::new(own.layout().clone(), rank, own.ranks());
+            (theirs.elems() * self.plan.moments.state_bytes()).div_ceil(CHUNK_BYTES)
+        };
+        let start = (0..rank).map(chunks).sum();
+        start..start + chunks(rank)
     }
 
     /// Nobody but jobs of the pool touches the state, and who borrows the engine submits none.

@@ -22,6 +22,9 @@ use std::sync::Arc;
 fn join(plan: &Plan, shape: &ModelShape, topology: &Topology, links: &Links) -> Result<(RankEngine<CpuDevice>, Seat)> {
     let slices = Slices::new(plan.layout.clone(), links.process(), plan.ranks);
     let parcel_bytes = slices.longest() * plan.dtype.bytes();
+    if u32::try_from(parcel_bytes).is_err() {
+        return Err(Error::usage(format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets")));
+    }
     let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), parcel_bytes)?;
     let seat = Seat { board, rank: links.process() };
     let join = || -> Result<_> {
@@ -44,9 +47,15 @@ pub(crate) fn lead<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Top
     user.run(join(plan, shape, topology, links)?.0)
 }
 
-/// Does what process 0 says, until the run is over or a process has ended: returns which.
-pub(crate) fn follow(plan: &Plan, shape: &ModelShape, topology: &Topology, links: &Links) -> Error {
-    let followed =
-        join(plan, shape, topology, links).and_then(|(mut engine, seat)| engine.follow(|| Ok(())).map_err(|error| seat.blame(error)));
+/// Does what process 0 says, until the run is over or a process has ended: returns which. `save` saves this process's slices.
+pub(crate) fn follow(
+    plan: &Plan,
+    shape: &ModelShape,
+    topology: &Topology,
+    links: &Links,
+    save: impl FnMut(&mut RankEngine<CpuDevice>, [u64; 2]) -> Result<Vec<u32>>,
+) -> Error {
+    let followed = join(plan, shape, topology, links)
+        .and_then(|(mut engine, seat)| engine.follow_and_save(|| Ok(()), save).map_err(|error| seat.blame(error)));
     followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
 }

@@ -29,3 +29,6 @@ impl StatePart {
 
 /// Elements at most that pass at once between state and checkpoint, digest or first weights: the plan counts one such buffer.
 pub(crate) const PIECE_ELEMS: usize = 4 << 20;
+
+/// Bytes of saved state under one checksum.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;

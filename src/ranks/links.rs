@@ -25,6 +25,8 @@ const LOOKS_ALIVE: u32 = 25;
 const LOOKS_SILENT: u32 = 150;
 /// Looks after a failure after which a process that has not ended by itself is ended: 5 s.
 const LOOKS_ENDING: u32 = 25;
+/// How much later words may come than the end of a lane.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long the last words may take.
 const PARTING_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -315,7 +317,11 @@ impl Links {
         for (process, streams) in streams.into_iter().enumerate() {
             let lane = |stream: TcpStream| {
                 let (common, bell) = (common.clone(), board.bell(common.process));
-                ParcelLane::start(stream, parcel_bytes, bell, move |why: &str| common.lose(process, why))
+                ParcelLane::start(stream, parcel_bytes, bell, move |why: &str| {
+                    // A process that ends closes all its connections, and says why on another one.
+                    thread::sleep(LAST_WORDS);
+                    common.lose(process, why);
+                })
             };
             let both = streams.map(|[grads, weights]| Ok(RankLanes { grads: lane(grads)?, weights: lane(weights)? }));
             lanes.push(both.transpose().map_err(|e: std::io::Error| Error::resource("start the threads of lanes", e))?);

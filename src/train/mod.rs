@@ -25,6 +25,7 @@ pub(crate) mod setup;
 mod skips;
 pub(crate) mod text;
 
+use crate::checkpoint::parts::MeetingPlace;
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -68,15 +69,17 @@ fn lead(settings: &Settings, links: Option<&Links>, stop: &StopFlag, observer: &
     };
     let (plan, shape) = prepared.blueprint();
     let Some(links) = links else {
-        return launcher.engine(&plan, &shape, Training { prepared, run_dir, stop, observer });
+        return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
-    processes::propose(links, (&plan, &shape), prepared.settings())?;
-    launch::processes::lead(&plan, &shape, &launcher.topology, links, Training { prepared, run_dir, stop, observer })
+    let meeting_place = Some(processes::propose(links, (&plan, &shape), prepared.settings(), run_dir.dir())?);
+    launch::processes::lead(&plan, &shape, &launcher.topology, links, Training { prepared, run_dir, meeting_place, stop, observer })
 }
 
 struct Training<'a> {
     prepared: PreparedRun<'a>,
     run_dir: RunDir,
+    /// Of several processes, until all have their engines.
+    meeting_place: Option<MeetingPlace>,
     stop: &'a StopFlag,
     observer: &'a mut dyn Observer,
 }
@@ -85,6 +88,7 @@ impl UseEngine for Training<'_> {
     type Output = Summary;
 
     fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Summary> {
+        drop(self.meeting_place);
         drive(self.prepared.session(engine, self.run_dir, self.observer)?, self.stop, self.observer)
     }
 }

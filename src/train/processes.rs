@@ -4,11 +4,14 @@ use super::observer::{Observer, Summary};
 use super::run_lock::host_name;
 use super::text;
 use crate::bucket::layout::BucketLayout;
+use crate::checkpoint::parts::{self, MeetingPlace};
 use crate::config::options::{CastSide, Technique};
 use crate::config::settings::Settings;
 use crate::data::checksum::hex;
 use crate::data::rows::Packing;
-use crate::disk;
+use crate::device::cpu::CpuDevice;
+use crate::disk::{self, Dir};
+use crate::engine::orders::RankEngine;
 use crate::engine::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::launch::engine::Launcher;
@@ -67,10 +70,12 @@ struct Proposal {
     loss_tile: Option<LossTile>,
     /// What a plan that obeys comes to: names and values.
     facts: Vec<(String, String)>,
+    /// What shows that output directories are one.
+    meeting_place: String,
 }
 
 impl Proposal {
-    fn new(plan: &Plan, shape: &ModelShape, settings: &Settings) -> Self {
+    fn new(plan: &Plan, shape: &ModelShape, settings: &Settings, meeting_place: String) -> Self {
         let fixed = plan.fixed(settings);
         Self {
             per_device_train_batch_size: fixed.per_device_train_batch_size,
@@ -82,6 +87,7 @@ impl Proposal {
             without: fixed.without,
             loss_tile: fixed.loss_tile,
             facts: facts(plan, shape),
+            meeting_place,
         }
     }
 
@@ -162,14 +168,16 @@ fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
     Ok([program].into_iter().chain(shared.map(|(name, value)| (format!("--{}", name.replace('_', "-")), value))).collect())
 }
 
-/// Process 0 tells the others what it has decided.
+/// Process 0 tells the others what it has decided. They find what is returned in their output directories, which are this `output_dir`; nobody
+/// needs it once all have their engines.
 ///
 /// # Errors
-/// None that can be expected: it is all numbers and words.
-pub(super) fn propose(links: &Links, (plan, shape): (&Plan, &ModelShape), settings: &Settings) -> Result<()> {
-    let proposal = serde_json::to_string(&Proposal::new(plan, shape, settings)).map_err(|e| Error::format("the proposal", e))?;
+/// The disk's.
+pub(super) fn propose(links: &Links, (plan, shape): (&Plan, &ModelShape), settings: &Settings, output_dir: &Dir) -> Result<MeetingPlace> {
+    let (place, sign) = MeetingPlace::create(output_dir)?;
+    let proposal = serde_json::to_string(&Proposal::new(plan, shape, settings, sign)).map_err(|e| Error::format("the proposal", e))?;
     links.propose(&proposal);
-    Ok(())
+    Ok(place)
 }
 
 /// What a process behind process 0 does: it plans as process 0 says, and follows.
@@ -192,9 +200,11 @@ pub(super) fn follow(settings: &Settings, links: &Links, stop: &StopFlag, observ
     let (launch, settings) = Launcher::new(&proposal.over(&settings))?;
     let plan = launch.plan(&settings, &shape, false)?;
     expect_alike(links, &proposal.facts, &facts(&plan, &shape))?;
+    MeetingPlace::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
     observer.note(&plan.to_string());
-    observer.note(&format!("process {} follows process 0, which tells of steps and writes all files", links.process()));
-    match processes::follow(&plan, &shape, &launch.topology, links) {
+    observer.note(&format!("process {} follows process 0, which tells of steps", links.process()));
+    let save = |engine: &mut RankEngine<CpuDevice>, words| parts::save_own(engine, &settings.output_dir, words);
+    match processes::follow(&plan, &shape, &launch.topology, links, save) {
         Error::Rank { .. } => links.end_of_run().and_then(|end| ended(links, end)),
         own => Err(own),
     }

@@ -13,6 +13,7 @@ use super::replanner::{Next, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use crate::checkpoint::engine_state::{self, for_each_piece};
+use crate::checkpoint::parts;
 use crate::checkpoint::{SavedLossScale, Scheduler, Spared, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
@@ -383,11 +384,7 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let evaluations = self.progress.with_checkpoint(step);
         let run = evaluations.kept_in(self.skips.kept_in(&self.run));
-        let mut writer = Writer::create(self.run_dir.dir(), self.trainer_state()?, run)?;
-        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, part, elems| {
-            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
-            writer.elems(part, elems)
-        })?;
+        let writer = self.write_state(run)?;
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
         let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
         let saved = writer.finish(&self.model_files, limit, spared)?;
@@ -396,6 +393,20 @@ impl<D: Kernels, X: Exchange<D>> Session<D, X> {
         observer.note(&format!("checkpoint {}", saved.path.display()));
         self.saved = saved.path.file_name().map(|name| (step, name.to_os_string()));
         Ok(())
+    }
+
+    /// A checkpoint with the engine's state, by this process or by all.
+    fn write_state(&mut self, run: Run) -> Result<Writer> {
+        let trainer = self.trainer_state()?;
+        if self.plan.processes > 1 {
+            return parts::save(&mut self.engine, self.run_dir.dir(), trainer, run);
+        }
+        let mut writer = Writer::create(self.run_dir.dir(), trainer, run)?;
+        for_each_piece(&mut self.engine, PIECE_ELEMS, |begun, part, elems| {
+            begun.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+            writer.elems(part, elems)
+        })?;
+        Ok(writer)
     }
 
     fn trainer_state(&self) -> Result<TrainerState> {

@@ -207,8 +207,13 @@ impl Harness {
     }
 
     /// Starts, with its output in files that can be read while it runs.
-    pub fn spawn(&self, mut command: Command) -> Running {
-        Running::start(&mut command, &self.path("run"))
+    pub fn spawn(&self, command: Command) -> Running {
+        self.spawn_as(command, "run")
+    }
+
+    /// The same for one of several at a time, whose files have this name.
+    pub fn spawn_as(&self, mut command: Command, name: &str) -> Running {
+        Running::start(&mut command, &self.path(name))
     }
 
     /// An uninterrupted run: its digest, and how long it took.

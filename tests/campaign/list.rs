@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 39] = [
+pub const CAMPAIGNS: [Campaign; 40] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -19,6 +19,7 @@ pub const CAMPAIGNS: [Campaign; 39] = [
     r14_stall::CAMPAIGN,
     r15_hang::CAMPAIGN,
     r16_ranks::CAMPAIGN,
+    r16b_processes::CAMPAIGN,
     r17_data::CAMPAIGN,
     r18_fuzz::SETTINGS,
     r18_fuzz::SETTINGS_YAML,

@@ -32,6 +32,7 @@ mod r13_driver;
 mod r14_stall;
 mod r15_hang;
 mod r16_ranks;
+mod r16b_processes;
 mod r17_data;
 mod r18_fuzz;
 mod r21_forged;

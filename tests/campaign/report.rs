@@ -15,12 +15,12 @@ const RECORDS: [(&str, ToRow); 5] =
 
 /// Of the list of what can go wrong, what nobody tried here, or not in full.
 const NOT_RUN: [(&str, &str); 11] = [
-    ("R6", "states saved by several processes: one process drives all GPUs"),
+    ("R6", "as a campaign, states saved by several processes, which `tests/processes.rs` does with one to four"),
     ("R12", "on a real GPU: the GPU suite asks for memory that no device has, and the plan refuses before"),
     ("R13", "on a real GPU: the GPU suite loses its GPU in a child process once, by a kernel that reads nowhere"),
     ("R14", "as a campaign, a panic in a worker, and one thread stopped alone, which `tests/faults.rs` does once by a debugger's call"),
     ("R15", "as a campaign, an event that is never signalled, which `tests/faults.rs` does once"),
-    ("R16", "as a campaign, a GPU that fails among several; the death of one of several processes, since one process drives all"),
+    ("R16", "as a campaign, a GPU that fails among several"),
     ("R24", "Miri on what calls the kernel or vector instructions, and the thread sanitizer"),
     ("R25", "24 hours, and half an hour on a GPU"),
     ("R29", "failures of loggers on the network: there are none"),

@@ -1,0 +1,59 @@
+//! Reading state that lies in files of several processes.
+
+use super::format::Manifest;
+use super::state_file::StateFile;
+use super::state_parts::{StateParts, file_name, offset};
+use crate::bucket::slices::Slices;
+use crate::error::Result;
+use crate::optim::StatePart;
+use crate::optim::moments::Moments;
+use std::path::Path;
+
+/// The open files, each with what it holds.
+pub(super) struct PartFiles(Vec<(StateFile, Slices)>);
+
+impl PartFiles {
+    /// The files in `dir`.
+    ///
+    /// # Errors
+    /// One that is missing or of another size.
+    pub(super) fn open(dir: &Path, parts: &StateParts, moments: Moments) -> Result<Self> {
+        let open = |(rank, crc32c): (usize, &Vec<u32>)| {
+            let file = StateFile::open(&dir.join(file_name(rank)), parts.file_bytes(rank, moments), crc32c.clone())?;
+            Ok((file, parts.slices(rank)))
+        };
+        parts.state_crc32c.iter().enumerate().map(open).collect::<Result<_>>().map(Self)
+    }
+
+    /// Compares every checksum.
+    ///
+    /// # Errors
+    /// The first that differs.
+    pub(super) fn verify(&mut self) -> Result<()> {
+        self.0.iter_mut().try_for_each(|(file, _)| file.for_each_chunk(|_| ()))
+    }
+
+    /// Reads elements of the flat order from `start` on.
+    ///
+    /// # Errors
+    /// A checksum that differs.
+    pub(super) fn read(&mut self, (part, moments): (StatePart, Moments), start: usize, out: &mut [f32]) -> Result<()> {
+        for (file, own) in &mut self.0 {
+            let first = offset(moments, part, own.elems());
+            for (flat, local) in own.owned(start..start + out.len()) {
+                let at = first + (local * moments.dtype(part).bytes()) as u64;
+                moments.load(part, &mut out[flat.start - start..flat.end - start], |bytes| file.read_at(at, bytes))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The place of the tensor at `nth` in the flat order.
+pub(super) fn start_of(manifest: &Manifest, nth: usize) -> Option<usize> {
+    manifest.parts.as_ref().map(|parts| parts.starts[nth] as usize)
+}
+
+#[cfg(test)]
+#[path = "part_files_tests.rs"]
+mod tests;

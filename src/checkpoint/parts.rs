@@ -1,0 +1,111 @@
+//! State in several files, one of each process: `state-<rank>.bin` holds its slices of every bucket, in its own order, all parameters, then
+//! all of m, then all of v. Processes write beside each other, so that no state crosses the network; a reader of any number of processes puts
+//! tensors together by the flat order.
+
+use super::format::TrainerState;
+use super::state_file::StateWriter;
+use super::state_parts::{StateParts, file_name};
+use super::store::hidden_of;
+use super::writer::Writer;
+use crate::device::Kernels;
+use crate::disk::{self, Dir, TmpDir};
+use crate::engine::exchange::Exchange;
+use crate::engine::executor::Engine;
+use crate::error::{Error, Result};
+use crate::optim::{PIECE_ELEMS, StatePart};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A checkpoint in `output_dir` whose state the processes of `engine`, which is flushed, have written: only its manifest is missing.
+///
+/// # Errors
+/// The disk's, here or at another process; what ended one.
+pub(crate) fn save<D: Kernels, X: Exchange<D>>(
+    engine: &mut Engine<D, X>,
+    output_dir: &Dir,
+    trainer: TrainerState,
+    run: Map<String, Value>,
+) -> Result<Writer> {
+    let step = trainer.step;
+    let mut writer = Writer::create_shared(output_dir, trainer, run)?;
+    let specs = engine.table().specs().to_vec();
+    specs.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+    let state_crc32c = engine.save_slices([step, u64::from(std::process::id())], |engine| write(engine, writer.dir()))?;
+    let layout = engine.slices().layout();
+    writer.set_parts(StateParts {
+        flat_elems: layout.flat_elems() as u64,
+        bucket_elems: layout.bucket_elems() as u64,
+        starts: specs.iter().map(|spec| spec.offset_elems as u64).collect(),
+        state_crc32c,
+    });
+    Ok(writer)
+}
+
+/// Writes the file of this rank into the checkpoint that process 0, whose id is `pid`, writes in its own `output_dir`, which is this one.
+///
+/// # Errors
+/// The disk's.
+pub(crate) fn save_own<D: Kernels, X: Exchange<D>>(
+    engine: &mut Engine<D, X>,
+    output_dir: &Path,
+    [step, pid]: [u64; 2],
+) -> Result<Vec<u32>> {
+    write(engine, &Dir::open(&output_dir.join(hidden_of(step, pid)))?)
+}
+
+/// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
+fn write<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, dir: &Dir) -> Result<Vec<u32>> {
+    let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().moments);
+    let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
+    for part in StatePart::ALL {
+        for start in (0..elems).step_by(PIECE_ELEMS) {
+            buffer.resize(PIECE_ELEMS.min(elems - start), 0.0);
+            engine.read_slices(part, start, &mut buffer)?;
+            moments.stored(part, &buffer, |bytes| file.append(bytes))?;
+        }
+    }
+    let (_, crc32c) = file.finish()?;
+    dir.sync()?;
+    Ok(crc32c)
+}
+
+/// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when
+/// remains of dead runs do.
+pub(crate) struct MeetingPlace(TmpDir);
+
+impl MeetingPlace {
+    /// One in `output_dir`, and what others find it by.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub(crate) fn create(output_dir: &Dir) -> Result<(Self, String)> {
+        let name = hidden_of(0, u64::from(std::process::id()));
+        super::store::clean(output_dir)?;
+        let place = Self(TmpDir::create(output_dir, &name)?);
+        let sign = format!("{:?}", std::time::SystemTime::now());
+        place.0.dir().write_file("meeting", sign.as_bytes())?;
+        Ok((place, format!("{name}/{sign}")))
+    }
+
+    /// Looks for what another process has created, in its output directory, which is to be this one.
+    ///
+    /// # Errors
+    /// `Resource` when it is not there within a few seconds: another machine's file system may be late.
+    pub(crate) fn find(output_dir: &Path, sought: &str, host: &str) -> Result<()> {
+        let (name, sign) = sought.split_once('/').unwrap_or((sought, ""));
+        if !disk::is_plain_file_name(name) {
+            return Err(Error::resource("look for the run's directory", "process 0 names none"));
+        }
+        let (file, deadline): (PathBuf, _) = (output_dir.join(name).join("meeting"), Instant::now() + Duration::from_secs(5));
+        while disk::read_if_present(&file, 1 << 12)?.as_deref() != Some(sign.as_bytes()) {
+            if Instant::now() > deadline {
+                let cause = format!("it is not that of {host}; processes save to one directory of a file system that all share");
+                return Err(Error::resource(format!("use --output-dir {}", output_dir.display()), cause));
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,116 @@
+//! A file of state: bytes whose chunks have a checksum each, written once and read in any order. Nothing is given out that was not compared.
+
+use super::format::CHUNK_BYTES;
+use crate::disk::{Dir, InFile, OutFile};
+use crate::error::{Error, Result};
+use std::path::Path;
+
+/// One that is being written, through a buffer of one chunk.
+pub(super) struct StateWriter {
+    file: OutFile,
+    chunk: Vec<u8>,
+    bytes: u64,
+    crc32c: Vec<u32>,
+}
+
+impl StateWriter {
+    pub(super) fn create(dir: &Dir, name: &str) -> Result<Self> {
+        Ok(Self { file: dir.create_file(name)?, chunk: Vec::with_capacity(CHUNK_BYTES), bytes: 0, crc32c: Vec::new() })
+    }
+
+    pub(super) fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (head, rest) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(head);
+            self.bytes += head.len() as u64;
+            bytes = rest;
+            if self.chunk.len() == CHUNK_BYTES {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if !self.chunk.is_empty() {
+            self.file.write(&self.chunk)?;
+            self.crc32c.push(crc32c::crc32c(&self.chunk));
+            self.chunk.clear();
+        }
+        Ok(())
+    }
+
+    /// Has all of it on disk; its size and the checksums of its chunks.
+    pub(super) fn finish(mut self) -> Result<(u64, Vec<u32>)> {
+        self.flush()?;
+        self.file.sync()?;
+        Ok((self.bytes, self.crc32c))
+    }
+}
+
+/// One that is read.
+pub(super) struct StateFile {
+    file: InFile,
+    bytes: u64,
+    crc32c: Vec<u32>,
+    /// Content of `current`, the chunk read last.
+    chunk: Vec<u8>,
+    current: Option<usize>,
+}
+
+impl StateFile {
+    /// The file at `path`, of `bytes` bytes, whose chunks have these checksums.
+    pub(super) fn open(path: &Path, bytes: u64, crc32c: Vec<u32>) -> Result<Self> {
+        Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c, chunk: Vec::new(), current: None })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    /// Gives every chunk to `visit`, in order, checked.
+    pub(super) fn for_each_chunk(&mut self, mut visit: impl FnMut(&[u8])) -> Result<()> {
+        for idx in 0..self.crc32c.len() {
+            visit(self.load_chunk(idx)?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn read_at(&mut self, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
+        while !out.is_empty() {
+            let start = (offset % CHUNK_BYTES as u64) as usize;
+            let chunk = self.load_chunk((offset / CHUNK_BYTES as u64) as usize)?;
+            let n = out.len().min(chunk.len() - start);
+            let (head, rest) = out.split_at_mut(n);
+            head.copy_from_slice(&chunk[start..start + n]);
+            out = rest;
+            offset += n as u64;
+        }
+        Ok(())
+    }
+
+    fn load_chunk(&mut self, idx: usize) -> Result<&[u8]> {
+        if self.current != Some(idx) {
+            self.current = None;
+            let start = idx as u64 * CHUNK_BYTES as u64;
+            let bytes = (self.bytes - start).min(CHUNK_BYTES as u64) as usize;
+            self.chunk.resize(bytes, 0);
+            self.file.read_at(start, &mut self.chunk)?;
+            if crc32c::crc32c(&self.chunk) != self.crc32c[idx] {
+                let cause = format_args!("damaged: the checksum of bytes {start}..{} differs", start + bytes as u64);
+                return Err(Error::format(self.file.path(), cause));
+            }
+            self.current = Some(idx);
+        }
+        Ok(&self.chunk)
+    }
+}
+
+/// The file at `path`, which must have `bytes` bytes.
+pub(super) fn open_sized(path: &Path, bytes: u64) -> Result<InFile> {
+    let file = InFile::open(path)?;
+    if file.bytes() != bytes {
+        return Err(Error::format(path, format_args!("has {} bytes, should have {bytes}", file.bytes())));
+    }
+    Ok(file)
+}
