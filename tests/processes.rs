@@ -121,6 +121,17 @@ fn formats_faults_and_places_do_not_change_that() {
     }
 }
 
+/// Devices whose streams run in any order that their events allow: what is sent is what was written, and nothing is overwritten before.
+#[test]
+fn slices_wait_for_what_they_are_made_of() {
+    let workspace = Workspace::new();
+    let whole = digest_of_one(&workspace, "one", 1, &["--dtype=float32"]);
+    for seed in crate::sweep::sweep(1..5, 1..100) {
+        let adversary = format!("--adversary={seed}");
+        assert_eq!(digest(&workspace, &format!("two-{seed}"), 2, &["--dtype=float32", &adversary]), whole, "seed {seed}");
+    }
+}
+
 #[test]
 fn a_run_goes_on_with_another_number_of_processes() {
     let workspace = Workspace::new();

@@ -201,8 +201,7 @@ impl Settings {
             describe::written(&describe::value(&self.weights)),
             allowed,
         )?;
-        require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")?;
-        require(self.adversary.is_none(), "adversary", self.adversary.unwrap_or_default(), "only with one process")
+        require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")
     }
 
     fn check_combinations(&self) -> Result<()> {

@@ -28,8 +28,9 @@ fn join(plan: &Plan, shape: &ModelShape, topology: &Topology, links: &Links) -> 
     let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), parcel_bytes)?;
     let seat = Seat { board, rank: links.process() };
     let join = || -> Result<_> {
-        // All of the machine is this rank's.
-        let share = share::whole(&Plan { ranks: 1, ..plan.clone() }, topology);
+        // All of the machine is this rank's, and so is what an adversary draws.
+        let adversary = plan.adversary.map(|seed| seed.wrapping_add(seat.rank as u64));
+        let share = share::whole(&Plan { ranks: 1, adversary, ..plan.clone() }, topology);
         let bell = seat.board.bell(seat.rank);
         let (dev, pool) = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
         let own = Plan { ranks: plan.ranks, ..share.plan };
