@@ -321,3 +321,7 @@ fn strange(rank: usize, parcel: &Parcel) -> Error {
     let cause = format!("bucket {bucket} of round {round} with {} bytes is not what comes next", bytes.len());
     Error::resource(format!("take a slice of rank {rank}"), cause)
 }
+
+#[cfg(test)]
+#[path = "sockets_tests.rs"]
+mod tests;

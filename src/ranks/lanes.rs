@@ -84,7 +84,7 @@ impl ParcelLane {
     ///
     /// # Errors
     /// Those of the system, which has no thread or socket left.
-    pub(super) fn start(
+    pub(crate) fn start(
         stream: TcpStream,
         most: usize,
         bell: Arc<Doorbell>,
