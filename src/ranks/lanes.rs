@@ -48,8 +48,9 @@ pub(crate) struct RankLanes {
 /// Why a connection ended, in words.
 pub(super) fn ended(error: &std::io::Error) -> String {
     match error.kind() {
-        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
-            format!("it ended before the run was over, or its network did ({error})")
+        ErrorKind::UnexpectedEof => "it ended before the run was over: its connection is closed".into(),
+        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
+            format!("it ended before the run was over, or its network did: {error}")
         }
         _ => format!("its connection failed: {error}"),
     }
