@@ -409,9 +409,9 @@ fn a_signal_in_any_phase_saves_and_the_run_goes_on() {
             send(&child, signal);
             let ended: Outcome = child.wait_with_output().unwrap().into();
             assert_eq!(ended.code, 75, "{out}: {ended:?}");
-            let said = ended.stdout.contains("interrupted at step") || phase == "start" && ended.stdout.contains("interrupted while data");
+            let said = ended.stdout.contains("interrupted at step") || phase == "start" && ended.stdout.contains("interrupted while ");
             assert!(ended.stderr.is_empty() && said, "{ended:?}");
-            let steps = if ended.stdout.contains("while data") { 0 } else { workspace.metrics(&out).len() };
+            let steps = if ended.stdout.contains("interrupted while ") { 0 } else { workspace.metrics(&out).len() };
             assert!(steps == 0 || workspace.path(&format!("{out}/checkpoint-{steps}")).is_dir(), "{out}: no checkpoint of {steps}");
             assert_eq!(run(&mut workspace.resume(&out, &[])).digest(), digest, "{out}");
             assert_whole(&workspace, &out);
