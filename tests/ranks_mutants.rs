@@ -26,18 +26,16 @@ const MUTANTS: [Mutant; 8] = [
     },
     Mutant {
         name: "publish before record",
-        changes: &[(
-            "        dev.record(self.written[bucket], Stream::Compute)?;
-        self.buckets_written += 1;
-        self.seat.board.publish_written(self.seat.rank);
-        self.seat.pass()?;
-",
-            "        self.buckets_written += 1;
-        self.seat.board.publish_written(self.seat.rank);
-        self.seat.pass()?;
-        dev.record(self.written[bucket], Stream::Compute)?;
-",
-        )],
+        changes: &[
+            (
+                "        dev.record(self.written[bucket], Stream::Compute)?;\n",
+                "        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n        dev.record(self.written[bucket], Stream::Compute)?;\n",
+            ),
+            (
+                "        self.buckets_written += 1;\n        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n",
+                "        self.buckets_written += 1;\n",
+            ),
+        ],
     },
     Mutant {
         name: "staging is overwritten before its sum",
@@ -73,10 +71,7 @@ const MUTANTS: [Mutant; 8] = [
     Mutant {
         name: "no wait before gradients are overwritten",
         changes: &[
-            (
-                "        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {\n",
-                "        if self.buckets_summed < needed {\n",
-            ),
+            ("        if self.buckets_summed < needed || !others_have {\n", "        if self.buckets_summed < needed {\n"),
             ("        self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;\n", ""),
         ],
     },
