@@ -40,7 +40,7 @@ __device__ __forceinline__ unsigned scale_bits(unsigned bits) {
 //
 // scale[0] = the scale of `vectors` of 8 numbers and of `rest` more. scale[0] is 0 before: positive numbers have the order of their bits, so
 // that their largest is the largest integer, in whatever order blocks come. Blocks of 256; any grid.
-// Reads 2 bytes an element: 16384 x 4096 take 31 us.
+// Reads 2 bytes an element: 31 us for 16384 x 4096 at 4.3 TB/s.
 template <typename Q>
 __device__ __forceinline__ void abs_max_scale(const bf16* x, unsigned* scale, unsigned long long vectors, unsigned rest) {
     __shared__ unsigned shared[THREADS / WARP];
@@ -75,7 +75,7 @@ constexpr unsigned WRITE = 16;
 // out[r, c] = transposed[c, r] = x[r, c] / scale[0]; either may be left out. `rows` and `cols` are multiples of 16, pointers aligned to 16
 // bytes. A block of 256 takes a tile of 128 x 128; tiles are counted along rows. In shared memory a row's words are turned by four for every 16
 // rows, so that the 8 lanes that write a column read 8 banks of their own.
-// Reads 2 bytes an element and writes 1 or 2: 16384 x 4096 take 62 us with both.
+// Reads 2 bytes an element and writes 1 or 2: 62 us for 16384 x 4096 with both, at 4.3 TB/s.
 template <typename Q>
 __device__ __forceinline__ void quantize(const bf16* x, const float* scale, unsigned char* out, unsigned char* transposed, unsigned rows,
                                          unsigned cols) {
