@@ -1,6 +1,6 @@
 //! What makes a figure wrong: each rule gives sentences, and a good figure none.
 
-use crate::config::{Compare, Fact, Kind, Origin, Run, Same, Series, Trend};
+use crate::config::{Compare, Fact, Kind, NoWorse, Origin, Run, Same, Series, Trend};
 use crate::error::Result;
 use crate::figure::Figure;
 use crate::lines;
@@ -35,6 +35,9 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     if config.pending.is_empty() {
         for rule in &config.fact {
             wrong.extend(fact(figure, rule)?);
+        }
+        for rule in &config.no_worse {
+            wrong.extend(no_worse(figure, rule)?);
         }
         for rule in &config.same {
             wrong.extend(same(figure, rule)?);
@@ -135,6 +138,21 @@ fn fact(figure: &Figure, rule: &Fact) -> Result<Option<String>> {
         }
         _ => None,
     })
+}
+
+/// A mean that is above the others' by more than their spread.
+fn no_worse(figure: &Figure, rule: &NoWorse) -> Result<Option<String>> {
+    let all = figure.lines(&rule.files)?;
+    let of = |wanted| all.iter().filter(|line| lines::holds(line, wanted)).filter_map(|line| lines::number(line, &rule.path)).collect();
+    let (ours, others): (Vec<f64>, Vec<f64>) = (of(&rule.only), of(&rule.than));
+    if ours.len() < 2 || others.len() < 2 {
+        return Ok(Some(format!("no two lines of each kind have {}: {}", rule.path, rule.claim)));
+    }
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let spread = others.iter().copied().fold(f64::MIN, f64::max) - others.iter().copied().fold(f64::MAX, f64::min);
+    let worse = mean(&ours) - mean(&others);
+    let said = || format!("not so: {}: {} is {worse:.5} above, and the spread is {spread:.5}", rule.claim, rule.path);
+    Ok((worse > spread).then(said))
 }
 
 /// The first line that has no like, or whose like says something else.

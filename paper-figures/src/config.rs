@@ -41,6 +41,9 @@ pub struct Config {
     /// Bounds on single fields of lines.
     #[serde(default)]
     pub fact: Vec<Fact>,
+    /// Runs that must end about as well as others.
+    #[serde(default)]
+    pub no_worse: Vec<NoWorse>,
     /// Files whose lines say the same.
     #[serde(default)]
     pub same: Vec<Same>,
@@ -236,6 +239,23 @@ pub struct Fact {
     /// All lines hold the same value.
     #[serde(default)]
     pub same: bool,
+}
+
+/// Runs with several seeds that end about as well as others: their mean is above the others' by no more than the others' spread.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct NoWorse {
+    /// The claim in words.
+    pub claim: String,
+    /// Files of JSON lines.
+    pub files: Vec<String>,
+    /// Which lines.
+    #[serde(rename = "where")]
+    pub only: BTreeMap<String, toml::Value>,
+    /// The others.
+    pub than: BTreeMap<String, toml::Value>,
+    /// The field; less is better.
+    pub path: String,
 }
 
 /// Two ways to one result: each line of `file` has its like, which says the same.

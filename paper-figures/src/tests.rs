@@ -162,6 +162,22 @@ fn facts_hold_or_fail() {
 }
 
 #[test]
+fn runs_that_end_worse_than_the_seeds_differ_fail() {
+    let folder = Folder::new();
+    let rule = "[[no_worse]]\nclaim = \"c\"\nfiles = [\"results/runs.jsonl\"]\nwhere = { dtype = \"fp8\" }\nthan = { dtype = \"bf16\" }\npath = \"loss\"\n";
+    let complaint = |of_fp8: [f64; 2]| {
+        let line = |dtype, loss| format!("{{\"dtype\":\"{dtype}\",\"loss\":{loss}}}\n");
+        let lines = [line("bf16", 3.0), line("bf16", 3.2), line("fp8", of_fp8[0]), line("fp8", of_fp8[1])];
+        folder.write("fig-00_test/results/runs.jsonl", &lines.concat());
+        folder.complaint(rule)
+    };
+    assert_eq!(complaint([3.2, 3.39]), "every figure is as its lines say\n");
+    assert!(complaint([3.2, 3.45]).contains("not so: c: loss is 0.22500 above, and the spread is 0.20000"));
+    folder.write("fig-00_test/results/runs.jsonl", "{\"dtype\":\"fp8\",\"loss\":3.0}\n");
+    assert!(folder.complaint(rule).contains("no two lines of each kind have loss: c"));
+}
+
+#[test]
 fn lines_that_should_be_the_same_are_compared() {
     let folder = Folder::new();
     let lines = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();

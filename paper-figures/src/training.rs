@@ -10,6 +10,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 const EVERY: u64 = 10;
 /// Fields of a step that are kept.
 const FIELDS: [&str; 6] = ["step", "loss", "grad_norm", "verdict", "rolled_back", "step_ms"];
+/// Fields of an evaluation that are kept; every evaluation is.
+const EVALUATED: [&str; 3] = ["step", "eval_loss", "eval_tokens"];
+/// Settings that tell the steps of one run from those of another.
+const OF_RUN: [&str; 4] = ["strategy", "matmul_dtype", "moments", "seed"];
 
 /// The lines of the run in `folder`, which printed `text`.
 ///
@@ -17,9 +21,10 @@ const FIELDS: [&str; 6] = ["step", "loss", "grad_norm", "verdict", "rolled_back"
 /// When the run left no metrics, no checkpoint with its settings, or no digest.
 pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let wrong = |cause: &str| Error::Format { path: folder.into(), cause: cause.into() };
-    let mut steps = lines::read(&folder.join("metrics.jsonl"))?;
-    // The first line has facts of the run.
-    steps.retain(|line| line.get("step").is_some());
+    let (of_steps, facts): (Vec<_>, Vec<_>) =
+        lines::read(&folder.join("metrics.jsonl"))?.into_iter().partition(|line| line.get("step").is_some());
+    let facts = facts.first().map_or(&Value::Null, |line| &line["facts"]);
+    let (evaluations, steps): (Vec<_>, Vec<_>) = of_steps.into_iter().partition(|line| line.get("eval_loss").is_some());
     let last = steps.last().and_then(|line| line["step"].as_u64()).ok_or_else(|| wrong("no steps in metrics.jsonl"))?;
     let state = std::fs::read_to_string(folder.join(format!("checkpoint-{last}/trainer_state.json"))).unwrap_or_default();
     let state: Value =
@@ -28,8 +33,10 @@ pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let settings = settings.ok_or_else(|| wrong("no settings in the last checkpoint"))?;
     let digest = text.lines().find_map(|line| line.strip_prefix("digest: ")).ok_or_else(|| wrong("no digest was printed"))?;
     let kept = steps.iter().filter(|line| line["step"].as_u64().is_some_and(|step| step % EVERY == 0) || has_rollback(line));
-    let mut lines: Vec<_> = kept.map(|line| step(line, &settings["strategy"])).collect();
-    lines.push(whole(&steps, settings, digest));
+    let steps_kept = kept.map(|line| of_run("train step", line, &FIELDS, settings));
+    let evaluations_kept = evaluations.iter().map(|line| of_run("train evaluation", line, &EVALUATED, settings));
+    let mut lines: Vec<_> = steps_kept.chain(evaluations_kept).collect();
+    lines.push(whole(facts, (&steps, evaluations.last()), settings, digest));
     Ok(lines)
 }
 
@@ -37,20 +44,24 @@ fn has_rollback(line: &Value) -> bool {
     line["rolled_back"].as_u64() > Some(0)
 }
 
-fn step(line: &Value, strategy: &Value) -> Value {
-    let mut kept = Map::from_iter([("bench".into(), "train step".into()), ("strategy".into(), strategy.clone())]);
-    kept.extend(FIELDS.map(|name| (name.into(), line[name].clone())));
+/// What is kept of a line, and which run it is of.
+fn of_run(bench: &str, line: &Value, fields: &[&str], settings: &Value) -> Value {
+    let mut kept = Map::from_iter([("bench".into(), bench.into())]);
+    kept.extend(OF_RUN.iter().filter_map(|name| Some(((*name).into(), settings.get(name)?.clone()))));
+    kept.extend(fields.iter().map(|name| ((*name).into(), line[name].clone())));
     Value::Object(kept)
 }
 
-fn whole(steps: &[Value], settings: &Value, digest: &str) -> Value {
+fn whole(facts: &Value, (steps, evaluated): (&[Value], Option<&Value>), settings: &Value, digest: &str) -> Value {
     let is_clipped = |line: &&Value| line["verdict"] == "clip";
     let (rolled_back, others): (Vec<_>, Vec<_>) = steps.iter().partition(|line| has_rollback(line));
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     json!({
         "bench": "train",
         "unix_seconds": seconds,
-        "machine": machine(),
+        "build": facts["build"],
+        "machine": facts["machine"],
+        "device": facts["device"],
         "settings": settings,
         "steps": steps.len(),
         "clipped_steps": steps.iter().filter(is_clipped).count(),
@@ -59,6 +70,7 @@ fn whole(steps: &[Value], settings: &Value, digest: &str) -> Value {
         "median_ms": median_ms(&others),
         "median_rolled_back_ms": median_ms(&rolled_back),
         "loss": {"first": steps[0]["loss"], "last": steps[steps.len() - 1]["loss"]},
+        "eval_loss": evaluated.map(|line| &line["eval_loss"]),
         "digest": digest,
     })
 }
@@ -67,13 +79,6 @@ fn median_ms(steps: &[&Value]) -> Option<f64> {
     let mut ms: Vec<_> = steps.iter().filter_map(|line| line["step_ms"].as_f64()).collect();
     ms.sort_by(f64::total_cmp);
     ms.get(ms.len() / 2).copied()
-}
-
-/// Name and number of the CPUs; a training run does not say.
-fn machine() -> Value {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = text.lines().find_map(|line| line.strip_prefix("model name")).map(|rest| rest.trim_start_matches([' ', '\t', ':']));
-    json!({"cpu": name, "cpus": std::thread::available_parallelism().map_or(0, usize::from)})
 }
 
 #[cfg(test)]
@@ -93,14 +98,19 @@ mod tests {
                 )
             })
             .collect::<String>();
-        std::fs::write(dir.path().join("metrics.jsonl"), format!("{{\"facts\": {{}}}}\n{steps}")).unwrap();
+        let steps = format!("{steps}{}\n", json!({"step": 20, "eval_loss": 2.5, "eval_tokens": 8, "eval_seconds": 0.1}));
+        std::fs::write(dir.path().join("metrics.jsonl"), format!("{{\"facts\": {{\"device\": \"cpu\"}}}}\n{steps}")).unwrap();
         assert!(lines(dir.path(), "digest: ab\n").unwrap_err().to_string().contains("trainer_state.json of the last checkpoint"));
         std::fs::create_dir(dir.path().join("checkpoint-20")).unwrap();
         let state = "{\"manifest\":{\"trainer\":{\"settings\":{\"strategy\":\"superoffload\"}}},\n\"crc32c\":\"00\"}\n";
         std::fs::write(dir.path().join("checkpoint-20/trainer_state.json"), state).unwrap();
         let lines = lines(dir.path(), "done\ndigest: ab\n").unwrap();
-        assert_eq!(lines.iter().filter_map(|line| line["step"].as_u64()).collect::<Vec<_>>(), [3, 10, 20]);
-        let whole = &lines[3];
+        assert_eq!(lines.iter().filter_map(|line| line["step"].as_u64()).collect::<Vec<_>>(), [3, 10, 20, 20]);
+        let evaluation = json!({"bench": "train evaluation", "strategy": "superoffload", "step": 20, "eval_loss": 2.5, "eval_tokens": 8});
+        assert_eq!(lines[3], evaluation);
+        let whole = &lines[4];
+        assert_eq!(whole["device"], "cpu");
+        assert_eq!((&whole["loss"]["last"], &whole["eval_loss"]), (&1.0.into(), &2.5.into()));
         assert_eq!((&whole["clipped_steps"], &whole["rolled_back_steps"], &whole["digest"]), (&4.into(), &1.into(), &"ab".into()));
         assert_eq!((&whole["median_ms"], &whole["median_rolled_back_ms"]), (&11.0.into(), &3.0.into()));
     }
