@@ -2,10 +2,21 @@
 
 import workload as w
 
-args = w.arguments(compile=False)
+args = w.arguments(compile=False, float8="")
+
+
+def in_float8(model):
+    """The layers' products as torchao's recipe says: `tensorwise` or `rowwise`. The output matrix stays in bf16."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(args.float8)
+    for layer in w.layers_of(model):
+        convert_to_float8_training(layer, config=config)
 
 
 def prepare(torch, model, _batch):
+    if args.float8:
+        in_float8(model)
     if args.compile:
         for layer in w.layers_of(model):
             layer.compile()
@@ -24,7 +35,7 @@ def prepare(torch, model, _batch):
             torch._foreach_copy_(weights, masters)
 
     forward = lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
-    return forward, lambda loss: loss.backward(), update, {"compile": args.compile}
+    return forward, lambda loss: loss.backward(), update, {"compile": args.compile, "float8": args.float8 or None}
 
 
 w.measure("gpu", "no offload, torch", args, prepare)
