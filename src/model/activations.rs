@@ -4,7 +4,7 @@
 //! A layer keeps what its [`LayerPolicy`] says. What it does not keep lies in buffers that all such layers share: their passes
 //! run one after another, on one stream.
 
-use super::fp8::{self, Fp8Work};
+use super::fp8::{self, Fp8Work, LINEARS};
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
@@ -204,14 +204,20 @@ impl ActivationPlan {
         let normed_stats = |layer: &LayerShape| when(layer.pre_norm, stats_cols(layer.norm));
         let raw = |layer: &LayerShape| when(layer.post_norm(), self.shape.channels);
         let raw_stats = |layer: &LayerShape| when(layer.post_norm(), stats_cols(layer.norm));
-        let (inputs, costly, cheap) = (self.input_parts(), self.parts(LayerPolicy::keeps_costly), self.parts(LayerPolicy::keeps_cheap));
+        let keeps = |keeps: fn(LayerPolicy) -> bool| move |l: usize| keeps(self.policies[l]);
+        let (inputs, costly, cheap) =
+            (self.input_parts(), self.parts(keeps(LayerPolicy::keeps_costly)), self.parts(keeps(LayerPolicy::keeps_cheap)));
+        // What is kept in 8 bits is not kept in 16.
+        let is_dense = |l: usize| self.shape.layers[l].mlp.moe().is_none();
+        let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
+        let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && is_dense(l)));
         let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
             let cols = self.shape.layers.iter().map(cols).collect();
             memory.by_layer(name, parts, cols, dtype)
         };
         let (dtype, fp32) = (self.dtype, Dtype::Float32);
         let input = each("layers.input", &inputs, &channels, dtype)?;
-        let attn_norm_out = each("layers.attn_norm_out", &cheap, &normed, dtype)?;
+        let attn_norm_out = each("layers.attn_norm_out", &attn_cheap, &normed, dtype)?;
         let attn_norm_stats = each("layers.attn_norm_stats", &costly, &normed_stats, fp32)?;
         let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
         let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
@@ -221,15 +227,16 @@ impl ActivationPlan {
         let attn_raw = each("layers.attn_raw", &costly, &raw, dtype)?;
         let attn_raw_stats = each("layers.attn_raw_stats", &costly, &raw_stats, fp32)?;
         let mid = each("layers.mid", &costly, &channels, dtype)?;
-        let mlp_norm_out = each("layers.mlp_norm_out", &cheap, &normed, dtype)?;
+        let mlp_norm_out = each("layers.mlp_norm_out", &mlp_cheap, &normed, dtype)?;
         let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
         let mlp_in = each("layers.mlp_in", &costly, &|layer| layer.mlp_cols().0, dtype)?;
         // What experts make of it is made again: a workspace of all layers holds it.
-        let mlp_act = each("layers.mlp_act", &cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
+        let mlp_act = each("layers.mlp_act", &mlp_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
-        let routed = self.routed(memory)?;
-        let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep);
+        let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
+        // In FP8 layers that keep use the shared buffers, too.
+        let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep || self.fp8);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
             intact: Some(l) == last_sharing,
@@ -247,8 +254,31 @@ impl ActivationPlan {
             mlp_act: mlp_act.at(l),
             post_mlp: RawActivations { raw: mlp_raw.at(l), stats: mlp_raw_stats.at(l) },
             routed: routed[l],
+            fp8: fp8[l],
         };
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
+    }
+
+    /// What enters the linear layers of each layer that keeps it, transposed, in 8 bits; attention's output, of which its own backward
+    /// pass reads 16, and the residual stream are not among it.
+    fn fp8_inputs<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<[Option<DeviceSlice>; LINEARS]>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let keeps = |l: usize| self.fp8 && self.policies[l].keeps_cheap();
+        let parts = self.parts(keeps);
+        let mut each = |name, cols: &dyn Fn(&LayerShape) -> usize| {
+            let cols = self.shape.layers.iter().enumerate().map(|(l, layer)| if keeps(l) { cols(layer) } else { 0 }).collect();
+            memory.by_layer(name, &parts, cols, Dtype::Float8E4m3)
+        };
+        let channels = self.shape.channels;
+        let normed = |layer: &LayerShape| if layer.pre_norm { channels } else { 0 };
+        let dense = |layer: &LayerShape, cols: usize| if layer.mlp.moe().is_none() { cols } else { 0 };
+        let attn_norm = each("layers.fp8_attn_norm", &normed)?;
+        let mlp_norm = each("layers.fp8_mlp_norm", &|layer| dense(layer, normed(layer)))?;
+        let mlp_act = each("layers.fp8_mlp_act", &|layer| dense(layer, layer.mlp_cols().1))?;
+        let at = |of: &ByLayer, l: usize| Some(of.at(l)).filter(|slice| slice.elems() > 0);
+        Ok((0..self.policies.len()).map(|l| [at(&attn_norm, l), None, at(&mlp_norm, l), at(&mlp_act, l)]).collect())
     }
 
     /// What each layer with experts keeps of its routing, whatever its policy.
@@ -325,10 +355,10 @@ impl ActivationPlan {
     }
 
     /// Layers that keep have a part of their own, the others share the last one.
-    fn parts(&self, keeps: fn(LayerPolicy) -> bool) -> Vec<usize> {
-        let mut own = 0..;
-        let shared = self.policies.iter().filter(|policy| keeps(**policy)).count();
-        self.policies.iter().map(|policy| if keeps(*policy) { own.next().unwrap_or(shared) } else { shared }).collect()
+    fn parts(&self, keeps: impl Fn(usize) -> bool) -> Vec<usize> {
+        let (mut own, layers) = (0.., 0..self.policies.len());
+        let shared = layers.clone().filter(|l| keeps(*l)).count();
+        layers.map(|l| if keeps(l) { own.next().unwrap_or(shared) } else { shared }).collect()
     }
 
     /// A layer whose input waits in host memory takes turns with the others; every other layer keeps its input.
@@ -438,6 +468,8 @@ pub(super) struct LayerActivations {
     pub(crate) post_mlp: RawActivations,
     /// Where the layer has experts.
     pub(crate) routed: Option<RoutedActivations>,
+    /// What enters each linear layer, transposed and in 8 bits, where it is kept so.
+    pub(super) fp8: [Option<DeviceSlice>; LINEARS],
 }
 
 /// What the norm before attention or an MLP makes; without elements where there is none.
@@ -627,6 +659,27 @@ mod tests {
             assert_eq!(plan.device_bytes(), Bytes((layers + outside + loss + work) as u64), "{policies:?}");
             assert_eq!(plan.host_bytes(), Bytes(host as u64), "{policies:?}");
         }
+    }
+
+    #[test]
+    fn in_fp8_layers_that_keep_share_16_bits_and_have_8_of_their_own() {
+        let policies = [Keep, RecomputeCheap, Keep, Host, Keep, Keep];
+        let plan = |fp8| ActivationPlan::new(MicroBatch { fp8, ..pair(&ModelShape::demo(), &policies) }).unwrap();
+        let (in_fp8, plain) = (addressed(&plan(true)).layers, addressed(&plan(false)).layers);
+        let starts = |of: &dyn Fn(&LayerActivations) -> DeviceSlice| in_fp8.iter().map(|layer| of(layer).addr()).collect::<Vec<_>>();
+        for of in [|l: &LayerActivations| l.attn_norm.out, |l: &LayerActivations| l.mlp_norm.out, |l: &LayerActivations| l.mlp_act] {
+            assert_eq!(starts(&of), [0; 6]);
+        }
+        // 96 tokens; 256 channels, 512 in the middle.
+        for (linear, elems) in [(0, 96 * 256), (2, 96 * 256), (3, 96 * 512)] {
+            let kept = in_fp8.iter().map(|layer| layer.fp8[linear].map(|kept| (kept.addr(), kept.elems())));
+            let part = |index: u64| Some((index * elems as u64, elems));
+            assert!(kept.eq([part(0), None, part(1), None, part(2), part(3)]), "{linear}");
+        }
+        assert!(in_fp8.iter().all(|layer| layer.fp8[1].is_none()) && plain.iter().all(|layer| layer.fp8 == [None; LINEARS]));
+        // Only the last layer finds in the shared buffers what it left there.
+        assert!(in_fp8.iter().map(|layer| layer.intact).eq([false, false, false, false, false, true]));
+        assert!(plain.iter().map(|layer| layer.intact).eq([false, false, false, true, false, false]));
     }
 
     #[test]

@@ -4,8 +4,9 @@
 //!
 //! A library multiplies such matrices only where both lie along the dimension summed over. So a factor is quantized into the orientation that
 //! a product reads: forward as it is, backward transposed. Whatever computes a product again, or finds its weights elsewhere, quantizes the same
-//! bfloat16 numbers: bits depend neither on what layers keep nor on where weights lie. Nothing of 8 bits outlives a product, so that all of them
-//! share their memory; only scales are kept, from the forward to the backward pass.
+//! bfloat16 numbers: bits depend neither on what layers keep nor on where weights lie. Layers that keep the outputs of norms and of the activation
+//! function keep them in 8 bits, transposed, as the backward pass reads them. All else of 8 bits ends with its product and shares its memory; scales
+//! are kept, from the forward to the backward pass.
 
 use super::layer_shape::LayerShape;
 use super::shape::ModelShape;
@@ -16,8 +17,8 @@ use crate::error::{Error, Result};
 /// What checkpoints call it: another one gives other bits.
 pub(crate) const RECIPE: &str = "fp8: E4M3, gradients of outputs E5M2; a power of two for each matrix, from its largest magnitude";
 
-/// Linear layers of a layer.
-const LINEARS: usize = 4;
+/// Linear layers of a layer: queries, keys and values; attention's output; what enters the MLP; what leaves it.
+pub(super) const LINEARS: usize = 4;
 /// Scales of each: of its input, its weight, and the gradient of its output.
 const SCALES: usize = 3;
 /// Elements from one scale to the next: each begins where products take it.
@@ -82,13 +83,15 @@ pub(super) struct Fp8Linear {
     pub work: Fp8Work,
     /// Of its input, its weight, and the gradient of its output, fp32 `[SCALES, SCALE_STRIDE]`.
     scales: DeviceSlice,
+    /// Where its input stays, transposed, until the backward pass; `None`: that pass makes it again.
+    pub kept: Option<DeviceSlice>,
 }
 
 impl Fp8Work {
     /// The part of linear layer `linear` of layer `layer`, by the order of [`linears`].
-    pub(super) fn of(self, layer: usize, linear: usize) -> Fp8Linear {
+    pub(super) fn of(self, layer: usize, linear: usize, kept: Option<DeviceSlice>) -> Fp8Linear {
         let elems = SCALES * SCALE_STRIDE;
-        Fp8Linear { work: self, scales: self.scales.slice((layer * LINEARS + linear) * elems, elems) }
+        Fp8Linear { work: self, scales: self.scales.slice((layer * LINEARS + linear) * elems, elems), kept }
     }
 }
 

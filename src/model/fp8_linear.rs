@@ -1,5 +1,6 @@
 //! A linear layer in FP8, forward and backward.
 
+use super::activations::LayerActivations;
 use super::fp8::{Fp8Linear, Fp8Work};
 use super::params::{LayerParams, LinearParams};
 use super::shape::ModelShape;
@@ -8,11 +9,11 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 
 /// Has the linear layers of `layers` computed in FP8, but for experts.
-pub(super) fn give(work: Fp8Work, shape: &ModelShape, layers: &mut [LayerParams]) {
+pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActivations], layers: &mut [LayerParams]) {
     for (index, layer) in layers.iter_mut().enumerate() {
         let dense = [&mut layer.mlp_in, &mut layer.mlp_out].into_iter().filter(|_| shape.layers[index].mlp.moe().is_none());
         let linears = [&mut layer.qkv, &mut layer.attn_out].into_iter().chain(dense);
-        linears.enumerate().for_each(|(at, linear)| linear.fp8 = Some(work.of(index, at)));
+        linears.enumerate().for_each(|(at, linear)| linear.fp8 = Some(work.of(index, at, activations[index].fp8[at])));
     }
 }
 
@@ -35,7 +36,7 @@ impl Fp8Linear {
         dev.launch(AbsMaxScale { x, scale: x_scale, format: Dtype::Float8E4m3 })?;
         dev.launch(AbsMaxScale { x: weight, scale: weight_scale, format: Dtype::Float8E4m3 })?;
         let (a, b) = (self.work.rows.slice(0, x.elems()), self.work.factor.slice(0, weight.elems()));
-        dev.launch(Quantize { x, scale: x_scale, out: Some(a), transposed: None, cols })?;
+        dev.launch(Quantize { x, scale: x_scale, out: Some(a), transposed: self.kept, cols })?;
         dev.launch(Quantize { x: weight, scale: weight_scale, out: Some(b), transposed: None, cols })?;
         let bias = params.bias.map(|bias| bias.value);
         multiply(dev, [Scaled(a, x_scale), Scaled(b, weight_scale)], cols, (bias, base), out)
@@ -57,7 +58,7 @@ impl Fp8Linear {
         dev.launch(Quantize { x: dout, scale, out: Some(rows), transposed: Some(columns), cols: outs })?;
         let weight = self.transposed(dev, weight, self.scale(1), ins)?;
         multiply(dev, [Scaled(rows, scale), weight], outs, (None, add.then_some(dx)), dx)?;
-        let x = self.transposed(dev, x, self.scale(0), ins)?;
+        let x = self.kept.map_or_else(|| self.transposed(dev, x, self.scale(0), ins), |kept| Ok(Scaled(kept, self.scale(0))))?;
         multiply(dev, [Scaled(columns, scale), x], tokens, (None, accumulate.then_some(dweight)), dweight)
     }
 

@@ -81,7 +81,7 @@ impl Model {
         let embed = flat.embed();
         let mut layers: Vec<_> = (0..shape.layers.len()).map(|layer| flat.layer(layer)).collect();
         if let Some(work) = activations.fp8 {
-            fp8_linear::give(work, &shape, &mut layers);
+            fp8_linear::give(work, &shape, &activations.layers, &mut layers);
         }
         let head = flat.head();
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
