@@ -40,8 +40,8 @@ pub mod device {
     pub use crate::device::cpu::{CpuDevice, Schedule};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
-        AbsMaxScale, Adam, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu, Combine,
-        CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias,
+        AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
+        Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias,
         ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
         LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
         Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaledMatmul, ScatterRows, SegmentSums,

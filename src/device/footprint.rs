@@ -50,7 +50,10 @@ impl DeviceKind {
             return Vec::new();
         }
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
-        let of_parts = |shape: &_, deterministic| gpu::attention_workspace_bytes(&gpu::attention_part(shape, deterministic), deterministic);
+        let of_parts = |part: &_, deterministic| {
+            let block = gpu::attention_block(shape, deterministic);
+            gpu::attention_workspace_bytes(&gpu::attention_part(part, block, deterministic), block, deterministic)
+        };
         let (workspace, packed) = match attention {
             Attention::Cudnn { deterministic } if separates_documents => {
                 let largest = batch_shapes(shape).map(|shape| of_parts(&shape, deterministic)).max();
@@ -67,6 +70,14 @@ impl DeviceKind {
             class("context, libraries", MemorySpace::Device, gpu::CONTEXT_BYTES),
             class("process, driver", MemorySpace::Host, gpu::PROCESS_BYTES),
         ]
+    }
+}
+
+impl Attention {
+    /// Queries of a block of the backward pass, where it goes in several.
+    pub(crate) fn block(self, shape: &AttentionShape) -> Option<usize> {
+        let block = gpu::attention_block(shape, matches!(self, Self::Cudnn { deterministic: true }));
+        Some(block).filter(|block| *block < shape.seq_length)
     }
 }
 
@@ -99,16 +110,35 @@ pub(crate) mod gpu {
     /// Numbers of log-sum-exp that 16 bytes hold; cuDNN wants each part's to begin there.
     const ALIGNED_LSE: usize = 4;
 
+    /// The most that scores may take of one key head's queries, in bytes, unless they are fewer than [`LEAST_BLOCK`]: Llama-8B's sequences of
+    /// 32,768 tokens are one block.
+    const BLOCK_SCORES_BYTES: u128 = 8 << 30;
+    /// Queries of the smallest block.
+    const LEAST_BLOCK: usize = 128;
+
+    /// Queries of a block of attention's backward pass: all of a sequence, unless their scores take too much even of one key head; then a
+    /// power of two. Sums over blocks change bits, so it follows from the shape alone, whatever memory there is. Where the shape is one of
+    /// rows of several documents, it holds for each of them.
+    pub(crate) fn attention_block(shape: &AttentionShape, deterministic: bool) -> usize {
+        let (sharing, n) = (shape.heads / shape.kv_heads, shape.seq_length);
+        let of_a_query = 2 * sharing as u128 * n as u128;
+        if !deterministic || of_a_query * n as u128 <= BLOCK_SCORES_BYTES {
+            return n;
+        }
+        1 << ((BLOCK_SCORES_BYTES / of_a_query) as usize).max(LEAST_BLOCK).ilog2()
+    }
+
     /// What attention's backward pass computes at a time, so that its workspace is bounded: as many sequences as divide them, or of one
-    /// sequence as many heads, with the keys' heads that they read. Nothing is summed over parts: they do not change bits.
-    pub(crate) fn attention_part(shape: &AttentionShape, deterministic: bool) -> AttentionShape {
+    /// sequence as many heads, with the keys' heads that they read; of these, blocks of `block` queries one after another. Nothing is summed
+    /// over parts: they do not change bits.
+    pub(crate) fn attention_part(shape: &AttentionShape, block: usize, deterministic: bool) -> AttentionShape {
         let divisors = |n: usize| (1..=n).rev().filter(move |part| n.is_multiple_of(*part));
         let sharing = shape.heads / shape.kv_heads;
         let sequences = divisors(shape.batch).map(|batch| AttentionShape { batch, ..*shape });
         let heads = divisors(shape.kv_heads).map(|kv_heads| AttentionShape { batch: 1, heads: sharing * kv_heads, kv_heads, ..*shape });
         let aligned = |part: &AttentionShape| part == shape || (part.tokens() * part.heads).is_multiple_of(ALIGNED_LSE);
         let parts: Vec<_> = sequences.chain(heads).filter(aligned).collect();
-        let fits = |part: &&AttentionShape| attention_workspace_bytes(part, deterministic) <= ATTENTION_PART_BYTES;
+        let fits = |part: &&AttentionShape| attention_workspace_bytes(part, block, deterministic) <= ATTENTION_PART_BYTES;
         *parts.iter().find(fits).unwrap_or(&parts[parts.len() - 1])
     }
 
@@ -139,18 +169,25 @@ pub(crate) mod gpu {
         2 * shape.tokens() * Dtype::Int32.bytes()
     }
 
-    /// Bytes that cuDNN 9.19 wants for the backward pass of a shape, and so for both: delta; dq in fp32, or tiles of scores
-    /// when deterministic; dk and dv of every query head when these share key heads. All layers share one workspace.
-    pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, deterministic: bool) -> usize {
+    /// Bytes that cuDNN 9.19 wants for the backward pass of a shape in blocks of `block` queries, and so for both passes: delta; dq in fp32,
+    /// or tiles of scores when deterministic; dk and dv of every query head when these share key heads. And, behind these, sums over blocks. All
+    /// layers share one workspace.
+    pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
         let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
-        let vectors = 4 * heads * n * shape.head_dim;
-        let padded = |tile: usize| n.next_multiple_of(tile) as u128;
+        let queries = block.min(n);
+        let vectors = |tokens: usize| 4 * heads * tokens * shape.head_dim;
         // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
-        let scores = (2 * heads as u128 * padded(64) * padded(128)).min(1 << 56) as usize;
-        let delta = (4 * heads * n).next_multiple_of(256);
-        let dq = if deterministic { scores } else { vectors.next_multiple_of(256) };
-        let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors / 2).next_multiple_of(128) };
-        delta + dq + each + 256
+        let scores = 2 * heads as u128 * queries.next_multiple_of(64) as u128 * n.next_multiple_of(128) as u128;
+        let delta = (4 * heads * queries).next_multiple_of(256);
+        let dq = if deterministic { scores.min(1 << 56) as usize } else { vectors(queries).next_multiple_of(256) };
+        let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors(n) / 2).next_multiple_of(128) };
+        let sums = if queries < n { key_gradient_sums(shape) * Dtype::Float32.bytes() } else { 0 };
+        delta + dq + each + 256 + sums
+    }
+
+    /// Elements of the sums of keys' and values' gradients over blocks.
+    pub(crate) fn key_gradient_sums(part: &AttentionShape) -> usize {
+        part.tokens() * 2 * part.kv_heads * part.head_dim
     }
 }
 
@@ -158,11 +195,30 @@ pub(crate) mod gpu {
 mod tests {
     use super::*;
 
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 1, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 0.1, window: None, softcap: None };
+
     /// (sequences, heads, keys' heads) of a part.
     fn part(batch: usize, seq_length: usize, heads: usize, kv_heads: usize) -> (usize, usize, usize) {
-        let shape = AttentionShape { batch, seq_length, heads, kv_heads, head_dim: 128, scale: 0.1, window: None, softcap: None };
-        let part = gpu::attention_part(&shape, true);
+        let shape = AttentionShape { batch, seq_length, heads, kv_heads, ..SHAPE };
+        let part = gpu::attention_part(&shape, gpu::attention_block(&shape, true), true);
         (part.batch, part.heads, part.kv_heads)
+    }
+
+    #[test]
+    fn queries_are_cut_into_blocks_where_their_scores_take_too_much_of_one_key_head() {
+        let shape = |seq_length, heads, kv_heads| AttentionShape { seq_length, heads, kv_heads, ..SHAPE };
+        let block = |seq_length, heads, kv_heads| gpu::attention_block(&shape(seq_length, heads, kv_heads), true);
+        // Two bytes a score; four query heads to a key head, then one.
+        assert_eq!([4096, 32_768, 32_769, 131_072, 262_144, 300_000].map(|n| block(n, 32, 8)), [4096, 32_768, 16_384, 8192, 4096, 2048]);
+        assert_eq!([65_536, 131_072].map(|n| block(n, 32, 32)), [65_536, 32_768]);
+        assert_eq!(block(1 << 40, 32, 8), 128);
+        assert_eq!(gpu::attention_block(&shape(131_072, 32, 8), false), 131_072);
+        // cuDNN's own number for 8192 queries and 131,072 keys of one key head's queries, and sums of its keys' and values' gradients.
+        let part = AttentionShape { heads: 4, kv_heads: 1, ..shape(131_072, 4, 1) };
+        assert_eq!(gpu::attention_workspace_bytes(&part, 8192, true), 8_858_501_376 + 131_072 * 2 * 128 * 4);
+        let long = |attention| DeviceKind::Gpu.own_memory(attention, &shape(131_072, 32, 8), false)[1].bytes;
+        assert_eq!(long(Attention::Cudnn { deterministic: true }), 8_858_501_376 + 131_072 * 2 * 128 * 4);
     }
 
     #[test]

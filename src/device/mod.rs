@@ -32,6 +32,7 @@ pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 pub(crate) use kernels::grouped::EXPERTS_MAX;
 pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
+pub use kernels::key_gradients::AddKeyGradients;
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ScaledMatmul};

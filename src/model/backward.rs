@@ -134,7 +134,7 @@ impl Model {
         if let Some(Param { value: sinks, grad: dsinks }) = params.sinks {
             dev.launch(SinksBackward { dout: dattn_out, out, lse, sinks, dsinks, accumulate: !first, shape })?;
         }
-        dev.launch(AttentionBackward { dout: dattn_out, qkv, documents, out, lse, dqkv, shape })?;
+        dev.launch(AttentionBackward { dout: dattn_out, qkv, documents, out, lse, dqkv, shape, block: None })?;
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
             dev.launch(QkNormBackward {

@@ -4,8 +4,8 @@ use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::data::batch;
-use crate::device::Attention;
 use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
+use crate::device::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
@@ -244,8 +244,7 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
-        let own =
-            self.machine.kind.own_memory(self.attention, &self.shape.attention(self.batch, self.seq_length, 0), self.separates_documents);
+        let own = self.machine.kind.own_memory(self.attention, &self.attention_shape(), self.separates_documents);
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
         // A context each, in one process.
@@ -253,6 +252,11 @@ impl Workload<'_> {
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
+    }
+
+    /// How layers attend to the tokens of a micro-batch; the first stands for all.
+    pub(crate) fn attention_shape(&self) -> AttentionShape {
+        self.shape.attention(self.batch, self.seq_length, 0)
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.

@@ -54,6 +54,9 @@ impl Plan {
             let rows = self.usual_tile.rows;
             writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;
         }
+        if let Some(block) = self.attention_block {
+            writeln!(f, "  attention   goes back in blocks of {block} queries, whose gradients of keys and values are added in fp32")?;
+        }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
             writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;

@@ -169,6 +169,8 @@ pub struct Plan {
     pub experts: usize,
     /// How attention is computed on a GPU.
     pub attention: Attention,
+    /// Queries of a block of attention's backward pass, where it goes in several.
+    pub attention_block: Option<usize>,
     /// Where NVIDIA's libraries are looked for first.
     pub cuda_libraries: Vec<PathBuf>,
     /// Adam; its learning rate is the schedule's.
@@ -258,6 +260,7 @@ impl Plan {
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
             attention: workload.attention,
+            attention_block: workload.attention.block(&workload.attention_shape()),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
@@ -285,7 +288,7 @@ impl Plan {
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        let bits = |plan: &Self| (plan.loss_tile, plan.rules, plan.moments, plan.fp8);
+        let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.rules, plan.moments, plan.fp8);
         assert_eq!(bits(self), bits(&other), "another plan, not other places");
         Self {
             layout: other.layout,

@@ -315,6 +315,19 @@ fn a_gpu_plan_counts_its_workspaces() {
     assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
 }
 
+/// One sequence whose scores one key head's queries alone would need 137 GB for.
+#[test]
+fn a_long_sequence_goes_back_in_blocks_and_fits() {
+    let long = |nondeterministic| {
+        plan(&llama_8b(), &Settings { seq_length: 131_072, nondeterministic, per_device_train_batch_size: 1, ..settings() })
+    };
+    let (blocks, whole) = (long(false), long(true));
+    assert_eq!((blocks.attention_block, whole.attention_block), (Some(8192), None));
+    assert!(on_device(&blocks, "attention workspace") < 8.6, "{blocks}");
+    assert!(blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 8192 queries"), "{blocks}");
+    assert_eq!(plan(&llama_8b(), &settings()).attention_block, None);
+}
+
 #[test]
 fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     let machine = Machine::of(&Profile::load("mi300a").unwrap());

@@ -34,7 +34,7 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, ma
     dev.prepare_attention(shape, bf16, false)?;
     fill(dev, &[qkv, dout])?;
     let forward = AttentionForward { qkv, documents: None, out, lse, shape };
-    let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape };
+    let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape, block: None };
     let forward = timer.rates(time_s / 3.0, forward.flops(), |dev| dev.launch(forward))?;
     let backward = timer.rates(time_s / 1.5, backward.flops(), |dev| dev.launch(backward))?;
     Ok(PassRates { forward, backward })

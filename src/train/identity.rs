@@ -19,6 +19,8 @@ pub(super) type Run = Map<String, Value>;
 /// In [`RunPart::Numerics`], key of the recipe of layers' matrix products, and what it is where they are in the format of weights.
 pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
+/// Key there of the queries of a block of attention's backward pass; null where all are one.
+pub(super) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key of the changes that somebody accepted.
 const CHANGED: &str = "changed";
 /// Data files that a checkpoint lists; the checksum of all covers the rest.
@@ -68,12 +70,14 @@ fn data_identity(mut files: Vec<Value>) -> Value {
     json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
 }
 
-/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, and products in the format of weights.
+/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, and
+/// all queries one block.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
     if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
         numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
+        numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
     }
     then
 }
@@ -241,10 +245,12 @@ mod tests {
     }
 
     #[test]
-    fn products_are_in_the_format_of_weights_where_nothing_is_said_of_them() {
+    fn products_are_in_the_format_of_weights_and_queries_one_block_where_nothing_is_said_of_them() {
         let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
         let then = completed(&numerics(json!({"attention": "plain"})));
-        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul}));
+        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul, "attention_block": null}));
+        let in_blocks = numerics(json!({"attention": "plain", "matmul": PLAIN_MATMUL, "attention_block": 8192}));
+        assert_eq!(changes(&then, &in_blocks), [(RunPart::Numerics, "attention_block was null and is 8192".to_string())]);
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
         let words = "matmul was \"in the format of weights\" and is \"fp8\"";
         assert_eq!(changes(&then, &now("fp8")), [(RunPart::Numerics, words.to_string())]);

@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
 //! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::{MATMUL, PLAIN_MATMUL, Run, differences};
+use super::identity::{ATTENTION_BLOCK, MATMUL, PLAIN_MATMUL, Run, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -43,7 +43,13 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     };
     let computed_on = if plan.machine.kind == DeviceKind::Cpu { "cpu" } else { "gpu" };
     let matmul = if plan.fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
-    let numerics = json!({LOSS_TILE: plan.loss_tile, "attention": attention, "computed_on": computed_on, MATMUL: matmul});
+    let numerics = json!({
+        LOSS_TILE: plan.loss_tile,
+        "attention": attention,
+        ATTENTION_BLOCK: plan.attention_block,
+        "computed_on": computed_on,
+        MATMUL: matmul,
+    });
     run.insert(RunPart::Numerics.name().into(), numerics);
     run.insert(RunPart::Moments.name().into(), json!(plan.moments));
     run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));

@@ -7,7 +7,8 @@
 //! - tensor cores take narrow operands: probabilities, and gradients of scores, are rounded to the format (by `r` of themselves) before they
 //!   are multiplied. These roundings are independent: `min(sum of |terms|, 6 sqrt(sum of terms^2))` (Hoeffding, as in
 //!   [`growth`]). float16 also has an absolute error where they are subnormal;
-//! - with several query heads to a key head, each head's gradient of a key may be rounded to the format before they are added.
+//! - with several query heads to a key head, each head's gradient of a key may be rounded to the format before they are added;
+//! - what each of several blocks of queries gives to the gradient of a key is rounded to the format, and added in fp32.
 
 use super::bounds::{Near, U, growth, product_growth, subnormal, unit};
 use super::formats::{FLOATS, round, wide};
@@ -32,12 +33,40 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
             let window = window + if softcap.is_some() { ", capped" } else { "" };
             let name = |kernel: &str| format!("{kernel} {dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}{window}");
             suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape, false));
-            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape, false));
+            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, (shape, None), false));
             let name = |kernel: &str| name(kernel) + ", several documents";
             suite.case(&name("attention"), |bench, random| forward(bench, random, dtype, shape, true));
-            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, shape, true));
+            suite.case(&name("attention_backward"), |bench, random| backward(bench, random, dtype, (shape, None), true));
+        }
+        let full = if suite.full(dtype) { &full_blocks()[..] } else { &[] };
+        for &(shape, block) in blocks().iter().chain(full) {
+            let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, window, .. } = shape;
+            let window = window.map_or(String::new(), |window| format!(", window {window}"));
+            let of = format!("{dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}{window}");
+            let name = format!("attention_backward {of} in blocks of {block}");
+            suite.case(&name, |bench, random| backward(bench, random, dtype, (shape, Some(block)), false));
+            suite.case(&(name + ", several documents"), |bench, random| backward(bench, random, dtype, (shape, Some(block)), true));
         }
     }
+    if suite.full(Dtype::Bfloat16) {
+        suite.case("attention_backward bfloat16 1x131072 tokens, (4+2x1)x128", |bench, random| long(bench, random, Dtype::Bfloat16));
+    }
+}
+
+/// Shapes whose backward pass goes in blocks of so many queries.
+fn blocks() -> [(AttentionShape, usize); 6] {
+    [
+        (shape(1, 130, (4, 1), 64, Some(40)), 32),
+        (shape(2, 76, (4, 4), 96, None), 20),
+        (shape(1, 129, (8, 2), 128, None), 64),
+        (shape(1, 257, (2, 1), 128, Some(128)), 128),
+        (shape(3, 72, (6, 3), 8, Some(7)), 16),
+        (shape(1, 300, (4, 2), 64, None), 256),
+    ]
+}
+
+fn full_blocks() -> [(AttentionShape, usize); 2] {
+    [(shape(2, 1024, (32, 8), 128, None), 256), (shape(1, 1024, (16, 8), 128, Some(300)), 256)]
 }
 
 /// Every ratio of heads, sequences around the sizes of tiles, odd heads, those of real models, windows.
@@ -85,7 +114,7 @@ fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<
     starts
 }
 
-/// A head's rows in `qkv` or in an output, widened.
+/// A head's rows in `qkv`, widened.
 struct Rows<'a> {
     data: &'a [f64],
     pitch: usize,
@@ -102,11 +131,6 @@ impl Rows<'_> {
 /// Rows of head `head` (keys and values count on after the queries).
 fn head<'a>(shape: &AttentionShape, qkv: &'a [f64], head: usize) -> Rows<'a> {
     Rows { data: qkv, pitch: shape.qkv_cols(), first: head * shape.head_dim, len: shape.head_dim }
-}
-
-/// Rows of head `head` of the output.
-fn out_head<'a>(shape: &AttentionShape, out: &'a [f64], head: usize) -> Rows<'a> {
-    Rows { data: out, pitch: shape.out_cols(), first: head * shape.head_dim, len: shape.head_dim }
 }
 
 /// The key head that a query head reads, counted as a head of `qkv`; its values' head.
@@ -261,78 +285,163 @@ struct Gradients {
     dv: Vec<Near>,
 }
 
-fn backward_head(shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, sequence: usize, kv_head: usize) -> Gradients {
-    let (group, elems) = (group(shape), shape.seq_length * shape.head_dim);
-    let (mut dk, mut dv) = (vec![Near::exact(0.0); elems], vec![Near::exact(0.0); elems]);
-    let mut dq = Vec::new();
-    for query_head in kv_head * group..(kv_head + 1) * group {
-        let (mut head_dk, mut head_dv) = (vec![OperandSum::default(); elems], vec![OperandSum::default(); elems]);
-        dq.push(backward_query_head(shape, dtype, kept, sequence, query_head, &mut head_dk, &mut head_dv));
-        // Shared keys and values: each head's part may be rounded to the format before they are added up.
-        let rounds = group > 1 && dtype != FP32;
-        let (rounding, flushed) = if rounds { (unit(dtype), subnormal(dtype) / 2.0) } else { (U, 0.0) };
-        let add = |(total, sum): (&mut Near, &OperandSum)| {
-            let near = sum.near(dtype, shape.seq_length, f64::from(shape.scale).max(1.0));
-            *total = Near {
-                want: total.want + near.want,
-                error: total.error + near.error + rounding * near.want.abs() + flushed + U * total.want.abs(),
-            };
-        };
-        dk.iter_mut().zip(&head_dk).for_each(add);
-        dv.iter_mut().zip(&head_dv).for_each(add);
-    }
-    Gradients { dq, dk, dv }
+/// The blocks of a sequence: of each document, `block` queries at a time, or all of the sequence at once.
+fn blocks_of(shape: &AttentionShape, starts: &[i32], sequence: usize, block: Option<usize>) -> Vec<Range<usize>> {
+    let starts = &starts[sequence * shape.seq_length..][..shape.seq_length];
+    let Some(block) = block.filter(|block| *block < shape.seq_length) else {
+        return std::iter::once(0..shape.seq_length).collect();
+    };
+    let begins = |query: &usize| (query - starts[*query] as usize).is_multiple_of(block);
+    let ends: Vec<usize> = (0..shape.seq_length).filter(begins).chain([shape.seq_length]).collect();
+    ends.windows(2).map(|pair| pair[0]..pair[1]).collect()
 }
 
-/// One query head: returns its gradient and adds its part of the keys' and values'.
+fn backward_head(
+    (shape, block): (&AttentionShape, Option<usize>),
+    dtype: Dtype,
+    kept: &Kept<'_>,
+    sequence: usize,
+    kv_head: usize,
+) -> Gradients {
+    let (group, elems) = (group(shape), shape.seq_length * shape.head_dim);
+    let (mut dk, mut dv) = (KeyGradients::new(shape, dtype, elems), KeyGradients::new(shape, dtype, elems));
+    let mut dq = vec![Vec::new(); group];
+    let blocks = blocks_of(shape, kept.starts, sequence, block);
+    for queries in &blocks {
+        for (dq, query_head) in dq.iter_mut().zip(kv_head * group..) {
+            let (mut head_dk, mut head_dv) = (vec![OperandSum::default(); elems], vec![OperandSum::default(); elems]);
+            dq.extend(backward_query_head(shape, dtype, kept, (sequence, query_head), queries.clone(), &mut head_dk, &mut head_dv));
+            dk.add_head(&head_dk, queries.len());
+            dv.add_head(&head_dv, queries.len());
+        }
+        [&mut dk, &mut dv].into_iter().for_each(|gradients| gradients.end_block(blocks.len() > 1));
+    }
+    Gradients { dq, dk: dk.all, dv: dv.all }
+}
+
+/// Gradients of some keys, or of their values.
+struct KeyGradients {
+    dtype: Dtype,
+    /// Several query heads share a key head.
+    is_shared: bool,
+    /// What 1 means where operands are scaled.
+    largest: f64,
+    block: Vec<Near>,
+    all: Vec<Near>,
+}
+
+impl KeyGradients {
+    fn new(shape: &AttentionShape, dtype: Dtype, elems: usize) -> Self {
+        let (is_shared, largest) = (group(shape) > 1, f64::from(shape.scale).max(1.0));
+        Self { dtype, is_shared, largest, block: vec![Near::exact(0.0); elems], all: vec![Near::exact(0.0); elems] }
+    }
+
+    /// Adds what a query head gives, by `queries`. Shared keys and values: each head's part may be rounded to the format before they are added up.
+    fn add_head(&mut self, sums: &[OperandSum], queries: usize) {
+        let rounds = self.is_shared && self.dtype != FP32;
+        for (total, sum) in self.block.iter_mut().zip(sums) {
+            *total = added(*total, sum.near(self.dtype, queries, self.largest), rounds.then_some(self.dtype));
+        }
+    }
+
+    /// One of `several` blocks is rounded to the format before it is added.
+    fn end_block(&mut self, several: bool) {
+        for (total, block) in self.all.iter_mut().zip(&mut self.block) {
+            let block = std::mem::replace(block, Near::exact(0.0));
+            *total = if several { added(*total, block, Some(self.dtype)) } else { block };
+        }
+    }
+}
+
+/// A sum in fp32 and one number more, which may be rounded to a format before.
+fn added(total: Near, next: Near, rounded: Option<Dtype>) -> Near {
+    let (rounding, flushed) = rounded.map_or((U, 0.0), |dtype| (unit(dtype), subnormal(dtype) / 2.0));
+    let of_next = next.error + rounding * (next.want.abs() + next.error) + flushed;
+    Near { want: total.want + next.want, error: total.error + of_next + U * total.want.abs() }
+}
+
+/// One query head: returns its gradient at `queries` and adds their part of the keys' and values'.
 fn backward_query_head(
     shape: &AttentionShape,
     dtype: Dtype,
     kept: &Kept<'_>,
-    sequence: usize,
-    query_head: usize,
+    (sequence, query_head): (usize, usize),
+    queries: Range<usize>,
     dk: &mut [OperandSum],
     dv: &mut [OperandSum],
 ) -> Vec<Near> {
-    let (key, value) = key_head(shape, query_head);
-    let (q, k, v) = (head(shape, kept.qkv, query_head), head(shape, kept.qkv, key), head(shape, kept.qkv, value));
-    let (dout, out) = (out_head(shape, kept.dout, query_head), out_head(shape, kept.out, query_head));
-    let (scale, d, first) = (f64::from(shape.scale), shape.head_dim, sequence * shape.seq_length);
+    let d = shape.head_dim;
     let mut dq = Vec::new();
-    for query in 0..shape.seq_length {
-        let (q, dout, out) = (q.row(first + query), dout.row(first + query), out.row(first + query));
-        let lse = kept.lse[(sequence * shape.heads + query_head) * shape.seq_length + query];
-        let (delta, dout_norm) = (dot(dout, out), norm(dout));
-        let delta_error = U * growth(d) * dout_norm * norm(out);
-        let keys = visible(shape, kept.starts, sequence, query);
-        let scores = scores(shape, dtype, q, &k, first + keys.start..first + keys.end);
-        let mut sums = vec![OperandSum::default(); d];
-        for (s, key) in scores.iter().zip(keys.clone()) {
-            let (k, v) = (k.row(first + key), v.row(first + key));
-            let (p, relative) = ((s.want - lse).exp(), s.error + U * (4.0 * (s.want.abs() + lse.abs()) + 4.0));
-            let dp = dot(dout, v);
-            let dp_error = U * product_growth(dtype, d) * dout_norm * norm(v);
-            // p (dp - delta) scale, times the cap's slope: the errors of all, and five roundings.
-            let (slope, before_cap) = (slope(shape, s), p * (dp - delta) * scale);
-            let ds = before_cap * slope.want;
-            let parts = p * scale * slope.want * (dp_error + delta_error + U * (dp.abs() + delta.abs()));
-            let ds_error = ds.abs() * (relative + 5.0 * U) + parts + before_cap.abs() * slope.error;
-            let (p, ds) = (Near { want: p, error: p * relative }, Near { want: ds, error: ds_error });
+    for at in queries {
+        let query = Query::new(shape, kept, (sequence, query_head), at);
+        dq.extend(query.backward(shape, dtype, kept, |key, p, ds| {
             for c in 0..d {
-                sums[c].add(ds, k[c]);
-                dk[key * d + c].add(ds, q[c]);
-                dv[key * d + c].add(p, dout[c]);
+                dk[key * d + c].add(ds, query.q[c]);
+                dv[key * d + c].add(p, query.dout[c]);
             }
-        }
-        dq.extend(sums.iter().map(|sum| sum.near(dtype, keys.len(), scale.max(1.0))));
+        }));
     }
     dq
 }
 
+/// A query of one head, and what the backward pass knows of it.
+struct Query<'a> {
+    /// Sequence, head, and place in the sequence.
+    at: (usize, usize, usize),
+    q: &'a [f64],
+    dout: &'a [f64],
+    dout_norm: f64,
+    lse: f64,
+    delta: Near,
+}
+
+impl<'a> Query<'a> {
+    fn new(shape: &AttentionShape, kept: &Kept<'a>, (sequence, query_head): (usize, usize), at: usize) -> Self {
+        let token = sequence * shape.seq_length + at;
+        let row = |data: &'a [f64], pitch: usize| &data[token * pitch + query_head * shape.head_dim..][..shape.head_dim];
+        let (q, dout, out) = (row(kept.qkv, shape.qkv_cols()), row(kept.dout, shape.out_cols()), row(kept.out, shape.out_cols()));
+        let dout_norm = norm(dout);
+        let delta = Near { want: dot(dout, out), error: U * growth(shape.head_dim) * dout_norm * norm(out) };
+        let lse = kept.lse[(sequence * shape.heads + query_head) * shape.seq_length + at];
+        Self { at: (sequence, query_head, at), q, dout, dout_norm, lse, delta }
+    }
+
+    /// Its gradient; `each` hears of every key that it sees, with the probability and the gradient of the score.
+    fn backward(&self, shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, mut each: impl FnMut(usize, Near, Near)) -> Vec<Near> {
+        let (sequence, query_head, at) = self.at;
+        let (key, value) = key_head(shape, query_head);
+        let (k, v) = (head(shape, kept.qkv, key), head(shape, kept.qkv, value));
+        let (first, keys) = (sequence * shape.seq_length, visible(shape, kept.starts, sequence, at));
+        let scores = scores(shape, dtype, self.q, &k, first + keys.start..first + keys.end);
+        let mut sums = vec![OperandSum::default(); shape.head_dim];
+        for (s, key) in scores.iter().zip(keys.clone()) {
+            let (p, ds) = self.gradients(shape, dtype, s, v.row(first + key));
+            sums.iter_mut().zip(k.row(first + key)).for_each(|(sum, &k)| sum.add(ds, k));
+            each(key, p, ds);
+        }
+        sums.iter().map(|sum| sum.near(dtype, keys.len(), f64::from(shape.scale).max(1.0))).collect()
+    }
+
+    /// The probability of a key of score `s` with value `v`, and the gradient of its score: `p (dp - delta) scale`, times the cap's slope, with the
+    /// errors of all, and five roundings.
+    fn gradients(&self, shape: &AttentionShape, dtype: Dtype, s: &Near, v: &[f64]) -> (Near, Near) {
+        let Self { dout, dout_norm, lse, delta, .. } = self;
+        let scale = f64::from(shape.scale);
+        let (p, relative) = ((s.want - lse).exp(), s.error + U * (4.0 * (s.want.abs() + lse.abs()) + 4.0));
+        let dp = dot(dout, v);
+        let dp_error = U * product_growth(dtype, shape.head_dim) * dout_norm * norm(v);
+        let (slope, before_cap) = (slope(shape, s), p * (dp - delta.want) * scale);
+        let ds = before_cap * slope.want;
+        let parts = p * scale * slope.want * (dp_error + delta.error + U * (dp.abs() + delta.want.abs()));
+        let ds_error = ds.abs() * (relative + 5.0 * U) + parts + before_cap.abs() * slope.error;
+        (Near { want: p, error: p * relative }, Near { want: ds, error: ds_error })
+    }
+}
+
 /// The gradient of `qkv`, `[T, (heads + 2 kv_heads) * head_dim]`.
-fn exact_backward(shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>) -> Vec<Near> {
+fn exact_backward((shape, block): (&AttentionShape, Option<usize>), dtype: Dtype, kept: &Kept<'_>) -> Vec<Near> {
     let (kv_heads, d) = (shape.kv_heads, shape.head_dim);
-    let heads = parallel(shape.batch * kv_heads, |i| backward_head(shape, dtype, kept, i / kv_heads, i % kv_heads));
+    let heads = parallel(shape.batch * kv_heads, |i| backward_head((shape, block), dtype, kept, i / kv_heads, i % kv_heads));
     let mut dqkv = vec![Near::exact(0.0); shape.tokens() * shape.qkv_cols()];
     let mut put = |sequence: usize, head: usize, rows: &[Near]| {
         for (token, row) in rows.chunks_exact(d).enumerate() {
@@ -355,7 +464,13 @@ fn group(shape: &AttentionShape) -> usize {
 }
 
 /// From what an exact forward pass would have left, rounded to its formats.
-fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape, several: bool) -> Outcome {
+fn backward(
+    bench: &mut Bench,
+    random: &mut Random,
+    dtype: Dtype,
+    (shape, block): (AttentionShape, Option<usize>),
+    several: bool,
+) -> Outcome {
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let dout = random.uniform(dtype, shape.tokens() * shape.out_cols());
     let starts = documents(random, &shape, several);
@@ -364,9 +479,10 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
     let lse: Vec<f32> = forward.lse.iter().map(|near| near.want as f32).collect();
     let (wide_dout, wide_qkv, wide_out, wide_lse) = (wide(&dout), wide(&qkv), wide(&out), wide(&lse));
     let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &starts, out: &wide_out, lse: &wide_lse };
-    let want = exact_backward(&shape, dtype, &kept);
+    let want = exact_backward((&shape, block), dtype, &kept);
     let mut case = Case::default();
-    case.optional(may_be_unsupported(dtype, &shape));
+    // The GPU's plain kernels know no blocks.
+    case.optional(may_be_unsupported(dtype, &shape) || block.is_some());
     case.aligned();
     let (dout, qkv) = (case.input("dout", dtype, &dout), case.input("qkv", dtype, &qkv));
     let (out, lse, documents) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse), case.ints("documents", &starts));
@@ -375,6 +491,78 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
     case.check(bench, &|dev, at| {
         dev.set_documents(&starts, shape.seq_length)?;
         let (documents, out, lse) = (several.then(|| at[documents]), at[out], at[lse]);
-        dev.launch(AttentionBackward { dout: at[dout], qkv: at[qkv], documents, out, lse, dqkv: at[dqkv], shape })
+        dev.launch(AttentionBackward { dout: at[dout], qkv: at[qkv], documents, out, lse, dqkv: at[dqkv], shape, block })
     })
+}
+
+/// One key head's queries over so many tokens that cuDNN's backward pass goes in blocks. Queries and keys share no channel, so that every token
+/// sees all before it alike, and what the forward pass leaves is known: of the gradients, some are compared.
+fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
+    let shape = shape(1, 131_072, (4, 1), 128, None);
+    let (n, d, cols) = (shape.seq_length, shape.head_dim, shape.qkv_cols());
+    let (mut qkv, dout) = (random.uniform(dtype, n * cols), random.uniform(dtype, n * shape.out_cols()));
+    for row in qkv.chunks_exact_mut(cols) {
+        row[..shape.heads * d].chunks_exact_mut(d).for_each(|q| q[..d / 2].fill(0.0));
+        row[shape.heads * d..][d / 2..d].fill(0.0);
+    }
+    let (out, lse) = means(&shape, dtype, &qkv);
+    let (wide_dout, wide_qkv, wide_out, wide_lse) = (wide(&dout), wide(&qkv), wide(&out), wide(&lse));
+    let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &vec![0; n], out: &wide_out, lse: &wide_lse };
+    let mut want = vec![Near { want: 0.0, error: f64::INFINITY }; qkv.len()];
+    let queries = [0, 8191, 8192, 70_001, n - 1];
+    for (query_head, at) in (0..shape.heads).flat_map(|head| queries.map(|at| (head, at))) {
+        let dq = Query::new(&shape, &kept, (0, query_head), at).backward(&shape, dtype, &kept, |_, _, _| ());
+        want[at * cols + query_head * d..][..d].copy_from_slice(&dq);
+    }
+    let keys = [0, 1, 8191, 8192, 70_000, n - 1];
+    for (at, [dk, dv]) in keys.into_iter().zip(parallel(keys.len(), |i| long_key(&shape, dtype, &kept, keys[i]))) {
+        want[at * cols + shape.heads * d..][..d].copy_from_slice(&dk);
+        want[at * cols + (shape.heads + 1) * d..][..d].copy_from_slice(&dv);
+    }
+    let mut case = Case::default();
+    case.aligned();
+    let (dout, qkv) = (case.input("dout", dtype, &dout), case.input("qkv", dtype, &qkv));
+    let (out, lse) = (case.input("out", dtype, &out), case.input("lse", FP32, &lse));
+    let dqkv = case.output("dqkv", dtype, want.len(), Want::Near(want));
+    case.check(bench, &|dev, at| {
+        let (dout, qkv, out, lse, dqkv) = (at[dout], at[qkv], at[out], at[lse], at[dqkv]);
+        dev.launch(AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape, block: None })
+    })
+}
+
+/// What attention makes of one sequence whose scores are 0: the means of the values so far, the same for all heads, and their log-sum-exp.
+fn means(shape: &AttentionShape, dtype: Dtype, qkv: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    let d = shape.head_dim;
+    let (mut sums, mut out, mut lse) = (vec![0.0; d], Vec::new(), Vec::new());
+    for (i, row) in qkv.chunks_exact(shape.qkv_cols()).enumerate() {
+        let seen = (i + 1) as f64;
+        sums.iter_mut().zip(&row[(shape.heads + 1) * d..]).for_each(|(sum, &v)| *sum += f64::from(v));
+        let means: Vec<f32> = sums.iter().map(|sum| round(dtype, (sum / seen) as f32)).collect();
+        (0..shape.heads).for_each(|_| out.extend(&means));
+        lse.push(seen.ln() as f32);
+    }
+    (out, lse.repeat(shape.heads))
+}
+
+/// The gradients of one key and of its value, from all later queries.
+fn long_key(shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, key: usize) -> [Vec<Near>; 2] {
+    let d = shape.head_dim;
+    let (of_keys, of_values) = key_head(shape, 0);
+    let (k, v) = (head(shape, kept.qkv, of_keys), head(shape, kept.qkv, of_values));
+    let mut gradients = [(); 2].map(|()| KeyGradients::new(shape, dtype, d));
+    for queries in blocks_of(shape, kept.starts, 0, Some(8192)).into_iter().filter(|queries| queries.end > key) {
+        for query_head in 0..shape.heads {
+            let (mut dk, mut dv) = (vec![OperandSum::default(); d], vec![OperandSum::default(); d]);
+            for at in queries.start.max(key)..queries.end {
+                let query = Query::new(shape, kept, (0, query_head), at);
+                let score = scores(shape, dtype, query.q, &k, key..key + 1)[0];
+                let (p, ds) = query.gradients(shape, dtype, &score, v.row(key));
+                dk.iter_mut().zip(query.q).for_each(|(sum, &q)| sum.add(ds, q));
+                dv.iter_mut().zip(query.dout).for_each(|(sum, &dout)| sum.add(p, dout));
+            }
+            gradients.iter_mut().zip([&dk, &dv]).for_each(|(gradients, sums)| gradients.add_head(sums, queries.len()));
+        }
+        gradients.iter_mut().for_each(|gradients| gradients.end_block(true));
+    }
+    gradients.map(|gradients| gradients.all)
 }

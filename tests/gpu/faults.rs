@@ -188,7 +188,7 @@ const WRONG_CALLS: [(&str, WrongCall); 31] = [
     ("attention_backward with too few statistics", |dev, room| {
         let at = |index, elems| part(room, index, elems, Dtype::Bfloat16);
         let (dout, qkv, out, lse) = (at(0, 32), at(1, 64), at(2, 32), part(room, 3, 3, FP32));
-        dev.launch(AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: at(4, 64), shape: HEADS })
+        dev.launch(AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: at(4, 64), shape: HEADS, block: None })
     }),
     ("cross_entropy_stats of another size", |dev, room| {
         let (logits, targets, stats) = (part(room, 0, 11, FP32), part(room, 1, 3, Dtype::Int32), part(room, 2, 9, FP32));

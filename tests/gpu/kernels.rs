@@ -8,7 +8,8 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, casts, copies, cross_entropy, embed, experts, fp8, heads, matmul, norms, optimizer, pointwise, products, route, sinks,
+    attention, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer, pointwise, products,
+    route, sinks,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -54,6 +55,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     cross_entropy::cases(suite);
     matmul::cases(suite);
     attention::cases(suite);
+    key_gradients::cases(suite);
     products::cases(suite);
     route::cases(suite);
     experts::cases(suite);

@@ -13,6 +13,7 @@ mod fp8;
 mod harness;
 mod heads;
 mod kernels;
+mod key_gradients;
 mod matmul;
 mod norms;
 mod optimizer;

@@ -10,6 +10,7 @@ mod emulator;
 mod experts;
 mod grid;
 mod grouped;
+mod key_gradients;
 #[cfg(test)]
 mod launch_tests;
 mod norm;
@@ -31,9 +32,17 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// Those of documents, of mixtures of experts, of FP8 and of sinks: a megabyte, loaded when it is first needed.
-pub(super) static LATER: [&PtxSource; 7] =
-    [&documents::SOURCE, &experts::SOURCE, &grouped::SOURCE, &grouped::HOPPER_SOURCE, &quantize::SOURCE, &route::SOURCE, &sinks::SOURCE];
+/// Those of documents, of mixtures of experts, of blocks of queries, of FP8 and of sinks: a megabyte, loaded when it is first needed.
+pub(super) static LATER: [&PtxSource; 8] = [
+    &documents::SOURCE,
+    &experts::SOURCE,
+    &grouped::SOURCE,
+    &grouped::HOPPER_SOURCE,
+    &key_gradients::SOURCE,
+    &quantize::SOURCE,
+    &route::SOURCE,
+    &sinks::SOURCE,
+];
 
 #[cfg(test)]
 mod tests {

@@ -373,7 +373,10 @@ impl Device for CudaDevice {
     fn prepare_attention(&mut self, shape: AttentionShape, dtype: Dtype, separates_documents: bool) -> Result<()> {
         match &mut self.sdpa {
             Some(_) if separates_documents => self.prepare_documents(&shape, dtype),
-            Some(sdpa) => sdpa.prepare(&shape, dtype),
+            Some(sdpa) => {
+                let block = sdpa.block(&shape);
+                sdpa.prepare(&shape, block, dtype)
+            }
             None => Ok(()),
         }
     }

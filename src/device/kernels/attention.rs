@@ -126,13 +126,16 @@ pub struct AttentionBackward {
     pub dqkv: DeviceSlice,
     /// Sizes of all of them.
     pub shape: AttentionShape,
+    /// Queries of a block: the gradients of keys and values that each block of a document gives are rounded to the format, and added in fp32
+    /// in the order of blocks. `None`: what the device takes for the shape, which is all queries unless cuDNN needs too much memory for them.
+    pub block: Option<usize>,
 }
 
 impl Kernel for AttentionBackward {
     const NAME: &'static str = "attention_backward";
 
     fn check_shape(&self) -> Result<()> {
-        self.shape.check(Self::NAME)
+        if self.block == Some(0) { Err(refused(Self::NAME, "blocks of no queries".into())) } else { self.shape.check(Self::NAME) }
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {

@@ -5,6 +5,7 @@ pub(super) mod cross_entropy;
 pub(super) mod embed;
 pub(super) mod experts;
 pub(super) mod grouped;
+pub(super) mod key_gradients;
 pub(super) mod norm;
 pub(super) mod pointwise;
 pub(super) mod product;
@@ -54,6 +55,7 @@ sum! {
         embed::{Embed, EmbedBackward, ScatterRows},
         experts::{ClampedSwiglu, ExpertBias, ExpertBackward, ExpertBiasDot},
         grouped::{GroupedMatmul, SegmentSums},
+        key_gradients::{AddKeyGradients},
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
         pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
         product::{Matmul, ScaledMatmul, BiasBackward},

@@ -72,16 +72,28 @@ impl<'a, T: Element> HeadInput<'a, T> {
         in_window.max(in_document)..query + 1
     }
 
+    /// The blocks of `block` queries, of each document of the sequence, or one of the whole sequence.
+    pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> Vec<Range<usize>> {
+        let seq_length = shape.seq_length;
+        if block >= seq_length {
+            return std::iter::once(0..seq_length).collect();
+        }
+        let start_of = |query: usize| self.documents.map_or(0, |starts| starts[query] as usize);
+        let begins = |query: &usize| (query - start_of(*query)).is_multiple_of(block);
+        let starts: Vec<usize> = (0..seq_length).filter(begins).chain([seq_length]).collect();
+        starts.windows(2).map(|pair| pair[0]..pair[1]).collect()
+    }
+
     /// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.
     pub(super) fn keys_of(&self, shape: &AttentionShape, queries: &Range<usize>) -> Range<usize> {
         self.visible(shape, queries.start).start / B_PANEL * B_PANEL..queries.end
     }
 }
 
-/// The groups of [`QUERIES`] of a sequence.
-pub(super) fn query_groups(shape: &AttentionShape) -> impl Iterator<Item = Range<usize>> + use<> {
-    let seq_length = shape.seq_length;
-    (0..seq_length).step_by(QUERIES).map(move |start| start..seq_length.min(start + QUERIES))
+/// The groups of [`QUERIES`] of a sequence's `queries`.
+pub(super) fn query_groups(queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = queries.end;
+    queries.clone().step_by(QUERIES).map(move |start| start..end.min(start + QUERIES))
 }
 
 /// Floats of scratch that [`forward_head`] takes.
@@ -108,7 +120,7 @@ fn forward_head<T: Element>(
     let sums = arena.take(QUERIES * d_padded);
     let t_padded = seq_length.next_multiple_of(B_PANEL);
     let (scores, p_packed) = (arena.take(QUERIES * t_padded), arena.take(QUERIES * t_padded));
-    for queries in query_groups(shape) {
+    for queries in query_groups(&(0..seq_length)) {
         let visible_keys = input.keys_of(shape, &queries);
         let (rows, n) = (queries.len(), visible_keys.len());
         let (rows_padded, width) = (rows.next_multiple_of(A_PANEL), n.next_multiple_of(B_PANEL));

@@ -2,6 +2,9 @@
 //! the gradients of its keys and values are one chain each: query heads ascending, queries ascending.
 //!
 //! Probabilities come again from the scores and the kept log-sum-exp.
+//!
+//! Where gradients come in blocks of queries, there is a chain for each block. What it gives is rounded to the format and added to the sums of
+//! the blocks before, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it; the sum is rounded at the end.
 
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
@@ -34,31 +37,53 @@ impl CpuArithmetic for AttentionBackward {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let [dout, qkv, out] = [self.dout, self.qkv, self.out].map(|slice| memory.read::<T>(slice));
         let documents = self.documents.map(|documents| memory.read(documents));
-        attention_backward(cx, &self.shape, Forward { dout, qkv, documents, out, lse: memory.read(self.lse) }, memory.write(self.dqkv));
+        let forward = Forward { dout, qkv, documents, out, lse: memory.read(self.lse) };
+        attention_backward(cx, &self.shape, self.block, forward, memory.write(self.dqkv));
     }
 }
 
 /// See [`AttentionBackward`].
-pub(crate) fn attention_backward<T: Element>(cx: &mut Compute, shape: &AttentionShape, forward: Forward<'_, T>, dqkv: &mut [T]) {
+pub(crate) fn attention_backward<T: Element>(
+    cx: &mut Compute,
+    shape: &AttentionShape,
+    block: Option<usize>,
+    forward: Forward<'_, T>,
+    dqkv: &mut [T],
+) {
     let (isa, d, t, kv_heads) = (cx.isa, shape.head_dim, shape.seq_length, shape.kv_heads);
     let group = shape.heads / kv_heads;
     let (dq, dkv) = MatMut::new(dqkv, shape.qkv_cols()).split_cols(shape.heads * d);
     let (dk, dv) = dkv.split_cols(kv_heads * d);
     let outputs = (dq.tiles(t, group * d), (dk.tiles(t, d), dv.tiles(t, d)));
-    let local = scratch_elems(shape);
+    let block = block.unwrap_or(t).min(t);
+    let local = scratch_elems(shape, block);
     let scratch = Chunks::new(cx.local.get(cx.team.threads() * local), local);
-    cx.team.for_each_with(scratch, outputs, |scratch, block, (mut dq, (dk, dv))| {
-        let (sequence, kv_head) = (block / kv_heads, block % kv_heads);
+    cx.team.for_each_with(scratch, outputs, |scratch, part, (dq, (dk, dv))| {
+        let (sequence, kv_head) = (part / kv_heads, part % kv_heads);
         let first = kv_head * group;
-        let mut scratch = Scratch::new(shape, Arena(scratch));
-        scratch.load_keys(shape, HeadInput::new(shape, (forward.qkv, forward.documents), sequence, first));
-        for head in first..first + group {
-            let (head_dq, rest) = dq.split_cols(d);
-            dq = rest;
-            backward_head(isa, shape, &forward, (sequence, head), &mut scratch, head_dq);
+        let input = HeadInput::new(shape, (forward.qkv, forward.documents), sequence, first);
+        let mut scratch = Scratch::new(shape, block, Arena(scratch));
+        scratch.load_keys(shape, input);
+        let mut dq = split_heads(dq, d);
+        for queries in input.blocks(shape, block) {
+            for (head, dq) in (first..).zip(&mut dq) {
+                backward_head(isa, shape, &forward, (sequence, head), &queries, &mut scratch, dq);
+            }
+            scratch.end_block::<T>(d, input.keys_of(shape, &queries));
         }
         scratch.store_keys(isa, d, dk, dv);
     });
+}
+
+/// The columns of each head of `head_dim`.
+fn split_heads<T>(mut all: MatMut<'_, T>, head_dim: usize) -> Vec<MatMut<'_, T>> {
+    let mut heads = Vec::new();
+    while all.cols() > 0 {
+        let (head, rest) = all.split_cols(head_dim);
+        heads.push(head);
+        all = rest;
+    }
+    heads
 }
 
 /// Where the multiplications of one block find and leave their operands; letters as in the formulas, `_a` and `_b` say in which form
@@ -69,6 +94,8 @@ struct Scratch<'a> {
     k_b: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
+    /// Sums of dk and dv over blocks, where there are several.
+    sums: Option<[&'a mut [f32]; 2]>,
     q_a: &'a mut [f32],
     dout_a: &'a mut [f32],
     q_b: &'a mut [f32],
@@ -83,18 +110,20 @@ struct Scratch<'a> {
 }
 
 /// Floats that [`Scratch`] takes.
-fn scratch_elems(shape: &AttentionShape) -> usize {
+fn scratch_elems(shape: &AttentionShape, block: usize) -> usize {
     let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
-    5 * t * d + QUERIES * (5 * d + 3 * t)
+    let arrays = if block < shape.seq_length { 7 } else { 5 };
+    arrays * t * d + QUERIES * (5 * d + 3 * t)
 }
 
 impl<'a> Scratch<'a> {
-    fn new(shape: &AttentionShape, mut arena: Arena<'a>) -> Self {
+    fn new(shape: &AttentionShape, block: usize, mut arena: Arena<'a>) -> Self {
         let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
         let [k_t_b, v_t_b, k_b, dk, dv] = [(); 5].map(|()| arena.take(t * d));
+        let sums = (block < shape.seq_length).then(|| [(); 2].map(|()| arena.take(t * d)));
         let [q_a, dout_a, q_b, dout_b, dq] = [(); 5].map(|()| arena.take(QUERIES * d));
         let [p, ds, packed] = [(); 3].map(|()| arena.take(QUERIES * t));
-        Self { k_t_b, v_t_b, k_b, dk, dv, q_a, dout_a, q_b, dout_b, dq, p, ds, packed }
+        Self { k_t_b, v_t_b, k_b, dk, dv, sums, q_a, dout_a, q_b, dout_b, dq, p, ds, packed }
     }
 
     fn load_keys<T: Element>(&mut self, shape: &AttentionShape, input: HeadInput<'_, T>) {
@@ -104,13 +133,27 @@ impl<'a> Scratch<'a> {
         PanelOperand::by_k(input.k.data, input.pitch).pack::<B_PANEL>(0, d, t, self.k_b);
         self.dk.fill(0.0);
         self.dv.fill(0.0);
+        self.sums.iter_mut().flatten().for_each(|sums| sums.fill(0.0));
+    }
+
+    /// Adds what a block gave to the gradients of `keys`, whose rows have `head_dim` columns, to the sums, and begins anew.
+    fn end_block<T: Element>(&mut self, head_dim: usize, keys: Range<usize>) {
+        let Some(sums) = &mut self.sums else { return };
+        let pitch = head_dim.next_multiple_of(B_PANEL);
+        for (sums, block) in sums.iter_mut().zip([&mut *self.dk, &mut *self.dv]) {
+            let rows = keys.start * pitch..keys.end * pitch;
+            for (sum, x) in sums[rows.clone()].iter_mut().zip(&mut block[rows]) {
+                *sum += T::from_f32(std::mem::take(x)).to_f32();
+            }
+        }
     }
 
     fn store_keys<T: Element>(&self, isa: KernelIsa, head_dim: usize, mut dk: MatMut<'_, T>, mut dv: MatMut<'_, T>) {
         let d = head_dim.next_multiple_of(B_PANEL);
+        let (all_dk, all_dv) = self.sums.as_ref().map_or((&*self.dk, &*self.dv), |[dk, dv]| (&**dk, &**dv));
         for row in 0..dk.rows() {
-            store(isa, &self.dk[row * d..][..head_dim], false, dk.row(row));
-            store(isa, &self.dv[row * d..][..head_dim], false, dv.row(row));
+            store(isa, &all_dk[row * d..][..head_dim], false, dk.row(row));
+            store(isa, &all_dv[row * d..][..head_dim], false, dv.row(row));
         }
     }
 }
@@ -120,15 +163,16 @@ fn backward_head<T: Element>(
     shape: &AttentionShape,
     forward: &Forward<'_, T>,
     (sequence, head): (usize, usize),
+    block: &Range<usize>,
     scratch: &mut Scratch<'_>,
-    mut dq: MatMut<'_, T>,
+    dq: &mut MatMut<'_, T>,
 ) {
     let (t, d, pitch) = (shape.seq_length, shape.head_dim, shape.out_cols());
     let input = HeadInput::new(shape, (forward.qkv, forward.documents), sequence, head);
     let start = sequence * t * pitch + head * d;
     let (dout, out) = (&forward.dout[start..], &forward.out[start..]);
     let lse = &forward.lse[(sequence * shape.heads + head) * t..][..t];
-    for queries in query_groups(shape) {
+    for queries in query_groups(block) {
         let keys = input.keys_of(shape, &queries);
         let (rows, width) = (queries.len(), keys.len().next_multiple_of(B_PANEL));
         let dout_rows = &dout[queries.start * pitch..];
@@ -220,11 +264,11 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape, documents: Option<&[i32]>) -> Vec<T> {
+    fn run<T: Element>(cx: &mut Compute, shape: &AttentionShape, documents: Option<&[i32]>, block: Option<usize>) -> Vec<T> {
         let (qkv, out, lse) = forward::<T>(cx, shape, documents);
         let dout = values::<T>(2, out.len());
         let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
-        attention_backward(cx, shape, Forward { dout: &dout, qkv: &qkv, documents, out: &out, lse: &lse }, &mut dqkv);
+        attention_backward(cx, shape, block, Forward { dout: &dout, qkv: &qkv, documents, out: &out, lse: &lse }, &mut dqkv);
         dqkv
     }
 
@@ -263,7 +307,9 @@ mod tests {
                 let (qkv, _, _) = forward::<f32>(&mut cx, &shape, documents);
                 let dout = values::<f32>(2, shape.tokens() * shape.out_cols());
                 let want = reference(&shape, &wide(&qkv), documents, &wide(&dout));
-                assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, &shape, documents), &want, 5e-5);
+                for block in [None, Some(1), Some(20), Some(64)] {
+                    assert_close(&format!("{shape:?} {block:?}"), &run::<f32>(&mut cx, &shape, documents, block), &want, 5e-5);
+                }
             }
         }
     }
@@ -284,8 +330,10 @@ mod tests {
     #[test]
     fn threads_and_instruction_sets_change_no_bit() {
         for shape in [SHAPES[3], SHAPES[5], SHAPES[8]] {
-            assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape, Some(&documents(&shape)))));
-            assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape, Some(&documents(&shape)))));
+            for block in [None, Some(24)] {
+                assert_same_everywhere(|cx| bits(&run::<f32>(cx, &shape, Some(&documents(&shape)), block)));
+                assert_same_everywhere(|cx| bits(&run::<bf16>(cx, &shape, Some(&documents(&shape)), block)));
+            }
         }
     }
 
@@ -297,13 +345,55 @@ mod tests {
         let mut dqkv = vec![0.0; qkv.len()];
         let (wide_dout, wide_qkv, wide_out) = (widened(&dout), widened(&qkv), widened(&out));
         let forward = Forward { dout: &wide_dout, qkv: &wide_qkv, documents: None, out: &wide_out, lse: &lse };
-        attention_backward(&mut cx, &shape, forward, &mut dqkv);
-        assert_rounded("dqkv", &run::<T>(&mut cx, &shape, None), &dqkv);
+        attention_backward(&mut cx, &shape, None, forward, &mut dqkv);
+        assert_rounded("dqkv", &run::<T>(&mut cx, &shape, None, None), &dqkv);
     }
 
     #[test]
     fn narrow_formats_are_the_f32_result_rounded_once() {
         rounds_once::<bf16>();
         rounds_once::<f16>();
+    }
+    /// Gradients where only the outputs of `queries`, places in their rows, have one.
+    fn run_of<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, queries: Range<usize>) -> Vec<T> {
+        let mut cx = fastest();
+        let (qkv, out, lse) = forward::<T>(&mut cx, shape, documents);
+        let mut dout = values::<T>(2, out.len());
+        for (token, row) in dout.chunks_exact_mut(shape.out_cols()).enumerate() {
+            if !queries.contains(&(token % shape.seq_length)) {
+                row.fill(T::from_f32(0.0));
+            }
+        }
+        let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
+        attention_backward(&mut cx, shape, None, Forward { dout: &dout, qkv: &qkv, documents, out: &out, lse: &lse }, &mut dqkv);
+        dqkv
+    }
+
+    /// Each block alone, rounded; their sum in order, rounded.
+    fn blocks_are_rounded_and_added_in_order<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, blocks: &[Range<usize>]) {
+        let got = run::<T>(&mut fastest(), shape, documents, Some(blocks[0].len()));
+        let mut sums = vec![0.0; got.len()];
+        for block in blocks {
+            sums.iter_mut().zip(run_of::<T>(shape, documents, block.clone())).for_each(|(sum, x)| *sum += x.to_f32());
+        }
+        assert_rounded("dqkv", &got, &sums);
+        let whole = run::<T>(&mut fastest(), shape, documents, None);
+        assert!(blocks.len() == 1 || bits(&got) != bits(&whole), "what blocks round shows");
+        let queries = shape.heads * shape.head_dim;
+        let rows = got.chunks_exact(shape.qkv_cols()).zip(whole.chunks_exact(shape.qkv_cols()));
+        rows.for_each(|(got, whole)| assert_eq!(bits(&got[..queries]), bits(&whole[..queries])));
+    }
+
+    #[test]
+    fn each_block_is_rounded_and_added_in_order() {
+        let shape = SHAPES[5];
+        let blocks = [0..48, 48..96, 96..130];
+        blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &blocks);
+        blocks_are_rounded_and_added_in_order::<f16>(&SHAPES[8], None, &[0..32, 32..64, 64..70]);
+        blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, std::slice::from_ref(&(0..130)));
+        // The second document begins at 70, and its blocks there.
+        let starts: Vec<i32> = (0..130).map(|token| if token < 70 { 0 } else { 70 }).collect();
+        let blocks = [0..48, 48..70, 70..118, 118..130];
+        blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&starts), &blocks);
     }
 }

@@ -10,6 +10,7 @@ pub(crate) mod embed;
 pub(crate) mod experts;
 pub(crate) mod grouped;
 pub(crate) mod isa;
+pub(crate) mod key_gradients;
 pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod norm;

@@ -116,7 +116,7 @@ mod tests {
         let (out, lse) = forward(cx, &qkv, sink);
         let (mut dqkv, mut dsinks) = (qkv.clone(), values::<T>(3, SHAPE.heads));
         let forward = Forward { dout: &dout, qkv: &qkv, documents: None, out: &out, lse: &lse };
-        attention_backward(cx, &SHAPE, forward, &mut dqkv);
+        attention_backward(cx, &SHAPE, None, forward, &mut dqkv);
         sinks_backward(cx, &SHAPE, (&dout, &out, &lse), sink, &mut dsinks, accumulate);
         (dqkv, dsinks)
     }

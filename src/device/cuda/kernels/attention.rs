@@ -1,6 +1,6 @@
 //! Attention: by cuDNN, or without a library (`--attention plain`).
 
-use super::super::launch::{LaunchConfig, Queue, args, size};
+use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::super::{CudaDevice, sdpa};
 use super::grid::{WARP, whole_vectors};
@@ -30,7 +30,7 @@ impl Launch<AttentionForward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionForward>) -> Result<()> {
         match (&self.sdpa, kernel.documents) {
             (None, _) => plain(*kernel, self),
-            (Some(_), None) => fused(self, sdpa::AttentionCall::forward(&kernel)?),
+            (Some(_), None) => fused(self, &sdpa::AttentionCall::forward(&kernel)?),
             (Some(_), Some(_)) => self.attend_packed(&kernel),
         }
     }
@@ -40,19 +40,30 @@ impl Launch<AttentionBackward> for CudaDevice {
     fn accept(&mut self, kernel: Checked<AttentionBackward>) -> Result<()> {
         match (&self.sdpa, kernel.documents) {
             (None, _) => plain_backward(*kernel, self),
-            (Some(_), None) => fused(self, sdpa::AttentionCall::backward(&kernel)?),
+            (Some(sdpa), None) => {
+                let call = sdpa::AttentionCall::backward(&kernel, sdpa.block(&kernel.shape))?;
+                fused(self, &call)
+            }
             (Some(_), Some(_)) => self.attend_packed_backward(&kernel),
         }
     }
 }
 
 /// Enqueues `call` by cuDNN.
-pub(super) fn fused(dev: &mut CudaDevice, call: sdpa::AttentionCall) -> Result<()> {
+pub(super) fn fused(dev: &mut CudaDevice, call: &sdpa::AttentionCall) -> Result<()> {
     // Taken out while it runs: the span around it needs the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
-    let result = dev.timed(Stream::Compute, call.name, |_| sdpa.enqueue(&call));
+    let result = enqueue_steps(dev, &mut sdpa, call);
     dev.sdpa = Some(sdpa);
     result
+}
+
+fn enqueue_steps(dev: &mut CudaDevice, sdpa: &mut sdpa::Sdpa, call: &sdpa::AttentionCall) -> Result<()> {
+    for steps in sdpa.steps(call)? {
+        dev.timed(Stream::Compute, call.name, |_| steps.iter().try_for_each(|step| sdpa.enqueue(call, *step)))?;
+        sdpa.sums_behind(call, &steps)?.into_iter().try_for_each(|sums| sums.enqueue(dev))?;
+    }
+    Ok(())
 }
 
 pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<()> {
@@ -74,7 +85,10 @@ pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<
 
 /// The engine's own kernels: queries' gradients, then those of keys and values.
 pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) -> Result<()> {
-    let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape } = kernel;
+    let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape, block } = kernel;
+    if block.is_some_and(|block| block < shape.seq_length) {
+        return Err(Error::Unsupported("attention's backward pass in blocks of queries without cuDNN, which computes all at once".into()));
+    }
     let dtype = Some(kernel.float_format()?);
     let rows = shape.tokens() * shape.heads;
     let delta = queue.scratch(rows)?;

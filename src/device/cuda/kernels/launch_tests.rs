@@ -152,7 +152,7 @@ fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize
     }
     plain(AttentionForward { qkv: r.x(n), documents: None, out: r.x(out), lse: r.f(lse), shape }, list)?;
     let (dout, qkv, documents) = (r.x(out), r.x(n), Some(r.i(shape.tokens())));
-    plain_backward(AttentionBackward { dout, qkv, documents, out: r.x(out), lse: r.f(lse), dqkv: r.x(n), shape }, list)
+    plain_backward(AttentionBackward { dout, qkv, documents, out: r.x(out), lse: r.f(lse), dqkv: r.x(n), shape, block: None }, list)
 }
 
 /// What only some families have: factors, gates by GELU, weights plus one, soft caps.
@@ -187,7 +187,7 @@ fn family_heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim
     let shape = AttentionShape { softcap: Some(50.0), ..shape };
     let (attended, lse) = (r.x(out), r.f(shape.tokens() * shape.heads));
     plain(AttentionForward { qkv, documents: None, out: attended, lse, shape }, list)?;
-    plain_backward(AttentionBackward { dout: r.x(out), qkv, documents: None, out: attended, lse, dqkv: r.x(n), shape }, list)
+    plain_backward(AttentionBackward { dout: r.x(out), qkv, documents: None, out: attended, lse, dqkv: r.x(n), shape, block: None }, list)
 }
 
 fn transfer(list: &mut List, r: &mut Room, elems: usize) -> Result<()> {
@@ -248,6 +248,15 @@ fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
     Sinks { sinks: r.x(heads), out: r.x(n), lse: r.f(rows), shape }.enqueue(list)?;
     let (dout, out, lse) = (r.x(n), r.x(n), r.f(rows));
     SinksBackward { dout, out, lse, sinks: r.x(heads), dsinks: r.x(heads), accumulate: true, shape }.enqueue(list)
+}
+
+/// Two heads of eight, where a block's last key is the first without a sum; then columns that no vector fits.
+fn key_gradients(list: &mut List, r: &mut Room) -> Result<()> {
+    for (keys, pitch, columns, width) in [(700, 1536, [1024, 1280], 256), (67, 35, [7, 21], 14)] {
+        let (dqkv, sums) = (r.x(keys * pitch), r.f(keys * 2 * width));
+        AddKeyGradients { dqkv, sums, pitch, columns, width, begun: keys - 1, done: 3 }.enqueue(list)?;
+    }
+    Ok(())
 }
 
 /// Two rows of two documents each, the four of one padded length: out of the rows and back.
@@ -313,6 +322,9 @@ fn listing() -> Result<String> {
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         let mut room = Room { dtype, skew, given: 0 };
         [(600, 2560), (67, 515), (1, 1)].into_iter().try_for_each(|(m, n)| scatter(&mut list, &mut room, m, n))?;
+    }
+    for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
+        key_gradients(&mut list, &mut Room { dtype, skew, given: 0 })?;
     }
     Ok(list.lines)
 }

@@ -18,7 +18,9 @@ impl CudaDevice {
     /// Compiles what documents of any length may need, and makes room for them.
     pub(in super::super) fn prepare_documents(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
         self.reserve_documents(shape)?;
-        self.sdpa.as_mut().map_or(Ok(()), |sdpa| batch_shapes(shape).try_for_each(|shape| sdpa.prepare(&shape, dtype)))
+        let Some(sdpa) = &mut self.sdpa else { return Ok(()) };
+        let block = sdpa.block(shape);
+        batch_shapes(shape).try_for_each(|shape| sdpa.prepare(&shape, block.min(shape.seq_length), dtype))
     }
 
     fn reserve_documents(&mut self, shape: &AttentionShape) -> Result<()> {
@@ -66,10 +68,8 @@ impl CudaDevice {
         for (copies, part) in self.document_batches(&shape, dtype)? {
             let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             copies.gather(self, qkv, room.qkv)?;
-            fused(
-                self,
-                AttentionCall::forward(&AttentionForward { qkv: room.qkv, documents: None, out: room.out, lse: room.lse, shape: part })?,
-            )?;
+            let one = AttentionForward { qkv: room.qkv, documents: None, out: room.out, lse: room.lse, shape: part };
+            fused(self, &AttentionCall::forward(&one)?)?;
             copies.scatter(self, room.out, out)?;
             copies.scatter_lse(self, room.lse, lse)?;
         }
@@ -77,8 +77,9 @@ impl CudaDevice {
     }
 
     pub(in super::super) fn attend_packed_backward(&mut self, kernel: &AttentionBackward) -> Result<()> {
-        let AttentionBackward { dout, qkv, out, lse, dqkv, shape, .. } = *kernel;
+        let AttentionBackward { dout, qkv, out, lse, dqkv, shape, block, .. } = *kernel;
         let dtype = kernel.float_format()?;
+        let block = block.or_else(|| self.sdpa.as_ref().map(|sdpa| sdpa.block(&shape))).unwrap_or(shape.seq_length);
         for (copies, part) in self.document_batches(&shape, dtype)? {
             let room = GatheredDocuments::new(self.packed.scratch, &shape, &part, dtype);
             for (rows, padded) in [(dout, room.dout), (qkv, room.qkv), (out, room.out)] {
@@ -86,7 +87,9 @@ impl CudaDevice {
             }
             copies.gather_lse(self, lse, room.lse)?;
             let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = room;
-            fused(self, AttentionCall::backward(&AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part })?)?;
+            let block = block.min(part.seq_length);
+            let one = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part, block: None };
+            fused(self, &AttentionCall::backward(&one, block)?)?;
             copies.scatter(self, padded, dqkv)?;
         }
         Ok(())

@@ -14,7 +14,11 @@ struct GraphBuilder {
     scale: f32,
     window: Option<usize>,
     batch: i64,
+    /// Tokens of a sequence in memory.
     seq: i64,
+    /// Those whose queries are computed, and those whose keys they see, of which the last are theirs.
+    queries: i64,
+    keys: i64,
     heads: i64,
     kv_heads: i64,
     width: i64,
@@ -28,36 +32,42 @@ struct GraphBuilder {
 struct Shape(Extent, Extent);
 
 impl GraphBuilder {
-    /// For `part` of what `shape` says.
-    fn new(shape: &AttentionShape, part: &AttentionShape, dtype: DataType) -> Self {
+    /// For `queries` of each sequence of `part` of what `shape` says, and the `keys` up to the last of them.
+    fn new(shape: &AttentionShape, part: &AttentionShape, (queries, keys): (usize, usize), dtype: DataType) -> Self {
         let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *part;
         let [qkv_columns, out_columns] = [shape.qkv_cols(), shape.out_cols()].map(|cols| cols as i64);
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
-        // A window that reaches the first token from the last hides nothing.
-        let window = window.filter(|window| *window < seq_length);
-        Self { graph: Graph::default(), dtype, scale, window, batch, seq, heads, kv_heads, width, qkv_columns, out_columns }
+        // A window that reaches the first key from the last query hides nothing.
+        let window = window.filter(|window| *window < keys);
+        let (queries, keys) = (queries as i64, keys as i64);
+        Self { graph: Graph::default(), dtype, scale, window, batch, seq, queries, keys, heads, kv_heads, width, qkv_columns, out_columns }
     }
 
     /// Scores of every query and key.
     fn scores(&self) -> Shape {
-        let n = self.seq;
-        dense([self.batch, self.heads, n, n])
+        dense([self.batch, self.heads, self.queries, self.keys])
     }
 
     /// One number a query.
     fn rows(&self) -> Shape {
-        dense([self.batch, self.heads, self.seq, 1])
+        dense([self.batch, self.heads, self.queries, 1])
     }
 
-    /// A vector for every query head of every token.
-    fn vectors(&self) -> Shape {
-        dense([self.batch, self.heads, self.seq, self.width])
+    /// A vector for every query head of each of `tokens`.
+    fn vectors(&self, tokens: i64) -> Shape {
+        dense([self.batch, self.heads, tokens, self.width])
     }
 
-    /// The same tensor with rows and columns exchanged in memory, under the same dims.
+    /// Scores with rows and columns exchanged, as they lie in memory.
     fn turned(&self) -> Shape {
-        let Shape(dims, [batch, head, row, column]) = self.scores();
-        Shape(dims, [batch, head, column, row])
+        let Shape([batch, heads, queries, keys], [in_batch, in_head, row, column]) = self.scores();
+        Shape([batch, heads, keys, queries], [in_batch, in_head, column, row])
+    }
+
+    /// Tokens of a tensor of the caller: of queries, or of keys.
+    fn tokens(&self, role: AttentionTensor) -> i64 {
+        use AttentionTensor::{Dk, Dv, K, V};
+        if matches!(role, K | V | Dk | Dv) { self.keys } else { self.queries }
     }
 
     fn tensor(&mut self, dtype: DataType, Shape(dims, strides): Shape, place: Storage) -> Id {
@@ -70,18 +80,20 @@ impl GraphBuilder {
 
     /// One of the caller's tensors: rows of `columns` are tokens.
     fn caller(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
-        let dims = [self.batch, heads, self.seq, self.width];
+        let dims = [self.batch, heads, self.tokens(role), self.width];
         self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, columns, 1]), Storage::Caller(role))
     }
 
     /// The same, as the second factor of a product that needs its transpose.
     fn transposed(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
-        let dims = [self.batch, heads, self.width, self.seq];
+        let dims = [self.batch, heads, self.width, self.tokens(role)];
         self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Storage::Caller(role))
     }
 
     fn lse(&mut self) -> Id {
-        self.tensor(DataType::F32, self.rows(), Storage::Caller(AttentionTensor::Lse))
+        let Shape(dims, _) = self.rows();
+        let strides = [self.heads * self.seq, self.seq, 1, 1];
+        self.tensor(DataType::F32, Shape(dims, strides), Storage::Caller(AttentionTensor::Lse))
     }
 
     /// `mode(x, b)` into a virtual fp32 tensor.
@@ -117,13 +129,34 @@ impl GraphBuilder {
         self.graph.node(Operation::Pointwise { mode: Mode::Select, axis: None, b: Some(fill), t: Some(holds) }, x, y)
     }
 
+    /// The key of each query itself: as many rows further down as there are keys before the first query.
+    fn diagonal(&mut self, x: Id) -> Id {
+        let row = self.index(2, x);
+        if self.keys == self.queries {
+            return row;
+        }
+        // The engines know this as an alignment: both numbers, in this order.
+        let (keys, queries) = (self.integer(self.keys), self.integer(self.queries));
+        let below = self.shifted(Mode::Add, row, keys);
+        self.shifted(Mode::Sub, below, queries)
+    }
+
+    fn integer(&mut self, value: i64) -> Id {
+        self.tensor(DataType::I32, dense([1; 4]), Storage::Integer(value as i32))
+    }
+
+    fn shifted(&mut self, mode: Mode, index: Id, by: Id) -> Id {
+        let y = self.tensor(DataType::I32, self.scores(), Storage::Virtual);
+        self.pointwise_into(mode, index, Some(by), y)
+    }
+
     /// Hides later keys, then those that lie a window or more behind.
     fn masked(&mut self, mut x: Id) -> Id {
-        let (row, column) = (self.index(2, x), self.index(3, x));
+        let (row, column) = (self.diagonal(x), self.index(3, x));
         x = self.keep(x, Mode::CmpGe, row, column);
         if let Some(window) = self.window {
             let (row, column) = (self.index(2, x), self.index(3, x));
-            let window = self.value(window as f32);
+            let window = self.value((window as i64 - (self.keys - self.queries)) as f32);
             let end = self.pointwise(Mode::Add, column, Some(window), self.scores());
             x = self.keep(x, Mode::CmpGt, end, row);
         }
@@ -145,7 +178,7 @@ fn dense(dims: Extent) -> Shape {
 
 /// The output and the log-sum-exp from the packed queries, keys and values.
 pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
-    let mut b = GraphBuilder::new(shape, shape, dtype);
+    let mut b = GraphBuilder::new(shape, shape, (shape.seq_length, shape.seq_length), dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k = b.transposed(AttentionTensor::K, kv_heads, columns);
@@ -168,10 +201,17 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     b.graph
 }
 
-/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads. `deterministic` sums dq in a fixed order, which takes
-/// memory for every score of dq's product; otherwise dq is added up in fp32 as thread blocks finish.
-pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
-    let mut b = GraphBuilder::new(shape, part, dtype);
+/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads: of so many queries of each sequence,
+/// and of the keys up to the last of them. `deterministic` sums dq in a fixed order, which takes memory for every score of dq's product;
+/// otherwise dq is added up in fp32 as thread blocks finish.
+pub(super) fn backward(
+    shape: &AttentionShape,
+    part: &AttentionShape,
+    queries_and_keys: (usize, usize),
+    dtype: DataType,
+    deterministic: bool,
+) -> Graph {
+    let mut b = GraphBuilder::new(shape, part, queries_and_keys, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k_t = b.transposed(AttentionTensor::K, kv_heads, columns);
@@ -182,7 +222,7 @@ pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, dtype: Dat
     let dq = b.caller(AttentionTensor::Dq, heads, columns);
 
     // Delta: each row of dout * out, summed. The product with one stands where dropout would; it is part of the pattern.
-    let products = b.pointwise(Mode::Mul, dout, Some(out), b.vectors());
+    let products = b.pointwise(Mode::Mul, dout, Some(out), b.vectors(b.queries));
     let sums = b.reduce(Fold::Add, products);
     let one = b.value(1.0);
     let delta = b.tensor(DataType::F32, b.rows(), Storage::Workspace);
@@ -209,13 +249,13 @@ pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, dtype: Dat
     b.gradient_of_keys(ds, q, AttentionTensor::Dk);
 
     // dq = ds k
-    let dims = [b.batch, kv_heads, b.seq, b.width];
+    let dims = [b.batch, kv_heads, b.keys, b.width];
     let k = b.tensor(DataType::F32, Shape(dims, [b.seq * columns, b.width, columns, 1]), Storage::Virtual);
     b.graph.node(Operation::Reshape, k_t, k);
     if deterministic {
         b.product(ds, k, dq);
     } else {
-        let sum = b.tensor(DataType::F32, b.vectors(), Storage::Workspace);
+        let sum = b.tensor(DataType::F32, b.vectors(b.queries), Storage::Workspace);
         b.product(ds, k, sum);
         b.pointwise_into(Mode::Identity, sum, None, dq);
     }
@@ -231,7 +271,7 @@ impl GraphBuilder {
         if self.heads == self.kv_heads {
             self.product(x_t, y, gradient);
         } else {
-            let each = self.tensor(self.dtype, self.vectors(), Storage::Virtual);
+            let each = self.tensor(self.dtype, self.vectors(self.keys), Storage::Virtual);
             self.product(x_t, y, each);
             self.graph.node(Operation::Reduce(Fold::Add), each, gradient);
         }
@@ -254,7 +294,43 @@ mod tests {
     };
 
     fn nodes(shape: AttentionShape, deterministic: bool) -> [usize; 2] {
-        [forward(&shape, DataType::Bf16), backward(&shape, &shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
+        [forward(&shape, DataType::Bf16), whole(&shape, &shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
+    }
+
+    /// The backward pass of all queries of `part`.
+    fn whole(shape: &AttentionShape, part: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
+        backward(shape, part, (shape.seq_length, shape.seq_length), dtype, deterministic)
+    }
+
+    /// A caller's tensor.
+    fn caller(graph: &Graph, role: AttentionTensor) -> (Extent, Extent) {
+        let tensor = graph.tensors.iter().find(|tensor| tensor.place == Storage::Caller(role)).unwrap();
+        (tensor.dims, tensor.strides)
+    }
+
+    #[test]
+    fn a_block_has_its_queries_and_the_keys_before_them() {
+        let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
+        let graph = backward(&SHAPE, &part, (1024, 3072), DataType::Bf16, true);
+        assert_eq!(graph.nodes.len(), 25);
+        let whole = whole(&SHAPE, &part, DataType::Bf16, true);
+        use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
+        for (role, tokens) in [(Q, 1024), (Out, 1024), (Lse, 1024), (Dout, 1024), (Dq, 1024), (K, 3072), (V, 3072), (Dk, 3072), (Dv, 3072)]
+        {
+            let ((dims, strides), (whole_dims, whole_strides)) = (caller(&graph, role), caller(&whole, role));
+            assert_eq!((dims, strides), (whole_dims.map(|dim| if dim == 4096 { tokens } else { dim }), whole_strides), "{role:?}");
+        }
+        let numbers: Vec<_> =
+            graph.tensors.iter().filter_map(|tensor| if let Storage::Integer(x) = tensor.place { Some(x) } else { None }).collect();
+        assert_eq!(numbers, [3072, 1024]);
+        // Key `c` of a block is seen by query `r` while `c + window > r + 2048`.
+        let windowed = AttentionShape { window: Some(2500), ..SHAPE };
+        let value = |keys: usize, shift: f32| {
+            let part = AttentionShape { window: Some(2500), ..part };
+            let graph = backward(&windowed, &part, (1024, keys), DataType::Bf16, true);
+            graph.tensors.iter().any(|tensor| tensor.place == Storage::Value(shift))
+        };
+        assert!(value(3072, 2500.0 - 2048.0) && !value(2048, 2500.0 - 1024.0), "a window that hides nothing is left out");
     }
 
     #[test]
@@ -271,7 +347,7 @@ mod tests {
 
     #[test]
     fn every_role_is_bound_once_and_packed_rows_are_strided() {
-        let graph = backward(&SHAPE, &SHAPE, DataType::F16, true);
+        let graph = whole(&SHAPE, &SHAPE, DataType::F16, true);
         let callers: Vec<_> = graph.tensors.iter().filter(|tensor| matches!(tensor.place, Storage::Caller(_))).collect();
         assert_eq!(callers.len(), AttentionTensor::COUNT);
         let q = callers.iter().find(|tensor| tensor.place == Storage::Caller(AttentionTensor::Q)).unwrap();
@@ -283,11 +359,8 @@ mod tests {
     #[test]
     fn a_part_has_the_rows_of_the_whole() {
         let part = AttentionShape { batch: 1, heads: 8, kv_heads: 2, ..SHAPE };
-        let graph = backward(&SHAPE, &part, DataType::Bf16, true);
-        let [q, out] = [AttentionTensor::Q, AttentionTensor::Out].map(|role| {
-            let tensor = graph.tensors.iter().find(|tensor| tensor.place == Storage::Caller(role)).unwrap();
-            (tensor.dims, tensor.strides)
-        });
+        let graph = whole(&SHAPE, &part, DataType::Bf16, true);
+        let [q, out] = [AttentionTensor::Q, AttentionTensor::Out].map(|role| caller(&graph, role));
         assert_eq!(q, ([1, 8, 4096, 128], [4096 * 6144, 128, 6144, 1]));
         assert_eq!(out, ([1, 8, 4096, 128], [4096 * 4096, 128, 4096, 1]));
     }

@@ -35,6 +35,7 @@ pub(super) enum Storage {
     Workspace,
     /// A number on the host, read at each execution.
     Value(f32),
+    Integer(i32),
 }
 
 /// Batch, head, row and column.
@@ -108,7 +109,8 @@ impl Graph {
     /// The operations as cuDNN takes them.
     pub(super) fn lower(&self, cudnn: Cudnn) -> Result<Vec<Descriptor>> {
         let tensors = self.tensors().map(|(id, tensor)| lower_tensor(cudnn, id, tensor)).collect::<Result<Vec<_>>>()?;
-        self.nodes.iter().map(|node| lower_node(cudnn, node, &tensors)).collect()
+        let lower = |node: &Node| lower_node(cudnn, node, self.tensors[node.y.0].dtype, &tensors);
+        self.nodes.iter().map(lower).collect()
     }
 }
 
@@ -121,13 +123,14 @@ fn lower_tensor(cudnn: Cudnn, id: Id, tensor: &Tensor) -> Result<Descriptor> {
         descriptor.set(Attribute::TensorAlignment, &[ALIGNMENT as i64])?;
         match tensor.place {
             Storage::Virtual => descriptor.set(Attribute::TensorIsVirtual, &[true]),
-            Storage::Value(_) => descriptor.set(Attribute::TensorIsByValue, &[true]),
+            Storage::Value(_) | Storage::Integer(_) => descriptor.set(Attribute::TensorIsByValue, &[true]),
             Storage::Caller(_) | Storage::Workspace => Ok(()),
         }
     })
 }
 
-fn lower_node(cudnn: Cudnn, node: &Node, tensors: &[Descriptor]) -> Result<Descriptor> {
+/// `dtype` is that of the node's `y`.
+fn lower_node(cudnn: Cudnn, node: &Node, dtype: DataType, tensors: &[Descriptor]) -> Result<Descriptor> {
     use Attribute as A;
     let tensor = |id: Id| &tensors[id.0];
     let (x, y) = (tensor(node.x), tensor(node.y));
@@ -138,7 +141,7 @@ fn lower_node(cudnn: Cudnn, node: &Node, tensors: &[Descriptor]) -> Result<Descr
             operation(cudnn, DescriptorKind::OperationMatmul, &parts)
         }
         Operation::Pointwise { mode, axis, b, t } => {
-            let how = pointwise(cudnn, mode, axis)?;
+            let how = pointwise(cudnn, mode, axis, dtype)?;
             let mut parts = vec![(A::OperationPointwise, &how), (A::OperationPointwiseX, x), (A::OperationPointwiseY, y)];
             parts.extend(b.map(|b| (A::OperationPointwiseB, tensor(b))));
             parts.extend(t.map(|t| (A::OperationPointwiseT, tensor(t))));
@@ -156,8 +159,12 @@ fn lower_node(cudnn: Cudnn, node: &Node, tensors: &[Descriptor]) -> Result<Descr
     }
 }
 
-fn pointwise(cudnn: Cudnn, mode: Mode, axis: Option<i64>) -> Result<Descriptor> {
-    let precision = if matches!(mode, Mode::CmpGt | Mode::CmpGe) { DataType::Bool } else { DataType::F32 };
+fn pointwise(cudnn: Cudnn, mode: Mode, axis: Option<i64>, dtype: DataType) -> Result<Descriptor> {
+    let precision = match mode {
+        Mode::CmpGt | Mode::CmpGe => DataType::Bool,
+        Mode::Add | Mode::Sub if dtype == DataType::I32 => DataType::I32,
+        _ => DataType::F32,
+    };
     Descriptor::build(cudnn, DescriptorKind::Pointwise, |how| {
         how.set(Attribute::PointwiseMode, &[mode])?;
         how.set(Attribute::PointwisePrecision, &[precision])?;

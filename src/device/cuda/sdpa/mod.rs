@@ -2,17 +2,19 @@
 //! translated ([`graph`]) and compiled ([`plan`]) once for each shape.
 
 mod attention;
+mod blocks;
 mod graph;
 mod plan;
 mod sys;
 
 use super::error::{check, failed};
 use super::libraries::Libraries;
-use crate::device::footprint::gpu::attention_part;
-use crate::device::{AttentionBackward, AttentionForward, AttentionShape, DeviceSlice, Kernel};
+use crate::device::footprint::gpu::{attention_block, attention_part, attention_workspace_bytes, key_gradient_sums};
+use crate::device::{AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, DeviceSlice, Kernel};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
+use blocks::{QueryBlock, query_blocks};
 use cust::memory::DeviceBuffer;
 use cust::sys::{CUstream, cuMemsetD8Async, cuStreamSynchronize};
 use graph::AttentionTensor;
@@ -60,7 +62,8 @@ impl AttentionLimits {
 /// cuDNN, the plans made so far, and the workspace that they share.
 pub(super) struct Sdpa {
     // Dropped in this order: the connection last.
-    plans: Vec<Plans>,
+    forward: Vec<ForwardPlan>,
+    backward: Vec<BackwardPlans>,
     workspace: DeviceBuffer<u8>,
     connection: Connection,
     stream: CUstream,
@@ -68,14 +71,19 @@ pub(super) struct Sdpa {
     deterministic: bool,
 }
 
-/// Both directions of one shape.
-struct Plans {
-    shape: AttentionShape,
-    dtype: Dtype,
-    forward: ExecutionPlan,
-    /// What `backward` computes at a time.
+struct ForwardPlan {
+    of: (AttentionShape, Dtype),
+    plan: ExecutionPlan,
+}
+
+/// The backward pass of one shape in blocks of one size.
+struct BackwardPlans {
+    of: (AttentionShape, Dtype, usize),
+    /// What is computed at a time: of this, block by block.
     part: AttentionShape,
-    backward: ExecutionPlan,
+    blocks: Vec<QueryBlock>,
+    /// One for each number of queries and of keys that a block has.
+    plans: Vec<((usize, usize), ExecutionPlan)>,
 }
 
 impl Sdpa {
@@ -88,7 +96,7 @@ impl Sdpa {
         let (cudnn, limits) = (Cudnn::open(libraries)?, AttentionLimits::of(generation));
         limits.check_version(cudnn.version(), deterministic)?;
         let connection = Connection::new(cudnn, stream)?;
-        Ok(Self { plans: Vec::new(), workspace: allocate(0)?, connection, stream, limits, deterministic })
+        Ok(Self { forward: Vec::new(), backward: Vec::new(), workspace: allocate(0)?, connection, stream, limits, deterministic })
     }
 
     /// Bytes of the workspace.
@@ -101,29 +109,50 @@ impl Sdpa {
         self.connection.cudnn.version()
     }
 
-    /// Compiles both directions for a shape and makes room for them; nothing if that is done. Half a second each; only
-    /// before step 0, for a step must not wait for it.
+    /// Queries of a block of the backward pass, unless somebody says otherwise.
+    pub(super) fn block(&self, shape: &AttentionShape) -> usize {
+        attention_block(shape, self.deterministic)
+    }
+
+    /// Compiles both directions for a shape, whose backward pass goes in blocks of `block` queries, and makes room for them; nothing if that is
+    /// done. Half a second each, and as much for each further block; only before step 0, for a step must not wait for it.
     ///
     /// # Errors
     /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
-    pub(super) fn prepare(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
-        self.plans(shape, dtype).map(drop)
+    pub(super) fn prepare(&mut self, shape: &AttentionShape, block: usize, dtype: Dtype) -> Result<()> {
+        self.forward_plan(shape, dtype)?;
+        self.backward_plans(shape, block, dtype).map(drop)
     }
 
-    fn plans(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<&mut Plans> {
-        let known = self.plans.iter().position(|plans| plans.shape == *shape && plans.dtype == dtype);
-        let index = match known {
+    fn forward_plan(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<&mut ExecutionPlan> {
+        let of = (*shape, dtype);
+        let index = match self.forward.iter().position(|known| known.of == of) {
             Some(index) => index,
             None => {
-                let target = Target::Gpu(self.connection.handle);
                 let format = supported(shape, dtype, self.limits)?;
-                let plans = Plans::build(self.connection.cudnn, &target, shape, (dtype, format), self.deterministic)?;
-                self.reserve(plans.workspace_bytes())?;
-                self.plans.push(plans);
-                self.plans.len() - 1
+                let plan = build_forward(self.connection.cudnn, &Target::Gpu(self.connection.handle), shape, (dtype, format))?;
+                self.reserve(plan.workspace_bytes())?;
+                self.forward.push(ForwardPlan { of, plan });
+                self.forward.len() - 1
             }
         };
-        Ok(&mut self.plans[index])
+        Ok(&mut self.forward[index].plan)
+    }
+
+    fn backward_plans(&mut self, shape: &AttentionShape, block: usize, dtype: Dtype) -> Result<&mut BackwardPlans> {
+        let of = (*shape, dtype, block);
+        let index = match self.backward.iter().position(|known| known.of == of) {
+            Some(index) => index,
+            None => {
+                let format = supported(shape, dtype, self.limits)?;
+                let target = Target::Gpu(self.connection.handle);
+                let plans = BackwardPlans::build(self.connection.cudnn, &target, of, format, self.deterministic)?;
+                self.reserve(plans.workspace_bytes(self.deterministic))?;
+                self.backward.push(plans);
+                self.backward.len() - 1
+            }
+        };
+        Ok(&mut self.backward[index])
     }
 
     fn reserve(&mut self, bytes: usize) -> Result<()> {
@@ -147,49 +176,130 @@ impl Sdpa {
         check(unsafe { cuMemsetD8Async(address, NAN_BYTE, bytes, self.stream) }, || "fill cuDNN's workspace".into())
     }
 
-    /// Enqueues one direction of a shape.
+    /// The steps of a call in their order; behind each group come sums, if there are any.
     ///
     /// # Errors
-    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` when an address is not aligned to 16 bytes.
-    pub(super) fn enqueue(&mut self, call: &AttentionCall) -> Result<()> {
-        let handle = self.connection.handle;
-        self.prepare(&call.shape, call.dtype)?;
-        let workspace = self.workspace.as_device_ptr().as_raw();
-        let plans = self.plans(&call.shape, call.dtype)?;
-        // SAFETY: the slices of a call have been checked against its shape, which its parts are of; the workspace is large enough for every
-        // plan made.
-        unsafe {
-            match call.direction {
-                Direction::Forward => plans.forward.execute(handle, &call.addresses, workspace),
-                Direction::Backward => parts_of(&call.shape, &plans.part).try_for_each(|place| {
-                    let addresses = call.addresses_of(&plans.part, place);
-                    plans.backward.execute(handle, &addresses, workspace)
-                }),
-            }
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
+    pub(super) fn steps(&mut self, call: &AttentionCall) -> Result<Vec<Vec<AttentionStep>>> {
+        match call.direction {
+            Direction::Forward => self.forward_plan(&call.shape, call.dtype).map(|_| vec![vec![AttentionStep::Forward]]),
+            Direction::Backward { block, .. } => Ok(self.backward_plans(&call.shape, block, call.dtype)?.steps(&call.shape)),
         }
+    }
+
+    /// Enqueues a step of a call.
+    ///
+    /// # Errors
+    /// `Resource` when an address is not aligned to 16 bytes.
+    pub(super) fn enqueue(&mut self, call: &AttentionCall, step: AttentionStep) -> Result<()> {
+        let (handle, workspace) = (self.connection.handle, self.workspace.as_device_ptr().as_raw());
+        let (plan, addresses) = match (step, call.direction) {
+            (AttentionStep::Backward { place, block }, Direction::Backward { block: queries, .. }) => {
+                let plans = self.backward_plans(&call.shape, queries, call.dtype)?;
+                let addresses = call.addresses_of(&plans.part, place, &plans.blocks[block]);
+                (plans.plan(block), addresses)
+            }
+            _ => (self.forward_plan(&call.shape, call.dtype)?, call.addresses),
+        };
+        // SAFETY: the slices of a call have been checked against its shape, which its parts and blocks are of; the workspace is large enough for
+        // every plan made.
+        unsafe { plan.execute(handle, &addresses, workspace) }
+    }
+
+    /// What comes behind a group of steps where there are several blocks: sums over these, of each sequence of the step's part.
+    pub(super) fn sums_behind(&mut self, call: &AttentionCall, steps: &[AttentionStep]) -> Result<Vec<AddKeyGradients>> {
+        let (&[AttentionStep::Backward { place, block }], Direction::Backward { dqkv, block: queries }) = (steps, call.direction) else {
+            return Ok(Vec::new());
+        };
+        let workspace = self.workspace.as_device_ptr().as_raw();
+        let plans = self.backward_plans(&call.shape, queries, call.dtype)?;
+        if plans.blocks.len() == 1 {
+            return Ok(Vec::new());
+        }
+        let elems = key_gradient_sums(&plans.part);
+        let sums = DeviceSlice::at(workspace + plans.own_bytes() as u64, elems, Dtype::Float32);
+        Ok(plans.add_key_gradients(&call.shape, place, block, (dqkv, sums)))
     }
 }
 
-impl Plans {
-    fn build(
-        cudnn: Cudnn,
-        target: &Target,
-        shape: &AttentionShape,
-        (dtype, format): (Dtype, DataType),
-        deterministic: bool,
-    ) -> Result<Self> {
-        let forward = ExecutionPlan::build(cudnn, &attention::forward(shape, format), target);
-        let part = attention_part(shape, deterministic);
-        let backward = ExecutionPlan::build(cudnn, &attention::backward(shape, &part, format, deterministic), target);
-        let refused = |error: Error| match error {
-            Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
-            other => other,
-        };
-        Ok(Self { shape: *shape, dtype, forward: forward.map_err(refused)?, part, backward: backward.map_err(refused)? })
+fn build_forward(cudnn: Cudnn, target: &Target, shape: &AttentionShape, (dtype, format): (Dtype, DataType)) -> Result<ExecutionPlan> {
+    ExecutionPlan::build(cudnn, &attention::forward(shape, format), target).map_err(|error| refused(error, shape, dtype))
+}
+
+/// What cuDNN does not compile it does not support.
+fn refused(error: Error, shape: &AttentionShape, dtype: Dtype) -> Error {
+    match error {
+        Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
+        other => other,
+    }
+}
+
+impl BackwardPlans {
+    fn build(cudnn: Cudnn, target: &Target, of: (AttentionShape, Dtype, usize), format: DataType, deterministic: bool) -> Result<Self> {
+        let (shape, dtype, block) = of;
+        let part = attention_part(&shape, block, deterministic);
+        let blocks: Vec<_> = query_blocks(&shape, block).collect();
+        let mut plans: Vec<((usize, usize), ExecutionPlan)> = Vec::new();
+        for size in blocks.iter().map(QueryBlock::size) {
+            if plans.iter().all(|(known, _)| *known != size) {
+                let graph = attention::backward(&shape, &part, size, format, deterministic);
+                plans.push((size, ExecutionPlan::build(cudnn, &graph, target).map_err(|error| refused(error, &shape, dtype))?));
+            }
+        }
+        Ok(Self { of, part, blocks, plans })
     }
 
-    fn workspace_bytes(&self) -> usize {
-        self.forward.workspace_bytes().max(self.backward.workspace_bytes())
+    /// Bytes of the workspace that cuDNN wants.
+    fn own_bytes(&self) -> usize {
+        self.plans.iter().map(|(_, plan)| plan.workspace_bytes()).max().unwrap_or(0).next_multiple_of(256)
+    }
+
+    /// With the sums over blocks. Where there are several, as much as of layers whose windows leave them all keys: layers share it.
+    fn workspace_bytes(&self, deterministic: bool) -> usize {
+        if self.blocks.len() == 1 {
+            return self.plans[0].1.workspace_bytes();
+        }
+        let with_sums = self.own_bytes() + key_gradient_sums(&self.part) * Dtype::Float32.bytes();
+        with_sums.max(attention_workspace_bytes(&self.part, self.of.2, deterministic))
+    }
+
+    /// The plan of block `index`.
+    fn plan(&mut self, index: usize) -> &mut ExecutionPlan {
+        let size = self.blocks[index].size();
+        let known = self.plans.iter().position(|(known, _)| *known == size).expect("there is a plan for every block");
+        &mut self.plans[known].1
+    }
+
+    /// The blocks of each part, in order: each alone where there are several.
+    fn steps(&self, shape: &AttentionShape) -> Vec<Vec<AttentionStep>> {
+        let blocks = self.blocks.len();
+        let steps = parts_of(shape, &self.part).flat_map(|place| (0..blocks).map(move |block| AttentionStep::Backward { place, block }));
+        if blocks == 1 { vec![steps.collect()] } else { steps.map(|step| vec![step]).collect() }
+    }
+
+    /// Of each sequence of the part at `place`, after block `index`. `sums` are those of a part.
+    fn add_key_gradients(
+        &self,
+        shape: &AttentionShape,
+        place: PartPlace,
+        index: usize,
+        (dqkv, sums): (DeviceSlice, DeviceSlice),
+    ) -> Vec<AddKeyGradients> {
+        let (pitch, width) = (shape.qkv_cols(), self.part.kv_heads * shape.head_dim);
+        let keys = &self.blocks[index].keys;
+        let begun = index.checked_sub(1).map_or(keys.start, |before| self.blocks[before].keys.end);
+        let done = self.blocks.get(index + 1).map_or(keys.end, |next| next.keys.start);
+        let of_keys = shape.heads * shape.head_dim + place.group * width;
+        let add = |sequence: usize| AddKeyGradients {
+            dqkv: dqkv.slice(((place.sequence + sequence) * shape.seq_length + keys.start) * pitch, keys.len() * pitch),
+            sums: sums.slice((sequence * shape.seq_length + keys.start) * 2 * width, keys.len() * 2 * width),
+            pitch,
+            columns: [of_keys, of_keys + shape.kv_heads * shape.head_dim],
+            width,
+            begun: begun - keys.start,
+            done: done - keys.start,
+        };
+        (0..self.part.batch).map(add).collect()
     }
 }
 
@@ -226,7 +336,7 @@ fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
 
 /// Where a part begins: its first sequence, and which of the groups of heads it has.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct PartPlace {
+pub(super) struct PartPlace {
     sequence: usize,
     group: usize,
 }
@@ -243,6 +353,17 @@ fn qkv_addresses(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
     [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr() + head as u64 * bytes)
 }
 
+/// What of a call runs at once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum AttentionStep {
+    Forward,
+    /// A block of queries of a part.
+    Backward {
+        place: PartPlace,
+        block: usize,
+    },
+}
+
 /// One direction of attention over memory that was checked against its shape.
 pub(super) struct AttentionCall {
     pub(super) name: &'static str,
@@ -255,7 +376,11 @@ pub(super) struct AttentionCall {
 #[derive(Clone, Copy)]
 enum Direction {
     Forward,
-    Backward,
+    /// Block by block of `block` queries.
+    Backward {
+        dqkv: DeviceSlice,
+        block: usize,
+    },
 }
 
 impl AttentionCall {
@@ -273,29 +398,31 @@ impl AttentionCall {
         Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: Direction::Forward, addresses })
     }
 
-    /// The gradient of [`AttentionCall::forward`].
-    pub(super) fn backward(kernel: &AttentionBackward) -> Result<Self> {
-        let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape } = *kernel;
+    /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries unless the kernel says of how many.
+    pub(super) fn backward(kernel: &AttentionBackward, block: usize) -> Result<Self> {
+        let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape, block: said } = *kernel;
         let [q, k, v] = qkv_addresses(qkv, &shape);
         let [dq, dk, dv] = qkv_addresses(dqkv, &shape);
         let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];
         let dtype = kernel.float_format()?;
-        Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction: Direction::Backward, addresses })
+        let direction = Direction::Backward { dqkv, block: said.unwrap_or(block) };
+        Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction, addresses })
     }
 
-    /// Those of the part at `place`, as large as `part`.
-    fn addresses_of(&self, part: &AttentionShape, place: PartPlace) -> Addresses {
+    /// Those of a block of the part at `place`, as large as `part`.
+    fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &QueryBlock) -> Addresses {
         let shape = &self.shape;
-        let row = place.sequence * shape.seq_length;
+        let first = place.sequence * shape.seq_length;
+        let (query, key) = (first + block.queries.start, first + block.keys.start);
         let column = |heads: usize| place.group * heads * shape.head_dim;
         let mut addresses = self.addresses;
         for role in AttentionTensor::ALL {
             use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
             let bytes = match role {
-                Q | Dq => (row * shape.qkv_cols() + column(part.heads)) * self.dtype.bytes(),
-                K | V | Dk | Dv => (row * shape.qkv_cols() + column(part.kv_heads)) * self.dtype.bytes(),
-                Out | Dout => (row * shape.out_cols() + column(part.heads)) * self.dtype.bytes(),
-                Lse => (row * shape.heads + place.group * part.heads * shape.seq_length) * Dtype::Float32.bytes(),
+                Q | Dq => (query * shape.qkv_cols() + column(part.heads)) * self.dtype.bytes(),
+                K | V | Dk | Dv => (key * shape.qkv_cols() + column(part.kv_heads)) * self.dtype.bytes(),
+                Out | Dout => (query * shape.out_cols() + column(part.heads)) * self.dtype.bytes(),
+                Lse => (first * shape.heads + place.group * part.heads * shape.seq_length + block.queries.start) * Dtype::Float32.bytes(),
             };
             addresses[role as usize] += bytes as u64;
         }

@@ -51,7 +51,8 @@ pub(super) struct ExecutionPlan {
     ids: Vec<i64>,
     bindings: Vec<Binding>,
     pointers: Vec<*mut c_void>,
-    values: Vec<f32>,
+    /// Bits of numbers.
+    values: Vec<u32>,
     /// Where cuDNN's own part of the workspace begins, and where it ends.
     own: std::ops::Range<u64>,
 }
@@ -97,10 +98,8 @@ impl ExecutionPlan {
                     end += (tensor.elems() * 4).next_multiple_of(256);
                     Binding::Workspace(start)
                 }
-                Storage::Value(value) => {
-                    values.push(value);
-                    Binding::Value(values.len() - 1)
-                }
+                Storage::Value(value) => number(&mut values, value.to_bits()),
+                Storage::Integer(value) => number(&mut values, value.cast_unsigned()),
             });
             ids.push(id.number());
         }
@@ -144,6 +143,11 @@ impl ExecutionPlan {
         self.plan.get(Attribute::PlanJson, &mut text).unwrap();
         String::from_utf8_lossy(&text).into_owned()
     }
+}
+
+fn number(values: &mut Vec<u32>, bits: u32) -> Binding {
+    values.push(bits);
+    Binding::Value(values.len() - 1)
 }
 
 fn aligned(role: AttentionTensor, address: u64) -> Result<u64> {

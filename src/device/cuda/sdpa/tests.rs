@@ -1,7 +1,6 @@
 //! What can be said of cuDNN's plans without a GPU: cuDNN compiles them for one that is only described to it.
 
 use super::*;
-use crate::device::footprint::gpu::attention_workspace_bytes;
 use sys::{Attribute, Descriptor, DescriptorKind};
 
 const H200: &str = include_str!("h200.json");
@@ -54,10 +53,11 @@ fn parts_of_the_backward_pass_cover_it_once() {
     let [qkv, dqkv] = [1, 2].map(|first| slice(first, tokens * SHAPE.qkv_cols(), bf16));
     let [out, dout] = [3, 4].map(|first| slice(first, tokens * SHAPE.out_cols(), bf16));
     let lse = slice(5, tokens * SHAPE.heads, Dtype::Float32);
-    let call = AttentionCall::backward(&AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape: SHAPE }).unwrap();
+    let backward = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape: SHAPE, block: None };
+    let call = AttentionCall::backward(&backward, 512).unwrap();
     let places: Vec<_> = parts_of(&SHAPE, &part).map(|place| (place.sequence, place.group)).collect();
     assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
-    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 });
+    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &QueryBlock { queries: 0..512, keys: 0..512 });
     let of = |role: AttentionTensor| last[role as usize];
     // Sequence 1 begins at row 512; the second group has heads 4 to 7, and key head 1 behind eight of queries.
     assert_eq!(of(AttentionTensor::Q), qkv.addr() + (512 * 12 * 128 + 4 * 128) * 2);
@@ -65,6 +65,51 @@ fn parts_of_the_backward_pass_cover_it_once() {
     assert_eq!(of(AttentionTensor::V), qkv.addr() + (512 * 12 * 128 + (10 + 1) * 128) * 2);
     assert_eq!(of(AttentionTensor::Dout), dout.addr() + (512 * 8 * 128 + 4 * 128) * 2);
     assert_eq!(of(AttentionTensor::Lse), lse.addr() + (8 * 512 + 4 * 512) * 4);
+    let block = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &QueryBlock { queries: 256..384, keys: 128..384 });
+    use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
+    for (role, rows) in [(Q, 256), (Dq, 256), (Out, 256), (Dout, 256), (Lse, 256), (K, 128), (V, 128), (Dk, 128), (Dv, 128)] {
+        let row = match role {
+            Lse => 4,
+            Out | Dout => 8 * 128 * 2,
+            _ => 12 * 128 * 2,
+        };
+        assert_eq!(block[role as usize] - last[role as usize], rows * row, "{role:?}");
+    }
+}
+
+/// Plans of the backward pass that nothing compiled.
+fn in_blocks(shape: AttentionShape, part: AttentionShape, block: usize) -> BackwardPlans {
+    BackwardPlans { of: (shape, Dtype::Bfloat16, block), part, blocks: query_blocks(&shape, block).collect(), plans: Vec::new() }
+}
+
+#[test]
+fn sums_begin_with_the_first_block_that_sees_a_key_and_end_with_the_last() {
+    let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
+    let windowed = AttentionShape { window: Some(128), ..SHAPE };
+    let plans = in_blocks(windowed, part, 256);
+    let [dqkv, sums] = [(SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16), (512 * 2 * 128, Dtype::Float32)]
+        .map(|(elems, dtype)| DeviceSlice::at(1 << 32, elems, dtype));
+    let adds = |plans: &BackwardPlans, index| plans.add_key_gradients(&SHAPE, PartPlace { sequence: 1, group: 1 }, index, (dqkv, sums));
+    // The second block begins at query 256, which sees keys from 129 on.
+    let [first, last] = [0, 1].map(|index| adds(&plans, index)[0]);
+    assert_eq!((first.keys(), first.begun, first.done), (256, 0, 128));
+    assert_eq!((last.keys(), last.begun, last.done), (384, 128, 384));
+    assert_eq!((first.columns, first.width), ([(8 + 1) * 128, (10 + 1) * 128], 128));
+    assert_eq!((last.dqkv.addr(), last.sums.addr()), (dqkv.slice((512 + 128) * 12 * 128, 1).addr(), sums.slice(128 * 256, 1).addr()));
+    // All keys stay until the end where nothing hides them; each sequence of a part has its own.
+    let plans = in_blocks(SHAPE, AttentionShape { batch: 2, ..part }, 256);
+    let sums = DeviceSlice::at(1 << 40, 2 * 512 * 2 * 128, Dtype::Float32);
+    let adds = plans.add_key_gradients(&SHAPE, PartPlace { sequence: 0, group: 0 }, 0, (dqkv, sums));
+    assert_eq!(adds.iter().map(|add| (add.keys(), add.begun, add.done)).collect::<Vec<_>>(), [(256, 0, 0); 2]);
+    assert_eq!(adds[1].dqkv.addr() - adds[0].dqkv.addr(), 512 * 12 * 128 * 2);
+    assert_eq!(adds[1].sums.addr() - adds[0].sums.addr(), 512 * 256 * 4);
+}
+
+#[test]
+fn one_block_is_enqueued_whole_and_several_one_by_one() {
+    let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
+    let lengths = |block| in_blocks(SHAPE, part, block).steps(&SHAPE).iter().map(Vec::len).collect::<Vec<_>>();
+    assert_eq!((lengths(512), lengths(256)), (vec![4], vec![1; 8]));
 }
 
 /// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that says that it has loaded what cuDNN compiled: the
@@ -83,13 +128,17 @@ fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
     let odd = AttentionShape { batch: 1, seq_length: 77, heads: 3, kv_heads: 1, head_dim: 40, ..SHAPE };
     for (shape, name) in [(SHAPE, "gqa"), (mha, "mha"), (windowed, "window"), (odd, "odd")] {
         for (dtype, deterministic) in [(Dtype::Bfloat16, true), (Dtype::Bfloat16, false), (Dtype::Float16, true)] {
-            let case = format!("{name} {dtype} deterministic: {deterministic}");
-            let plans =
-                Plans::build(cudnn, &target, &shape, (dtype, supported(&shape, dtype, AttentionLimits::of(9)).unwrap()), deterministic)
+            let format = supported(&shape, dtype, AttentionLimits::of(9)).unwrap();
+            let forward = build_forward(cudnn, &target, &shape, (dtype, format)).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+            assert!(forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{name} {dtype}");
+            for block in [shape.seq_length, 192, 40] {
+                let case = format!("{name} {dtype} deterministic: {deterministic}, blocks of {block}");
+                let plans = BackwardPlans::build(cudnn, &target, (shape, dtype, block), format, deterministic)
                     .unwrap_or_else(|e| panic!("{case}: {e}"));
-            assert!(plans.forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{case}");
-            assert!(plans.backward.json().contains("\"finalizeMode\":\"SDPA_BWD\""), "{case}");
-            assert_eq!(plans.workspace_bytes(), attention_workspace_bytes(&shape, deterministic), "{case}");
+                assert!(plans.plans.iter().all(|(_, plan)| plan.json().contains("\"finalizeMode\":\"SDPA_BWD\"")), "{case}");
+                let bytes = plans.workspace_bytes(deterministic);
+                assert_eq!(bytes.max(forward.workspace_bytes()), attention_workspace_bytes(&shape, block, deterministic), "{case}");
+            }
         }
     }
 }
