@@ -47,6 +47,7 @@ pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero}
 pub use kernels::{Kernels, Launch};
 pub(crate) use lease::Lease;
 pub use slice::DeviceSlice;
+pub(crate) use slice::MatrixPart;
 pub use stream::{EventId, Stream};
 
 /// What a span of [`Device::prefetch`] is called.
@@ -233,6 +234,12 @@ pub(crate) trait Peers: Device {
     /// # Errors
     /// `Resource` when one of them is not memory of that device.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
+
+    /// On `stream`, copies the rows `src`, memory of `peer`, which may be this device itself, to `dst`: as many, and as long.
+    ///
+    /// # Errors
+    /// As for [`Peers::pull`].
+    fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()>;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

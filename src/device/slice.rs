@@ -2,6 +2,7 @@
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// A typed view of memory that a device has allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,9 +63,56 @@ impl DeviceSlice {
         part
     }
 
+    /// Columns `cols` of rows `rows` of the matrix of `pitch` columns that begins here.
+    ///
+    /// # Panics
+    /// If they reach outside, or there are none.
+    pub(crate) fn part(self, pitch: usize, rows: Range<usize>, cols: Range<usize>) -> MatrixPart {
+        assert!(cols.end <= pitch && !rows.is_empty(), "columns {cols:?} of {pitch} in rows {rows:?}");
+        MatrixPart {
+            memory: self.slice(rows.start * pitch + cols.start, (rows.len() - 1) * pitch + cols.len()),
+            pitch,
+            cols: cols.len(),
+            count: rows.len(),
+        }
+    }
+
     /// Whether both have a byte of the same address.
     pub(super) fn overlaps(self, other: Self) -> bool {
         self.addr < other.end() && other.addr < self.end()
+    }
+}
+
+/// Equally long parts of memory, equally far apart: some columns of some rows of a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MatrixPart {
+    /// From the first element to the last.
+    pub(super) memory: DeviceSlice,
+    /// Elements from the beginning of a row to that of the next one.
+    pitch: usize,
+    cols: usize,
+    pub(super) count: usize,
+}
+
+impl MatrixPart {
+    /// Bytes from the beginning of a row to that of the next one.
+    pub(super) fn pitch_bytes(self) -> usize {
+        self.pitch * self.memory.dtype.bytes()
+    }
+
+    /// Bytes of a row.
+    pub(super) fn row_bytes(self) -> usize {
+        self.cols * self.memory.dtype.bytes()
+    }
+
+    /// Bytes of all rows.
+    pub(super) fn bytes(self) -> usize {
+        self.count * self.row_bytes()
+    }
+
+    /// Both have as many rows of as many bytes.
+    pub(super) fn fits(self, other: Self) -> bool {
+        (self.count, self.row_bytes()) == (other.count, other.row_bytes())
     }
 }
 
@@ -119,6 +167,13 @@ mod tests {
             let message = allocated.check(part).unwrap_err().to_string();
             assert!(message.starts_with("use device memory: ") && message.contains(&format!("{:#x}", part.addr)), "{message}");
         }
+    }
+
+    #[test]
+    fn rows_of_a_matrix_reach_from_their_first_element_to_their_last() {
+        let rows = DeviceSlice::at(256, 5 * 8, Dtype::Bfloat16).part(8, 1..4, 2..5);
+        assert_eq!((rows.memory.addr, rows.memory.elems, rows.count), (256 + 2 * 10, 2 * 8 + 3, 3));
+        assert_eq!((rows.pitch_bytes(), rows.row_bytes(), rows.bytes()), (16, 6, 18));
     }
 
     #[test]

@@ -217,6 +217,31 @@ int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t by
   return 0;
 }
 
+typedef struct { size_t x, y; int type; void *host; u64 device; void *array; size_t pitch; } Side;
+typedef struct { Side from, to; size_t width, height; } Copy2D;
+typedef struct { size_t x, y, z, lod; int type; void *host; u64 device; void *array; Context *context; size_t pitch, height; } PeerSide;
+typedef struct { PeerSide from, to; size_t width, height, depth; } PeerCopy;
+
+static int copy_rows(u64 to, size_t to_pitch, u64 from, size_t from_pitch, size_t width, size_t height) {
+  if (width > to_pitch || width > from_pitch) refuse("a copy whose rows overlap");
+  for (size_t row = 0; row < height; row++) memmove((void *)(to + row * to_pitch), (void *)(from + row * from_pitch), width);
+  return 0;
+}
+int cuMemcpy2DAsync_v2(const Copy2D *copy, Stream *stream) { FALLIBLE
+  own_memory(copy->to.device, (copy->height - 1) * copy->to.pitch + copy->width, stream);
+  Context *theirs = memory_of(copy->from.device, (copy->height - 1) * copy->from.pitch + copy->width)->context;
+  if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
+  direct += theirs != stream->context;
+  return copy_rows(copy->to.device, copy->to.pitch, copy->from.device, copy->from.pitch, copy->width, copy->height);
+}
+int cuMemcpy3DPeerAsync(const PeerCopy *copy, Stream *stream) { FALLIBLE
+  own_memory(copy->to.device, (copy->height - 1) * copy->to.pitch + copy->width, stream);
+  Context *theirs = memory_of(copy->from.device, (copy->height - 1) * copy->from.pitch + copy->width)->context;
+  if (copy->to.context != stream->context || copy->from.context != theirs) refuse("a copy that names other contexts than its memory's");
+  staged++;
+  return copy_rows(copy->to.device, copy->to.pitch, copy->from.device, copy->from.pitch, copy->width, copy->height);
+}
+
 int cuModuleLoadDataEx(void **module, const char *ptx, unsigned count, void *options, void *values) { FALLIBLE
   current();
   if (getenv("FAKE_PORTABLE") && strstr(ptx, ".target sm_90a")) refuse("kernels for Hopper alone");

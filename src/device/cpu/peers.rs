@@ -3,7 +3,7 @@
 
 use super::stream::{Op, Point};
 use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
-use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, still_lent};
+use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, still_lent};
 use crate::error::Result;
 use crate::ranks::Seat;
 use crate::trace::Recorder;
@@ -87,6 +87,20 @@ impl Peers for CpuDevice {
             // SAFETY: the peer's memory lives as long as this device has its card, and this device's streams end before that; sizes
             // agree. The ranks' protocol keeps writers away until the pull is published.
             unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
+        })
+    }
+
+    fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
+        assert!(src.fits(dst), "pull {src:?} to {dst:?}");
+        self.check_memory(dst.memory)?;
+        self.company.iter().try_for_each(|company| company.cards[peer].allocated.check(src.memory))?;
+        self.enqueue(stream, "pull", move || {
+            for row in 0..src.count {
+                let (from, to) =
+                    (src.memory.addr() as usize + row * src.pitch_bytes(), dst.memory.addr() as usize + row * dst.pitch_bytes());
+                // SAFETY: as for whole slices; every row lies between the first element and the last, which are inside.
+                unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, src.row_bytes()) }
+            }
         })
     }
 }

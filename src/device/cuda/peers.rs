@@ -5,13 +5,67 @@ use super::driver::{RawStream, priorities};
 use super::error::check;
 use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
 use super::timeline::StreamWait;
-use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, still_lent};
+use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, still_lent};
 use crate::error::Result;
 use crate::ranks::Seat;
 use crate::units::Bytes;
 use cust::context::ContextHandle;
 use cust::sys;
+use std::ptr;
 use std::sync::Arc;
+
+/// A copy of rows between addresses of any GPU that this one reads.
+fn rows_copy(src: MatrixPart, dst: MatrixPart) -> sys::CUDA_MEMCPY2D {
+    sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: ptr::null(),
+        srcDevice: src.memory.addr(),
+        srcArray: ptr::null_mut(),
+        srcPitch: src.pitch_bytes(),
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: ptr::null_mut(),
+        dstDevice: dst.memory.addr(),
+        dstArray: ptr::null_mut(),
+        dstPitch: dst.pitch_bytes(),
+        WidthInBytes: src.row_bytes(),
+        Height: src.count,
+    }
+}
+
+/// The same between contexts.
+fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (MatrixPart, sys::CUcontext)) -> sys::CUDA_MEMCPY3D_PEER {
+    sys::CUDA_MEMCPY3D_PEER {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcZ: 0,
+        srcLOD: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: ptr::null(),
+        srcDevice: src.memory.addr(),
+        srcArray: ptr::null_mut(),
+        srcContext: there,
+        srcPitch: src.pitch_bytes(),
+        srcHeight: src.count,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstZ: 0,
+        dstLOD: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: ptr::null_mut(),
+        dstDevice: dst.memory.addr(),
+        dstArray: ptr::null_mut(),
+        dstContext: here,
+        dstPitch: dst.pitch_bytes(),
+        dstHeight: dst.count,
+        WidthInBytes: src.row_bytes(),
+        Height: src.count,
+        Depth: 1,
+    }
+}
 
 impl Peers for CudaDevice {
     type Card = Arc<Lent>;
@@ -91,6 +145,27 @@ impl Peers for CudaDevice {
                 }
             };
             check(status, || format!("pull {} from rank {peer}", Bytes(bytes as u64)))
+        })
+    }
+
+    /// The same two ways; both are one copy of two dimensions, which copy engines do as fast as one of as many bytes in a row.
+    fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
+        assert!(src.fits(dst), "pull {src:?} to {dst:?}");
+        self.check_memory(dst.memory)?;
+        let Some(peering) = self.peering.as_ref() else { return Ok(()) };
+        let PeerGpu { lent, is_direct } = &peering.gpus[peer];
+        lent.allocated.check(src.memory)?;
+        let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
+        self.timed(stream, "pull", |raw| {
+            // SAFETY: as for whole slices; every row lies between the first element and the last, which are inside.
+            let status = unsafe {
+                if is_direct {
+                    sys::cuMemcpy2DAsync_v2(&rows_copy(src, dst), raw.0)
+                } else {
+                    sys::cuMemcpy3DPeerAsync(&staged_rows_copy((src, there), (dst, here)), raw.0)
+                }
+            };
+            check(status, || format!("pull {} in {} rows from rank {peer}", Bytes(src.bytes() as u64), src.count))
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Query and key heads: their RMS normalisation, each alone or all queries and all keys of a token together, and their rotation.
 
 use super::attention::AttentionShape;
-use crate::device::kernel::{Kernel, Operand, bytes, operands, refused};
+use crate::device::kernel::{Kernel, Operand, bytes, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
@@ -88,9 +88,9 @@ impl Kernel for QkNormBackward {
 pub struct Rope {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
     pub qkv: DeviceSlice,
-    /// int32 `[T]`, each below `seq_length`.
+    /// int32 `[T]`, each a row of the table.
     pub positions: DeviceSlice,
-    /// (cos, sin) by position, fp32 `[seq_length, rotary_dim / 2, 2]`.
+    /// (cos, sin) by position, fp32 `[positions, rotary_dim / 2, 2]`, for as many as there are.
     pub table: DeviceSlice,
     /// Channels that are rotated, an even number.
     pub rotary_dim: usize,
@@ -115,7 +115,8 @@ impl Kernel for Rope {
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {
-        let (n, angles) = (self.shape.tokens() * self.shape.qkv_cols(), self.shape.seq_length * self.rotary_dim);
+        let n = self.shape.tokens() * self.shape.qkv_cols();
+        let angles = rows(self.table, self.rotary_dim) * self.rotary_dim;
         operands![self; Write qkv[n], Read table[angles] Float32, Read positions[self.shape.tokens()] Int32]
     }
 

@@ -7,7 +7,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, Peers, Stream};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -60,6 +60,11 @@ impl SimDevice {
         world.enqueue(stream, SimWork { kind, name, index: u32::MAX, alone_ns: seconds * 1e9 });
         world.spend(self.rates.launch_s * 1e9);
     }
+
+    fn enqueue_pull(&mut self, stream: Stream, peer: usize, bytes: usize) {
+        let bytes_per_s = if peer == self.rank { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
+        self.enqueue(stream, OpKind::FromPeer, "pull", self.rates.latency_s + bytes as f64 / bytes_per_s);
+    }
 }
 
 /// A kernel takes as long as its FLOPs or its bytes, whichever are longer, after the least that any kernel takes.
@@ -102,9 +107,14 @@ impl Peers for SimDevice {
     /// What it pulls from itself, rank 0 where it was not admitted, is read and written in one memory.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
-        let bytes_per_s = if peer == self.rank { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
-        let seconds = self.rates.latency_s + src.bytes() as f64 / bytes_per_s;
-        self.enqueue(stream, OpKind::FromPeer, "pull", seconds);
+        self.enqueue_pull(stream, peer, src.bytes());
+        Ok(())
+    }
+
+    /// Copy engines are as fast with rows of an attention head and more as with whole slices.
+    fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
+        assert!(src.fits(dst), "pull {src:?} to {dst:?}");
+        self.enqueue_pull(stream, peer, src.bytes());
         Ok(())
     }
 }
