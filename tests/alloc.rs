@@ -108,6 +108,7 @@ fn main() {
         steps_of(STRATEGIES[1], "early-rows = \"on\"\n", late_rows);
     }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "gpus = 2\n"));
+    steps(STRATEGIES[1], "gpus = 2\nsequence-ranks = 2\n");
     if cfg!(feature = "weight-flow") {
         steps(STRATEGIES[1], "gpus = 2\nweights = \"sharded\"\n");
     }

@@ -82,6 +82,26 @@ fn several_gpus_start_pull_and_end_in_an_order_that_a_driver_accepts() {
     }
 }
 
+/// Two groups of two, and one of four, whose key heads two have each.
+#[test]
+fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_none() {
+    if is_emulated() {
+        return;
+    }
+    for ranks in ["--sequence-ranks=2", "--sequence-ranks=4"] {
+        for (links, has_links) in [("FAKE_MODELS_ARE_ONE", true), ("FAKE_NO_LINK", false)] {
+            let fake = [("FAKE_GPUS", "4"), (links, "")];
+            let pulls = |flags: &[&str]| {
+                let [direct, staged, waits] = counted(&train(&fake, flags));
+                assert_eq!((direct > 0, staged > 0), (has_links, !has_links), "{flags:?}");
+                [direct + staged, waits]
+            };
+            let [apart, shared] = [pulls(&["--gpus=4"]), pulls(&["--gpus=4", ranks])];
+            assert!(shared[0] > apart[0] && shared[1] > apart[1], "{ranks}: {apart:?}, then {shared:?}");
+        }
+    }
+}
+
 #[test]
 fn one_gpu_waits_for_nobody() {
     if is_emulated() {

@@ -46,6 +46,7 @@ mod resume;
 mod resume_compare;
 mod run_dir;
 mod selftest;
+mod sequences;
 mod style;
 mod support;
 #[path = "../src/sweep.rs"]

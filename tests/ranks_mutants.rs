@@ -41,7 +41,7 @@ const MUTANTS: [Mutant; 8] = [
         name: "staging is overwritten before its sum",
         changes: &[
             ("dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, peer, theirs.written[bucket])?"),
-            ("dev.pull(Stream::Reduce, peer, theirs.grads", "dev.pull(Stream::Gather, peer, theirs.grads"),
+            ("dev.pull(Stream::Reduce, peer, theirs.memory.grads", "dev.pull(Stream::Gather, peer, theirs.memory.grads"),
             (
                 "        dev.record(self.pulled, Stream::Reduce)?;\n",
                 "        dev.record(self.pulled, Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled)?;\n",

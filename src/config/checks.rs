@@ -77,8 +77,9 @@ impl Settings {
         let at_least_one = [
             ("gpus", self.gpus as u64),
             ("processes", self.processes as u64),
+            ("sequence-ranks", self.sequence_ranks as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
-            ("gradient-accumulation-steps", self.micro_batches() as u64),
+            ("gradient-accumulation-steps", self.gradient_accumulation_steps.unwrap_or(1) as u64),
             ("gradient-shares", self.shares() as u64),
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
@@ -98,6 +99,9 @@ impl Settings {
         require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
         let tokens = self.tokens_per_step.unwrap_or(1);
         require((1..=STEP_TOKENS_MAX).contains(&tokens), "tokens-per-step", tokens, format!("at least 1, at most {STEP_TOKENS_MAX}"))?;
+        if !self.all_gpus {
+            self.check_sequence_ranks()?;
+        }
         // How many GPUs share them is not known yet.
         if self.all_gpus && self.tokens_per_step.is_some() {
             return Ok(());
@@ -151,16 +155,31 @@ impl Settings {
             return Ok(());
         }
         let (shares, micro_batches) = (self.shares(), self.micro_batches());
-        let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps)");
+        let parts = micro_batches.saturating_mul(self.sequence_ranks);
+        let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
+        let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
         require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
         require(self.ranks() <= PARTS_MAX, "processes", self.processes, format!("at most {PARTS_MAX}"))?;
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
-        require(micro_batches.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
+        require(parts.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
         require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
         let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
         require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("a rank below {all}"))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
         require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
+    }
+
+    /// Whether ranks can share sequences so, whatever the model's heads are.
+    fn check_sequence_ranks(&self) -> Result<()> {
+        let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
+        let is_allowed = self.processes == 1 || degree == 1;
+        require(is_allowed, "sequence-ranks", degree, "1 with several --processes; --gpus shares sequences within one")?;
+        require(self.ranks().is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of {all}"))?;
+        let length = self.seq_length;
+        require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of --seq-length {length}"))?;
+        let coefficient = self.router_aux_loss_coef;
+        let allowed = "0 with --sequence-ranks: each rank sees the choices of its own tokens alone";
+        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, allowed)
     }
 
     /// How many devices train together, as flags say it.

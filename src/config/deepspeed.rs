@@ -189,7 +189,8 @@ impl<'a> KeyReader<'a> {
         let Some(batch) = self.count("train_batch_size")? else { return Ok(()) };
         let world = match self.upper.gpus {
             None => 1,
-            Some(GpuCount::Count(gpus)) => gpus.max(1),
+            // Ranks that share sequences have one batch.
+            Some(GpuCount::Count(gpus)) => (gpus / self.upper.sequence_ranks.unwrap_or(1).max(1)).max(1),
             Some(GpuCount::All) => return self.refuse("train_batch_size", "not with --gpus all: say how many share it by --gpus N"),
         };
         let share = |of: usize, by: usize| of.checked_div(by).unwrap_or(0);

@@ -411,6 +411,8 @@ pub enum FaultPhase {
     Verdict,
     /// The other ranks' weights are waited for.
     Gather,
+    /// Activations are handed over to ranks that share its sequences.
+    HandOver,
     /// Updates are written for a save.
     Flush,
     /// State is handed over for a save, by a rank behind 0.

@@ -95,14 +95,21 @@ impl Settings {
         self.gpus.saturating_mul(self.processes)
     }
 
-    /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32.
+    /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32. Ranks that
+    /// share sequences each have a share of their own: their parts of the same micro-batches.
     pub(crate) fn shares(&self) -> usize {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
+    /// Groups of ranks that share sequences: each computes other micro-batches.
+    pub(crate) fn groups(&self) -> usize {
+        self.ranks() / self.sequence_ranks.max(1)
+    }
+
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self) -> usize {
-        self.gradient_accumulation_steps.map_or(self.shares(), |steps| steps.saturating_mul(self.ranks()))
+        let one_a_share = self.shares() / self.sequence_ranks.max(1);
+        self.gradient_accumulation_steps.map_or(one_a_share, |steps| steps.saturating_mul(self.groups()))
     }
 
     /// Steps of warm-up in a run of `max_steps`, as Hugging Face counts them: the ratio rounds up, and steps win over it.

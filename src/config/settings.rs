@@ -344,6 +344,9 @@ settings! {
             gpus: GpuCount => "1";
         }
 
+        /// GPUs that share each sequence: tokens, and heads around attention.
+        #[arg(value_name = "N")]
+        sequence_ranks: usize = 1, Free, unless "is_one";
         /// Machine that runs forward and backward.
         device: DeviceChoice = DeviceChoice::Auto, Free;
         /// Set of offloading techniques.

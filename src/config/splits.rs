@@ -15,19 +15,21 @@ impl Settings {
     /// `Usage` that names the tokens and what they do not fit to.
     pub(crate) fn splits(&self) -> Result<Vec<Self>> {
         let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.clone()]) };
-        let (seq_length, gpus) = (self.seq_length, self.ranks());
-        if !tokens.is_multiple_of(seq_length.saturating_mul(gpus)) {
-            let on_each = if gpus > 1 { format!(" times {}", self.ranks_in_words()) } else { String::new() };
+        let (seq_length, groups) = (self.seq_length, self.groups());
+        if !tokens.is_multiple_of(seq_length.saturating_mul(groups)) {
+            let shared = if self.sequence_ranks > 1 { format!(" / --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
+            let on_each = if groups > 1 { format!(" times {}{shared}", self.ranks_in_words()) } else { String::new() };
             return Err(Error::usage(format!("--tokens-per-step {tokens}: not a multiple of the sequence length, {seq_length}{on_each}")));
         }
-        let sequences = tokens / seq_length / gpus;
+        let sequences = tokens / seq_length / groups;
         let said_batch = Some(self.per_device_train_batch_size).filter(|_| !self.is_batch_open);
         let said_steps = self.gradient_accumulation_steps.or(said_batch.map(|batch| (sequences / batch).max(1)));
         let steps = said_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
         let split = |steps: usize| {
             let batch = sequences / steps;
             let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|said| said == batch);
-            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && (steps * gpus).is_multiple_of(self.shares());
+            let parts = steps * groups * self.sequence_ranks;
+            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.shares());
             let split = || Self { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(steps), ..self.clone() };
             (is_exact && is_allowed).then(split)
         };

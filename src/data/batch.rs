@@ -31,10 +31,24 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
-/// Where documents begin, in memory of a batch that separates them.
-pub(crate) fn documents(memory: &[i32]) -> &[i32] {
-    let arrays = arrays(true);
-    &memory[memory.len() / arrays * (arrays - 1)..]
+/// Words of what one of `ranks` ranks has of a batch of so many rows and columns, as [`parts`] cuts it: its columns of each array, and all
+/// of the last one, where documents begin, if it separates them.
+pub(crate) const fn part_words((rows, seq_length): (usize, usize), ranks: usize, separates_documents: bool) -> usize {
+    let own = arrays(false) * rows * (seq_length / ranks);
+    if separates_documents { own + rows * seq_length } else { own }
+}
+
+/// What the `rank`-th of `ranks` ranks that share the rows of a batch has of its memory `[arrays, T]`, piece by piece: its columns of tokens,
+/// targets and positions, and of documents, which attention over whole rows reads, all.
+pub(crate) fn parts(memory: &[i32], (tokens, seq_length): (usize, usize), (rank, ranks): (usize, usize)) -> impl Iterator<Item = &[i32]> {
+    let (own, documents) = memory.split_at(arrays(false) * tokens);
+    let columns = rank * seq_length / ranks..(rank + 1) * seq_length / ranks;
+    own.chunks_exact(seq_length).map(move |row| &row[columns.clone()]).chain([documents])
+}
+
+/// Where documents begin, in a rank's part of a batch of `tokens` tokens that separates them.
+pub(crate) fn documents(memory: &[i32], tokens: usize) -> &[i32] {
+    &memory[memory.len() - tokens..]
 }
 
 /// Most different ids that `tokens` tokens of a vocabulary have.
@@ -136,6 +150,20 @@ mod tests {
         assert_eq!((&batch.positions[..], batch.documents.as_deref()), (&[0, 1, 2, 0, 1, 2][..], Some(&[0; 6][..])));
         assert_eq!(batch.count_targets(8), Ok(6));
         assert!(Batch::new(&mut memory[..18], 3, false).documents.is_none());
+    }
+
+    #[test]
+    fn ranks_that_share_rows_have_their_columns_and_all_bounds_of_documents() {
+        // Two rows of four columns.
+        let memory: Vec<i32> = (0..4 * 8).collect();
+        let of = |rank: usize, memory: &[i32]| parts(memory, (8, 4), (rank, 2)).flatten().copied().collect::<Vec<_>>();
+        let own = [vec![0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21], vec![2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23]];
+        for (rank, columns) in own.into_iter().enumerate() {
+            assert_eq!(of(rank, &memory[..24]), columns);
+            let with_documents = of(rank, &memory);
+            assert_eq!((&with_documents[..12], documents(&with_documents, 8)), (&columns[..], &memory[24..]));
+            assert_eq!([false, true].map(|separates| part_words((2, 4), 2, separates)), [columns.len(), with_documents.len()]);
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@ impl Awaited {
             Doing::Sums | Doing::Gradient => gradient(board, rank).or_else(|| pull(board, rank)),
             Doing::Norm => gradient(board, rank).or_else(|| norm(board, rank)),
             Doing::Gather => weights(board, rank, number as usize),
+            Doing::HandOver => activations(board, rank, number as usize),
             Doing::Orders => Self::by(board, "what rank 0 asked", |other| board.is_done(other)),
             Doing::Else if rank > 0 && board.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
             _ => None,
@@ -51,6 +52,12 @@ fn pull(board: &Board, rank: usize) -> Option<Awaited> {
     let last = board.written(rank).checked_sub(1)?;
     let what = format!("the pull of bucket {}", last % board.buckets());
     Awaited::by(board, what, |other| board.pulled(other) > last).filter(|missing| !missing.ranks.contains(&rank))
+}
+
+/// Activations of one of the `sequence_ranks` ranks that share the sequences of `rank`, which has handed over its own.
+fn activations(board: &Board, rank: usize, sequence_ranks: usize) -> Option<Awaited> {
+    let group = |rank: usize| rank / sequence_ranks.max(1);
+    Awaited::by(board, "activations", |other| group(other) != group(rank) || board.handed(other) >= board.handed(rank))
 }
 
 /// A report of the step, or what rank 0 makes of all reports.
@@ -128,6 +135,15 @@ mod tests {
         assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 2 of rank 1");
         board.publish_settled(1, 2, 2);
         assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 1 of ranks 1, 2");
+    }
+
+    #[test]
+    fn who_hands_over_waits_for_those_of_its_sequences() {
+        let board = Board::new(Sizes { ranks: 4, buckets: 4, partials: 4, shares: 4, ..Sizes::default() }, None);
+        (0..3).for_each(|rank| board.publish_handed(rank));
+        board.publish_handed(0);
+        let waits = |rank| Awaited::of(&board, rank, (Doing::HandOver, 2)).map_or(String::new(), |missing| missing.to_string());
+        assert_eq!([0, 1, 2, 3].map(waits), ["activations of rank 1", "", "activations of rank 3", ""]);
     }
 
     #[test]

@@ -49,9 +49,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// This rank's part.
     pub(super) fn run_evaluation(&mut self, targets: usize) -> Result<()> {
         self.vitals.now(Doing::Enqueuing, 0);
-        let accum = self.plan.grad_accum_steps / self.exchange.slices().ranks();
-        let per_share = self.plan.grad_accum_steps / self.plan.shares;
-        for micro_step in 0..accum {
+        let per_share = self.plan.micro_batches_of_share();
+        for micro_step in 0..self.plan.micro_batches_of_rank() {
             self.upload_batch(micro_step)?;
             self.forward_modules()?;
             self.wait_for_params(Module::Head)?;

@@ -2,6 +2,7 @@
 //! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
 
 use super::bounce::Sides;
+use super::hall::RankMemory;
 use super::sums::{ShareSums, WhichShare};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
@@ -9,6 +10,8 @@ use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, EventId, Kernels, Stream};
 use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::model::sequence::Handover;
 use crate::optim::norm;
 use crate::planner::plan::Plan;
 use crate::ranks::board::{ORDER_WORDS, StepOutcome};
@@ -111,12 +114,32 @@ pub trait Exchange<D: Kernels> {
         Ok(refusal)
     }
 
-    /// Tells the others where the flat gradients and weights now lie, and by bucket what ends a step of its weights; finds out the same of
-    /// them.
+    /// Tells the others where its memory now lies, and by bucket what ends a step of its weights; finds out the same of them.
     ///
     /// # Errors
     /// The device's; what ended another rank.
-    fn meet_again(&mut self, _dev: &mut D, _flat: [DeviceSlice; 2], _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) -> Result<()> {
+    fn meet_again(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) -> Result<()> {
+        Ok(())
+    }
+
+    /// What ranks that share this one's sequences lack of it is enqueued to be written.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    fn hand_over(&mut self, _dev: &mut D) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether all of them have said so.
+    fn is_handed_over(&self) -> bool {
+        true
+    }
+
+    /// Enqueues the copies of what this rank lacks of theirs, of a layer of `model`.
+    ///
+    /// # Errors
+    /// The device's.
+    fn take_over(&mut self, _dev: &mut D, _model: &Model, _what: (Handover, usize)) -> Result<()> {
         Ok(())
     }
 
@@ -276,20 +299,24 @@ pub trait Exchange<D: Kernels> {
         Ok(())
     }
 
-    /// Where micro-batch `micro_batch` of a step lies in this rank's memory, if it is this rank's.
-    fn place(&self, micro_batch: usize) -> Option<usize> {
-        Some(micro_batch)
+    /// Where a part of a step's micro-batches lies in this rank's memory, if it is this rank's. Parts are counted micro-batch by micro-batch,
+    /// one for each of the ranks that share its sequences.
+    fn place(&self, part: usize) -> Option<usize> {
+        Some(part)
     }
 
-    /// Rank 0's room for a micro-batch of another rank.
+    /// Rank 0's room for a micro-batch of other ranks.
     fn room(&mut self) -> Vec<i32> {
         Vec::new()
     }
 
-    /// Sends that room's content as micro-batch `micro_batch`, and keeps the room.
-    fn send_batch(&mut self, _micro_batch: usize, _room: Vec<i32>) {}
+    /// Takes the room back.
+    fn keep_room(&mut self, _room: Vec<i32>) {}
 
-    /// The micro-batch that lies at `place` in this rank's memory, if rank 0 has sent it.
+    /// Sends these `words` to the rank whose part of a micro-batch they are.
+    fn send_part<'a>(&mut self, _part: usize, _words: impl Iterator<Item = &'a [i32]>) {}
+
+    /// What lies at `place` in this rank's memory of micro-batches, if rank 0 has sent it.
     fn sent_batch(&self, _place: usize, _memory: &mut [i32]) {}
 
     /// Words for rank 0 to read, or of rank 0, behind an order: from `start` on.

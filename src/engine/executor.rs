@@ -74,7 +74,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) scratch: StepScratch,
     pub(super) report: Report,
     pub(super) expert_rows: ExpertRows,
-    pub(super) model: Model,
+    pub(super) model: Arc<Model>,
     pub(super) flow: Option<WeightFlow>,
     pub(super) coordinator: Coordinator,
     pub(super) transfers: Transfers,
@@ -138,7 +138,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
         let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
-        let expert_rows = ExpertRows::new(&shape, plan.grad_accum_steps / slices.ranks(), (&mut dev, &mut host))?;
+        let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),

@@ -3,16 +3,32 @@
 use super::vitals::Vitals;
 use crate::device::{DeviceSlice, EventId, ProductAlgorithm};
 use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::model::sequence::SharedActivations;
 use crate::planner::plan::Plan;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Where a rank's memory lies that others read.
+#[derive(Clone)]
+pub struct RankMemory {
+    /// Its flat gradients and weights.
+    pub(super) grads: DeviceSlice,
+    pub(super) weights: DeviceSlice,
+    /// Where ranks share sequences.
+    pub(super) activations: Option<SharedActivations>,
+}
+
+impl RankMemory {
+    pub(super) fn of(model: &Model) -> Self {
+        Self { grads: model.grads, weights: model.weights, activations: model.shared_activations() }
+    }
+}
 
 /// What a rank tells the others of itself.
 #[derive(Clone)]
 pub(super) struct Introduction<C> {
     pub(super) card: C,
-    /// Its flat gradients and weights.
-    pub(super) grads: DeviceSlice,
-    pub(super) weights: DeviceSlice,
+    pub(super) memory: RankMemory,
     /// Its slices of the weights that nobody else keeps, in its own order.
     pub(super) shard: DeviceSlice,
     /// By bucket: its gradient is written.
@@ -21,6 +37,8 @@ pub(super) struct Introduction<C> {
     pub(super) pulled: EventId,
     /// By bucket: its own slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
+    /// What it hands over is written; by turns.
+    pub(super) handed: [EventId; 2],
     pub(super) vitals: Arc<Vitals>,
     /// The algorithms of its products so far.
     pub(super) products: Vec<ProductAlgorithm>,

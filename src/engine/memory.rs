@@ -3,7 +3,6 @@
 use super::bounce::{Bounce, Sides};
 use super::states::{DeviceState, StateTiers};
 use crate::bucket::slices::Slices;
-use crate::data::batch;
 use crate::device::Device;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
@@ -22,12 +21,12 @@ pub(super) struct Memory {
 impl Memory {
     pub(super) fn new<D: Device>(plan: &Plan, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
         let states = StateTiers::new(plan.moments, slices, (dev, host))?;
-        let batches = host.alloc("batches", plan.grad_accum_steps / slices.ranks() * batch_bytes(plan))?;
+        let batches = host.alloc("batches", plan.micro_batches_of_rank() * batch_bytes(plan))?;
         dev.pin(batches)?;
         Ok(Self { states, batches, bounce: Bounce::new((dev, host))? })
     }
 
-    /// The memory of one micro-batch: a [`crate::data::batch::Batch`], int32 `[arrays, T]`.
+    /// The memory of one micro-batch: a [`crate::data::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
     pub(super) fn batch(&self, plan: &Plan, micro_step: usize) -> PinnedSlice {
         self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }
@@ -63,5 +62,5 @@ impl Memory {
 }
 
 fn batch_bytes(plan: &Plan) -> usize {
-    batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length * 4
+    plan.batch_words() * 4
 }

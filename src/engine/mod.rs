@@ -14,6 +14,7 @@ pub(crate) mod expert_rows;
 mod exposed;
 mod fault_injector;
 pub(crate) mod hall;
+mod handover;
 mod hops;
 mod late_rows;
 pub(crate) mod loss_scale;

@@ -3,7 +3,7 @@
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
 use super::executor::{Engine, StepData};
-use super::hall::Hall;
+use super::hall::{Hall, RankMemory};
 use super::loss_scale::LossScale;
 use super::pool::Pool;
 use super::pulls::Pulls;
@@ -102,7 +102,8 @@ impl<D: Kernels + Peers> RankEngine<D> {
     /// What the other ranks need to know of this one.
     fn introduce(&mut self) {
         let stepped = self.stepped();
-        self.exchange.introduce(&mut self.dev, [self.model.grads, self.model.weights], stepped, &self.vitals);
+        let memory = RankMemory::of(&self.model);
+        self.exchange.introduce(&mut self.dev, memory, stepped, &self.vitals);
     }
 
     /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.
@@ -190,8 +191,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
 
     /// Takes what rank 0 has dealt to this rank.
     fn take_batches(&mut self) {
-        let ranks = Exchange::<D>::slices(&self.exchange).ranks();
-        for place in 0..self.plan.grad_accum_steps / ranks {
+        for place in 0..self.plan.micro_batches_of_rank() {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
             Exchange::<D>::sent_batch(&self.exchange, place, memory);
         }

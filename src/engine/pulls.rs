@@ -5,7 +5,8 @@
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
-use super::hall::{Hall, Introduction, check_same_bits};
+use super::hall::{Hall, Introduction, RankMemory, check_same_bits};
+use super::handover::Handovers;
 use super::sockets::Sockets;
 use super::vitals::Vitals;
 use super::watchdog::Watched;
@@ -15,6 +16,8 @@ use crate::data::batch;
 use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, PARTS_MAX, Peers, Stream, SumSlices};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::model::sequence::Handover;
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
@@ -34,6 +37,7 @@ pub(crate) struct Pulls<C> {
     /// How often it has met the others between two steps.
     meetings: u64,
     slices: Slices,
+    handovers: Handovers,
     /// By rank, once all are known.
     peers: Vec<Introduction<C>>,
     written: Vec<EventId>,
@@ -49,8 +53,9 @@ pub(crate) struct Pulls<C> {
     /// fp32 sums so far of what this rank owns, where a step has several rounds.
     sums: Option<DeviceSlice>,
     rounds: u64,
-    /// Micro-batches of a share, and words of each.
+    /// Micro-batches of a share, ranks that have a part of each, and words of a part.
     per_share: usize,
+    sequence_ranks: usize,
     batch_words: usize,
     room: Vec<i32>,
     /// Buckets that were written and summed, in all rounds.
@@ -112,7 +117,7 @@ impl<C> Pulls<C> {
         let (written, gathered) = (events()?, events()?);
         let rounds = plan.shares / ranks;
         let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
-        let batch_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
+        let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
@@ -125,9 +130,11 @@ impl<C> Pulls<C> {
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
             sums,
             rounds: rounds as u64,
-            per_share: plan.grad_accum_steps / plan.shares,
-            batch_words,
-            room: if seat.rank == 0 { vec![0; batch_words] } else { Vec::new() },
+            per_share: plan.micro_batches_of_share(),
+            sequence_ranks: plan.sequence_ranks,
+            batch_words: plan.batch_words(),
+            room: if seat.rank == 0 { vec![0; whole_words] } else { Vec::new() },
+            handovers: Handovers::new(dev, seat.rank, plan.sequence_ranks)?,
             peers: Vec::new(),
             buckets_written: 0,
             buckets_summed: 0,
@@ -160,11 +167,20 @@ impl<C> Pulls<C> {
         (0..self.seat.board.ranks()).filter(move |rank| *rank != own)
     }
 
-    /// Which rank computes a micro-batch of a step, and where it lies there.
-    fn share_out(&self, micro_batch: usize) -> (usize, usize) {
-        let (share, within) = (micro_batch / self.per_share, micro_batch % self.per_share);
+    /// Which rank computes a part of a step's micro-batches, and where it lies there. Shares of the same micro-batches are in a row.
+    fn share_out(&self, part: usize) -> (usize, usize) {
+        let (micro_batch, place) = (part / self.sequence_ranks, part % self.sequence_ranks);
+        let (share, within) = (micro_batch / self.per_share * self.sequence_ranks + place, micro_batch % self.per_share);
         let ranks = self.seat.board.ranks();
         (share % ranks, share / ranks * self.per_share + within)
+    }
+
+    /// The part that lies at `place` in this rank's memory.
+    fn part_at(&self, place: usize) -> usize {
+        let (round, within) = (place / self.per_share, place % self.per_share);
+        let share = round * self.seat.board.ranks() + self.seat.rank;
+        let micro_batch = share / self.sequence_ranks * self.per_share + within;
+        micro_batch * self.sequence_ranks + share % self.sequence_ranks
     }
 
     /// Waits at the board, outside of a step's loop.
@@ -219,19 +235,20 @@ impl<C> Pulls<C> {
 }
 
 impl<C: Clone> Pulls<C> {
-    /// Leaves in the hall what the others need to know: its card, where the flat gradients and weights lie, and by bucket what ends a
-    /// step of its own slice of the weights.
+    /// Leaves in the hall what the others need to know: its card, where its memory lies, and by bucket what ends a step of its own slice of
+    /// the weights.
     pub(super) fn introduce<D: Kernels + Peers<Card = C>>(
         &mut self,
         dev: &mut D,
-        [grads, weights]: [DeviceSlice; 2],
+        memory: RankMemory,
         stepped: Vec<EventId>,
         vitals: &Arc<Vitals>,
     ) {
-        self.far.iter_mut().for_each(|far| far.settle_down([grads, weights]));
+        self.far.iter_mut().for_each(|far| far.settle_down([memory.grads, memory.weights]));
         let (card, products) = (dev.card(), dev.product_algorithms());
         let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
-        self.hall.enter(self.seat.rank, Introduction { card, grads, weights, shard, written, pulled, stepped, vitals, products });
+        let handed = self.handovers.events();
+        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, handed, vitals, products });
     }
 
     /// All ranks are in the hall: finds out what they have left there.
@@ -282,10 +299,22 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         Ok(self.hall.refusal().map(|(rank, why)| self.seat.board.error_of(rank, why)))
     }
 
-    fn meet_again(&mut self, dev: &mut D, flat: [DeviceSlice; 2], stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
-        self.introduce(dev, flat, stepped, vitals);
+    fn meet_again(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
+        self.introduce(dev, memory, stepped, vitals);
         self.meet_others()?;
         self.greet(dev)
+    }
+
+    fn hand_over(&mut self, dev: &mut D) -> Result<()> {
+        self.handovers.publish(dev, &self.seat)
+    }
+
+    fn is_handed_over(&self) -> bool {
+        self.handovers.is_there(&self.seat.board)
+    }
+
+    fn take_over(&mut self, dev: &mut D, model: &Model, what: (Handover, usize)) -> Result<()> {
+        self.handovers.pull(dev, &self.peers, model, what)
     }
 
     fn written(&mut self, dev: &mut D, _grads: DeviceSlice, bucket: usize) -> Result<bool> {
@@ -507,8 +536,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         if self.seat.rank > 0 { Ok(()) } else { self.wait_serving(dev, Board::all_done) }
     }
 
-    fn place(&self, micro_batch: usize) -> Option<usize> {
-        let (rank, place) = self.share_out(micro_batch);
+    fn place(&self, part: usize) -> Option<usize> {
+        let (rank, place) = self.share_out(part);
         (rank == self.seat.rank).then_some(place)
     }
 
@@ -516,16 +545,18 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         std::mem::take(&mut self.room)
     }
 
-    fn send_batch(&mut self, micro_batch: usize, room: Vec<i32>) {
-        self.seat.board.post(micro_batch * self.batch_words, room.iter().map(|&word| word as u32));
+    fn keep_room(&mut self, room: Vec<i32>) {
         self.room = room;
     }
 
+    fn send_part<'a>(&mut self, part: usize, words: impl Iterator<Item = &'a [i32]>) {
+        self.seat.board.post(part * self.batch_words, words.flatten().map(|&word| word as u32));
+    }
+
     fn sent_batch(&self, place: usize, memory: &mut [i32]) {
-        let (round, within) = (place / self.per_share, place % self.per_share);
-        let micro_batch = (round * self.seat.board.ranks() + self.seat.rank) * self.per_share + within;
+        let start = self.part_at(place) * self.batch_words;
         if self.seat.rank > 0 {
-            memory.iter_mut().zip(self.seat.board.mail(micro_batch * self.batch_words)).for_each(|(place, word)| *place = word as i32);
+            memory.iter_mut().zip(self.seat.board.mail(start)).for_each(|(place, word)| *place = word as i32);
         }
     }
 
@@ -585,7 +616,7 @@ impl<C> Pulls<C> {
                 continue;
             }
             dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
-            dev.pull(Stream::Reduce, peer, theirs.grads.slice(flat.start, flat.len()), parts[peer])?;
+            dev.pull(Stream::Reduce, peer, theirs.memory.grads.slice(flat.start, flat.len()), parts[peer])?;
         }
         dev.record(self.pulled, Stream::Reduce)?;
         self.seat.board.publish_pulled(self.seat.rank);
@@ -612,7 +643,8 @@ impl<C> Pulls<C> {
                 continue;
             }
             let local = self.slices.local_of(owner, bucket).start + part.start - slice.start;
-            let source = if is_sharded { theirs.shard.slice(local, part.len()) } else { theirs.weights.slice(part.start, part.len()) };
+            let source =
+                if is_sharded { theirs.shard.slice(local, part.len()) } else { theirs.memory.weights.slice(part.start, part.len()) };
             match owner == self.seat.rank {
                 true => dev.wait(Stream::Gather, theirs.stepped[bucket])?,
                 false => dev.wait_for(Stream::Gather, owner, theirs.stepped[bucket])?,

@@ -5,6 +5,7 @@
 use super::counters::Exposed;
 use super::exchange::{Exchange, Order, Words};
 use super::executor::{Engine, staging};
+use super::hall::RankMemory;
 use super::scratch::StepScratch;
 use super::vitals::Doing;
 use crate::config::options::FaultPhase;
@@ -48,8 +49,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if kept.is_some() {
             self.arrange(old)?;
         }
-        let (flat, stepped) = ([self.model.grads, self.model.weights], self.stepped());
-        self.exchange.meet_again(&mut self.dev, flat, stepped, &self.vitals)?;
+        let (memory, stepped) = (RankMemory::of(&self.model), self.stepped());
+        self.exchange.meet_again(&mut self.dev, memory, stepped, &self.vitals)?;
         self.forget_the_move();
         self.vitals.now(Doing::Else, 0);
         Ok(kept)

@@ -42,7 +42,7 @@ impl StepScratch {
         slices: &Slices,
         (dev, host): Sides<'_, D>,
         bounce: &Bounce,
-    ) -> Result<(Self, Model, Option<WeightFlow>)> {
+    ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let mut lease = Lease::default();
         match Self::fill(plan, shape, slices, (dev, host), bounce, &mut lease) {
             Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
@@ -57,11 +57,12 @@ impl StepScratch {
         (dev, host): Sides<'_, D>,
         bounce: &Bounce,
         lease: &mut Lease,
-    ) -> Result<(Self, Model, Option<WeightFlow>)> {
+    ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
         let weights = lease.alloc_flat(dev, "weights", flat, plan.dtype, plan.weight_ring)?;
         let grads = lease.alloc_flat(dev, "gradients", flat, plan.dtype, plan.grad_ring)?;
-        let activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
+        let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
+        activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
             bounce.upload((dev, host), &rope_table(rope, plan.seq_length), *target)?;
         }
@@ -73,7 +74,7 @@ impl StepScratch {
         let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, weights)).transpose()?;
         let tokens = plan.batch * plan.seq_length;
         let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
-        let model = Model::new(shape.clone(), weights, grads, activations)?;
+        let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
         Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
 

@@ -17,6 +17,7 @@ use crate::planner::plan::Plan;
 use crate::ranks::board::StepOutcome;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
+use std::sync::Arc;
 
 /// Which way the modules go.
 #[derive(Clone, Copy)]
@@ -61,13 +62,27 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Fills micro-batch `micro_batch` of a step, whoever computes with it; returns its targets that count.
     fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
         match self.exchange.place(micro_batch) {
-            Some(place) => self.read_batch(place, micro_batch, batches),
-            None => {
+            Some(place) if self.plan.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
+            _ => {
                 let mut room = self.exchange.room();
                 let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
-                self.exchange.send_batch(micro_batch, room);
+                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
+                self.exchange.keep_room(room);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
+        }
+    }
+
+    /// Hands what the `rank`-th of those that share its sequences has of micro-batch `micro_batch`, which `whole` is, to whoever that is.
+    fn deal_part(&mut self, micro_batch: usize, rank: usize, whole: &[i32]) {
+        let Plan { batch, seq_length, sequence_ranks: ranks, .. } = self.plan;
+        let (part, words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
+        let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, words) };
+        let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
+        for piece in words {
+            let (here, rest) = memory.split_at_mut(piece.len());
+            here.copy_from_slice(piece);
+            memory = rest;
         }
     }
 
@@ -101,9 +116,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         // A mean over micro-batches, each of which balances its own choices.
         let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
         let layers = self.model.shape.layers.len();
-        let per_share = self.plan.grad_accum_steps / self.plan.shares;
+        let per_share = self.plan.micro_batches_of_share();
         // This rank's, of which a share a round.
-        let accum = self.plan.grad_accum_steps / self.exchange.slices().ranks();
+        let accum = self.plan.micro_batches_of_rank();
         for micro_step in 0..accum {
             let first = micro_step % per_share == 0;
             let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
@@ -142,7 +157,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
     fn forward(&mut self, module: Module) -> Result<()> {
         self.wait_for_params(module)?;
-        self.with_weights(module, Pass::Forward, |engine| engine.model.forward(&mut engine.dev, module))?;
+        self.with_weights(module, Pass::Forward, |engine| Arc::clone(&engine.model).forward(engine, module))?;
         self.module_enqueued()
     }
 
@@ -152,7 +167,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         if ends {
             self.rows_begin()?;
         }
-        self.with_weights(module, Pass::Backward, |engine| engine.model.backward(&mut engine.dev, module, micro))?;
+        self.with_weights(module, Pass::Backward, |engine| Arc::clone(&engine.model).backward(engine, module, micro))?;
         if ends {
             self.pack_rows()?;
         }
@@ -232,7 +247,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     pub(super) fn upload_batch(&mut self, micro_step: usize) -> Result<()> {
         let inputs = self.memory.batch(&self.plan, micro_step);
         if self.plan.separates_documents {
-            let starts = batch::documents(self.host.lend(inputs));
+            let starts = batch::documents(self.host.lend(inputs), self.plan.batch * self.plan.seq_length);
             self.dev.set_documents(starts, self.plan.seq_length)?;
         }
         self.dev.copy_h2d(Stream::Compute, inputs, self.model.activations.inputs)

@@ -36,6 +36,8 @@ pub(crate) enum Doing {
     Sums,
     /// Waiting for other ranks' parameters of a bucket.
     Gather,
+    /// Waiting for activations of ranks that share its sequences, so many with itself.
+    HandOver,
     /// Waiting until other ranks have done what they were told.
     Orders,
     /// Moving states and memory to where another plan has them.
@@ -43,7 +45,7 @@ pub(crate) enum Doing {
 }
 
 impl Doing {
-    const ALL: [(Self, &str); 12] = [
+    const ALL: [(Self, &str); 13] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
@@ -54,6 +56,7 @@ impl Doing {
         (Self::Updates, "waits for updates to be written"),
         (Self::Sums, "waits for the gradients of other ranks"),
         (Self::Gather, "waits for other ranks' parameters of bucket"),
+        (Self::HandOver, "waits for activations of its sequences from other ranks"),
         (Self::Orders, "waits for other ranks to do what they were told"),
         (Self::Moving, "moves states to where another plan has them"),
     ];

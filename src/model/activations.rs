@@ -5,6 +5,7 @@
 //! run one after another, on one stream.
 
 use super::fp8::{self, Fp8Work, LINEARS};
+use super::heads::{SequenceRank, shared_cols, widest_cols};
 use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
@@ -54,8 +55,10 @@ pub struct MicroBatch<'a> {
     pub shape: &'a ModelShape,
     /// Sequences.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence, on all ranks that share it.
     pub seq_length: usize,
+    /// Ranks that share each sequence.
+    pub(crate) sequence_ranks: usize,
     /// A sequence is several documents, not one.
     pub separates_documents: bool,
     /// What it is computed in.
@@ -73,6 +76,7 @@ pub struct ActivationPlan {
     shape: ModelShape,
     batch: usize,
     seq_length: usize,
+    sequence_ranks: usize,
     separates_documents: bool,
     dtype: Dtype,
     fp8: bool,
@@ -88,7 +92,7 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
     /// bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies } = micro_batch;
+        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies } = micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -99,11 +103,11 @@ impl ActivationPlan {
         if policies.len() != layers {
             return Err(Error::usage(format_args!("{} activation policies: the model has {layers} layers", policies.len())));
         }
-        let rows = batch.checked_mul(seq_length).ok_or_else(too_large)?.min(tile.rows);
+        let rows = (batch.checked_mul(seq_length).ok_or_else(too_large)? / sequence_ranks).min(tile.rows);
         let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
         let policies = policies.to_vec();
         let (shape, allocations) = (shape.clone(), Vec::new());
-        let mut plan = Self { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies, allocations };
+        let mut plan = Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies, allocations };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
@@ -155,28 +159,31 @@ impl ActivationPlan {
 
     fn host_allocation(&self) -> Result<Allocation> {
         let slots = host_slots(self.host_layers());
-        let elems = product(&[slots, self.batch, self.seq_length, self.shape.channels])?;
+        let elems = product(&[slots, self.tokens(), self.shape.channels])?;
         Ok(Allocation { name: "layers.input", space: MemorySpace::Host, elems, dtype: self.dtype })
     }
 
     /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
     fn lay_out(&self, alloc: impl FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>) -> Result<Activations> {
-        let tokens = self.batch * self.seq_length;
+        let tokens = self.tokens();
         let mut memory = SizedAllocator { alloc, tokens, dtype: self.dtype };
         let ModelShape { channels, final_norm, ref ropes, .. } = self.shape;
         let mut rope_table = |rotary_dim| memory.matrix("rope_table", &[self.seq_length, rotary_dim], Dtype::Float32);
         let rope_tables = ropes.iter().map(|rope| rope_table(rope.rotary_dim)).collect::<Result<_>>()?;
-        let inputs = memory.matrix("inputs", &[batch::arrays(self.separates_documents), tokens], Dtype::Int32)?;
+        let own = product(&[batch::arrays(false), tokens])?;
+        let documents = if self.separates_documents { product(&[self.batch, self.seq_length])? } else { 0 };
+        let inputs = memory.matrix("inputs", &[own + documents], Dtype::Int32)?;
         let input = |index: usize| inputs.slice(index * tokens, tokens);
         Ok(Activations {
             batch: self.batch,
             seq_length: self.seq_length,
+            sequence: SequenceRank { rank: 0, ranks: self.sequence_ranks },
             tile: self.tile,
             inputs,
             tokens: input(0),
             targets: input(1),
             positions: input(2),
-            documents: self.separates_documents.then(|| input(3)),
+            documents: self.separates_documents.then(|| inputs.slice(own, documents)),
             rope_tables,
             layers: self.layers(&mut memory)?,
             final_norm_in: memory.rows("final_norm_in", channels)?,
@@ -187,6 +194,7 @@ impl ActivationPlan {
             loss: memory.matrix("loss", &[1], Dtype::Float32)?,
             dresidual: memory.rows("dresidual", channels)?,
             dnorm: memory.rows("dnorm", channels)?,
+            sequence_work: self.sequence_work(&mut memory)?,
             experts: self.expert_work(&mut memory)?,
             fp8: self.fp8_work(&mut memory)?,
             dinner: memory.rows("dinner", self.shape.widest(|layer| layer.mlp_cols().1.max(layer.attn.out_cols())))?,
@@ -221,9 +229,12 @@ impl ActivationPlan {
         let attn_norm_stats = each("layers.attn_norm_stats", &costly, &normed_stats, fp32)?;
         let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
         let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
-        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| layer.attn.qkv_cols(), dtype)?;
-        let attn_out = each("layers.attn_out", &costly, &|layer| layer.attn.out_cols(), dtype)?;
-        let lse = each("layers.lse", &costly, &|layer| layer.attn.heads, fp32)?;
+        // Of ranks that share sequences all tokens: so many times the own ones, of the own heads.
+        let ranks = self.sequence_ranks;
+        let own_heads = |layer: &LayerShape| widest_cols(&layer.attn, ranks).map(|cols| ranks * cols);
+        let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| own_heads(layer)[0], dtype)?;
+        let attn_out = each("layers.attn_out", &costly, &|layer| own_heads(layer)[1], dtype)?;
+        let lse = each("layers.lse", &costly, &|layer| own_heads(layer)[1] / layer.attn.head_dim, fp32)?;
         let attn_raw = each("layers.attn_raw", &costly, &raw, dtype)?;
         let attn_raw_stats = each("layers.attn_raw_stats", &costly, &raw_stats, fp32)?;
         let mid = each("layers.mid", &costly, &channels, dtype)?;
@@ -337,6 +348,30 @@ impl ActivationPlan {
         }))
     }
 
+    /// Tokens of the micro-batch on one rank.
+    fn tokens(&self) -> usize {
+        self.batch * self.seq_length / self.sequence_ranks
+    }
+
+    /// Nothing where every rank has sequences of its own.
+    fn sequence_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<SequenceWork>>
+    where
+        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
+    {
+        let ranks = self.sequence_ranks;
+        if ranks == 1 {
+            return Ok(None);
+        }
+        let own_heads = |which: usize| self.shape.widest(|layer| ranks * widest_cols(&layer.attn, ranks)[which]);
+        Ok(Some(SequenceWork {
+            qkv: memory.rows("sequence_qkv", self.shape.widest(|layer| layer.attn.qkv_cols()))?,
+            out: memory.rows("sequence_out", self.shape.widest(|layer| layer.attn.out_cols()))?,
+            dqkv: memory.rows("sequence_dqkv", own_heads(0))?,
+            dout: memory.rows("sequence_dout", own_heads(1))?,
+            parts: memory.rows("sequence_parts", self.shape.widest(|layer| shared_cols(&layer.attn, ranks)))?,
+        }))
+    }
+
     /// Nothing where products are in the format of all else.
     fn fp8_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<Fp8Work>>
     where
@@ -398,16 +433,19 @@ fn stats_cols(norm: NormSpec) -> usize {
     if norm.kind == NormKind::Layer { 2 } else { 1 }
 }
 
-/// Device memory of one micro-batch of T = `batch * seq_length` tokens. The compute format unless said otherwise.
+/// Device memory of one micro-batch of T = `batch * seq_length` tokens, or, of ranks that share sequences, their parts of these. The compute
+/// format unless said otherwise.
 #[derive(Debug)]
 pub(crate) struct Activations {
     /// Sequences.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence, on all ranks that share it.
     pub seq_length: usize,
+    /// Which part of them is here.
+    pub(crate) sequence: SequenceRank,
     /// Tile of the loss, cut to what there is.
     pub tile: LossTile,
-    /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`; filled by the caller. The next four are its arrays.
+    /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`, or a rank's part of it; filled by the caller. The next four are its arrays.
     pub(crate) inputs: DeviceSlice,
     /// Token ids.
     pub(super) tokens: DeviceSlice,
@@ -415,7 +453,7 @@ pub(crate) struct Activations {
     pub(super) targets: DeviceSlice,
     /// Places of tokens in their documents.
     pub(super) positions: DeviceSlice,
-    /// Where in its row each token's document begins; `None`: every row is one document.
+    /// Where in its row each token's document begins, of all tokens of all ranks; `None`: every row is one document.
     pub(super) documents: Option<DeviceSlice>,
     /// Of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
     pub(crate) rope_tables: Vec<DeviceSlice>,
@@ -432,6 +470,8 @@ pub(crate) struct Activations {
     pub(super) dresidual: DeviceSlice,
     /// Gradient of a norm's output, `[T, channels]`.
     pub(super) dnorm: DeviceSlice,
+    /// Where ranks share sequences.
+    pub(super) sequence_work: Option<SequenceWork>,
     /// Workspaces of experts.
     pub(super) experts: Option<ExpertWork>,
     /// Memory of products in FP8, if layers compute so.
@@ -454,7 +494,7 @@ pub(super) struct LayerActivations {
     pub(crate) host_input: Option<HostInput>,
     pub(crate) attn_norm: NormActivations,
     pub qk_norm: Option<QkNormActivations>,
-    /// Normalised and rotated.
+    /// Normalised and rotated. Like the next two of all tokens, the own heads, where ranks share sequences.
     pub qkv: DeviceSlice,
     pub(crate) attn_out: DeviceSlice,
     /// `[batch, heads, seq_length]`
@@ -501,6 +541,19 @@ pub(super) struct RoutedActivations {
     pub slots: DeviceSlice,
     pub(crate) row_tokens: DeviceSlice,
     pub entries: DeviceSlice,
+}
+
+/// Workspaces of ranks that share sequences; T is their own tokens.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SequenceWork {
+    /// All heads, `[T, max]`.
+    pub(super) qkv: DeviceSlice,
+    pub(super) out: DeviceSlice,
+    /// All tokens, the own heads.
+    pub(super) dout: DeviceSlice,
+    pub(super) dqkv: DeviceSlice,
+    /// Of keys' and values' gradients the parts that several ranks have, and their sum.
+    pub(super) parts: DeviceSlice,
 }
 
 /// Workspaces of experts, for the R = `T * k` rows of all tokens.
@@ -591,7 +644,17 @@ mod tests {
 
     /// Two sequences of 48 tokens.
     fn pair<'a>(shape: &'a ModelShape, policies: &'a [LayerPolicy]) -> MicroBatch<'a> {
-        MicroBatch { shape, batch: 2, seq_length: 48, separates_documents: false, dtype: Dtype::Bfloat16, fp8: false, tile: TILE, policies }
+        MicroBatch {
+            shape,
+            batch: 2,
+            seq_length: 48,
+            sequence_ranks: 1,
+            separates_documents: false,
+            dtype: Dtype::Bfloat16,
+            fp8: false,
+            tile: TILE,
+            policies,
+        }
     }
 
     fn addressed(plan: &ActivationPlan) -> Activations {

@@ -2,14 +2,15 @@
 //! a branch adds its part when it joins, which is at the norm that it started with.
 
 use super::Model;
-use super::activations::{Activations, LayerActivations, NormActivations, RawActivations};
+use super::activations::{Activations, NormActivations, RawActivations};
 use super::forward::scale;
 use super::head::MicroStep;
 use super::layer_shape::{Act, Join, NormSpec};
 use super::params::{LinearParams, NormParams, Param};
+use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
 use crate::device::{
-    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, LayerNormBackward, Matmul,
+    AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, Matmul,
     MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SinksBackward, SwigluBackward, Zero,
 };
 use crate::error::Result;
@@ -21,12 +22,13 @@ impl Model {
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub(crate) fn backward<D: Kernels>(&self, dev: &mut D, module: Module, micro: MicroStep) -> Result<()> {
+    pub(crate) fn backward<P: PassRunner>(&self, run: &mut P, module: Module, micro: MicroStep) -> Result<()> {
         let (act, first) = (&self.activations, micro.first);
         match module {
-            Module::Embed => self.backward_embed(dev, first),
-            Module::Layer(layer) => self.backward_layer(dev, layer, micro),
+            Module::Embed => self.backward_embed(run.dev(), first),
+            Module::Layer(layer) => self.backward_layer(run, layer, micro),
             Module::Head => {
+                let dev = run.dev();
                 scale(dev, act.dnorm, self.shape.logit_scale)?;
                 dev.launch(Zero { x: act.dresidual })?;
                 norm_backward(
@@ -57,11 +59,11 @@ impl Model {
         })
     }
 
-    fn backward_layer<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
-        self.recompute(dev, layer)?;
-        self.backward_mlp(dev, layer, micro)?;
-        self.backward_attention(dev, layer, micro.first)?;
-        self.activations.layers[layer].host_input.map_or(Ok(()), |input| input.fetch_next(dev))
+    fn backward_layer<P: PassRunner>(&self, run: &mut P, layer: usize, micro: MicroStep) -> Result<()> {
+        self.recompute(run, layer)?;
+        self.backward_mlp(run.dev(), layer, micro)?;
+        self.backward_attention(run, layer, micro.first)?;
+        self.activations.layers[layer].host_input.map_or(Ok(()), |input| input.fetch_next(run.dev()))
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
@@ -123,18 +125,17 @@ impl Model {
         norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first)
     }
 
-    fn backward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
-        let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
-        let (documents, shape) = (all.documents, self.attention_shape(layer));
-        let dattn_out = all.dinner.slice(0, act.attn_out.elems());
-        let dqkv = all.dfused.slice(0, act.qkv.elems());
+    fn backward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, first: bool) -> Result<()> {
+        let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
+        let ([_, attn_out], [dattn_out, dqkv]) = (self.own_tokens(layer), self.own_tokens_gradients(layer));
+        run.hand_over(Handover::KeptOut, layer)?;
+        let dev = run.dev();
         let dbranch = self.branch_gradient(dev, layer, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
-        linear_backward(dev, &params.attn_out, act.attn_out, dbranch, Input::New(dattn_out), first)?;
-        let LayerActivations { qkv, attn_out: out, lse, .. } = *act;
-        if let Some(Param { value: sinks, grad: dsinks }) = params.sinks {
-            dev.launch(SinksBackward { dout: dattn_out, out, lse, sinks, dsinks, accumulate: !first, shape })?;
-        }
-        dev.launch(AttentionBackward { dout: dattn_out, qkv, documents, out, lse, dqkv, shape, block: None })?;
+        linear_backward(dev, &params.attn_out, attn_out, dbranch, Input::New(dattn_out), first)?;
+        run.hand_over(Handover::OutGrad, layer)?;
+        self.backward_heads(run.dev(), layer, first)?;
+        run.hand_over(Handover::QkvGrad, layer)?;
+        let dev = run.dev();
         self.rotate(dev, layer, dqkv, true)?;
         if let (Some((q, k)), Some(kept)) = (params.qk_norm, act.qk_norm) {
             dev.launch(QkNormBackward {
@@ -151,6 +152,21 @@ impl Model {
             })?;
         }
         self.leave(dev, layer, (&params.qkv, dqkv), params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input, first)
+    }
+
+    /// From the gradient of what attention makes to that of queries, keys and values: all tokens of the own heads.
+    fn backward_heads<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
+        let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
+        let ([qkv, out, lse], [dout, dqkv]) = (self.own_heads(layer), self.own_heads_gradients(layer));
+        if let Some(Param { value, grad }) = self.layers[layer].sinks {
+            let [sinks, dsinks] = [value, grad].map(|all| self.own_sinks(layer, all));
+            if first && dsinks.elems() < grad.elems() {
+                // Those of other heads are other ranks'.
+                dev.launch(Zero { x: grad })?;
+            }
+            dev.launch(SinksBackward { dout, out, lse, sinks, dsinks, accumulate: !first, shape })?;
+        }
+        dev.launch(AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape, block: None })
     }
 }
 

@@ -5,11 +5,12 @@ use super::activations::{LayerActivations, NormActivations, QkNormActivations, R
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
+use super::sequence::{Handover, PassRunner};
 use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
-    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm, Rope,
-    ScaleAdd, Sinks, Swiglu,
+    AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm,
+    Rope, ScaleAdd, Sinks, Swiglu,
 };
 use crate::error::Result;
 
@@ -25,17 +26,19 @@ impl Model {
     ///
     /// # Panics
     /// If the model has no such layer.
-    pub(crate) fn forward<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
+    pub(crate) fn forward<P: PassRunner>(&self, run: &mut P, module: Module) -> Result<()> {
         let act = &self.activations;
         match module {
             Module::Embed => {
+                let dev = run.dev();
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
                 dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
                 scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
-            Module::Layer(layer) => self.forward_layer(dev, layer),
+            Module::Layer(layer) => self.forward_layer(run, layer),
             Module::Head => {
+                let dev = run.dev();
                 norm(dev, self.shape.final_norm, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats)?;
                 // As good as a factor on logits.
                 scale(dev, act.final_norm_out, self.shape.logit_scale)
@@ -53,10 +56,11 @@ impl Model {
         linear(dev, &self.head.output, self.activations.final_norm_out, None, out)
     }
 
-    fn forward_layer<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+    fn forward_layer<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
-        act.host_input.map_or(Ok(()), |input| input.send(dev))?;
-        self.forward_attention(dev, layer, act)?;
+        act.host_input.map_or(Ok(()), |input| input.send(run.dev()))?;
+        self.forward_attention(run, layer, act)?;
+        let dev = run.dev();
         self.forward_mlp(dev, layer, act, Routing::New)?;
         let out = self.acquire_residual(dev, layer + 1)?;
         if let Some(experts) = self.experts(layer) {
@@ -93,15 +97,16 @@ impl Model {
     }
 
     /// Makes what the backward pass of `layer` needs and its policy did not keep.
-    pub(super) fn recompute<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<()> {
+    pub(super) fn recompute<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let act = &self.activations.layers[layer];
-        act.host_input.map_or(Ok(()), |input| input.acquire(dev))?;
+        act.host_input.map_or(Ok(()), |input| input.acquire(run.dev()))?;
         match act.policy {
             LayerPolicy::Keep => Ok(()),
             _ if act.intact => Ok(()),
-            LayerPolicy::RecomputeCheap => self.recompute_cheap(dev, layer, act),
+            LayerPolicy::RecomputeCheap => self.recompute_cheap(run, layer, act),
             LayerPolicy::RecomputeBlock | LayerPolicy::Host => {
-                self.forward_attention(dev, layer, act)?;
+                self.forward_attention(run, layer, act)?;
+                let dev = run.dev();
                 self.forward_mlp(dev, layer, act, Routing::Kept)?;
                 self.recompute_post_mlp(dev, layer, act)
             }
@@ -117,12 +122,14 @@ impl Model {
     }
 
     /// Everything into which no matrix product enters.
-    fn recompute_cheap<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+    fn recompute_cheap<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
         let params = &self.layers[layer];
-        self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
+        self.enter(run.dev(), layer, params.attn_norm, act.input, act.attn_norm)?;
         if act.qk_norm.is_some() {
-            self.norm_and_rotate(dev, layer, act)?;
+            self.norm_and_rotate(run.dev(), layer, act)?;
+            run.hand_over(Handover::Qkv, layer)?;
         }
+        let dev = run.dev();
         self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
         self.activate(dev, layer, act)
     }
@@ -142,18 +149,19 @@ impl Model {
     }
 
     /// From the layer's input to the residual stream between attention and MLP, into `act`.
-    fn forward_attention<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
-        let params = &self.layers[layer];
+    fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
+        let (params, dev, [qkv, attn_out]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
         let x = self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
-        let projected = act.qk_norm.map_or(act.qkv, |kept| kept.raw);
-        linear(dev, &params.qkv, x, None, projected)?;
+        linear(dev, &params.qkv, x, None, act.qk_norm.map_or(qkv, |kept| kept.raw))?;
         self.norm_and_rotate(dev, layer, act)?;
-        let (documents, shape) = (self.activations.documents, self.attention_shape(layer));
-        let LayerActivations { qkv, attn_out: out, lse, .. } = *act;
+        run.hand_over(Handover::Qkv, layer)?;
+        let (dev, documents, shape) = (run.dev(), self.activations.documents, self.heads_shape(layer));
+        let [qkv, out, lse] = self.own_heads(layer);
         dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
-        params.sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: sinks.value, out, lse, shape }))?;
+        params.sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape }))?;
+        run.hand_over(Handover::Out, layer)?;
         let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
-        self.join(dev, layer, (&params.attn_out, act.attn_out), post, (act.input, act.mid))
+        self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
     }
 
     /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`; of experts to what leaves their
@@ -171,14 +179,15 @@ impl Model {
         self.activate(dev, layer, act)
     }
 
-    /// Queries and keys as attention sees them, in `act.qkv`: normalised from the raw projections, if the model does that, and rotated.
+    /// Queries and keys as attention sees them, of the own tokens: normalised from the raw projections, if the model does that, and rotated.
     fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let [out, _] = self.own_tokens(layer);
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
             let (NormSpec { eps, plus_one, .. }, shape) = (self.shape.layers[layer].norm, self.attention_shape(layer));
             let QkNormActivations { raw: qkv, rstd } = kept;
-            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, plus_one, eps, out: act.qkv, rstd, shape })?;
+            dev.launch(QkNorm { qkv, q_weight: q.value, k_weight: k.value, plus_one, eps, out, rstd, shape })?;
         }
-        self.rotate(dev, layer, act.qkv, false)
+        self.rotate(dev, layer, out, false)
     }
 
     /// Experts do this on their way out.

@@ -2,6 +2,7 @@
 
 use super::Model;
 use super::head::MicroStep;
+use super::sequence::PassRunner;
 use super::tensors::Module;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
@@ -12,8 +13,7 @@ impl Model {
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let (activations, dtype) = (&self.activations, self.weights.dtype());
         let documents = activations.documents;
-        (0..self.shape.layers.len())
-            .try_for_each(|layer| dev.prepare_attention(self.attention_shape(layer), dtype, documents.is_some()))?;
+        (0..self.shape.layers.len()).try_for_each(|layer| dev.prepare_attention(self.heads_shape(layer), dtype, documents.is_some()))?;
         if activations.fp8.is_some() {
             dev.prepare_fp8()?;
         }
@@ -33,18 +33,18 @@ impl Model {
     }
 
     /// Enqueues forward and backward of a micro-batch on what lies in memory; `after` each module.
-    pub(crate) fn micro_step<D: Kernels>(&self, dev: &mut D, mut after: impl FnMut(&mut D) -> Result<()>) -> Result<()> {
+    pub(crate) fn micro_step<P: PassRunner>(&self, run: &mut P, mut after: impl FnMut(&mut P::Dev) -> Result<()>) -> Result<()> {
         let layers = || (0..self.shape.layers.len()).map(Module::Layer);
         for module in [Module::Embed].into_iter().chain(layers()) {
-            self.forward(dev, module)?;
-            after(dev)?;
+            self.forward(run, module)?;
+            after(run.dev())?;
         }
         let micro = MicroStep { first: true, inv_targets: 1.0, loss_scale: 1.0, balance: 0.0 };
-        self.head(dev, micro, true)?;
+        self.head(run.dev(), micro, true)?;
         for module in layers().rev().chain([Module::Embed]) {
-            after(dev)?;
-            self.backward(dev, module, micro)?;
+            after(run.dev())?;
+            self.backward(run, module, micro)?;
         }
-        after(dev)
+        after(run.dev())
     }
 }

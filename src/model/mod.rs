@@ -14,6 +14,7 @@ mod forward;
 pub(crate) mod fp8;
 mod fp8_linear;
 mod head;
+pub(crate) mod heads;
 mod host_input;
 pub(crate) mod init;
 pub(crate) mod layer_shape;
@@ -24,13 +25,14 @@ pub(crate) mod policy;
 pub(crate) mod presets;
 pub(crate) mod products;
 pub(crate) mod rope;
+pub(crate) mod sequence;
 pub(crate) mod shape;
 pub(crate) mod tensors;
 #[cfg(test)]
 mod tests;
 pub(crate) mod weights;
 
-use crate::device::{AttentionShape, DeviceSlice, Embed, Kernels, Stream};
+use crate::device::{DeviceSlice, Embed, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
@@ -47,7 +49,7 @@ pub(crate) use head::MicroStep;
 ///
 /// Its methods take the device, whose calls they return: an error is the device's.
 #[derive(Debug)]
-pub(crate) struct Model {
+pub struct Model {
     /// The shape it was built from.
     pub shape: ModelShape,
     /// Where each tensor lies in `weights` and `grads`.
@@ -57,7 +59,7 @@ pub(crate) struct Model {
     /// Flat gradients in the compute format, `[table.flat_elems()]`; padding is never written.
     pub grads: DeviceSlice,
     /// Inputs, saved activations and workspaces of one micro-batch.
-    pub activations: Activations,
+    pub(crate) activations: Activations,
     embed: EmbedParams,
     layers: Vec<LayerParams>,
     head: HeadParams,
@@ -104,9 +106,5 @@ impl Model {
     /// Numbers of rows that are packed.
     pub(crate) fn row_ids(&self, rows: Range<usize>) -> DeviceSlice {
         self.activations.dnorm.view(rows.start * 4, rows.len(), Dtype::Int32)
-    }
-
-    fn attention_shape(&self, layer: usize) -> AttentionShape {
-        self.shape.attention(self.activations.batch, self.activations.seq_length, layer)
     }
 }

@@ -1,6 +1,7 @@
 //! What a `config.json` says about a model: the one description that every other part of the model reads.
 
 use super::family::Family;
+use super::heads::{HeadShare, SequenceRank};
 use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::device::AttentionShape;
 use crate::dtype::Dtype;
@@ -134,6 +135,15 @@ impl ModelShape {
     pub fn attention(&self, batch: usize, seq_length: usize, layer: usize) -> AttentionShape {
         let Attn { heads, kv_heads, head_dim, scale, window, softcap, .. } = self.layers[layer].attn;
         AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
+    }
+
+    /// The part of attention of `layer`, over `batch` sequences of `seq_length` tokens, that is `of` one rank: its heads, all tokens.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub(crate) fn attention_of(&self, (batch, seq_length): (usize, usize), layer: usize, of: SequenceRank) -> AttentionShape {
+        let HeadShare { heads, kv_heads } = HeadShare::of(&self.layers[layer].attn, of);
+        AttentionShape { heads: heads.len(), kv_heads: kv_heads.len(), ..self.attention(batch, seq_length, layer) }
     }
 
     /// Experts of all layers.

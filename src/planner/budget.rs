@@ -10,6 +10,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
+use crate::model::heads::SequenceRank;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -101,7 +102,7 @@ pub(crate) struct Workload<'a> {
     pub shape: &'a ModelShape,
     /// Sequences of a micro-batch.
     pub batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence, on all ranks that share it.
     pub seq_length: usize,
     /// Rows hold several documents, and attention keeps these apart.
     pub separates_documents: bool,
@@ -111,6 +112,8 @@ pub(crate) struct Workload<'a> {
     pub shares: usize,
     /// Devices that train together; what is planned is for all of them.
     pub ranks: usize,
+    /// Devices that share each sequence.
+    pub(crate) sequence_ranks: usize,
     /// Processes that these are of.
     pub processes: usize,
     /// Format on the device.
@@ -154,7 +157,7 @@ impl Workload<'_> {
     /// Long enough for the largest module and what is on its way to the host. None where micro-batches add up in place, or where it
     /// would save nothing, and none on a device that shares the host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if self.grad_accum_steps > self.shares || self.machine.device == DeviceMemory::Shared {
+        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares) > 1 || self.machine.device == DeviceMemory::Shared {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
@@ -191,8 +194,8 @@ impl Workload<'_> {
     /// # Errors
     /// `Usage` when batch and sequence make no sense for the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
-        let Self { shape, batch, seq_length, separates_documents, dtype, fp8, .. } = *self;
-        ActivationPlan::new(MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies })
+        let Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, .. } = *self;
+        ActivationPlan::new(MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies })
     }
 
     /// Every class that is not empty.
@@ -254,9 +257,9 @@ impl Workload<'_> {
         classes
     }
 
-    /// How layers attend to the tokens of a micro-batch; the first stands for all.
+    /// How layers attend to the tokens of a micro-batch; the first stands for all, and the first rank, which has no fewer heads than another.
     pub(crate) fn attention_shape(&self) -> AttentionShape {
-        self.shape.attention(self.batch, self.seq_length, 0)
+        self.shape.attention_of((self.batch, self.seq_length), 0, SequenceRank { rank: 0, ranks: self.sequence_ranks })
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
@@ -269,14 +272,16 @@ impl Workload<'_> {
     /// the norm, a flag and the loss of each share; the rows of experts in each micro-batch; those of an embedding that come last; and state
     /// that it moves.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
-        let (partials, expert_words) = (layout.flat_elems() / BLOCK, self.grad_accum_steps * bounds_elems(self.shape));
+        let parts = self.grad_accum_steps * self.sequence_ranks;
+        let (partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
         let rows = if layout.early().is_empty() { 0 } else { batch::distinct(self.batch * self.seq_length, self.shape.vocab) };
         4 * (self.batch_words() + partials + self.shares + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.
     fn batch_words(&self) -> usize {
-        self.grad_accum_steps * batch::arrays(self.separates_documents) * self.batch * self.seq_length
+        let of_part = batch::part_words((self.batch, self.seq_length), self.sequence_ranks, self.separates_documents);
+        self.grad_accum_steps * self.sequence_ranks * of_part
     }
 
     /// What ranks tell each other; nothing where there is one.
@@ -295,6 +300,11 @@ impl Workload<'_> {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (self.moments.state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
+}
+
+/// Of a step's `micro_batches`, shared by `sequence_ranks` each, how many each of `parts` has its part of.
+pub(super) fn micro_batches_each(micro_batches: usize, sequence_ranks: usize, parts: usize) -> usize {
+    micro_batches * sequence_ranks / parts
 }
 
 /// Tracks of a timeline beside the workers': drivers and their streams, of which those with peers have two more.

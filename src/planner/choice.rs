@@ -224,8 +224,9 @@ impl Planner<'_> {
         self.layout.with_resident(buckets)
     }
 
+    /// Of a micro-batch, on one rank.
     fn tokens(&self) -> usize {
-        self.workload.batch * self.workload.seq_length
+        self.workload.batch * self.workload.seq_length / self.workload.sequence_ranks
     }
 
     /// What layers may keep, cheapest in time first. The last layers, which backward needs first, are the first to compute

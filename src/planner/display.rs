@@ -39,9 +39,13 @@ impl Plan {
             self.dtype,
             self.link_dtype
         )?;
-        let (batch, seq, accum) = (self.batch, self.seq_length, self.grad_accum_steps / self.ranks);
+        let (batch, seq, accum) = (self.batch, self.seq_length, self.micro_batches_of_rank());
         let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
-        let ranks = if self.ranks > 1 { format!("{} {devices} x ", self.ranks) } else { String::new() };
+        let ranks = match self.sequence_ranks {
+            1 if self.ranks == 1 => String::new(),
+            1 => format!("{} {devices} x ", self.ranks),
+            each => format!("{} groups of {each} {devices} x ", self.ranks / each),
+        };
         let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
         writeln!(
             f,

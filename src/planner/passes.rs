@@ -2,13 +2,14 @@
 
 use super::budget::Workload;
 use crate::device::sim::SimDevice;
-use crate::device::{Device, Lease, Stream};
+use crate::device::{Device, Lease, Peers, Stream};
 use crate::error::Result;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
 use crate::model::Model;
 use crate::model::activations::LossTile;
 use crate::model::policy::LayerPolicy;
+use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::Isa;
 
@@ -46,15 +47,39 @@ impl PassTimes {
     }
 }
 
+/// A device that shares sequences with its mirror images.
+struct Mirrored<'a> {
+    dev: &'a mut SimDevice,
+    model: &'a Model,
+    /// What each of them has, if they share any.
+    shared: Option<&'a SharedActivations>,
+}
+
+impl PassRunner for Mirrored<'_> {
+    type Dev = SimDevice;
+
+    fn dev(&mut self) -> &mut SimDevice {
+        self.dev
+    }
+
+    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()> {
+        let Some(shared) = self.shared else { return Ok(()) };
+        let pull = |dev: &mut SimDevice, peer, from, to| dev.pull_rows(Stream::Compute, peer, from, to);
+        self.model.take_over(self.dev, (what, layer), |_| shared, pull)
+    }
+}
+
 fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let (shape, machine) = (workload.shape, &workload.machine);
     let (mut dev, _) = SimDevice::new("passes", &machine.rates, (machine.kind, machine.device), (1, Isa::Scalar, workload.moments), 0);
-    let tile = LossTile { rows: (workload.batch * workload.seq_length).min(TILE_ROWS_MAX), vocab: shape.vocab };
+    let tokens = workload.batch * workload.seq_length / workload.sequence_ranks;
+    let tile = LossTile { rows: tokens.min(TILE_ROWS_MAX), vocab: shape.vocab };
     let plan = workload.activations(&vec![policy; shape.layers.len()], tile)?;
     let activations = plan.allocate(&mut dev, &mut HostMemory::new(MemoryPolicy::unbacked()), &mut Lease::default())?;
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
-    model.micro_step(&mut dev, |_| Ok(()))?;
+    let shared = model.shared_activations();
+    model.micro_step(&mut Mirrored { dev: &mut dev, model: &model, shared: shared.as_ref() }, |_| Ok(()))?;
     let done = dev.event()?;
     dev.record(done, Stream::Compute)?;
     dev.synchronize(done)?;

@@ -15,6 +15,7 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::memory::RingShape;
 use crate::model::activations::{LossTile, MicroBatch};
 use crate::model::fp8;
+use crate::model::heads::{self, SequenceRank};
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -23,7 +24,9 @@ use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
-use crate::planner::budget::{Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, sharded};
+use crate::planner::budget::{
+    Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, micro_batches_each, sharded,
+};
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::early::{check_early, early_table};
 use crate::planner::machine::Machine;
@@ -155,6 +158,8 @@ pub struct Plan {
     pub shares: usize,
     /// Devices that train together: each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
+    /// Devices that share each sequence, in a row of ranks.
+    pub sequence_ranks: usize,
     /// Processes that these are of, equally many of each.
     pub processes: usize,
     /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
@@ -218,6 +223,7 @@ impl Plan {
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check_inject(settings, &table)?;
         check_balance(settings, shape)?;
+        heads::check_degree(&shape.layers, settings.sequence_ranks).map_err(Error::usage)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = Request {
             residency: residency(settings, techniques)?,
@@ -253,6 +259,7 @@ impl Plan {
             grad_accum_steps: workload.grad_accum_steps,
             shares: workload.shares,
             ranks: workload.ranks,
+            sequence_ranks: workload.sequence_ranks,
             processes: workload.processes,
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
@@ -286,7 +293,8 @@ impl Plan {
     /// # Panics
     /// If the other plan cuts buckets or steps otherwise.
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
-        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, plan.shares, plan.ranks, plan.link_dtype);
+        let ranks = |plan: &Self| (plan.shares, plan.ranks, plan.sequence_ranks);
+        let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
         let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.rules, plan.moments, plan.fp8);
         assert_eq!(bits(self), bits(&other), "another plan, not other places");
@@ -310,12 +318,32 @@ impl Plan {
         self.batch * self.seq_length * self.grad_accum_steps
     }
 
+    /// Micro-batches of which one rank has its part in a step.
+    pub(crate) fn micro_batches_of_rank(&self) -> usize {
+        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.ranks)
+    }
+
+    /// Micro-batches that one share has parts of, or all.
+    pub(crate) fn micro_batches_of_share(&self) -> usize {
+        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares)
+    }
+
+    /// Words of a rank's part of a micro-batch.
+    pub(crate) fn batch_words(&self) -> usize {
+        batch::part_words((self.batch, self.seq_length), self.sequence_ranks, self.separates_documents)
+    }
+
+    /// The place of `rank` among those that share its sequences.
+    pub(crate) fn sequence_rank(&self, rank: usize) -> SequenceRank {
+        SequenceRank { rank: rank % self.sequence_ranks, ranks: self.sequence_ranks }
+    }
+
     /// `settings` with the micro-batches of this plan, where it was for the plan to choose them.
     pub(crate) fn settle(&self, settings: &Settings) -> Settings {
         if settings.tokens_per_step.is_none() {
             return settings.clone();
         }
-        let gradient_accumulation_steps = Some(self.grad_accum_steps / self.ranks);
+        let gradient_accumulation_steps = Some(self.micro_batches_of_rank());
         Settings { per_device_train_batch_size: self.batch, gradient_accumulation_steps, ..settings.clone() }
     }
 
@@ -334,8 +362,8 @@ impl Plan {
 
     /// Sizes of what its ranks meet at.
     pub fn board_sizes(&self) -> Sizes {
-        let batch_words = batch::arrays(self.separates_documents) * self.batch * self.seq_length;
-        let sizes = board_sizes(&self.layout, self.ranks, (self.shares, self.grad_accum_steps * batch_words, self.experts));
+        let batch_words = self.grad_accum_steps * self.sequence_ranks * self.batch_words();
+        let sizes = board_sizes(&self.layout, self.ranks, (self.shares, batch_words, self.experts));
         Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
@@ -351,8 +379,8 @@ impl Plan {
 
     /// A micro-batch of a model of `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
-        let Self { batch, seq_length, separates_documents, dtype, fp8, loss_tile: tile, .. } = *self;
-        MicroBatch { shape, batch, seq_length, separates_documents, dtype, fp8, tile, policies: &self.layer_policies }
+        let Self { batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, loss_tile: tile, .. } = *self;
+        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies: &self.layer_policies }
     }
 
     /// Buckets whose weights every rank keeps its slice of alone.
@@ -388,7 +416,7 @@ fn workload<'a>(
     let link_dtype = if cast_on_device(settings, techniques)? { Dtype::Float32 } else { dtype };
     let (policy, fp8) = (policy(settings, techniques)?, settings.matmul_dtype == Some(MatmulDtype::Fp8));
     if fp8 {
-        fp8::check(shape, settings.per_device_train_batch_size * settings.seq_length)?;
+        fp8::check(shape, settings.per_device_train_batch_size * settings.seq_length / settings.sequence_ranks)?;
     }
     let workers = settings.threads.unwrap_or(machine.workers());
     Ok(Workload {
@@ -399,6 +427,7 @@ fn workload<'a>(
         grad_accum_steps: settings.micro_batches(),
         shares: settings.shares(),
         ranks: settings.ranks(),
+        sequence_ranks: settings.sequence_ranks,
         processes: settings.processes,
         dtype,
         fp8,

@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Rings, Workload, host_sums};
+use super::budget::{Rings, Workload, host_sums, micro_batches_each};
 use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -62,7 +62,8 @@ impl<'a> Predictor<'a> {
     ) -> Prediction {
         // Of one rank, which owns a slice of every bucket; the others do the same at the same time.
         let (rates, ranks) = (&self.workload.machine.rates, self.workload.ranks as f64);
-        let accum = (self.workload.grad_accum_steps / self.workload.ranks) as f64;
+        let Workload { grad_accum_steps, sequence_ranks, .. } = *self.workload;
+        let accum = micro_batches_each(grad_accum_steps, sequence_ranks, self.workload.ranks) as f64;
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let stepped_here = layout.flat_elems() as f64 / ranks - offloaded;
         // State is read and written, a gradient read, a weight written.

@@ -77,7 +77,7 @@ impl Plan {
         };
         let halves = |from: usize, least: usize| std::iter::successors(Some(from / 2), |n| Some(n / 2)).take_while(move |&n| n >= least);
         let smaller = |batch: usize| {
-            let steps = self.grad_accum_steps / self.ranks * self.batch / batch;
+            let steps = self.micro_batches_of_rank() * self.batch / batch;
             with(&|s| {
                 s.per_device_train_batch_size = batch;
                 // Of as many tokens as were asked for.

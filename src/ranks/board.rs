@@ -35,6 +35,8 @@ pub struct StepOutcome {
 struct Entry {
     /// Gradients of so many buckets are enqueued on its compute stream, and each one's event is recorded.
     written: AtomicU64,
+    /// So often it has handed over activations to those that share its sequences, and each time's event is recorded.
+    handed: AtomicU64,
     /// So many have been pulled from all others, and the event is recorded.
     pulled: AtomicU64,
     /// For each bucket: its weights are final in so many versions, and the event of what writes them is recorded.
@@ -153,6 +155,7 @@ impl Board {
         let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
         let entry = || Entry {
             written: AtomicU64::new(0),
+            handed: AtomicU64::new(0),
             pulled: AtomicU64::new(0),
             settled: zeros(sizes.buckets),
             partials: AtomicU64::new(0),
@@ -255,6 +258,17 @@ impl Board {
     /// Whether every rank has written more than `nth` buckets.
     pub(crate) fn all_written(&self, nth: u64) -> bool {
         (0..self.ranks()).all(|rank| self.written(rank) > nth)
+    }
+
+    /// `rank` hands over activations once more; the event is recorded. Those that share its sequences are of its process.
+    pub(crate) fn publish_handed(&self, rank: usize) {
+        self.entry(rank).handed.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// How often `rank` has.
+    pub(crate) fn handed(&self, rank: usize) -> u64 {
+        self.entry(rank).handed.load(Ordering::Acquire)
     }
 
     /// One more bucket of `rank` is pulled; its event is recorded.

@@ -21,6 +21,8 @@ pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
 /// Key there of the queries of a block of attention's backward pass; null where all are one.
 pub(super) const ATTENTION_BLOCK: &str = "attention_block";
+/// Key there of how many ranks share each sequence, which was one before there was a choice.
+pub(super) const SEQUENCE_RANKS: &str = "sequence_ranks";
 /// Key of the changes that somebody accepted.
 const CHANGED: &str = "changed";
 /// Data files that a checkpoint lists; the checksum of all covers the rest.
@@ -70,14 +72,15 @@ fn data_identity(mut files: Vec<Value>) -> Value {
     json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
 }
 
-/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, and
-/// all queries one block.
+/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, all
+/// queries one block, and sequences on one rank.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
     if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
         numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
         numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
+        numerics.entry(SEQUENCE_RANKS).or_insert(json!(1));
     }
     then
 }

@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
 //! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::{ATTENTION_BLOCK, MATMUL, PLAIN_MATMUL, Run, differences};
+use super::identity::{ATTENTION_BLOCK, MATMUL, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -49,6 +49,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
         ATTENTION_BLOCK: plan.attention_block,
         "computed_on": computed_on,
         MATMUL: matmul,
+        SEQUENCE_RANKS: plan.sequence_ranks,
     });
     run.insert(RunPart::Numerics.name().into(), numerics);
     run.insert(RunPart::Moments.name().into(), json!(plan.moments));
@@ -72,19 +73,23 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
 /// # Errors
 /// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
 pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
-    let then = step_shape(loaded)?;
+    let (then, sequence_ranks) = (step_shape(loaded)?, sequence_ranks(loaded));
+    let is_allowed = settings.allow_changed.contains(&RunPart::Numerics);
+    expect_same_degree(settings, sequence_ranks)?;
+    // A share of other parts of sequences is another thing.
+    let gradient_shares = Some(then.gradient_shares).filter(|_| settings.sequence_ranks == sequence_ranks);
     let accumulation = match settings.gradient_accumulation_steps {
-        None if !then.micro_batches.is_multiple_of(settings.ranks()) => {
+        None if !then.micro_batches.is_multiple_of(settings.groups()) => {
             let (micro_batches, all) = (then.micro_batches, settings.ranks_in_words());
             let refused = format!("{all}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}, or use fewer devices");
             return Err(Error::usage(refused));
         }
-        said => said.unwrap_or(then.micro_batches / settings.ranks()),
+        said => said.unwrap_or(then.micro_batches / settings.groups()),
     };
     let kept = Settings {
-        gradient_shares: settings.gradient_shares.or(Some(then.gradient_shares)),
+        gradient_shares: settings.gradient_shares.or(gradient_shares),
         gradient_accumulation_steps: Some(accumulation),
-        loss_tile: if settings.allow_changed.contains(&RunPart::Numerics) { None } else { loss_tile(loaded)? },
+        loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
         ..settings.clone()
     };
     if settings.gradient_accumulation_steps.is_none() && kept.splits().is_err() {
@@ -105,6 +110,24 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
     Ok(kept)
 }
 
+/// Refuses another degree here, before what follows from it is compared.
+fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
+    let now = settings.sequence_ranks;
+    if then == now || settings.allow_changed.contains(&RunPart::Numerics) {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "the numerics is not the checkpoint's: {SEQUENCE_RANKS} was {then} and is {now}; use --sequence-ranks {then}, or --allow-changed \
+         numerics goes on nevertheless"
+    )))
+}
+
+/// Ranks that shared each sequence; another number than any run has where the checkpoint makes no sense.
+fn sequence_ranks(loaded: &Loaded) -> usize {
+    let said = loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(SEQUENCE_RANKS));
+    said.map_or(1, |ranks| ranks.as_u64().unwrap_or(0) as usize)
+}
+
 /// Checkpoints of before there were shares say the micro-batches among their settings.
 fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     let manifest = loaded.manifest();
@@ -115,7 +138,8 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     };
     let StepShape { micro_batches, gradient_shares } = shape;
     let possible = 1..=STEP_TOKENS_MAX;
-    if !possible.contains(&micro_batches) || gradient_shares == 0 || !micro_batches.is_multiple_of(gradient_shares) {
+    let parts = micro_batches.saturating_mul(sequence_ranks(loaded));
+    if !possible.contains(&micro_batches) || gradient_shares == 0 || !parts.is_multiple_of(gradient_shares) {
         let cause = format_args!("step: {gradient_shares} gradient shares of {micro_batches} micro-batches");
         return Err(Error::format(loaded.manifest_path(), cause));
     }

@@ -76,7 +76,8 @@ const SHARED: &str = "gradient-shares = 2\nbucket-mib = 0.0625\n";
 
 impl Ranks<'_> {
     fn settings(&self, gpus: usize, lines: &str) -> Result<Settings> {
-        let accumulate = 2 / gpus;
+        // Those that share sequences have each a part of every micro-batch.
+        let accumulate = if lines.contains("sequence-ranks") { 2 } else { 2 / gpus };
         let toml = format!("{RECIPE}{}gpus = {gpus}\ngradient-accumulation-steps = {accumulate}\n{lines}", self.settings);
         Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)
     }
@@ -106,6 +107,7 @@ pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     case("two have the digest of one, each with its part of the weights", &sharded);
     case("two have the digest of one, gradients in a ring", &ringed);
     case("two whose plan changes between steps have the digest of one", &replanned);
+    case("two that share sequences have one digest, and nearly the losses of one", &sequences);
     case("gradients and weights are pulled while products run", &overlap);
     case("a rank that is late changes nothing", &late);
 }
@@ -193,6 +195,25 @@ fn replanned(ranks: &Ranks<'_>) -> Outcome {
     let (one, two) = (train(1, &|_| Ok(None))?, train(2, &moves)?);
     require(two.losses() == one.losses() && two.digest == one.digest, || format!("losses {:?}, then {:?}", one.losses(), two.losses()))?;
     Ok(0.0)
+}
+
+/// Every strategy and policy has the bits of the synchronous step on as many devices; and what one device computes of the same micro-batches
+/// is nearly that: in bfloat16 each of the two parts of a gradient is rounded, and the losses of a few steps follow.
+fn sequences(ranks: &Ranks<'_>) -> Outcome {
+    let common = "bucket-mib = 0.0625\nmax-grad-norm = 0.5\n";
+    let train = |gpus, lines: &str| ranks.train(&shape(), gpus, &format!("{common}{lines}"), false, &mut || ());
+    let one = train(1, "gradient-shares = 2\nstrategy = \"no-offload\"\n")?;
+    let of_two = |lines: &str| train(2, &format!("sequence-ranks = 2\ngradient-shares = 4\n{lines}"));
+    let want = of_two("strategy = \"no-offload\"\n")?;
+    for policy in ["keep", "recompute-cheap", "recompute-block", "host"] {
+        let have = of_two(&format!("{OFFLOADED}activations = \"{policy}\"\n"))?;
+        let is_same = have.losses() == want.losses() && have.digest == want.digest;
+        require(is_same, || format!("{policy}: losses {:?}, then {:?}", want.losses(), have.losses()))?;
+    }
+    let differences = one.losses().into_iter().zip(want.losses()).map(|(one, two)| f64::from((one - two).abs() / one));
+    let largest = differences.fold(0.0, f64::max);
+    require(largest < 1.0 / 256.0, || format!("losses {:?}, on one device {:?}", want.losses(), one.losses()))?;
+    Ok(largest * 256.0)
 }
 
 /// Spans of the timeline: pulls run while the compute stream computes.

@@ -42,6 +42,8 @@ class Settings(TypedDict, total=False):
     """Where checkpoints and metrics go [default: runs/train]."""
     gpus: str | int | float
     """GPUs that train together [default: 1]."""
+    sequence_ranks: int
+    """GPUs that share each sequence: tokens, and heads around attention [default: 1]."""
     device: Literal["auto", "cpu", "cuda"]
     """Machine that runs forward and backward [default: auto]."""
     strategy: Literal["superoffload", "zero-offload", "no-offload"]

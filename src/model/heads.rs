@@ -1,0 +1,157 @@
+//! Heads of attention, and which of them a rank has that shares its sequences with others.
+
+use super::layer_shape::{Attn, LayerShape};
+use crate::device::PARTS_MAX;
+use std::ops::Range;
+
+/// A rank's place among those that share its sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SequenceRank {
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+}
+
+/// Heads with which one rank computes attention.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct HeadShare {
+    pub(crate) heads: Range<usize>,
+    /// Those that these read. Of fewer than there are ranks several have the same.
+    pub(crate) kv_heads: Range<usize>,
+}
+
+impl HeadShare {
+    /// Whole key heads with all that read them, the first ranks one more where they do not come out even; or, where there are fewer than
+    /// ranks, equally many query heads of one.
+    pub(crate) fn of(attn: &Attn, SequenceRank { rank, ranks }: SequenceRank) -> Self {
+        let (kv_heads, per_kv_head) = (attn.kv_heads, attn.heads / attn.kv_heads);
+        if kv_heads < ranks {
+            let (each, kv_head) = (attn.heads / ranks, rank / sharers(attn, ranks));
+            return Self { heads: rank * each..(rank + 1) * each, kv_heads: kv_head..kv_head + 1 };
+        }
+        let before = |rank: usize| rank * (kv_heads / ranks) + rank.min(kv_heads % ranks);
+        let kv_heads = before(rank)..before(rank + 1);
+        Self { heads: kv_heads.start * per_kv_head..kv_heads.end * per_kv_head, kv_heads }
+    }
+
+    /// Their columns of queries, keys and values, or of what attention makes of them.
+    pub(super) fn columns(&self, attn: &Attn, is_qkv: bool) -> HeadColumns {
+        let (d, keys, values) = (attn.head_dim, attn.heads, attn.heads + attn.kv_heads);
+        let columns = |first: usize, heads: &Range<usize>| (first + heads.start) * d..(first + heads.end) * d;
+        let queries = columns(0, &self.heads);
+        if is_qkv {
+            let ranges = [queries, columns(keys, &self.kv_heads), columns(values, &self.kv_heads)];
+            return HeadColumns { own: ranges.iter().map(Range::len).sum(), ranges, all: attn.qkv_cols() };
+        }
+        HeadColumns { own: queries.len(), ranges: [queries, 0..0, 0..0], all: attn.out_cols() }
+    }
+}
+
+/// Where the columns of some heads lie in a row of all.
+pub(super) struct HeadColumns {
+    /// One after another as they lie in a row of these alone.
+    ranges: [Range<usize>; 3],
+    /// Columns of a row of all, and of these alone.
+    pub(super) all: usize,
+    pub(super) own: usize,
+}
+
+impl HeadColumns {
+    /// Ranges of columns in a row of all, and where they lie in a row of these alone.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + '_ {
+        let next = |first: &mut usize, all: &Range<usize>| {
+            *first += all.len();
+            Some((all.clone(), *first - all.len()..*first))
+        };
+        self.ranges.iter().filter(|all| !all.is_empty()).scan(0, next)
+    }
+}
+
+/// Ranks that read the same key head.
+pub(super) fn sharers(attn: &Attn, ranks: usize) -> usize {
+    (ranks / attn.kv_heads).max(1)
+}
+
+/// Columns of a row of the own heads of whichever of `ranks` ranks has most: of queries, keys and values, and of attention's output.
+pub(super) fn widest_cols(attn: &Attn, ranks: usize) -> [usize; 2] {
+    let HeadShare { heads, kv_heads } = HeadShare::of(attn, SequenceRank { rank: 0, ranks });
+    [(heads.len() + 2 * kv_heads.len()) * attn.head_dim, heads.len() * attn.head_dim]
+}
+
+/// Columns of the parts of keys' and values' gradients that several ranks have, and of their sum.
+pub(super) fn shared_cols(attn: &Attn, ranks: usize) -> usize {
+    let sharers = sharers(attn, ranks);
+    if sharers > 1 { (sharers + 1) * 2 * attn.kv_heads * attn.head_dim } else { 0 }
+}
+
+fn may_share(attn: &Attn, ranks: usize) -> bool {
+    ranks <= attn.kv_heads || ranks.is_multiple_of(attn.kv_heads) && attn.heads.is_multiple_of(ranks)
+}
+
+/// Whether `ranks` ranks can share the heads of every layer; else why not, and which can, in words.
+pub(crate) fn check_degree(layers: &[LayerShape], ranks: usize) -> std::result::Result<(), String> {
+    let layers = || layers.iter().map(|layer| &layer.attn);
+    let Some(attn) = layers().find(|attn| !may_share(attn, ranks)) else { return Ok(()) };
+    let works = |ranks: &usize| layers().all(|attn| may_share(attn, *ranks));
+    let degrees: Vec<_> = (1..=PARTS_MAX).filter(works).map(|ranks| ranks.to_string()).collect();
+    let Attn { heads, kv_heads, .. } = attn;
+    Err(format!(
+        "--sequence-ranks {ranks}: {heads} query heads on {kv_heads} key heads cannot be shared by so many; use {}",
+        degrees.join(", ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+
+    fn attn(heads: usize, kv_heads: usize) -> Attn {
+        Attn { heads, kv_heads, head_dim: 8, ..ModelShape::demo().layers[0].attn }
+    }
+
+    /// Heads of each of `ranks` ranks, and the key heads that they read.
+    fn shares(attn: &Attn, ranks: usize) -> Vec<(usize, Range<usize>)> {
+        let of = |rank| HeadShare::of(attn, SequenceRank { rank, ranks });
+        (0..ranks).map(|rank| (of(rank).heads.len(), of(rank).kv_heads)).collect()
+    }
+
+    #[test]
+    fn heads_are_shared_whole_groups_first_and_few_key_heads_by_several() {
+        assert_eq!(shares(&attn(8, 4), 1), [(8, 0..4)]);
+        assert_eq!(shares(&attn(8, 4), 2), [(4, 0..2), (4, 2..4)]);
+        assert_eq!(shares(&attn(20, 10), 4), [(6, 0..3), (6, 3..6), (4, 6..8), (4, 8..10)]);
+        assert_eq!(shares(&attn(8, 2), 4), [(2, 0..1), (2, 0..1), (2, 1..2), (2, 1..2)]);
+        for (heads, kv_heads, ranks) in [(8, 4, 2), (20, 10, 4), (8, 2, 4), (8, 1, 8), (6, 6, 5)] {
+            let attn = attn(heads, kv_heads);
+            let of = |rank| HeadShare::of(&attn, SequenceRank { rank, ranks });
+            let all: Vec<usize> = (0..ranks).flat_map(|rank| of(rank).heads).collect();
+            assert!(all.iter().copied().eq(0..heads), "{heads} on {ranks}: {all:?}");
+            for rank in 0..ranks {
+                let HeadShare { heads: own, kv_heads: read } = of(rank);
+                // What the kernel computes of its own numbers is what the model means.
+                let per = own.len() / read.len();
+                assert!(own.clone().all(|head| head / (heads / kv_heads) == read.start + (head - own.start) / per), "{own:?} {read:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn degrees_that_heads_do_not_allow_are_refused_with_those_that_they_do() {
+        let shape = |heads, kv_heads| {
+            let mut shape = ModelShape::demo();
+            shape.layers.iter_mut().for_each(|layer| layer.attn = attn(heads, kv_heads));
+            shape
+        };
+        let degrees =
+            |heads, kv_heads| (1..=PARTS_MAX).filter(|&k| check_degree(&shape(heads, kv_heads).layers, k).is_ok()).collect::<Vec<_>>();
+        assert_eq!(degrees(8, 4), [1, 2, 3, 4, 8]);
+        assert_eq!(degrees(12, 2), [1, 2, 4, 6]);
+        assert_eq!(degrees(5, 1), [1, 5]);
+        let refused = check_degree(&shape(12, 2).layers, 3).unwrap_err();
+        assert_eq!(refused, "--sequence-ranks 3: 12 query heads on 2 key heads cannot be shared by so many; use 1, 2, 4, 6");
+        // Every layer counts.
+        let mut mixed = shape(12, 2);
+        mixed.layers[3].attn = attn(4, 4);
+        assert!(check_degree(&mixed.layers, 6).unwrap_err().contains("4 query heads on 4 key heads"));
+    }
+}

@@ -1,0 +1,227 @@
+//! Ranks that share sequences (Ulysses): each computes with its own tokens, but for attention, which it computes over all tokens with its own
+//! heads.
+//!
+//! Around attention a matrix of rows is exchanged for one of heads, or back: each rank pulls from every other what it lacks. A layer keeps
+//! what attention reads and makes, all tokens of its own heads; all heads of its own tokens lie in workspaces.
+
+use super::Model;
+use super::activations::SequenceWork;
+use super::heads::{HeadShare, SequenceRank, sharers};
+use crate::device::{AttentionShape, DeviceSlice, Kernels, MatrixPart, PARTS_MAX, Stream, SumSlices};
+use crate::error::Result;
+
+/// Gradients of keys and values, `[T, cols]` each, of ranks that have one key head, and their sum.
+#[derive(Clone, Copy)]
+struct SharedParts {
+    parts: [DeviceSlice; PARTS_MAX],
+    sum: DeviceSlice,
+    cols: usize,
+}
+
+/// What is exchanged, of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Handover {
+    /// Queries, keys and values, for attention.
+    Qkv,
+    /// What attention made.
+    Out,
+    /// The same once more, for the backward pass: it still lies where it was pulled from.
+    KeptOut,
+    /// The gradient of what attention made, for attention's backward pass.
+    OutGrad,
+    /// The gradient of queries, keys and values.
+    QkvGrad,
+}
+
+impl Handover {
+    /// Others may not have it yet.
+    pub(crate) fn is_new(self) -> bool {
+        self != Self::KeptOut
+    }
+
+    fn is_qkv(self) -> bool {
+        matches!(self, Self::Qkv | Self::QkvGrad)
+    }
+
+    /// MatrixPart of all heads become those of the own.
+    fn is_to_heads(self) -> bool {
+        matches!(self, Self::Qkv | Self::OutGrad)
+    }
+}
+
+/// Where a rank's matrices lie that others pull from.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedActivations {
+    /// Of the own tokens, all heads.
+    qkv: DeviceSlice,
+    dout: DeviceSlice,
+    /// Of all tokens, the own heads; by layer.
+    out: Vec<DeviceSlice>,
+    dqkv: DeviceSlice,
+}
+
+/// Who runs a pass: a device, and, where ranks share sequences, their exchange.
+pub(crate) trait PassRunner {
+    type Dev: Kernels;
+
+    /// What computes.
+    fn dev(&mut self) -> &mut Self::Dev;
+
+    /// Goes on when what of `layer` this rank lacks is enqueued to be pulled from the others.
+    fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()>;
+}
+
+/// A device alone: with others to share sequences with, it computes with what lies there.
+impl<D: Kernels> PassRunner for D {
+    type Dev = D;
+
+    fn dev(&mut self) -> &mut D {
+        self
+    }
+
+    fn hand_over(&mut self, _: Handover, _: usize) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Model {
+    /// Whether other ranks have parts of its sequences.
+    pub(crate) fn shares_sequences(&self) -> bool {
+        self.activations.sequence_work.is_some()
+    }
+
+    /// What others pull from.
+    pub(crate) fn shared_activations(&self) -> Option<SharedActivations> {
+        let SequenceWork { qkv, dqkv, .. } = self.activations.sequence_work?;
+        let out = self.activations.layers.iter().map(|layer| layer.attn_out).collect();
+        Some(SharedActivations { qkv, dout: self.activations.dinner, out, dqkv })
+    }
+
+    /// Attention of the own tokens, all heads: of projections, not of scores.
+    pub(super) fn attention_shape(&self, layer: usize) -> AttentionShape {
+        self.shape.attention(self.activations.batch, self.own_length(), layer)
+    }
+
+    /// Attention of all tokens, the own heads.
+    pub(super) fn heads_shape(&self, layer: usize) -> AttentionShape {
+        let act = &self.activations;
+        self.shape.attention_of((act.batch, act.seq_length), layer, act.sequence)
+    }
+
+    /// Tokens of a sequence on one rank.
+    fn own_length(&self) -> usize {
+        self.activations.seq_length / self.activations.sequence.ranks
+    }
+
+    /// All heads of the own tokens: what enters attention, and what leaves it.
+    pub(super) fn own_tokens(&self, layer: usize) -> [DeviceSlice; 2] {
+        let act = &self.activations.layers[layer];
+        let Some(work) = self.activations.sequence_work else { return [act.qkv, act.attn_out] };
+        let shape = self.attention_shape(layer);
+        [work.qkv.slice(0, shape.tokens() * shape.qkv_cols()), work.out.slice(0, shape.tokens() * shape.out_cols())]
+    }
+
+    /// The own heads of all tokens: what attention reads, what it makes, and its log-sum-exp.
+    pub(super) fn own_heads(&self, layer: usize) -> [DeviceSlice; 3] {
+        let (act, shape) = (&self.activations.layers[layer], self.heads_shape(layer));
+        let tokens = shape.tokens();
+        let elems = [tokens * shape.qkv_cols(), tokens * shape.out_cols(), tokens * shape.heads];
+        [act.qkv.slice(0, elems[0]), act.attn_out.slice(0, elems[1]), act.lse.slice(0, elems[2])]
+    }
+
+    /// Of all heads' `sinks`, or their gradients, those of the own.
+    pub(super) fn own_sinks(&self, layer: usize, sinks: DeviceSlice) -> DeviceSlice {
+        let heads = HeadShare::of(&self.shape.layers[layer].attn, self.activations.sequence).heads;
+        sinks.slice(heads.start, heads.len())
+    }
+
+    /// Gradients of what leaves attention and of what enters it, of the own tokens, all heads.
+    pub(super) fn own_tokens_gradients(&self, layer: usize) -> [DeviceSlice; 2] {
+        let (act, shape) = (&self.activations, self.attention_shape(layer));
+        [act.dinner.slice(0, shape.tokens() * shape.out_cols()), act.dfused.slice(0, shape.tokens() * shape.qkv_cols())]
+    }
+
+    /// The same of all tokens, the own heads.
+    pub(super) fn own_heads_gradients(&self, layer: usize) -> [DeviceSlice; 2] {
+        let Some(work) = self.activations.sequence_work else { return self.own_tokens_gradients(layer) };
+        let shape = self.heads_shape(layer);
+        [work.dout.slice(0, shape.tokens() * shape.out_cols()), work.dqkv.slice(0, shape.tokens() * shape.qkv_cols())]
+    }
+
+    /// Enqueues everything of a handover: `pull` copies rows from the rank with that place among those that share its sequences, where
+    /// `shared` says that its matrices lie.
+    pub(crate) fn take_over<'a, D: Kernels>(
+        &self,
+        dev: &mut D,
+        (what, layer): (Handover, usize),
+        shared: impl Fn(usize) -> &'a SharedActivations,
+        mut pull: impl FnMut(&mut D, usize, MatrixPart, MatrixPart) -> Result<()>,
+    ) -> Result<()> {
+        let SequenceRank { rank: own, ranks } = self.activations.sequence;
+        for peer in 0..ranks {
+            self.pulls_from(peer, shared(peer), (what, layer), &mut |from, to| pull(dev, peer, from, to))?;
+        }
+        match self.shared_parts(layer) {
+            Some(parts) if what == Handover::QkvGrad => self.sum_parts(dev, layer, parts, |dev, from, to| pull(dev, own, from, to)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts the sum of the parts that several ranks have, in their order, to where the gradients of keys and values belong.
+    fn sum_parts<D: Kernels>(
+        &self,
+        dev: &mut D,
+        layer: usize,
+        SharedParts { parts, sum, cols }: SharedParts,
+        copy: impl FnOnce(&mut D, MatrixPart, MatrixPart) -> Result<()>,
+    ) -> Result<()> {
+        let (attn, [_, dqkv]) = (&self.shape.layers[layer].attn, self.own_tokens_gradients(layer));
+        let (tokens, sharers) = (sum.elems() / cols, sharers(attn, self.activations.sequence.ranks));
+        dev.launch(SumSlices::new(Stream::Compute, &parts[..sharers], None, sum))?;
+        copy(dev, sum.part(cols, 0..tokens, 0..cols), dqkv.part(attn.qkv_cols(), 0..tokens, attn.out_cols()..attn.qkv_cols()))
+    }
+
+    /// Where several ranks have one key head.
+    fn shared_parts(&self, layer: usize) -> Option<SharedParts> {
+        let (attn, ranks) = (&self.shape.layers[layer].attn, self.activations.sequence.ranks);
+        let work = self.activations.sequence_work.filter(|_| sharers(attn, ranks) > 1)?;
+        let (sharers, cols) = (sharers(attn, ranks), 2 * attn.kv_heads * attn.head_dim);
+        let elems = self.attention_shape(layer).tokens() * cols;
+        let part = |part: usize| work.parts.slice(part.min(sharers) * elems, elems);
+        Some(SharedParts { parts: std::array::from_fn(part), sum: part(sharers), cols })
+    }
+
+    /// The copies from one rank.
+    fn pulls_from(
+        &self,
+        peer: usize,
+        theirs: &SharedActivations,
+        (what, layer): (Handover, usize),
+        pull: &mut dyn FnMut(MatrixPart, MatrixPart) -> Result<()>,
+    ) -> Result<()> {
+        let (act, attn, length) = (&self.activations, &self.shape.layers[layer].attn, self.own_length());
+        let (own, ranks) = (act.sequence.rank, act.sequence.ranks);
+        let (tokens_of, heads_of) = if what.is_to_heads() { (peer, own) } else { (own, peer) };
+        let columns = HeadShare::of(attn, SequenceRank { rank: heads_of, ranks }).columns(attn, what.is_qkv());
+        let (layer_act, parts) = (&act.layers[layer], self.shared_parts(layer));
+        for (all, own) in columns.pairs() {
+            for sequence in 0..act.batch {
+                let (rows, first) = (sequence * length..(sequence + 1) * length, sequence * act.seq_length + tokens_of * length);
+                let of_tokens = |matrix: DeviceSlice| matrix.part(columns.all, rows.clone(), all.clone());
+                let of_heads = |matrix: DeviceSlice| matrix.part(columns.own, first..first + length, own.clone());
+                let (from, to) = match (what, parts) {
+                    (Handover::Qkv, _) => (of_tokens(theirs.qkv), of_heads(layer_act.qkv)),
+                    (Handover::OutGrad, _) => (of_tokens(theirs.dout), of_heads(self.own_heads_gradients(layer)[0])),
+                    (Handover::Out | Handover::KeptOut, _) => (of_heads(theirs.out[layer]), of_tokens(self.own_tokens(layer)[1])),
+                    (Handover::QkvGrad, Some(SharedParts { parts, cols, .. })) if all.start >= attn.out_cols() => {
+                        let all = all.start - attn.out_cols()..all.end - attn.out_cols();
+                        (of_heads(theirs.dqkv), parts[peer % sharers(attn, ranks)].part(cols, rows.clone(), all))
+                    }
+                    (Handover::QkvGrad, _) => (of_heads(theirs.dqkv), of_tokens(act.dfused)),
+                };
+                pull(from, to)?;
+            }
+        }
+        Ok(())
+    }
+}

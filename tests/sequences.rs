@@ -1,0 +1,276 @@
+//! Ranks that share sequences: what several compute is what one does, nearly; and of as many ranks always the same bits.
+
+use crate::program::{Workspace, run};
+use crate::support::{Noise, digest, load, random_params, resident, settings};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use superoffload::internals::data::{Batch, Batches};
+use superoffload::internals::device::Kernels;
+use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::hardware::Topology;
+use superoffload::internals::launch::{UseEngine, on_cpus};
+use superoffload::internals::model::{ModelShape, TensorSpec, TensorTable};
+use superoffload::internals::optim::StatePart;
+use superoffload::internals::planner::Machine;
+use superoffload::{Plan, Result};
+
+/// Tokens of a sequence, and sequences of a micro-batch.
+const LENGTH: usize = 16;
+const ROWS: usize = 2;
+
+/// The tiny model of a golden file, with other heads if there are any said.
+fn golden(name: &str, heads: Option<(usize, usize)>) -> ModelShape {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name).join("config.json");
+    let mut config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    if let Some((heads, kv_heads)) = heads {
+        (config["num_attention_heads"], config["num_key_value_heads"]) = (heads.into(), kv_heads.into());
+        config["head_dim"] = 8.into();
+    }
+    ModelShape::parse(&config.to_string(), &path).unwrap()
+}
+
+/// Families with what touches attention: windows, soft caps, sinks, norms of queries and keys, biases, learned positions, experts.
+const FAMILIES: [(&str, Option<(usize, usize)>); 12] = [
+    ("llama", None),
+    ("gpt2", None),
+    ("gemma2", None),
+    ("gemma3", None),
+    ("gpt_oss", None),
+    ("mistral", Some((4, 4))),
+    ("qwen3", None),
+    ("olmo2", None),
+    ("olmoe", None),
+    ("qwen2", Some((8, 1))),
+    ("phi3", None),
+    ("llama", Some((10, 5))),
+];
+
+/// Large enough that attention prefers some tokens.
+fn weights(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
+    let small = random_params(seed);
+    move |spec| small(spec).into_iter().map(|x| if x == 1.0 { x } else { 15.0 * x }).collect()
+}
+
+/// Rows of two documents, the second of which begins in one rank's part and ends in another's; some targets do not count.
+#[derive(Clone)]
+struct Documents(Noise);
+
+impl Batches for Documents {
+    fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
+        self.0.fill(batch)?;
+        batch.targets.iter_mut().step_by(3).for_each(|target| *target = -1);
+        let Some(documents) = batch.documents.as_mut() else { return Ok(()) };
+        for (positions, documents) in batch.positions.chunks_exact_mut(LENGTH).zip(documents.chunks_exact_mut(LENGTH)) {
+            positions[5..].iter_mut().for_each(|position| *position -= 5);
+            documents[5..].fill(5);
+        }
+        Ok(())
+    }
+}
+
+/// Losses of some steps, the first moments after the first one, and the digest.
+struct Steps(u64);
+
+type Outcome = (Vec<f32>, Vec<f32>, String);
+
+impl UseEngine for Steps {
+    type Output = Outcome;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Outcome> {
+        load(&mut engine, weights(self.0));
+        let mut batches = Documents(Noise::new(self.0, engine.shape().vocab));
+        let (mut losses, mut moments) = (Vec::new(), vec![0.0; engine.table().flat_elems()]);
+        for step in 0..4 {
+            let before = engine.evaluate(&mut batches.clone())?;
+            losses.push(engine.step(1e-3, &mut batches)?.loss);
+            assert_eq!(before.loss as f32, losses[step], "an evaluation of a step's data");
+            if step == 0 {
+                engine.flush()?;
+                engine.read_state(StatePart::ALL[1], 0, &mut moments)?;
+            }
+        }
+        Ok((losses, moments, digest(&mut engine)))
+    }
+}
+
+/// Runs `shape` by these lines and what every run has.
+fn steps(shape: &ModelShape, seed: u64, lines: &str) -> Outcome {
+    let text = format!(
+        "device = 'cpu'\nseq-length = {LENGTH}\nper-device-train-batch-size = {ROWS}\nmax-steps = 9\nbucket-mib = 0.125\n\
+         weight-decay = 0.1\n{lines}"
+    );
+    let plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
+    let mut plan = Plan { separates_documents: seed % 2 == 1, ..plan };
+    if seed.is_multiple_of(3) {
+        // Tiles that divide nothing.
+        (plan.loss_tile.rows, plan.loss_tile.vocab) = (7, 40);
+    }
+    on_cpus(&plan, shape, &Topology::this_machine(), Steps(seed)).unwrap_or_else(|error| panic!("{error}: {lines}"))
+}
+
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |most, x| x.abs().max(most))
+}
+
+/// What a token alone decides is the same; sums over tokens are cut at other places. Each of the two sums of `n` terms is within `n u` of
+/// the exact one, times the sum of their magnitudes, which we take for 8 times the largest element of a gradient or less. In bfloat16
+/// each rank's part of a gradient, and of attention's where several ranks have one key head, is rounded besides.
+#[test]
+fn several_ranks_of_a_sequence_compute_what_one_does() {
+    for (nth, (name, heads)) in FAMILIES.into_iter().enumerate() {
+        let shape = golden(name, heads);
+        for (dtype, unit) in [("float32", 2f32.powi(-24)), ("bfloat16", 2f32.powi(-9))] {
+            let lines = |ranks: usize| {
+                format!(
+                    "gpus = {ranks}\nsequence-ranks = {ranks}\ngradient-accumulation-steps = 2\nmax-grad-norm = 0\ndtype = '{dtype}'\nthreads = {ranks}"
+                )
+            };
+            let (losses, moments, _) = steps(&shape, nth as u64, &lines(1));
+            for ranks in [2, 4] {
+                let (theirs, other_moments, _) = steps(&shape, nth as u64, &lines(ranks));
+                let bound = if dtype == "float32" { (2 * ROWS * LENGTH) as f32 * 8.0 * unit } else { 8.0 * ranks as f32 * unit };
+                let loss = (losses[0] - theirs[0]).abs() / losses[0];
+                assert!(loss <= bound, "{name} {dtype} on {ranks}: loss {loss}, bound {bound}");
+                let difference: Vec<f32> = moments.iter().zip(&other_moments).map(|(one, other)| one - other).collect();
+                for spec in TensorTable::new(&shape).specs() {
+                    // Of some tensors nothing but rounding is left: those of keys' biases, by which no softmax changes.
+                    let least = largest(&moments) / 64.0;
+                    let gradient = largest(&difference[spec.range()]) / largest(&moments[spec.range()]).max(least);
+                    assert!(gradient <= bound, "{name} {dtype} on {ranks}: gradient of {} {gradient}, bound {bound}", spec.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn as_many_ranks_of_a_sequence_give_one_digest() {
+    for seed in 0..FAMILIES.len() as u64 {
+        let (name, heads) = FAMILIES[seed as usize];
+        let (shape, ranks) = (golden(name, heads), if seed % 4 < 2 { 2 } else { 4 });
+        let clip = ["0", "1.5", "0.05"][seed as usize % 3];
+        let fault = if seed % 4 == 1 { "inject = [{step = 3, element = 5, share = 1, value = nan}]\n" } else { "" };
+        let dtype = if seed % 2 == 0 { "bfloat16" } else { "float32" };
+        let common =
+            format!("sequence-ranks = {ranks}\ngradient-shares = {}\nmax-grad-norm = {clip}\ndtype = '{dtype}'\n{fault}", 2 * ranks);
+        let on = |gpus: usize, lines: &str| {
+            steps(&shape, seed, &format!("{common}gpus = {gpus}\ngradient-accumulation-steps = {}\n{lines}", 4 * ranks / gpus))
+        };
+        let (losses, _, want) = on(ranks, "strategy = 'no-offload'\nthreads = 1");
+        // As many groups as the model has blocks for.
+        let groups = 4 / ranks;
+        let mut ways: Vec<(usize, String)> = vec![
+            (ranks, "strategy = 'zero-offload'\nthreads = 5".into()),
+            (ranks, format!("strategy = 'superoffload'\nthreads = 2\nactivations = 'recompute-block'\n{}", resident("superoffload"))),
+            (groups * ranks, "threads = 3\nactivations = 'recompute-cheap'\nweights = 'replicated'".into()),
+            (ranks, "threads = 3\nactivations = 'host'\nslots = 1".into()),
+        ];
+        let adversary =
+            |nth: usize, policy| (ranks.max(nth % 2 * 4), format!("adversary = {}\nactivations = '{policy}'", 100 * seed as usize + nth));
+        ways.extend(["recompute-cheap", "recompute-block", "keep"].into_iter().enumerate().map(|(nth, policy)| adversary(nth, policy)));
+        for (gpus, lines) in ways {
+            let (other_losses, _, digest) = on(gpus, &lines);
+            assert_eq!((&other_losses, &digest), (&losses, &want), "{name}, {ranks} of {gpus}: {lines}");
+        }
+    }
+}
+
+/// Buckets of which each of four ranks owns a block; two micro-batches a step, of which two ranks have half of every sequence each.
+const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4", "--sequence-ranks=2"];
+
+fn flags<'a>(gpus: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    CUT.into_iter().chain([gpus]).chain(more.iter().copied()).collect()
+}
+
+/// Conversations of some lengths, so that rows hold several documents.
+fn documents(workspace: &Workspace) -> String {
+    let line = |nth: usize| format!("{{\"text\": \"{}\"}}\n", &"the quick brown fox"[..3 + nth * 5 % 11]);
+    let data = workspace.write("documents.jsonl", (0..80).map(line).collect::<String>());
+    format!("--data={}", data.display())
+}
+
+#[test]
+fn two_and_four_devices_that_share_sequences_train_to_the_same_bits_and_files() {
+    let workspace = Workspace::new();
+    let data = documents(&workspace);
+    for (name, more) in [("text", vec![]), ("documents", vec![&*data, "--packing=bfd"])] {
+        let train = |out: &str, flags: &[&str]| run(&mut workspace.train(&format!("{name}-{out}"), flags)).digest().to_string();
+        let digest = train("2", &flags("--gpus=2", &more));
+        for (out, gpus, way) in [
+            ("4", "--gpus=4", &["--strategy=zero-offload"][..]),
+            ("moved", "--gpus=2", &["--replan=random"]),
+            ("adversary", "--gpus=4", &["--adversary=7", "--activations=recompute-block"]),
+        ] {
+            assert_eq!(train(out, &flags(gpus, &[&more, way].concat())), digest, "{name} {out}");
+        }
+        let state = |out: &str| std::fs::read(workspace.path(&format!("{name}-{out}/checkpoint-12/state.bin"))).unwrap();
+        assert!(state("2") == state("4"), "files do not depend on how many devices there are");
+        // Two micro-batches of one device: nearly the same losses. In bfloat16 a part of a gradient is rounded by 2^-9.
+        train("1", &[&["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=2"], &more[..]].concat());
+        for (shared, alone) in workspace.metrics(&format!("{name}-2")).iter().zip(workspace.metrics(&format!("{name}-1"))) {
+            let [shared, alone] = [shared, &alone].map(|line| line["loss"].as_f64().unwrap());
+            assert!((shared - alone).abs() < alone / 100.0, "{name}: loss {shared}, alone {alone}");
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_as_many_ranks_of_a_sequence_and_not_with_others() {
+    let workspace = Workspace::new();
+    let whole = run(&mut workspace.train("whole", &flags("--gpus=2", &[]))).digest().to_string();
+    workspace.copy_checkpoints("whole", "resumed", &[6]);
+    assert_eq!(run(&mut workspace.resume("resumed", &flags("--gpus=4", &[]))).digest(), whole);
+    let unsaid = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--sequence-ranks=2", "--gpus=2"];
+    workspace.copy_checkpoints("whole", "unsaid", &[6]);
+    assert_eq!(run(&mut workspace.resume("unsaid", &unsaid)).digest(), whole, "shares are the checkpoint's");
+    for alone in [&["--gpus=1"][..], &["--gpus=2"], &["--gpus=4", "--sequence-ranks=4"]] {
+        let of_four = if alone.contains(&"--sequence-ranks=4") { 4 } else { 1 };
+        workspace.copy_checkpoints("whole", "other", &[6]);
+        let other = [&["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5"], alone].concat();
+        let words = [&format!("sequence_ranks was 2 and is {of_four}"), "use --sequence-ranks 2", "--allow-changed numerics"];
+        run(&mut workspace.resume("other", &other)).refused(2, &words);
+        let allowed = run(&mut workspace.resume("other", &[&other[..], &["--allow-changed=numerics"]].concat()));
+        assert!(allowed.code == 0 && allowed.stderr.contains("sequence_ranks was 2"), "{allowed:?}");
+        std::fs::remove_dir_all(workspace.path("other")).unwrap();
+    }
+}
+
+#[test]
+fn ranks_that_cannot_share_sequences_so_are_refused_with_a_way_out() {
+    let workspace = Workspace::new();
+    let cases: [(&[&str], &[&str]); 8] = [
+        (&["--gpus=4", "--sequence-ranks=0"], &["--sequence-ranks 0", "at least 1"]),
+        (&["--gpus=4", "--sequence-ranks=3"], &["--sequence-ranks 3", "a divisor of --gpus 4"]),
+        (&["--sequence-ranks=2"], &["--sequence-ranks 2", "a divisor of --gpus 1"]),
+        (&["--gpus=2", "--sequence-ranks=2", "--seq-length=15"], &["--sequence-ranks 2", "a divisor of --seq-length 15"]),
+        // Four query heads on two key heads.
+        (&["--gpus=3", "--sequence-ranks=3", "--seq-length=15"], &["4 query heads on 2 key heads", "use 1, 2, 4"]),
+        (&["--gpus=8", "--sequence-ranks=8", "--bucket-mib=0.0625"], &["--sequence-ranks 8", "use 1, 2, 4"]),
+        (
+            &["--gpus=2", "--sequence-ranks=2", "--gradient-shares=6", "--gradient-accumulation-steps=2"],
+            &["--gradient-shares 6", "2 micro-batches", "times --sequence-ranks 2"],
+        ),
+        (&["--gpus=2", "--sequence-ranks=2", "--router-aux-loss-coef=0.1"], &["--router-aux-loss-coef 0.1", "0 with --sequence-ranks"]),
+    ];
+    for (flags, words) in cases {
+        run(&mut workspace.train("out", &[&["--device=cpu"], flags].concat())).refused(2, words);
+    }
+}
+
+#[test]
+fn a_rank_that_fails_where_activations_are_handed_over_ends_all_and_one_that_stands_still_is_told() {
+    let workspace = Workspace::new();
+    for (rank, kind) in [(1, "error"), (3, "panic"), (0, "error"), (2, "hang")] {
+        workspace.settings(&format!("faults = [{{rank = {rank}, step = 2, phase = 'hand-over', kind = '{kind}'}}]"));
+        let start = Instant::now();
+        let failed = run(&mut workspace.train(kind, &flags("--gpus=4", &["--stall-limit=1"])));
+        assert!(start.elapsed() < Duration::from_secs(20), "{kind} took {:?}", start.elapsed());
+        let words = match kind {
+            "hang" => "rank 3        waits for activations of rank 2",
+            "panic" => "rank 3: it panicked; see the message above",
+            _ => "HandOver of step 2: it was to fail (faults)",
+        };
+        let is_told = failed.stderr.contains(words) && failed.stderr.contains(&format!("rank {rank}"));
+        assert!(failed.code == 1 && is_told, "{rank} {kind}: {failed:?}");
+    }
+}
