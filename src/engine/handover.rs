@@ -2,8 +2,8 @@
 //! them have, pulls from them on its compute stream.
 //!
 //! Nobody overwrites what others still pull: every rank's next record comes, on its compute stream, after its pulls of this exchange, and
-//! whatever was handed over is written again only after another exchange. Two events do: no rank is further ahead of another than one
-//! exchange, since none goes on before all have published.
+//! whatever was handed over is written again only after another exchange. No rank is further ahead of another than one exchange, since
+//! none goes on before all have published: two events by turns let one that is behind wait for no more than it needs.
 
 use super::exchange::Exchange;
 use super::executor::Engine;

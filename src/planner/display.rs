@@ -41,10 +41,11 @@ impl Plan {
         )?;
         let (batch, seq, accum) = (self.batch, self.seq_length, self.micro_batches_of_rank());
         let devices = if self.machine.kind == DeviceKind::Gpu { "GPUs" } else { "ranks" };
-        let ranks = match self.sequence_ranks {
-            1 if self.ranks == 1 => String::new(),
-            1 => format!("{} {devices} x ", self.ranks),
-            each => format!("{} groups of {each} {devices} x ", self.ranks / each),
+        let ranks = match (self.ranks / self.sequence_ranks, self.sequence_ranks) {
+            (1, 1) => String::new(),
+            (ranks, 1) => format!("{ranks} {devices} x "),
+            (1, each) => format!("{each} {devices} on the same sequences x "),
+            (groups, each) => format!("{groups} x {each} {devices} on the same sequences x "),
         };
         let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
         writeln!(

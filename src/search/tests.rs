@@ -4,7 +4,7 @@
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
 use super::{Ranking, Scope, SearchQuery};
-use crate::config::options::{ActivationsChoice, ResidentBuckets, WeightsChoice};
+use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::hardware::peer_route::PeerRoute;
@@ -652,4 +652,36 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     assert!(flow.verdicts.clip > 0 && flow.bucket_steps.rolled_back > 0);
     let (stationary, _) = run(WeightsChoice::Replicated);
     assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
+}
+
+/// Qwen3-4B over one sequence, half of its tokens on each of two: of every layer queries, keys and values are pulled once and their
+/// gradients once, what attention makes twice and its gradient once, half of each from the other.
+#[test]
+fn ranks_of_a_sequence_are_simulated_with_their_exchange() {
+    let (shape, length) = (model("qwen3-4b", 12), 32 << 10);
+    let machine = Machine::of_several(&Profile::load("h200-x2").unwrap(), 2).unwrap();
+    let settings = Settings { gpus: 2, per_device_train_batch_size: 1, activations: ActivationsChoice::Keep, ..Settings::default() };
+    let settings = Settings { strategy: Strategy::NoOffload, max_grad_norm: 0.0, ..settings };
+    let run = |sequence_ranks, peer_bytes_per_s| {
+        let settings = Settings { sequence_ranks, seq_length: length * sequence_ranks / 2, ..settings.clone() };
+        let mut rates = (*machine.rates).clone();
+        rates.peer_bytes_per_s = peer_bytes_per_s;
+        let machine = Machine { rates: Arc::new(rates), ..machine.clone() };
+        let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+        let activations = plan.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
+        let (outcome, ..) = simulate(&plan, &shape, "h200-x2", Steps { warmup: 1, timed: 2, clip: Clip::Never }, 0).unwrap();
+        (activations as f64, outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s)
+    };
+    let (shared, step_s, predicted_s) = run(2, 300e9);
+    let (_, slow_s, slow_predicted_s) = run(2, 100e9);
+    let attn = shape.layers[0].attn;
+    let bytes = (length / 2 * 12 * (2 * attn.qkv_cols() + 3 * attn.heads * attn.head_dim)) as f64;
+    for (how, added_s) in [("simulated", slow_s - step_s), ("predicted", slow_predicted_s - predicted_s)] {
+        let exchange_s = bytes / 100e9 - bytes / 300e9;
+        // The last gradients, which nothing hides, are pulled as slowly.
+        assert!((0.95..1.35).contains(&(added_s / exchange_s)), "{how} {added_s} s more, {exchange_s} s of exchange");
+    }
+    // As many tokens on each; workspaces of the exchange besides.
+    let (alone, ..) = run(1, 300e9);
+    assert!((1.0..1.1).contains(&(shared / alone)), "{shared} bytes of activations, alone {alone}");
 }
