@@ -251,8 +251,8 @@ mod tests {
     fn products_are_in_the_format_of_weights_and_queries_one_block_where_nothing_is_said_of_them() {
         let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
         let then = completed(&numerics(json!({"attention": "plain"})));
-        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul, "attention_block": null}));
-        let in_blocks = numerics(json!({"attention": "plain", "matmul": PLAIN_MATMUL, "attention_block": 8192}));
+        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul, "attention_block": null, "sequence_ranks": 1}));
+        let in_blocks = numerics(json!({"attention": "plain", "matmul": PLAIN_MATMUL, "attention_block": 8192, "sequence_ranks": 1}));
         assert_eq!(changes(&then, &in_blocks), [(RunPart::Numerics, "attention_block was null and is 8192".to_string())]);
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
         let words = "matmul was \"in the format of weights\" and is \"fp8\"";
