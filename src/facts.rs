@@ -7,7 +7,6 @@ use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
 use crate::model::layer_shape::Attn;
-use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::moments::Moments;
@@ -220,7 +219,6 @@ impl PlanFacts {
         let layout = &plan.layout;
         let mut layer_policies = BTreeMap::new();
         plan.layer_policies.iter().for_each(|policy| *layer_policies.entry(policy.to_string()).or_default() += 1);
-        let is_recomputed = |policy: &&LayerPolicy| matches!(policy, LayerPolicy::RecomputeBlock | LayerPolicy::Host);
         Self {
             strategy: plan.strategy,
             techniques: plan.techniques,
@@ -243,7 +241,7 @@ impl PlanFacts {
             weight_ring_elems: plan.weight_ring.map_or(0, |ring| ring.period_elems),
             sums_on_host: plan.sums_on_host,
             layer_policies,
-            recomputed_layers: plan.layer_policies.iter().filter(is_recomputed).count(),
+            recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
             attention: format!("{:?}", plan.attention),
             predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
         }

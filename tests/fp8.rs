@@ -35,7 +35,7 @@ fn neither_places_nor_policies_nor_strategies_change_a_bit() {
     let want = train(&format!("{FP8}strategy = \"no-offload\"\nthreads = 1\nactivations = \"keep\"\n"));
     assert_ne!(train("strategy = \"no-offload\"\nactivations = \"keep\"\n"), want, "8 bits are fewer than 16");
     let streams = if cfg!(feature = "weight-flow") { "weights = \"flow\"\n" } else { "" };
-    for (seed, activations) in ["keep", "recompute-cheap", "recompute-block", "host"].into_iter().enumerate() {
+    for (seed, activations) in ["keep", "recompute-cheap", "recompute-block", "host-attention", "host"].into_iter().enumerate() {
         for way in [String::from("strategy = \"zero-offload\"\n"), format!("strategy = \"superoffload\"\n{streams}")] {
             let adversary = format!("device = \"cpu\"\nadversary = {seed}\nbucket-mib = 0.0156\nactivations = \"{activations}\"\n");
             assert!(train(&format!("{FP8}{way}{adversary}")) == want, "{way}{adversary}");

@@ -131,7 +131,7 @@ fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
 fn places(noise: &mut Noise, strategy: &str, streamed: &str) -> String {
     let mut one_of = |count: i32| (noise.next() % count) as usize;
     let resident = if cfg!(feature = "repartition") && strategy == "superoffload" { [0, 1, 2, 5, 99][one_of(5)] } else { 0 };
-    let activations = ["auto", "keep", "recompute-cheap", "recompute-block", "host"][one_of(5)];
+    let activations = ["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"][one_of(6)];
     let weights =
         if cfg!(feature = "weight-flow") && strategy != "no-offload" && resident < 3 { ["auto", streamed][one_of(2)] } else { "auto" };
     format!("resident-buckets = {resident}\nactivations = \"{activations}\"\nslots = {}\nweights = \"{weights}\"", 1 + one_of(6))

@@ -163,6 +163,8 @@ pub enum ActivationsChoice {
     RecomputeCheap,
     /// Every layer keeps only its input and runs its forward pass again.
     RecomputeBlock,
+    /// Every layer keeps its input and attention's output, in host memory: attention is not computed again.
+    HostAttention,
     /// Every layer keeps only its input, in host memory.
     Host,
 }
@@ -175,6 +177,7 @@ impl ActivationsChoice {
             Self::Keep => Some(LayerPolicy::Keep),
             Self::RecomputeCheap => Some(LayerPolicy::RecomputeCheap),
             Self::RecomputeBlock => Some(LayerPolicy::RecomputeBlock),
+            Self::HostAttention => Some(LayerPolicy::HostAttention),
             Self::Host => Some(LayerPolicy::Host),
         }
     }

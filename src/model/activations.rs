@@ -6,7 +6,7 @@
 
 use super::fp8::{self, Fp8Work, LINEARS};
 use super::heads::{SequenceRank, shared_cols, widest_cols};
-use super::host_input::{BUFFERS, HostInput, host_inputs, host_slots};
+use super::host_turns::{BUFFERS, HostTurn, host_slots, host_turns};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
@@ -114,7 +114,7 @@ impl ActivationPlan {
             Ok(DeviceSlice::at(0, elems, dtype))
         })?;
         plan.allocations = allocations;
-        plan.allocations.extend(Some(plan.host_allocation()?).filter(|slots| slots.elems > 0));
+        plan.allocations.extend(plan.host_allocations()?.into_iter().filter(|slots| slots.elems > 0));
         Ok(plan)
     }
 
@@ -143,24 +143,32 @@ impl ActivationPlan {
     /// The device's or the system's, when something does not fit or cannot be locked.
     pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory, lease: &mut Lease) -> Result<Activations> {
         let mut activations = self.lay_out(|name, elems, dtype| lease.alloc(dev, name, elems, dtype))?;
-        let slots = self.host_allocation()?;
-        let memory = lease.alloc_pinned((dev, host), slots.name, slots.bytes(), slots.bytes())?;
-        self.give_host_memory(dev, memory, &mut activations.layers)?;
+        let mut memory = |slots: &Allocation| lease.alloc_pinned((dev, host), slots.name, slots.bytes(), slots.bytes());
+        let [inputs, outs, lses] = self.host_allocations()?;
+        let [inputs, outs, lses] = [memory(&inputs)?, memory(&outs)?, memory(&lses)?];
+        let layers = &mut activations.layers;
+        let sends = layers.iter_mut().filter(|layer| layer.policy.sends_input());
+        give_turns(dev, sends.map(|layer| (layer.input, &mut layer.host_input)), inputs)?;
+        let sends = layers.iter_mut().filter(|layer| layer.policy.sends_attention());
+        give_turns(dev, sends.map(|layer| (layer.attn_out, &mut layer.host_attention[0])), outs)?;
+        let sends = layers.iter_mut().filter(|layer| layer.policy.sends_attention());
+        give_turns(dev, sends.map(|layer| (layer.lse, &mut layer.host_attention[1])), lses)?;
         Ok(activations)
     }
 
-    fn give_host_memory<D: Device>(&self, dev: &mut D, memory: PinnedSlice, layers: &mut [LayerActivations]) -> Result<()> {
-        let mut layers: Vec<_> = layers.iter_mut().filter(|layer| layer.policy == LayerPolicy::Host).collect();
-        let buffers: Vec<_> = layers.iter().map(|layer| layer.input).collect();
-        let inputs = host_inputs(dev, &buffers, memory)?;
-        layers.iter_mut().zip(inputs).for_each(|(layer, input)| layer.host_input = Some(input));
-        Ok(())
-    }
-
-    fn host_allocation(&self) -> Result<Allocation> {
-        let slots = host_slots(self.host_layers());
-        let elems = product(&[slots, self.tokens(), self.shape.channels])?;
-        Ok(Allocation { name: "layers.input", space: MemorySpace::Host, elems, dtype: self.dtype })
+    /// What waits in host memory: inputs of layers, attention's outputs, and log-sum-exps.
+    fn host_allocations(&self) -> Result<[Allocation; 3]> {
+        let slots = |name, sends: fn(LayerPolicy) -> bool, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
+            let layers = || self.policies.iter().zip(&self.shape.layers).filter(|(policy, _)| sends(**policy));
+            let widest = layers().map(|(_, layer)| cols(layer)).max().unwrap_or(0);
+            let elems = product(&[host_slots(layers().count()), self.tokens(), widest])?;
+            Ok(Allocation { name, space: MemorySpace::Host, elems, dtype })
+        };
+        Ok([
+            slots("layers.input", LayerPolicy::sends_input, &|_| self.shape.channels, self.dtype)?,
+            slots("layers.attn_out", LayerPolicy::sends_attention, &|layer| layer.attn.out_cols(), self.dtype)?,
+            slots("layers.lse", LayerPolicy::sends_attention, &|layer| layer.attn.heads, Dtype::Float32)?,
+        ])
     }
 
     /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
@@ -212,9 +220,10 @@ impl ActivationPlan {
         let normed_stats = |layer: &LayerShape| when(layer.pre_norm, stats_cols(layer.norm));
         let raw = |layer: &LayerShape| when(layer.post_norm(), self.shape.channels);
         let raw_stats = |layer: &LayerShape| when(layer.post_norm(), stats_cols(layer.norm));
-        let keeps = |keeps: fn(LayerPolicy) -> bool| move |l: usize| keeps(self.policies[l]);
-        let (inputs, costly, cheap) =
-            (self.input_parts(), self.parts(keeps(LayerPolicy::keeps_costly)), self.parts(keeps(LayerPolicy::keeps_cheap)));
+        let is = |of: fn(LayerPolicy) -> bool| move |l: usize| of(self.policies[l]);
+        let (costly, cheap) = (self.parts(is(LayerPolicy::keeps_costly)), self.parts(is(LayerPolicy::keeps_cheap)));
+        let inputs = self.parts_by_turns(is(|policy| !policy.sends_input()), is(LayerPolicy::sends_input));
+        let attended = self.parts_by_turns(is(LayerPolicy::keeps_costly), is(LayerPolicy::sends_attention));
         // What is kept in 8 bits is not kept in 16.
         let is_dense = |l: usize| self.shape.layers[l].mlp.moe().is_none();
         let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
@@ -233,8 +242,8 @@ impl ActivationPlan {
         let ranks = self.sequence_ranks;
         let own_heads = |layer: &LayerShape| widest_cols(&layer.attn, ranks).map(|cols| ranks * cols);
         let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| own_heads(layer)[0], dtype)?;
-        let attn_out = each("layers.attn_out", &costly, &|layer| own_heads(layer)[1], dtype)?;
-        let lse = each("layers.lse", &costly, &|layer| own_heads(layer)[1] / layer.attn.head_dim, fp32)?;
+        let attn_out = each("layers.attn_out", &attended, &|layer| own_heads(layer)[1], dtype)?;
+        let lse = each("layers.lse", &attended, &|layer| own_heads(layer)[1] / layer.attn.head_dim, fp32)?;
         let attn_raw = each("layers.attn_raw", &costly, &raw, dtype)?;
         let attn_raw_stats = each("layers.attn_raw_stats", &costly, &raw_stats, fp32)?;
         let mid = each("layers.mid", &costly, &channels, dtype)?;
@@ -253,6 +262,7 @@ impl ActivationPlan {
             intact: Some(l) == last_sharing,
             input: input.at(l),
             host_input: None,
+            host_attention: [None; 2],
             attn_norm: NormActivations { out: attn_norm_out.at(l), stats: attn_norm_stats.at(l) },
             qk_norm: self.shape.layers[l].attn.qk_norm.map(|_| QkNormActivations { raw: qkv_raw.at(l), rstd: qk_rstd.at(l) }),
             qkv: qkv.at(l),
@@ -391,22 +401,32 @@ impl ActivationPlan {
 
     /// Layers that keep have a part of their own, the others share the last one.
     fn parts(&self, keeps: impl Fn(usize) -> bool) -> Vec<usize> {
-        let (mut own, layers) = (0.., 0..self.policies.len());
-        let shared = layers.clone().filter(|l| keeps(*l)).count();
-        layers.map(|l| if keeps(l) { own.next().unwrap_or(shared) } else { shared }).collect()
+        self.parts_by_turns(keeps, |_| false)
     }
 
-    /// A layer whose input waits in host memory takes turns with the others; every other layer keeps its input.
-    fn input_parts(&self) -> Vec<usize> {
-        let kept = self.policies.len() - self.host_layers();
-        let (mut own, mut turns) = (0..kept, (kept..kept + BUFFERS).cycle());
-        let next = |policy: &LayerPolicy| if *policy == LayerPolicy::Host { turns.next() } else { own.next() };
-        self.policies.iter().map_while(next).collect()
+    /// The same; and layers whose array waits in host memory take turns with each other.
+    fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Vec<usize> {
+        let layers = || 0..self.policies.len();
+        let (kept, turns) = (layers().filter(|l| keeps(*l)).count(), layers().filter(|l| sends(*l)).count().min(BUFFERS));
+        let (mut own, mut turn) = (0..kept, (kept..kept + turns).cycle());
+        let part = |l: usize| match l {
+            l if keeps(l) => own.next(),
+            l if sends(l) => turn.next(),
+            _ => None,
+        };
+        layers().map(part).map(|part| part.unwrap_or(kept + turns)).collect()
     }
+}
 
-    fn host_layers(&self) -> usize {
-        self.policies.iter().filter(|policy| **policy == LayerPolicy::Host).count()
-    }
+/// Gives every array that takes turns with the others its turn; `memory` is where they wait.
+fn give_turns<'a, D: Device>(
+    dev: &mut D,
+    arrays: impl Iterator<Item = (DeviceSlice, &'a mut Option<HostTurn>)>,
+    memory: PinnedSlice,
+) -> Result<()> {
+    let (buffers, places): (Vec<_>, Vec<_>) = arrays.unzip();
+    places.into_iter().zip(host_turns(dev, &buffers, memory)?).for_each(|(place, turn)| *place = Some(turn));
+    Ok(())
 }
 
 /// Elements from the bounds of a layer's experts to those of the next one.
@@ -490,8 +510,10 @@ pub(super) struct LayerActivations {
     pub(crate) intact: bool,
     /// Residual stream that enters the layer.
     pub input: DeviceSlice,
-    /// How the input leaves and returns, for [`LayerPolicy::Host`].
-    pub(crate) host_input: Option<HostInput>,
+    /// How the input leaves and returns, where it does.
+    pub(crate) host_input: Option<HostTurn>,
+    /// The same of `attn_out` and `lse`.
+    pub(super) host_attention: [Option<HostTurn>; 2],
     pub(crate) attn_norm: NormActivations,
     pub qk_norm: Option<QkNormActivations>,
     /// Normalised and rotated. Like the next two of all tokens, the own heads, where ranks share sequences.
@@ -510,6 +532,13 @@ pub(super) struct LayerActivations {
     pub(crate) routed: Option<RoutedActivations>,
     /// What enters each linear layer, transposed and in 8 bits, where it is kept so.
     pub(super) fp8: [Option<DeviceSlice>; LINEARS],
+}
+
+impl LayerActivations {
+    /// What waits in host memory.
+    pub(super) fn on_host(&self) -> impl Iterator<Item = &HostTurn> {
+        self.host_input.iter().chain(self.host_attention.iter().flatten())
+    }
 }
 
 /// What the norm before attention or an MLP makes; without elements where there is none.
@@ -635,7 +664,7 @@ mod tests {
 
     const TILE: LossTile = LossTile { rows: 64, vocab: 100 };
 
-    use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
+    use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
 
     fn demo(seq_length: usize, dtype: Dtype, policies: &[LayerPolicy]) -> ActivationPlan {
         let tile = LossTile { rows: 999, vocab: 999 };
@@ -706,6 +735,7 @@ mod tests {
         let costly = t * (2 * (2 * c + c + c + 2 * f) + 4 * (2 + 8));
         let cheap = t * 2 * (c + c + f);
         let input = t * 2 * c;
+        let attended = t * (2 * c + 4 * 8);
         let outside = t * (2 * (c + c) + 4 + 12) + 4 * t * 32;
         let loss = t * (2 * 256 + 4 * 3) + 4;
         let work = 2 * t * (c + c + f + 2 * f);
@@ -714,6 +744,13 @@ mod tests {
             ([RecomputeCheap; 6], 6 * (costly + input) + cheap, 0),
             ([RecomputeBlock; 6], costly + cheap + 6 * input, 0),
             ([Host; 6], costly + cheap + 2 * input, 4 * input),
+            ([HostAttention; 6], costly + cheap + 2 * input + attended, 4 * (input + attended)),
+            // Two turns of attention and what the block shares; of six inputs four are on the host, of three attentions one.
+            (
+                [Host, HostAttention, HostAttention, Host, HostAttention, Host],
+                costly + cheap + 2 * input + 2 * attended,
+                4 * input + attended,
+            ),
             ([Keep, Host, RecomputeCheap, Host, Host, RecomputeBlock], 3 * costly + 2 * cheap + 5 * input, input),
             ([Host, Keep, Keep, Keep, Keep, Keep], 6 * (costly + cheap + input), 0),
         ];

@@ -63,7 +63,7 @@ impl Model {
         self.recompute(run, layer)?;
         self.backward_mlp(run.dev(), layer, micro)?;
         self.backward_attention(run, layer, micro.first)?;
-        self.activations.layers[layer].host_input.map_or(Ok(()), |input| input.fetch_next(run.dev()))
+        self.activations.layers[layer].on_host().try_for_each(|turn| turn.fetch_next(run.dev()))
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {

@@ -17,6 +17,12 @@ impl ModelShape {
     /// As [`Self::flops_per_step`], over documents of several lengths in tokens, so many of each, whose attention ends where they do.
     pub(crate) fn flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
         let matmul_params = TensorTable::new(self).matmul_params() as f64;
+        let flops = |(&length, &count): (&usize, &usize)| 6.0 * matmul_params * (count * length) as f64;
+        documents.iter().map(flops).sum::<f64>() + self.attention_flops_of(documents)
+    }
+
+    /// Attention's part of [`Self::flops_of`].
+    pub(crate) fn attention_flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
         let attended = |window: Option<usize>, s: f64| match window.map(|w| w as f64) {
             Some(w) if w < s => 2.0 * w - w * w / s,
             _ => s,
@@ -24,7 +30,7 @@ impl ModelShape {
         let flops = |(&length, &count): (&usize, &usize)| {
             let (tokens, s) = (count as f64 * length as f64, length as f64);
             let attention: f64 = self.layers.iter().map(|layer| attended(layer.attn.window, s) * layer.attn.out_cols() as f64).sum();
-            6.0 * tokens * (matmul_params + attention)
+            6.0 * tokens * attention
         };
         documents.iter().map(flops).sum()
     }

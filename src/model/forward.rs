@@ -14,6 +14,13 @@ use crate::device::{
 };
 use crate::error::Result;
 
+/// Whether attention is computed, or what it made is still there.
+#[derive(Clone, Copy, PartialEq)]
+enum Attending {
+    New,
+    Kept,
+}
+
 /// Whether a router chooses, or what it chose is still there.
 #[derive(Clone, Copy, PartialEq)]
 enum Routing {
@@ -59,7 +66,7 @@ impl Model {
     fn forward_layer<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         act.host_input.map_or(Ok(()), |input| input.send(run.dev()))?;
-        self.forward_attention(run, layer, act)?;
+        self.forward_attention(run, layer, act, Attending::New)?;
         let dev = run.dev();
         self.forward_mlp(dev, layer, act, Routing::New)?;
         let out = self.acquire_residual(dev, layer + 1)?;
@@ -99,13 +106,14 @@ impl Model {
     /// Makes what the backward pass of `layer` needs and its policy did not keep.
     pub(super) fn recompute<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let act = &self.activations.layers[layer];
-        act.host_input.map_or(Ok(()), |input| input.acquire(run.dev()))?;
+        act.on_host().try_for_each(|turn| turn.acquire(run.dev()))?;
         match act.policy {
             LayerPolicy::Keep => Ok(()),
             _ if act.intact => Ok(()),
             LayerPolicy::RecomputeCheap => self.recompute_cheap(run, layer, act),
-            LayerPolicy::RecomputeBlock | LayerPolicy::Host => {
-                self.forward_attention(run, layer, act)?;
+            LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
+                let attending = if act.policy.sends_attention() { Attending::Kept } else { Attending::New };
+                self.forward_attention(run, layer, act, attending)?;
                 let dev = run.dev();
                 self.forward_mlp(dev, layer, act, Routing::Kept)?;
                 self.recompute_post_mlp(dev, layer, act)
@@ -149,19 +157,29 @@ impl Model {
     }
 
     /// From the layer's input to the residual stream between attention and MLP, into `act`.
-    fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
+    fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         let (params, dev, [qkv, attn_out]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
         let x = self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
         linear(dev, &params.qkv, x, None, act.qk_norm.map_or(qkv, |kept| kept.raw))?;
         self.norm_and_rotate(dev, layer, act)?;
+        if attending == Attending::New {
+            self.attend(run, layer, act)?;
+        }
+        let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
+        self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
+    }
+
+    /// Attention's output and log-sum-exp, which leave for the host if they are to wait there.
+    fn attend<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
         run.hand_over(Handover::Qkv, layer)?;
         let (dev, documents, shape) = (run.dev(), self.activations.documents, self.heads_shape(layer));
         let [qkv, out, lse] = self.own_heads(layer);
+        act.host_attention.iter().flatten().try_for_each(|turn| turn.acquire(dev))?;
         dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
-        params.sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape }))?;
-        run.hand_over(Handover::Out, layer)?;
-        let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
-        self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
+        let sinks = self.layers[layer].sinks;
+        sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape }))?;
+        act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))?;
+        run.hand_over(Handover::Out, layer)
     }
 
     /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`; of experts to what leaves their

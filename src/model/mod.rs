@@ -15,7 +15,7 @@ pub(crate) mod fp8;
 mod fp8_linear;
 mod head;
 pub(crate) mod heads;
-mod host_input;
+mod host_turns;
 pub(crate) mod init;
 pub(crate) mod layer_shape;
 mod micro_batch;

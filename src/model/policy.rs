@@ -15,6 +15,8 @@ pub enum LayerPolicy {
     RecomputeCheap,
     /// The layer's input.
     RecomputeBlock,
+    /// The layer's input and attention's output with its log-sum-exp, in host memory.
+    HostAttention,
     /// The layer's input, in host memory.
     Host,
 }
@@ -28,6 +30,21 @@ impl LayerPolicy {
     /// Outputs of matrix products and attention stay, and all statistics, which are small.
     pub(super) fn keeps_costly(self) -> bool {
         matches!(self, Self::Keep | Self::RecomputeCheap)
+    }
+
+    /// The layer's input waits in host memory.
+    pub(super) fn sends_input(self) -> bool {
+        matches!(self, Self::HostAttention | Self::Host)
+    }
+
+    /// So do attention's output and log-sum-exp.
+    pub(crate) fn sends_attention(self) -> bool {
+        self == Self::HostAttention
+    }
+
+    /// Matrix products are computed again.
+    pub(crate) fn recomputes_block(self) -> bool {
+        matches!(self, Self::RecomputeBlock | Self::HostAttention | Self::Host)
     }
 }
 
@@ -51,7 +68,7 @@ mod tests {
 
     #[test]
     fn every_policy_has_one_name() {
-        let names = ["keep", "recompute-cheap", "recompute-block", "host"];
+        let names = ["keep", "recompute-cheap", "recompute-block", "host-attention", "host"];
         assert_eq!(LayerPolicy::value_variants().len(), names.len());
         for (policy, name) in LayerPolicy::value_variants().iter().zip(names) {
             assert_eq!((policy.to_string().as_str(), name.parse()), (name, Ok(*policy)));

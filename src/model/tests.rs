@@ -2,7 +2,7 @@
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
 use super::layer_shape::{Ffn, LayerShape, Mlp, Moe};
-use super::policy::LayerPolicy::{self, Host, Keep, RecomputeBlock, RecomputeCheap};
+use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
@@ -373,8 +373,8 @@ fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule:
     results
 }
 
-/// The policies of seven layers, so that inputs on the host leave, return and stay.
-const POLICIES: [[LayerPolicy; 7]; 7] = [
+/// The policies of seven layers, so that what waits on the host leaves, returns and stays.
+const POLICIES: [[LayerPolicy; 7]; 10] = [
     [RecomputeCheap; 7],
     [RecomputeBlock; 7],
     [Host; 7],
@@ -382,6 +382,9 @@ const POLICIES: [[LayerPolicy; 7]; 7] = [
     [Keep, Host, Host, Host, Host, RecomputeCheap, Keep],
     [RecomputeBlock, Keep, RecomputeCheap, RecomputeCheap, RecomputeBlock, Host, RecomputeCheap],
     [Host, Host, Host, Keep, Keep, Keep, Host],
+    [HostAttention; 7],
+    [HostAttention, Host, HostAttention, RecomputeBlock, HostAttention, Keep, HostAttention],
+    [HostAttention, HostAttention, RecomputeCheap, HostAttention, HostAttention, Host, RecomputeBlock],
 ];
 
 fn deep(family: &str) -> ModelShape {

@@ -116,7 +116,7 @@ impl Planner<'_> {
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
-        let policies = self.mixes().remove(0);
+        let policies = self.mixes(false).remove(0);
         let weights = matches!(self.request.weights, WeightsChoice::Flow | WeightsChoice::Sharded);
         let use_rings = UseRings { grads: false, weights, sums_on_host: false };
         let layout = match self.request.residency {
@@ -156,7 +156,10 @@ impl Planner<'_> {
     /// The best candidate with this tile.
     fn search_with(&self, tile: LossTile, place: UseRings, predictor: &Predictor) -> Result<Scored> {
         let use_rings = |grads| UseRings { grads, ..place };
-        let mixes = self.mixes().into_iter().flat_map(|policies| [(use_rings(false), policies.clone()), (use_rings(true), policies)]);
+        let mixes = self
+            .mixes(predictor.attends_long())
+            .into_iter()
+            .flat_map(|policies| [(use_rings(false), policies.clone()), (use_rings(true), policies)]);
         let mut best: Option<Scored> = None;
         for (use_rings, policies) in mixes {
             let choice = self.candidate(policies, tile, use_rings, predictor)?;
@@ -231,9 +234,9 @@ impl Planner<'_> {
 
     /// What layers may keep, cheapest in time first. The last layers, which backward needs first, are the first to compute
     /// cheap parts again, then the whole block; then the inputs of the first layers, which have longest to come back, wait on
-    /// the host.
-    fn mixes(&self) -> Vec<Vec<LayerPolicy>> {
-        use LayerPolicy::{Host, Keep, RecomputeBlock, RecomputeCheap};
+    /// the host; and where attention is long, what it made as well.
+    fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
+        use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
         let layers = self.workload.shape.layers.len();
         if let Some(policy) = self.request.activations.policy() {
             return vec![vec![policy; layers]];
@@ -242,7 +245,14 @@ impl Planner<'_> {
         let cheap = splits(layers).rev().map(split(Keep, RecomputeCheap));
         let block = splits(layers).rev().skip(1).map(split(RecomputeCheap, RecomputeBlock));
         let host = splits(layers).skip(1).map(split(Host, RecomputeBlock));
-        cheap.chain(block).chain(host).collect()
+        let mixes = cheap.chain(block).chain(host);
+        if !attends_long {
+            return mixes.collect();
+        }
+        let attention = splits(layers).skip(1).map(split(HostAttention, RecomputeCheap));
+        // Where host memory does not hold it of all layers.
+        let both = splits(layers).skip(1).rev().skip(1).rev().map(split(Host, HostAttention));
+        mixes.chain(attention).chain(both).collect()
     }
 
     /// Tiles of the loss: the usual one, and smaller ones for where nothing else fits.

@@ -16,6 +16,10 @@ use crate::optim::simd::Isa;
 /// Rows of the loss's tile here: a product with more is no faster.
 const TILE_ROWS_MAX: usize = 16 << 10;
 
+/// Attention is long where it is this part of what a layer computes again. Where it is less, its output's way over the link costs other copies
+/// and products more than an estimate as if everything overlapped can tell.
+const LONG_ATTENTION: f64 = 0.2;
+
 /// Seconds of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassTimes {
@@ -25,6 +29,10 @@ pub(super) struct PassTimes {
     cheap_s: f64,
     /// What a layer adds that computes all of its forward pass again.
     block_s: f64,
+    /// Attention's part of that.
+    attention_s: f64,
+    /// Ranks share sequences, so that attention's output cannot wait in host memory.
+    is_shared: bool,
 }
 
 impl PassTimes {
@@ -34,7 +42,17 @@ impl PassTimes {
         // The last layer that shares its buffers still has its values.
         let layers = (workload.shape.layers.len() - 1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
-        Ok(Self { keep_s, cheap_s: added_s(LayerPolicy::RecomputeCheap)?, block_s: added_s(LayerPolicy::RecomputeBlock)? })
+        Ok(Self {
+            keep_s,
+            cheap_s: added_s(LayerPolicy::RecomputeCheap)?,
+            block_s: added_s(LayerPolicy::RecomputeBlock)?,
+            attention_s: attention_s(workload),
+            is_shared: workload.sequence_ranks > 1,
+        })
+    }
+
+    pub(super) fn attends_long(&self) -> bool {
+        !self.is_shared && self.attention_s > LONG_ATTENTION * self.block_s
     }
 
     pub(crate) fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
@@ -42,6 +60,8 @@ impl PassTimes {
             LayerPolicy::Keep => 0.0,
             LayerPolicy::RecomputeCheap => self.cheap_s,
             LayerPolicy::RecomputeBlock | LayerPolicy::Host => self.block_s,
+            // What comes from the host is counted with all that crosses the link.
+            LayerPolicy::HostAttention => self.block_s - self.attention_s,
         };
         self.keep_s + policies.iter().map(added_s).sum::<f64>()
     }
@@ -67,6 +87,13 @@ impl PassRunner for Mirrored<'_> {
         let pull = |dev: &mut SimDevice, peer, from, to| dev.pull_rows(Stream::Compute, peer, from, to);
         self.model.take_over(self.dev, (what, layer), |_| shared, pull)
     }
+}
+
+/// Of the mean layer, forward.
+fn attention_s(workload: &Workload) -> f64 {
+    let layers = workload.shape.layers.len();
+    let flops: f64 = (0..layers).map(|layer| workload.shape.attention(workload.batch, workload.seq_length, layer).flops()).sum();
+    flops / layers as f64 / workload.machine.rates.attention_forward_flops
 }
 
 fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {

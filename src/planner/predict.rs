@@ -53,6 +53,11 @@ impl<'a> Predictor<'a> {
         Ok(Self { workload, passes: PassTimes::of(workload)? })
     }
 
+    /// Whether attention takes so long that what it made is worth its way to the host and back.
+    pub(super) fn attends_long(&self) -> bool {
+        self.passes.attends_long()
+    }
+
     pub(crate) fn predict(
         &self,
         layout: &BucketLayout,

@@ -248,6 +248,7 @@ fn what_was_asked_for_is_what_happens() {
         (ActivationsChoice::Keep, LayerPolicy::Keep),
         (ActivationsChoice::RecomputeCheap, LayerPolicy::RecomputeCheap),
         (ActivationsChoice::RecomputeBlock, LayerPolicy::RecomputeBlock),
+        (ActivationsChoice::HostAttention, LayerPolicy::HostAttention),
         (ActivationsChoice::Host, LayerPolicy::Host),
     ] {
         let asked = Settings { activations, ..settings() };
@@ -324,8 +325,10 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
     let (blocks, whole) = (long(false), long(true));
     assert_eq!((blocks.attention_block, whole.attention_block), (Some(8192), None));
     assert!(on_device(&blocks, "attention workspace") < 8.6, "{blocks}");
+    assert!(blocks.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
     assert!(blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 8192 queries"), "{blocks}");
-    assert_eq!(plan(&llama_8b(), &settings()).attention_block, None);
+    let short = plan(&llama_8b(), &Settings { hbm_limit: Some(Bytes(60 * GIB)), ..settings() });
+    assert!(short.attention_block.is_none() && !short.layer_policies.contains(&LayerPolicy::HostAttention), "{short}");
 }
 
 #[test]

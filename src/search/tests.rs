@@ -407,6 +407,7 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let of = |(name, policy): (&str, LayerPolicy)| vec![policy; policies.get(name).map_or(0, |layers| layers.as_u64().unwrap() as usize)];
     let layer_policies = [
         ("host", LayerPolicy::Host),
+        ("host-attention", LayerPolicy::HostAttention),
         ("keep", LayerPolicy::Keep),
         ("recompute-cheap", LayerPolicy::RecomputeCheap),
         ("recompute-block", LayerPolicy::RecomputeBlock),

@@ -1,5 +1,6 @@
 //! The arithmetic of a step: what the model needs, and what the device does for it.
 
+use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use std::collections::BTreeMap;
 
@@ -12,14 +13,16 @@ pub(crate) struct StepFlops {
 }
 
 impl StepFlops {
-    /// A pass over so many documents of each length in tokens, in which `recomputed_layers` layers run their forward pass twice.
-    pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, recomputed_layers: usize) -> Self {
+    /// A pass over so many documents of each length in tokens, in which layers keep what `policies` say.
+    pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, policies: &[LayerPolicy]) -> Self {
         let model = shape.flops_of(documents);
         let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;
         // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.
         let forward = (model - output_matrix) / 3.0;
-        Self { model, hardware: model + forward * recomputed_layers as f64 / shape.layers.len() as f64 }
+        let attention = shape.attention_flops_of(documents) / 3.0;
+        let of = |holds: fn(LayerPolicy) -> bool| policies.iter().filter(|policy| holds(**policy)).count() as f64 / policies.len() as f64;
+        Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }
     }
 
     /// One of so many equal shares.
@@ -45,8 +48,14 @@ mod tests {
         ];
         for (name, batch, seq_length, model, recomputed) in cases {
             let shape = presets::shape("model-config", Path::new(name)).unwrap();
-            let kept = StepFlops::of(&shape, &[(seq_length, 10 * batch)].into(), 0).shared(10);
-            let again = StepFlops::of(&shape, &[(seq_length, batch)].into(), shape.layers.len());
+            let all = |policy| vec![policy; shape.layers.len()];
+            let kept = StepFlops::of(&shape, &[(seq_length, 10 * batch)].into(), &all(LayerPolicy::Keep)).shared(10);
+            let again = StepFlops::of(&shape, &[(seq_length, batch)].into(), &all(LayerPolicy::Host));
+            let attended = StepFlops::of(&shape, &[(seq_length, batch)].into(), &all(LayerPolicy::HostAttention));
+            // Four FLOPs for each query's channel and key, half of which it sees.
+            let [s, cols] = [seq_length, shape.layers[0].attn.out_cols()].map(|n| n as f64);
+            let attention = shape.layers.len() as f64 * batch as f64 * 2.0 * s * s * cols;
+            assert!(((again.hardware - attended.hardware) / attention - 1.0).abs() < 1e-9, "{name}");
             assert_eq!(kept.model, kept.hardware);
             assert!((kept.model / again.model - 1.0).abs() < 1e-12);
             assert!((kept.model / 1e15 - model).abs() < 6e-4, "{name}: {} PFLOP", kept.model / 1e15);

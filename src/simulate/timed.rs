@@ -11,7 +11,6 @@ use crate::engine::exchange::Exchange;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::error::Result;
-use crate::facts::PlanFacts;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
 use crate::trace::Recorder;
@@ -104,8 +103,7 @@ impl Timed {
     /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline,
     /// if one was recorded; `matmul_flops` the device's best product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
-        let recomputed_layers = PlanFacts::new(plan).recomputed_layers;
-        let flops = StepFlops::of(shape, &self.documents, recomputed_layers).shared(self.step_ms.samples.len() * plan.ranks);
+        let flops = StepFlops::of(shape, &self.documents, &plan.layer_policies).shared(self.step_ms.samples.len() * plan.ranks);
         let seconds = self.step_ms.median / 1e3;
         Outcome {
             tokens_per_step: plan.tokens_per_step(),

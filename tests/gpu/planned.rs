@@ -30,7 +30,7 @@ const ON_DEVICE: [(&str, &str); 21] = [
     ("matrix workspace", "matrix workspace"),
 ];
 
-const ON_HOST: [(&str, &str); 14] = [
+const ON_HOST: [(&str, &str); 16] = [
     ("parameters", "offloaded p, m, v"),
     ("m", "offloaded p, m, v"),
     ("v", "offloaded p, m, v"),
@@ -38,6 +38,8 @@ const ON_HOST: [(&str, &str); 14] = [
     ("gradient sums", "gradients' sums"),
     ("parameter slots", "parameter slots"),
     ("layers.input", "kept activations"),
+    ("layers.attn_out", "kept activations"),
+    ("layers.lse", "kept activations"),
     ("batches", "batches, norm"),
     ("norm partials", "batches, norm"),
     ("non-finite flag", "batches, norm"),

@@ -134,7 +134,7 @@ class Settings(TypedDict, total=False):
     """Size of a bucket in MiB of 16-bit parameters [default: the plan decides]."""
     resident_buckets: str | int | float
     """Tail buckets whose optimizer stays on the device [default: auto]."""
-    activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host"]
+    activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"]
     """What layers keep for their backward pass [default: auto]."""
     weights: Literal["auto", "replicated", "sharded", "flow"]
     """Where layers' weights lie: on the device, or streamed from host memory [default: auto]."""
