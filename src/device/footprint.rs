@@ -174,14 +174,14 @@ pub(crate) mod gpu {
     /// layers share one workspace.
     pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
         let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
-        let queries = block.min(n);
+        let queries = shape.longest_block(block);
         let vectors = |tokens: usize| 4 * heads * tokens * shape.head_dim;
         // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
         let scores = 2 * heads as u128 * queries.next_multiple_of(64) as u128 * n.next_multiple_of(128) as u128;
         let delta = (4 * heads * queries).next_multiple_of(256);
         let dq = if deterministic { scores.min(1 << 56) as usize } else { vectors(queries).next_multiple_of(256) };
         let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors(n) / 2).next_multiple_of(128) };
-        let sums = if queries < n { key_gradient_sums(shape) * Dtype::Float32.bytes() } else { 0 };
+        let sums = if block < n { key_gradient_sums(shape) * Dtype::Float32.bytes() } else { 0 };
         delta + dq + each + 256 + sums
     }
 
@@ -217,6 +217,9 @@ mod tests {
         // cuDNN's own number for 8192 queries and 131,072 keys of one key head's queries, and sums of its keys' and values' gradients.
         let part = AttentionShape { heads: 4, kv_heads: 1, ..shape(131_072, 4, 1) };
         assert_eq!(gpu::attention_workspace_bytes(&part, 8192, true), 8_858_501_376 + 131_072 * 2 * 128 * 4);
+        let odd = AttentionShape { seq_length: 2 * 8192 + 1, ..part };
+        let scores = 2 * 4 * (8192 + 64) * (2 * 8192 + 128);
+        assert!((scores..scores + (1 << 27)).contains(&gpu::attention_workspace_bytes(&odd, 8192, true)));
         let long = |attention| DeviceKind::Gpu.own_memory(attention, &shape(131_072, 32, 8), false)[1].bytes;
         assert_eq!(long(Attention::Cudnn { deterministic: true }), 8_858_501_376 + 131_072 * 2 * 128 * 4);
     }

@@ -4,6 +4,7 @@ use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 use crate::hardware::rates::Rates;
+use std::ops::Range;
 
 /// FLOPs of the backward pass over those of the forward pass, as its rate counts them.
 const BACKWARD_FLOPS: f64 = 2.0;
@@ -44,6 +45,22 @@ impl AttentionShape {
     /// Columns of the attention's output: `heads * head_dim`.
     pub fn out_cols(&self) -> usize {
         self.heads * self.head_dim
+    }
+
+    /// The queries of each block of a sequence that is one document. A rest of one query is in the block before it: of a single query and several
+    /// keys cuDNN's repeatable backward pass gives wrong gradients (9.19, on an H200).
+    pub(crate) fn query_blocks(&self, block: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (n, end) = (self.seq_length, self.seq_length - usize::from(self.joins_rest(block)));
+        (0..end).step_by(block).map(move |start| start..if start + block < end { start + block } else { n })
+    }
+
+    /// Queries of the longest of [`Self::query_blocks`].
+    pub(crate) fn longest_block(&self, block: usize) -> usize {
+        block.min(self.seq_length) + usize::from(self.joins_rest(block))
+    }
+
+    fn joins_rest(&self, block: usize) -> bool {
+        self.seq_length > block && self.seq_length % block == 1
     }
 
     /// FLOPs of the forward pass: two products over the tokens that each token sees.
@@ -127,7 +144,8 @@ pub struct AttentionBackward {
     /// Sizes of all of them.
     pub shape: AttentionShape,
     /// Queries of a block: the gradients of keys and values that each block of a document gives are rounded to the format, and added in fp32
-    /// in the order of blocks. `None`: what the device takes for the shape, which is all queries unless cuDNN needs too much memory for them.
+    /// in the order of blocks. A rest of one query is in the block before it, unless rows hold several documents. `None`: what the device takes
+    /// for the shape, which is all queries unless cuDNN needs too much memory for them.
     pub block: Option<usize>,
 }
 
@@ -154,5 +172,26 @@ impl Kernel for AttentionBackward {
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {
         rates.attention_backward_flops
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rest_of_one_query_is_in_the_block_before_it() {
+        let blocks = |seq_length, block| {
+            let shape =
+                AttentionShape { batch: 1, seq_length, heads: 1, kv_heads: 1, head_dim: 8, scale: 1.0, window: None, softcap: None };
+            let blocks: Vec<_> = shape.query_blocks(block).collect();
+            assert_eq!(blocks.iter().map(Range::len).max(), Some(shape.longest_block(block)));
+            blocks
+        };
+        assert_eq!(blocks(129, 64), [0..64, 64..129]);
+        assert_eq!(blocks(130, 64), [0..64, 64..128, 128..130]);
+        assert_eq!(blocks(128, 64), [0..64, 64..128]);
+        assert_eq!(blocks(65, 64), vec![0..65; 1]);
+        assert_eq!((blocks(1, 64), blocks(64, 64), blocks(3, 1)), (vec![0..1; 1], vec![0..64; 1], vec![0..1, 1..2, 2..3]));
     }
 }

@@ -74,14 +74,10 @@ impl<'a, T: Element> HeadInput<'a, T> {
 
     /// The blocks of `block` queries, of each document of the sequence, or one of the whole sequence.
     pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> Vec<Range<usize>> {
-        let seq_length = shape.seq_length;
-        if block >= seq_length {
-            return std::iter::once(0..seq_length).collect();
-        }
-        let start_of = |query: usize| self.documents.map_or(0, |starts| starts[query] as usize);
-        let begins = |query: &usize| (query - start_of(*query)).is_multiple_of(block);
-        let starts: Vec<usize> = (0..seq_length).filter(begins).chain([seq_length]).collect();
-        starts.windows(2).map(|pair| pair[0]..pair[1]).collect()
+        let Some(starts) = self.documents.filter(|_| block < shape.seq_length) else { return shape.query_blocks(block).collect() };
+        let begins = |query: &usize| (query - starts[*query] as usize).is_multiple_of(block);
+        let bounds: Vec<usize> = (0..shape.seq_length).filter(begins).chain([shape.seq_length]).collect();
+        bounds.windows(2).map(|pair| pair[0]..pair[1]).collect()
     }
 
     /// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.

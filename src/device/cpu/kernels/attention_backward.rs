@@ -391,6 +391,9 @@ mod tests {
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &blocks);
         blocks_are_rounded_and_added_in_order::<f16>(&SHAPES[8], None, &[0..32, 32..64, 64..70]);
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, std::slice::from_ref(&(0..130)));
+        // A rest of one query is in the block before it, but of a document among several: a GPU pads these.
+        blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &[0..43, 43..86, 86..130]);
+        blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&[0; 130]), &[0..43, 43..86, 86..129, 129..130]);
         // The second document begins at 70, and its blocks there.
         let starts: Vec<i32> = (0..130).map(|token| if token < 70 { 0 } else { 70 }).collect();
         let blocks = [0..48, 48..70, 70..118, 118..130];

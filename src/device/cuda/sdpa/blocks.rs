@@ -22,10 +22,9 @@ impl QueryBlock {
 
 /// Blocks of `block` queries.
 pub(super) fn query_blocks(shape: &AttentionShape, block: usize) -> impl Iterator<Item = QueryBlock> + use<> {
-    let AttentionShape { seq_length, window, .. } = *shape;
-    (0..seq_length).step_by(block).map(move |start| {
-        let queries = start..seq_length.min(start + block);
-        let seen = window.map_or(0, |window| (start + 1).saturating_sub(window));
+    let window = shape.window;
+    shape.query_blocks(block).map(move |queries| {
+        let seen = window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
         QueryBlock { keys: seen / KEY_GRAIN * KEY_GRAIN..queries.end, queries }
     })
 }

@@ -405,7 +405,11 @@ impl AttentionCall {
         let [dq, dk, dv] = qkv_addresses(dqkv, &shape);
         let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];
         let dtype = kernel.float_format()?;
-        let direction = Direction::Backward { dqkv, block: said.unwrap_or(block) };
+        let block = said.unwrap_or(block);
+        if block == 1 && shape.seq_length > 1 {
+            return Err(Error::Unsupported("cuDNN's attention in blocks of one query, of which its gradients are wrong".into()));
+        }
+        let direction = Direction::Backward { dqkv, block };
         Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction, addresses })
     }
 
