@@ -198,7 +198,8 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
         &mut Preparation::default(),
     )
     .unwrap();
-    let sequences = settings.per_device_train_batch_size as u64 * 2 * settings.gpus as u64 * (2 * WARM_UP_STEPS + STEPS / 2);
+    let groups = (settings.gpus / settings.sequence_ranks) as u64;
+    let sequences = settings.per_device_train_batch_size as u64 * 2 * groups * (2 * WARM_UP_STEPS + STEPS / 2);
     let position = DataPosition { epoch: 0, next_sequence: dataset.sequences() as u64 - sequences };
     Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()
 }

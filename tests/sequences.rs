@@ -1,7 +1,7 @@
 //! Ranks that share sequences: what several compute is what one does, nearly; and of as many ranks always the same bits.
 
 use crate::program::{Workspace, run};
-use crate::support::{Noise, digest, load, random_params, resident, settings};
+use crate::support::{Noise, digest, grad_ring, load, random_params, resident, settings, tiny_llama};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use superoffload::internals::data::{Batch, Batches};
@@ -95,6 +95,10 @@ impl UseEngine for Steps {
 
 /// Runs `shape` by these lines and what every run has.
 fn steps(shape: &ModelShape, seed: u64, lines: &str) -> Outcome {
+    steps_of(shape, seed, lines, |_| ())
+}
+
+fn steps_of(shape: &ModelShape, seed: u64, lines: &str, change: impl FnOnce(&mut Plan)) -> Outcome {
     let text = format!(
         "device = 'cpu'\nseq-length = {LENGTH}\nper-device-train-batch-size = {ROWS}\nmax-steps = 9\nbucket-mib = 0.125\n\
          weight-decay = 0.1\n{lines}"
@@ -105,6 +109,7 @@ fn steps(shape: &ModelShape, seed: u64, lines: &str) -> Outcome {
         // Tiles that divide nothing.
         (plan.loss_tile.rows, plan.loss_tile.vocab) = (7, 40);
     }
+    change(&mut plan);
     on_cpus(&plan, shape, &Topology::this_machine(), Steps(seed)).unwrap_or_else(|error| panic!("{error}: {lines}"))
 }
 
@@ -171,6 +176,29 @@ fn as_many_ranks_of_a_sequence_give_one_digest() {
         for (gpus, lines) in ways {
             let (other_losses, _, digest) = on(gpus, &lines);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{name}, {ranks} of {gpus}: {lines}");
+        }
+    }
+}
+
+/// A module waits for what its group hands over and for places that all ranks' sums free.
+#[test]
+fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
+    let shape = tiny_llama(12, 32, 64, true);
+    for ranks in [2, 4] {
+        let lines = |more: &str| {
+            format!(
+                "gpus = 4\nsequence-ranks = {ranks}\ngradient-shares = 4\ngradient-accumulation-steps = 1\nmax-grad-norm = 0.5\n\
+                 activations = 'keep'\nresident-buckets = 0\ndtype = 'float32'\n{more}"
+            )
+        };
+        let (losses, _, want) = steps(&shape, 4, &lines("strategy = 'zero-offload'"));
+        for seed in 0..4 {
+            let in_ring = |plan: &mut Plan| {
+                plan.grad_ring = grad_ring(plan, &TensorTable::new(&shape));
+                assert!(plan.grad_ring.is_some(), "{plan}");
+            };
+            let (other_losses, _, digest) = steps_of(&shape, 4, &lines(&format!("adversary = {seed}")), in_ring);
+            assert_eq!((&other_losses, &digest), (&losses, &want), "{ranks} of 4, seed {seed}");
         }
     }
 }

@@ -170,7 +170,10 @@ impl Settings {
     }
 
     /// Whether ranks can share sequences so, whatever the model's heads are.
-    fn check_sequence_ranks(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// `Usage` that names the flag, its value and what is allowed.
+    pub(crate) fn check_sequence_ranks(&self) -> Result<()> {
         let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
         let is_allowed = self.processes == 1 || degree == 1;
         require(is_allowed, "sequence-ranks", degree, "1 with several --processes; --gpus shares sequences within one")?;

@@ -223,7 +223,7 @@ impl Plan {
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check_inject(settings, &table)?;
         check_balance(settings, shape)?;
-        heads::check_degree(&shape.layers, settings.sequence_ranks).map_err(Error::usage)?;
+        check_sequences(settings, shape)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = Request {
             residency: residency(settings, techniques)?,
@@ -548,6 +548,12 @@ fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
+}
+
+/// Whether ranks can share sequences so: whoever tries other lengths and numbers of devices may try some that do not go.
+fn check_sequences(settings: &Settings, shape: &ModelShape) -> Result<()> {
+    settings.check_sequence_ranks()?;
+    heads::check_degree(&shape.layers, settings.sequence_ranks).map_err(Error::usage)
 }
 
 /// What several devices cannot do yet.

@@ -75,7 +75,8 @@ impl LargestModel {
 
     /// Those on one GPU, two, four and eight, as far as `profile` knows so many together; none where it knows one.
     pub(crate) fn by_gpus(settings: &Settings, shape: &ModelShape, profile: &Profile) -> Vec<Self> {
-        let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && *gpus <= profile.gpus());
+        let is_possible = |gpus: &usize| *gpus <= profile.gpus() && gpus.is_multiple_of(settings.sequence_ranks);
+        let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && is_possible(gpus));
         let on = |gpus| {
             // A micro-batch for each, of which each is a share.
             let settings = Settings { gpus, gradient_shares: None, gradient_accumulation_steps: None, ..settings.clone() };
@@ -161,6 +162,7 @@ impl BreakEven {
 fn sizes(settings: &Settings, shape: &ModelShape) -> Vec<(usize, usize)> {
     let seq_length = settings.seq_length.min(shape.max_positions);
     let shorter = std::iter::successors(Some(seq_length), |s| Some(s / 2)).take_while(|s| *s >= SEQ_LENGTH_MIN.min(seq_length));
+    let shorter = shorter.filter(|length| length.is_multiple_of(settings.sequence_ranks));
     let mut sizes: Vec<_> = shorter.map(|seq_length| (1, seq_length)).collect();
     sizes.reverse();
     sizes.extend((2..=4).map(|batch| (batch, seq_length)));
