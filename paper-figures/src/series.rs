@@ -99,11 +99,13 @@ fn point(series: &Series, line: &Value) -> Option<Point> {
     Some(Point { label, x, y: lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset })
 }
 
-/// By how much a line's count of FLOPs grows when attention is counted in full: half of it is left out where it is causal.
+/// By how much a line's count of FLOPs, which are those of one of its GPUs, grows when attention is counted in full: half of it is left out
+/// where it is causal.
 fn attention_in_full(line: &Value) -> Option<f64> {
     let product = |paths: &[&str]| paths.iter().map(|path| lines::number(line, path)).product::<Option<f64>>();
     let half = 6.0 * product(&["model.layers", "model.heads", "model.head_dim", "settings.seq_length", "tokens_per_step"])?;
-    Some(1.0 + half / lines::number(line, "speed.model_flops")?)
+    let gpus = lines::number(line, "settings.gpus").unwrap_or(1.0);
+    Some(1.0 + half / gpus / lines::number(line, "speed.model_flops")?)
 }
 
 fn said(place: &Value) -> String {
@@ -133,6 +135,9 @@ mod tests {
             "speed": {"model_flops": 480 + 1536}
         });
         assert_eq!(attention_in_full(&line), Some((480.0 + 2.0 * 1536.0) / (480.0 + 1536.0)));
+        let mut of_two = line.clone();
+        (of_two["settings"]["gpus"], of_two["tokens_per_step"]) = (2.into(), 16.into());
+        assert_eq!(attention_in_full(&of_two), attention_in_full(&line), "the same on each of two");
         assert_eq!(attention_in_full(&serde_json::json!({})), None);
     }
 
