@@ -218,10 +218,12 @@ impl SearchQuery<'_> {
         Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
     }
 
-    /// The activation policies that are open, what was asked for first.
+    /// The activation policies that are open, what was asked for first. Where attention is long, the automatic one has its output wait on the host;
+    /// where it is not, no run has shown that this pays.
     fn policies(&self) -> Vec<ActivationsChoice> {
         let asked = self.settings.activations;
-        let others = ActivationsChoice::value_variants().iter().copied().filter(|policy| *policy != asked);
+        let tried = |policy: &ActivationsChoice| ![asked, ActivationsChoice::HostAttention].contains(policy);
+        let others = ActivationsChoice::value_variants().iter().copied().filter(tried);
         let others = others.filter(|_| asked == ActivationsChoice::Auto);
         [asked].into_iter().chain(others).collect()
     }
