@@ -83,6 +83,13 @@ pub(super) fn shared_cols(attn: &Attn, ranks: usize) -> usize {
     if sharers > 1 { (sharers + 1) * 2 * attn.kv_heads * attn.head_dim } else { 0 }
 }
 
+/// The fewest and the most query heads of one of `ranks` ranks, in the layer where they differ most; nothing where they do not.
+pub(crate) fn uneven(layers: &[LayerShape], ranks: usize) -> Option<[usize; 2]> {
+    let of = |attn, rank| HeadShare::of(attn, SequenceRank { rank, ranks }).heads.len();
+    let each = layers.iter().map(|layer| [of(&layer.attn, ranks - 1), of(&layer.attn, 0)]);
+    each.max_by_key(|[fewest, most]| most - fewest).filter(|[fewest, most]| fewest < most)
+}
+
 fn may_share(attn: &Attn, ranks: usize) -> bool {
     ranks <= attn.kv_heads || ranks.is_multiple_of(attn.kv_heads) && attn.heads.is_multiple_of(ranks)
 }
@@ -149,6 +156,7 @@ mod tests {
         assert_eq!(degrees(5, 1), [1, 5]);
         let refused = check_degree(&shape(12, 2).layers, 3).unwrap_err();
         assert_eq!(refused, "--sequence-ranks 3: 12 query heads on 2 key heads cannot be shared by so many; use 1, 2, 4, 6");
+        assert_eq!([1, 2, 3, 4].map(|ranks| uneven(&shape(8, 4).layers, ranks)), [None, None, Some([2, 4]), None]);
         // Every layer counts.
         let mut mixed = shape(12, 2);
         mixed.layers[3].attn = attn(4, 4);

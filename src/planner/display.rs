@@ -55,6 +55,9 @@ impl Plan {
             self.loss_tile.rows,
             self.loss_tile.vocab
         )?;
+        if let Some([fewest, most]) = self.uneven_heads {
+            writeln!(f, "  heads       {fewest} to {most} query heads on each of {}: those with most set the time", self.sequence_ranks)?;
+        }
         if self.loss_tile != self.usual_tile {
             let rows = self.usual_tile.rows;
             writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;

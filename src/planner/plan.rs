@@ -160,6 +160,8 @@ pub struct Plan {
     pub ranks: usize,
     /// Devices that share each sequence, in a row of ranks.
     pub sequence_ranks: usize,
+    /// The fewest and the most query heads that these have each, where they are not equally many.
+    pub uneven_heads: Option<[usize; 2]>,
     /// Processes that these are of, equally many of each.
     pub processes: usize,
     /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
@@ -260,6 +262,7 @@ impl Plan {
             shares: workload.shares,
             ranks: workload.ranks,
             sequence_ranks: workload.sequence_ranks,
+            uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
