@@ -10,6 +10,7 @@ use super::host_turns::{BUFFERS, HostTurn, host_slots, host_turns};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
+use super::sized_allocator::{ByLayer, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
@@ -18,9 +19,6 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::MemorySpace;
 use crate::units::Bytes;
 use std::ops::Range;
-
-/// Each part of an allocation for layers starts at a multiple of this many elements.
-const PART_ALIGN_ELEMS: usize = 128;
 
 /// How many logits exist at once: the loss takes `rows` tokens at a time and runs over the vocabulary in tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -603,58 +601,6 @@ pub(super) struct ExpertWork {
 pub(super) struct QkNormActivations {
     pub raw: DeviceSlice,
     pub rstd: DeviceSlice,
-}
-
-/// Asks for memory with checked sizes.
-struct SizedAllocator<A> {
-    alloc: A,
-    tokens: usize,
-    dtype: Dtype,
-}
-
-impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator<A> {
-    fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
-        (self.alloc)(name, product(dims)?, dtype)
-    }
-
-    fn rows(&mut self, name: &'static str, cols: usize) -> Result<DeviceSlice> {
-        self.matrix(name, &[self.tokens, cols], self.dtype)
-    }
-
-    /// One allocation for all layers, none if no layer has `cols`; `parts` says by layer which part is its.
-    fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
-        let elems: Option<Vec<usize>> = cols.iter().map(|cols| self.tokens.checked_mul(*cols)).collect();
-        let elems = elems.ok_or_else(too_large)?;
-        let longest = elems.iter().max().copied().unwrap_or(0);
-        let stride = longest.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
-        let count = parts.iter().max().map_or(0, |last| last + 1);
-        let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[count, stride], dtype)? };
-        Ok(ByLayer { all, elems, stride, parts })
-    }
-}
-
-/// One allocation cut into parts of one size, each of one layer or shared by several.
-struct ByLayer<'a> {
-    all: DeviceSlice,
-    elems: Vec<usize>,
-    stride: usize,
-    parts: &'a [usize],
-}
-
-impl ByLayer<'_> {
-    fn at(&self, layer: usize) -> DeviceSlice {
-        self.all.slice(self.parts[layer] * self.stride, self.elems[layer])
-    }
-}
-
-/// The number of elements, small enough that sums of all allocations and rounding up fit as well.
-fn product(dims: &[usize]) -> Result<usize> {
-    let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim));
-    elems.filter(|elems| *elems <= 1 << 48).ok_or_else(too_large)
-}
-
-fn too_large() -> Error {
-    Error::usage("activations: this batch size and sequence length overflow")
 }
 
 #[cfg(test)]

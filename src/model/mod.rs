@@ -27,6 +27,7 @@ pub(crate) mod products;
 pub(crate) mod rope;
 pub(crate) mod sequence;
 pub(crate) mod shape;
+mod sized_allocator;
 pub(crate) mod tensors;
 #[cfg(test)]
 mod tests;

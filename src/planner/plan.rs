@@ -223,9 +223,7 @@ impl Plan {
             settings.check_needs_no_gpu()?;
         }
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
-        check_inject(settings, &table)?;
-        check_balance(settings, shape)?;
-        check_sequences(settings, shape)?;
+        check_model(settings, shape, &table)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = Request {
             residency: residency(settings, techniques)?,
@@ -542,6 +540,13 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+/// Whether the model has what `settings` ask of it.
+fn check_model(settings: &Settings, shape: &ModelShape, table: &TensorTable) -> Result<()> {
+    check_inject(settings, table)?;
+    check_balance(settings, shape)?;
+    check_sequences(settings, shape)
 }
 
 /// A loss that balances experts needs some.

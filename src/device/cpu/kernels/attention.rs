@@ -73,11 +73,17 @@ impl<'a, T: Element> HeadInput<'a, T> {
     }
 
     /// The blocks of `block` queries, of each document of the sequence, or one of the whole sequence.
-    pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> Vec<Range<usize>> {
-        let Some(starts) = self.documents.filter(|_| block < shape.seq_length) else { return shape.query_blocks(block).collect() };
-        let begins = |query: &usize| (query - starts[*query] as usize).is_multiple_of(block);
-        let bounds: Vec<usize> = (0..shape.seq_length).filter(begins).chain([shape.seq_length]).collect();
-        bounds.windows(2).map(|pair| pair[0]..pair[1]).collect()
+    pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> impl Iterator<Item = Range<usize>> + use<'a, T> {
+        let (shape, all) = (*shape, shape.seq_length);
+        let starts = self.documents.filter(|_| block < all);
+        let end = move |start: usize| {
+            let Some(starts) = starts else {
+                return shape.query_blocks(block).find(|queries| queries.start == start).map_or(all, |queries| queries.end);
+            };
+            let begins = |query: &usize| (query - starts[*query] as usize).is_multiple_of(block);
+            (start + 1..all).find(begins).unwrap_or(all)
+        };
+        std::iter::successors(Some(0), move |start| Some(end(*start)).filter(|next| *next < all)).map(move |start| start..end(start))
     }
 
     /// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.

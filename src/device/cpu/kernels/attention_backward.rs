@@ -58,32 +58,21 @@ pub(crate) fn attention_backward<T: Element>(
     let block = block.unwrap_or(t).min(t);
     let local = scratch_elems(shape, block);
     let scratch = Chunks::new(cx.local.get(cx.team.threads() * local), local);
-    cx.team.for_each_with(scratch, outputs, |scratch, part, (dq, (dk, dv))| {
+    cx.team.for_each_with(scratch, outputs, |scratch, part, (mut dq, (dk, dv))| {
         let (sequence, kv_head) = (part / kv_heads, part % kv_heads);
         let first = kv_head * group;
         let input = HeadInput::new(shape, (forward.qkv, forward.documents), sequence, first);
         let mut scratch = Scratch::new(shape, block, Arena(scratch));
         scratch.load_keys(shape, input);
-        let mut dq = split_heads(dq, d);
         for queries in input.blocks(shape, block) {
-            for (head, dq) in (first..).zip(&mut dq) {
+            for (index, head) in (first..first + group).enumerate() {
+                let dq = dq.columns(index * d..(index + 1) * d);
                 backward_head(isa, shape, &forward, (sequence, head), &queries, &mut scratch, dq);
             }
             scratch.end_block::<T>(d, input.keys_of(shape, &queries));
         }
         scratch.store_keys(isa, d, dk, dv);
     });
-}
-
-/// The columns of each head of `head_dim`.
-fn split_heads<T>(mut all: MatMut<'_, T>, head_dim: usize) -> Vec<MatMut<'_, T>> {
-    let mut heads = Vec::new();
-    while all.cols() > 0 {
-        let (head, rest) = all.split_cols(head_dim);
-        heads.push(head);
-        all = rest;
-    }
-    heads
 }
 
 /// Where the multiplications of one block find and leave their operands; letters as in the formulas, `_a` and `_b` say in which form
@@ -165,7 +154,7 @@ fn backward_head<T: Element>(
     (sequence, head): (usize, usize),
     block: &Range<usize>,
     scratch: &mut Scratch<'_>,
-    dq: &mut MatMut<'_, T>,
+    mut dq: MatMut<'_, T>,
 ) {
     let (t, d, pitch) = (shape.seq_length, shape.head_dim, shape.out_cols());
     let input = HeadInput::new(shape, (forward.qkv, forward.documents), sequence, head);

@@ -3,6 +3,7 @@
 
 use crate::device::cpu::team::Team;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Mutable memory cut into parts that do not overlap.
 pub(crate) trait Split: Sync {
@@ -128,6 +129,15 @@ impl<'a, T> MatMut<'a, T> {
         // Wrapping, because a matrix without rows has no memory to stay inside of.
         let right = self.start.wrapping_add(at);
         (Self { cols: at, ..self }, Self { start: right, cols: self.cols - at, ..self })
+    }
+
+    /// Some of the columns, for a while.
+    ///
+    /// # Panics
+    /// If there are fewer columns.
+    pub(crate) fn columns(&mut self, range: Range<usize>) -> MatMut<'_, T> {
+        assert!(range.start <= range.end && range.end <= self.cols);
+        MatMut { start: self.start.wrapping_add(range.start), cols: range.len(), memory: PhantomData, ..*self }
     }
 
     /// Cut into tiles of at most `rows` by `cols`, counted along rows of tiles.

@@ -1,0 +1,62 @@
+//! Memory of a micro-batch, asked for by its sizes: these are checked, and layers have parts of one allocation.
+
+use crate::device::DeviceSlice;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+
+/// Each part of an allocation for layers starts at a multiple of this many elements.
+pub(super) const PART_ALIGN_ELEMS: usize = 128;
+
+/// Asks for memory with checked sizes.
+pub(super) struct SizedAllocator<A> {
+    pub alloc: A,
+    /// Of the micro-batch.
+    pub tokens: usize,
+    /// What it is computed in.
+    pub dtype: Dtype,
+}
+
+impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator<A> {
+    pub(super) fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
+        (self.alloc)(name, product(dims)?, dtype)
+    }
+
+    pub(super) fn rows(&mut self, name: &'static str, cols: usize) -> Result<DeviceSlice> {
+        self.matrix(name, &[self.tokens, cols], self.dtype)
+    }
+
+    /// One allocation for all layers, none if no layer has `cols`; `parts` says by layer which part is its.
+    pub(super) fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
+        let elems: Option<Vec<usize>> = cols.iter().map(|cols| self.tokens.checked_mul(*cols)).collect();
+        let elems = elems.ok_or_else(too_large)?;
+        let longest = elems.iter().max().copied().unwrap_or(0);
+        let stride = longest.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
+        let count = parts.iter().max().map_or(0, |last| last + 1);
+        let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[count, stride], dtype)? };
+        Ok(ByLayer { all, elems, stride, parts })
+    }
+}
+
+/// One allocation cut into parts of one size, each of one layer or shared by several.
+pub(super) struct ByLayer<'a> {
+    all: DeviceSlice,
+    elems: Vec<usize>,
+    stride: usize,
+    parts: &'a [usize],
+}
+
+impl ByLayer<'_> {
+    pub(super) fn at(&self, layer: usize) -> DeviceSlice {
+        self.all.slice(self.parts[layer] * self.stride, self.elems[layer])
+    }
+}
+
+/// The number of elements, small enough that sums of all allocations and rounding up fit as well.
+pub(super) fn product(dims: &[usize]) -> Result<usize> {
+    let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim));
+    elems.filter(|elems| *elems <= 1 << 48).ok_or_else(too_large)
+}
+
+pub(super) fn too_large() -> Error {
+    Error::usage("activations: this batch size and sequence length overflow")
+}
