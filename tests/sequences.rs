@@ -203,6 +203,31 @@ fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
     }
 }
 
+/// Weights of which each rank keeps its part, and products in FP8, of 16 tokens on each of two ranks.
+#[test]
+fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_fp8() {
+    let shape = tiny_llama(12, 32, 64, true);
+    let lines = |gpus: usize, more: &str| {
+        let micro_batches = 4 / gpus;
+        format!(
+            "gpus = {gpus}\nsequence-ranks = 2\ngradient-shares = 4\ngradient-accumulation-steps = {micro_batches}\nmax-grad-norm = 0.5\n{more}"
+        )
+    };
+    let sharded = if cfg!(feature = "weight-flow") { "weights = 'sharded'\n" } else { "" };
+    let mut digests = Vec::new();
+    for products in ["", "matmul-dtype = 'fp8'\n"] {
+        let (losses, _, want) = steps(&shape, 4, &lines(2, &format!("{products}strategy = 'no-offload'\nactivations = 'keep'")));
+        for (nth, policy) in ["keep", "recompute-cheap", "recompute-block", "host"].into_iter().enumerate() {
+            let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = {nth}");
+            let is_sharded = |plan: &mut Plan| assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
+            let (other_losses, _, digest) = steps_of(&shape, 4, &lines(2 + nth % 2 * 2, &way), is_sharded);
+            assert_eq!((&other_losses, &digest), (&losses, &want), "{way}");
+        }
+        digests.push(want);
+    }
+    assert_ne!(digests[0], digests[1], "8 bits are fewer than 16");
+}
+
 /// Buckets of which each of four ranks owns a block; two micro-batches a step, of which two ranks have half of every sequence each.
 const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4", "--sequence-ranks=2"];
 
@@ -266,7 +291,7 @@ fn a_run_goes_on_with_as_many_ranks_of_a_sequence_and_not_with_others() {
 #[test]
 fn ranks_that_cannot_share_sequences_so_are_refused_with_a_way_out() {
     let workspace = Workspace::new();
-    let cases: [(&[&str], &[&str]); 8] = [
+    let cases: [(&[&str], &[&str]); 9] = [
         (&["--gpus=4", "--sequence-ranks=0"], &["--sequence-ranks 0", "at least 1"]),
         (&["--gpus=4", "--sequence-ranks=3"], &["--sequence-ranks 3", "a divisor of --gpus 4"]),
         (&["--sequence-ranks=2"], &["--sequence-ranks 2", "a divisor of --gpus 1"]),
@@ -279,6 +304,10 @@ fn ranks_that_cannot_share_sequences_so_are_refused_with_a_way_out() {
             &["--gradient-shares 6", "2 micro-batches", "times --sequence-ranks 2"],
         ),
         (&["--gpus=2", "--sequence-ranks=2", "--router-aux-loss-coef=0.1"], &["--router-aux-loss-coef 0.1", "0 with --sequence-ranks"]),
+        (
+            &["--gpus=2", "--sequence-ranks=2", "--activations=host-attention"],
+            &["--activations host-attention", "another one with --sequence-ranks"],
+        ),
     ];
     for (flags, words) in cases {
         run(&mut workspace.train("out", &[&["--device=cpu"], flags].concat())).refused(2, words);
