@@ -25,6 +25,9 @@ struct Options {
     /// CPUs; by default 1, 2, 4, ... and all.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
     cpus: Vec<usize>,
+    /// After each number of CPUs as many programs at once, each on one of them with its part of the text: what the CPUs can do at most.
+    #[arg(long)]
+    apart: bool,
     /// Text that is made, in MiB.
     #[arg(long, value_name = "N", default_value_t = 256)]
     text_mib: u64,
@@ -91,6 +94,26 @@ impl Runs<'_> {
     }
 }
 
+/// A program of its own for each of `cpus`, all at once: the sum of what they do.
+fn prepare_apart(runs: &Runs<'_>, data: &Path, cpus: &[usize]) -> Result<Prepared> {
+    let each: Vec<Prepared> = thread::scope(|scope| {
+        let start = |&cpu: &usize| {
+            let own = Runs { cache: runs.cache.with_extension(cpu.to_string()), ..*runs };
+            scope.spawn(move || own.prepare(data, &[cpu]))
+        };
+        let started: Vec<_> = cpus.iter().map(start).collect();
+        started.into_iter().map(|thread| thread.join().expect("it returns its errors")).collect::<Result<_>>()
+    })?;
+    let mut all = Prepared::default();
+    for Prepared { peak_bytes, user_s, tokens, seconds } in each {
+        all.peak_bytes += peak_bytes;
+        all.user_s += user_s;
+        all.tokens += tokens;
+        all.seconds = all.seconds.max(seconds);
+    }
+    Ok(all)
+}
+
 /// The most memory that `child` took until it ended, and its time on CPUs, as far as it was seen.
 fn watch(child: &mut Child) -> (u64, f64) {
     let (mut peak_kib, mut ticks) = (0.0, 0.0);
@@ -147,17 +170,32 @@ fn measure(options: &Options, facts: &Facts, cpus: &[usize], program: &Path, dir
     let runs = Runs { program, model: options.model.as_deref().unwrap_or(dir), cache: dir.join("cache") };
     let text_bytes = data.metadata().map_err(|e| Error::io("read", data, e))?.len();
     let tokenizer_bytes = runs.prepare(&small, &[0])?.peak_bytes;
-    eprintln!("{facts}\n{:>4} {:>12} {:>9} {:>9} {:>8} {:>14}", "cpus", "M tokens/s", "times", "user s", "s", "MB beside");
+    eprintln!(
+        "{facts}\n{:>4} {:>8} {:>12} {:>9} {:>9} {:>8} {:>14}",
+        "cpus", "programs", "M tokens/s", "times", "user s", "s", "MB beside"
+    );
     let mut first = None;
-    for &cpus in cpus {
+    let modes = if options.apart { &[false, true][..] } else { &[false] };
+    for (&cpus, &is_apart) in cpus.iter().flat_map(|cpus| modes.iter().map(move |is_apart| (cpus, is_apart))) {
         let unknown = || Error::resource("choose CPUs", "the machine does not say which there are");
-        let placement = Placement::on(topology, cpus).ok_or_else(unknown)?;
-        let Prepared { peak_bytes, user_s, tokens, seconds } = runs.prepare(data, &placement.workers)?;
+        let workers = Placement::on(topology, cpus).ok_or_else(unknown)?.workers;
+        let Prepared { peak_bytes, user_s, tokens, seconds } = if is_apart {
+            let part = dir.join("part.jsonl");
+            text::write_lines(&part, text_bytes / cpus as u64)?;
+            prepare_apart(&runs, &part, &workers)?
+        } else {
+            runs.prepare(data, &workers)?
+        };
         let tokens_per_s = tokens as f64 / seconds;
         let times = tokens_per_s / *first.get_or_insert(tokens_per_s);
         let beside_bytes = peak_bytes.saturating_sub(tokenizer_bytes);
-        eprintln!("{cpus:>4} {:>12.2} {times:>9.2} {user_s:>9.1} {seconds:>8.2} {:>14.0}", tokens_per_s * 1e-6, beside_bytes as f64 * 1e-6);
-        let line = json!({ "cpus": cpus, "tokens_per_s": tokens_per_s, "times_first": times, "seconds": seconds, "user_s": user_s, "tokens": tokens,
+        let programs = if is_apart { cpus } else { 1 };
+        eprintln!(
+            "{cpus:>4} {programs:>8} {:>12.2} {times:>9.2} {user_s:>9.1} {seconds:>8.2} {:>14.0}",
+            tokens_per_s * 1e-6,
+            beside_bytes as f64 * 1e-6
+        );
+        let line = json!({ "cpus": cpus, "programs": programs, "tokens_per_s": tokens_per_s, "times_first": times, "seconds": seconds, "user_s": user_s, "tokens": tokens,
             "text_bytes": text_bytes, "peak_bytes": peak_bytes, "tokenizer_bytes": tokenizer_bytes, "beside_bytes": beside_bytes });
         println!("{}", facts.line(line));
     }
