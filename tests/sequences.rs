@@ -203,9 +203,9 @@ fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
     }
 }
 
-/// Weights of which each rank keeps its part, and products in FP8, of 16 tokens on each of two ranks.
+/// Weights of which each rank keeps its part, with MLPs in tiles of 7 tokens or products in FP8, of 16 tokens on each of two ranks.
 #[test]
-fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_fp8() {
+fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8() {
     let shape = tiny_llama(12, 32, 64, true);
     let lines = |gpus: usize, more: &str| {
         let micro_batches = 4 / gpus;
@@ -216,11 +216,16 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_fp8() {
     let sharded = if cfg!(feature = "weight-flow") { "weights = 'sharded'\n" } else { "" };
     let mut digests = Vec::new();
     for products in ["", "matmul-dtype = 'fp8'\n"] {
-        let (losses, _, want) = steps(&shape, 4, &lines(2, &format!("{products}strategy = 'no-offload'\nactivations = 'keep'")));
+        let in_tiles = |plan: &mut Plan| plan.mlp_tile = products.is_empty().then_some(7);
+        let way = format!("{products}strategy = 'no-offload'\nactivations = 'keep'");
+        let (losses, _, want) = steps_of(&shape, 4, &lines(2, &way), in_tiles);
         for (nth, policy) in ["keep", "recompute-cheap", "recompute-block", "host"].into_iter().enumerate() {
             let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = {nth}");
-            let is_sharded = |plan: &mut Plan| assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
-            let (other_losses, _, digest) = steps_of(&shape, 4, &lines(2 + nth % 2 * 2, &way), is_sharded);
+            let change = |plan: &mut Plan| {
+                in_tiles(plan);
+                assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
+            };
+            let (other_losses, _, digest) = steps_of(&shape, 4, &lines(2 + nth % 2 * 2, &way), change);
             assert_eq!((&other_losses, &digest), (&losses, &want), "{way}");
         }
         digests.push(want);

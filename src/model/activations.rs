@@ -10,7 +10,7 @@ use super::host_turns::{BUFFERS, HostTurn, host_slots, host_turns};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
-use super::sized_allocator::{ByLayer, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
+use super::sized_allocator::{ByLayer, PART_ALIGN_ELEMS, Parts, SizedAllocator, product, too_large};
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
@@ -65,6 +65,8 @@ pub struct MicroBatch<'a> {
     pub fp8: bool,
     /// Logits at a time.
     pub tile: LossTile,
+    /// Tokens of a tile of the MLP, where it goes in several.
+    pub(crate) mlp_tile: Option<usize>,
     pub(crate) policies: &'a [LayerPolicy],
 }
 
@@ -79,6 +81,7 @@ pub struct ActivationPlan {
     dtype: Dtype,
     fp8: bool,
     tile: LossTile,
+    mlp_tile: usize,
     policies: Vec<LayerPolicy>,
     allocations: Vec<Allocation>,
 }
@@ -90,7 +93,8 @@ impl ActivationPlan {
     /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
     /// bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
-        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies } = micro_batch;
+        let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies } =
+            micro_batch;
         if batch == 0 || seq_length == 0 || tile.rows == 0 || tile.vocab == 0 {
             return Err(Error::usage("batch size, sequence length and loss tile must be at least 1"));
         }
@@ -101,11 +105,13 @@ impl ActivationPlan {
         if policies.len() != layers {
             return Err(Error::usage(format_args!("{} activation policies: the model has {layers} layers", policies.len())));
         }
-        let rows = (batch.checked_mul(seq_length).ok_or_else(too_large)? / sequence_ranks).min(tile.rows);
-        let tile = LossTile { rows, vocab: tile.vocab.min(shape.vocab) };
+        let tokens = batch.checked_mul(seq_length).ok_or_else(too_large)? / sequence_ranks;
+        let tile = LossTile { rows: tokens.min(tile.rows), vocab: tile.vocab.min(shape.vocab) };
+        let mlp_tile = mlp_tile.map_or(tokens, |tile| tile.clamp(1, tokens));
         let policies = policies.to_vec();
         let (shape, allocations) = (shape.clone(), Vec::new());
-        let mut plan = Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies, allocations };
+        let mut plan =
+            Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies, allocations };
         let mut allocations = Vec::new();
         plan.lay_out(|name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
@@ -185,6 +191,7 @@ impl ActivationPlan {
             seq_length: self.seq_length,
             sequence: SequenceRank { rank: 0, ranks: self.sequence_ranks },
             tile: self.tile,
+            mlp_tile: self.mlp_tile,
             inputs,
             tokens: input(0),
             targets: input(1),
@@ -203,8 +210,8 @@ impl ActivationPlan {
             sequence_work: self.sequence_work(&mut memory)?,
             experts: self.expert_work(&mut memory)?,
             fp8: self.fp8_work(&mut memory)?,
-            dinner: memory.rows("dinner", self.shape.widest(|layer| layer.mlp_cols().1.max(layer.attn.out_cols())))?,
-            dfused: memory.rows("dfused", self.shape.widest(|layer| layer.mlp_cols().0.max(layer.attn.qkv_cols())))?,
+            dinner: memory.matrix("dinner", &[self.widest(|layer| [layer.attn.out_cols(), layer.mlp_cols().1])?], self.dtype)?,
+            dfused: memory.matrix("dfused", &[self.widest(|layer| [layer.attn.qkv_cols(), layer.mlp_cols().0])?], self.dtype)?,
         })
     }
 
@@ -226,6 +233,7 @@ impl ActivationPlan {
         let is_dense = |l: usize| self.shape.layers[l].mlp.moe().is_none();
         let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
         let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && is_dense(l)));
+        let (wide_costly, wide_cheap) = (self.in_mlp_tiles(&costly), self.in_mlp_tiles(&mlp_cheap));
         let mut each = |name, parts, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
             let cols = self.shape.layers.iter().map(cols).collect();
             memory.by_layer(name, parts, cols, dtype)
@@ -247,9 +255,9 @@ impl ActivationPlan {
         let mid = each("layers.mid", &costly, &channels, dtype)?;
         let mlp_norm_out = each("layers.mlp_norm_out", &mlp_cheap, &normed, dtype)?;
         let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
-        let mlp_in = each("layers.mlp_in", &costly, &|layer| layer.mlp_cols().0, dtype)?;
+        let mlp_in = each("layers.mlp_in", &wide_costly, &|layer| layer.mlp_cols().0, dtype)?;
         // What experts make of it is made again: a workspace of all layers holds it.
-        let mlp_act = each("layers.mlp_act", &mlp_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
+        let mlp_act = each("layers.mlp_act", &wide_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
@@ -307,7 +315,8 @@ impl ActivationPlan {
     {
         let (layers, tokens) = (&self.shape.layers, memory.tokens);
         let mut own = 0..;
-        let parts: Vec<usize> = layers.iter().map(|layer| layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0)).collect();
+        let parts = layers.iter().map(|layer| layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0));
+        let parts = Parts { of_layers: parts.map(|part| (part, tokens)).collect(), shared: layers.len() };
         let mut each = |name, cols: &dyn Fn(Moe) -> usize, dtype| {
             let cols = layers.iter().map(|layer| layer.mlp.moe().map_or(0, cols)).collect();
             memory.by_layer(name, &parts, cols, dtype)
@@ -356,6 +365,20 @@ impl ActivationPlan {
         }))
     }
 
+    /// The most elements that any layer needs, whose attention is as wide as the first for each token, and its MLP as the second.
+    fn widest(&self, cols: impl Fn(&LayerShape) -> [usize; 2]) -> Result<usize> {
+        let elems = |layer: &LayerShape| {
+            let [attn, mlp] = cols(layer);
+            Ok(product(&[self.tokens(), attn])?.max(product(&[self.mlp_tokens(layer), mlp])?))
+        };
+        self.shape.layers.iter().map(elems).try_fold(0, |most, elems| Ok(most.max(elems?)))
+    }
+
+    /// Tokens that the MLP of a layer takes at once.
+    fn mlp_tokens(&self, layer: &LayerShape) -> usize {
+        if layer.mlp.moe().is_none() { self.mlp_tile } else { self.tokens() }
+    }
+
     /// Tokens of the micro-batch on one rank.
     fn tokens(&self) -> usize {
         self.batch * self.seq_length / self.sequence_ranks
@@ -398,21 +421,28 @@ impl ActivationPlan {
     }
 
     /// Layers that keep have a part of their own, the others share the last one.
-    fn parts(&self, keeps: impl Fn(usize) -> bool) -> Vec<usize> {
+    fn parts(&self, keeps: impl Fn(usize) -> bool) -> Parts {
         self.parts_by_turns(keeps, |_| false)
     }
 
     /// The same; and layers whose array waits in host memory take turns with each other.
-    fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Vec<usize> {
+    fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Parts {
         let layers = || 0..self.policies.len();
         let (kept, turns) = (layers().filter(|l| keeps(*l)).count(), layers().filter(|l| sends(*l)).count().min(BUFFERS));
         let (mut own, mut turn) = (0..kept, (kept..kept + turns).cycle());
+        let shared = kept + turns;
         let part = |l: usize| match l {
             l if keeps(l) => own.next(),
             l if sends(l) => turn.next(),
             _ => None,
         };
-        layers().map(part).map(|part| part.unwrap_or(kept + turns)).collect()
+        Parts { of_layers: layers().map(part).map(|part| (part.unwrap_or(shared), self.tokens())).collect(), shared }
+    }
+
+    /// The same parts, of which the shared one is as long as what MLPs take at once.
+    fn in_mlp_tiles(&self, parts: &Parts) -> Parts {
+        let shorter = |(&(part, tokens), layer)| (part, if part == parts.shared { self.mlp_tokens(layer) } else { tokens });
+        Parts { of_layers: parts.of_layers.iter().zip(&self.shape.layers).map(shorter).collect(), shared: parts.shared }
     }
 }
 
@@ -463,6 +493,8 @@ pub(crate) struct Activations {
     pub(crate) sequence: SequenceRank,
     /// Tile of the loss, cut to what there is.
     pub tile: LossTile,
+    /// Tokens that an MLP takes at once.
+    pub(super) mlp_tile: usize,
     /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`, or a rank's part of it; filled by the caller. The next four are its arrays.
     pub(crate) inputs: DeviceSlice,
     /// Token ids.
@@ -523,6 +555,7 @@ pub(super) struct LayerActivations {
     /// Residual stream after attention.
     pub(crate) mid: DeviceSlice,
     pub(crate) mlp_norm: NormActivations,
+    /// Like `mlp_act` of all tokens where the layer keeps it, else of those that the MLP takes at once.
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
     pub(crate) post_mlp: RawActivations,
@@ -620,6 +653,7 @@ mod tests {
     /// Two sequences of 48 tokens.
     fn pair<'a>(shape: &'a ModelShape, policies: &'a [LayerPolicy]) -> MicroBatch<'a> {
         MicroBatch {
+            mlp_tile: None,
             shape,
             batch: 2,
             seq_length: 48,
@@ -726,6 +760,21 @@ mod tests {
         // Only the last layer finds in the shared buffers what it left there.
         assert!(in_fp8.iter().map(|layer| layer.intact).eq([false, false, false, false, false, true]));
         assert!(plain.iter().map(|layer| layer.intact).eq([false, false, false, true, false, false]));
+    }
+
+    #[test]
+    fn an_mlp_in_tiles_is_as_wide_as_it_is_for_one_of_them() {
+        let plan = |policies: &[LayerPolicy], mlp_tile| {
+            ActivationPlan::new(MicroBatch { batch: 1, seq_length: 256, mlp_tile, ..pair(&ModelShape::demo(), policies) }).unwrap()
+        };
+        let saved = |policies: &[LayerPolicy]| plan(policies, None).device_bytes().0 - plan(policies, Some(64)).device_bytes().0;
+        // Halves: of 192 tokens what layers share of gate, up and activation; of the gradients what was wider than attention's, 512 and 256.
+        let (shared, gradients) = (192 * 2 * (2 * 512 + 512), 256 * 2 * (2 * 512 - 512 + 512 - 256));
+        assert_eq!(saved(&[RecomputeBlock; 6]), shared + gradients);
+        assert_eq!(saved(&[Keep, Host, RecomputeBlock, Keep, HostAttention, Keep]), shared + gradients);
+        assert_eq!(saved(&[Keep; 6]), gradients);
+        let [kept, shared] = [0, 1].map(|l| addressed(&plan(&[Keep, Host, Host, Host, Host, Host], Some(64))).layers[l].mlp_in.elems());
+        assert_eq!((kept, shared), (256 * 2 * 512, 64 * 2 * 512));
     }
 
     #[test]

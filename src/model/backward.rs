@@ -6,6 +6,8 @@ use super::activations::{Activations, NormActivations, RawActivations};
 use super::forward::scale;
 use super::head::MicroStep;
 use super::layer_shape::{Act, Join, NormSpec};
+use super::mlp_tile::MlpTile;
+use super::moe::MoeLayer;
 use super::params::{LinearParams, NormParams, Param};
 use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
@@ -14,6 +16,13 @@ use crate::device::{
     MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SinksBackward, SwigluBackward, Zero,
 };
 use crate::error::Result;
+
+/// Gradients of the residual stream and of a norm's output, of the tokens that a branch computes.
+#[derive(Clone, Copy)]
+struct ResidualGrads {
+    dresidual: DeviceSlice,
+    dnorm: DeviceSlice,
+}
 
 impl Model {
     /// Runs the backward pass of `module` after all modules above it; then the module's gradients are complete for this
@@ -60,14 +69,24 @@ impl Model {
     }
 
     fn backward_layer<P: PassRunner>(&self, run: &mut P, layer: usize, micro: MicroStep) -> Result<()> {
-        self.recompute(run, layer)?;
+        self.recompute_attention(run, layer)?;
         self.backward_mlp(run.dev(), layer, micro)?;
         self.backward_attention(run, layer, micro.first)?;
         self.activations.layers[layer].on_host().try_for_each(|turn| turn.fetch_next(run.dev()))
     }
 
     fn backward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, micro: MicroStep) -> Result<()> {
-        let Some(experts) = self.experts(layer) else { return self.backward_dense(dev, layer, micro.first) };
+        for (nth, tile) in self.mlp_tiles(layer).enumerate() {
+            self.recompute_mlp(dev, layer, &tile)?;
+            match self.experts(layer) {
+                Some(experts) => self.backward_experts(dev, layer, &experts, micro)?,
+                None => self.backward_dense(dev, layer, &tile, micro.first && nth == 0)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn backward_experts<D: Kernels>(&self, dev: &mut D, layer: usize, experts: &MoeLayer<'_>, micro: MicroStep) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
         experts.backward(dev, all, micro)?;
         let Some(norm) = &params.mlp_norm else { return Ok(()) };
@@ -75,19 +94,20 @@ impl Model {
         norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first)
     }
 
-    fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
-        let (params, act, all) = (&self.layers[layer], &self.activations.layers[layer], &self.activations);
+    fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile, first: bool) -> Result<()> {
+        let (params, act, all) = (&self.layers[layer], &tile.act, &self.activations);
+        let grads = ResidualGrads { dresidual: tile.rows(all.dresidual), dnorm: tile.rows(all.dnorm) };
         let ffn = self.shape.layers[layer].mlp.ffn();
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
-        let dout = self.branch_gradient(dev, layer, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), first)?;
+        let dout = self.branch_gradient(dev, layer, grads, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), first)?;
         linear_backward(dev, &params.mlp_out, act.mlp_act, dout, Input::New(dact), first)?;
         match ffn.act {
             Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
             Act::Geglu => dev.launch(GegluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
             Act::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
         }
-        self.leave(dev, layer, (&params.mlp_in, dmlp_in), params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid, first)
+        self.leave(dev, layer, grads, (&params.mlp_in, dmlp_in), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
     }
 
     /// The gradient of what the last matrix of a branch makes, from that of the residual stream that it joined.
@@ -95,10 +115,10 @@ impl Model {
         &self,
         dev: &mut D,
         layer: usize,
+        ResidualGrads { dresidual, dnorm }: ResidualGrads,
         post: Option<(NormParams, RawActivations)>,
         first: bool,
     ) -> Result<DeviceSlice> {
-        let Activations { dresidual, dnorm, .. } = self.activations;
         if let Join::Scale(scale) = self.shape.layers[layer].join {
             dev.launch(ScaleAdd { x: dresidual, scale, base: None, out: dnorm })?;
             return Ok(dnorm);
@@ -114,12 +134,11 @@ impl Model {
         &self,
         dev: &mut D,
         layer: usize,
+        ResidualGrads { dresidual, dnorm }: ResidualGrads,
         (params, dout): (&LinearParams, DeviceSlice),
-        norm: Option<(NormParams, NormActivations)>,
-        x: DeviceSlice,
+        (norm, x): (Option<(NormParams, NormActivations)>, DeviceSlice),
         first: bool,
     ) -> Result<()> {
-        let Activations { dresidual, dnorm, .. } = self.activations;
         let Some((norm, act)) = norm else { return linear_backward(dev, params, x, dout, Input::Added(dresidual), first) };
         linear_backward(dev, params, act.out, dout, Input::New(dnorm), first)?;
         norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first)
@@ -130,7 +149,9 @@ impl Model {
         let ([_, attn_out], [dattn_out, dqkv]) = (self.own_tokens(layer), self.own_tokens_gradients(layer));
         run.hand_over(Handover::KeptOut, layer)?;
         let dev = run.dev();
-        let dbranch = self.branch_gradient(dev, layer, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
+        let Activations { dresidual, dnorm, .. } = self.activations;
+        let grads = ResidualGrads { dresidual, dnorm };
+        let dbranch = self.branch_gradient(dev, layer, grads, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
         linear_backward(dev, &params.attn_out, attn_out, dbranch, Input::New(dattn_out), first)?;
         run.hand_over(Handover::OutGrad, layer)?;
         self.backward_heads(run.dev(), layer, first)?;
@@ -151,7 +172,7 @@ impl Model {
                 shape: self.attention_shape(layer),
             })?;
         }
-        self.leave(dev, layer, (&params.qkv, dqkv), params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input, first)
+        self.leave(dev, layer, grads, (&params.qkv, dqkv), (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
     }
 
     /// From the gradient of what attention makes to that of queries, keys and values: all tokens of the own heads.

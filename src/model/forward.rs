@@ -3,6 +3,7 @@
 use super::Model;
 use super::activations::{LayerActivations, NormActivations, QkNormActivations, RawActivations};
 use super::layer_shape::{Act, Join, LayerShape, Mlp, NormSpec};
+use super::mlp_tile::MlpTile;
 use super::params::{LinearParams, NormParams};
 use super::policy::LayerPolicy;
 use super::sequence::{Handover, PassRunner};
@@ -68,12 +69,17 @@ impl Model {
         act.host_input.map_or(Ok(()), |input| input.send(run.dev()))?;
         self.forward_attention(run, layer, act, Attending::New)?;
         let dev = run.dev();
-        self.forward_mlp(dev, layer, act, Routing::New)?;
-        let out = self.acquire_residual(dev, layer + 1)?;
-        if let Some(experts) = self.experts(layer) {
-            return experts.leave(dev, out);
+        for tile in self.mlp_tiles(layer) {
+            let act = &tile.act;
+            self.forward_mlp(dev, layer, act, Routing::New)?;
+            let out = tile.rows(self.acquire_residual(dev, layer + 1)?);
+            if let Some(experts) = self.experts(layer) {
+                return experts.leave(dev, out);
+            }
+            let post = params.post_mlp_norm.map(|norm| (norm, act.post_mlp));
+            self.join(dev, layer, (&params.mlp_out, act.mlp_act), post, (act.mid, out))?;
         }
-        self.join(dev, layer, (&params.mlp_out, act.mlp_act), params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), (act.mid, out))
+        Ok(())
     }
 
     /// Adds what the last matrix of a branch makes of its input to the residual stream `base`, as `out`; `post` is the norm between.
@@ -103,43 +109,50 @@ impl Model {
         Ok(act.input)
     }
 
-    /// Makes what the backward pass of `layer` needs and its policy did not keep.
-    pub(super) fn recompute<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
+    /// Makes what the backward pass of attention in `layer` needs and its policy did not keep, and what enters the MLP.
+    pub(super) fn recompute_attention<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let act = &self.activations.layers[layer];
         act.on_host().try_for_each(|turn| turn.acquire(run.dev()))?;
         match act.policy {
             LayerPolicy::Keep => Ok(()),
             _ if act.intact => Ok(()),
-            LayerPolicy::RecomputeCheap => self.recompute_cheap(run, layer, act),
+            LayerPolicy::RecomputeCheap => {
+                self.enter(run.dev(), layer, self.layers[layer].attn_norm, act.input, act.attn_norm)?;
+                act.qk_norm.map_or(Ok(()), |_| {
+                    self.norm_and_rotate(run.dev(), layer, act)?;
+                    run.hand_over(Handover::Qkv, layer)
+                })
+            }
             LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
                 let attending = if act.policy.sends_attention() { Attending::Kept } else { Attending::New };
-                self.forward_attention(run, layer, act, attending)?;
-                let dev = run.dev();
+                self.forward_attention(run, layer, act, attending)
+            }
+        }
+    }
+
+    /// Makes what the backward pass of a tile of the MLP needs and the layer's policy did not keep.
+    pub(super) fn recompute_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
+        let act = &tile.act;
+        match act.policy {
+            LayerPolicy::Keep => Ok(()),
+            _ if act.intact && tile.is_whole() => Ok(()),
+            LayerPolicy::RecomputeCheap => {
+                self.enter(dev, layer, self.layers[layer].mlp_norm, act.mid, act.mlp_norm)?;
+                self.activate(dev, layer, act)
+            }
+            LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
                 self.forward_mlp(dev, layer, act, Routing::Kept)?;
-                self.recompute_post_mlp(dev, layer, act)
+                self.recompute_post_mlp(dev, layer, tile)
             }
         }
     }
 
     /// What enters the norm behind the MLP, if there is one; its result, which the residual stream of the next layer has, goes nowhere.
-    fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
-        let (params, LayerShape { norm: kind, .. }) = (&self.layers[layer], self.shape.layers[layer]);
+    fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
+        let (params, act, LayerShape { norm: kind, .. }) = (&self.layers[layer], &tile.act, self.shape.layers[layer]);
         let Some(post) = &params.post_mlp_norm else { return Ok(()) };
         linear(dev, &params.mlp_out, act.mlp_act, None, act.post_mlp.raw)?;
-        norm(dev, kind, post, act.post_mlp.raw, self.activations.dnorm, act.post_mlp.stats)
-    }
-
-    /// Everything into which no matrix product enters.
-    fn recompute_cheap<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
-        let params = &self.layers[layer];
-        self.enter(run.dev(), layer, params.attn_norm, act.input, act.attn_norm)?;
-        if act.qk_norm.is_some() {
-            self.norm_and_rotate(run.dev(), layer, act)?;
-            run.hand_over(Handover::Qkv, layer)?;
-        }
-        let dev = run.dev();
-        self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
-        self.activate(dev, layer, act)
+        norm(dev, kind, post, act.post_mlp.raw, tile.rows(self.activations.dnorm), act.post_mlp.stats)
     }
 
     /// What enters a branch of the residual stream `x`: its norm, if the layer has one here.

@@ -19,6 +19,7 @@ mod host_turns;
 pub(crate) mod init;
 pub(crate) mod layer_shape;
 mod micro_batch;
+pub(crate) mod mlp_tile;
 mod moe;
 mod params;
 pub(crate) mod policy;

@@ -25,29 +25,39 @@ impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator
         self.matrix(name, &[self.tokens, cols], self.dtype)
     }
 
-    /// One allocation for all layers, none if no layer has `cols`; `parts` says by layer which part is its.
-    pub(super) fn by_layer<'a>(&mut self, name: &'static str, parts: &'a [usize], cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
-        let elems: Option<Vec<usize>> = cols.iter().map(|cols| self.tokens.checked_mul(*cols)).collect();
-        let elems = elems.ok_or_else(too_large)?;
+    /// One allocation for all layers, none if no layer has `cols`.
+    pub(super) fn by_layer<'a>(&mut self, name: &'static str, parts: &'a Parts, cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
+        let elems: Result<Vec<usize>> = parts.of_layers.iter().zip(cols).map(|(&(_, tokens), cols)| product(&[tokens, cols])).collect();
+        let elems = elems?;
         let longest = elems.iter().max().copied().unwrap_or(0);
         let stride = longest.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
-        let count = parts.iter().max().map_or(0, |last| last + 1);
-        let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[count, stride], dtype)? };
+        // The last part is only as long as whoever has it needs.
+        let mut ends = parts.of_layers.iter().zip(&elems).map(|((part, _), elems)| product(&[*part, stride]).map(|start| start + elems));
+        let total = ends.try_fold(0, |most, end| Ok(most.max(end?)))?.next_multiple_of(PART_ALIGN_ELEMS);
+        let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[total], dtype)? };
         Ok(ByLayer { all, elems, stride, parts })
     }
 }
 
-/// One allocation cut into parts of one size, each of one layer or shared by several.
+/// Where layers have an array: their own, in turns, or one that all others share.
+pub(super) struct Parts {
+    /// By layer: which part, and of how many tokens.
+    pub(super) of_layers: Vec<(usize, usize)>,
+    /// The part that layers without one of their own share; the last.
+    pub(super) shared: usize,
+}
+
+/// One allocation cut into parts, each of one layer or shared by several.
 pub(super) struct ByLayer<'a> {
     all: DeviceSlice,
     elems: Vec<usize>,
     stride: usize,
-    parts: &'a [usize],
+    parts: &'a Parts,
 }
 
 impl ByLayer<'_> {
     pub(super) fn at(&self, layer: usize) -> DeviceSlice {
-        self.all.slice(self.parts[layer] * self.stride, self.elems[layer])
+        self.all.slice(self.parts.of_layers[layer].0 * self.stride, self.elems[layer])
     }
 }
 

@@ -52,13 +52,13 @@ impl Harness {
     }
 
     fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
-        Self::with_documents::<E>(shape, (batch, false), tile, policies, schedule)
+        Self::with_documents::<E>(shape, (batch, false), (tile, None), policies, schedule)
     }
 
     fn with_documents<E: Element>(
         shape: &ModelShape,
         (batch, documents): (usize, bool),
-        tile: LossTile,
+        (tile, mlp_tile): (LossTile, Option<usize>),
         policies: &[LayerPolicy],
         schedule: Schedule,
     ) -> Self {
@@ -73,6 +73,7 @@ impl Harness {
             dtype: E::DTYPE,
             fp8: false,
             tile,
+            mlp_tile,
             policies,
         })
         .unwrap();
@@ -267,7 +268,7 @@ fn gradients_are_the_slopes_of_the_loss() {
     let wanted = |(name, shape, documents): &(String, ModelShape, bool)| is_smooth(shape) && (!documents || apart(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(wanted) {
         let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers.len()]);
-        let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), tile, &policies, Schedule::Adversary { seed: 1 });
+        let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), (tile, None), &policies, Schedule::Adversary { seed: 1 });
         let weights = random_weights(&harness.model.table);
         let (_, grads) = harness.loss_and_grads();
         for spec in harness.model.table.clone().specs() {
@@ -359,7 +360,17 @@ fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
 /// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that nothing that is
 /// left over from before can pass for new.
 fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: Schedule, crowd: usize) -> Vec<Vec<u8>> {
-    let mut harness = Harness::with_policies::<E>(shape, 1, LossTile { rows: 10, vocab: 24 }, policies, schedule);
+    two_steps_in_tiles::<E>(shape, policies, (schedule, crowd), None)
+}
+
+fn two_steps_in_tiles<E: Element>(
+    shape: &ModelShape,
+    policies: &[LayerPolicy],
+    (schedule, crowd): (Schedule, usize),
+    mlp_tile: Option<usize>,
+) -> Vec<Vec<u8>> {
+    let tiles = (LossTile { rows: 10, vocab: 24 }, mlp_tile);
+    let mut harness = Harness::with_documents::<E>(shape, (1, false), tiles, policies, schedule);
     harness.crowd = crowd;
     let mut results = Vec::new();
     for sequence in 0..4 {
@@ -405,6 +416,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
         dtype: Dtype::Float32,
         fp8: false,
         tile,
+        mlp_tile: None,
         policies: &policies,
     };
     let plan = ActivationPlan::new(micro_batch).unwrap();
@@ -456,6 +468,27 @@ fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
     }
 }
 
+/// Twelve tokens, of which an MLP takes five at a time: with biases, with gates, with a norm behind it or a factor, beside experts.
+#[test]
+fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() {
+    for family in ["gpt2", "llama", "gemma2", "granite", "qwen3_moe"] {
+        let shape = deep(family);
+        let steps = |policies: &[LayerPolicy], seed, mlp_tile| {
+            two_steps_in_tiles::<f32>(&shape, policies, (Schedule::Adversary { seed }, 0), mlp_tile)
+        };
+        let (whole, kept) = (steps(&[Keep; 7], 0, None), steps(&[Keep; 7], 0, Some(5)));
+        for (whole, kept) in whole.iter().zip(&kept) {
+            let (whole, kept): (&[f32], &[f32]) = (bytemuck::cast_slice(whole), bytemuck::cast_slice(kept));
+            let largest = whole.iter().fold(0f32, |most, x| most.max(x.abs()));
+            assert!(whole.iter().zip(kept).all(|(a, b)| (a - b).abs() <= 2e-6 * largest), "{family}");
+        }
+        assert_ne!(whole, kept, "{family}: sums over tiles are rounded otherwise");
+        for (seed, policies) in POLICIES.iter().enumerate() {
+            assert!(steps(policies, seed as u64, Some(5)) == kept, "{family} {policies:?}");
+        }
+    }
+}
+
 #[test]
 fn half_precision_computes_the_same_loss_less_precisely() {
     for family in goldens() {
@@ -481,6 +514,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
             dtype: Dtype::Float32,
             fp8: false,
             tile: ONE_TILE,
+            mlp_tile: None,
             policies,
         };
         let plan = ActivationPlan::new(batch).unwrap();

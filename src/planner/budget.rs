@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::activations::{ActivationPlan, LossTile, MicroBatch, bounds_elems};
 use crate::model::heads::SequenceRank;
+use crate::model::mlp_tile;
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::{Module, TensorTable};
@@ -195,7 +196,24 @@ impl Workload<'_> {
     /// `Usage` when batch and sequence make no sense for the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
         let Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, .. } = *self;
-        ActivationPlan::new(MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies })
+        let mlp_tile = self.mlp_tile();
+        ActivationPlan::new(MicroBatch {
+            shape,
+            batch,
+            seq_length,
+            sequence_ranks,
+            separates_documents,
+            dtype,
+            fp8,
+            tile,
+            mlp_tile,
+            policies,
+        })
+    }
+
+    /// Tokens of a tile of the MLP, where it goes in several.
+    pub(crate) fn mlp_tile(&self) -> Option<usize> {
+        mlp_tile::tile_tokens(self.batch.saturating_mul(self.seq_length) / self.sequence_ranks, self.fp8)
     }
 
     /// Every class that is not empty.

@@ -65,6 +65,9 @@ impl Plan {
         if let Some(block) = self.attention_block {
             writeln!(f, "  attention   goes back in blocks of {block} queries, whose gradients of keys and values are added in fp32")?;
         }
+        if let Some(tile) = self.mlp_tile {
+            writeln!(f, "  MLP         goes in tiles of {tile} tokens, over which gradients of its weights add up")?;
+        }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
             writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;

@@ -178,6 +178,8 @@ pub struct Plan {
     pub attention: Attention,
     /// Queries of a block of attention's backward pass, where it goes in several.
     pub attention_block: Option<usize>,
+    /// Tokens of a tile of the MLP, where it goes in several.
+    pub mlp_tile: Option<usize>,
     /// Where NVIDIA's libraries are looked for first.
     pub cuda_libraries: Vec<PathBuf>,
     /// Adam; its learning rate is the schedule's.
@@ -269,6 +271,7 @@ impl Plan {
             experts: workload.shape.experts(),
             attention: workload.attention,
             attention_block: workload.attention.block(&workload.attention_shape()),
+            mlp_tile: workload.mlp_tile(),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),
             max_grad_norm: settings.max_grad_norm,
@@ -297,7 +300,7 @@ impl Plan {
         let ranks = |plan: &Self| (plan.shares, plan.ranks, plan.sequence_ranks);
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.rules, plan.moments, plan.fp8);
+        let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.mlp_tile, plan.rules, plan.moments, plan.fp8);
         assert_eq!(bits(self), bits(&other), "another plan, not other places");
         Self {
             layout: other.layout,
@@ -380,8 +383,9 @@ impl Plan {
 
     /// A micro-batch of a model of `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
-        let Self { batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, loss_tile: tile, .. } = *self;
-        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, policies: &self.layer_policies }
+        let Self { batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, loss_tile: tile, mlp_tile, .. } = *self;
+        let policies = &self.layer_policies;
+        MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies }
     }
 
     /// Buckets whose weights every rank keeps its slice of alone.

@@ -324,6 +324,7 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
     };
     let (blocks, whole) = (long(false), long(true));
     assert_eq!((blocks.attention_block, whole.attention_block), (Some(8192), None));
+    assert!([&blocks, &whole].iter().all(|plan| plan.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens")));
     assert!(on_device(&blocks, "attention workspace") < 8.6, "{blocks}");
     assert!(blocks.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
     assert!(blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 8192 queries"), "{blocks}");

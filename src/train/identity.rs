@@ -21,6 +21,8 @@ pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
 /// Key there of the queries of a block of attention's backward pass; null where all are one.
 pub(super) const ATTENTION_BLOCK: &str = "attention_block";
+/// Key there of the tokens of a tile of the MLP; null where all are one.
+pub(super) const MLP_TILE: &str = "mlp_tile";
 /// Key there of how many ranks share each sequence, which was one before there was a choice.
 pub(super) const SEQUENCE_RANKS: &str = "sequence_ranks";
 /// Key of the changes that somebody accepted.
@@ -73,13 +75,14 @@ fn data_identity(mut files: Vec<Value>) -> Value {
 }
 
 /// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, all
-/// queries one block, and sequences on one rank.
+/// queries one block, all tokens one tile of the MLP, and sequences on one rank.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
     if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
         numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
         numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
+        numerics.entry(MLP_TILE).or_insert(Value::Null);
         numerics.entry(SEQUENCE_RANKS).or_insert(json!(1));
     }
     then
@@ -251,9 +254,15 @@ mod tests {
     fn products_are_in_the_format_of_weights_and_queries_one_block_where_nothing_is_said_of_them() {
         let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
         let then = completed(&numerics(json!({"attention": "plain"})));
-        let now = |matmul: &str| numerics(json!({"attention": "plain", "matmul": matmul, "attention_block": null, "sequence_ranks": 1}));
-        let in_blocks = numerics(json!({"attention": "plain", "matmul": PLAIN_MATMUL, "attention_block": 8192, "sequence_ranks": 1}));
-        assert_eq!(changes(&then, &in_blocks), [(RunPart::Numerics, "attention_block was null and is 8192".to_string())]);
+        let then_or = |name: &str, value: Value| {
+            let mut now = then.clone();
+            now["numerics"][name] = value;
+            now
+        };
+        let now = |matmul: &str| then_or(MATMUL, json!(matmul));
+        let named = |name: &str, words: &str| [(RunPart::Numerics, format!("{name} {words}"))];
+        assert_eq!(changes(&then, &then_or(ATTENTION_BLOCK, json!(8192))), named(ATTENTION_BLOCK, "was null and is 8192"));
+        assert_eq!(changes(&then, &then_or(MLP_TILE, json!(32768))), named(MLP_TILE, "was null and is 32768"));
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
         let words = "matmul was \"in the format of weights\" and is \"fp8\"";
         assert_eq!(changes(&then, &now("fp8")), [(RunPart::Numerics, words.to_string())]);

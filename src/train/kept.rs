@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
 //! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::{ATTENTION_BLOCK, MATMUL, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
+use super::identity::{ATTENTION_BLOCK, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -47,6 +47,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
         LOSS_TILE: plan.loss_tile,
         "attention": attention,
         ATTENTION_BLOCK: plan.attention_block,
+        MLP_TILE: plan.mlp_tile,
         "computed_on": computed_on,
         MATMUL: matmul,
         SEQUENCE_RANKS: plan.sequence_ranks,
