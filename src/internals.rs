@@ -44,8 +44,8 @@ pub mod device {
         Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias,
         ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
         LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
-        Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaledMatmul, ScatterRows, SegmentSums,
-        Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, Zero,
+        Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaleCell, ScaledMatmul, ScatterRows,
+        SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,
     };
     pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
     #[cfg(feature = "cuda")]

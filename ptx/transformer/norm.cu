@@ -4,9 +4,11 @@
 // One block takes a row; each thread keeps its vectors of it in registers between the sums and the result. The kernels
 // named `any` read a row again for each pass, one element at a time: for rows that are not whole vectors, or too long.
 //
+// Where a scale is asked for, it is that of what a kernel writes to `out` or `dx`, from what is in registers anyway.
+//
 // Bytes at 16384 x 2560 in bf16: forward reads x and writes out, 168 MB, 39 us at 4.3 TB/s; backward reads dout, x, dx and
 // writes dx, 336 MB, 78 us.
-#include "common.cuh"
+#include "scale.cuh"
 
 // Vectors of a row in a thread's registers, and most threads of a block; the launchers know these.
 constexpr int FORWARD_VECS = 4;
@@ -80,7 +82,7 @@ struct RowSums {
 
 template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm(
-    const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols) {
+    const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols, ScaleCell cell) {
     constexpr int N = WIDE<T>;
     __shared__ float shared[2][1][WARP];
     const unsigned row = blockIdx.x;
@@ -93,6 +95,7 @@ __device__ __forceinline__ void norm(
         if (col(k) < cols) held[k] = Vec<T>::load(x + col(k));
     }
     Stats s = {0.0f, 0.0f};
+    Largest<T> largest;
     if (CENTRED) {
         float sum[1] = {0.0f};
 #pragma unroll
@@ -138,19 +141,23 @@ __device__ __forceinline__ void norm(
         if (CENTRED) held_b[k].widen(b);
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] = scaled<CENTRED>(normalised<CENTRED>(v[i], s), w[i], CENTRED ? b[i] : 0.0f);
-        Vec<T>::narrow(v).store(out + col(k));
+        const Vec<T> y = Vec<T>::narrow(v);
+        y.store(out + col(k));
+        largest.take(y);
     }
     store_stats<CENTRED>(s, stats, row);
+    largest.publish(cell);
 }
 
 template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_any(
-    const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols) {
+    const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols, ScaleCell cell) {
     __shared__ float shared[2][1][WARP];
     const unsigned row = blockIdx.x;
     x += (size_t)row * cols;
     out += (size_t)row * cols;
     Stats s = {0.0f, 0.0f};
+    Largest<T> largest;
     if (CENTRED) {
         float sum[1] = {0.0f};
         for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) sum[0] += widen(x[c]);
@@ -166,16 +173,20 @@ __device__ __forceinline__ void norm_any(
     s.rstd = 1.0f / sqrtf(sum[0] / cols + eps);
     for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) {
         const float b = CENTRED ? widen(bias[c]) : 0.0f;
-        out[c] = narrow<T>(scaled<CENTRED>(normalised<CENTRED>(widen(x[c]), s), factor<PLUS_ONE>(widen(weight[c])), b));
+        const Vec<T, 1> y = {narrow<T>(scaled<CENTRED>(normalised<CENTRED>(widen(x[c]), s), factor<PLUS_ONE>(widen(weight[c])), b))};
+        y.store(out + c);
+        largest.take(y);
     }
     store_stats<CENTRED>(s, stats, row);
+    largest.publish(cell);
 }
 
 // Adds the input's gradient to dx. A block takes the rows b, b + gridDim.x, ... and sums the parameters' gradients over
 // them, in that order, into its row of `partials`: [gridDim.x, cols] for the weight, then the same for a bias.
 template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_backward(
-    const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols) {
+    const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols,
+    ScaleCell cell) {
     constexpr int N = WIDE<T>, VECS = BACKWARD_VECS;
     __shared__ float shared[2][RowSums<CENTRED>::N][WARP];
     // Each thread's own; it is here to leave registers for more threads.
@@ -186,6 +197,7 @@ __device__ __forceinline__ void norm_backward(
         if (col(k) < cols) held_w[k][threadIdx.x] = Vec<T>::load(weight + col(k));
     }
     float dweight[VECS][N] = {}, dbias[VECS][N] = {};
+    Largest<T> largest;
     unsigned turn = 0;
     for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         const size_t start = (size_t)row * cols;
@@ -227,7 +239,9 @@ __device__ __forceinline__ void norm_backward(
                 if (CENTRED) dbias[k][i] += d[i];
                 sum[i] += means.gradient(d[i], w[i], xhat[i], s.rstd);
             }
-            Vec<T>::narrow(sum).store(dx + start + col(k));
+            const Vec<T> gradient = Vec<T>::narrow(sum);
+            gradient.store(dx + start + col(k));
+            largest.take(gradient);
         }
     }
     float* weight_sums = partials + (size_t)blockIdx.x * cols;
@@ -245,15 +259,18 @@ __device__ __forceinline__ void norm_backward(
             }
         }
     }
+    largest.publish(cell);
 }
 
 // As above; a thread keeps its columns' sums in `partials` itself.
 template <typename T, bool CENTRED, bool PLUS_ONE = false>
 __device__ __forceinline__ void norm_backward_any(
-    const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols) {
+    const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows, unsigned cols,
+    ScaleCell cell) {
     __shared__ float shared[2][RowSums<CENTRED>::N][WARP];
     float* weight_sums = partials + (size_t)blockIdx.x * cols;
     float* bias_sums = weight_sums + (size_t)gridDim.x * cols;
+    Largest<T> largest;
     unsigned turn = 0;
     for (unsigned row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
         const size_t start = (size_t)row * cols;
@@ -268,40 +285,44 @@ __device__ __forceinline__ void norm_backward_any(
             const float d = widen(dout[start + c]), xhat = normalised<CENTRED>(widen(x[start + c]), s);
             weight_sums[c] = fmaf(d, xhat, first ? 0.0f : weight_sums[c]);
             if (CENTRED) bias_sums[c] = (first ? 0.0f : bias_sums[c]) + d;
-            dx[start + c] = narrow<T>(widen(dx[start + c]) + means.gradient(d, factor<PLUS_ONE>(widen(weight[c])), xhat, s.rstd));
+            const float sum = widen(dx[start + c]) + means.gradient(d, factor<PLUS_ONE>(widen(weight[c])), xhat, s.rstd);
+            const Vec<T, 1> gradient = {narrow<T>(sum)};
+            gradient.store(dx + start + c);
+            largest.take(gradient);
         }
     }
+    largest.publish(cell);
 }
 
 // ANY is empty or _any. With more than 96 registers one block of layer norm's backward fewer would fit on a multiprocessor.
-#define NORM_OF(NAME, T, ANY)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) rms_norm##ANY##_##NAME(                                          \
-        const T* x, const T* weight, float eps, T* out, float* rstd, unsigned cols) {                                   \
-        norm##ANY<T, false>(x, weight, nullptr, eps, out, rstd, cols);                                                  \
+#define NORM_OF(NAME, T, ANY)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) rms_norm##ANY##_##NAME(                               \
+        const T* x, const T* weight, float eps, T* out, float* rstd, unsigned cols, SCALE_PARAMS) {                     \
+        norm##ANY<T, false>(x, weight, nullptr, eps, out, rstd, cols, {scale, exponent});                               \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) layer_norm##ANY##_##NAME(                                        \
-        const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols) {                   \
-        norm##ANY<T, true>(x, weight, bias, eps, out, stats, cols);                                                     \
+    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) layer_norm##ANY##_##NAME(                             \
+        const T* x, const T* weight, const T* bias, float eps, T* out, float* stats, unsigned cols, SCALE_PARAMS) {     \
+        norm##ANY<T, true>(x, weight, bias, eps, out, stats, cols, {scale, exponent});                                  \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS) rms_norm_backward##ANY##_##NAME(                                 \
+    extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS) rms_norm_backward##ANY##_##NAME(                     \
         const T* dout, const T* x, const T* weight, const float* rstd, T* dx, float* partials, unsigned rows,           \
-        unsigned cols) {                                                                                                \
-        norm_backward##ANY<T, false>(dout, x, weight, rstd, dx, partials, rows, cols);                                  \
+        unsigned cols, SCALE_PARAMS) {                                                                                  \
+        norm_backward##ANY<T, false>(dout, x, weight, rstd, dx, partials, rows, cols, {scale, exponent});               \
     }                                                                                                                   \
-    extern "C" __global__ void __maxnreg__(96) layer_norm_backward##ANY##_##NAME(                                \
+    extern "C" __global__ void __maxnreg__(96) layer_norm_backward##ANY##_##NAME(                                       \
         const T* dout, const T* x, const T* weight, const float* stats, T* dx, float* partials, unsigned rows,          \
-        unsigned cols) {                                                                                                \
-        norm_backward##ANY<T, true>(dout, x, weight, stats, dx, partials, rows, cols);                                  \
+        unsigned cols, SCALE_PARAMS) {                                                                                  \
+        norm_backward##ANY<T, true>(dout, x, weight, stats, dx, partials, rows, cols, {scale, exponent});               \
     }
 #define PLUS_ONE_OF(NAME, T, ANY)                                                                                       \
     extern "C" __global__ void __launch_bounds__(FORWARD_THREADS) rms_norm_plus_one##ANY##_##NAME(                      \
-        const T* x, const T* weight, float eps, T* out, float* rstd, unsigned cols) {                                   \
-        norm##ANY<T, false, true>(x, weight, nullptr, eps, out, rstd, cols);                                            \
+        const T* x, const T* weight, float eps, T* out, float* rstd, unsigned cols, SCALE_PARAMS) {                     \
+        norm##ANY<T, false, true>(x, weight, nullptr, eps, out, rstd, cols, {scale, exponent});                         \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS) rms_norm_plus_one_backward##ANY##_##NAME(            \
         const T* dout, const T* x, const T* weight, const float* rstd, T* dx, float* partials, unsigned rows,           \
-        unsigned cols) {                                                                                                \
-        norm_backward##ANY<T, false, true>(dout, x, weight, rstd, dx, partials, rows, cols);                            \
+        unsigned cols, SCALE_PARAMS) {                                                                                  \
+        norm_backward##ANY<T, false, true>(dout, x, weight, rstd, dx, partials, rows, cols, {scale, exponent});         \
     }
 #define NORM(NAME, T) NORM_OF(NAME, T, ) NORM_OF(NAME, T, _any) PLUS_ONE_OF(NAME, T, ) PLUS_ONE_OF(NAME, T, _any)
 FOR_EACH_FORMAT(NORM)

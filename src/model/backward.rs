@@ -4,6 +4,7 @@
 use super::Model;
 use super::activations::{Activations, NormActivations, RawActivations};
 use super::forward::scale;
+use super::fp8::LastWriter;
 use super::head::MicroStep;
 use super::layer_shape::{Act, Join, NormSpec};
 use super::mlp_tile::MlpTile;
@@ -13,7 +14,7 @@ use super::sequence::{Handover, PassRunner};
 use super::tensors::Module;
 use crate::device::{
     AttentionBackward, BiasBackward, DeviceSlice, EmbedBackward, GegluBackward, GeluBackward, Kernels, Launch, LayerNormBackward, Matmul,
-    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, SinksBackward, SwigluBackward, Zero,
+    MatmulLayout, MatmulShape, QkNormBackward, RmsNormBackward, ScaleAdd, ScaleCell, SinksBackward, SwigluBackward, WithScale, Zero,
 };
 use crate::error::Result;
 
@@ -22,6 +23,8 @@ use crate::error::Result;
 struct ResidualGrads {
     dresidual: DeviceSlice,
     dnorm: DeviceSlice,
+    /// Where the scale of `dresidual` goes once the branch's norm has added to it, if a product below takes it in 8 bits.
+    scale: Option<ScaleCell>,
 }
 
 impl Model {
@@ -47,6 +50,7 @@ impl Model {
                     (act.final_norm_in, act.final_norm_stats),
                     (act.dnorm, act.dresidual),
                     first,
+                    self.scale_below(self.layers.len()),
                 )
             }
         }
@@ -91,21 +95,24 @@ impl Model {
         experts.backward(dev, all, micro)?;
         let Some(norm) = &params.mlp_norm else { return Ok(()) };
         let (kind, input) = (self.shape.layers[layer].norm, (act.mid, act.mlp_norm.stats));
-        norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first)
+        norm_backward(dev, kind, norm, input, (all.dnorm, all.dresidual), micro.first, params.attn_out.gradient_scale(LastWriter::Above))
     }
 
     fn backward_dense<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile, first: bool) -> Result<()> {
         let (params, act, all) = (&self.layers[layer], &tile.act, &self.activations);
-        let grads = ResidualGrads { dresidual: tile.rows(all.dresidual), dnorm: tile.rows(all.dnorm) };
+        let scale = params.attn_out.gradient_scale(LastWriter::Above);
+        let grads = ResidualGrads { dresidual: tile.rows(all.dresidual), dnorm: tile.rows(all.dnorm), scale };
         let ffn = self.shape.layers[layer].mlp.ffn();
         let dact = all.dinner.slice(0, act.mlp_act.elems());
         let dmlp_in = all.dfused.slice(0, act.mlp_in.elems());
-        let dout = self.branch_gradient(dev, layer, grads, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)), first)?;
+        let last = (&params.mlp_out, params.post_mlp_norm.map(|norm| (norm, act.post_mlp)));
+        let dout = self.branch_gradient(dev, layer, grads, last, first)?;
         linear_backward(dev, &params.mlp_out, act.mlp_act, dout, Input::New(dact), first)?;
+        let (gate_up, cols, cell) = (act.mlp_in, ffn.width, params.mlp_in.gradient_scale(LastWriter::Branch));
         match ffn.act {
-            Act::Swiglu => dev.launch(SwigluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
-            Act::Geglu => dev.launch(GegluBackward { dout: dact, gate_up: act.mlp_in, dgate_up: dmlp_in, cols: ffn.width })?,
-            Act::GeluTanh => dev.launch(GeluBackward { dout: dact, x: act.mlp_in, dx: dmlp_in })?,
+            Act::Swiglu => dev.launch(WithScale { kernel: SwigluBackward { dout: dact, gate_up, dgate_up: dmlp_in, cols }, cell })?,
+            Act::Geglu => dev.launch(WithScale { kernel: GegluBackward { dout: dact, gate_up, dgate_up: dmlp_in, cols }, cell })?,
+            Act::GeluTanh => dev.launch(WithScale { kernel: GeluBackward { dout: dact, x: gate_up, dx: dmlp_in }, cell })?,
         }
         self.leave(dev, layer, grads, (&params.mlp_in, dmlp_in), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
     }
@@ -115,18 +122,24 @@ impl Model {
         &self,
         dev: &mut D,
         layer: usize,
-        ResidualGrads { dresidual, dnorm }: ResidualGrads,
-        post: Option<(NormParams, RawActivations)>,
+        ResidualGrads { dresidual, dnorm, .. }: ResidualGrads,
+        (last, post): (&LinearParams, Option<(NormParams, RawActivations)>),
         first: bool,
     ) -> Result<DeviceSlice> {
+        let cell = last.gradient_scale(LastWriter::Branch);
         if let Join::Scale(scale) = self.shape.layers[layer].join {
-            dev.launch(ScaleAdd { x: dresidual, scale, base: None, out: dnorm })?;
+            dev.launch(WithScale { kernel: ScaleAdd { x: dresidual, scale, base: None, out: dnorm }, cell })?;
             return Ok(dnorm);
         }
         let Some((params, act)) = post else { return Ok(dresidual) };
         dev.launch(Zero { x: dnorm })?;
-        norm_backward(dev, self.shape.layers[layer].norm, &params, (act.raw, act.stats), (dresidual, dnorm), first)?;
+        norm_backward(dev, self.shape.layers[layer].norm, &params, (act.raw, act.stats), (dresidual, dnorm), first, cell)?;
         Ok(dnorm)
+    }
+
+    /// Where the scale of the gradient of what the MLP below `layer` makes goes, if that is the residual stream's gradient as a norm leaves it.
+    fn scale_below(&self, layer: usize) -> Option<ScaleCell> {
+        self.layers[..layer].last().and_then(|below| below.mlp_out.gradient_scale(LastWriter::Above))
     }
 
     /// From the gradient of what a branch's first matrix makes to that of the residual stream `x`, through the norm that it started with.
@@ -134,14 +147,14 @@ impl Model {
         &self,
         dev: &mut D,
         layer: usize,
-        ResidualGrads { dresidual, dnorm }: ResidualGrads,
+        ResidualGrads { dresidual, dnorm, scale }: ResidualGrads,
         (params, dout): (&LinearParams, DeviceSlice),
         (norm, x): (Option<(NormParams, NormActivations)>, DeviceSlice),
         first: bool,
     ) -> Result<()> {
         let Some((norm, act)) = norm else { return linear_backward(dev, params, x, dout, Input::Added(dresidual), first) };
         linear_backward(dev, params, act.out, dout, Input::New(dnorm), first)?;
-        norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first)
+        norm_backward(dev, self.shape.layers[layer].norm, &norm, (x, act.stats), (dnorm, dresidual), first, scale)
     }
 
     fn backward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, first: bool) -> Result<()> {
@@ -150,8 +163,9 @@ impl Model {
         run.hand_over(Handover::KeptOut, layer)?;
         let dev = run.dev();
         let Activations { dresidual, dnorm, .. } = self.activations;
-        let grads = ResidualGrads { dresidual, dnorm };
-        let dbranch = self.branch_gradient(dev, layer, grads, params.post_attn_norm.map(|norm| (norm, act.post_attn)), first)?;
+        let grads = ResidualGrads { dresidual, dnorm, scale: self.scale_below(layer) };
+        let last = (&params.attn_out, params.post_attn_norm.map(|norm| (norm, act.post_attn)));
+        let dbranch = self.branch_gradient(dev, layer, grads, last, first)?;
         linear_backward(dev, &params.attn_out, attn_out, dbranch, Input::New(dattn_out), first)?;
         run.hand_over(Handover::OutGrad, layer)?;
         self.backward_heads(run.dev(), layer, first)?;
@@ -199,11 +213,15 @@ fn norm_backward<D: Kernels>(
     (x, stats): (DeviceSlice, DeviceSlice),
     (dout, dx): (DeviceSlice, DeviceSlice),
     first: bool,
+    cell: Option<ScaleCell>,
 ) -> Result<()> {
     let (weight, dweight, accumulate, plus_one) = (params.weight.value, params.weight.grad, !first, norm.plus_one);
     match params.bias {
-        None => dev.launch(RmsNormBackward { dout, x, weight, plus_one, rstd: stats, dx, dweight, accumulate }),
-        Some(bias) => dev.launch(LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate }),
+        None => dev.launch(WithScale { kernel: RmsNormBackward { dout, x, weight, plus_one, rstd: stats, dx, dweight, accumulate }, cell }),
+        Some(bias) => {
+            let kernel = LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: bias.grad, accumulate };
+            dev.launch(WithScale { kernel, cell })
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use super::shape::RopeConfig;
 use super::tensors::Module;
 use crate::device::{
     AttentionForward, DeviceSlice, Embed, Geglu, Gelu, Kernels, Launch, LayerNorm, Matmul, MatmulLayout, MatmulShape, QkNorm, RmsNorm,
-    Rope, ScaleAdd, Sinks, Swiglu,
+    Rope, ScaleAdd, ScaleCell, Sinks, Swiglu, WithScale, Zero,
 };
 use crate::error::Result;
 
@@ -41,13 +41,14 @@ impl Model {
                 let dev = run.dev();
                 let (wte, wpe) = (self.embed.wte.value, self.embed.wpe.map(|p| p.value));
                 let out = self.acquire_residual(dev, 0)?;
+                act.fp8.map_or(Ok(()), |work| dev.launch(Zero { x: work.raised() }))?;
                 dev.launch(Embed { tokens: act.tokens, positions: act.positions, wte, wpe, out, channels: self.shape.channels })?;
                 scale(dev, out, self.shape.embed_scale.on(out.dtype()))
             }
             Module::Layer(layer) => self.forward_layer(run, layer),
             Module::Head => {
                 let dev = run.dev();
-                norm(dev, self.shape.final_norm, &self.head.norm, act.final_norm_in, act.final_norm_out, act.final_norm_stats)?;
+                norm(dev, self.shape.final_norm, &self.head.norm, (act.final_norm_in, act.final_norm_out), act.final_norm_stats, None)?;
                 // As good as a factor on logits.
                 scale(dev, act.final_norm_out, self.shape.logit_scale)
             }
@@ -94,7 +95,7 @@ impl Model {
         let (LayerShape { join, norm: kind, .. }, base) = (self.shape.layers[layer], Some(base));
         if let Some((post, act)) = post {
             linear(dev, params, x, None, act.raw)?;
-            norm(dev, kind, &post, act.raw, out, act.stats)?;
+            norm(dev, kind, &post, (act.raw, out), act.stats, None)?;
             return dev.launch(ScaleAdd { x: out, scale: 1.0, base, out });
         }
         let Join::Scale(scale) = join else { return linear(dev, params, x, base, out) };
@@ -111,13 +112,13 @@ impl Model {
 
     /// Makes what the backward pass of attention in `layer` needs and its policy did not keep, and what enters the MLP.
     pub(super) fn recompute_attention<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
-        let act = &self.activations.layers[layer];
+        let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         act.on_host().try_for_each(|turn| turn.acquire(run.dev()))?;
         match act.policy {
             LayerPolicy::Keep => Ok(()),
             _ if act.intact => Ok(()),
             LayerPolicy::RecomputeCheap => {
-                self.enter(run.dev(), layer, self.layers[layer].attn_norm, act.input, act.attn_norm)?;
+                self.enter(run.dev(), layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
                 act.qk_norm.map_or(Ok(()), |_| {
                     self.norm_and_rotate(run.dev(), layer, act)?;
                     run.hand_over(Handover::Qkv, layer)
@@ -132,12 +133,12 @@ impl Model {
 
     /// Makes what the backward pass of a tile of the MLP needs and the layer's policy did not keep.
     pub(super) fn recompute_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
-        let act = &tile.act;
+        let (params, act) = (&self.layers[layer], &tile.act);
         match act.policy {
             LayerPolicy::Keep => Ok(()),
             _ if act.intact && tile.is_whole() => Ok(()),
             LayerPolicy::RecomputeCheap => {
-                self.enter(dev, layer, self.layers[layer].mlp_norm, act.mid, act.mlp_norm)?;
+                self.enter(dev, layer, (params.mlp_norm, &params.mlp_in), act.mid, act.mlp_norm)?;
                 self.activate(dev, layer, act)
             }
             LayerPolicy::RecomputeBlock | LayerPolicy::HostAttention | LayerPolicy::Host => {
@@ -152,27 +153,27 @@ impl Model {
         let (params, act, LayerShape { norm: kind, .. }) = (&self.layers[layer], &tile.act, self.shape.layers[layer]);
         let Some(post) = &params.post_mlp_norm else { return Ok(()) };
         linear(dev, &params.mlp_out, act.mlp_act, None, act.post_mlp.raw)?;
-        norm(dev, kind, post, act.post_mlp.raw, tile.rows(self.activations.dnorm), act.post_mlp.stats)
+        norm(dev, kind, post, (act.post_mlp.raw, tile.rows(self.activations.dnorm)), act.post_mlp.stats, None)
     }
 
-    /// What enters a branch of the residual stream `x`: its norm, if the layer has one here.
+    /// What enters the first matrix of a branch of the residual stream `x`: its norm, if the layer has one here.
     fn enter<D: Kernels>(
         &self,
         dev: &mut D,
         layer: usize,
-        params: Option<NormParams>,
+        (params, first): (Option<NormParams>, &LinearParams),
         x: DeviceSlice,
         act: NormActivations,
     ) -> Result<DeviceSlice> {
         let Some(params) = params else { return Ok(x) };
-        norm(dev, self.shape.layers[layer].norm, &params, x, act.out, act.stats)?;
+        norm(dev, self.shape.layers[layer].norm, &params, (x, act.out), act.stats, first.input_scale())?;
         Ok(act.out)
     }
 
     /// From the layer's input to the residual stream between attention and MLP, into `act`.
     fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         let (params, dev, [qkv, attn_out]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
-        let x = self.enter(dev, layer, params.attn_norm, act.input, act.attn_norm)?;
+        let x = self.enter(dev, layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
         linear(dev, &params.qkv, x, None, act.qk_norm.map_or(qkv, |kept| kept.raw))?;
         self.norm_and_rotate(dev, layer, act)?;
         if attending == Attending::New {
@@ -199,7 +200,7 @@ impl Model {
     /// first.
     fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations, routing: Routing) -> Result<()> {
         let params = &self.layers[layer];
-        let x = self.enter(dev, layer, params.mlp_norm, act.mid, act.mlp_norm)?;
+        let x = self.enter(dev, layer, (params.mlp_norm, &params.mlp_in), act.mid, act.mlp_norm)?;
         if let Some(experts) = self.experts(layer) {
             if routing == Routing::New {
                 experts.route(dev)?;
@@ -224,11 +225,11 @@ impl Model {
     /// Experts do this on their way out.
     fn activate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let Mlp::Dense(ffn) = self.shape.layers[layer].mlp else { return Ok(()) };
-        let (x, out) = (act.mlp_in, act.mlp_act);
+        let (x, out, cell) = (act.mlp_in, act.mlp_act, self.layers[layer].mlp_out.input_scale());
         match ffn.act {
-            Act::Swiglu => dev.launch(Swiglu { gate_up: x, out, cols: ffn.width }),
-            Act::Geglu => dev.launch(Geglu { gate_up: x, out, cols: ffn.width }),
-            Act::GeluTanh => dev.launch(Gelu { x, out }),
+            Act::Swiglu => dev.launch(WithScale { kernel: Swiglu { gate_up: x, out, cols: ffn.width }, cell }),
+            Act::Geglu => dev.launch(WithScale { kernel: Geglu { gate_up: x, out, cols: ffn.width }, cell }),
+            Act::GeluTanh => dev.launch(WithScale { kernel: Gelu { x, out }, cell }),
         }
     }
 
@@ -241,11 +242,18 @@ impl Model {
     }
 }
 
-fn norm<D: Kernels>(dev: &mut D, norm: NormSpec, params: &NormParams, x: DeviceSlice, out: DeviceSlice, stats: DeviceSlice) -> Result<()> {
+fn norm<D: Kernels>(
+    dev: &mut D,
+    norm: NormSpec,
+    params: &NormParams,
+    (x, out): (DeviceSlice, DeviceSlice),
+    stats: DeviceSlice,
+    cell: Option<ScaleCell>,
+) -> Result<()> {
     let (weight, NormSpec { eps, plus_one, .. }) = (params.weight.value, norm);
     match params.bias {
-        None => dev.launch(RmsNorm { x, weight, plus_one, eps, out, rstd: stats }),
-        Some(bias) => dev.launch(LayerNorm { x, weight, bias: bias.value, eps, out, stats }),
+        None => dev.launch(WithScale { kernel: RmsNorm { x, weight, plus_one, eps, out, rstd: stats }, cell }),
+        Some(bias) => dev.launch(WithScale { kernel: LayerNorm { x, weight, bias: bias.value, eps, out, stats }, cell }),
     }
 }
 

@@ -6,11 +6,12 @@
 //! a product reads: forward as it is, backward transposed. Whatever computes a product again, or finds its weights elsewhere, quantizes the same
 //! bfloat16 numbers: bits depend neither on what layers keep nor on where weights lie. Layers that keep the outputs of norms and of the activation
 //! function keep them in 8 bits, transposed, as the backward pass reads them. All else of 8 bits ends with its product and shares its memory; scales
-//! are kept, from the forward to the backward pass.
+//! are kept, from the forward to the backward pass. A kernel of ours that writes what a product reads finds its scale on the way; what a library
+//! writes, and weights, take a pass.
 
-use super::layer_shape::LayerShape;
+use super::layer_shape::{Join, LayerShape};
 use super::shape::ModelShape;
-use crate::device::{DeviceSlice, FP8_ALIGN_BYTES, FP8_GRAIN};
+use crate::device::{DeviceSlice, FP8_ALIGN_BYTES, FP8_GRAIN, ScaleCell};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
@@ -19,8 +20,9 @@ pub(crate) const RECIPE: &str = "fp8: E4M3, gradients of outputs E5M2; a power o
 
 /// Linear layers of a layer: queries, keys and values; attention's output; what enters the MLP; what leaves it.
 pub(super) const LINEARS: usize = 4;
-/// Scales of each: of its input, its weight, and the gradient of its output.
+/// Scales of each: of its input and of the gradient of its output, which each micro-batch has anew, and of its weight.
 const SCALES: usize = 3;
+const OF_MICRO_BATCH: usize = 2;
 /// Elements from one scale to the next: each begins where products take it.
 const SCALE_STRIDE: usize = FP8_ALIGN_BYTES as usize / Dtype::Float32.bytes();
 
@@ -33,7 +35,7 @@ pub(super) struct Fp8Work {
     pub transposed: DeviceSlice,
     /// A weight, or what entered, transposed.
     pub factor: DeviceSlice,
-    /// fp32 `[layers, LINEARS, SCALES, SCALE_STRIDE]`
+    /// fp32 `[SCALES, layers, LINEARS, SCALE_STRIDE]`
     pub scales: DeviceSlice,
 }
 
@@ -77,28 +79,72 @@ pub(crate) fn check(shape: &ModelShape, tokens: usize) -> Result<()> {
     Ok(())
 }
 
+/// Who writes a matrix last before a product reads it, and so finds its scale.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum LastWriter {
+    /// A library: a pass over the matrix finds it.
+    Library,
+    /// A kernel within the same branch of the residual stream.
+    Branch,
+    /// Backward, the norm of the branch above, which adds to the gradient of the residual stream.
+    Above,
+}
+
+/// Of the input of each linear layer of a layer, by the order of [`linears`], and of the gradient of its output.
+pub(super) fn writers(layers: &[LayerShape], layer: usize) -> [[LastWriter; OF_MICRO_BATCH]; LINEARS] {
+    let LayerShape { pre_norm, join, .. } = layers[layer];
+    let entry = if pre_norm { LastWriter::Branch } else { LastWriter::Library };
+    // A branch that is scaled or normalised before it joins makes its own gradient of that of the residual stream.
+    let exit = |norm_above: bool| match join {
+        Join::Scale(_) | Join::Norm => LastWriter::Branch,
+        Join::Add if norm_above => LastWriter::Above,
+        Join::Add => LastWriter::Library,
+    };
+    // Above the last layer is the norm before the output matrix.
+    let next = layers.get(layer + 1).is_none_or(|next| next.pre_norm);
+    [[entry, LastWriter::Library], [LastWriter::Library, exit(pre_norm)], [entry, LastWriter::Branch], [LastWriter::Branch, exit(next)]]
+}
+
 /// How a linear layer is computed in FP8.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fp8Linear {
     pub work: Fp8Work,
-    /// Of its input, its weight, and the gradient of its output, fp32 `[SCALES, SCALE_STRIDE]`.
-    scales: DeviceSlice,
+    /// Of its input, of the gradient of its output, and of its weight, each fp32 `[1]`.
+    scales: [DeviceSlice; SCALES],
+    /// Of its input and of the gradient of its output.
+    pub writers: [LastWriter; OF_MICRO_BATCH],
     /// Where its input stays, transposed, until the backward pass; `None`: that pass makes it again.
     pub kept: Option<DeviceSlice>,
 }
 
 impl Fp8Work {
     /// The part of linear layer `linear` of layer `layer`, by the order of [`linears`].
-    pub(super) fn of(self, layer: usize, linear: usize, kept: Option<DeviceSlice>) -> Fp8Linear {
-        let elems = SCALES * SCALE_STRIDE;
-        Fp8Linear { work: self, scales: self.scales.slice((layer * LINEARS + linear) * elems, elems), kept }
+    pub(super) fn of(self, layer: usize, linear: usize, writers: [LastWriter; OF_MICRO_BATCH], kept: Option<DeviceSlice>) -> Fp8Linear {
+        let each = self.scales.elems() / SCALES;
+        let scale = |which| self.scales.slice(which * each + (layer * LINEARS + linear) * SCALE_STRIDE, 1);
+        Fp8Linear { work: self, scales: std::array::from_fn(scale), writers, kept }
+    }
+
+    /// The scales that kernels raise: 0 before a micro-batch.
+    pub(super) fn raised(&self) -> DeviceSlice {
+        self.scales.slice(0, self.scales.elems() / SCALES * OF_MICRO_BATCH)
     }
 }
 
 impl Fp8Linear {
-    /// Scale `which` of [`SCALES`].
-    pub(super) fn scale(&self, which: usize) -> DeviceSlice {
-        self.scales.slice(which * SCALE_STRIDE, 1)
+    /// The scale of its input.
+    pub(super) fn input(&self) -> ScaleCell {
+        ScaleCell { scale: self.scales[0], format: Dtype::Float8E4m3 }
+    }
+
+    /// The scale of the gradient of its output.
+    pub(super) fn gradient(&self) -> ScaleCell {
+        ScaleCell { scale: self.scales[1], format: Dtype::Float8E5m2 }
+    }
+
+    /// The scale of its weight.
+    pub(super) fn weight(&self) -> ScaleCell {
+        ScaleCell { scale: self.scales[2], format: Dtype::Float8E4m3 }
     }
 }
 
@@ -112,6 +158,23 @@ mod tests {
         let shape = ModelShape::demo();
         assert_eq!(work_elems(&shape, 128), [128 * 1024, 128 * 1024, 1024 * 256, 6 * 48]);
         assert_eq!(work_elems(&shape, 2048), [2048 * 1024, 2048 * 1024, 2048 * 512, 6 * 48]);
+    }
+
+    #[test]
+    fn kernels_write_all_but_what_libraries_do() {
+        use LastWriter::{Above, Branch, Library};
+        let mut layers = ModelShape::demo().layers;
+        let last = layers.len() - 1;
+        let llama = [[Branch, Library], [Library, Above], [Branch, Branch], [Branch, Above]];
+        assert_eq!([writers(&layers, 0), writers(&layers, last)], [llama; 2]);
+        // What is below a layer that normalises nothing has the gradient from a product.
+        layers[1].pre_norm = false;
+        assert_eq!(writers(&layers, 0)[3], [Branch, Library]);
+        assert_eq!(writers(&layers, 1), [[Library; 2], [Library; 2], [Library, Branch], [Branch, Above]]);
+        for join in [Join::Scale(0.5), Join::Norm] {
+            layers[1].join = join;
+            assert_eq!([1, 3].map(|linear| writers(&layers, 1)[linear][1]), [Branch; 2]);
+        }
     }
 
     #[test]

@@ -1,19 +1,19 @@
 //! A linear layer in FP8, forward and backward.
 
 use super::activations::LayerActivations;
-use super::fp8::{Fp8Linear, Fp8Work};
+use super::fp8::{self, Fp8Linear, Fp8Work, LastWriter};
 use super::params::{LayerParams, LinearParams};
 use super::shape::ModelShape;
-use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaledMatmul};
-use crate::dtype::Dtype;
+use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul};
 use crate::error::Result;
 
 /// Has the linear layers of `layers` computed in FP8, but for experts.
 pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActivations], layers: &mut [LayerParams]) {
     for (index, layer) in layers.iter_mut().enumerate() {
+        let (writers, kept) = (fp8::writers(&shape.layers, index), activations[index].fp8);
         let dense = [&mut layer.mlp_in, &mut layer.mlp_out].into_iter().filter(|_| shape.layers[index].mlp.moe().is_none());
         let linears = [&mut layer.qkv, &mut layer.attn_out].into_iter().chain(dense);
-        linears.enumerate().for_each(|(at, linear)| linear.fp8 = Some(work.of(index, at, activations[index].fp8[at])));
+        linears.enumerate().for_each(|(at, linear)| linear.fp8 = Some(work.of(index, at, writers[at], kept[at])));
     }
 }
 
@@ -31,15 +31,14 @@ impl Fp8Linear {
         base: Option<DeviceSlice>,
         out: DeviceSlice,
     ) -> Result<()> {
-        let (weight, cols) = (params.weight.value, params.in_cols);
-        let (x_scale, weight_scale) = (self.scale(0), self.scale(1));
-        dev.launch(AbsMaxScale { x, scale: x_scale, format: Dtype::Float8E4m3 })?;
-        dev.launch(AbsMaxScale { x: weight, scale: weight_scale, format: Dtype::Float8E4m3 })?;
+        let (weight, cols, bias) = (params.weight.value, params.in_cols, params.bias.map(|bias| bias.value));
+        let [x_cell, weight_cell] = [self.input(), self.weight()];
+        find_unless_found(dev, x, x_cell, self.writers[0])?;
+        find_scale(dev, weight, weight_cell)?;
         let (a, b) = (self.work.rows.slice(0, x.elems()), self.work.factor.slice(0, weight.elems()));
-        dev.launch(Quantize { x, scale: x_scale, out: Some(a), transposed: self.kept, cols })?;
-        dev.launch(Quantize { x: weight, scale: weight_scale, out: Some(b), transposed: None, cols })?;
-        let bias = params.bias.map(|bias| bias.value);
-        multiply(dev, [Scaled(a, x_scale), Scaled(b, weight_scale)], cols, (bias, base), out)
+        dev.launch(Quantize { x, scale: x_cell.scale, out: Some(a), transposed: self.kept, cols })?;
+        dev.launch(Quantize { x: weight, scale: weight_cell.scale, out: Some(b), transposed: None, cols })?;
+        multiply(dev, [Scaled(a, x_cell.scale), Scaled(b, weight_cell.scale)], cols, (bias, base), out)
     }
 
     /// `dx = dout * weight` and `dweight = dout^T * x`, each added to what there is if it is to `add`.
@@ -52,22 +51,32 @@ impl Fp8Linear {
         accumulate: bool,
     ) -> Result<()> {
         let (weight, dweight, ins, outs) = (params.weight.value, params.weight.grad, params.in_cols, params.out_cols);
-        let (tokens, scale) = (x.elems() / ins, self.scale(2));
-        dev.launch(AbsMaxScale { x: dout, scale, format: Dtype::Float8E5m2 })?;
-        let [rows, columns] = [self.work.rows, self.work.transposed].map(|work| work.view(0, dout.elems(), Dtype::Float8E5m2));
+        let (tokens, ScaleCell { scale, format }) = (x.elems() / ins, self.gradient());
+        find_unless_found(dev, dout, self.gradient(), self.writers[1])?;
+        let [rows, columns] = [self.work.rows, self.work.transposed].map(|work| work.view(0, dout.elems(), format));
         dev.launch(Quantize { x: dout, scale, out: Some(rows), transposed: Some(columns), cols: outs })?;
-        let weight = self.transposed(dev, weight, self.scale(1), ins)?;
+        let weight = self.transposed(dev, weight, self.weight(), ins)?;
         multiply(dev, [Scaled(rows, scale), weight], outs, (None, add.then_some(dx)), dx)?;
-        let x = self.kept.map_or_else(|| self.transposed(dev, x, self.scale(0), ins), |kept| Ok(Scaled(kept, self.scale(0))))?;
+        let x = self.kept.map_or_else(|| self.transposed(dev, x, self.input(), ins), |kept| Ok(Scaled(kept, self.input().scale)))?;
         multiply(dev, [Scaled(columns, scale), x], tokens, (None, accumulate.then_some(dweight)), dweight)
     }
 
     /// `x`, whose scale the forward pass left, transposed.
-    fn transposed<D: Kernels>(&self, dev: &mut D, x: DeviceSlice, scale: DeviceSlice, cols: usize) -> Result<Scaled> {
+    fn transposed<D: Kernels>(&self, dev: &mut D, x: DeviceSlice, ScaleCell { scale, .. }: ScaleCell, cols: usize) -> Result<Scaled> {
         let transposed = self.work.factor.slice(0, x.elems());
         dev.launch(Quantize { x, scale, out: None, transposed: Some(transposed), cols })?;
         Ok(Scaled(transposed, scale))
     }
+}
+
+/// The scale of `x`, unless its `writer` has found it.
+fn find_unless_found<D: Kernels>(dev: &mut D, x: DeviceSlice, cell: ScaleCell, writer: LastWriter) -> Result<()> {
+    if writer == LastWriter::Library { find_scale(dev, x, cell) } else { Ok(()) }
+}
+
+/// By a pass over `x`.
+fn find_scale<D: Kernels>(dev: &mut D, x: DeviceSlice, ScaleCell { scale, format }: ScaleCell) -> Result<()> {
+    dev.launch(AbsMaxScale { x, scale, format })
 }
 
 /// The product of `a` and `b`, both in rows of `k`, with what is added to it.

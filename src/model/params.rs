@@ -1,8 +1,8 @@
 //! A model's tensors as device slices, found once by role, so that the passes look nothing up.
 
-use super::fp8::Fp8Linear;
+use super::fp8::{Fp8Linear, LastWriter};
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
-use crate::device::DeviceSlice;
+use crate::device::{DeviceSlice, ScaleCell};
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Param {
@@ -19,6 +19,18 @@ pub(super) struct LinearParams {
     pub(crate) in_cols: usize,
     /// How it is computed in FP8, if it is.
     pub fp8: Option<Fp8Linear>,
+}
+
+impl LinearParams {
+    /// Where the kernel that writes its input leaves the scale, if it is to find one.
+    pub(super) fn input_scale(&self) -> Option<ScaleCell> {
+        self.fp8.filter(|fp8| fp8.writers[0] == LastWriter::Branch).map(|fp8| fp8.input())
+    }
+
+    /// Where `writer` of the gradient of its output leaves the scale, if it is the one that finds it.
+    pub(super) fn gradient_scale(&self, writer: LastWriter) -> Option<ScaleCell> {
+        self.fp8.filter(|fp8| fp8.writers[1] == writer).map(|fp8| fp8.gradient())
+    }
 }
 
 /// A norm: LayerNorm if it has a bias, otherwise RMSNorm.

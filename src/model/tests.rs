@@ -1,6 +1,7 @@
 //! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
+use super::fp8::{self, LastWriter};
 use super::layer_shape::{Ffn, LayerShape, Mlp, Moe};
 use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
 use super::rope::rope_table;
@@ -62,9 +63,7 @@ impl Harness {
         policies: &[LayerPolicy],
         schedule: Schedule,
     ) -> Self {
-        let (mut dev, mut host) = (crate::launch::open::cpu(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
-        let flat = TensorTable::new(shape).flat_elems();
-        let plan = ActivationPlan::new(MicroBatch {
+        let micro_batch = MicroBatch {
             shape,
             batch,
             seq_length: SEQ_LENGTH,
@@ -75,8 +74,15 @@ impl Harness {
             tile,
             mlp_tile,
             policies,
-        })
-        .unwrap();
+        };
+        Self::of::<E>(micro_batch, schedule)
+    }
+
+    fn of<E: Element>(micro_batch: MicroBatch<'_>, schedule: Schedule) -> Self {
+        let (mut dev, mut host) = (crate::launch::open::cpu(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
+        let shape = micro_batch.shape;
+        let flat = TensorTable::new(shape).flat_elems();
+        let plan = ActivationPlan::new(micro_batch).unwrap();
         let weights = dev.alloc("weights", flat, E::DTYPE).unwrap();
         let grads = dev.alloc("grads", flat, E::DTYPE).unwrap();
         let activations = plan.allocate(&mut dev, &mut host, &mut Lease::default()).unwrap();
@@ -486,6 +492,58 @@ fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() 
         for (seed, policies) in POLICIES.iter().enumerate() {
             assert!(steps(policies, seed as u64, Some(5)) == kept, "{family} {policies:?}");
         }
+    }
+}
+
+/// As it is, in sizes that FP8 takes.
+fn for_fp8(mut shape: ModelShape) -> ModelShape {
+    for layer in &mut shape.layers {
+        layer.attn.head_dim = 16;
+        if let Mlp::Dense(ffn) = &mut layer.mlp {
+            ffn.width = 48;
+        }
+    }
+    shape
+}
+
+/// Loss, gradients and scales of a micro-batch from `sequence` on, as bits.
+fn step_in_fp8(harness: &mut Harness, sequence: usize) -> (u32, Vec<u16>, Vec<u32>) {
+    let (loss, grads, scales) =
+        (harness.model.activations.loss, harness.model.grads, harness.model.activations.fp8.map(|work| work.raised()).unwrap());
+    harness.feed(sequence);
+    harness.train(whole(&harness.model));
+    (harness.download(loss)[0], harness.download(grads), harness.download(scales))
+}
+
+#[test]
+fn scales_that_kernels_find_are_those_of_passes() {
+    for (seed, (name, shape)) in shapes().into_iter().enumerate() {
+        let shape = for_fp8(shape);
+        let cycle = [Keep, RecomputeCheap, RecomputeBlock, HostAttention, Host].into_iter().cycle().skip(seed);
+        let policies: Vec<_> = cycle.take(shape.layers.len()).collect();
+        let (dtype, tile) = (Dtype::Bfloat16, ONE_TILE);
+        let micro_batch = MicroBatch {
+            shape: &shape,
+            batch: 4,
+            seq_length: SEQ_LENGTH,
+            sequence_ranks: 1,
+            separates_documents: false,
+            dtype,
+            fp8: true,
+            tile,
+            mlp_tile: None,
+            policies: &policies,
+        };
+        fp8::check(&shape, 4 * SEQ_LENGTH).unwrap();
+        let mut harness = Harness::of::<half::bf16>(micro_batch, Schedule::Adversary { seed: seed as u64 });
+        // The second micro-batch does not know of the first.
+        let found = [0, 4].map(|sequence| step_in_fp8(&mut harness, sequence));
+        assert!(found.iter().all(|(loss, ..)| f32::from_bits(*loss).is_finite()), "{name}");
+        for layer in &mut harness.model.layers {
+            let linears = [&mut layer.qkv, &mut layer.attn_out, &mut layer.mlp_in, &mut layer.mlp_out];
+            linears.into_iter().filter_map(|linear| linear.fp8.as_mut()).for_each(|fp8| fp8.writers = [LastWriter::Library; 2]);
+        }
+        assert!([0, 4].map(|sequence| step_in_fp8(&mut harness, sequence)) == found, "{name}");
     }
 }
 

@@ -11,7 +11,7 @@ use superoffload::Error;
 use superoffload::internals::device::{AbsMaxScale, MatmulLayout, MatmulShape, Quantize, ScaledMatmul};
 use superoffload::internals::dtype::Dtype;
 
-const FORMATS: [Dtype; 2] = [Dtype::Float8E4m3, Dtype::Float8E5m2];
+pub const FORMATS: [Dtype; 2] = [Dtype::Float8E4m3, Dtype::Float8E5m2];
 const BF16: Dtype = Dtype::Bfloat16;
 
 /// Elements: less than a vector, tails, several blocks, more than the grid takes at once.
@@ -81,7 +81,7 @@ fn scale(bench: &mut Bench, x: &[f32], format: Dtype) -> Outcome {
 fn every_number(bench: &mut Bench, format: Dtype) -> Outcome {
     needs_fp8(bench)?;
     let all: Vec<f32> = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16)).collect();
-    for scale in [1.0, 2f32.powi(-126), 2f32.powi(119), 0.03125, f32::NAN] {
+    for scale in [1.0, 2f32.powi(-126), 2f32.powi(119), 0.03125, f32::NAN, 0.0] {
         quantize(bench, format, 256, &all, scale)?;
     }
     Ok(0.0)

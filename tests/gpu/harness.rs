@@ -35,6 +35,10 @@ pub enum Want {
     Near(Vec<Near>),
     /// These bits.
     Bits(Vec<u8>),
+    /// The bits that another buffer holds after the same call.
+    As(Handle),
+    /// Whatever it is.
+    Any,
 }
 
 /// The buffers of a case on a device.
@@ -262,8 +266,9 @@ impl Case {
         for (i, b) in self.buffers.iter().enumerate() {
             let fail = |e: String| Missed::Failed(format!("{}{how} {e}", b.name));
             let bits = match &b.want {
-                None => continue,
+                None | Some(Want::Any) => continue,
                 Some(Want::Bits(bits)) => Some(bits),
+                Some(Want::As(other)) => Some(&got[other.0]),
                 Some(Want::Same) => reference.map(|r| &r[i]),
                 Some(Want::Near(near)) => {
                     worst = worst.max(compare_near(b.dtype, &got[i], near).map_err(fail)?);

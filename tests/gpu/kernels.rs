@@ -9,7 +9,7 @@ use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
     attention, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer, pointwise, products,
-    route, sinks,
+    route, scales, sinks,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -61,6 +61,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     experts::cases(suite);
     sinks::cases(suite);
     fp8::cases(suite);
+    scales::cases(suite);
 }
 
 /// `work(i)` for all `i` below `count`, in order, on all cores.

@@ -25,5 +25,6 @@ mod random;
 mod report;
 mod route;
 pub mod run;
+mod scales;
 mod sinks;
 mod training;

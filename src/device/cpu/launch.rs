@@ -39,6 +39,16 @@ impl<'a> TaskMemory<'a> {
         unsafe { view_mut(slice) }
     }
 
+    /// An operand that a part of the kernel has written.
+    ///
+    /// # Panics
+    /// If the kernel does not write it.
+    pub(super) fn written<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a [T] {
+        assert!(self.find(slice, true).is_some(), "an operand that is written");
+        // SAFETY: as above; whoever wrote it has returned, and a kernel keeps nothing that it was lent.
+        unsafe { view(slice) }
+    }
+
     fn find(&self, slice: DeviceSlice, written: bool) -> Option<usize> {
         let fits = |operand: &Operand| operand.slice == Some(slice) && operand.access.writes() == written;
         self.operands.iter().position(fits)

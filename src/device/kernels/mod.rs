@@ -18,6 +18,7 @@ pub(super) mod transfer;
 use super::Device;
 use super::kernel::{Checked, Kernel};
 use crate::error::Result;
+use quantize::WithScale;
 
 /// A device that has the kernel `K`.
 pub trait Launch<K: Kernel>: Device {
@@ -38,12 +39,16 @@ pub trait Launch<K: Kernel>: Device {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()>;
 }
 
-/// A trait for all devices that have each of these kernels.
+/// A trait for all devices that have each of these kernels, and those behind the semicolon also [`WithScale`].
 macro_rules! sum {
-    ($(#[$doc:meta])* $name:ident = $($file:ident::{$($kernel:ident),+}),+) => {
+    (
+        $(#[$doc:meta])*
+        $name:ident = $($file:ident::{$($kernel:ident),+}),+; $($scaling_file:ident::{$($scaling:ident),+}),+ $(,)?
+    ) => {
         $(#[$doc])*
-        pub trait $name: Device $($(+ Launch<$file::$kernel>)+)+ {}
-        impl<D: Device $($(+ Launch<$file::$kernel>)+)+> $name for D {}
+        pub trait $name:
+            Device $($(+ Launch<$file::$kernel>)+)+ $($(+ Launch<WithScale<$scaling_file::$scaling>>)+)+ {}
+        impl<D: Device $($(+ Launch<$file::$kernel>)+)+ $($(+ Launch<WithScale<$scaling_file::$scaling>>)+)+> $name for D {}
     };
 }
 
@@ -63,5 +68,7 @@ sum! {
         rope::{QkNorm, QkNormBackward, Rope},
         route::{RouterLogits, Route, Segments, Combine, RouterBackward, RouterBalance},
         sinks::{Sinks, SinksBackward},
-        transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke}
+        transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke};
+        norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},
+        pointwise::{Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd},
 }

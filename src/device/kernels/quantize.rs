@@ -2,7 +2,9 @@
 //!
 //! A scale is a power of two, so that dividing by it is exact, and every device rounds once and alike.
 
-use crate::device::kernel::{Kernel, Operand, operands, refused};
+use crate::device::kernel::{Access, Kernel, Operand, operands, refused};
+use crate::device::kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
+use crate::device::kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 use crate::device::slice::DeviceSlice;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -31,7 +33,10 @@ pub(crate) fn scale_of(largest: f32, format: Dtype) -> f32 {
 }
 
 /// The exponent of the format's largest number, 448 or 57344.
-fn largest_exponent(format: Dtype) -> u32 {
+///
+/// # Panics
+/// If the format is none of 8 bits.
+pub(crate) fn largest_exponent(format: Dtype) -> u32 {
     match format {
         Dtype::Float8E4m3 => 8,
         Dtype::Float8E5m2 => 15,
@@ -62,8 +67,77 @@ impl Kernel for AbsMaxScale {
     }
 }
 
-/// Divides a matrix by its scale and rounds to the nearest numbers of 8 bits: as it is, transposed, or both in one pass. A scale that is NaN
-/// makes NaN of all.
+/// A kernel that has each element of a matrix in its hands when it writes it, and so may find the matrix's scale.
+pub trait WritesMatrix: Kernel {
+    /// The matrix; every element of it is written.
+    fn written(&self) -> DeviceSlice;
+}
+
+macro_rules! write_matrices {
+    ($($kernel:ident . $field:ident),+ $(,)?) => {
+        $(impl WritesMatrix for $kernel {
+            fn written(&self) -> DeviceSlice {
+                self.$field
+            }
+        })+
+    };
+}
+
+write_matrices! {
+    RmsNorm.out,
+    RmsNormBackward.dx,
+    LayerNorm.out,
+    LayerNormBackward.dx,
+    Swiglu.out,
+    SwigluBackward.dgate_up,
+    Geglu.out,
+    GegluBackward.dgate_up,
+    Gelu.out,
+    GeluBackward.dx,
+    ScaleAdd.out,
+}
+
+/// Where a matrix's scale goes.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleCell {
+    /// fp32 `[1]`, 0 before: it is raised to the scale, in the order of bits, in which NaN is above all numbers.
+    pub scale: DeviceSlice,
+    /// Of 8 bits.
+    pub format: Dtype,
+}
+
+/// A kernel that also finds the scale of the matrix that it writes, as [`AbsMaxScale`] does in a pass of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct WithScale<K> {
+    pub kernel: K,
+    /// `None`: the kernel alone.
+    pub cell: Option<ScaleCell>,
+}
+
+/// Most operands of a [`WithScale`].
+const OPERANDS_MAX: usize = 8;
+
+impl<K: WritesMatrix> Kernel for WithScale<K> {
+    const NAME: &'static str = K::NAME;
+
+    /// The kernel's, then the scale.
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let none = Operand { name: "scale", slice: None, dtype: Some(Dtype::Float32), elems: 1, access: Access::Update, small: true };
+        let (kernel, mut all) = (self.kernel.operands(), [none; OPERANDS_MAX]);
+        let kernel = kernel.as_ref();
+        all[..kernel.len()].copy_from_slice(kernel);
+        all[kernel.len()].slice = self.cell.map(|cell| cell.scale);
+        all
+    }
+
+    fn check_shape(&self) -> Result<()> {
+        self.kernel.check_shape()?;
+        self.cell.map_or(Ok(()), |cell| check_format(Self::NAME, cell.format))
+    }
+}
+
+/// Divides a matrix by its scale and rounds to the nearest numbers of 8 bits: as it is, transposed, or both in one pass. A scale that is NaN, or
+/// 0 because nobody found it, makes NaN of all.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize {
     /// `[rows, cols]`

@@ -4,13 +4,22 @@ use super::pointwise::BLOCK_ELEMS;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{AbsMaxScale, Quantize, scale_of};
+use crate::device::{AbsMaxScale, Quantize, ScaleCell, WithScale, WritesMatrix, scale_of};
 use crate::dtype::{Dtype, E4m3, E5m2, Element};
 
 impl CpuArithmetic for AbsMaxScale {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
         let scale = memory.write::<f32>(self.scale);
         scale[0] = scale_of(abs_max::<T>(cx, memory.read(self.x)), self.format);
+    }
+}
+
+impl<K: CpuArithmetic + WritesMatrix> CpuArithmetic for WithScale<K> {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        self.kernel.run::<T>(cx, memory);
+        let Some(ScaleCell { scale, format }) = self.cell else { return };
+        let (scale, found) = (memory.write::<f32>(scale), scale_of(abs_max::<T>(cx, memory.written(self.kernel.written())), format));
+        scale[0] = f32::from_bits(scale[0].to_bits().max(found.to_bits()));
     }
 }
 
@@ -44,9 +53,14 @@ fn run<T: Element, Q: Element>(kernel: Quantize, cx: &mut Compute, memory: &Task
     }
 }
 
+/// The factor that divides by `scale`, which is exact; NaN of what is no scale, as that of a matrix which nobody found.
+fn inverse(scale: f32) -> f32 {
+    if scale > 0.0 { 1.0 / scale } else { f32::NAN }
+}
+
 /// `x / scale`, rounded.
 pub(crate) fn quantize<T: Element, Q: Element>(cx: &mut Compute, x: &[T], scale: f32, out: &mut [Q]) {
-    let inverse = 1.0 / scale;
+    let inverse = inverse(scale);
     cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| {
         let x = &x[block * BLOCK_ELEMS..][..out.len()];
         out.iter_mut().zip(x).for_each(|(out, x)| *out = Q::from_f32(x.to_f32() * inverse));
@@ -55,7 +69,7 @@ pub(crate) fn quantize<T: Element, Q: Element>(cx: &mut Compute, x: &[T], scale:
 
 /// The same of `x`, `[rows, cols]`, transposed.
 fn quantize_transposed<T: Element, Q: Element>(cx: &mut Compute, x: &[T], scale: f32, out: &mut [Q], cols: usize) {
-    let (inverse, rows) = (1.0 / scale, x.len() / cols);
+    let (inverse, rows) = (inverse(scale), x.len() / cols);
     cx.team.for_each(Chunks::new(out, ROW_BLOCK * rows), |block, out| {
         for (col, out) in (block * ROW_BLOCK..).zip(out.chunks_exact_mut(rows)) {
             let x = x[col..].iter().step_by(cols);
@@ -101,9 +115,11 @@ mod tests {
 
     #[test]
     fn no_number_comes_out_of_a_scale_that_is_none() {
-        let mut out = [E5m2(0); 3];
-        quantize(&mut fastest(), &[0.0f32, 1.0, -2.0], f32::NAN, &mut out);
-        assert!(out.iter().all(|x| x.to_f32().is_nan()));
+        for scale in [f32::NAN, 0.0] {
+            let mut out = [E5m2(0); 3];
+            quantize(&mut fastest(), &[0.0f32, 1.0, -2.0], scale, &mut out);
+            assert!(out.iter().all(|x| x.to_f32().is_nan()), "{scale}");
+        }
     }
 
     #[test]

@@ -283,8 +283,31 @@ fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
         let [out, transposed] = [(); 2].map(|()| Some(r.of(n, format)));
         Quantize { x: r.x(n), scale, out, transposed, cols }.enqueue(list)?;
         Quantize { x: r.x(n), scale, out: None, transposed, cols }.enqueue(list)?;
+        scaling(list, r, (rows, cols), Some(ScaleCell { scale, format }))?;
+        scaling(list, r, (rows, cols), None)?;
     }
     Ok(())
+}
+
+/// Kernels that find the scale of what they write.
+fn scaling(list: &mut List, r: &mut Room, (rows, cols): (usize, usize), cell: Option<ScaleCell>) -> Result<()> {
+    let n = rows * cols;
+    let (x, weight, rstd, out) = (r.x(n), r.x(cols), r.f(rows), r.x(n));
+    WithScale { kernel: RmsNorm { x, weight, plus_one: false, eps: 1e-5, out, rstd }, cell }.enqueue(list)?;
+    let (dout, dx, dweight) = (r.x(n), r.x(n), r.x(cols));
+    WithScale { kernel: RmsNormBackward { dout, x, weight, plus_one: true, rstd, dx, dweight, accumulate: true }, cell }.enqueue(list)?;
+    let (bias, stats) = (r.x(cols), r.f(2 * rows));
+    WithScale { kernel: LayerNorm { x, weight, bias, eps: 1e-6, out, stats }, cell }.enqueue(list)?;
+    let kernel = LayerNormBackward { dout, x, weight, stats, dx, dweight, dbias: r.x(cols), accumulate: false };
+    WithScale { kernel, cell }.enqueue(list)?;
+    let [gate_up, dgate_up] = [(); 2].map(|()| r.x(2 * n));
+    WithScale { kernel: Swiglu { gate_up, out, cols }, cell }.enqueue(list)?;
+    WithScale { kernel: SwigluBackward { dout, gate_up, dgate_up, cols }, cell }.enqueue(list)?;
+    WithScale { kernel: Geglu { gate_up, out, cols }, cell }.enqueue(list)?;
+    WithScale { kernel: GegluBackward { dout, gate_up, dgate_up, cols }, cell }.enqueue(list)?;
+    WithScale { kernel: Gelu { x, out }, cell }.enqueue(list)?;
+    WithScale { kernel: GeluBackward { dout, x, dx }, cell }.enqueue(list)?;
+    WithScale { kernel: ScaleAdd { x, scale: 0.5, base: None, out }, cell }.enqueue(list)
 }
 
 fn listing() -> Result<String> {
@@ -355,12 +378,25 @@ fn a_last_row_that_ends_within_a_vector_is_scattered_by_element() {
 
 #[test]
 fn fp8_of_other_formats_and_within_vectors_is_refused() {
+    let (format, room) = (Dtype::Float8E4m3, |dtype, skew| Room { dtype, skew, given: 0 });
+    let enqueued = |kernel: &dyn Fn(&mut List) -> Result<()>| {
+        let mut list = List::default();
+        kernel(&mut list).map_or_else(|e| e.to_string(), |()| list.lines)
+    };
     let refused = |dtype, skew| {
-        let (mut list, mut r) = (List::default(), Room { dtype, skew, given: 0 });
-        let kernel = AbsMaxScale { x: r.x(256), scale: r.f(1), format: Dtype::Float8E4m3 };
-        kernel.enqueue(&mut list).map_or_else(|e| e.to_string(), |()| list.lines)
+        let mut r = room(dtype, skew);
+        let kernel = AbsMaxScale { x: r.x(256), scale: r.f(1), format };
+        enqueued(&|list| kernel.enqueue(list))
+    };
+    let scaling = |dtype, skew| {
+        let mut r = room(dtype, skew);
+        let cell = Some(ScaleCell { scale: r.f(1), format });
+        let kernel = WithScale { kernel: Gelu { x: r.x(256), out: r.x(256) }, cell };
+        enqueued(&|list| kernel.enqueue(list))
     };
     assert!(refused(Dtype::Float32, 0).contains("FP8 of float32: kernels take bfloat16"));
     assert!(refused(Dtype::Bfloat16, 1).contains("kernels take multiples of 16"));
-    assert!(refused(Dtype::Bfloat16, 0).contains("abs_max_scale_e4m3"));
+    assert!(refused(Dtype::Bfloat16, 0).contains("abs_max_scale"));
+    assert!(scaling(Dtype::Float16, 0).contains("FP8 of float16: kernels take bfloat16"));
+    assert!(scaling(Dtype::Bfloat16, 1).contains("gelu bfloat16"));
 }

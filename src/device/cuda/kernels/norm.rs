@@ -1,9 +1,10 @@
 //! RMS and layer normalisation.
 
-use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
+use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::bias::fold_columns;
 use super::grid::{MULTIPROCESSORS, threads, whole_vectors, wide};
+use super::quantize::{ScalingKernel, also_without_scale};
 use crate::device::kernel::rows;
 use crate::device::{DeviceSlice, Kernel, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Stream};
 use crate::dtype::Dtype;
@@ -68,40 +69,42 @@ impl RowPass {
     }
 }
 
-impl GpuKernel for RmsNorm {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+also_without_scale!(RmsNorm, LayerNorm, RmsNormBackward, LayerNormBackward);
+
+impl ScalingKernel for RmsNorm {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { x, weight, plus_one, eps, out, rstd } = self;
         let (cols, rows) = (weight.elems(), rstd.elems());
         let (name, threads) = if plus_one { RMS_NORM_PLUS_ONE } else { RMS_NORM }.choose(cols, &[x, weight, out]);
-        let args = args![x, weight, eps, out, rstd, size(cols)?];
+        let args = args![x, weight, eps, out, rstd, size(cols)?, cell, exponent];
         queue.launch(Stream::Compute, name, Some(self.float_format()?), LaunchConfig::new(size(rows)?, size(threads)?), args)
     }
 }
 
-impl GpuKernel for LayerNorm {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for LayerNorm {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { x, weight, bias, eps, out, stats } = self;
         let (cols, rows) = (weight.elems(), rows(x, weight.elems()));
         let (name, threads) = LAYER_NORM.choose(cols, &[x, weight, bias, out]);
-        let args = args![x, weight, bias, eps, out, stats, size(cols)?];
+        let args = args![x, weight, bias, eps, out, stats, size(cols)?, cell, exponent];
         queue.launch(Stream::Compute, name, Some(self.float_format()?), LaunchConfig::new(size(rows)?, size(threads)?), args)
     }
 }
 
-impl GpuKernel for RmsNormBackward {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for RmsNormBackward {
+    fn enqueue_scaling(self, queue: &mut impl Queue, scale: [Arg; 2]) -> Result<()> {
         let Self { dout, x, weight, plus_one, rstd, dx, dweight, accumulate } = self;
         let pass = if plus_one { RMS_NORM_PLUS_ONE_BACKWARD } else { RMS_NORM_BACKWARD };
         let both = Backward { dout, x, weight, stats: rstd, dx, dweight, dbias: None, accumulate };
-        both.enqueue(queue, self.float_format()?, &pass)
+        both.enqueue(queue, (self.float_format()?, pass), scale)
     }
 }
 
-impl GpuKernel for LayerNormBackward {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for LayerNormBackward {
+    fn enqueue_scaling(self, queue: &mut impl Queue, scale: [Arg; 2]) -> Result<()> {
         let Self { dout, x, weight, stats, dx, dweight, dbias, accumulate } = self;
         let both = Backward { dout, x, weight, stats, dx, dweight, dbias: Some(dbias), accumulate };
-        both.enqueue(queue, self.float_format()?, &LAYER_NORM_BACKWARD)
+        both.enqueue(queue, (self.float_format()?, LAYER_NORM_BACKWARD), scale)
     }
 }
 
@@ -119,13 +122,13 @@ struct Backward {
 
 impl Backward {
     /// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
-    fn enqueue(self, queue: &mut impl Queue, dtype: Dtype, pass: &RowPass) -> Result<()> {
+    fn enqueue(self, queue: &mut impl Queue, (dtype, pass): (Dtype, RowPass), [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { dout, x, weight, stats, dx, dweight, dbias, accumulate } = self;
         let (cols, rows) = (weight.elems(), rows(x, weight.elems()));
         let (name, threads) = pass.choose(cols, &[dout, x, weight, dx]);
         let blocks = pass.blocks(rows, threads);
         let partials = queue.scratch((1 + usize::from(dbias.is_some())) * blocks * cols)?;
-        let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?];
+        let args = args![dout, x, weight, stats, dx, partials, size(rows)?, size(cols)?, cell, exponent];
         queue.launch(Stream::Compute, name, Some(dtype), LaunchConfig::new(size(blocks)?, size(threads)?), args)?;
         fold_columns(queue, partials, blocks, (dweight, dbias), accumulate)
     }

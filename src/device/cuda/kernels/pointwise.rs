@@ -1,8 +1,9 @@
 //! Kernels that treat every element alone.
 
-use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
+use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{whole_vectors, wide};
+use super::quantize::{ScalingKernel, also_without_scale};
 use crate::device::{DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kernel, ScaleAdd, Stream, Swiglu, SwigluBackward};
 use crate::error::Result;
 
@@ -15,59 +16,61 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 /// Threads of a block, as in `pointwise.cu`.
 const THREADS: usize = 256;
 
-impl GpuKernel for Swiglu {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+also_without_scale!(Swiglu, SwigluBackward, Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd);
+
+impl ScalingKernel for Swiglu {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { gate_up, out, cols } = self;
         let groups = Groups::new(out, cols, &[gate_up, out])?;
-        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide])
+        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for SwigluBackward {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for SwigluBackward {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { dout, gate_up, dgate_up, cols } = self;
         let groups = Groups::new(dout, cols, &[dout, gate_up, dgate_up])?;
-        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide])
+        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for Geglu {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for Geglu {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { gate_up, out, cols } = self;
         let groups = Groups::new(out, cols, &[gate_up, out])?;
-        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide])
+        launch(queue, &self, groups, args![gate_up, out, groups.count, size(cols)?, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for GegluBackward {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for GegluBackward {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { dout, gate_up, dgate_up, cols } = self;
         let groups = Groups::new(dout, cols, &[dout, gate_up, dgate_up])?;
-        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide])
+        launch(queue, &self, groups, args![dout, gate_up, dgate_up, groups.count, size(cols)?, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for Gelu {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for Gelu {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { x, out } = self;
         let groups = Groups::new(out, out.elems(), &[x, out])?;
-        launch(queue, &self, groups, args![x, out, groups.count, groups.wide])
+        launch(queue, &self, groups, args![x, out, groups.count, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for GeluBackward {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for GeluBackward {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { dout, x, dx } = self;
         let groups = Groups::new(dx, dx.elems(), &[dout, x, dx])?;
-        launch(queue, &self, groups, args![dout, x, dx, groups.count, groups.wide])
+        launch(queue, &self, groups, args![dout, x, dx, groups.count, groups.wide, cell, exponent])
     }
 }
 
-impl GpuKernel for ScaleAdd {
-    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+impl ScalingKernel for ScaleAdd {
+    fn enqueue_scaling(self, queue: &mut impl Queue, [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { x, scale, base, out } = self;
         let groups = Groups::new(out, out.elems(), &[x, base.unwrap_or(x), out])?;
-        launch(queue, &self, groups, args![x, base, out, groups.count, scale, groups.wide])
+        launch(queue, &self, groups, args![x, base, out, groups.count, scale, groups.wide, cell, exponent])
     }
 }
 

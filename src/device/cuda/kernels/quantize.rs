@@ -1,17 +1,14 @@
 //! From bfloat16 to numbers of 8 bits, on GPUs since Ada.
 
-use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
+use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{MULTIPROCESSORS, whole_vectors, wide};
-use crate::device::{AbsMaxScale, DeviceSlice, Quantize, Stream};
+use crate::device::{AbsMaxScale, DeviceSlice, Quantize, ScaleCell, Stream, WithScale, WritesMatrix, largest_exponent};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/quantize_sm89.ptx"),
-    typed: &[],
-    plain: &["abs_max_scale_e4m3", "abs_max_scale_e5m2", "quantize_e4m3", "quantize_e5m2"],
-};
+pub(super) const SOURCE: PtxSource =
+    PtxSource { file: ptx_file!("transformer/quantize_sm89.ptx"), typed: &[], plain: &["abs_max_scale", "quantize_e4m3", "quantize_e5m2"] };
 
 /// As in `quantize_sm89.cu`: threads of a block, rows and columns of its tile.
 const THREADS: usize = 256;
@@ -26,9 +23,34 @@ impl GpuKernel for AbsMaxScale {
         queue.zero(scale)?;
         let (vectors, rest) = (x.elems() / wide(x.dtype()), x.elems() % wide(x.dtype()));
         let blocks = vectors.div_ceil(THREADS).clamp(1, BLOCKS_EACH * MULTIPROCESSORS);
-        let name = if format == Dtype::Float8E5m2 { "abs_max_scale_e5m2" } else { "abs_max_scale_e4m3" };
         let blocks = LaunchConfig::new(size(blocks)?, THREADS as u32);
-        queue.launch(Stream::Compute, name, None, blocks, args![x, scale, vectors as u64, size(rest)?])
+        let args = args![x, scale, largest_exponent(format), vectors as u64, size(rest)?];
+        queue.launch(Stream::Compute, "abs_max_scale", None, blocks, args)
+    }
+}
+
+/// A kernel whose last two arguments say where the scale of what it writes goes: `SCALE_PARAMS` of `scale.cuh`.
+pub(super) trait ScalingKernel: WritesMatrix {
+    fn enqueue_scaling(self, queue: &mut impl Queue, scale: [Arg; 2]) -> Result<()>;
+}
+
+/// Alone they find no scale.
+macro_rules! also_without_scale {
+    ($($kernel:ident),+ $(,)?) => {
+        $(impl $crate::device::cuda::launch::GpuKernel for $kernel {
+            fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+                self.enqueue_scaling(queue, args![0u64, 0u64])
+            }
+        })+
+    };
+}
+pub(super) use also_without_scale;
+
+impl<K: ScalingKernel> GpuKernel for WithScale<K> {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Some(ScaleCell { scale, format }) = self.cell else { return self.kernel.enqueue_scaling(queue, args![0u64, 0u64]) };
+        check_format(self.kernel.written())?;
+        self.kernel.enqueue_scaling(queue, args![scale, largest_exponent(format)])
     }
 }
 
@@ -48,10 +70,13 @@ impl GpuKernel for Quantize {
 /// # Errors
 /// `Unsupported` for another format, and for addresses within vectors.
 fn check_input(x: DeviceSlice) -> Result<()> {
-    if x.dtype() != Dtype::Bfloat16 {
-        return Err(Error::Unsupported(format!("FP8 of {}: kernels take bfloat16", x.dtype())));
-    }
+    check_format(x)?;
     check_aligned(x)
+}
+
+fn check_format(x: DeviceSlice) -> Result<()> {
+    let bfloat16 = x.dtype() == Dtype::Bfloat16;
+    if bfloat16 { Ok(()) } else { Err(Error::Unsupported(format!("FP8 of {}: kernels take bfloat16", x.dtype()))) }
 }
 
 fn check_aligned(x: DeviceSlice) -> Result<()> {
