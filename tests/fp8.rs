@@ -1,10 +1,10 @@
 //! Products in FP8: where weights lie, what layers keep and who steps change no bit; what is no number reaches the verdict; and a
 //! checkpoint goes on under its own recipe alone.
 
-use crate::program::{Workspace, run};
-use crate::support::{Noise, digest, random_params, settings, start, tiny_llama};
+use crate::program::{Workspace, program, run};
+use crate::support::{Noise, digest, random_params, read_params, settings, start, tiny_llama};
 use superoffload::Plan;
-use superoffload::internals::engine::Verdict;
+use superoffload::internals::engine::{Engine, Verdict};
 use superoffload::internals::model::TensorSpec;
 use superoffload::internals::planner::Machine;
 
@@ -40,6 +40,62 @@ fn neither_places_nor_policies_nor_strategies_change_a_bit() {
             let adversary = format!("device = \"cpu\"\nadversary = {seed}\nbucket-mib = 0.0156\nactivations = \"{activations}\"\n");
             assert!(train(&format!("{FP8}{way}{adversary}")) == want, "{way}{adversary}");
         }
+    }
+}
+
+/// Steps so long that the largest weights pass powers of two. What an engine finds from step to step is what one finds that begins with the
+/// weights of that moment; and it does not matter that steps are clipped, that weights stream, or what runs when.
+#[test]
+fn scales_of_weights_are_those_of_each_step_and_evaluation() {
+    let shape = tiny_llama(12, 32, 64, true);
+    let plan = |lines: &str| Plan::new(&settings(&format!("{COMMON}{FP8}{lines}")), &shape, &Machine::cpu(2), false).unwrap();
+    let plain = plan("strategy = \"no-offload\"\nthreads = 1\n");
+    let found = |engine: &mut Engine<_>, at: u64| {
+        let evaluated = engine.evaluate(&mut Noise::new(100 + at, 64)).unwrap().loss;
+        let report = engine.step(0.3, &mut Noise::new(at, 64)).unwrap();
+        (evaluated.to_bits(), report.loss.to_bits(), report.verdict)
+    };
+    let mut engine = start(&plain, &shape, uneven);
+    let want: Vec<_> = (0..STEPS as u64)
+        .map(|at| {
+            let params = read_params(&mut engine);
+            let (evaluated, loss, verdict) = found(&mut start(&plain, &shape, |spec| params[spec.range()].to_vec()), at);
+            let gone_on = found(&mut engine, at);
+            assert_eq!((gone_on.0, gone_on.1), (evaluated, loss), "step {at}, {verdict:?}");
+            gone_on
+        })
+        .collect();
+    assert!(want.iter().all(|(_, loss, _)| f32::from_bits(*loss).is_finite()), "{want:?}");
+    assert!(want.iter().any(|(.., verdict)| matches!(verdict, Verdict::Clip(_))), "{want:?}");
+    let streams = if cfg!(feature = "weight-flow") { "weights = \"flow\"\n" } else { "" };
+    for seed in 0..6 {
+        for way in ["strategy = \"zero-offload\"\n", "strategy = \"superoffload\"\n", &format!("strategy = \"superoffload\"\n{streams}")] {
+            let activations = ["keep", "recompute-block", "host"][seed % 3];
+            let lines = format!("{way}device = \"cpu\"\nadversary = {seed}\nbucket-mib = 0.0156\nactivations = \"{activations}\"\n");
+            let mut engine = start(&plan(&lines), &shape, uneven);
+            assert_eq!((0..STEPS as u64).map(|at| found(&mut engine, at)).collect::<Vec<_>>(), want, "{lines}");
+        }
+    }
+}
+
+/// What attention's libraries write takes a pass in each micro-batch, a weight one in each step; kernels find all else.
+#[test]
+fn passes_over_weights_are_of_steps_and_not_of_micro_batches() {
+    let passes = |accumulation: usize, steps: usize| {
+        let workspace = Workspace::new();
+        let trace = workspace.path("trace.json");
+        let task = format!(
+            "simulate --json --model-config=llama-8b --hardware=h200-pcie5 --seq-length=1024 --per-device-train-batch-size=1 \
+             --matmul-dtype=fp8 --activations=keep --resident-buckets=0 --warmup=0 --steps={steps} --gradient-accumulation-steps={accumulation}"
+        );
+        let outcome = run(program(&[]).args(task.split_whitespace()).arg("--trace").arg(&trace));
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        let events: serde_json::Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+        events["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "abs_max_scale").count()
+    };
+    let (layers, weights, libraries) = (32, 4, 2);
+    for (accumulation, steps) in [(1, 1), (3, 1), (3, 2)] {
+        assert_eq!(passes(accumulation, steps), layers * steps * (weights + accumulation * libraries), "{accumulation} x {steps}");
     }
 }
 

@@ -52,7 +52,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let per_share = self.plan.micro_batches_of_share();
         for micro_step in 0..self.plan.micro_batches_of_rank() {
             self.upload_batch(micro_step)?;
-            self.forward_modules()?;
+            self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
             let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
             self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.head(&mut engine.dev, micro, false))?;

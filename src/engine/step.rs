@@ -123,7 +123,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             let first = micro_step % per_share == 0;
             let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
             self.upload_batch(micro_step)?;
-            self.forward_modules()?;
+            self.forward_modules(micro_step == 0)?;
             if let Some(bounds) = self.model.expert_bounds() {
                 self.expert_rows.copy(&mut self.dev, bounds, micro_step)?;
             }
@@ -149,15 +149,21 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         self.validate(learning_rate)
     }
 
-    /// All modules but the head.
-    pub(super) fn forward_modules(&mut self) -> Result<()> {
+    /// All modules but the head. Weights change between steps, and so before the `first` micro-batch of one, or of an evaluation, alone.
+    pub(super) fn forward_modules(&mut self, first: bool) -> Result<()> {
         let layers = (0..self.model.shape.layers.len()).map(Module::Layer);
-        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module))
+        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, first))
     }
 
-    fn forward(&mut self, module: Module) -> Result<()> {
+    fn forward(&mut self, module: Module, first: bool) -> Result<()> {
         self.wait_for_params(module)?;
-        self.with_weights(module, Pass::Forward, |engine| Arc::clone(&engine.model).forward(engine, module))?;
+        self.with_weights(module, Pass::Forward, |engine| {
+            let model = Arc::clone(&engine.model);
+            if first {
+                model.scale_weights(&mut engine.dev, module)?;
+            }
+            model.forward(engine, module)
+        })?;
         self.module_enqueued()
     }
 

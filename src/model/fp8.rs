@@ -7,7 +7,7 @@
 //! bfloat16 numbers: bits depend neither on what layers keep nor on where weights lie. Layers that keep the outputs of norms and of the activation
 //! function keep them in 8 bits, transposed, as the backward pass reads them. All else of 8 bits ends with its product and shares its memory; scales
 //! are kept, from the forward to the backward pass. A kernel of ours that writes what a product reads finds its scale on the way; what a library
-//! writes, and weights, take a pass.
+//! writes takes a pass, and so does a weight, once for each version of it.
 
 use super::layer_shape::{Join, LayerShape};
 use super::shape::ModelShape;

@@ -1,9 +1,11 @@
 //! A linear layer in FP8, forward and backward.
 
+use super::Model;
 use super::activations::LayerActivations;
 use super::fp8::{self, Fp8Linear, Fp8Work, LastWriter};
 use super::params::{LayerParams, LinearParams};
 use super::shape::ModelShape;
+use super::tensors::Module;
 use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul};
 use crate::error::Result;
 
@@ -21,6 +23,17 @@ pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActiva
 #[derive(Clone, Copy)]
 struct Scaled(DeviceSlice, DeviceSlice);
 
+impl Model {
+    /// Finds the scales of the weights of `module`, if it computes in FP8: all its products take them until the weights change. The weights must be
+    /// on the device.
+    pub(crate) fn scale_weights<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
+        let Module::Layer(layer) = module else { return Ok(()) };
+        let LayerParams { qkv, attn_out, mlp_in, mlp_out, .. } = &self.layers[layer];
+        let scale = |linear: &LinearParams| linear.fp8.map_or(Ok(()), |fp8| find_scale(dev, linear.weight.value, fp8.weight()));
+        [qkv, attn_out, mlp_in, mlp_out].into_iter().try_for_each(scale)
+    }
+}
+
 impl Fp8Linear {
     /// `out = x * weight^T + bias (+ base)`.
     pub(super) fn forward<D: Kernels>(
@@ -34,7 +47,6 @@ impl Fp8Linear {
         let (weight, cols, bias) = (params.weight.value, params.in_cols, params.bias.map(|bias| bias.value));
         let [x_cell, weight_cell] = [self.input(), self.weight()];
         find_unless_found(dev, x, x_cell, self.writers[0])?;
-        find_scale(dev, weight, weight_cell)?;
         let (a, b) = (self.work.rows.slice(0, x.elems()), self.work.factor.slice(0, weight.elems()));
         dev.launch(Quantize { x, scale: x_cell.scale, out: Some(a), transposed: self.kept, cols })?;
         dev.launch(Quantize { x: weight, scale: weight_cell.scale, out: Some(b), transposed: None, cols })?;
@@ -61,7 +73,7 @@ impl Fp8Linear {
         multiply(dev, [Scaled(columns, scale), x], tokens, (None, accumulate.then_some(dweight)), dweight)
     }
 
-    /// `x`, whose scale the forward pass left, transposed.
+    /// `x`, whose scale is known, transposed.
     fn transposed<D: Kernels>(&self, dev: &mut D, x: DeviceSlice, ScaleCell { scale, .. }: ScaleCell, cols: usize) -> Result<Scaled> {
         let transposed = self.work.factor.slice(0, x.elems());
         dev.launch(Quantize { x, scale, out: None, transposed: Some(transposed), cols })?;

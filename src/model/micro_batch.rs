@@ -36,6 +36,7 @@ impl Model {
     pub(crate) fn micro_step<P: PassRunner>(&self, run: &mut P, mut after: impl FnMut(&mut P::Dev) -> Result<()>) -> Result<()> {
         let layers = || (0..self.shape.layers.len()).map(Module::Layer);
         for module in [Module::Embed].into_iter().chain(layers()) {
+            self.scale_weights(run.dev(), module)?;
             self.forward(run, module)?;
             after(run.dev())?;
         }

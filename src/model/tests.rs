@@ -145,6 +145,7 @@ impl Harness {
     fn forward(&mut self) {
         for module in self.model.table.modules().rev().filter(|module| *module != Module::Head) {
             self.crowd();
+            self.model.scale_weights(&mut self.dev, module).unwrap();
             self.model.forward(&mut self.dev, module).unwrap();
         }
     }
