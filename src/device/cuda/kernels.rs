@@ -50,10 +50,11 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn every_file_unpacks_to_its_text() {
+    fn every_file_unpacks_to_its_text_without_comments() {
         for PtxSource { file, .. } in sources().chain(LATER) {
             let text = std::fs::read_to_string(Path::new("ptx").join(file.name)).unwrap();
-            assert!(file.text().unwrap() == text, "{}", file.name);
+            let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+            assert!(file.text().unwrap().lines().eq(code), "{}", file.name);
         }
     }
 }
