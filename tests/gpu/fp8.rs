@@ -22,7 +22,7 @@ const LARGE: usize = 1 << 20;
 const MATRICES: [(usize, usize); 6] = [(16, 16), (128, 128), (48, 400), (400, 48), (144, 272), (1024, 1040)];
 /// m, n, k.
 const PRODUCTS: [(usize, usize, usize); 5] = [(16, 16, 16), (64, 128, 96), (128, 64, 2048), (272, 144, 400), (32, 4096, 512)];
-/// Where the scales of a product lie among so many numbers: the second and third of a linear layer's, as close as training has them.
+/// Where the scales of a product lie among so many numbers: at the least distance that training's have.
 pub const SCALES_AT: [usize; 2] = [4, 8];
 pub const SCALES: usize = 12;
 /// A real layer's.
