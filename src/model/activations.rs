@@ -6,16 +6,16 @@
 
 use super::fp8::{self, Fp8Work, LINEARS};
 use super::heads::{SequenceRank, shared_cols, widest_cols};
-use super::host_turns::{BUFFERS, HostTurn, host_slots, host_turns};
+use super::host_turns::{BUFFERS, HostTurn, give_turns, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
-use super::sized_allocator::{ByLayer, PART_ALIGN_ELEMS, Parts, SizedAllocator, product, too_large};
+use super::sized_allocator::{ByLayer, LayerParts, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::HostMemory;
 use crate::memory::MemorySpace;
 use crate::units::Bytes;
 use std::ops::Range;
@@ -315,8 +315,8 @@ impl ActivationPlan {
     {
         let (layers, tokens) = (&self.shape.layers, memory.tokens);
         let mut own = 0..;
-        let parts = layers.iter().map(|layer| layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0));
-        let parts = Parts { of_layers: parts.map(|part| (part, tokens)).collect(), shared: layers.len() };
+        let parts = layers.iter().map(|layer| (layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0), tokens)).collect();
+        let parts = LayerParts { of_layers: parts, shared: layers.len() };
         let mut each = |name, cols: &dyn Fn(Moe) -> usize, dtype| {
             let cols = layers.iter().map(|layer| layer.mlp.moe().map_or(0, cols)).collect();
             memory.by_layer(name, &parts, cols, dtype)
@@ -421,40 +421,19 @@ impl ActivationPlan {
     }
 
     /// Layers that keep have a part of their own, the others share the last one.
-    fn parts(&self, keeps: impl Fn(usize) -> bool) -> Parts {
+    fn parts(&self, keeps: impl Fn(usize) -> bool) -> LayerParts {
         self.parts_by_turns(keeps, |_| false)
     }
 
     /// The same; and layers whose array waits in host memory take turns with each other.
-    fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Parts {
-        let layers = || 0..self.policies.len();
-        let (kept, turns) = (layers().filter(|l| keeps(*l)).count(), layers().filter(|l| sends(*l)).count().min(BUFFERS));
-        let (mut own, mut turn) = (0..kept, (kept..kept + turns).cycle());
-        let shared = kept + turns;
-        let part = |l: usize| match l {
-            l if keeps(l) => own.next(),
-            l if sends(l) => turn.next(),
-            _ => None,
-        };
-        Parts { of_layers: layers().map(part).map(|part| (part.unwrap_or(shared), self.tokens())).collect(), shared }
+    fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> LayerParts {
+        LayerParts::new(self.policies.len(), self.tokens(), BUFFERS, keeps, sends)
     }
 
     /// The same parts, of which the shared one is as long as what MLPs take at once.
-    fn in_mlp_tiles(&self, parts: &Parts) -> Parts {
-        let shorter = |(&(part, tokens), layer)| (part, if part == parts.shared { self.mlp_tokens(layer) } else { tokens });
-        Parts { of_layers: parts.of_layers.iter().zip(&self.shape.layers).map(shorter).collect(), shared: parts.shared }
+    fn in_mlp_tiles(&self, parts: &LayerParts) -> LayerParts {
+        parts.with_shared(self.shape.layers.iter().map(|layer| self.mlp_tokens(layer)))
     }
-}
-
-/// Gives every array that takes turns with the others its turn; `memory` is where they wait.
-fn give_turns<'a, D: Device>(
-    dev: &mut D,
-    arrays: impl Iterator<Item = (DeviceSlice, &'a mut Option<HostTurn>)>,
-    memory: PinnedSlice,
-) -> Result<()> {
-    let (buffers, places): (Vec<_>, Vec<_>) = arrays.unzip();
-    places.into_iter().zip(host_turns(dev, &buffers, memory)?).for_each(|(place, turn)| *place = Some(turn));
-    Ok(())
 }
 
 /// Elements from the bounds of a layer's experts to those of the next one.

@@ -63,8 +63,19 @@ pub(super) fn host_slots(layers: usize) -> usize {
     layers.saturating_sub(BUFFERS)
 }
 
+/// Gives every array that takes turns with the others its turn; `memory` is where they wait.
+pub(super) fn give_turns<'a, D: Device>(
+    dev: &mut D,
+    arrays: impl Iterator<Item = (DeviceSlice, &'a mut Option<HostTurn>)>,
+    memory: PinnedSlice,
+) -> Result<()> {
+    let (buffers, places): (Vec<_>, Vec<_>) = arrays.unzip();
+    places.into_iter().zip(host_turns(dev, &buffers, memory)?).for_each(|(place, turn)| *place = Some(turn));
+    Ok(())
+}
+
 /// Every such layer's turn: `buffers` as [`BUFFERS`] alternate over them in forward order; `host` has [`host_slots`] of the longest of them.
-pub(super) fn host_turns<D: Device>(dev: &mut D, buffers: &[DeviceSlice], host: PinnedSlice) -> Result<Vec<HostTurn>> {
+fn host_turns<D: Device>(dev: &mut D, buffers: &[DeviceSlice], host: PinnedSlice) -> Result<Vec<HostTurn>> {
     let mut handover = || -> Result<_> { Ok((dev.event()?, dev.event()?)) };
     let events: [_; BUFFERS] = [handover()?, handover()?];
     let slots = host_slots(buffers.len());

@@ -26,7 +26,13 @@ impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator
     }
 
     /// One allocation for all layers, none if no layer has `cols`.
-    pub(super) fn by_layer<'a>(&mut self, name: &'static str, parts: &'a Parts, cols: Vec<usize>, dtype: Dtype) -> Result<ByLayer<'a>> {
+    pub(super) fn by_layer<'a>(
+        &mut self,
+        name: &'static str,
+        parts: &'a LayerParts,
+        cols: Vec<usize>,
+        dtype: Dtype,
+    ) -> Result<ByLayer<'a>> {
         let elems: Result<Vec<usize>> = parts.of_layers.iter().zip(cols).map(|(&(_, tokens), cols)| product(&[tokens, cols])).collect();
         let elems = elems?;
         let longest = elems.iter().max().copied().unwrap_or(0);
@@ -39,12 +45,33 @@ impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator
     }
 }
 
-/// Where layers have an array: their own, in turns, or one that all others share.
-pub(super) struct Parts {
+/// Where layers have an array: in parts of their own, in those that they take in turns, or in one that all others share.
+pub(super) struct LayerParts {
     /// By layer: which part, and of how many tokens.
     pub(super) of_layers: Vec<(usize, usize)>,
     /// The part that layers without one of their own share; the last.
     pub(super) shared: usize,
+}
+
+impl LayerParts {
+    /// Of `tokens` each: those that keep have a part of their own, those that send take `turns` with each other, the others share one.
+    pub(super) fn new(layers: usize, tokens: usize, turns: usize, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Self {
+        let kept = (0..layers).filter(|l| keeps(*l)).count();
+        let shared = kept + (0..layers).filter(|l| sends(*l)).count().min(turns);
+        let (mut own, mut turn) = (0..kept, (kept..shared).cycle());
+        let part = |l: usize| match l {
+            l if keeps(l) => own.next(),
+            l if sends(l) => turn.next(),
+            _ => None,
+        };
+        Self { of_layers: (0..layers).map(part).map(|part| (part.unwrap_or(shared), tokens)).collect(), shared }
+    }
+
+    /// The same parts, of which the shared one is of so many tokens, by layer.
+    pub(super) fn with_shared(&self, tokens: impl Iterator<Item = usize>) -> Self {
+        let shorter = |(&(part, all), tokens)| (part, if part == self.shared { tokens } else { all });
+        Self { of_layers: self.of_layers.iter().zip(tokens).map(shorter).collect(), shared: self.shared }
+    }
 }
 
 /// One allocation cut into parts, each of one layer or shared by several.
@@ -52,7 +79,7 @@ pub(super) struct ByLayer<'a> {
     all: DeviceSlice,
     elems: Vec<usize>,
     stride: usize,
-    parts: &'a Parts,
+    parts: &'a LayerParts,
 }
 
 impl ByLayer<'_> {
