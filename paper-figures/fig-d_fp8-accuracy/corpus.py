@@ -1,4 +1,4 @@
-"""Makes `data/` of this folder: the text of 1,950 proposals, a tokenizer trained on it, and the model's shape.
+"""Makes `data/` of this folder: the text of 1,950 proposals, a tokenizer trained on it, and the model's shape. Figure E trains on the same text.
 
     git clone https://github.com/python/peps; git clone https://github.com/rust-lang/rfcs; git clone https://github.com/ethereum/EIPs
     pip install tokenizers; python3 corpus.py peps rfcs EIPs
@@ -41,6 +41,7 @@ MODEL = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+SMALLER = {"hidden_size": 768, "num_hidden_layers": 14, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 2048}
 
 
 def documents(clone: str, commit: str) -> list[str]:
@@ -61,16 +62,19 @@ def tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def main(clones: list[str]) -> None:
-    out = pathlib.Path(__file__).parent / "data"
+    out = pathlib.Path(__file__).resolve().parent / "data"
     out.mkdir(exist_ok=True)
     texts = [text for clone, commit in zip(clones, COMMITS.values(), strict=True) for text in documents(clone, commit)]
     parts = {"eval": texts[::EVALUATED], "train": [text for index, text in enumerate(texts) if index % EVALUATED]}
     for name, part in parts.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
     made = tokenizer(parts["train"])
-    made.save(str(out / "tokenizer.json"))
     end = made.token_to_id(END)
-    (out / "config.json").write_text(json.dumps(MODEL | {"eos_token_id": end, "bos_token_id": end}, indent=2) + "\n")
+    figure_e = out.parents[1] / "fig-e_moments-in-16-bits" / "data"
+    for folder, shape in ((out, MODEL), (figure_e, MODEL | SMALLER)):
+        folder.mkdir(exist_ok=True)
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": end, "bos_token_id": end}, indent=2) + "\n")
     tokens = {name: sum(len(encoding) for encoding in made.encode_batch(part)) for name, part in parts.items()}
     print(", ".join(f"{name}: {len(part)} documents of {tokens[name]} tokens" for name, part in parts.items()))
 

@@ -330,7 +330,7 @@ fn what_is_committed_is_right() {
     let output = run_in(dir, &["check"]).unwrap();
     assert!(output.is_good, "{}", output.text);
     let figures = figure::all(dir).unwrap();
-    assert_eq!(figures.len(), 22);
+    assert_eq!(figures.len(), 23);
     for figure in figures {
         let text = show(&figure).unwrap();
         assert!(text.contains("arXiv 2509.21271") && text.starts_with(&figure.label), "{text}");
