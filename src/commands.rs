@@ -16,6 +16,7 @@ use crate::data::preparation::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
 use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
+use crate::engine::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;
@@ -105,9 +106,7 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    if let Some(processes @ 2..) = options.processes {
-        return Err(Error::usage(format!("--processes {processes}: a plan is of one process so far; leave it out")));
-    }
+    options.expect_one_process("a plan")?;
     let profile = profile(&options, tell)?;
     // Weights of a checkpoint take no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
@@ -124,19 +123,24 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     SearchReport::of(query, &model.display().to_string(), &profile)
 }
 
-/// Times training steps on random weights and tokens. `options.out`, if there is one, gets the record as a line of JSON.
+/// Times training steps on random weights and tokens. `options.out`, if there is one, gets the record as a line of JSON. Of several processes
+/// only the first has a record; `on_alarm` hears, on another thread, why one has to end that does not end by itself.
 ///
 /// # Errors
 /// `Usage` that names what makes no sense; whatever is missing or too large; `Io` when a file cannot be written.
-pub fn bench_step(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    let out = options.out.clone();
+pub fn bench_step(
+    options: StepOptions,
+    on_alarm: Box<dyn Fn(Alarm) + Send>,
+    tell: &mut dyn FnMut(&dyn Display),
+) -> Result<Option<impl Display + Serialize + use<>>> {
+    let out = options.out.clone().filter(|_| options.train.process.unwrap_or(0) == 0);
     let bench = StepBench::new(options)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
-    let record = bench.run(tell)?;
+    let Some(record) = bench.run(Some(Box::new(move |why| on_alarm(Alarm::Stall(why)))), tell)? else { return Ok(None) };
     // Told before it is written: no failure of a file loses what was measured.
     tell(&format_args!("\n{record}"));
     file.map_or(Ok(()), |mut file| file.append(&record))?;
-    Ok(record)
+    Ok(Some(record))
 }
 
 /// Times steps on the machine that `options` name, which need not be here. `options.out`, if there is one, gets the record as a line of JSON.

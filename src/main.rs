@@ -307,9 +307,9 @@ fn run_digest(dir: &Path) -> Result<()> {
 /// The line goes to standard output or a file, all that people read to standard error.
 fn bench_step(options: StepOptions) -> Result<()> {
     let is_printed = options.out.is_none();
-    let options = StepOptions { train: over_file(options.train)?, ..options };
-    let record = commands::bench_step(options, &mut |line| remark(line))?;
-    if is_printed { answer(json(&record)?) } else { Ok(()) }
+    let options = StepOptions { train: commands::under_launcher(over_file(options.train)?)?, ..options };
+    let record = commands::bench_step(options, Box::new(end_on_alarm(ProgressBar::hidden())), &mut |line| remark(line))?;
+    if let Some(record) = record.filter(|_| is_printed) { answer(json(&record)?) } else { Ok(()) }
 }
 
 fn run_plan(options: PlanOptions) -> Result<()> {
@@ -413,14 +413,18 @@ impl Observer for Person {
     }
 
     fn on_alarm(&mut self) -> Option<Box<dyn Fn(Alarm) + Send>> {
-        let bar = self.bar.clone();
-        Some(Box::new(move |alarm| match alarm {
-            Alarm::Worker(line) => bar.suspend(|| complain("warning", line)),
-            Alarm::Stall(report) => {
-                complain("error", report);
-                // Nothing is waited for, and no library tidies up, which might wait for ever.
-                signal_hook::low_level::exit(1);
-            }
-        }))
+        Some(Box::new(end_on_alarm(self.bar.clone())))
+    }
+}
+
+/// Tells of threads that stand still, above `bar`, and ends the program where a run does not go on.
+fn end_on_alarm(bar: ProgressBar) -> impl Fn(Alarm) + Send {
+    move |alarm| match alarm {
+        Alarm::Worker(line) => bar.suspend(|| complain("warning", line)),
+        Alarm::Stall(report) => {
+            complain("error", report);
+            // Nothing is waited for, and no library tidies up, which might wait for ever.
+            signal_hook::low_level::exit(1);
+        }
     }
 }

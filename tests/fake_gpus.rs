@@ -3,8 +3,9 @@
 
 use crate::program::{Outcome, Workspace, program, run};
 use crate::support::emulator;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -343,6 +344,64 @@ fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
     let other = train(&[("FAKE_ALGORITHMS", "")], &["--gpus=2"]);
     other.refused(1, &["rank 1", "algorithm 70", "algorithm 71"]);
     counted(&other);
+}
+
+/// A run of two processes, each of which sees as many GPUs as `fake` says.
+fn train_as_two(fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
+    let (workspace, port) = (Workspace::new(), TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port());
+    let libraries = driver(&workspace);
+    let (named, rendezvous) = (format!("--cuda-libraries={}", libraries.display()), format!("--rendezvous=127.0.0.1:{port}"));
+    let start = |process: usize| {
+        let process_flag = format!("--process={process}");
+        let common =
+            ["--attention=plain", "--hardware=h200-pcie5", "--bucket-mib=0.03125", "--processes=2", &named, &rendezvous, &process_flag];
+        let mut command = workspace.train("out", &[&common, flags].concat());
+        let command = command.env("LD_LIBRARY_PATH", &libraries).env("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
+        command.envs(fake[process].iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let children: Vec<_> = (0..2).map(start).collect();
+    children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
+}
+
+/// Each opens the GPU of its place, and gives everything back.
+#[test]
+fn processes_of_one_machine_take_a_gpu_each() {
+    if is_emulated() {
+        return;
+    }
+    let resident = if cfg!(feature = "repartition") { "--resident-buckets=1" } else { "--slots=2" };
+    for flags in [&[][..], &["--device=cuda", "--gradient-shares=4", resident], &["--strategy=no-offload", "--max-grad-norm=0.5"]] {
+        let outcomes = train_as_two([&[]; 2], flags);
+        for (process, outcome) in outcomes.iter().enumerate() {
+            assert_eq!(outcome.code, 0, "{flags:?}: {outcome:?}");
+            assert_eq!(counted(outcome), [0, 0, 0], "what others have comes over the network");
+            let takes = format!("process {process} takes GPU {process} (0000:{process}F:00.0), one for each process of its machine");
+            assert!(outcome.stdout.contains(&takes), "{outcome:?}");
+            let gave: Vec<_> = outcome.stdout.lines().filter(|line| line.starts_with("fake driver: GPU ")).collect();
+            assert!(gave.len() == 1 && gave[0].starts_with(&format!("fake driver: GPU {process} gave ")), "{gave:?}");
+        }
+    }
+}
+
+#[test]
+fn processes_whose_gpus_are_too_few_or_differ_are_refused_on_both_sides() {
+    if is_emulated() {
+        return;
+    }
+    let refused = |fake: [&[(&str, &str)]; 2], flags: &[&str], code, words: &[&str]| {
+        for outcome in train_as_two(fake, flags) {
+            outcome.refused(code, words);
+            counted(&outcome);
+        }
+    };
+    let one = &[("FAKE_GPUS", "1")][..];
+    refused([one, one], &[], 2, &["--processes 2", "sees GPUs: 1, and processes on its machine are 2"]);
+    refused([&[("FAKE_MODELS", "")]; 2], &[], 1, &["process 0 on ", " has a Fake 0", "process 1 on ", " has a Fake 1"]);
+    refused([&[], &[("FAKE_GPUS", "0")]], &[], 1, &["process 1 on ", " has none: ", "--device cpu"]);
+    // What is known once all have opened theirs.
+    let outcomes = train_as_two([&[], &[("FAKE_CUBLASLT", "130200")]], &[]);
+    outcomes[1].refused(2, &["cuBLASLt: 130100 for process 0 on ", "130200 for process 1 on "]);
+    outcomes[0].refused(1, &["process 1 on ", "cuBLASLt: "]);
 }
 
 /// Code 46, which a driver answers where another process has the GPU for itself, at each call by which a GPU is found and opened.

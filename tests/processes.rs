@@ -5,7 +5,7 @@ use crate::resume::{await_line, send};
 use nix::sys::signal::Signal;
 use std::fs;
 use std::net::TcpListener;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
@@ -257,8 +257,47 @@ fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
         LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
         run(&mut command).refused(2, words);
     }
-    let cuda = ["--processes=2", "--process=0", "--rendezvous=a:1", "--device=cuda"];
-    run(&mut workspace.train("out", &cuda)).refused(2, &["--device cuda", "cpu with several --processes"]);
+    for command in ["plan", "simulate"] {
+        let model = if command == "plan" { "--model=qwen3-4b" } else { "--model-config=qwen3-4b" };
+        run(&mut program(&[command, model, "--hardware=h200-x2", "--processes=2"]))
+            .refused(2, &["--processes 2", "is of one process so far"]);
+    }
+}
+
+/// The first has the line, and the state that one process with as many devices ends with.
+#[test]
+fn a_bench_of_several_processes_is_one_line_with_the_digest_of_one() {
+    let workspace = Workspace::new();
+    let config = format!("--model-config={}", workspace.path("model/config.json").display());
+    let bench = |more: &[&str]| {
+        let flags = ["--device=cpu", "--threads=1", "--seq-length=16", "--warmup=1", "--steps=3", "--clip=every-2", "--digest"];
+        let mut command = program(&[&["bench", "step", &config], &flags[..], more].concat());
+        LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
+        command.env(TOKEN.0, TOKEN.1);
+        command
+    };
+    let line =
+        |outcome: &Outcome| -> serde_json::Value { serde_json::from_str(&outcome.stdout).unwrap_or_else(|e| panic!("{e}: {outcome:?}")) };
+    let whole = run(&mut bench(&["--gpus=2"]));
+    let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
+    let of = |process: &str| bench(&["--processes=2", &rendezvous, process]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let outcomes = ends(vec![of("--process=0"), of("--process=1")]);
+    assert!(outcomes.iter().all(|outcome| outcome.code == 0) && outcomes[1].stdout.is_empty(), "{outcomes:?}");
+    let (one, two) = (line(&whole), line(&outcomes[0]));
+    assert!(one["digest"].is_string(), "{one}");
+    for key in ["digest", "loss", "verdicts", "tokens_per_step"] {
+        assert_eq!(two[key], one[key], "{key}");
+    }
+    for key in ["committed", "clipped"] {
+        assert_eq!(two["bucket_steps"][key], one["bucket_steps"][key], "both step their slices: {key}");
+    }
+    assert_eq!(two["settings"]["processes"], 2);
+    // Who differs is refused as where they train.
+    let other = bench(&["--processes=2", &rendezvous, "--process=1", "--seed=8"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    for outcome in ends(vec![of("--process=0"), other.unwrap()]) {
+        let told = "error: --seed: 42 for process 0 on ";
+        assert!(outcome.code == 2 && outcome.stderr.contains(told) && outcome.stdout.is_empty(), "{outcome:?}");
+    }
 }
 
 /// Where a process may be killed: it stands still there.

@@ -64,13 +64,12 @@ impl StepOptions {
 
 /// Options of `train` that a benchmark has no use for.
 #[rustfmt::skip]
-const MEANINGLESS: [&str; 33] = [
+const MEANINGLESS: [&str; 29] = [
     "model", "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",
     "data_format", "columns", "train_on", "chat_template", "chat_template_name", "chat_date",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "report_to",
     "eval_strategy", "eval_steps", "eval_on_start", "save_steps",
     "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "inject", "faults",
-    "processes", "process", "rendezvous", "run_token_file",
 ];
 
 fn hide_meaningless(arg: Arg) -> Arg {

@@ -76,6 +76,7 @@ impl Simulation {
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
     pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
+        options.train.expect_one_process("a simulation")?;
         let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
         if documents.is_some() {
             return Err(Error::usage("--documents: a simulated step takes the time of whole rows; bench step measures documents"));

@@ -4,22 +4,27 @@ use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
 use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
-use crate::device::{Attention, Kernels};
+use crate::device::{Attention, Kernels, Peers};
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::error::Result;
+use crate::engine::orders::RankEngine;
+use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
+use crate::launch::agreement::Party;
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::gpu;
+use crate::launch::processes::{self, FollowEngine};
 use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::links::{EndOfRun, LastResort};
+use crate::signals::StopFlag;
 use crate::simulate::random_tokens::{LengthRange, RandomTokens};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
@@ -67,12 +72,27 @@ impl StepBench {
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents })
     }
 
-    /// Runs it; `tell` is given lines for people on the way.
+    /// Runs it; `log` is given lines for people on the way. Of several processes, which `last_resort` ends where one hangs, the first has the
+    /// record.
     ///
     /// # Errors
     /// Whatever is missing or too large.
-    pub(crate) fn run(&self, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let (launch, settings) = Launcher::new(&self.settings)?;
+    pub(crate) fn run(&self, last_resort: Option<LastResort>, log: &mut dyn FnMut(&dyn Display)) -> Result<Option<StepRecord>> {
+        if self.settings.processes == 1 {
+            return self.lead(None, log).map(Some);
+        }
+        let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
+        let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
+        let failure = outcome.as_ref().err().map(ToString::to_string);
+        // Who ends because another has failed tells nothing new.
+        let failure = failure.filter(|_| self.settings.process == 0 || !matches!(outcome, Err(Error::Rank { .. })));
+        party.links.close(&EndOfRun { failure, ..EndOfRun::default() });
+        outcome
+    }
+
+    /// Times the steps of the only process, or of the first.
+    fn lead(&self, party: Option<&Party>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        let (launch, settings) = party.map_or_else(|| Launcher::new(&self.settings), |party| party.launcher(&self.settings))?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.peers.iter().for_each(|line| log(line));
@@ -81,8 +101,32 @@ impl StepBench {
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         let settings = plan.settle(&settings);
         log(&plan);
-        let matmul_flops = if chosen.is_gpu() { Some(matmul_ceiling(&plan)?) } else { None };
-        launch.engine(&plan, &self.shape, Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log })
+        let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
+        let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
+        let Some(party) = party else { return launch.engine(&plan, &self.shape, user) };
+        party.propose((&plan, &self.shape), &settings, String::new())?;
+        processes::lead(&launch, &plan, &self.shape, &party.links, user)
+    }
+
+    /// Computes as the first process says, until the bench is over.
+    fn follow(&self, party: &Party) -> Result<()> {
+        let end = match party.plan(&self.settings, &self.shape)? {
+            Ok((launch, plan, _)) => match processes::follow(&launch, &plan, &self.shape, &party.links, Stepping) {
+                Error::Rank { .. } => party.links.end_of_run()?,
+                own => return Err(own),
+            },
+            Err(end) => end,
+        };
+        end.failure.map_or(Ok(()), |cause| Err(Error::Rank { name: party.links.names()[0].clone(), cause }))
+    }
+}
+
+/// Steps, and saves nothing.
+struct Stepping;
+
+impl FollowEngine for Stepping {
+    fn run<D: Kernels + Peers>(self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+        engine.follow(settle_down)
     }
 }
 
@@ -146,8 +190,8 @@ impl UseEngine for Measurement<'_> {
 }
 
 /// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
-fn matmul_ceiling(plan: &Plan) -> Result<f64> {
-    let mut dev = gpu::open(0, plan.cuda_libraries.clone(), Attention::Plain, 0, false)?;
+fn matmul_ceiling(plan: &Plan, ordinal: usize) -> Result<f64> {
+    let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Attention::Plain, 0, false)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
@@ -191,7 +235,7 @@ mod tests {
         let options =
             StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, out: None, train };
         let mut printed = Vec::new();
-        let record = StepBench::new(options).unwrap().run(&mut |line| printed.push(line.to_string())).unwrap();
+        let record = StepBench::new(options).unwrap().run(None, &mut |line| printed.push(line.to_string())).unwrap().unwrap();
         assert_eq!(printed.len(), 2, "the plan and the beginning, no surprise: {printed:?}");
         assert!(printed[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
         serde_json::to_value(&record).unwrap()

@@ -213,12 +213,6 @@ impl Settings {
             if self.all_gpus { "all".into() } else { gpus.to_string() },
             "1 with several --processes",
         )?;
-        require(
-            self.device != DeviceChoice::Cuda,
-            "device",
-            "cuda",
-            "cpu with several --processes; --gpus trains on all GPUs of one machine",
-        )?;
         let allowed = "replicated with several --processes";
         require(
             matches!(self.weights, WeightsChoice::Auto | WeightsChoice::Replicated),

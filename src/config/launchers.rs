@@ -25,6 +25,8 @@ struct Launched {
     launcher: &'static str,
     processes: Told,
     process: Told,
+    /// Which of the processes of its machine it is, if that is told.
+    local: Option<Told>,
     /// Where all meet; what is missing where that is not known.
     address: std::result::Result<String, &'static str>,
 }
@@ -53,6 +55,25 @@ impl TrainOptions {
         (self.processes, self.process) = (Some(launched.processes.number), Some(launched.process.number));
         Ok(self)
     }
+
+    /// Refuses several processes where `what` is asked for.
+    ///
+    /// # Errors
+    /// `Usage` with their number.
+    pub(crate) fn expect_one_process(&self, what: &str) -> Result<()> {
+        match self.processes {
+            Some(processes @ 2..) => Err(Error::usage(format!("--processes {processes}: {what} is of one process so far; leave it out"))),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Which of the processes of its machine this is, where the launcher says so.
+///
+/// # Errors
+/// `Usage` for a variable that makes no sense.
+pub(crate) fn local_process(variable: ReadVariable<'_>) -> Result<Option<usize>> {
+    Ok(Launched::of(variable)?.and_then(|launched| launched.local).map(|local| local.number))
 }
 
 impl Launched {
@@ -96,7 +117,7 @@ fn of_torch(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
         (None, _) => Err("MASTER_ADDR"),
         (_, None) => Err("MASTER_PORT"),
     };
-    Ok(Some(Launched { launcher: "torchrun", processes, process, address }))
+    Ok(Some(Launched { launcher: "torchrun", processes, process, local: number(variable, "LOCAL_RANK")?, address }))
 }
 
 fn of_open_mpi(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
@@ -106,7 +127,8 @@ fn of_open_mpi(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
     let host = variable("MASTER_ADDR").or(on_one_host.then(|| "127.0.0.1".into()));
     let port = variable("MASTER_PORT").unwrap_or(MPI_PORT.into());
     let address = host.map(|host| with_port(&host, port)).ok_or("MASTER_ADDR");
-    Ok(Some(Launched { launcher: "Open MPI", processes, process, address }))
+    let local = number(variable, "OMPI_COMM_WORLD_LOCAL_RANK")?;
+    Ok(Some(Launched { launcher: "Open MPI", processes, process, local, address }))
 }
 
 /// The tasks of a step, which `srun` starts: a batch script alone is none.
@@ -120,7 +142,7 @@ fn of_slurm(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
         (None, _) => Err("SLURM_STEP_NODELIST"),
         (_, None) => Err("SLURM_JOB_ID"),
     };
-    Ok(Some(Launched { launcher: "Slurm", processes, process, address }))
+    Ok(Some(Launched { launcher: "Slurm", processes, process, local: number(variable, "SLURM_LOCALID")?, address }))
 }
 
 /// An address of version 6 is set in brackets.
@@ -181,6 +203,19 @@ mod tests {
         assert_eq!(under(&[], &[&SLURM[..], &TORCH].concat()), is(4, 1, "node1:29500"));
         assert_eq!(under(&["--rendezvous=here:1"], &SLURM), is(4, 3, "here:1"));
         assert_eq!(under(&["--processes=4", "--process=3"], &SLURM), is(4, 3, "gpu03:21234"));
+    }
+
+    #[test]
+    fn the_place_on_a_machine_is_what_the_launcher_that_started_it_says() {
+        for (launched, name) in [(&TORCH[..], "LOCAL_RANK"), (&MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (&SLURM, "SLURM_LOCALID")] {
+            let local = |variables: &[(&str, &str)]| {
+                local_process(&|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
+            };
+            assert_eq!(local(launched).unwrap(), None);
+            assert_eq!(local(&[launched, &[(name, "3")]].concat()).unwrap(), Some(3), "{name}");
+            assert_eq!(local(&[(name, "3")]).unwrap(), None, "a script under {name} starts processes itself");
+            assert!(local(&[launched, &[(name, "x")]].concat()).is_err());
+        }
     }
 
     #[test]

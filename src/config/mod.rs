@@ -9,7 +9,7 @@ mod deepspeed_keys;
 pub(crate) mod describe;
 mod document;
 pub(crate) mod file;
-mod launchers;
+pub(crate) mod launchers;
 pub(crate) mod options;
 pub(crate) mod resolve;
 pub(crate) mod settings;

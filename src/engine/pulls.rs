@@ -208,7 +208,9 @@ impl<C> Pulls<C> {
             if ready(&board) {
                 return Ok(());
             }
-            if !dev.idle()? {
+            // A bell rings for all that comes of others. Copies of its own ring none on every device.
+            let is_quiet = self.far.as_ref().is_none_or(Sockets::is_quiet);
+            if is_quiet || !dev.idle()? {
                 bell.wait(rung);
             }
         }

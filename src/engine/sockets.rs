@@ -228,6 +228,12 @@ impl Sockets {
         self.take_weights(dev)
     }
 
+    /// Whether no copy of its own is under way or waits for a place.
+    pub(super) fn is_quiet(&self) -> bool {
+        let leave = [&self.grads, &self.weights].iter().any(|kind| !kind.copying.is_empty() || !kind.waiting.is_empty());
+        !leave && self.weights_in.busy.is_empty()
+    }
+
     /// Whether the gradients that were written so far may be overwritten, as far as they leave; then what is computed from now on waits for
     /// that.
     pub(super) fn may_overwrite<D: Device>(&mut self, dev: &mut D) -> Result<bool> {

@@ -433,6 +433,12 @@ impl Tree<'_> {
     }
 }
 
+/// This machine's name, where the system tells it.
+pub(crate) fn host_name() -> Option<String> {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    Some(name.trim().to_string()).filter(|name| !name.is_empty())
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;

@@ -1,6 +1,7 @@
 //! Which device a run gets, and what the planner may use of the machine.
 
 use super::gpu;
+use super::partners::Partner;
 use super::peer_links::PeerLinks;
 use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
@@ -8,6 +9,7 @@ use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::limits;
+use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
@@ -46,42 +48,87 @@ impl SelectedDevice {
 /// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of
 /// [`limits::check_threads`], [`SelectedProfile::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
-    if settings.processes > 1 && settings.device == DeviceChoice::Auto && gpu::visible().is_ok() {
-        let (count, way_out) = (settings.processes, "use --device cpu, or one process with --gpus all");
-        return Err(Error::usage(format!("--processes {count}: several processes train on CPUs so far, not on GPUs; {way_out}")));
-    }
-    let on_cpus = (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new());
-    let ((kind, device, gpus), note) = match settings.device {
-        DeviceChoice::Cpu => (on_cpus, None),
+    let (devices, note) = match settings.device {
+        DeviceChoice::Cpu => (on_cpus(), None),
         DeviceChoice::Cuda => (open_gpus(settings)?.map_err(|why| Error::resource("use --device cuda", why))?, None),
         DeviceChoice::Auto => match open_gpus(settings)? {
             Ok(gpus) => (gpus, None),
             Err(why) if settings.all_gpus => return Err(Error::resource("use --gpus all", why)),
-            Err(why) => (on_cpus, Some(why.to_string())),
+            Err(why) => (on_cpus(), Some(why.to_string())),
         },
     };
+    let (cpus, together) = (topology.usable_cpus().map_or(1, |usable| usable.count()), devices.2.len());
+    let selected = select(settings, topology, devices, Neighbours { cpus, together, on_machine: 1, route: PeerRoute::Own })?;
+    Ok(SelectedDevice { note, ..selected })
+}
+
+/// What all processes of a run have agreed on for this one, which may use `cpus` CPUs of `machine`.
+///
+/// # Errors
+/// As [`choose`].
+pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner, cpus: usize) -> Result<SelectedDevice> {
+    let devices = partner.gpu.as_ref().map_or_else(
+        || Ok(on_cpus()),
+        |gpu| gpu::free_memory(std::slice::from_ref(gpu)).map(|(kind, device)| (kind, device, vec![gpu.clone()])),
+    );
+    let on_machine = partner.on_machine;
+    select(settings, machine, devices?, Neighbours { cpus, together: on_machine, on_machine, route: PeerRoute::Host })
+}
+
+/// The kind of device, its memory, and the GPUs.
+type Devices = (DeviceKind, DeviceMemory, Vec<GpuId>);
+
+fn on_cpus() -> Devices {
+    (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new())
+}
+
+/// What others on the machine leave to this process.
+struct Neighbours {
+    /// CPUs that this process may keep busy.
+    cpus: usize,
+    /// GPUs of the machine that train together.
+    together: usize,
+    /// Processes of the run on the machine.
+    on_machine: usize,
+    /// What slices of other processes pass.
+    route: PeerRoute,
+}
+
+/// What is planned for these devices on `machine`, of which this process has its part.
+fn select(
+    settings: &Settings,
+    machine: &Topology,
+    (kind, device, gpus): Devices,
+    Neighbours { cpus, together, on_machine, route }: Neighbours,
+) -> Result<SelectedDevice> {
     if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
         return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));
     }
-    let warning = limits::check_threads(topology, settings.threads, kind == DeviceKind::Gpu)?;
-    let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());
-    let warning = warning.or_else(|| gpu::crowded(gpus.len(), cpus));
-    let reserved = if settings.huge_pages == HugePagesChoice::Explicit { topology.reserved_free_bytes() } else { 0 };
-    let host_bytes = topology.memory_usable_bytes().map_or(u64::MAX, |bytes| bytes.saturating_add(reserved));
-    let rates_from = rates_from(settings, topology, kind, gpus.len())?;
+    let warning = limits::check_threads(machine, settings.threads, kind == DeviceKind::Gpu)?;
+    let warning = warning.or_else(|| gpu::crowded(gpus.len(), cpus)).or_else(|| too_many_threads(settings, cpus));
+    let reserved = if settings.huge_pages == HugePagesChoice::Explicit { machine.reserved_free_bytes() } else { 0 };
+    let of_all = |bytes: u64| bytes.saturating_add(reserved) / on_machine as u64;
+    let host_bytes = machine.memory_usable_bytes().map_or(u64::MAX, of_all);
+    let rates_from = rates_from(settings, machine, kind, together)?;
     let links = PeerLinks::between(&gpus)?;
-    let of_each = |profile| Arc::new(Rates::of_each(profile, gpus.len().max(1)).with_peers(links.route()));
+    let of_each = |profile| Arc::new(Rates::of_each(profile, together.max(1)).with_peers(links.route().max(route)));
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
     let mut peers = links.lines();
-    peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(gpus.len())));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, peers, note, warning, rates_from })
+    peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(together)));
+    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, peers, note: None, warning, rates_from })
+}
+
+/// What a person is told where a process has more threads than its part of the machine has CPUs.
+fn too_many_threads(settings: &Settings, cpus: usize) -> Option<String> {
+    let threads = settings.threads.filter(|threads| *threads > cpus)?;
+    Some(format!("--threads {threads}: processes of this machine divide its CPUs, of which this one has {cpus}; say --threads {cpus}"))
 }
 
 /// The GPUs that are asked for and what is free on each, or why there is no GPU to open.
 ///
 /// # Errors
 /// Those of [`gpu::first`].
-fn open_gpus(settings: &Settings) -> Result<Result<(DeviceKind, DeviceMemory, Vec<GpuId>)>> {
+fn open_gpus(settings: &Settings) -> Result<Result<Devices>> {
     let visible = match gpu::visible() {
         Ok(visible) => visible,
         Err(why) => return Ok(Err(why)),

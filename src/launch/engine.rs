@@ -3,6 +3,7 @@
 use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
 use super::open;
+use super::partners::Partner;
 use super::ranks;
 use super::share::{self, Share};
 use crate::config::settings::Settings;
@@ -54,6 +55,13 @@ impl Launcher {
         let chosen = devices::choose(settings, &topology)?;
         let settings = settings.on_gpus(chosen.gpus.len())?;
         Ok((Self { topology, chosen }, settings))
+    }
+
+    /// The same for a process among others of its run, which has its part of `machine`.
+    pub(crate) fn among(settings: &Settings, machine: &Topology, partner: &Partner) -> Result<(Self, Settings)> {
+        let (own, cpus) = partner.share_of(machine);
+        let chosen = devices::agreed(settings, machine, partner, cpus)?;
+        Ok((Self { topology: own.unwrap_or_else(|| machine.clone()), chosen }, settings.on_gpus(1)?))
     }
 
     /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
@@ -151,9 +159,9 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     ranks::run(plan, shape, &shares, make, |engine| user.run(engine), follow)
 }
 
-/// The GPU of a rank.
-fn gpu_device(plan: &Plan, rank: usize, portable: bool) -> Result<GpuDevice> {
-    gpu::open(rank, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans, portable)
+/// The visible GPU `ordinal`.
+pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
+    gpu::open(ordinal, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans, portable)
 }
 
 /// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.
@@ -184,7 +192,7 @@ fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<
     MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
 }
 
-fn worker_threads(Share { plan, placement }: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+pub(super) fn worker_threads(Share { plan, placement }: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     let placement = placement.clone();
     let pin = |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));

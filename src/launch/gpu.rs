@@ -75,7 +75,7 @@ pub(crate) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
 pub(super) fn free_memory(gpus: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     let free = gpus.iter().map(|gpu| cuda::free_bytes(gpu.index)).collect::<Result<Vec<_>>>()?;
     let bytes = free.into_iter().min().unwrap_or(0);
-    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes, addressing: cuda::probe(0)? }))
+    Ok((DeviceKind::Gpu, DeviceMemory::Own { bytes, addressing: cuda::probe(gpus[0].index)? }))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -268,8 +268,8 @@ impl Workload<'_> {
         let own = self.machine.kind.own_memory(self.attention, &self.attention_shape(), self.separates_documents);
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
-        // A context each, in one process.
-        let count = |space| if space == MemorySpace::Device { ranks } else { 1 };
+        // A context each; what it takes of the host, a process takes once.
+        let count = |space| if space == MemorySpace::Device { ranks } else { self.processes };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
@@ -302,10 +302,10 @@ impl Workload<'_> {
         self.grad_accum_steps * self.sequence_ranks * of_part
     }
 
-    /// What ranks tell each other; nothing where there is one.
+    /// What ranks tell each other, in each process; nothing where there is one.
     fn board_bytes(&self, layout: &BucketLayout) -> usize {
         let steps = (self.shares, self.batch_words(), self.shape.experts());
-        if self.ranks == 1 { 0 } else { board_sizes(layout, self.ranks, steps).bytes() }
+        if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
     }
 
     /// What passes between processes, of all of them; slices have at most `longest` elements.

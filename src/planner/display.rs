@@ -70,7 +70,10 @@ impl Plan {
         }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
-            writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
+            match self.processes {
+                1 => writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?,
+                _ => writeln!(f, "  peers       over TCP, through host memory")?,
+            }
         }
         Ok(())
     }

@@ -4,11 +4,11 @@
 use super::board::{Abroad, Board};
 use super::lanes::{ParcelLane, RankLanes, ended};
 use super::notice::{Audience, Notice, Outbox, Topic};
-use super::rendezvous::{Connections, Meeting};
+use super::rendezvous::{Connections, Hello, Meeting};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::VecDeque;
 use std::io::{BufReader, BufWriter, Write};
 use std::net::{Shutdown, TcpStream};
@@ -46,6 +46,8 @@ pub(crate) type LastResort = Box<dyn Fn(String) + Send>;
 struct Common {
     process: usize,
     names: Vec<String>,
+    /// By process.
+    has: Vec<Value>,
     state: Mutex<LinkState>,
     changed: Condvar,
     /// Looks since a word of each process.
@@ -163,27 +165,22 @@ impl Outbox for Common {
 }
 
 impl Links {
-    /// Meets the other processes of the run, who must agree in all `facts`, and hears them from now on. A `stop` that one is asked for
-    /// process 0 hears of; `last_resort` ends this process when another has ended and it goes on.
+    /// Meets the other processes of the run, who must agree with this one, which says `own`, and hears them from now on. A `stop` that one is
+    /// asked for process 0 hears of; `last_resort` ends this process when another has ended and it goes on.
     ///
     /// # Errors
     /// Those of [`Meeting::meet`]; `Resource` when a thread cannot start.
-    pub(crate) fn meet(
-        meeting: &Meeting,
-        host: String,
-        facts: Map<String, Value>,
-        stop: &StopFlag,
-        last_resort: Option<LastResort>,
-    ) -> Result<Self> {
-        let (process, mesh) = (meeting.process, meeting.meet(host, facts, stop)?);
-        let names = mesh.hosts.iter().enumerate().map(|(process, host)| format!("process {process} on {host}")).collect();
+    pub(crate) fn meet(meeting: &Meeting, own: Hello, stop: &StopFlag, last_resort: Option<LastResort>) -> Result<Self> {
+        let (process, mesh) = (meeting.process, meeting.meet(own, stop)?);
+        let names = mesh.all.iter().enumerate().map(|(process, hello)| format!("process {process} on {}", hello.host)).collect();
         let (letters, boxes): (Vec<_>, Vec<_>) =
             mesh.connections.iter().map(|other| other.as_ref().map(|_| mpsc::channel()).unzip()).unzip();
         let common = Arc::new(Common {
             process,
-            silent: mesh.hosts.iter().map(|_| AtomicU32::new(0)).collect(),
-            state: Mutex::new(LinkState { gone: vec![false; mesh.hosts.len()], ..LinkState::default() }),
+            silent: mesh.all.iter().map(|_| AtomicU32::new(0)).collect(),
+            state: Mutex::new(LinkState { gone: vec![false; mesh.all.len()], ..LinkState::default() }),
             names,
+            has: mesh.all.into_iter().map(|hello| hello.has).collect(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
             letters,
@@ -260,6 +257,11 @@ impl Links {
         &self.common.names
     }
 
+    /// What each process says that it has, by its number.
+    pub(crate) fn what_each_has(&self) -> &[Value] {
+        &self.common.has
+    }
+
     /// Process 0 tells all others what must agree before step 0.
     pub(crate) fn propose(&self, agreement: &str) {
         self.common.tell(Audience::All, Notice::new(Topic::Agreement, &[]).saying(agreement));
@@ -283,6 +285,14 @@ impl Links {
             }
             state = self.common.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// The same where the run cannot be over.
+    ///
+    /// # Errors
+    /// As there; what ended process 0.
+    pub(crate) fn expect_proposal(&self) -> Result<String> {
+        self.proposal()?.map_err(|end| self.common.error_of(0, end.failure.as_deref().unwrap_or("its run is over")))
     }
 
     /// How the run ended, once process 0 has said so; within a few seconds.

@@ -36,23 +36,22 @@ pub(crate) struct Meeting {
 }
 
 /// What a process says of itself.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Hello {
-    host: String,
-    /// Where it listens.
-    address: Option<SocketAddr>,
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    pub(crate) host: String,
+    /// Where it listens, once it does.
+    pub(crate) address: Option<SocketAddr>,
     /// What must be the same everywhere.
-    facts: Map<String, Value>,
+    pub(crate) facts: Map<String, Value>,
+    /// What it has, for all to know.
+    pub(crate) has: Value,
 }
 
 /// What process 0 answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Reply {
-    /// All are there, and alike: their hosts and addresses, by process.
-    Welcome {
-        hosts: Vec<String>,
-        addresses: Vec<Option<SocketAddr>>,
-    },
+    /// All are there, and alike: what each said of itself but for its facts.
+    Welcome(Vec<Hello>),
     Refused(String),
 }
 
@@ -61,7 +60,8 @@ pub(super) type Connections = [TcpStream; 3];
 
 /// All processes of a run, as this one knows them.
 pub(super) struct Mesh {
-    pub(super) hosts: Vec<String>,
+    /// What each said of itself but for its facts.
+    pub(super) all: Vec<Hello>,
     /// By process; none to itself.
     pub(super) connections: Vec<Option<Connections>>,
 }
@@ -85,23 +85,23 @@ impl Meeting {
         if Instant::now() < deadline { Ok(()) } else { Err(self.failed(missing())) }
     }
 
-    /// Meets the others, who must agree with this process, on the host `host`, in all `facts`.
+    /// Meets the others, who must agree with this process, which says `own`, in all facts.
     ///
     /// # Errors
     /// `Resource` that names who is missing, has another token, or differs, and in what; `Interrupted`.
-    pub(super) fn meet(&self, host: String, facts: Map<String, Value>, stop: &StopFlag) -> Result<Mesh> {
+    pub(super) fn meet(&self, own: Hello, stop: &StopFlag) -> Result<Mesh> {
         let deadline = Instant::now() + PATIENCE;
         let mut slots: Slots = (0..self.processes).map(|_| Default::default()).collect();
-        let hosts = match self.process {
-            0 => self.receive(Hello { host, address: None, facts }, &mut slots, (stop, deadline))?,
-            _ => self.join(host, facts, &mut slots, (stop, deadline))?,
+        let all = match self.process {
+            0 => self.receive(own, &mut slots, (stop, deadline))?,
+            _ => self.join(own, &mut slots, (stop, deadline))?,
         };
         let whole = |[control, grads, weights]: [Option<TcpStream>; 3]| Some([control?, grads?, weights?]);
-        Ok(Mesh { hosts, connections: slots.into_iter().map(whole).collect() })
+        Ok(Mesh { all, connections: slots.into_iter().map(whole).collect() })
     }
 
     /// Process 0: all come to it.
-    fn receive(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<String>> {
+    fn receive(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
         let listener = Doorkeeper::at(&self.address, &self.token).map_err(|e| Error::resource(format!("listen at {}", self.address), e))?;
         let mut hellos = vec![own];
         self.gather(&listener, 1..self.processes, &[Channel::Control], slots, (stop, deadline))?;
@@ -113,10 +113,10 @@ impl Meeting {
         let refusal = (1..hellos.len()).find_map(|process| difference(&hellos, process));
         let reply = match &refusal {
             Some(why) => Reply::Refused(why.clone()),
-            None => Reply::Welcome {
-                hosts: hellos.iter().map(|hello| hello.host.clone()).collect(),
-                addresses: hellos.iter().map(|hello| hello.address).collect(),
-            },
+            None => {
+                hellos.iter_mut().for_each(|hello| hello.facts.clear());
+                Reply::Welcome(hellos.clone())
+            }
         };
         for (process, [control, ..]) in slots.iter_mut().enumerate() {
             let told = control.as_mut().map_or(Ok(()), |stream| within(stream, HANDSHAKE_PATIENCE, |stream| say(stream, &reply)));
@@ -124,17 +124,11 @@ impl Meeting {
         }
         refusal.map_or(Ok(()), |why| Err(Error::usage(why)))?;
         self.gather(&listener, 1..self.processes, &Channel::ALL[1..], slots, (stop, deadline))?;
-        Ok(hellos.into_iter().map(|hello| hello.host).collect())
+        Ok(hellos)
     }
 
     /// Another process: it goes to those before it, and those behind it come.
-    fn join(
-        &self,
-        host: String,
-        facts: Map<String, Value>,
-        slots: &mut Slots,
-        (stop, deadline): (&StopFlag, Instant),
-    ) -> Result<Vec<String>> {
+    fn join(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
         let mut control = self.connect(&self.address, Channel::Control, (stop, deadline))?;
         let here = || -> io::Result<_> {
             let listener = Doorkeeper::at((control.local_addr()?.ip(), 0), &self.token)?;
@@ -142,15 +136,15 @@ impl Meeting {
         };
         let (address, listener) = here().map_err(|e| Error::resource("listen for the other processes", e))?;
         let reply = within(&mut control, PATIENCE, |stream| {
-            say(stream, &Hello { host, address: Some(address), facts })?;
+            say(stream, &Hello { address: Some(address), ..own })?;
             hear::<Reply>(stream)
         });
         let lost = |e| {
             self.failed(format_args!("process 0 gives no answer: {e}; it may be that it has ended, or that another process is missing"))
         };
-        let (hosts, addresses) = match reply.map_err(lost)? {
-            Reply::Welcome { hosts, addresses } if hosts.len() == self.processes && addresses.len() == self.processes => (hosts, addresses),
-            Reply::Welcome { hosts, .. } => return Err(self.failed(format_args!("process 0 counts {} processes", hosts.len()))),
+        let all = match reply.map_err(lost)? {
+            Reply::Welcome(all) if all.len() == self.processes => all,
+            Reply::Welcome(all) => return Err(self.failed(format_args!("process 0 counts {} processes", all.len()))),
             Reply::Refused(why) => return Err(Error::usage(printable(why))),
         };
         slots[0][0] = Some(control);
@@ -158,13 +152,13 @@ impl Meeting {
             slots[0][*channel as usize] = Some(self.connect(&self.address, *channel, (stop, deadline))?);
         }
         for process in 1..self.process {
-            let address = addresses[process].map_or(String::new(), |address| address.to_string());
+            let address = all[process].address.map_or(String::new(), |address| address.to_string());
             for channel in Channel::ALL {
                 slots[process][channel as usize] = Some(self.connect(&address, channel, (stop, deadline))?);
             }
         }
         self.gather(&listener, self.process + 1..self.processes, &Channel::ALL, slots, (stop, deadline))?;
-        Ok(hosts)
+        Ok(all)
     }
 
     /// Connects to `address`, at which another process listens or soon will.
@@ -315,8 +309,9 @@ mod tests {
         let all = facts.len();
         thread::scope(|scope| {
             let run = |process: usize| {
-                let facts = facts[process].as_object().unwrap().clone();
-                meeting(address, process, all, TOKEN).meet(format!("host-{process}"), facts, &StopFlag::default())
+                let (facts, has) = (facts[process].as_object().unwrap().clone(), json!({"gpus": process}));
+                let own = Hello { host: format!("host-{process}"), facts, has, address: None };
+                meeting(address, process, all, TOKEN).meet(own, &StopFlag::default())
             };
             let threads: Vec<_> = (0..facts.len()).rev().map(|process| scope.spawn(move || run(process))).collect();
             threads.into_iter().rev().map(|thread| thread.join().unwrap()).collect()
@@ -343,7 +338,9 @@ mod tests {
         let meshes: Vec<Mesh> = meet(&address, &vec![json!({"processes": 4}); 4]).into_iter().map(Result::unwrap).collect();
         stranger.join().unwrap();
         for (process, mesh) in meshes.iter().enumerate() {
-            assert_eq!(mesh.hosts, ["host-0", "host-1", "host-2", "host-3"]);
+            for (other, hello) in mesh.all.iter().enumerate() {
+                assert_eq!((&hello.host, &hello.has), (&format!("host-{other}"), &json!({"gpus": other})));
+            }
             for (other, connections) in mesh.connections.iter().enumerate() {
                 assert_eq!(connections.is_some(), other != process);
                 for (channel, mut stream) in connections.iter().flatten().enumerate() {
@@ -378,8 +375,8 @@ mod tests {
     fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
         let (address, stop) = (free_address(), StopFlag::default());
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet("a".into(), Map::new(), &stop));
-            let refused = meeting(&address, 1, 2, "another-token-is-this").meet("b".into(), Map::new(), &StopFlag::default());
+            let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(Hello::default(), &stop));
+            let refused = meeting(&address, 1, 2, "another-token-is-this").meet(Hello::default(), &StopFlag::default());
             assert!(refused.err().unwrap().to_string().contains("has another run token"));
             stop.ask();
             assert_eq!(waiting.join().unwrap().err().unwrap().exit_code(), 75);

@@ -4,9 +4,9 @@
 //! protocol buffers with five fields that matter here (tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto), too few for
 //! a library.
 
-use super::run_lock::host_name;
 use crate::disk::{Dir, FileKind, OutFile};
 use crate::error::{Error, Result};
+use crate::hardware::topology::host_name;
 use crate::metrics::{EvalMetrics, StepMetrics};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -33,8 +33,8 @@ use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::launch;
+use crate::launch::agreement::Party;
 use crate::launch::engine::{Launcher, UseEngine};
-use crate::ranks::links::Links;
 use crate::signals::StopFlag;
 pub use observer::{Observer, RunFacts, Summary};
 use run_dir::RunDir;
@@ -49,30 +49,30 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) 
     if settings.processes == 1 || settings.dry_run {
         return lead(settings, None, stop, observer);
     }
-    let links = processes::meet(settings, stop, observer)?;
+    let party = processes::meet(settings, stop, observer)?;
     let outcome = match settings.process {
-        0 => lead(settings, Some(&links), stop, observer),
-        _ => processes::follow(settings, &links, stop, observer),
+        0 => lead(settings, Some(&party), stop, observer),
+        _ => processes::follow(settings, &party, stop, observer),
     };
-    processes::part(links, outcome)
+    processes::part(party.links, outcome)
 }
 
 /// The run of process 0, which may be the only one.
-fn lead(settings: &Settings, links: Option<&Links>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
-    let (launcher, settings) = Launcher::new(settings)?;
+    let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
     let Some(run_dir) = run_dir else {
         prepared.tell(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });
     };
     let (plan, shape) = prepared.blueprint();
-    let Some(links) = links else {
+    let Some(party) = party else {
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
-    let meeting_place = Some(processes::propose(links, (&plan, &shape), prepared.settings(), run_dir.dir())?);
-    launch::processes::lead(&plan, &shape, &launcher.topology, links, Training { prepared, run_dir, meeting_place, stop, observer })
+    let meeting_place = Some(processes::propose(party, (&plan, &shape), prepared.settings(), run_dir.dir())?);
+    launch::processes::lead(&launcher, &plan, &shape, &party.links, Training { prepared, run_dir, meeting_place, stop, observer })
 }
 
 struct Training<'a> {

@@ -2,9 +2,10 @@
 
 use crate::disk::{self, Dir, Lock};
 use crate::error::{Error, Result, printable};
+use crate::hardware::topology::host_name;
 use crate::units::date_and_time;
 use nix::fcntl::OFlag;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::thread::sleep;
@@ -85,16 +86,11 @@ fn this_process() -> String {
     format!("pid {} on host {host}, started {}\n", std::process::id(), date_and_time(seconds))
 }
 
-/// This machine's name, where the system tells it.
-pub(super) fn host_name() -> Option<String> {
-    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    Some(name.trim().to_string()).filter(|name| !name.is_empty())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::cell::Cell;
+    use std::fs;
 
     fn dir() -> (tempfile::TempDir, Dir) {
         let tmp = tempfile::tempdir().unwrap();

@@ -90,6 +90,11 @@ __attribute__((destructor)) static void count(void) {
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
   printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls\n", direct, staged, waits, left, retained, called);
   printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
+  for (int gpu = 0; gpu < GPUS_MAX; gpu++) {
+    int count = 0;
+    for (int i = 0; i < allocated; i++) count += memories[i].context == &contexts[gpu];
+    if (count) printf("fake driver: GPU %d gave %d pieces of memory\n", gpu, count);
+  }
 }
 
 int cuInit(unsigned flags) { FALLIBLE return 0; }

@@ -97,14 +97,16 @@ impl Peers for CudaDevice {
 
     fn admit(&mut self, seat: Seat, cards: Vec<Arc<Lent>>) -> Result<()> {
         let own = seat.rank;
-        let meet = |(rank, lent): (usize, Arc<Lent>)| {
-            let is_direct = rank == own || open_link(self.gpu, &lent)?;
-            if rank != own && may_read(lent.gpu, self.gpu)? {
+        let meet = |lent: Arc<Lent>| {
+            // Where others are of other processes, all cards are its own.
+            let is_own = lent.gpu == self.gpu;
+            let is_direct = is_own || open_link(self.gpu, &lent)?;
+            if !is_own && may_read(lent.gpu, self.gpu)? {
                 cards[own].rings.iter().try_for_each(|(name, ring)| ring.allow(name, lent.gpu))?;
             }
             Ok(PeerGpu { lent, is_direct })
         };
-        let gpus = cards.iter().cloned().enumerate().map(meet).collect::<Result<_>>()?;
+        let gpus = cards.iter().cloned().map(meet).collect::<Result<_>>()?;
         let (_, most_urgent) = priorities()?;
         for &stream in &Stream::WITH_PEERS[self.streams.len()..] {
             self.streams.push(RawStream::new(most_urgent)?);

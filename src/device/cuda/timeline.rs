@@ -159,6 +159,8 @@ impl Timeline {
         // Spans that cannot be read any more are lost with the GPU that made them.
         let _ = self.collect();
         let _ = self.rebase(streams);
+        // What is still under way has no track any more.
+        self.under_way.clear();
         std::mem::take(&mut self.recorders)
     }
 }

@@ -28,7 +28,7 @@ pub struct GpuFacts {
 }
 
 /// A GPU that CUDA shows.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct GpuId {
     /// Its number, in the order of `CUDA_VISIBLE_DEVICES`.
     pub index: usize,

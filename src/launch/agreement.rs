@@ -1,0 +1,260 @@
+//! What processes of a run agree on before the first step: settings, devices, the plan, and the libraries that compute.
+
+use super::engine::Launcher;
+use super::partners::{Belongings, Partner};
+use crate::bucket::layout::BucketLayout;
+use crate::config::options::{CastSide, Technique};
+use crate::config::settings::Settings;
+use crate::data::checksum::hex;
+use crate::data::rows::Packing;
+use crate::device::Kernels;
+use crate::disk;
+use crate::engine::exchange::Exchange;
+use crate::engine::executor::Engine;
+use crate::error::{Error, Result};
+use crate::hardware::topology::{Topology, host_name};
+use crate::model::activations::LossTile;
+use crate::model::shape::ModelShape;
+use crate::planner::plan::Plan;
+use crate::ranks::links::{EndOfRun, LastResort, Links};
+use crate::ranks::rendezvous::{Hello, Meeting, differs};
+use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
+use crate::signals::StopFlag;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+/// A file with a run token is no longer.
+const TOKEN_BYTES_MAX: u64 = 4096;
+
+/// Settings that say something of one process or its machine, or of what process 0 does alone: it deals the data and writes all files.
+const OF_ONE_PROCESS: [&str; 22] = [
+    "process",
+    "rendezvous",
+    "run_token_file",
+    "output_dir",
+    "model",
+    "data",
+    "eval_data",
+    "chat_template",
+    "resume_from_checkpoint",
+    "threads",
+    "hbm_limit",
+    "host_limit",
+    "hardware",
+    "huge_pages",
+    "cuda_libraries",
+    "isa",
+    "trace",
+    "perf_counters",
+    "resctrl_group",
+    "logging_steps",
+    "report_to",
+    "digest",
+];
+
+/// The processes of a run, once they have met.
+pub(crate) struct Party {
+    pub(crate) links: Links,
+    /// What is this one's.
+    partner: Partner,
+    /// Its machine, before any of them has taken memory.
+    machine: Topology,
+}
+
+/// What process 0 has decided of the run, for the plans of all others.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Proposal {
+    per_device_train_batch_size: usize,
+    gradient_accumulation_steps: Option<usize>,
+    gradient_shares: Option<usize>,
+    packing: Packing,
+    bucket_mib: Option<f64>,
+    cast: CastSide,
+    without: Vec<Technique>,
+    loss_tile: Option<LossTile>,
+    /// What a plan that obeys comes to: names and values.
+    facts: Vec<(String, String)>,
+    /// What shows that output directories are one, where there are any.
+    pub(crate) meeting_place: String,
+}
+
+impl Party {
+    /// Meets the other processes of the run of `settings`. A `stop` that one is asked for process 0 hears of; `last_resort` ends this process
+    /// when another has ended and it goes on; `tell` is given lines for people.
+    ///
+    /// # Errors
+    /// `Usage` without a run token, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
+    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
+        let Settings { process, processes, device, .. } = *settings;
+        let address = settings.rendezvous.clone().unwrap_or_default();
+        let meeting = Meeting { address, process, processes, token: token(settings)? };
+        let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
+        let json = |e| Error::format("what this process has", e);
+        let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
+        tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
+        let links = Links::meet(&meeting, Hello { host, facts: what_is_shared(settings)?, has, address: None }, stop, last_resort)?;
+        tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
+        let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
+        let partner = Partner::among(&all, links.names(), process, device)?;
+        partner.notes.iter().for_each(|note| tell(note));
+        Ok(Self { links, partner, machine })
+    }
+
+    /// As [`Launcher::new`], for this process's part of its machine.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn launcher(&self, settings: &Settings) -> Result<(Launcher, Settings)> {
+        Launcher::among(settings, &self.machine, &self.partner)
+    }
+
+    /// Process 0 tells the others what it has decided, and what shows them that its output directory is theirs.
+    ///
+    /// # Errors
+    /// `Format` when it cannot be written.
+    pub(crate) fn propose(&self, (plan, shape): (&Plan, &ModelShape), settings: &Settings, meeting_place: String) -> Result<()> {
+        let proposal = serde_json::to_string(&Proposal::new(plan, shape, settings, meeting_place));
+        self.links.propose(&proposal.map_err(|e| Error::format("the proposal", e))?);
+        Ok(())
+    }
+
+    /// The plan of another process, which does as process 0 proposes; how the run ended, if that came first.
+    ///
+    /// # Errors
+    /// What is missing or differs here; what ended another process.
+    pub(crate) fn plan(
+        &self,
+        settings: &Settings,
+        shape: &ModelShape,
+    ) -> Result<std::result::Result<(Launcher, Plan, Proposal), EndOfRun>> {
+        let proposal: Proposal = match self.links.proposal()? {
+            Ok(proposal) => serde_json::from_str(&proposal).map_err(|e| Error::format("the proposal of process 0", e))?,
+            Err(end) => return Ok(Err(end)),
+        };
+        let (launch, settings) = self.launcher(&proposal.over(settings))?;
+        let plan = launch.plan(&settings, shape, false)?;
+        expect_alike(&self.links, &proposal.facts, &facts(&plan, shape))?;
+        Ok(Ok((launch, plan, proposal)))
+    }
+}
+
+impl Proposal {
+    fn new(plan: &Plan, shape: &ModelShape, settings: &Settings, meeting_place: String) -> Self {
+        let fixed = plan.fixed(settings);
+        Self {
+            per_device_train_batch_size: fixed.per_device_train_batch_size,
+            gradient_accumulation_steps: fixed.gradient_accumulation_steps,
+            gradient_shares: fixed.gradient_shares,
+            packing: fixed.packing,
+            bucket_mib: fixed.bucket_mib,
+            cast: fixed.cast,
+            without: fixed.without,
+            loss_tile: fixed.loss_tile,
+            facts: facts(plan, shape),
+            meeting_place,
+        }
+    }
+
+    fn over(&self, own: &Settings) -> Settings {
+        Settings {
+            per_device_train_batch_size: self.per_device_train_batch_size,
+            gradient_accumulation_steps: self.gradient_accumulation_steps,
+            gradient_shares: self.gradient_shares,
+            packing: self.packing,
+            bucket_mib: self.bucket_mib,
+            cast: self.cast,
+            without: self.without.clone(),
+            loss_tile: self.loss_tile,
+            is_batch_open: false,
+            ..own.clone()
+        }
+    }
+}
+
+/// What decides bits, and what slices travel by.
+fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
+    let Plan { dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, ranks, loss_tile, hyper, .. } = plan;
+    let model = hex(Sha256::digest(format!("{shape:?}")));
+    let facts = [
+        ("model", model[..16].to_string()),
+        ("buckets", cut(layout)),
+        ("devices", ranks.to_string()),
+        ("gradient shares", format!("{shares} of {grad_accum_steps} micro-batches")),
+        ("micro-batch", format!("{batch} x {seq_length}")),
+        ("rows with several documents", plan.separates_documents.to_string()),
+        ("loss tile", format!("{} x {}", loss_tile.rows, loss_tile.vocab)),
+        ("formats", format!("{dtype}, {link_dtype} on the link, moments in {moments}")),
+        ("rules of the step", format!("{rules:?}")),
+        ("AdamW", format!("{hyper:?}")),
+        ("attention", format!("{:?}", plan.attention)),
+        ("router loss", plan.router_aux_loss_coef.to_string()),
+    ];
+    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+}
+
+fn cut(layout: &BucketLayout) -> String {
+    format!("{} of {} elements, {} in all", layout.count(), layout.bucket_elems(), layout.flat_elems())
+}
+
+/// Before the first step all processes compute by the same libraries: those of process 0, whose engine has come as far as all others'.
+///
+/// # Errors
+/// `Usage` that names what differs, and both values; what ended another process.
+pub(super) fn expect_same_libraries<D: Kernels, X: Exchange<D>>(links: &Links, engine: &Engine<D, X>) -> Result<()> {
+    let mut own: Vec<(String, String)> = engine.versions().into_iter().map(|(name, version)| (name.to_string(), version)).collect();
+    own.extend(engine.product_algorithms().iter().map(|product| ("matrix product".to_string(), format!("{product:?}"))));
+    if links.process() == 0 {
+        links.propose(&serde_json::to_string(&own).map_err(|e| Error::format("the versions of libraries", e))?);
+        return Ok(());
+    }
+    let first: Vec<_> = serde_json::from_str(&links.expect_proposal()?).map_err(|e| Error::format("the libraries of process 0", e))?;
+    expect_alike(links, &first, &own)
+}
+
+/// # Errors
+/// `Usage` that names what differs, and both values.
+fn expect_alike(links: &Links, first: &[(String, String)], own: &[(String, String)]) -> Result<()> {
+    let Some(((name, theirs), (_, ours))) = first.iter().zip(own).find(|(theirs, ours)| theirs != ours) else { return Ok(()) };
+    let process = links.process();
+    let names = |process: usize| links.names()[process].split_once(" on ").map_or("", |(_, host)| host);
+    Err(Error::usage(differs(name, [(0, names(0), theirs.clone()), (process, names(process), ours.clone())])))
+}
+
+fn token(settings: &Settings) -> Result<RunToken> {
+    if let Some(file) = &settings.run_token_file {
+        let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
+        return RunToken::new(&String::from_utf8_lossy(&bytes), file.display());
+    }
+    let missing = format!(
+        "{TOKEN_VARIABLE} is not set, nor --run-token-file; give all processes of the run one secret: {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
+    );
+    RunToken::new(&std::env::var(TOKEN_VARIABLE).map_err(|_| Error::usage(missing))?, TOKEN_VARIABLE)
+}
+
+/// What all processes must have been told alike.
+fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
+    let told = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
+    let told = told.as_object().cloned().unwrap_or_default();
+    let shared = told.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
+    let program = ("the program".to_string(), env!("SUPEROFFLOAD_LONG_VERSION").into());
+    Ok([program].into_iter().chain(shared.map(|(name, value)| (format!("--{}", name.replace('_', "-")), value))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::KEYS;
+
+    #[test]
+    fn what_is_of_one_process_is_a_setting_and_the_rest_is_compared() {
+        for name in OF_ONE_PROCESS {
+            assert!(KEYS.iter().any(|key| key.name == name), "{name}");
+        }
+        let shared = what_is_shared(&Settings { processes: 2, process: 1, ..Settings::demo() }).unwrap();
+        for name in ["the program", "--processes", "--seq-length", "--learning-rate", "--seed", "--train-length"] {
+            assert!(shared.contains_key(name), "{name} is not in {shared:?}");
+        }
+        assert!(!shared.contains_key("--process"));
+    }
+}

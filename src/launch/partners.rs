@@ -1,0 +1,229 @@
+//! What each process of a run has of its machine, and what follows of it: who trains on which GPU, and with whom a process shares its machine.
+//! All know the same of all, and so conclude the same.
+
+use super::gpu;
+use crate::config::launchers::local_process;
+use crate::config::options::DeviceChoice;
+use crate::config::settings::Settings;
+use crate::error::{Error, Result};
+use crate::hardware::cpu_list::CpuList;
+use crate::hardware::gpu::GpuId;
+use crate::hardware::topology::Topology;
+use serde::{Deserialize, Serialize};
+use std::fs;
+
+/// The kernel's own name for this start of this machine.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+/// What one process has.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Belongings {
+    /// What processes on one machine say alike.
+    machine: String,
+    /// CPUs that it may use.
+    cpus: String,
+    /// Which of the processes of its machine it is, where a launcher says so.
+    local: Option<usize>,
+    /// The GPUs that CUDA shows it, or why there is none.
+    gpus: std::result::Result<Vec<GpuId>, String>,
+}
+
+impl Belongings {
+    /// That of this process, on `host`, whose machine is that of `topology`.
+    ///
+    /// # Errors
+    /// `Usage` for a variable of a launcher that makes no sense.
+    pub(crate) fn here(settings: &Settings, topology: &Topology, host: &str) -> Result<Self> {
+        let boot = fs::read_to_string(BOOT).unwrap_or_default();
+        let gpus = match settings.device {
+            DeviceChoice::Cpu => Err("--device cpu".into()),
+            DeviceChoice::Auto | DeviceChoice::Cuda => gpu::visible().map_err(|why| why.to_string()),
+        };
+        let cpus = topology.usable_cpus().map_or(String::new(), |usable| usable.affinity.to_string());
+        let local = local_process(&|name| std::env::var(name).ok())?;
+        Ok(Self { machine: format!("{host} {}", boot.trim()), cpus, local, gpus })
+    }
+
+    fn shares_cpus_with(&self, other: &Self) -> bool {
+        let of = |equipment: &Self| CpuList::parse(&equipment.cpus).unwrap_or_default();
+        self.machine == other.machine && !of(self).intersection(&of(other)).is_empty()
+    }
+}
+
+/// A process among all of its run.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Partner {
+    /// Its GPU; none where CPUs train.
+    pub(crate) gpu: Option<GpuId>,
+    /// Processes on its machine, with itself.
+    pub(crate) on_machine: usize,
+    /// The GPUs of those that share its CPUs, and which of them it is.
+    cpu_mates: (Vec<Option<GpuId>>, usize),
+    /// Lines for people.
+    pub(crate) notes: Vec<String>,
+}
+
+impl Partner {
+    /// Process `process` of those that have `all`, and have these `names`.
+    ///
+    /// # Errors
+    /// `Resource` when some have a GPU and others lack one, and `Usage` when they are too few for the processes of a machine; `Unsupported` when
+    /// GPUs are of several models.
+    pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, device: DeviceChoice) -> Result<Self> {
+        let gpus = gpus_of_all(all, names, device)?;
+        let of = |other: usize| gpus.as_ref().map(|gpus| gpus[other].clone());
+        let on_machine = mates(all, process).len();
+        let sharers: Vec<usize> = (0..all.len()).filter(|&other| other == process || all[other].shares_cpus_with(&all[process])).collect();
+        let nth = sharers.iter().position(|&other| other == process).unwrap_or(0);
+        let gpu = of(process);
+        let mut notes = Vec::new();
+        if let (Some(gpu), true) = (&gpu, on_machine > 1) {
+            let alone = all[process].gpus.as_ref().is_ok_and(|gpus| gpus.len() == 1);
+            let why = if alone { "the only one that CUDA_VISIBLE_DEVICES shows it" } else { "one for each process of its machine" };
+            notes.push(format!("process {process} takes {gpu}, {why}"));
+        }
+        let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpu.is_none() && device == DeviceChoice::Auto);
+        notes.extend(why_no_gpu.map(|why| format!("no GPU: {why}")));
+        Ok(Self { gpu, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), notes })
+    }
+
+    /// What it has of the CPUs of `machine`, or nothing where there are fewer than processes; and how many CPUs it may keep busy.
+    pub(crate) fn share_of(&self, machine: &Topology) -> (Option<Topology>, usize) {
+        let (mates, nth) = &self.cpu_mates;
+        let homes: Vec<_> = mates.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
+        let own = machine.share(*nth, &homes);
+        let cpus = |topology: &Topology| topology.usable_cpus().map_or(1, |usable| usable.affinity.len());
+        let usable = machine.usable_cpus().map_or(1, |usable| usable.count());
+        let part = own.as_ref().map_or(usable / mates.len(), |own| usable * cpus(own) / cpus(machine));
+        (own, part.max(1))
+    }
+}
+
+/// The processes of the machine of `process`.
+fn mates(all: &[Belongings], process: usize) -> Vec<usize> {
+    (0..all.len()).filter(|&other| all[other].machine == all[process].machine).collect()
+}
+
+/// The GPU of each process, if GPUs train.
+fn gpus_of_all(all: &[Belongings], names: &[String], device: DeviceChoice) -> Result<Option<Vec<GpuId>>> {
+    let lacking = all.iter().zip(names).find_map(|(one, name)| Some((name, one.gpus.as_ref().err()?)));
+    match lacking {
+        _ if device == DeviceChoice::Cpu => return Ok(None),
+        Some(_) if device == DeviceChoice::Auto && all.iter().all(|one| one.gpus.is_err()) => return Ok(None),
+        Some((name, why)) => {
+            let remedy = "give each process a GPU, or use --device cpu";
+            return Err(Error::resource("use a GPU in each process", format!("{name} has none: {why}; {remedy}")));
+        }
+        None => {}
+    }
+    let gpus = (0..all.len()).map(|process| gpu_of(all, names, process)).collect::<Result<Vec<_>>>()?;
+    match gpus.iter().position(|gpu| gpu.model != gpus[0].model) {
+        None => Ok(Some(gpus)),
+        Some(other) => {
+            let [one, other] = [0, other].map(|process| format!("{} has a {}", names[process], gpus[process].model));
+            Err(Error::Unsupported(format!("GPUs of several models: {one}, {other}; name GPUs of one model in CUDA_VISIBLE_DEVICES")))
+        }
+    }
+}
+
+/// The GPU of `process`: the only one that it sees, or else that of its place among the processes of its machine.
+fn gpu_of(all: &[Belongings], names: &[String], process: usize) -> Result<GpuId> {
+    let mates = mates(all, process);
+    let candidate = |one: usize| {
+        let place = all[one].local.or_else(|| mates.iter().position(|&mate| mate == one));
+        let gpus = all[one].gpus.as_ref().map_or(&[][..], Vec::as_slice);
+        if gpus.len() == 1 { gpus.first() } else { gpus.get(place?) }
+    };
+    let own = candidate(process);
+    let is_taken = |own: &GpuId| mates.iter().any(|&mate| mate != process && candidate(mate).is_some_and(|gpu| gpu.pci == own.pci));
+    own.filter(|own| !is_taken(own)).cloned().ok_or_else(|| {
+        let visible = all[process].gpus.as_ref().map_or(0, Vec::len);
+        let remedy = "start as many processes as a machine has GPUs, or name another for each in CUDA_VISIBLE_DEVICES";
+        Error::usage(format!(
+            "--processes {}: {} sees GPUs: {visible}, and processes on its machine are {}; {remedy}",
+            all.len(),
+            names[process],
+            mates.len()
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hardware::topology::Process;
+    use crate::hardware::topology::tests::two_sockets;
+
+    /// A process on `machine` that sees the GPUs with these numbers, all of one model.
+    fn on(machine: &str, gpus: &[usize]) -> Belongings {
+        let gpu = |(index, number): (usize, &usize)| GpuId { index, pci: format!("0000:{number}F:00.0"), model: "H100".into() };
+        let gpus = gpus.iter().enumerate().map(gpu).collect();
+        Belongings { machine: machine.into(), cpus: "0-6".into(), local: None, gpus: Ok(gpus) }
+    }
+
+    fn names(count: usize) -> Vec<String> {
+        (0..count).map(|process| format!("process {process} on a")).collect()
+    }
+
+    fn pci_of_each(all: &[Belongings]) -> Result<Vec<String>> {
+        let of = |process| Partner::among(all, &names(all.len()), process, DeviceChoice::Auto);
+        (0..all.len()).map(|process| Ok(of(process)?.gpu.map_or("none".into(), |gpu| gpu.pci[5..7].to_string()))).collect()
+    }
+
+    #[test]
+    fn each_process_has_the_gpu_of_its_place_on_its_machine() {
+        assert_eq!(pci_of_each(&[on("a", &[0, 1]), on("a", &[0, 1]), on("b", &[3, 4])]).unwrap(), ["0F", "1F", "3F"]);
+        // A launcher knows better.
+        let told = |local, machine: &str| Belongings { local: Some(local), ..on(machine, &[0, 1]) };
+        assert_eq!(pci_of_each(&[told(1, "a"), told(0, "a")]).unwrap(), ["1F", "0F"]);
+        // Whoever sees one takes it.
+        let alone = [on("a", &[5]), on("a", &[2])];
+        assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
+        let second = Partner::among(&alone, &names(2), 1, DeviceChoice::Cuda).unwrap();
+        assert_eq!(second.notes, ["process 1 takes GPU 0 (0000:2F:00.0), the only one that CUDA_VISIBLE_DEVICES shows it"]);
+    }
+
+    #[test]
+    fn too_few_gpus_are_refused_with_both_numbers() {
+        let refused = |all: &[Belongings]| pci_of_each(all).unwrap_err().to_string();
+        let few = refused(&[on("a", &[0, 1]), on("a", &[0, 1]), on("a", &[0, 1])]);
+        assert!(few.contains("process 2 on a sees GPUs: 2, and processes on its machine are 3"), "{few}");
+        // The only one is another's, too.
+        let one = refused(&[on("a", &[0]), on("a", &[0])]);
+        assert!(one.contains("process 0 on a sees GPUs: 1, and processes on its machine are 2") && one.contains("CUDA_VISIBLE_DEVICES"));
+        let told = Belongings { local: Some(0), ..on("a", &[0, 1]) };
+        assert!(refused(&[told.clone(), told]).contains("--processes 2"));
+    }
+
+    #[test]
+    fn processes_that_differ_in_devices_are_refused_and_named() {
+        let without = Belongings { gpus: Err("no driver".into()), ..on("b", &[]) };
+        let mixed = pci_of_each(&[on("a", &[0]), without.clone()]).unwrap_err().to_string();
+        assert!(mixed.contains("process 1 on a has none: no driver") && mixed.contains("--device cpu"), "{mixed}");
+        assert_eq!(pci_of_each(&[without.clone(), without.clone()]).unwrap(), ["none"; 2]);
+        let cuda = Partner::among(&[without.clone(), without], &names(2), 0, DeviceChoice::Cuda).unwrap_err();
+        assert!(cuda.to_string().contains("process 0 on a has none"));
+        let mut other = on("b", &[0]);
+        other.gpus.as_mut().unwrap()[0].model = "H200".into();
+        let models = pci_of_each(&[on("a", &[0]), other]).unwrap_err().to_string();
+        assert!(models.contains("process 0 on a has a H100, process 1 on a has a H200"), "{models}");
+    }
+
+    #[test]
+    fn processes_of_one_machine_divide_its_cpus_unless_a_launcher_has() {
+        let topology = Topology::read(two_sockets().path(), Process::default());
+        let shares = |all: &[Belongings]| -> Vec<(String, usize)> {
+            let of = |process| Partner::among(all, &names(all.len()), process, DeviceChoice::Cpu).unwrap().share_of(&topology);
+            let words = |(own, cpus): (Option<Topology>, usize)| {
+                (own.map_or("all".into(), |own| own.usable_cpus().unwrap().affinity.to_string()), cpus)
+            };
+            (0..all.len()).map(of).map(words).collect()
+        };
+        let process = || on("a", &[]);
+        assert_eq!(shares(&[process(), process()]), [("0-1,4".into(), 3), ("2-3,5-6".into(), 4)]);
+        assert_eq!(shares(&[process(), on("b", &[])])[0], ("0-6".into(), 7));
+        assert_eq!(shares(&vec![process(); 8])[7], ("all".into(), 1), "fewer CPUs than processes");
+        let bound = |cpus: &str| Belongings { cpus: cpus.into(), ..process() };
+        assert_eq!(shares(&[bound("0-3"), bound("4-6")])[0], ("0-6".into(), 7), "each has its own");
+    }
+}
