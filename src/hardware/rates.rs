@@ -241,6 +241,13 @@ impl Rates {
         }
     }
 
+    /// The same for a process that has `part` of the CPUs, whose number is `all`: its threads get what each of the optimizers gets of the machine,
+    /// though they are fewer than the machine's.
+    pub(crate) fn in_part(self, part: usize, all: usize) -> Self {
+        let [part, all] = [part, all].map(|threads| self.adam_bytes_per_s_by_threads.at(threads as f64));
+        self.with_faster_host(all / part)
+    }
+
     /// A machine whose link is `factor` times as fast.
     pub(crate) fn with_faster_link(&self, factor: f64) -> Self {
         Self {
@@ -377,6 +384,15 @@ pub(crate) mod tests {
             alone.adam_bytes_per_s(16, Isa::Avx512, Moments::Float32)
         );
         assert_eq!((each.peer_bytes_per_s, each.to_host_bytes_per_s), (alone.both_ways_bytes_per_s, alone.to_host_bytes_per_s));
+    }
+
+    #[test]
+    fn a_process_with_half_of_the_cpus_has_half_of_what_all_optimizers_get() {
+        let each = Rates::of_each(&Profile::load("h200-x2").unwrap(), 2);
+        let adam = |rates: &Rates, threads| rates.adam_bytes_per_s(threads, Isa::Avx512, Moments::Float32);
+        let half = each.clone().in_part(16, 32);
+        assert!(adam(&each, 16) < adam(&each, 32) && (adam(&half, 16) / adam(&each, 32) - 1.0).abs() < 1e-9);
+        assert_eq!(each.clone().in_part(32, 32), each);
     }
 
     #[test]

@@ -111,7 +111,11 @@ fn select(
     let host_bytes = machine.memory_usable_bytes().map_or(u64::MAX, of_all);
     let rates_from = rates_from(settings, machine, kind, together)?;
     let links = PeerLinks::between(&gpus)?;
-    let of_each = |profile| Arc::new(Rates::of_each(profile, together.max(1)).with_peers(links.route().max(route)));
+    let all_cpus = machine.usable_cpus().map_or(cpus, |usable| usable.count());
+    let of_each = |profile| {
+        let rates = Rates::of_each(profile, together.max(1)).in_part(cpus, all_cpus);
+        Arc::new(rates.with_peers(links.route().max(route)))
+    };
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
     let mut peers = links.lines();
     peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(together)));
