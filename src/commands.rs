@@ -23,6 +23,7 @@ use crate::hardware::topology::Topology;
 use crate::host::pages::share_one_heap;
 use crate::hub::HubQuery;
 use crate::launch::context::check_context;
+use crate::launch::open;
 use crate::model::presets;
 use crate::news::News;
 use crate::optim::simd::Isa;
@@ -68,12 +69,13 @@ pub enum ExportDtype {
     Bfloat16,
 }
 
-/// What a process does first: it sees whether its memory limits leave room to start, takes no more addresses than it needs where they are
-/// limited, and lets a write beyond the file size limit fail instead of ending it.
+/// What a process does first, while it has one thread: it has NCCL use no multicast, sees whether its memory limits leave room to start, takes
+/// no more addresses than it needs where they are limited, and lets a write beyond the file size limit fail instead of ending it.
 ///
 /// # Errors
 /// `Resource` with the limit that is too low, or when the system refuses a signal handler.
 pub fn prepare_process() -> Result<()> {
+    open::prepare_environment();
     signals::outlive_file_size_limit()?;
     if limits::has_address_limit() {
         share_one_heap();

@@ -14,10 +14,10 @@ fn is_emulated() -> bool {
     emulator().is_some()
 }
 
-/// The driver, from its source.
-fn build() -> Vec<u8> {
+/// A library, from its source.
+fn build(source: &str) -> Vec<u8> {
     let workspace = Workspace::new();
-    let (source, library) = (workspace.write("driver.c", include_str!("fake_gpus/driver.c")), workspace.path("driver.so"));
+    let (source, library) = (workspace.write("library.c", source), workspace.path("library.so"));
     let built = Command::new("cc").args(["-O1", "-w", "-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-lpthread").output();
     let built = built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed"));
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
@@ -27,7 +27,7 @@ fn build() -> Vec<u8> {
 /// A directory with the driver and the library of products.
 fn driver(workspace: &Workspace) -> PathBuf {
     static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
-    let library = workspace.write("libraries/libcuda.so.1", BUILT.get_or_init(build));
+    let library = workspace.write("libraries/libcuda.so.1", BUILT.get_or_init(|| build(include_str!("fake_gpus/driver.c"))));
     let products = library.with_file_name("libcublasLt.so.13");
     if !products.exists() {
         std::fs::hard_link(&library, products).unwrap();
@@ -346,10 +346,22 @@ fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
     counted(&other);
 }
 
-/// A run of two processes, each of which sees as many GPUs as `fake` says.
+/// A run of two processes, each of which sees as many GPUs as `fake` says, and no NCCL.
 fn train_as_two(fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
-    let (workspace, port) = (Workspace::new(), TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port());
-    let libraries = driver(&workspace);
+    train_as_two_in(&Workspace::new(), fake, flags)
+}
+
+/// The same where NCCL is found.
+fn train_by_nccl(fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
+    static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
+    let workspace = Workspace::new();
+    workspace.write("libraries/libnccl.so.2", BUILT.get_or_init(|| build(include_str!("fake_gpus/nccl.c"))));
+    train_as_two_in(&workspace, fake, flags)
+}
+
+fn train_as_two_in(workspace: &Workspace, fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let libraries = driver(workspace);
     let (named, rendezvous) = (format!("--cuda-libraries={}", libraries.display()), format!("--rendezvous=127.0.0.1:{port}"));
     let start = |process: usize| {
         let process_flag = format!("--process={process}");
@@ -402,6 +414,64 @@ fn processes_whose_gpus_are_too_few_or_differ_are_refused_on_both_sides() {
     let outcomes = train_as_two([&[], &[("FAKE_CUBLASLT", "130200")]], &[]);
     outcomes[1].refused(2, &["cuBLASLt: 130100 for process 0 on ", "130200 for process 1 on "]);
     outcomes[0].refused(1, &["process 1 on ", "cuBLASLt: "]);
+}
+
+/// What NCCL counted in a process: swaps, communicators and how many of these were given up.
+fn swapped(outcome: &Outcome) -> [usize; 3] {
+    let line = outcome.stdout.lines().find_map(|line| line.strip_prefix("fake nccl: ")).unwrap_or_else(|| panic!("{outcome:?}"));
+    let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    numbers.try_into().unwrap_or_else(|_| panic!("{line}"))
+}
+
+/// Both call it as often, in one order, and with sides that fit; each gives its communicator back.
+#[test]
+fn slices_pass_by_nccl_in_one_order_where_all_have_it() {
+    if is_emulated() {
+        return;
+    }
+    let resident = if cfg!(feature = "repartition") { "--resident-buckets=1" } else { "--slots=2" };
+    for flags in
+        [&[][..], &["--gradient-shares=4", "--gradient-accumulation-steps=2", resident], &["--strategy=zero-offload", "--transport=nccl"]]
+    {
+        let outcomes = train_by_nccl([&[]; 2], flags);
+        for outcome in &outcomes {
+            assert_eq!((outcome.code, counted(outcome)), (0, [0; 3]), "{flags:?}: {outcome:?}");
+            assert!(outcome.stdout.contains("gradients and weights pass from GPU to GPU by NCCL 2.28.9"), "{outcome:?}");
+        }
+        let [[swaps, opened, aborted], other] = [&outcomes[0], &outcomes[1]].map(swapped);
+        assert!(swaps > 10 && (opened, aborted) == (1, 1) && other == [swaps, 1, 1], "{flags:?}: {outcomes:?}");
+    }
+    let outcomes = train_by_nccl([&[]; 2], &["--transport=tcp"]);
+    assert!(outcomes.iter().all(|outcome| outcome.code == 0 && !outcome.stdout.contains("fake nccl")), "{outcomes:?}");
+}
+
+#[test]
+fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
+    if is_emulated() {
+        return;
+    }
+    for outcome in train_as_two([&[]; 2], &["--transport=nccl"]) {
+        outcome
+            .refused(1, &["use --transport nccl: process 0 on ", "open libnccl.so.2", "pip install 'nvidia-nccl-cu13'", "--transport tcp"]);
+    }
+    let outcomes = train_as_two([&[]; 2], &[]);
+    let told = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
+    assert!(outcomes.iter().all(told), "{outcomes:?}");
+    let old = &[("FAKE_NCCL", "22602")][..];
+    for outcome in train_by_nccl([&[], old], &["--transport=nccl"]) {
+        outcome.refused(1, &["process 1 on ", "libnccl.so.2 is NCCL 2.26.2, and 2.27 is the oldest that works"]);
+    }
+    for outcome in train_by_nccl([&[], &[("FAKE_NCCL", "22901")]], &["--transport=nccl"]) {
+        outcome.refused(1, &["process 0 on ", " has NCCL 2.28.9, process 1 on ", " has 2.29.1"]);
+    }
+    // One fails, and the other waits for it in a swap.
+    let start = Instant::now();
+    for outcome in train_by_nccl([&[], &[("FAKE_NCCL_FAILS", "2")]], &[]) {
+        outcome
+            .refused(1, &["exchange slices with the GPUs of other processes", "NCCL error 2 (unhandled system error)", "--transport tcp"]);
+        assert_eq!(swapped(&outcome)[1..], [1, 1], "{outcome:?}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 /// Code 46, which a driver answers where another process has the GPU for itself, at each call by which a GPU is found and opened.

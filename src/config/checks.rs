@@ -3,7 +3,7 @@
 use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback, Strategy,
-    Technique, TrainDtype, TrainLength, WeightsChoice,
+    Technique, TrainDtype, TrainLength, Transport, WeightsChoice,
 };
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
@@ -203,9 +203,12 @@ impl Settings {
             require(is_address, "rendezvous", address, "HOST:PORT, the same for all processes")?;
             require(processes > 1, "rendezvous", address, "only with --processes 2 or more")?;
         }
+        let transport = describe::written(&describe::value(&self.transport));
         if processes == 1 {
-            return Ok(());
+            return require(self.transport == Transport::Auto, "transport", transport, "only with --processes 2 or more");
         }
+        let on_gpus = self.transport != Transport::Nccl || self.device != DeviceChoice::Cpu;
+        require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
         require(self.rendezvous.is_some(), "processes", processes, "only with --rendezvous HOST:PORT, or what a launcher says instead")?;
         require(
             gpus == 1 && !self.all_gpus,

@@ -199,6 +199,18 @@ pub enum WeightsChoice {
     Flow,
 }
 
+/// What carries slices of gradients and weights between processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Transport {
+    /// NCCL between GPUs where all processes have it, else TCP.
+    Auto,
+    /// NVIDIA's library, from GPU to GPU.
+    Nccl,
+    /// Through host memory and sockets.
+    Tcp,
+}
+
 /// Whether a run changes its plan between steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]

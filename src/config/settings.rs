@@ -11,7 +11,7 @@ use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection,
     IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique,
-    TokenizerChoice, TrainDtype, TrainLength, WeightsChoice, one_or_many, some_scalar,
+    TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -374,6 +374,8 @@ settings! {
         /// File with the secret of a run's processes.
         #[arg(value_name = "FILE")]
         run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, unless "Option::is_none";
+        /// What carries gradients and weights between processes.
+        transport: Transport = Transport::Auto, Free, unless "is_open";
     }
 
     Schedule {
@@ -576,6 +578,10 @@ fn is_auto(overlong: &Overlong) -> bool {
 
 fn is_replanned(replan: &ReplanChoice) -> bool {
     *replan == ReplanChoice::Auto
+}
+
+fn is_open(transport: &Transport) -> bool {
+    *transport == Transport::Auto
 }
 
 fn is_one(count: &usize) -> bool {

@@ -104,6 +104,9 @@ pub(crate) mod gpu {
     /// 31,000 channels, micro-batches of more than 8 million tokens.
     pub(crate) const SCRATCH_BYTES: usize = 64 << 20;
 
+    /// NCCL's buffers for its partners, and what its kernels take.
+    pub(crate) const NCCL_BYTES: usize = 1 << 30;
+
     /// The most that a part of attention's backward pass may want, in bytes, unless it is the smallest. On an H200, Llama-8B's step of
     /// 4 x 4096 tokens takes 0.15 % longer in two parts, 0.9 % in four: 4.25 GiB, which it wants, are one.
     const ATTENTION_PART_BYTES: usize = 9 << 29;

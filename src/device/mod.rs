@@ -20,8 +20,9 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
 use crate::memory::{MemorySpace, RingShape};
-use crate::ranks::Seat;
+use crate::ranks::{RailKey, Seat};
 use crate::trace::{self, Recorder};
+use std::path::PathBuf;
 
 pub use footprint::DeviceKind;
 pub use kernel::Kernel;
@@ -196,6 +197,20 @@ pub trait Device {
     fn finish(&mut self) -> Vec<Recorder>;
 }
 
+/// What goes to another rank, and where what comes of it goes.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "only GPUs swap"))]
+pub(crate) struct Swap {
+    pub(crate) peer: usize,
+    pub(crate) out: DeviceSlice,
+    pub(crate) into: DeviceSlice,
+}
+
+/// Why a device knows no way to those of other processes.
+fn no_rail() -> Error {
+    Error::Unsupported("a way from this device to those of other processes; use --transport tcp".into())
+}
+
 /// A device that works beside others of its kind in one process: it waits for their events and reads their memory.
 pub(crate) trait Peers: Device {
     /// How others reach it.
@@ -234,6 +249,20 @@ pub(crate) trait Peers: Device {
     /// # Errors
     /// `Resource` when one of them is not memory of that device.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
+
+    /// Opens the way to the devices of other processes, of which each does so by the same `key`. `libraries` are folders to search for NVIDIA's
+    /// library. Called once, after [`Peers::admit`].
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no such way; the library's; what ended another rank.
+    fn connect(&mut self, key: &RailKey, libraries: &[PathBuf]) -> Result<()>;
+
+    /// On [`Stream::Compute`], passes slices of this device to those of other processes, and takes theirs. It begins when all before it has
+    /// run, and ends when the other side of each has done its part. All ranks call it as often, in one order.
+    ///
+    /// # Errors
+    /// As for [`Peers::connect`].
+    fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()>;
 
     /// On `stream`, copies the rows `src`, memory of `peer`, which may be this device itself, to `dst`: as many, and as long.
     ///

@@ -16,7 +16,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let (rank, ranks) = (self.exchange.slices().rank(), self.exchange.slices().ranks());
         let mut all = own;
         all.exposed_to_peers_ns[rank] = own.exposed.peer_ns;
-        let mut ended = own.ended();
+        let mut ended = own.ended() ^ self.exchange.swapped();
+        let expected = ended;
         self.expert_rows.count(&self.host);
         self.exchange.publish_expert_rows(&self.expert_rows.rows);
         self.exchange.publish_amounts(all.amounts().chain([&mut ended]).map(|amount| *amount));
@@ -27,8 +28,9 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         for other in 1..ranks {
             let mut theirs = own;
             self.exchange.amounts_of(other, theirs.amounts().chain([&mut ended]));
-            if ended != own.ended() {
-                return Err(Error::resource("end a step", format!("rank {other} has another norm, verdict or loss scale than rank 0")));
+            if ended != expected {
+                let cause = format!("rank {other} has another norm, verdict or loss scale than rank 0, or swapped slices in another order");
+                return Err(Error::resource("end a step", cause));
             }
             all.add(other, &theirs);
             self.exchange.add_expert_rows(other, &mut self.expert_rows.rows);

@@ -213,6 +213,24 @@ pub trait Exchange<D: Kernels> {
         true
     }
 
+    /// Buckets whose weights ranks have to swap, the last one first, before anybody computes with those of `bucket`. They are the same on all.
+    fn to_swap(&self, _bucket: usize) -> Range<usize> {
+        0..0
+    }
+
+    /// Enqueues that of `bucket`, of which this rank's weights are final.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    fn swap_weights(&mut self, _dev: &mut D, _bucket: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// All swaps so far, as one number: that of every rank, if all go on in one order.
+    fn swapped(&self) -> u64 {
+        0
+    }
+
     /// Where this rank's weights of `flat` lie, a part of its slice of a bucket that begins at `local` of its own order.
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
         weights.slice(flat.start, flat.len())

@@ -6,7 +6,7 @@ use super::executor::{Engine, StepData};
 use super::hall::{Hall, RankMemory};
 use super::loss_scale::LossScale;
 use super::pool::Pool;
-use super::pulls::Pulls;
+use super::pulls::{Pulls, Reach};
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
@@ -20,7 +20,6 @@ use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::ranks::board::Board;
-use crate::ranks::lanes::RankLanes;
 use std::sync::Arc;
 
 /// The engine of a rank among others.
@@ -57,7 +56,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
 
 impl<D: Kernels + Peers> RankEngine<D> {
     /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far: those
-    /// in the same `hall`, or those of other processes, to which there are `lanes`.
+    /// in the same `hall`, or those of other processes, which it can `reach` so.
     ///
     /// # Errors
     /// As there; what ended another rank.
@@ -66,10 +65,10 @@ impl<D: Kernels + Peers> RankEngine<D> {
         (dev, pool): (D, Pool<StepJob>),
         seat: &Seat,
         hall: &Arc<Hall<D::Card>>,
-        lanes: Option<Vec<Option<RankLanes>>>,
+        reach: Reach,
     ) -> Result<Self> {
-        let (bell, is_linked) = (seat.board.bell(seat.rank), lanes.is_some());
-        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone(), lanes);
+        let (bell, is_linked) = (seat.board.bell(seat.rank), !matches!(reach, Reach::Memory));
+        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone(), reach);
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.strike(FaultPhase::Start)?;
         engine.introduce();
@@ -79,6 +78,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
         engine.exchange.greet(&mut engine.dev)?;
         if is_linked {
             engine.exchange.meet_others()?;
+            engine.exchange.connect(&mut engine.dev)?;
         }
         if let Some(baton) = seat.board.baton() {
             baton.take(seat.rank);
@@ -93,7 +93,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
         let seat = Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 };
         let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, None))?;
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, Reach::Memory))?;
         engine.introduce();
         engine.exchange.greet(&mut engine.dev)?;
         Ok(engine)

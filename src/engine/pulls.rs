@@ -7,6 +7,7 @@ use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
 use super::hall::{Hall, Introduction, RankMemory, check_same_bits};
 use super::handover::Handovers;
+use super::rails::Rails;
 use super::sockets::Sockets;
 use super::vitals::Vitals;
 use super::watchdog::Watched;
@@ -20,9 +21,9 @@ use crate::model::Model;
 use crate::model::sequence::Handover;
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
-use crate::ranks::Seat;
 use crate::ranks::board::{Board, StepOutcome};
 use crate::ranks::lanes::RankLanes;
+use crate::ranks::{RailKey, Seat};
 use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::ops::Range;
@@ -33,7 +34,7 @@ pub(crate) struct Pulls<C> {
     seat: Seat,
     hall: Arc<Hall<C>>,
     /// Where all other ranks are other processes.
-    far: Option<Sockets>,
+    far: Option<Far>,
     /// How often it has met the others between two steps.
     meetings: u64,
     slices: Slices,
@@ -75,6 +76,39 @@ pub(crate) struct Pulls<C> {
     ungathered: usize,
 }
 
+/// How slices come from ranks of other processes, and go to them.
+enum Far {
+    Sockets(Box<Sockets>),
+    Rails(Box<Rails>),
+}
+
+/// How a rank reaches the others.
+pub(crate) enum Reach {
+    /// They are of its process.
+    Memory,
+    /// By lanes to each other process, through host memory.
+    Lanes(Vec<Option<RankLanes>>),
+    /// From device to device.
+    Rail(RailKey),
+}
+
+impl Far {
+    fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, reach: Reach) -> Result<Option<Self>> {
+        Ok(match reach {
+            Reach::Memory => None,
+            Reach::Lanes(lanes) => Some(Self::Sockets(Box::new(Sockets::new(dev, plan, slices, lanes)?))),
+            Reach::Rail(key) => Some(Self::Rails(Box::new(Rails::new(dev, slices, key, plan.cuda_libraries.clone())?))),
+        })
+    }
+
+    fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
+        match self {
+            Self::Sockets(sockets) => sockets.settle_down(flat),
+            Self::Rails(rails) => rails.settle_down(flat),
+        }
+    }
+}
+
 /// Memory that a plan decides, and that holds nothing between two steps.
 struct SliceMemory {
     /// This rank's slices of the weights that nobody else keeps, in its own order: those of the buckets before `sharded`, whose flat
@@ -104,13 +138,7 @@ impl SliceMemory {
 impl<C> Pulls<C> {
     /// # Errors
     /// The device's.
-    pub(super) fn new<D: Kernels>(
-        dev: &mut D,
-        plan: &Plan,
-        seat: Seat,
-        hall: Arc<Hall<C>>,
-        lanes: Option<Vec<Option<RankLanes>>>,
-    ) -> Result<Self> {
+    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>, reach: Reach) -> Result<Self> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
         let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
@@ -121,7 +149,7 @@ impl<C> Pulls<C> {
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
-            far: lanes.map(|lanes| Sockets::new(dev, plan, &slices, lanes)).transpose()?,
+            far: Far::new(dev, plan, &slices, reach)?,
             lease,
             written,
             gathered,
@@ -203,17 +231,25 @@ impl<C> Pulls<C> {
         let bell = board.bell(self.seat.rank);
         loop {
             let rung = bell.rings();
-            self.far.as_mut().map_or(Ok(()), |far| far.serve(dev))?;
+            self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
             self.seat.check()?;
             if ready(&board) {
                 return Ok(());
             }
             // A bell rings for all that comes of others. Copies of its own ring none on every device.
-            let is_quiet = self.far.as_ref().is_none_or(Sockets::is_quiet);
+            let is_quiet = match &self.far {
+                Some(Far::Sockets(far)) => far.is_quiet(),
+                Some(Far::Rails(rails)) => rails.is_quiet(dev)?,
+                None => true,
+            };
             if is_quiet || !dev.idle()? {
                 bell.wait(rung);
             }
         }
+    }
+
+    fn sockets(&mut self) -> Option<&mut Sockets> {
+        if let Some(Far::Sockets(sockets)) = &mut self.far { Some(sockets) } else { None }
     }
 
     /// Waits until all ranks have come as far, between two steps.
@@ -251,6 +287,15 @@ impl<C: Clone> Pulls<C> {
         let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
         let handed = self.handovers.events();
         self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, handed, vitals, products });
+    }
+
+    /// All ranks have met: opens the way from device to device, if that is how they reach each other.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    pub(super) fn connect<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D) -> Result<()> {
+        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
+        rails.connect(dev, self.staging)
     }
 
     /// All ranks are in the hall: finds out what they have left there.
@@ -319,24 +364,29 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.handovers.pull(dev, &self.peers, model, what)
     }
 
-    fn written(&mut self, dev: &mut D, _grads: DeviceSlice, bucket: usize) -> Result<bool> {
-        dev.record(self.written[bucket], Stream::Compute)?;
+    fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
+        let written = self.written[bucket];
         let round = self.buckets_written / self.buckets();
-        self.far.as_mut().map_or(Ok(()), |far| far.send_grads(dev, bucket, round, self.written[bucket]))?;
+        if let Some(Far::Rails(rails)) = &mut self.far {
+            rails.swap_grads(dev, (bucket, round), self.staging, self.summed)?;
+        }
+        dev.record(self.written[bucket], Stream::Compute)?;
+        if let Some(far) = self.sockets() {
+            far.send_grads(dev, bucket, round, written)?;
+        }
         self.buckets_written += 1;
         self.seat.board.publish_written(self.seat.rank);
         self.seat.pass()?;
-        Ok(false)
+        // What was swapped is summed before the next is.
+        if matches!(self.far, Some(Far::Rails(_))) { self.sum_next(dev, grads) } else { Ok(false) }
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // Whoever waits here for another rank would wait for ever once that one has failed.
         self.seat.check()?;
         while self.buckets_summed < self.buckets_written && self.has_parts(dev)? {
-            let (bucket, round) = ((self.buckets_summed % self.buckets()) as usize, self.buckets_summed / self.buckets() % self.rounds);
-            self.sum(dev, grads, bucket, round)?;
-            self.buckets_summed += 1;
-            if round + 1 == self.rounds {
+            let bucket = (self.buckets_summed % self.buckets()) as usize;
+            if self.sum_next(dev, grads)? {
                 return Ok(Some(bucket));
             }
         }
@@ -351,7 +401,9 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         let before_round = self.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
         let needed = before_round + bucket as u64 + 1;
         let others_have = match &mut self.far {
-            Some(far) => far.may_overwrite(dev)?,
+            Some(Far::Sockets(far)) => far.may_overwrite(dev)?,
+            // What is enqueued from now on comes after what was.
+            Some(Far::Rails(_)) => true,
             None => self.seat.board.all_pulled(needed),
         };
         if self.buckets_summed < needed || !others_have {
@@ -415,7 +467,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
         (self.unsettled, self.ungathered) = (self.settled.len(), self.settled.len());
-        self.far.iter_mut().for_each(|far| far.next_version(self.version));
+        let version = self.version;
+        self.sockets().into_iter().for_each(|far| far.next_version(version));
     }
 
     fn is_owing(&self) -> bool {
@@ -430,26 +483,33 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.settled[bucket] = self.version;
         self.unsettled -= 1;
         let stepped = self.peers[self.seat.rank].stepped[bucket];
-        self.far.iter_mut().for_each(|far| far.send_weights(bucket, self.version, stepped));
+        let version = self.version;
+        self.sockets().into_iter().for_each(|far| far.send_weights(bucket, version, stepped));
         self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
     }
 
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
-        if let Some(far) = &mut self.far {
-            far.serve(dev)?;
-            return self.take_in(dev);
+        match &mut self.far {
+            Some(Far::Sockets(far)) => far.serve(dev)?,
+            Some(Far::Rails(_)) => return Ok(false),
+            None => return self.pull_settled(dev, weights),
         }
-        let before = self.ungathered;
-        while let Some(bucket) = self.ungathered.checked_sub(1)
-            // Its own, too: a slice that it keeps alone is copied to its place like the others'.
-            && (0..self.seat.board.ranks()).all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
-        {
-            let whole = self.slices.layout().range(bucket);
-            self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
-            dev.record(self.gathered[bucket], Stream::Gather)?;
-            self.ungathered = bucket;
-        }
-        Ok(self.ungathered < before)
+        self.take_in(dev)
+    }
+
+    fn to_swap(&self, bucket: usize) -> Range<usize> {
+        if matches!(self.far, Some(Far::Rails(_))) { bucket..self.ungathered.max(bucket) } else { 0..0 }
+    }
+
+    fn swap_weights(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
+        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
+        rails.swap_weights(dev, bucket, self.version, self.peers[self.seat.rank].stepped[bucket])?;
+        self.ungathered = bucket;
+        Ok(())
+    }
+
+    fn swapped(&self) -> u64 {
+        if let Some(Far::Rails(rails)) = &self.far { rails.passed() } else { 0 }
     }
 
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
@@ -466,7 +526,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn arrive(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        dev.wait(Stream::Compute, self.gathered[bucket])
+        if matches!(self.far, Some(Far::Rails(_))) { Ok(()) } else { dev.wait(Stream::Compute, self.gathered[bucket]) }
     }
 
     fn check(&self) -> Result<()> {
@@ -586,9 +646,25 @@ impl<C> Pulls<C> {
     fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
         let (bucket, round) = (self.buckets_summed % self.buckets(), self.buckets_summed / self.buckets());
         match &mut self.far {
-            Some(far) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket as usize, round)),
+            Some(Far::Sockets(far)) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket as usize, round)),
+            Some(Far::Rails(_)) => Ok(false),
             None => Ok(self.seat.board.all_written(self.buckets_summed)),
         }
+    }
+
+    /// Enqueues copies of the others' weights that are final, in forward order; true when there were any.
+    fn pull_settled<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
+        let before = self.ungathered;
+        while let Some(bucket) = self.ungathered.checked_sub(1)
+            // Its own, too: a slice that it keeps alone is copied to its place like the others'.
+            && (0..self.seat.board.ranks()).all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
+        {
+            let whole = self.slices.layout().range(bucket);
+            self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
+            dev.record(self.gathered[bucket], Stream::Gather)?;
+            self.ungathered = bucket;
+        }
+        Ok(self.ungathered < before)
     }
 
     /// Records what has come of the others' weights, in forward order; true when there was any.
@@ -596,12 +672,20 @@ impl<C> Pulls<C> {
         let before = self.ungathered;
         while let Some(bucket) = self.ungathered.checked_sub(1)
             && self.settled[bucket] >= self.version
-            && self.far.as_ref().is_some_and(|far| far.has_weights(bucket))
+            && self.sockets().is_some_and(|far| far.has_weights(bucket))
         {
             dev.record(self.gathered[bucket], Stream::Gather)?;
             self.ungathered = bucket;
         }
         Ok(self.ungathered < before)
+    }
+
+    /// Enqueues the next sum, of which all parts are there or on their way; true when it is that of the step.
+    fn sum_next<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<bool> {
+        let (bucket, round) = ((self.buckets_summed % self.buckets()) as usize, self.buckets_summed / self.buckets() % self.rounds);
+        self.sum(dev, grads, bucket, round)?;
+        self.buckets_summed += 1;
+        Ok(round + 1 == self.rounds)
     }
 
     /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
@@ -613,12 +697,14 @@ impl<C> Pulls<C> {
         for (nth, peer) in self.others().enumerate() {
             let theirs = &self.peers[peer];
             parts[peer] = self.staging.slice(nth * flat.len(), flat.len());
-            if let Some(far) = &mut self.far {
-                far.bring_grads(dev, peer, parts[peer])?;
-                continue;
+            match &mut self.far {
+                Some(Far::Sockets(far)) => far.bring_grads(dev, peer, parts[peer])?,
+                Some(Far::Rails(_)) => {}
+                None => {
+                    dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
+                    dev.pull(Stream::Reduce, peer, theirs.memory.grads.slice(flat.start, flat.len()), parts[peer])?;
+                }
             }
-            dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
-            dev.pull(Stream::Reduce, peer, theirs.memory.grads.slice(flat.start, flat.len()), parts[peer])?;
         }
         dev.record(self.pulled, Stream::Reduce)?;
         self.seat.board.publish_pulled(self.seat.rank);

@@ -70,7 +70,7 @@ impl Rank {
         let plan = plan(case);
         let schedule = Schedule::Adversary { seed: case.seed + seat.rank as u64 };
         let mut dev = open::cpu(1, schedule, seat.board.bell(seat.rank), 0)?;
-        let mut pulls = Pulls::new(&mut dev, &plan, seat.clone(), hall.clone(), None)?;
+        let mut pulls = Pulls::new(&mut dev, &plan, seat.clone(), hall.clone(), Reach::Memory)?;
         let mut flat = || dev.alloc("flat", plan.layout.flat_elems(), Dtype::Float32);
         let (grads, weights) = (flat()?, flat()?);
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
@@ -216,7 +216,7 @@ fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
     let seat = Seat { board: board.clone(), rank: 0 };
     let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
-    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat, Arc::new(Hall::new(2)), None).unwrap();
+    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat, Arc::new(Hall::new(2)), Reach::Memory).unwrap();
     let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();
     pulls.written(&mut dev, grads, 0).unwrap();
     assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");

@@ -417,6 +417,10 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     fn wait_until_final(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
         self.strike(FaultPhase::Gather)?;
+        for next in self.exchange.to_swap(bucket).rev() {
+            self.wait_until_settled(next)?;
+            self.exchange.swap_weights(&mut self.dev, next)?;
+        }
         if !self.exchange.is_gathered(bucket) {
             self.wait_for_peers(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
         }

@@ -86,7 +86,7 @@ impl Party {
     /// # Errors
     /// `Usage` without a run token, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
-        let Settings { process, processes, device, .. } = *settings;
+        let Settings { process, processes, .. } = *settings;
         let address = settings.rendezvous.clone().unwrap_or_default();
         let meeting = Meeting { address, process, processes, token: token(settings)? };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
@@ -96,7 +96,7 @@ impl Party {
         let links = Links::meet(&meeting, Hello { host, facts: what_is_shared(settings)?, has, address: None }, stop, last_resort)?;
         tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
         let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
-        let partner = Partner::among(&all, links.names(), process, device)?;
+        let partner = Partner::among(&all, links.names(), process, settings)?;
         partner.notes.iter().for_each(|note| tell(note));
         Ok(Self { links, partner, machine })
     }

@@ -3,7 +3,7 @@
 use super::gpu;
 use super::partners::Partner;
 use super::peer_links::PeerLinks;
-use crate::config::options::{DeviceChoice, HostMemoryKind};
+use crate::config::options::{DeviceChoice, HostMemoryKind, Transport};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
@@ -72,7 +72,8 @@ pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner,
         |gpu| gpu::free_memory(std::slice::from_ref(gpu)).map(|(kind, device)| (kind, device, vec![gpu.clone()])),
     );
     let on_machine = partner.on_machine;
-    select(settings, machine, devices?, Neighbours { cpus, together: on_machine, on_machine, route: PeerRoute::Host })
+    let route = if partner.transport == Transport::Nccl { PeerRoute::Own } else { PeerRoute::Host };
+    select(settings, machine, devices?, Neighbours { cpus, together: on_machine, on_machine, route })
 }
 
 /// The kind of device, its memory, and the GPUs.

@@ -61,7 +61,10 @@ impl Launcher {
     pub(crate) fn among(settings: &Settings, machine: &Topology, partner: &Partner) -> Result<(Self, Settings)> {
         let (own, cpus) = partner.share_of(machine);
         let chosen = devices::agreed(settings, machine, partner, cpus)?;
-        Ok((Self { topology: own.unwrap_or_else(|| machine.clone()), chosen }, settings.on_gpus(1)?))
+        Ok((
+            Self { topology: own.unwrap_or_else(|| machine.clone()), chosen },
+            Settings { transport: partner.transport, ..settings.on_gpus(1)? },
+        ))
     }
 
     /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
@@ -123,13 +126,13 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 }
 
 /// The CPU as the device of `plan`.
-pub(super) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
+pub(crate) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
     open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
 }
 
 /// What runs the optimizer's jobs beside such a device.
-pub(super) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+pub(crate) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
 }
 

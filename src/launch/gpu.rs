@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::topology::Topology;
 use crate::memory::DeviceMemory;
+use crate::ranks::RailKey;
 use std::path::PathBuf;
 
 #[cfg(feature = "cuda")]
@@ -81,6 +82,34 @@ pub(super) fn free_memory(gpus: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> 
 #[cfg(not(feature = "cuda"))]
 pub(super) fn free_memory(_: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     Err(no_cuda())
+}
+
+/// The release of the NCCL that is found in `libraries` or the usual places.
+///
+/// # Errors
+/// `Resource` where there is none, `Unsupported` where it is too old.
+pub(crate) fn nccl_release(libraries: &[PathBuf]) -> Result<String> {
+    #[cfg(feature = "cuda")]
+    return cuda::nccl::release(libraries);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = libraries;
+        Err(no_cuda())
+    }
+}
+
+/// A key for a new way between GPUs of several processes.
+///
+/// # Errors
+/// Those of [`nccl_release`]; the library's.
+pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<RailKey> {
+    #[cfg(feature = "cuda")]
+    return cuda::nccl::new_key(libraries);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = libraries;
+        Err(no_cuda())
+    }
 }
 
 /// The memory node that each of `gpus` is near, where that is known.

@@ -12,4 +12,4 @@ pub(crate) mod partners;
 pub(crate) mod peer_links;
 pub(crate) mod processes;
 pub(crate) mod ranks;
-mod share;
+pub(crate) mod share;

@@ -8,6 +8,15 @@ use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use std::sync::Arc;
 
+/// Has libraries find in the environment what they read there once. Called before the process has a second thread.
+pub(crate) fn prepare_environment() {
+    #[cfg(feature = "cuda")]
+    // SAFETY: main calls it first of all.
+    unsafe {
+        crate::device::cuda::nccl::forbid_multicast();
+    }
+}
+
 /// See [`CpuDevice::new`].
 pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<CpuDevice> {
     // SAFETY: these drivers order their streams by events (the adversary's schedules would show where not) and declare host memory before the

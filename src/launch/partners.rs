@@ -3,7 +3,7 @@
 
 use super::gpu;
 use crate::config::launchers::local_process;
-use crate::config::options::DeviceChoice;
+use crate::config::options::{DeviceChoice, Transport};
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
@@ -26,6 +26,8 @@ pub(crate) struct Belongings {
     local: Option<usize>,
     /// The GPUs that CUDA shows it, or why there is none.
     gpus: std::result::Result<Vec<GpuId>, String>,
+    /// The release of NCCL that it has found, or why it goes without.
+    nccl: std::result::Result<String, String>,
 }
 
 impl Belongings {
@@ -40,8 +42,13 @@ impl Belongings {
             DeviceChoice::Auto | DeviceChoice::Cuda => gpu::visible().map_err(|why| why.to_string()),
         };
         let cpus = topology.usable_cpus().map_or(String::new(), |usable| usable.affinity.to_string());
+        let nccl = match settings.transport {
+            Transport::Tcp => Err("--transport tcp".into()),
+            _ if gpus.is_err() => Err("it has no GPU".into()),
+            Transport::Auto | Transport::Nccl => gpu::nccl_release(settings.cuda_libraries.as_slice()).map_err(|why| why.to_string()),
+        };
         let local = local_process(&|name| std::env::var(name).ok())?;
-        Ok(Self { machine: format!("{host} {}", boot.trim()), cpus, local, gpus })
+        Ok(Self { machine: format!("{host} {}", boot.trim()), cpus, local, gpus, nccl })
     }
 
     fn shares_cpus_with(&self, other: &Self) -> bool {
@@ -59,17 +66,20 @@ pub(crate) struct Partner {
     pub(crate) on_machine: usize,
     /// The GPUs of those that share its CPUs, and which of them it is.
     cpu_mates: (Vec<Option<GpuId>>, usize),
+    /// What carries its slices to the others.
+    pub(crate) transport: Transport,
     /// Lines for people.
     pub(crate) notes: Vec<String>,
 }
 
 impl Partner {
-    /// Process `process` of those that have `all`, and have these `names`.
+    /// Process `process` of those that have `all`, and have these `names`, on what `settings` ask for.
     ///
     /// # Errors
-    /// `Resource` when some have a GPU and others lack one, and `Usage` when they are too few for the processes of a machine; `Unsupported` when
-    /// GPUs are of several models.
-    pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, device: DeviceChoice) -> Result<Self> {
+    /// `Resource` when some have a GPU, or the NCCL that is asked for, and others lack it; `Usage` when GPUs are too few for the processes of a
+    /// machine; `Unsupported` when they are of several models.
+    pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, settings: &Settings) -> Result<Self> {
+        let device = settings.device;
         let gpus = gpus_of_all(all, names, device)?;
         let of = |other: usize| gpus.as_ref().map(|gpus| gpus[other].clone());
         let on_machine = mates(all, process).len();
@@ -84,7 +94,10 @@ impl Partner {
         }
         let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpu.is_none() && device == DeviceChoice::Auto);
         notes.extend(why_no_gpu.map(|why| format!("no GPU: {why}")));
-        Ok(Self { gpu, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), notes })
+        let asks_nothing = gpu.is_none() && settings.transport != Transport::Nccl;
+        let (transport, why) = if asks_nothing { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
+        notes.extend(why);
+        Ok(Self { gpu, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
     }
 
     /// What it has of the CPUs of `machine`, or nothing where there are fewer than processes; and how many CPUs it may keep busy.
@@ -96,6 +109,23 @@ impl Partner {
         let usable = machine.usable_cpus().map_or(1, |usable| usable.count());
         let part = own.as_ref().map_or(usable / mates.len(), |own| usable * cpus(own) / cpus(machine));
         (own, part.max(1))
+    }
+}
+
+/// What carries slices between GPUs, with a line for people.
+///
+/// # Errors
+/// `Resource` that says what keeps from NCCL where it is asked for.
+fn transport(all: &[Belongings], names: &[String], asked: Transport) -> Result<(Transport, Option<String>)> {
+    let lacking = all.iter().zip(names).find_map(|(one, name)| Some(format!("{name}: {}", one.nccl.as_ref().err()?)));
+    let releases: Vec<&String> = all.iter().filter_map(|one| one.nccl.as_ref().ok()).collect();
+    let other = releases.iter().position(|release| *release != releases[0]);
+    let differs = || other.map(|other| format!("{} has NCCL {}, {} has {}", names[0], releases[0], names[other], releases[other]));
+    match lacking.or_else(differs) {
+        _ if asked == Transport::Tcp => Ok((Transport::Tcp, None)),
+        None => Ok((Transport::Nccl, Some(format!("gradients and weights pass from GPU to GPU by NCCL {}", releases[0])))),
+        Some(why) if asked == Transport::Auto => Ok((Transport::Tcp, Some(format!("gradients and weights pass over TCP: {why}")))),
+        Some(why) => Err(Error::resource("use --transport nccl", format!("{why}; or say --transport tcp, which is slower"))),
     }
 }
 
@@ -150,6 +180,7 @@ fn gpu_of(all: &[Belongings], names: &[String], process: usize) -> Result<GpuId>
 
 #[cfg(test)]
 mod tests {
+    use super::super::devices;
     use super::*;
     use crate::hardware::topology::Process;
     use crate::hardware::topology::tests::two_sockets;
@@ -158,15 +189,19 @@ mod tests {
     fn on(machine: &str, gpus: &[usize]) -> Belongings {
         let gpu = |(index, number): (usize, &usize)| GpuId { index, pci: format!("0000:{number}F:00.0"), model: "H100".into() };
         let gpus = gpus.iter().enumerate().map(gpu).collect();
-        Belongings { machine: machine.into(), cpus: "0-6".into(), local: None, gpus: Ok(gpus) }
+        Belongings { machine: machine.into(), cpus: "0-6".into(), local: None, gpus: Ok(gpus), nccl: Ok("2.28.9".into()) }
     }
 
     fn names(count: usize) -> Vec<String> {
         (0..count).map(|process| format!("process {process} on a")).collect()
     }
 
+    fn asking(device: DeviceChoice) -> Settings {
+        Settings { device, ..Settings::demo() }
+    }
+
     fn pci_of_each(all: &[Belongings]) -> Result<Vec<String>> {
-        let of = |process| Partner::among(all, &names(all.len()), process, DeviceChoice::Auto);
+        let of = |process| Partner::among(all, &names(all.len()), process, &asking(DeviceChoice::Auto));
         (0..all.len()).map(|process| Ok(of(process)?.gpu.map_or("none".into(), |gpu| gpu.pci[5..7].to_string()))).collect()
     }
 
@@ -179,8 +214,8 @@ mod tests {
         // Whoever sees one takes it.
         let alone = [on("a", &[5]), on("a", &[2])];
         assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
-        let second = Partner::among(&alone, &names(2), 1, DeviceChoice::Cuda).unwrap();
-        assert_eq!(second.notes, ["process 1 takes GPU 0 (0000:2F:00.0), the only one that CUDA_VISIBLE_DEVICES shows it"]);
+        let second = Partner::among(&alone, &names(2), 1, &asking(DeviceChoice::Cuda)).unwrap();
+        assert_eq!(second.notes[..1], ["process 1 takes GPU 0 (0000:2F:00.0), the only one that CUDA_VISIBLE_DEVICES shows it"]);
     }
 
     #[test]
@@ -201,7 +236,7 @@ mod tests {
         let mixed = pci_of_each(&[on("a", &[0]), without.clone()]).unwrap_err().to_string();
         assert!(mixed.contains("process 1 on a has none: no driver") && mixed.contains("--device cpu"), "{mixed}");
         assert_eq!(pci_of_each(&[without.clone(), without.clone()]).unwrap(), ["none"; 2]);
-        let cuda = Partner::among(&[without.clone(), without], &names(2), 0, DeviceChoice::Cuda).unwrap_err();
+        let cuda = Partner::among(&[without.clone(), without], &names(2), 0, &asking(DeviceChoice::Cuda)).unwrap_err();
         assert!(cuda.to_string().contains("process 0 on a has none"));
         let mut other = on("b", &[0]);
         other.gpus.as_mut().unwrap()[0].model = "H200".into();
@@ -213,7 +248,7 @@ mod tests {
     fn processes_of_one_machine_divide_its_cpus_unless_a_launcher_has() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let shares = |all: &[Belongings]| -> Vec<(String, usize)> {
-            let of = |process| Partner::among(all, &names(all.len()), process, DeviceChoice::Cpu).unwrap().share_of(&topology);
+            let of = |process| Partner::among(all, &names(all.len()), process, &asking(DeviceChoice::Cpu)).unwrap().share_of(&topology);
             let words = |(own, cpus): (Option<Topology>, usize)| {
                 (own.map_or("all".into(), |own| own.usable_cpus().unwrap().affinity.to_string()), cpus)
             };
@@ -225,5 +260,51 @@ mod tests {
         assert_eq!(shares(&vec![process(); 8])[7], ("all".into(), 1), "fewer CPUs than processes");
         let bound = |cpus: &str| Belongings { cpus: cpus.into(), ..process() };
         assert_eq!(shares(&[bound("0-3"), bound("4-6")])[0], ("0-6".into(), 7), "each has its own");
+    }
+
+    #[test]
+    fn processes_of_one_machine_divide_its_memory_and_hear_of_threads_that_are_too_many() {
+        let topology = Topology::read(two_sockets().path(), Process { address_room_bytes: Some(6 << 20), ..Process::default() });
+        let settings = Settings { threads: Some(7), ..asking(DeviceChoice::Cpu) };
+        let chosen = |all: &[Belongings]| {
+            let partner = Partner::among(all, &names(all.len()), 0, &settings).unwrap();
+            let selected = devices::agreed(&settings, &topology, &partner, partner.share_of(&topology).1).unwrap();
+            (selected.machine.host_bytes, selected.machine.cpus, selected.warning)
+        };
+        assert_eq!(chosen(&[on("a", &[]), on("b", &[])]), (6 << 20, 7, None));
+        let told = "--threads 7: processes of this machine divide its CPUs, of which this one has 3; say --threads 3".to_string();
+        assert_eq!(chosen(&[on("a", &[]), on("a", &[])]), (3 << 20, 3, Some(told)));
+    }
+
+    #[test]
+    fn nccl_carries_slices_where_all_have_one_release_and_else_a_person_hears_why() {
+        let with =
+            |nccl: std::result::Result<&str, &str>| Belongings { nccl: nccl.map(Into::into).map_err(Into::into), ..on("a", &[0, 1]) };
+        let chosen = |transport, nccl: [std::result::Result<&str, &str>; 2]| -> std::result::Result<_, String> {
+            let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
+            let partner = Partner::among(&nccl.map(with), &names(2), 0, &settings).map_err(|e| e.to_string())?;
+            Ok((partner.transport, partner.notes[1..].join("")))
+        };
+        let both = [Ok("2.28.9"); 2];
+        let by_nccl = (Transport::Nccl, "gradients and weights pass from GPU to GPU by NCCL 2.28.9".to_string());
+        assert_eq!(chosen(Transport::Auto, both), Ok(by_nccl.clone()));
+        assert_eq!(chosen(Transport::Nccl, both), Ok(by_nccl));
+        assert_eq!(chosen(Transport::Tcp, both), Ok((Transport::Tcp, String::new())));
+        for (nccl, why) in [
+            ([Ok("2.28.9"), Err("not in [/opt]")], "process 1 on a: not in [/opt]"),
+            ([Ok("2.28.9"), Ok("2.27.7")], "process 0 on a has NCCL 2.28.9, process 1 on a has 2.27.7"),
+        ] {
+            assert_eq!(chosen(Transport::Auto, nccl), Ok((Transport::Tcp, format!("gradients and weights pass over TCP: {why}"))));
+            let refused = chosen(Transport::Nccl, nccl).unwrap_err();
+            assert!(refused.contains("--transport nccl") && refused.contains(why) && refused.contains("--transport tcp"), "{refused}");
+        }
+        // Where nobody has a GPU there is nothing to say of it, unless somebody asks for it.
+        let without = Belongings { gpus: Err("no driver".into()), nccl: Err("it has no GPU".into()), ..on("a", &[]) };
+        let asked = |transport| {
+            let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
+            Partner::among(&[without.clone(), without.clone()], &names(2), 0, &settings).map(|partner| (partner.transport, partner.notes))
+        };
+        assert_eq!(asked(Transport::Auto).unwrap(), (Transport::Tcp, vec!["no GPU: no driver".to_string()]));
+        assert!(asked(Transport::Nccl).unwrap_err().to_string().contains("process 0 on a: it has no GPU"));
     }
 }

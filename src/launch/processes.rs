@@ -2,7 +2,7 @@
 
 use super::agreement::expect_same_libraries;
 use super::engine::{Launcher, UseEngine, cpu_device, cpu_pool, gpu_device, worker_threads};
-use super::gpu::GpuDevice;
+use super::gpu::{self, GpuDevice};
 use super::share::{self, Share};
 use crate::bucket::slices::Slices;
 use crate::device::cpu::CpuDevice;
@@ -10,14 +10,15 @@ use crate::device::{DeviceKind, Kernels, Peers};
 use crate::engine::hall::Hall;
 use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
+use crate::engine::pulls::Reach;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use crate::ranks::links::Links;
+use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
 
 /// What a process behind process 0 does with its engine.
@@ -45,7 +46,7 @@ fn join<D: Kernels + Peers>(
 ) -> Result<Joined<D>> {
     let slices = Slices::new(plan.layout.clone(), links.process(), plan.ranks);
     let parcel_bytes = slices.longest() * plan.dtype.bytes();
-    if u32::try_from(parcel_bytes).is_err() {
+    if !plan.by_nccl && u32::try_from(parcel_bytes).is_err() {
         return Err(Error::usage(format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets")));
     }
     let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), parcel_bytes)?;
@@ -57,12 +58,25 @@ fn join<D: Kernels + Peers>(
         let bell = seat.board.bell(seat.rank);
         let made = make(&share, &bell)?;
         let own = Plan { ranks: plan.ranks, ..share.plan.clone() };
-        let engine = RankEngine::join((own, shape.clone()), made, &seat, &Arc::new(Hall::new(1)), Some(lanes))?;
+        let reach = if plan.by_nccl { Reach::Rail(one_key(plan, links)?) } else { Reach::Lanes(lanes) };
+        let engine = RankEngine::join((own, shape.clone()), made, &seat, &Arc::new(Hall::new(1)), reach)?;
         Ok((engine, share))
     };
     let (engine, share) = join().map_err(|error| seat.blame(error))?;
     expect_same_libraries(links, &engine).inspect_err(|error| seat.fail(error))?;
     Ok((engine, seat, share))
+}
+
+/// The key by which all devices find each other, which process 0 makes.
+fn one_key(plan: &Plan, links: &Links) -> Result<RailKey> {
+    let format = |e| Error::format("the key of NCCL", e);
+    if links.process() == 0 {
+        let key = gpu::rail_key(&plan.cuda_libraries)?;
+        links.propose(&serde_json::to_string(&key.0[..]).map_err(format)?);
+        return Ok(key);
+    }
+    let key: Vec<u8> = serde_json::from_str(&links.expect_proposal()?).map_err(format)?;
+    key.try_into().map(RailKey).map_err(|key: Vec<u8>| Error::format("the key of NCCL", format!("it has {} bytes", key.len())))
 }
 
 fn on_cpus(launch: &Launcher, plan: &Plan, shape: &ModelShape, links: &Links) -> Result<Joined<CpuDevice>> {

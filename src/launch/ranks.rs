@@ -5,6 +5,7 @@ use crate::device::{Kernels, Peers};
 use crate::engine::hall::Hall;
 use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
+use crate::engine::pulls::Reach;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -31,7 +32,7 @@ pub(super) fn run<D: Kernels + Peers, T>(
     let join = |seat: &Seat| -> Result<RankEngine<D>> {
         let share = &shares[seat.rank];
         let (dev, pool) = make(share, &board.bell(seat.rank), seat.rank)?;
-        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, None)
+        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, Reach::Memory)
     };
     std::thread::scope(|scope| {
         let leader = Leave(Seat { board: board.clone(), rank: 0 });

@@ -10,7 +10,7 @@ const SEED_STEP: u64 = 0x9e37_79b9;
 
 /// A rank's share.
 #[derive(Clone, Debug)]
-pub(super) struct Share {
+pub(crate) struct Share {
     /// What the rank does of the plan.
     pub plan: Plan,
     /// A CPU for each of its optimizer's workers, when there are enough that are this rank's own.
@@ -28,7 +28,7 @@ impl Share {
 }
 
 /// The share of the one rank of `plan`, which has all of the machine of `topology`.
-pub(super) fn whole(plan: &Plan, topology: &Topology) -> Share {
+pub(crate) fn whole(plan: &Plan, topology: &Topology) -> Share {
     share_of(plan, topology, topology.share(0, &[None]), 0)
 }
 

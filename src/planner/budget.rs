@@ -4,7 +4,8 @@ use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
 use crate::data::batch;
-use crate::device::footprint::{MemoryClass, gpu::PAGE_BYTES};
+use crate::device::footprint::MemoryClass;
+use crate::device::footprint::gpu::{self, PAGE_BYTES};
 use crate::device::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -117,6 +118,8 @@ pub(crate) struct Workload<'a> {
     pub(crate) sequence_ranks: usize,
     /// Processes that these are of.
     pub processes: usize,
+    /// NCCL carries what passes between them.
+    pub(crate) by_nccl: bool,
     /// Format on the device.
     pub dtype: Dtype,
     /// Products of layers are computed in FP8.
@@ -248,6 +251,7 @@ impl Workload<'_> {
             class("gradient sums", MemorySpace::Device, if rounds > 1 { (owned - summed_there) * 4 } else { 0 }),
             class("passing sums", MemorySpace::Device, passing * 4),
             class("peers' gradients", MemorySpace::Device, pulled),
+            class("NCCL's buffers", MemorySpace::Device, if self.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
             class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
             class("paged states here", MemorySpace::Device, self.paged_window_bytes(layout)),
             class("cast staging", MemorySpace::Device, staging),
@@ -308,9 +312,9 @@ impl Workload<'_> {
         if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// What passes between processes, of all of them; slices have at most `longest` elements.
+    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        if self.processes == 1 { 0 } else { self.ranks * slices_under_way(self.ranks - 1) * longest * self.dtype.bytes() }
+        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(self.ranks - 1) * longest * self.dtype.bytes() }
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.

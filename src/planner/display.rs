@@ -70,9 +70,10 @@ impl Plan {
         }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
-            match self.processes {
-                1 => writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?,
-                _ => writeln!(f, "  peers       over TCP, through host memory")?,
+            match (self.processes, self.by_nccl) {
+                (1, _) => writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?,
+                (_, true) => writeln!(f, "  peers       by NCCL, while nothing is computed")?,
+                (_, false) => writeln!(f, "  peers       over TCP, through host memory")?,
             }
         }
         Ok(())

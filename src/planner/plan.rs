@@ -3,7 +3,7 @@
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, MatmulDtype, RankFault, ResidentBuckets, Rollback, Strategy,
-    Technique, TrainDtype, WeightsChoice,
+    Technique, TrainDtype, Transport, WeightsChoice,
 };
 use crate::config::settings::Settings;
 use crate::data::batch;
@@ -164,6 +164,8 @@ pub struct Plan {
     pub uneven_heads: Option<[usize; 2]>,
     /// Processes that these are of, equally many of each.
     pub processes: usize,
+    /// NCCL carries what passes between them.
+    pub by_nccl: bool,
     /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
     pub loss_tile: LossTile,
     /// What [`Plan::loss_tile`] is where memory is no matter: a function of the model and the micro-batch.
@@ -227,12 +229,7 @@ impl Plan {
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check_model(settings, shape, &table)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
-        let request = Request {
-            residency: residency(settings, techniques)?,
-            activations: settings.activations,
-            weights: weights(settings, techniques)?,
-            tile: settings.loss_tile,
-        };
+        let request = request(settings, techniques)?;
         let cut = cut(settings, &table, workload.dtype).with_early(early_table(settings.early_rows, &workload, &table)?);
         check_ranks(settings, &cut)?;
         let choice = choose(&workload, &table, &cut, request)?;
@@ -264,6 +261,7 @@ impl Plan {
             sequence_ranks: workload.sequence_ranks,
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
+            by_nccl: workload.by_nccl,
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
@@ -434,6 +432,7 @@ fn workload<'a>(
         ranks: settings.ranks(),
         sequence_ranks: settings.sequence_ranks,
         processes: settings.processes,
+        by_nccl: settings.transport == Transport::Nccl,
         dtype,
         fp8,
         link_dtype,
@@ -448,6 +447,12 @@ fn workload<'a>(
         machine: machine.limited(settings),
         transient_bytes: transient_bytes(table),
     })
+}
+
+/// What of the choice is asked for.
+fn request(settings: &Settings, techniques: Techniques) -> Result<Request> {
+    let (residency, weights) = (residency(settings, techniques)?, weights(settings, techniques)?);
+    Ok(Request { residency, activations: settings.activations, weights, tile: settings.loss_tile })
 }
 
 fn compute_dtype(dtype: TrainDtype) -> Dtype {

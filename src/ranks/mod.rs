@@ -14,6 +14,11 @@ use crate::error::{Error, Result};
 use board::Board;
 use std::sync::Arc;
 
+/// What the GPUs of all processes find each other by in NCCL: an `ncclUniqueId`, which nobody looks into.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub(crate) struct RailKey(pub(crate) [u8; 128]);
+
 /// A rank's place at the board.
 #[derive(Clone)]
 pub(crate) struct Seat {

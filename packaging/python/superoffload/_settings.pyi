@@ -64,6 +64,8 @@ class Settings(TypedDict, total=False):
     """Where the processes meet: host and port of the first one [default: the launcher's]."""
     run_token_file: str | PathLike[str]
     """File with the secret of a run's processes [default: the variable SUPEROFFLOAD_RUN_TOKEN]."""
+    transport: Literal["auto", "nccl", "tcp"]
+    """What carries gradients and weights between processes [default: auto]."""
     max_steps: int
     """Optimizer steps; wins over --num-train-epochs [default: none]."""
     num_train_epochs: float

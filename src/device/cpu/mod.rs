@@ -11,6 +11,8 @@ mod interleavings;
 mod kernels;
 mod launch;
 mod peers;
+#[cfg(test)]
+pub(crate) mod rail;
 mod stream;
 mod team;
 
@@ -52,6 +54,8 @@ pub struct CpuDevice {
     events: Vec<Arc<AtomicU64>>,
     /// What it has to do with others, if it has.
     company: Option<Company>,
+    #[cfg(test)]
+    rail: Option<rail::RailStandIn>,
     runner: Runner,
     compute: ComputeOwner,
     /// Room on each stream's track.
@@ -129,6 +133,8 @@ impl CpuDevice {
             shared,
             events: Vec::new(),
             company: None,
+            #[cfg(test)]
+            rail: None,
             runner,
             compute,
             trace_spans,
@@ -227,6 +233,8 @@ impl Drop for CpuDevice {
     fn drop(&mut self) {
         // The streams' threads must end before the memory they work on is unmapped.
         self.join();
+        #[cfg(test)]
+        self.rail.iter().for_each(rail::RailStandIn::withdraw);
     }
 }
 

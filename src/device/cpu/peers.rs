@@ -3,10 +3,11 @@
 
 use super::stream::{Op, Point};
 use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
-use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, still_lent};
+use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, Swap, no_rail, still_lent};
 use crate::error::Result;
-use crate::ranks::Seat;
+use crate::ranks::{RailKey, Seat};
 use crate::trace::Recorder;
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -88,6 +89,30 @@ impl Peers for CpuDevice {
             // agree. The ranks' protocol keeps writers away until the pull is published.
             unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
         })
+    }
+
+    #[cfg(not(test))]
+    fn connect(&mut self, _: &RailKey, _: &[PathBuf]) -> Result<()> {
+        Err(no_rail())
+    }
+
+    #[cfg(not(test))]
+    fn swap(&mut self, _: impl Iterator<Item = Swap>) -> Result<()> {
+        Err(no_rail())
+    }
+
+    /// In tests the key names a hub of this process.
+    #[cfg(test)]
+    fn connect(&mut self, key: &RailKey, _: &[PathBuf]) -> Result<()> {
+        let Some(company) = &self.company else { return Err(no_rail()) };
+        self.rail = Some(super::rail::RailStandIn::open(key, &company.seat));
+        Ok(())
+    }
+
+    #[cfg(test)]
+    fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
+        let Some(rail) = &mut self.rail else { return Err(no_rail()) };
+        rail.swap(swaps).into_iter().try_for_each(|op| self.push(Stream::Compute, op))
     }
 
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {

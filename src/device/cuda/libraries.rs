@@ -32,6 +32,11 @@ pub(super) const CUDNN: Builds = [
     Build { cuda: 12, soname: "libcudnn.so.9", package: "nvidia-cudnn-cu12==9.*" },
 ];
 
+pub(super) const NCCL: Builds = [
+    Build { cuda: 13, soname: "libnccl.so.2", package: "nvidia-nccl-cu13" },
+    Build { cuda: 12, soname: "libnccl.so.2", package: "nvidia-nccl-cu12" },
+];
+
 /// What cuDNN opens by name, beside it.
 const CUDNN_GRAPH: &str = "libcudnn_graph.so.9";
 
@@ -106,11 +111,11 @@ impl Libraries {
         Err(self.missing(builds, &refusals))
     }
 
-    /// The library, unless it is of a newer CUDA than the driver's and its name does not say so. No other is tried then: this one's parts are
-    /// open by now, and another's have the same names.
+    /// The library, unless it is a cuDNN of a newer CUDA than the driver's, which its name does not say. An NCCL says so itself. No other is
+    /// tried then: this one's parts are open by now, and another's have the same names.
     fn served(&self, library: Library, builds: &Builds) -> Result<Library> {
-        let [Build { soname, .. }, Build { soname: other, package, .. }] = builds;
-        let cuda = if soname == other { cuda_of_cudnn(&library.path)? } else { self.cuda };
+        let [Build { soname, .. }, Build { package, .. }] = builds;
+        let cuda = if *soname == CUDNN[0].soname { cuda_of_cudnn(&library.path)? } else { self.cuda };
         if cuda <= self.cuda {
             return Ok(library);
         }

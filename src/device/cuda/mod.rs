@@ -13,6 +13,7 @@ mod launch;
 mod lent;
 mod libraries;
 mod modules;
+pub(crate) mod nccl;
 mod open;
 mod packed;
 mod peers;
@@ -43,6 +44,7 @@ use graph::GraphExec;
 use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
+use nccl::Rail;
 use open::{capability, count, generation, has_fp8, name, newest_cuda, open, pci_address, visible_gpu};
 use packed::Packed;
 use ring::Ring;
@@ -84,6 +86,8 @@ pub struct CudaDevice {
     streams: Vec<RawStream>,
     /// What it has to do with others, if it has.
     peering: Option<Peering>,
+    /// The way to GPUs of other processes.
+    rail: Option<Rail>,
     modules: Modules,
     /// Whether kernels for Hopper alone run on it.
     hopper: bool,
@@ -201,6 +205,7 @@ impl CudaDevice {
             awaited: Vec::new(),
             streams,
             peering: None,
+            rail: None,
             modules,
             hopper: !options.portable && open::generation(gpu.as_raw())? == open::HOPPER,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
@@ -266,6 +271,8 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
+        // What waits for another process ends with the way to it.
+        self.rail = None;
         // What is enqueued uses the memory, and that of others. An error here has been reported where it arose, or the process is ending.
         for stream in &self.streams {
             // SAFETY: the stream is live.
@@ -429,7 +436,7 @@ impl Device for CudaDevice {
     fn idle(&mut self) -> Result<bool> {
         // The GPU rings no bell: the driver looks again.
         std::hint::spin_loop();
-        Ok(true)
+        self.rail.as_ref().map_or(Ok(()), Rail::check).map(|()| true)
     }
 
     fn waited_ns(&self) -> u64 {

@@ -4,13 +4,15 @@ use super::CudaDevice;
 use super::driver::{RawStream, priorities};
 use super::error::check;
 use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
+use super::nccl::Rail;
 use super::timeline::StreamWait;
-use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, still_lent};
+use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, Swap, no_rail, still_lent};
 use crate::error::Result;
-use crate::ranks::Seat;
+use crate::ranks::{RailKey, Seat};
 use crate::units::Bytes;
 use cust::context::ContextHandle;
 use cust::sys;
+use std::path::PathBuf;
 use std::ptr;
 use std::sync::Arc;
 
@@ -148,6 +150,22 @@ impl Peers for CudaDevice {
             };
             check(status, || format!("pull {} from rank {peer}", Bytes(bytes as u64)))
         })
+    }
+
+    fn connect(&mut self, key: &RailKey, libraries: &[PathBuf]) -> Result<()> {
+        let Some(peering) = &self.peering else { return Err(no_rail()) };
+        self.rail = Some(Rail::open(libraries, key, &peering.seat, self.context.get_inner())?);
+        Ok(())
+    }
+
+    fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
+        let swaps: Vec<Swap> = swaps.collect();
+        swaps.iter().flat_map(|swap| [swap.out, swap.into]).try_for_each(|memory| self.check_memory(memory))?;
+        let (Some(rail), Some(peering)) = (&self.rail, &self.peering) else { return Err(no_rail()) };
+        let raw = &self.streams[Stream::Compute as usize];
+        let span = self.timeline.begin(raw, Stream::Compute, "swap")?;
+        rail.swap(raw, &swaps, &peering.seat)?;
+        self.timeline.end(raw, span)
     }
 
     /// The same two ways; both are one copy of two dimensions, which copy engines do as fast as one of as many bytes in a row.

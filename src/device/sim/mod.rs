@@ -7,7 +7,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap, no_rail};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -16,9 +16,10 @@ use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
-use crate::ranks::Seat;
+use crate::ranks::{RailKey, Seat};
 use crate::trace::Recorder;
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::rc::Rc;
 use world::{OpKind, SimWork, World};
 
@@ -112,6 +113,14 @@ impl Peers for SimDevice {
     }
 
     /// Copy engines are as fast with rows of an attention head and more as with whole slices.
+    fn connect(&mut self, _: &RailKey, _: &[PathBuf]) -> Result<()> {
+        Err(no_rail())
+    }
+
+    fn swap(&mut self, _: impl Iterator<Item = Swap>) -> Result<()> {
+        Err(no_rail())
+    }
+
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.enqueue_pull(stream, peer, src.bytes());

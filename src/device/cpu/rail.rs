@@ -1,0 +1,121 @@
+//! A stand-in for NCCL in tests: devices of one process that behave as those of several do. Whoever enters a swap waits in it for its
+//! partners, on its compute stream, and they have to enter their swaps in one order.
+
+use super::stream::{Op, Task};
+use crate::device::{DeviceSlice, PARTS_MAX, Swap};
+use crate::ranks::board::Board;
+use crate::ranks::{RailKey, Seat};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What one rank has for another: where it lies, and how far that is, a number of swap and one of these.
+#[derive(Default)]
+struct Mailbox {
+    state: AtomicU64,
+    addr: AtomicU64,
+    bytes: AtomicU64,
+}
+
+const WITHDRAWN: u64 = 0;
+const POSTED: u64 = 1;
+const TAKING: u64 = 2;
+const TAKEN: u64 = 3;
+
+impl Mailbox {
+    fn is(&self, swap: u64, state: u64) -> bool {
+        self.state.load(Ordering::Acquire) == swap * 4 + state
+    }
+}
+
+/// By sender, then by receiver.
+pub(crate) struct RailHub([[Mailbox; PARTS_MAX]; PARTS_MAX]);
+
+impl RailHub {
+    /// The key of a new one, which stays as long as the process.
+    pub(crate) fn open() -> RailKey {
+        let hub: &'static Self = Box::leak(Box::new(Self(Default::default())));
+        let mut key = RailKey([0; 128]);
+        key.0[..8].copy_from_slice(&(std::ptr::from_ref(hub) as u64).to_le_bytes());
+        key
+    }
+}
+
+/// A rank's way to the others.
+#[derive(Clone, Copy)]
+pub(super) struct RailStandIn {
+    hub: &'static RailHub,
+    board: &'static Board,
+    rank: usize,
+    swaps: u64,
+}
+
+impl RailStandIn {
+    pub(super) fn open(key: &RailKey, seat: &Seat) -> Self {
+        let board: &'static Arc<Board> = Box::leak(Box::new(seat.board.clone()));
+        // SAFETY: the address of a hub that `RailHub::open` has leaked.
+        let hub = unsafe { &*(u64::from_le_bytes(*key.0.first_chunk().expect("128 bytes")) as *const RailHub) };
+        Self { hub, board, rank: seat.rank, swaps: 0 }
+    }
+
+    /// What the compute stream has to do for the next swap.
+    pub(super) fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Vec<Op> {
+        self.swaps += 1;
+        let (rail, swaps) = (*self, Vec::from_iter(swaps));
+        let posts = swaps.iter().map(|&Swap { peer, out, .. }| Task::new("post", move || rail.post(peer, out)));
+        let takes = swaps.iter().map(|&Swap { peer, into, .. }| Task::new("take", move || rail.take(peer, into)));
+        let ends = swaps.iter().map(|&Swap { peer, .. }| Task::new("await", move || rail.wait(|| rail.own(peer).is(rail.swaps, TAKEN))));
+        posts.chain(takes).chain(ends).map(Op::Run).collect()
+    }
+
+    fn own(&self, peer: usize) -> &'static Mailbox {
+        &self.hub.0[self.rank][peer]
+    }
+
+    fn post(self, peer: usize, out: DeviceSlice) {
+        if self.board.has_failed() {
+            return;
+        }
+        let own = self.own(peer);
+        own.addr.store(out.addr(), Ordering::Relaxed);
+        own.bytes.store(out.bytes() as u64, Ordering::Relaxed);
+        own.state.store(self.swaps * 4 + POSTED, Ordering::Release);
+    }
+
+    fn take(self, peer: usize, into: DeviceSlice) {
+        let (theirs, posted) = (&self.hub.0[peer][self.rank], self.swaps * 4 + POSTED);
+        self.wait(|| theirs.is(self.swaps, POSTED));
+        let (addr, bytes) = (theirs.addr.load(Ordering::Relaxed), theirs.bytes.load(Ordering::Relaxed));
+        if self.board.has_failed() {
+            return;
+        }
+        assert_eq!(bytes, into.bytes() as u64, "swap {} of ranks {} and {peer}", self.swaps, self.rank);
+        if theirs.state.compare_exchange(posted, self.swaps * 4 + TAKING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            return;
+        }
+        // SAFETY: as many bytes are there. The partner waits until this is taken before its memory goes, and before anybody writes it.
+        unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, into.addr() as *mut u8, into.bytes()) };
+        theirs.state.store(self.swaps * 4 + TAKEN, Ordering::Release);
+    }
+
+    /// Nobody takes anything of this rank from now on: its memory goes.
+    pub(super) fn withdraw(&self) {
+        for own in &self.hub.0[self.rank] {
+            loop {
+                let state = own.state.load(Ordering::Acquire);
+                let is_withdrawn = state % 4 == POSTED
+                    && own.state.compare_exchange(state, state - state % 4 + WITHDRAWN, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+                if is_withdrawn || !matches!(state % 4, POSTED | TAKING) {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Where a rank has failed nobody comes any more.
+    fn wait(self, ready: impl Fn() -> bool) {
+        while !ready() && !self.board.has_failed() {
+            std::thread::yield_now();
+        }
+    }
+}

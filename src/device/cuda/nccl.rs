@@ -1,0 +1,276 @@
+//! Slices between GPUs of several processes, by NVIDIA's NCCL, which only moves bytes: it adds nothing, so that bits depend on none of its
+//! algorithms. The communicator never blocks a caller, so that a process whose partner has died hears of it, and ends.
+
+use super::driver::RawStream;
+use super::libraries::{Libraries, NCCL, functions};
+use super::open::newest_cuda;
+use crate::device::Swap;
+use crate::error::{Error, Result};
+use crate::ranks::{RailKey, Seat};
+use cust::sys;
+use std::ffi::{CStr, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::ptr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The oldest release whose communicators can be given up at any time, as it numbers itself: 2.27.
+const OLDEST: i32 = 22_700;
+/// Sums in the switch are off: bits would depend on the release, and some machines forbid multicast between GPUs. NCCL reads it once.
+const NO_MULTICAST: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
+
+/// NCCL's results.
+const SUCCESS: i32 = 0;
+const IN_PROGRESS: i32 = 7;
+/// NCCL's number for bytes.
+const UINT8: i32 = 1;
+/// How long a communicator that is given up may take to end its kernels.
+const ABORT_PATIENCE: Duration = Duration::from_secs(5);
+
+functions! {
+    Nccl {
+        version = c"ncclGetVersion"(*mut i32) -> i32;
+        error_string = c"ncclGetErrorString"(i32) -> *const c_char;
+        last_error = c"ncclGetLastError"(*mut c_void) -> *const c_char;
+        unique_id = c"ncclGetUniqueId"(*mut RailKey) -> i32;
+        init = c"ncclCommInitRankConfig"(*mut *mut c_void, i32, RailKey, i32, *mut CommConfig) -> i32;
+        async_error = c"ncclCommGetAsyncError"(*mut c_void, *mut i32) -> i32;
+        group_start = c"ncclGroupStart"() -> i32;
+        group_end = c"ncclGroupEnd"() -> i32;
+        send = c"ncclSend"(*const c_void, usize, i32, i32, *mut c_void, *mut c_void) -> i32;
+        receive = c"ncclRecv"(*mut c_void, usize, i32, i32, *mut c_void, *mut c_void) -> i32;
+        abort = c"ncclCommAbort"(*mut c_void) -> i32;
+    }
+}
+
+/// How NCCL 2.27 begins its `ncclConfig_t`. Later ones read as much as `size` says, and take their defaults for the rest.
+#[repr(C)]
+struct CommConfig {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: i32,
+    cga_cluster_size: i32,
+    min_ctas: i32,
+    max_ctas: i32,
+    net_name: *const c_char,
+}
+
+impl CommConfig {
+    /// Calls return at once; all else is NCCL's choice.
+    fn non_blocking() -> Self {
+        const MAGIC: u32 = 0xcafe_beef;
+        const UNDEFINED: i32 = i32::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: MAGIC,
+            version: OLDEST as u32,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: ptr::null(),
+        }
+    }
+}
+
+/// Has NCCL use no multicast. Called when the process has one thread.
+///
+/// # Safety
+/// No other thread reads or writes the environment.
+pub(crate) unsafe fn forbid_multicast() {
+    // SAFETY: by this function's contract.
+    unsafe { std::env::set_var(NO_MULTICAST.0, NO_MULTICAST.1) };
+}
+
+/// The release of the NCCL that is found, as `2.28.9`; `named` are folders to search first.
+///
+/// # Errors
+/// `Resource` when none is found, `Unsupported` when it is too old; `Usage` without the variable that forbids multicast.
+pub(crate) fn release(named: &[PathBuf]) -> Result<String> {
+    open(named).map(|(_, version)| in_words(version))
+}
+
+/// A key for a new rail, which all its processes need.
+///
+/// # Errors
+/// Those of [`release`]; NCCL's.
+pub(crate) fn new_key(named: &[PathBuf]) -> Result<RailKey> {
+    let (nccl, _) = open(named)?;
+    let mut key = RailKey([0; 128]);
+    // SAFETY: writes the 128 bytes of a key.
+    nccl.check(unsafe { (nccl.unique_id)(&mut key) }, ptr::null_mut(), "make the key of a communicator")?;
+    Ok(key)
+}
+
+fn in_words(version: i32) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+fn open(named: &[PathBuf]) -> Result<(Nccl, i32)> {
+    let (name, value) = NO_MULTICAST;
+    if std::env::var(name).as_deref() != Ok(value) {
+        return Err(Error::usage(format!("NCCL: set {name}={value} before the program starts, or use --transport tcp")));
+    }
+    let library = Libraries::new(named, newest_cuda()?).open(&NCCL)?;
+    let nccl = Nccl::bind(&library)?;
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    nccl.check(unsafe { (nccl.version)(&mut version) }, ptr::null_mut(), "ask NCCL for its version")?;
+    is_new_enough(version, &library.path)?;
+    Ok((nccl, version))
+}
+
+/// # Errors
+/// `Unsupported` with both releases.
+fn is_new_enough(version: i32, path: &Path) -> Result<()> {
+    if version >= OLDEST {
+        return Ok(());
+    }
+    let remedy = "`pip install --upgrade nvidia-nccl-cu13`, or name a newer one's folder with --cuda-libraries";
+    Err(Error::Unsupported(format!("{} is NCCL {}, and 2.27 is the oldest that works; {remedy}", path.display(), in_words(version))))
+}
+
+impl Nccl {
+    fn check(&self, status: i32, comm: *mut c_void, what: &str) -> Result<()> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: any number has a text; a communicator need not be there.
+        let texts = unsafe { [(self.error_string)(status), (self.last_error)(comm)] };
+        let said = texts.map(|text| match text.is_null() {
+            true => String::new(),
+            // SAFETY: NCCL's texts end in NUL, and the next call of this thread is after the copy.
+            false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
+        });
+        let remedy = "NCCL_DEBUG=INFO tells more; --transport tcp does without NCCL";
+        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", said[0], said[1].trim())))
+    }
+}
+
+/// The way from this GPU to those of the other processes. What goes over it is enqueued on one stream, in an order that all share.
+pub(super) struct Rail {
+    nccl: Nccl,
+    comm: *mut c_void,
+    /// The GPU's, in which it ends.
+    context: sys::CUcontext,
+}
+
+impl Rail {
+    /// Opens it for the GPU of `context`, which is current; returns when all others have.
+    ///
+    /// # Errors
+    /// Those of [`release`]; NCCL's; what ended another rank.
+    pub(super) fn open(named: &[PathBuf], key: &RailKey, seat: &Seat, context: sys::CUcontext) -> Result<Self> {
+        let (nccl, _) = open(named)?;
+        let (ranks, rank, mut config) = (seat.board.ranks() as i32, seat.rank as i32, CommConfig::non_blocking());
+        // A thread of NCCL may write it again as long as it joins, also when nobody waits any more.
+        let comm: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
+        // SAFETY: writes one handle, which stays, and reads key and configuration before it returns.
+        let status = unsafe { (nccl.init)(comm, ranks, *key, rank, &mut config) };
+        let rail = Self { nccl, comm: *comm, context };
+        rail.finish(status, seat, "join the GPUs of all processes")?;
+        Ok(rail)
+    }
+
+    /// Enqueues all of `swaps` on `stream` as one operation, which ends there when the others have done their parts of it.
+    ///
+    /// # Errors
+    /// NCCL's; what ended another rank.
+    pub(super) fn swap(&self, stream: &RawStream, swaps: &[Swap], seat: &Seat) -> Result<()> {
+        const WHAT: &str = "exchange slices with the GPUs of other processes";
+        let Self { nccl, comm, .. } = *self;
+        let stream = stream.0.cast();
+        // SAFETY: takes nothing.
+        nccl.check(unsafe { (nccl.group_start)() }, comm, WHAT)?;
+        let mut status = SUCCESS;
+        for &Swap { peer, out, into } in swaps {
+            let mut call = |bytes: usize, enqueue: &dyn Fn() -> i32| {
+                if bytes > 0 && matches!(status, SUCCESS | IN_PROGRESS) {
+                    status = enqueue();
+                }
+            };
+            let peer = peer as i32;
+            // SAFETY: the slice is this device's memory, which nobody writes before the stream has come past this point.
+            call(out.bytes(), &|| unsafe { (nccl.send)(out.addr() as *const _, out.bytes(), UINT8, peer, comm, stream) });
+            // SAFETY: the slice is this device's memory, which nobody else uses before that.
+            call(into.bytes(), &|| unsafe { (nccl.receive)(into.addr() as *mut _, into.bytes(), UINT8, peer, comm, stream) });
+        }
+        // SAFETY: ends the group that was started above, also after a refusal.
+        let ended = unsafe { (nccl.group_end)() };
+        self.finish(if matches!(status, SUCCESS | IN_PROGRESS) { ended } else { status }, seat, WHAT)
+    }
+
+    /// Waits until what was called is done on the host's side; on the GPU it has only begun.
+    fn finish(&self, status: i32, seat: &Seat, what: &str) -> Result<()> {
+        let mut state = status;
+        while state == IN_PROGRESS {
+            seat.check()?;
+            thread::yield_now();
+            // SAFETY: the communicator is live; writes one integer.
+            self.nccl.check(unsafe { (self.nccl.async_error)(self.comm, &mut state) }, self.comm, what)?;
+        }
+        self.nccl.check(state, self.comm, what)
+    }
+
+    /// What went wrong since, if something did.
+    ///
+    /// # Errors
+    /// NCCL's.
+    pub(super) fn check(&self) -> Result<()> {
+        let mut state = SUCCESS;
+        // SAFETY: as above.
+        let status = unsafe { (self.nccl.async_error)(self.comm, &mut state) };
+        self.nccl.check(if status == SUCCESS { state } else { status }, self.comm, "exchange slices with the GPUs of other processes")
+    }
+}
+
+/// An address that another thread may use.
+struct CommHandle(*mut c_void, sys::CUcontext);
+
+// SAFETY: a communicator belongs to whoever calls NCCL with it, one thread at a time; a context may be current on several.
+unsafe impl Send for CommHandle {}
+
+impl Drop for Rail {
+    /// Kernels that wait for a process that has died end with their communicator; where even that does not end, whoever watches the run ends
+    /// the process. Nothing is under way at a good end, and there it only frees.
+    fn drop(&mut self) {
+        if self.comm.is_null() {
+            return;
+        }
+        let (abort, handle) = (self.nccl.abort, CommHandle(self.comm, self.context));
+        let body = move || {
+            let CommHandle(comm, context) = { handle };
+            // SAFETY: the context is live until this has ended, or the process has. The owner is being dropped, so that nobody else calls NCCL
+            // with its communicator.
+            unsafe {
+                sys::cuCtxSetCurrent(context);
+                abort(comm);
+            }
+        };
+        let Ok(thread) = thread::Builder::new().name("end nccl".into()).spawn(body) else { return };
+        let deadline = Instant::now() + ABORT_PATIENCE;
+        while !thread.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_release_is_refused_with_both_numbers() {
+        let refused = is_new_enough(22_602, Path::new("/lib/libnccl.so.2")).unwrap_err().to_string();
+        assert!(refused.contains("/lib/libnccl.so.2 is NCCL 2.26.2") && refused.contains("2.27 is the oldest"), "{refused}");
+        assert!(is_new_enough(22_700, Path::new("")).is_ok() && is_new_enough(23_005, Path::new("")).is_ok());
+        assert_eq!(in_words(22_809), "2.28.9");
+    }
+
+    #[test]
+    fn the_configuration_is_laid_out_as_in_nccl_h() {
+        assert_eq!((size_of::<CommConfig>(), size_of::<RailKey>()), (40, 128));
+        assert_eq!(std::mem::offset_of!(CommConfig, blocking), 16);
+    }
+}

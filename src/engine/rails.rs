@@ -1,0 +1,121 @@
+//! Slices that go to other processes and come from them by the devices themselves, on the compute stream: nothing is computed while they go,
+//! which is when links between devices are fast.
+//!
+//! Whoever enters such an exchange waits there for all others, so that all have to enter them in one order. Only the plan decides it: gradients
+//! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing.
+
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, Swap};
+use crate::error::Result;
+use crate::ranks::RailKey;
+use std::path::PathBuf;
+
+/// Which of the two kinds, in the record of what was exchanged.
+#[derive(Clone, Copy)]
+enum Passed {
+    Gradients = 1,
+    Weights = 2,
+}
+
+/// See above.
+pub(super) struct Rails {
+    slices: Slices,
+    /// Where this rank's gradients and weights lie on the device.
+    flat: Option<[DeviceSlice; 2]>,
+    /// What was exchanged so far, as one number, which all ranks have alike.
+    passed: u64,
+    /// The last exchange is over here, and so on the other side.
+    last: EventId,
+    key: RailKey,
+    /// Folders to search for the library that carries slices.
+    libraries: Vec<PathBuf>,
+}
+
+impl Rails {
+    /// To the devices that open the way by the same `key`.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(super) fn new<D: Device>(dev: &mut D, slices: &Slices, key: RailKey, libraries: Vec<PathBuf>) -> Result<Self> {
+        Ok(Self { slices: slices.clone(), flat: None, passed: 0, last: dev.event()?, key, libraries })
+    }
+
+    /// Whether nobody waits in an exchange for this rank, as far as it has entered them.
+    pub(super) fn is_quiet<D: Device>(&self, dev: &mut D) -> Result<bool> {
+        dev.is_done(self.last)
+    }
+
+    /// Opens the way, when all ranks have come as far, and passes something to each, so that nothing is made ready within a step.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    pub(super) fn connect<D: Peers>(&mut self, dev: &mut D, memory: DeviceSlice) -> Result<()> {
+        dev.connect(&self.key, &self.libraries)?;
+        let (out, into) = (memory.slice(0, 1), memory.slice(1, 1));
+        dev.swap(others(&self.slices).map(|peer| Swap { peer, out, into }))?;
+        dev.record(self.last, Stream::Compute)?;
+        dev.synchronize(self.last)
+    }
+
+    /// The flat gradients and weights lie here.
+    pub(super) fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
+        self.flat = Some(flat);
+    }
+
+    /// What was exchanged so far.
+    pub(super) fn passed(&self) -> u64 {
+        self.passed
+    }
+
+    /// Exchanges the gradients of `bucket`, which a round has written: those of this rank's slice come to `staging`, of one rank behind the other,
+    /// once that is `free` of what came before.
+    pub(super) fn swap_grads<D: Peers>(
+        &mut self,
+        dev: &mut D,
+        (bucket, round): (usize, u64),
+        staging: DeviceSlice,
+        free: EventId,
+    ) -> Result<()> {
+        let Some([grads, _]) = self.flat else { return Ok(()) };
+        self.note(Passed::Gradients, bucket, round);
+        dev.wait(Stream::Compute, free)?;
+        let (slices, own) = (&self.slices, self.slices.global(bucket).len());
+        let swap = |(nth, peer): (usize, usize)| {
+            let theirs = slices.of(peer, bucket);
+            Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: staging.slice(nth * own, own) }
+        };
+        dev.swap(others(slices).enumerate().map(swap))?;
+        dev.record(self.last, Stream::Compute)
+    }
+
+    /// Exchanges the weights of `bucket` in a version, of which this rank's are there after `stepped`.
+    pub(super) fn swap_weights<D: Peers>(&mut self, dev: &mut D, bucket: usize, version: u64, stepped: EventId) -> Result<()> {
+        let Some([_, weights]) = self.flat else { return Ok(()) };
+        self.note(Passed::Weights, bucket, version);
+        dev.wait(Stream::Compute, stepped)?;
+        let slices = &self.slices;
+        let of = |rank: usize| {
+            let slice = slices.of(rank, bucket);
+            weights.slice(slice.start, slice.len())
+        };
+        let own = of(slices.rank());
+        dev.swap(others(slices).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
+        dev.record(self.last, Stream::Compute)
+    }
+
+    fn note(&mut self, what: Passed, bucket: usize, nth: u64) {
+        let elems = self.slices.layout().range(bucket).len() as u64;
+        for word in [what as u64, bucket as u64, nth, elems] {
+            self.passed = (self.passed.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        }
+    }
+}
+
+fn others(slices: &Slices) -> impl Iterator<Item = usize> + use<> {
+    let own = slices.rank();
+    (0..slices.ranks()).filter(move |rank| *rank != own)
+}
+
+#[cfg(test)]
+#[path = "rails_tests.rs"]
+mod tests;

@@ -1,0 +1,172 @@
+//! Ranks of several processes, each a thread here, that swap slices by a stand-in for NCCL: the bits of the ranks of one process, whatever
+//! their streams and pools do first, and one end for all.
+
+use crate::checkpoint::engine_state;
+use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique};
+use crate::config::settings::Settings;
+use crate::device::Kernels;
+use crate::device::cpu::CpuDevice;
+use crate::device::cpu::rail::RailHub;
+use crate::engine::exchange::Exchange;
+use crate::engine::executor::Engine;
+use crate::engine::hall::Hall;
+use crate::engine::orders::RankEngine;
+use crate::engine::pulls::Reach;
+use crate::engine::verdict::Verdict;
+use crate::error::{Error, Result};
+use crate::hardware::topology::Topology;
+use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
+use crate::launch::share;
+use crate::model::shape::ModelShape;
+use crate::optim::StatePart;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
+use crate::ranks::board::Board;
+use crate::ranks::links::{EndOfRun, Links};
+use crate::ranks::rendezvous::{Hello, Meeting};
+use crate::ranks::run_token::RunToken;
+use crate::ranks::{RailKey, Seat};
+use crate::signals::StopFlag;
+use crate::simulate::random_tokens::RandomTokens;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Steps, an evaluation after every second one, and a resume in the middle.
+struct Course {
+    steps: u64,
+}
+
+/// Losses of steps and evaluations, verdicts that clipped, and the digest.
+type Learned = (Vec<f64>, usize, String);
+
+impl UseEngine for Course {
+    type Output = Learned;
+
+    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Learned> {
+        let (mut tokens, mut losses, mut clipped) = (RandomTokens::new(3, engine.shape().vocab), Vec::new(), 0);
+        engine.init_state(7, 1)?;
+        engine.send_weights()?;
+        for step in 0..self.steps {
+            let report = engine.step(1e-2, &mut tokens)?;
+            losses.push(f64::from(report.loss));
+            clipped += usize::from(matches!(report.verdict, Verdict::Clip(_)));
+            if step % 2 == 1 {
+                losses.push(engine.evaluate(&mut tokens)?.loss);
+            }
+            if step == self.steps / 2 {
+                go_on_from_here(&mut engine)?;
+            }
+        }
+        Ok((losses, clipped, engine_state::digest(&mut engine)?))
+    }
+}
+
+/// As from a checkpoint.
+fn go_on_from_here<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Result<()> {
+    engine.flush()?;
+    let mut state = vec![0.0; engine.table().params()];
+    for part in StatePart::ALL {
+        engine.read_state(part, 0, &mut state)?;
+        engine.write_state(part, 0, &state)?;
+    }
+    engine.send_weights()
+}
+
+/// What the rank of process `process` does with its engine; the first leads by `course`.
+fn be(process: usize, meeting: &Meeting, key: RailKey, plan: &Plan, course: Course) -> Result<Option<Learned>> {
+    let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, &StopFlag::default(), None)?;
+    let (board, _) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
+    let seat = Seat { board, rank: process };
+    let run = || {
+        let adversary = plan.adversary.map(|seed| seed + process as u64);
+        let share = share::whole(&Plan { ranks: 1, adversary, ..plan.clone() }, &Topology::this_machine());
+        let bell = seat.board.bell(process);
+        let made = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
+        let own = Plan { ranks: plan.ranks, ..share.plan };
+        let mut engine: RankEngine<CpuDevice> = RankEngine::join((own, shape()), made, &seat, &Arc::new(Hall::new(1)), Reach::Rail(key))?;
+        if process == 0 { course.run(engine).map(Some) } else { engine.follow(|| Ok(())).map(|()| None) }
+    };
+    let learned = run().map_err(|error| seat.blame(error));
+    links.close(&EndOfRun::default());
+    learned
+}
+
+fn shape() -> ModelShape {
+    ModelShape::demo().with_layers(2)
+}
+
+fn plan(settings: &Settings) -> Plan {
+    Plan::new(settings, &shape(), &Machine::cpu(2), false).unwrap()
+}
+
+/// What all processes of a run come to, by process.
+fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
+    let (processes, plan, key) = (settings.processes, plan(settings), RailHub::open());
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    std::thread::scope(|scope| {
+        let start = |process| {
+            let token = RunToken::new("a token that nobody guesses", "here").unwrap();
+            let meeting = Meeting { address: address.clone(), process, processes, token };
+            let plan = &plan;
+            scope.spawn(move || be(process, &meeting, key, plan, Course { steps }))
+        };
+        let threads: Vec<_> = (0..processes).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// The same by ranks of one process, which pull.
+fn as_ranks(settings: &Settings, steps: u64) -> Learned {
+    let settings = Settings { gpus: settings.processes, processes: 1, ..settings.clone() };
+    on_cpus(&plan(&settings), &shape(), &Topology::this_machine(), Course { steps }).unwrap()
+}
+
+fn settings(processes: usize) -> Settings {
+    let (bucket_mib, threads) = (Some(0.03125), Some(1));
+    Settings { processes, bucket_mib, threads, seq_length: 8, per_device_train_batch_size: 1, max_grad_norm: 1.0, ..Settings::demo() }
+}
+
+fn same_bits(settings: &Settings) -> Learned {
+    let (whole, mut all) = (as_ranks(settings, 6), as_processes(settings, 6));
+    let led = all.swap_remove(0).unwrap().unwrap();
+    assert_eq!(led, whole, "{settings:?}");
+    led
+}
+
+#[test]
+fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
+    let mut clips = 0;
+    for strategy in [Strategy::Superoffload, Strategy::ZeroOffload, Strategy::NoOffload] {
+        let base = Settings { strategy, ..settings(2) };
+        clips += same_bits(&base).1;
+        same_bits(&Settings { max_grad_norm: 0.0, processes: 3, ..base.clone() });
+        // Two shares of two micro-batches each, on each of both.
+        same_bits(&Settings { gradient_shares: Some(4), gradient_accumulation_steps: Some(4), ..base });
+    }
+    assert!(clips > 0, "nothing was clipped");
+}
+
+/// Streams and pools of each process run in another order, as far as their events allow.
+#[test]
+fn what_a_process_does_first_does_not_decide_the_order_of_swaps() {
+    for seed in crate::sweep::sweep(0..4, 0..64) {
+        let without = if seed % 2 == 0 { vec![Technique::DeadlineOrder] } else { Vec::new() };
+        let settings =
+            Settings { adversary: Some(seed), without, gradient_shares: Some(4), gradient_accumulation_steps: Some(2), ..settings(2) };
+        let whole = as_ranks(&Settings { adversary: None, ..settings.clone() }, 6);
+        assert_eq!(as_processes(&settings, 6).swap_remove(0).unwrap().unwrap(), whole, "seed {seed}");
+    }
+}
+
+/// Whoever waits in a swap for a rank that fails ends with it.
+#[test]
+fn the_failure_of_one_ends_all_that_wait_for_it() {
+    let start = Instant::now();
+    let faults = vec![RankFault { rank: 1, step: 2, phase: FaultPhase::Backward, kind: FaultKind::Error }];
+    for outcome in as_processes(&Settings { faults, ..settings(3) }, 6) {
+        let error = outcome.unwrap_err();
+        assert!(matches!(&error, Error::Rank { name, .. } if name == "process 1 on here"), "{error}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}

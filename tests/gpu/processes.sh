@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Two processes with a GPU each have the digest of one process with both, over TCP and by NCCL: on a machine with two GPUs, without cargo.
+#
+#   tests/gpu/processes.sh DIR [TRANSPORT...]
+#
+# DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). Prints a line for each run;
+# exits 1 if one had another digest or failed.
+set -euo pipefail
+
+program=$(cd "${1:?usage: tests/gpu/processes.sh DIR [TRANSPORT...]}" && pwd)/superoffload
+transports=("${@:2}")
+[ ${#transports[@]} -gt 0 ] || transports=(tcp nccl)
+work=$(mktemp -d)
+SUPEROFFLOAD_RUN_TOKEN=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export SUPEROFFLOAD_RUN_TOKEN
+failed=0 port=$((20000 + RANDOM % 10000))
+
+# train NAME LOG FLAG...: a run of the built-in model and text whose clips are about half of its steps.
+train() {
+  timeout 120 "$program" train --device cuda --gradient-shares 2 --max-steps 12 --per-device-train-batch-size 2 --seq-length 256 \
+    --learning-rate 0.01 --max-grad-norm 2.5 --bucket-mib 0.25 --save-steps 6 --digest --output-dir "$work/$1" "${@:3}" >"$2" 2>&1
+}
+digest() { sed -n 's/^digest: //p' "$1"; }
+
+for strategy in superoffload zero-offload no-offload; do
+  flags=(--strategy "$strategy" --gradient-accumulation-steps 1)
+  train "one-$strategy" "$work/one.log" --gpus 2 "${flags[@]}" || { tail -n 5 "$work/one.log"; exit 1; }
+  want=$(digest "$work/one.log")
+  for transport in "${transports[@]}"; do
+    name=$strategy-$transport port=$((port + 1)) began=$SECONDS
+    pids=()
+    for process in 0 1; do
+      train "$name" "$work/$process.log" --processes 2 --process $process --rendezvous "127.0.0.1:$port" --transport "$transport" "${flags[@]}" &
+      pids+=($!)
+    done
+    code=0
+    for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+    have=$(digest "$work/0.log")
+    clips=$(grep -c '"verdict":"clip"' "$work/$name/metrics.jsonl" 2>/dev/null || true)
+    if [ $code = 0 ] && [ -n "$want" ] && [ "$have" = "$want" ] && [ "$clips" -gt 0 ] && [ "$clips" -lt 12 ]; then
+      echo "ok      $name ($((SECONDS - began)) s): $have, $clips of 12 steps clipped"
+    else
+      failed=1
+      echo "FAILED  $name (exit $code): ${have:-no digest} after $clips clips of 12, and $want of one process"
+      tail -n 5 "$work/0.log" "$work/1.log"
+    fi
+  done
+done
+exit $failed
