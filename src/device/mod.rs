@@ -38,8 +38,10 @@ pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
 pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
 pub(crate) use kernels::product::{FP8_ALIGN_BYTES, ProductAlgorithm};
+#[cfg(feature = "cuda")]
+pub(crate) use kernels::quantize::largest_exponent;
 pub use kernels::quantize::{AbsMaxScale, Quantize, ScaleCell, WithScale};
-pub(crate) use kernels::quantize::{FP8_GRAIN, WritesMatrix, largest_exponent, scale_of};
+pub(crate) use kernels::quantize::{FP8_GRAIN, WritesMatrix, scale_of};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
 pub use kernels::route::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 pub use kernels::sinks::{Sinks, SinksBackward};
