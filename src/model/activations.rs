@@ -10,7 +10,7 @@ use super::host_turns::{BUFFERS, HostTurn, give_turns, host_slots};
 use super::layer_shape::{LayerShape, Moe, NormKind, NormSpec};
 use super::policy::LayerPolicy;
 use super::shape::ModelShape;
-use super::sized_allocator::{ByLayer, LayerParts, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
+use super::sized_allocator::{Alloc, ByLayer, LayerParts, PART_ALIGN_ELEMS, SizedAllocator, product, too_large};
 use crate::data::batch;
 use crate::device::{Device, DeviceSlice, Lease};
 use crate::dtype::Dtype;
@@ -113,7 +113,7 @@ impl ActivationPlan {
         let mut plan =
             Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies, allocations };
         let mut allocations = Vec::new();
-        plan.lay_out(|name, elems, dtype| {
+        plan.lay_out(&mut |name, elems, dtype| {
             allocations.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
             Ok(DeviceSlice::at(0, elems, dtype))
         })?;
@@ -146,7 +146,7 @@ impl ActivationPlan {
     /// # Errors
     /// The device's or the system's, when something does not fit or cannot be locked.
     pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory, lease: &mut Lease) -> Result<Activations> {
-        let mut activations = self.lay_out(|name, elems, dtype| lease.alloc(dev, name, elems, dtype))?;
+        let mut activations = self.lay_out(&mut |name, elems, dtype| lease.alloc(dev, name, elems, dtype))?;
         let mut memory = |slots: &Allocation| lease.alloc_pinned((dev, host), slots.name, slots.bytes(), slots.bytes());
         let [inputs, outs, lses] = self.host_allocations()?;
         let [inputs, outs, lses] = [memory(&inputs)?, memory(&outs)?, memory(&lses)?];
@@ -176,7 +176,7 @@ impl ActivationPlan {
     }
 
     /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
-    fn lay_out(&self, alloc: impl FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>) -> Result<Activations> {
+    fn lay_out(&self, alloc: &mut Alloc<'_>) -> Result<Activations> {
         let tokens = self.tokens();
         let mut memory = SizedAllocator { alloc, tokens, dtype: self.dtype };
         let ModelShape { channels, final_norm, ref ropes, .. } = self.shape;
@@ -215,10 +215,7 @@ impl ActivationPlan {
         })
     }
 
-    fn layers<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<LayerActivations>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn layers(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<LayerActivations>> {
         let (channels, qk_norm) = (|_: &LayerShape| self.shape.channels, self.shape.widest(|layer| layer.attn.qk_stats_cols()) > 0);
         let when = |present: bool, cols: usize| if present { cols } else { 0 };
         let normed = |layer: &LayerShape| when(layer.pre_norm, self.shape.channels);
@@ -288,10 +285,7 @@ impl ActivationPlan {
 
     /// What enters the linear layers of each layer that keeps it, transposed, in 8 bits; attention's output, of which its own backward
     /// pass reads 16, and the residual stream are not among it.
-    fn fp8_inputs<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<[Option<DeviceSlice>; LINEARS]>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn fp8_inputs(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<[Option<DeviceSlice>; LINEARS]>> {
         let keeps = |l: usize| self.fp8 && self.policies[l].keeps_cheap();
         let parts = self.parts(keeps);
         let mut each = |name, cols: &dyn Fn(&LayerShape) -> usize| {
@@ -309,10 +303,7 @@ impl ActivationPlan {
     }
 
     /// What each layer with experts keeps of its routing, whatever its policy.
-    fn routed<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Vec<Option<RoutedActivations>>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn routed(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<Option<RoutedActivations>>> {
         let (layers, tokens) = (&self.shape.layers, memory.tokens);
         let mut own = 0..;
         let parts = layers.iter().map(|layer| (layer.mlp.moe().and_then(|_| own.next()).unwrap_or(0), tokens)).collect();
@@ -348,10 +339,7 @@ impl ActivationPlan {
     }
 
     /// Nothing where no layer has experts.
-    fn expert_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<ExpertWork>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn expert_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<ExpertWork>> {
         let widest = |cols: &dyn Fn(Moe) -> usize| self.shape.widest(|layer| layer.mlp.moe().map_or(0, cols));
         let (taken, tokens) = (widest(&|moe| moe.top_k), memory.tokens);
         if taken == 0 {
@@ -385,10 +373,7 @@ impl ActivationPlan {
     }
 
     /// Nothing where every rank has sequences of its own.
-    fn sequence_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<SequenceWork>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn sequence_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<SequenceWork>> {
         let ranks = self.sequence_ranks;
         if ranks == 1 {
             return Ok(None);
@@ -404,10 +389,7 @@ impl ActivationPlan {
     }
 
     /// Nothing where products are in the format of all else.
-    fn fp8_work<A>(&self, memory: &mut SizedAllocator<A>) -> Result<Option<Fp8Work>>
-    where
-        A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>,
-    {
+    fn fp8_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<Fp8Work>> {
         if !self.fp8 {
             return Ok(None);
         }
@@ -646,14 +628,14 @@ mod tests {
     }
 
     fn addressed(plan: &ActivationPlan) -> Activations {
-        plan.lay_out(|_, elems, dtype| Ok(DeviceSlice::at(0, elems, dtype))).unwrap()
+        plan.lay_out(&mut |_, elems, dtype| Ok(DeviceSlice::at(0, elems, dtype))).unwrap()
     }
 
     #[test]
     fn the_plan_is_what_gets_allocated() {
         let plan = ActivationPlan::new(pair(&ModelShape::demo(), &[Keep; 6])).unwrap();
         let mut asked = Vec::new();
-        let activations = plan.lay_out(|name, elems, dtype| {
+        let activations = plan.lay_out(&mut |name, elems, dtype| {
             asked.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
             Ok(DeviceSlice::at(0x1000, elems, dtype))
         });

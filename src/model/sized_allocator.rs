@@ -7,16 +7,19 @@ use crate::error::{Error, Result};
 /// Each part of an allocation for layers starts at a multiple of this many elements.
 pub(super) const PART_ALIGN_ELEMS: usize = 128;
 
+/// Gives memory of so many elements the name that it is planned under.
+pub(super) type Alloc<'a> = dyn FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice> + 'a;
+
 /// Asks for memory with checked sizes.
-pub(super) struct SizedAllocator<A> {
-    pub alloc: A,
+pub(super) struct SizedAllocator<'a> {
+    pub alloc: &'a mut Alloc<'a>,
     /// Of the micro-batch.
     pub tokens: usize,
     /// What it is computed in.
     pub dtype: Dtype,
 }
 
-impl<A: FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice>> SizedAllocator<A> {
+impl SizedAllocator<'_> {
     pub(super) fn matrix(&mut self, name: &'static str, dims: &[usize], dtype: Dtype) -> Result<DeviceSlice> {
         (self.alloc)(name, product(dims)?, dtype)
     }
