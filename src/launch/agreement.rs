@@ -215,10 +215,18 @@ pub(super) fn expect_same_libraries<D: Kernels, X: Exchange<D>>(links: &Links, e
 /// # Errors
 /// `Usage` that names what differs, and both values.
 fn expect_alike(links: &Links, first: &[(String, String)], own: &[(String, String)]) -> Result<()> {
-    let Some(((name, theirs), (_, ours))) = first.iter().zip(own).find(|(theirs, ours)| theirs != ours) else { return Ok(()) };
+    let Some((name, theirs, ours)) = difference(first, own) else { return Ok(()) };
     let process = links.process();
     let names = |process: usize| links.names()[process].split_once(" on ").map_or("", |(_, host)| host);
-    Err(Error::usage(differs(name, [(0, names(0), theirs.clone()), (process, names(process), ours.clone())])))
+    Err(Error::usage(differs(&name, [(0, names(0), theirs), (process, names(process), ours)])))
+}
+
+/// The name of the first fact that differs, and both values; what one does not have is nothing.
+fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(String, String, String)> {
+    let at = |facts: &[(String, String)], nth: usize| facts.get(nth).cloned().unwrap_or_else(|| (String::new(), "nothing".into()));
+    let mut pairs = (0..first.len().max(own.len())).map(|nth| (at(first, nth), at(own, nth)));
+    let ((name, theirs), (here, ours)) = pairs.find(|(theirs, ours)| theirs != ours)?;
+    Some((if name.is_empty() { here } else { name }, theirs, ours))
 }
 
 fn token(settings: &Settings) -> Result<RunToken> {
@@ -245,6 +253,16 @@ fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
 mod tests {
     use super::*;
     use crate::config::settings::KEYS;
+
+    #[test]
+    fn a_fact_that_only_one_process_has_is_a_difference() {
+        let facts = |values: &[&str]| values.iter().map(|value| ("product".to_string(), value.to_string())).collect::<Vec<_>>();
+        let told = |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
+        assert_eq!(told(&["a", "b"], &["a", "b"]), None);
+        assert_eq!(told(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
+        assert_eq!(told(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
+        assert_eq!(told(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
+    }
 
     #[test]
     fn what_is_of_one_process_is_a_setting_and_the_rest_is_compared() {
