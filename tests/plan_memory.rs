@@ -109,6 +109,7 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
             "sequence-ranks = 2\n",
             // Two have each key head.
             "sequence-ranks = 4\nactivations = \"recompute-block\"\n",
+            "sequence-ranks = 4\nactivations = \"host-attention\"\n",
         ] {
             if gpus == 2 && more.contains("ranks = 4") {
                 continue;

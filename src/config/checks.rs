@@ -2,8 +2,8 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback, Strategy,
-    Technique, TrainDtype, TrainLength, Transport, WeightsChoice,
+    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback, Strategy, Technique,
+    TrainDtype, TrainLength, Transport, WeightsChoice,
 };
 use super::settings::Settings;
 use crate::device::PARTS_MAX;
@@ -182,10 +182,7 @@ impl Settings {
         require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of --seq-length {length}"))?;
         let coefficient = self.router_aux_loss_coef;
         let allowed = "0 with --sequence-ranks: each rank sees the choices of its own tokens alone";
-        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, allowed)?;
-        let is_away = self.activations == ActivationsChoice::HostAttention;
-        let allowed = "another one with --sequence-ranks: ranks read each other's outputs of attention on their GPUs; host is near";
-        require(degree == 1 || !is_away, "activations", describe::written(&describe::value(&self.activations)), allowed)
+        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, allowed)
     }
 
     /// How many devices train together, as flags say it.

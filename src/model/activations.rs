@@ -170,8 +170,13 @@ impl ActivationPlan {
         };
         Ok([
             slots("layers.input", LayerPolicy::sends_input, &|_| self.shape.channels, self.dtype)?,
-            slots("layers.attn_out", LayerPolicy::sends_attention, &|layer| layer.attn.out_cols(), self.dtype)?,
-            slots("layers.lse", LayerPolicy::sends_attention, &|layer| layer.attn.heads, Dtype::Float32)?,
+            slots("layers.attn_out", LayerPolicy::sends_attention, &|layer| self.own_heads_cols(layer)[1], self.dtype)?,
+            slots(
+                "layers.lse",
+                LayerPolicy::sends_attention,
+                &|layer| self.own_heads_cols(layer)[1] / layer.attn.head_dim,
+                Dtype::Float32,
+            )?,
         ])
     }
 
@@ -241,9 +246,7 @@ impl ActivationPlan {
         let attn_norm_stats = each("layers.attn_norm_stats", &costly, &normed_stats, fp32)?;
         let qkv_raw = each("layers.qkv_raw", &costly, &|layer| layer.attn.qk_norm.map_or(0, |_| layer.attn.qkv_cols()), dtype)?;
         let qk_rstd = each("layers.qk_rstd", &costly, &|layer| layer.attn.qk_stats_cols(), fp32)?;
-        // Of ranks that share sequences all tokens: so many times the own ones, of the own heads.
-        let ranks = self.sequence_ranks;
-        let own_heads = |layer: &LayerShape| widest_cols(&layer.attn, ranks).map(|cols| ranks * cols);
+        let own_heads = |layer: &LayerShape| self.own_heads_cols(layer);
         let qkv = each("layers.qkv", if qk_norm { &cheap } else { &costly }, &|layer| own_heads(layer)[0], dtype)?;
         let attn_out = each("layers.attn_out", &attended, &|layer| own_heads(layer)[1], dtype)?;
         let lse = each("layers.lse", &attended, &|layer| own_heads(layer)[1] / layer.attn.head_dim, fp32)?;
@@ -367,6 +370,11 @@ impl ActivationPlan {
         if layer.mlp.moe().is_none() { self.mlp_tile } else { self.tokens() }
     }
 
+    /// For each of the own tokens: what enters attention and what leaves it. Where ranks share sequences, all tokens of the own heads are here.
+    fn own_heads_cols(&self, layer: &LayerShape) -> [usize; 2] {
+        widest_cols(&layer.attn, self.sequence_ranks).map(|cols| self.sequence_ranks * cols)
+    }
+
     /// Tokens of the micro-batch on one rank.
     fn tokens(&self) -> usize {
         self.batch * self.seq_length / self.sequence_ranks
@@ -378,7 +386,7 @@ impl ActivationPlan {
         if ranks == 1 {
             return Ok(None);
         }
-        let own_heads = |which: usize| self.shape.widest(|layer| ranks * widest_cols(&layer.attn, ranks)[which]);
+        let own_heads = |which: usize| self.shape.widest(|layer| self.own_heads_cols(layer)[which]);
         Ok(Some(SequenceWork {
             qkv: memory.rows("sequence_qkv", self.shape.widest(|layer| layer.attn.qkv_cols()))?,
             out: memory.rows("sequence_out", self.shape.widest(|layer| layer.attn.out_cols()))?,

@@ -176,24 +176,30 @@ impl Model {
         let x = self.enter(dev, layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
         linear(dev, &params.qkv, x, None, act.qk_norm.map_or(qkv, |kept| kept.raw))?;
         self.norm_and_rotate(dev, layer, act)?;
-        if attending == Attending::New {
-            self.attend(run, layer, act)?;
-        }
+        self.attend(run, layer, act, attending)?;
         let post = params.post_attn_norm.map(|norm| (norm, act.post_attn));
         self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
     }
 
-    /// Attention's output and log-sum-exp, which leave for the host if they are to wait there.
-    fn attend<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations) -> Result<()> {
+    /// From the own tokens of what enters attention to those of what leaves it. Its output may have come back from the host: then others, which
+    /// lack it as well, are told that it is there.
+    fn attend<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         run.hand_over(Handover::Qkv, layer)?;
-        let (dev, documents, shape) = (run.dev(), self.activations.documents, self.heads_shape(layer));
+        if attending == Attending::New {
+            self.attend_to_heads(run.dev(), layer, act)?;
+        }
+        run.hand_over(Handover::Out, layer)
+    }
+
+    /// Attention's output and log-sum-exp, which leave for the host if they are to wait there.
+    fn attend_to_heads<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
+        let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
         let [qkv, out, lse] = self.own_heads(layer);
         act.host_attention.iter().flatten().try_for_each(|turn| turn.acquire(dev))?;
         dev.launch(AttentionForward { qkv, documents, out, lse, shape })?;
         let sinks = self.layers[layer].sinks;
         sinks.map_or(Ok(()), |sinks| dev.launch(Sinks { sinks: self.own_sinks(layer, sinks.value), out, lse, shape }))?;
-        act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))?;
-        run.hand_over(Handover::Out, layer)
+        act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))
     }
 
     /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`; of experts to what leaves their

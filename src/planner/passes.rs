@@ -8,6 +8,7 @@ use crate::host::memory_policy::MemoryPolicy;
 use crate::host::pinned::HostMemory;
 use crate::model::Model;
 use crate::model::activations::LossTile;
+use crate::model::heads::SequenceRank;
 use crate::model::policy::LayerPolicy;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
@@ -31,8 +32,6 @@ pub(super) struct PassTimes {
     block_s: f64,
     /// Attention's part of that.
     attention_s: f64,
-    /// Ranks share sequences, so that attention's output cannot wait in host memory.
-    is_shared: bool,
 }
 
 impl PassTimes {
@@ -47,12 +46,11 @@ impl PassTimes {
             cheap_s: added_s(LayerPolicy::RecomputeCheap)?,
             block_s: added_s(LayerPolicy::RecomputeBlock)?,
             attention_s: attention_s(workload),
-            is_shared: workload.sequence_ranks > 1,
         })
     }
 
     pub(super) fn attends_long(&self) -> bool {
-        !self.is_shared && self.attention_s > LONG_ATTENTION * self.block_s
+        self.attention_s > LONG_ATTENTION * self.block_s
     }
 
     pub(crate) fn micro_step_s(&self, policies: &[LayerPolicy]) -> f64 {
@@ -89,10 +87,12 @@ impl PassRunner for Mirrored<'_> {
     }
 }
 
-/// Of the mean layer, forward.
+/// Of the mean layer, forward, with as many heads as the first rank has.
 fn attention_s(workload: &Workload) -> f64 {
-    let layers = workload.shape.layers.len();
-    let flops: f64 = (0..layers).map(|layer| workload.shape.attention(workload.batch, workload.seq_length, layer).flops()).sum();
+    let Workload { shape, batch, seq_length, sequence_ranks: ranks, .. } = *workload;
+    let layers = shape.layers.len();
+    let first = SequenceRank { rank: 0, ranks };
+    let flops: f64 = (0..layers).map(|layer| shape.attention_of((batch, seq_length), layer, first).flops()).sum();
     flops / layers as f64 / workload.machine.rates.attention_forward_flops
 }
 
