@@ -181,13 +181,14 @@ impl Model {
         self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
     }
 
-    /// From the own tokens of what enters attention to those of what leaves it. Its output may have come back from the host: then others, which
-    /// lack it as well, are told that it is there.
+    /// From the own tokens of what enters attention to those of what leaves it. Where its output has come back from the host, that of others
+    /// has as well: each waited for its own before it handed over what enters attention.
     fn attend<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         run.hand_over(Handover::Qkv, layer)?;
-        if attending == Attending::New {
-            self.attend_to_heads(run.dev(), layer, act)?;
+        if attending == Attending::Kept {
+            return run.hand_over(Handover::KeptOut, layer);
         }
+        self.attend_to_heads(run.dev(), layer, act)?;
         run.hand_over(Handover::Out, layer)
     }
 

@@ -83,7 +83,38 @@ pub(crate) struct Card {
 #[expect(clippy::large_enum_variant, reason = "a device has one")]
 enum Runner {
     Threads(Vec<JoinHandle<Recorder>>),
-    Adversary { rng: ChaCha8Rng, recorders: Vec<Recorder>, eagerness: u32 },
+    Adversary(Adversary),
+}
+
+/// Decides which stream runs next, and when.
+struct Adversary {
+    rng: ChaCha8Rng,
+    recorders: Vec<Recorder>,
+    /// Of eight operations that are enqueued, behind how many one runs at once.
+    eagerness: u32,
+    /// A stream that runs only where the driver waits and no other stream can run; half of all seeds have one.
+    starved: Option<usize>,
+}
+
+impl Adversary {
+    fn new(seed: u64, recorders: Vec<Recorder>) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let streams = Stream::WITH_PEERS.len();
+        let starved = Some(rng.next_u32() as usize % (2 * streams)).filter(|stream| *stream < streams);
+        Self { rng, recorders, eagerness: (seed % 8) as u32, starved }
+    }
+
+    /// Whether operations are to run although nobody waits for them.
+    fn is_eager(&mut self) -> bool {
+        self.rng.next_u32() % 8 < self.eagerness
+    }
+
+    /// A random one of `streams` that can run.
+    fn choose(&mut self, streams: usize, can_run: impl Fn(usize) -> bool) -> Option<usize> {
+        let first = self.rng.next_u32() as usize % streams;
+        let others = (0..streams).map(|i| (first + i) % streams).filter(|stream| Some(*stream) != self.starved);
+        others.chain(self.starved.filter(|stream| *stream < streams)).find(|stream| can_run(*stream))
+    }
 }
 
 struct StreamsShared {
@@ -122,9 +153,7 @@ impl CpuDevice {
         });
         let recorders = Stream::recorders(trace_spans);
         let runner = match schedule {
-            Schedule::Adversary { seed } => {
-                Runner::Adversary { rng: ChaCha8Rng::seed_from_u64(seed), recorders: recorders.into(), eagerness: (seed % 8) as u32 }
-            }
+            Schedule::Adversary { seed } => Runner::Adversary(Adversary::new(seed, recorders.into())),
             Schedule::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
         };
         Ok(Self {
@@ -156,13 +185,12 @@ impl CpuDevice {
     /// The adversary's other freedom: to be ahead of the driver by any amount. Some seeds run operations as soon as they
     /// are enqueued, some only when the driver has to wait, most something between.
     fn dawdle(&mut self) -> Result<()> {
-        let Runner::Adversary { rng, eagerness, .. } = &mut self.runner else { return Ok(()) };
-        let eagerness = *eagerness;
-        let mut advance = rng.next_u32() % 8 < eagerness;
-        while advance && (0..self.shared.queues.len()).any(|s| self.shared.can_run(s)) {
+        while let Runner::Adversary(adversary) = &mut self.runner {
+            let may_run = |stream: usize| Some(stream) != adversary.starved && self.shared.can_run(stream);
+            if !((0..self.shared.queues.len()).any(may_run) && adversary.is_eager()) {
+                break;
+            }
             self.advance()?;
-            let Runner::Adversary { rng, .. } = &mut self.runner else { return Ok(()) };
-            advance = rng.next_u32() % 8 < eagerness;
         }
         Ok(())
     }
@@ -201,17 +229,15 @@ impl CpuDevice {
     /// # Errors
     /// `Resource` if no stream can go on: the driver waits for something that nobody will do.
     fn advance(&mut self) -> Result<bool> {
-        let Runner::Adversary { rng, recorders, .. } = &mut self.runner else { return Ok(false) };
+        let Runner::Adversary(adversary) = &mut self.runner else { return Ok(false) };
         let streams = if self.company.is_some() { Stream::WITH_PEERS.len() } else { Stream::COUNT };
-        let first = rng.next_u32() as usize % streams;
-        let stream = (0..streams).map(|i| (first + i) % streams).find(|&s| self.shared.can_run(s));
-        let Some(stream) = stream else {
+        let Some(stream) = adversary.choose(streams, |stream| self.shared.can_run(stream)) else {
             if let Some(company) = &self.company {
                 return company.seat.pass_idle();
             }
             return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
         };
-        self.shared.run_front(stream, &mut recorders[stream]);
+        self.shared.run_front(stream, &mut adversary.recorders[stream]);
         self.company.iter().filter_map(|company| company.seat.board.baton()).for_each(Baton::progress);
         Ok(true)
     }
@@ -219,7 +245,7 @@ impl CpuDevice {
     /// Ends the streams and returns what they recorded.
     fn join(&mut self) -> Vec<Recorder> {
         match &mut self.runner {
-            Runner::Adversary { recorders, .. } => std::mem::take(recorders),
+            Runner::Adversary(adversary) => std::mem::take(&mut adversary.recorders),
             Runner::Threads(handles) => {
                 self.shared.stop.store(true, Ordering::Release);
                 self.shared.queues.iter().for_each(|r| r.bell.ring());
@@ -414,7 +440,7 @@ impl Device for CpuDevice {
     }
 
     fn idle(&mut self) -> Result<bool> {
-        let Runner::Adversary { .. } = self.runner else { return Ok(false) };
+        let Runner::Adversary(_) = self.runner else { return Ok(false) };
         if (0..self.shared.queues.len()).all(|s| !self.shared.can_run(s)) {
             return Ok(false);
         }

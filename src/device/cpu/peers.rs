@@ -61,7 +61,7 @@ impl Peers for CpuDevice {
             Runner::Threads(handles) => {
                 handles.extend(start_streams(&self.shared, Stream::COUNT, more)?);
             }
-            Runner::Adversary { recorders, .. } => recorders.extend(more),
+            Runner::Adversary(adversary) => adversary.recorders.extend(more),
         }
         self.company = Some(Company { seat, lent, cards });
         Ok(())
