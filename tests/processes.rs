@@ -250,7 +250,7 @@ fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
         (&["--processes=2", "--process=0", "--rendezvous=a"], &["--rendezvous a", "HOST:PORT"]),
         (&["--processes=9", "--process=0", "--rendezvous=a:1"], &["--processes 9", "at most 8"]),
         (&["--rendezvous=a:1"], &["--rendezvous a:1", "only with --processes 2"]),
-        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=2"], &["--gpus 2", "1 with several --processes"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=2"], &["--gpus 2", "one GPU so far"]),
         (&["--processes=2", "--process=0", "--rendezvous=a:1", "--weights=sharded"], &["--weights sharded", "replicated"]),
     ] {
         let mut command = workspace.train("out", &[&["--device=cpu"], flags].concat());

@@ -81,6 +81,7 @@ impl Settings {
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
             ("gradient-accumulation-steps", self.gradient_accumulation_steps.unwrap_or(1) as u64),
             ("gradient-shares", self.shares() as u64),
+            ("gradient-group", self.gradient_group.unwrap_or(1) as u64),
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
             ("save-steps", self.save_steps),
@@ -163,6 +164,8 @@ impl Settings {
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
         require(parts.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
         require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
+        let group = self.gradient_group.unwrap_or(1);
+        require(shares.is_multiple_of(group), "gradient-group", group, format!("a divisor of --gradient-shares {shares}"))?;
         let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
         require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("a rank below {all}"))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
@@ -187,12 +190,16 @@ impl Settings {
 
     /// How many devices train together, as flags say it.
     pub(crate) fn ranks_in_words(&self) -> String {
-        if self.processes > 1 { format!("--processes {}", self.processes) } else { format!("--gpus {}", self.gpus) }
+        match (self.gpus, self.processes) {
+            (gpus, 1) => format!("--gpus {gpus}"),
+            (1, processes) => format!("--processes {processes}"),
+            (gpus, processes) => format!("--processes {processes} times --gpus {gpus}"),
+        }
     }
 
     /// Whether several processes are told all that they need, and nothing that they cannot do yet.
     fn check_processes(&self) -> Result<()> {
-        let Self { processes, process, gpus, .. } = *self;
+        let Self { processes, process, .. } = *self;
         require(process < processes, "process", process, format!("less than --processes {processes}"))?;
         if let Some(address) = &self.rendezvous {
             let port = address.rsplit_once(':').and_then(|(host, port)| Some(port).filter(|_| !host.is_empty()));
@@ -207,12 +214,7 @@ impl Settings {
         let on_gpus = self.transport != Transport::Nccl || self.device != DeviceChoice::Cpu;
         require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
         require(self.rendezvous.is_some(), "processes", processes, "only with --rendezvous HOST:PORT, or what a launcher says instead")?;
-        require(
-            gpus == 1 && !self.all_gpus,
-            "gpus",
-            if self.all_gpus { "all".into() } else { gpus.to_string() },
-            "1 with several --processes",
-        )?;
+        require(!self.all_gpus, "gpus", "all", "a number with several --processes: that of each")?;
         let allowed = "replicated with several --processes";
         require(
             matches!(self.weights, WeightsChoice::Auto | WeightsChoice::Replicated),

@@ -79,7 +79,8 @@ impl LargestModel {
         let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && is_possible(gpus));
         let on = |gpus| {
             // A micro-batch for each, of which each is a share.
-            let settings = Settings { gpus, gradient_shares: None, gradient_accumulation_steps: None, ..settings.clone() };
+            let settings =
+                Settings { gpus, gradient_shares: None, gradient_group: None, gradient_accumulation_steps: None, ..settings.clone() };
             Machine::of_several(profile, gpus).ok().map(|machine| Self::of(&settings, shape, &machine))
         };
         known.filter_map(on).collect()
@@ -132,6 +133,7 @@ impl BreakEven {
             seq_length,
             gradient_accumulation_steps: Some(1),
             gradient_shares: None,
+            gradient_group: None,
             resident_buckets: ResidentBuckets::Count(0),
             ..settings.clone()
         };

@@ -78,6 +78,8 @@ class Settings(TypedDict, total=False):
     """Micro-batches of an optimizer step on each GPU [default: one for each gradient share]."""
     gradient_shares: int
     """Shares of a step, whose gradients are summed in float32 [default: the GPUs, or the checkpoint's]."""
+    gradient_group: int
+    """Shares in a row whose sum is rounded to --dtype before all are added [default: no rounding, or the checkpoint's]."""
     seq_length: int
     """Tokens of a sequence [default: 1024]."""
     learning_rate: float
