@@ -1,4 +1,5 @@
-//! Several processes on one machine, a rank each, that meet over TCP: the same bits as the devices of one process, and one end for all.
+//! Several processes on one machine, with one rank or several each, that meet over TCP: the same bits as the devices of one process, and one
+//! end for all.
 
 use crate::program::{Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, send};
@@ -28,7 +29,16 @@ where
     'static: 'a,
 {
     let accumulation = format!("--gradient-accumulation-steps={}", 12 / ranks);
-    CUT.iter().chain(more).map(ToString::to_string).chain([accumulation]).collect()
+    let name = |flag: &str| flag.split('=').next().map(str::to_string);
+    let open = CUT.iter().filter(|flag| more.iter().all(|said| name(said) != name(flag)));
+    open.chain(more).map(ToString::to_string).chain([accumulation]).collect()
+}
+
+/// A workspace whose model has several buckets of which each of six ranks owns a part.
+fn deep() -> Workspace {
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", crate::program::CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 8"));
+    workspace
 }
 
 /// `train` of one process of a run, as by `flags`.
@@ -41,10 +51,15 @@ fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
 
 /// All `processes` of a run, started.
 fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> Vec<Child> {
+    start_in(workspace, out, [processes, 1], more)
+}
+
+/// The same with so many ranks in each.
+fn start_in(workspace: &Workspace, out: &str, [processes, ranks]: [usize; 2], more: &[&str]) -> Vec<Child> {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
-    let all = flags(processes, &[more, &[&rendezvous]].concat());
+    let all = flags(processes * ranks, &[more, &[&rendezvous]].concat());
     let command = |process: usize| {
-        let numbers = [format!("--processes={processes}"), format!("--process={process}")];
+        let numbers = [format!("--processes={processes}"), format!("--process={process}"), format!("--gpus={ranks}")];
         one(workspace, out, &[&all[..], &numbers].concat())
     };
     (0..processes).map(|process| command(process).spawn().unwrap()).collect()
@@ -56,18 +71,23 @@ fn ends(children: Vec<Child>) -> Vec<Outcome> {
 
 /// What process 0 has computed in a run that all others have followed to its end.
 fn digest(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> String {
-    let outcomes = ends(start(workspace, out, processes, more));
+    digest_in(workspace, out, [processes, 1], more)
+}
+
+/// The same with so many ranks in each.
+fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]) -> String {
+    let outcomes = ends(start_in(workspace, out, layout, more));
     for (process, outcome) in outcomes.iter().enumerate().skip(1) {
         assert!(outcome.code == 0 && outcome.stderr.is_empty(), "{outcome:?}");
         let last = format!("\ndone at step {STEPS} of {STEPS}: process {process} followed process 0\n");
         assert!(outcome.stdout.ends_with(&last), "{outcome:?}");
     }
     let digest = outcomes[0].digest().to_string();
-    // Each has saved its part, and nobody anything else.
+    // Each rank has saved its part, and nobody anything else.
     let saved = run(program(&["digest"]).arg(workspace.path(out)));
     assert_eq!(saved.digest(), digest);
     let files = workspace.names(&format!("{out}/checkpoint-{STEPS}"), "state");
-    assert_eq!(files, Vec::from_iter((0..processes).map(|process| format!("state-{process}.bin"))));
+    assert_eq!(files, Vec::from_iter((0..layout[0] * layout[1]).map(|rank| format!("state-{rank}.bin"))));
     assert_eq!(workspace.names(out, "."), [".lock"], "remains in {out}");
     digest
 }
@@ -133,16 +153,66 @@ fn slices_wait_for_what_they_are_made_of() {
 }
 
 #[test]
+fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
+    let workspace = deep();
+    let eval = format!("--eval-data={}", workspace.path("data.txt").display());
+    let runs = [
+        &["--bucket-mib=0.0625", &eval[..], "--eval-steps=5"][..],
+        &["--bucket-mib=0.125", "--strategy=zero-offload", "--dtype=float32"],
+        &["--strategy=no-offload"],
+    ];
+    for (nth, flags) in runs.into_iter().enumerate() {
+        let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
+        for layout in [[2, 2], [2, 3], [3, 2]].into_iter().take(3 - nth) {
+            let out = format!("{}x{}-{nth}", layout[0], layout[1]);
+            assert_eq!(digest_in(&workspace, &out, layout, flags), whole, "{layout:?} with {flags:?}");
+            for (one, several) in workspace.metrics(&format!("one-{nth}")).iter().zip(workspace.metrics(&out)) {
+                for key in ["loss", "grad_norm", "verdict", "eval_loss"] {
+                    assert_eq!(one[key], several[key], "{key} of step {} of {out}", one["step"]);
+                }
+            }
+        }
+        let clips = workspace.metrics(&format!("2x2-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
+        assert!(clips > 0, "nothing was clipped");
+    }
+    let sharing = digest_of_one(&workspace, "sharing", 4, &["--sequence-ranks=2"]);
+    assert_eq!(digest_in(&workspace, "sharing-2x2", [2, 2], &["--sequence-ranks=2"]), sharing, "each two share their sequences");
+}
+
+/// Devices whose streams run in any order that their events allow: what is pulled was sent, and nothing is overwritten before.
+#[test]
+fn pulls_wait_for_slices_that_come_from_other_processes() {
+    let workspace = deep();
+    let flags = ["--dtype=float32", "--bucket-mib=0.0625"];
+    let whole = digest_of_one(&workspace, "one", 1, &flags);
+    for seed in crate::sweep::sweep(1..5, 1..100) {
+        let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}"));
+        assert_eq!(digest_in(&workspace, &out, [2, 2], &[&flags[..], &[&adversary]].concat()), whole, "seed {seed}");
+    }
+}
+
+#[test]
 fn a_run_goes_on_with_another_number_of_processes() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &[]);
     digest(&workspace, "four", 4, &[]);
     digest(&workspace, "two", 2, &[]);
-    for (from, processes) in [("one", 2), ("two", 1), ("four", 3), ("four", 1), ("two", 4)] {
-        let out = format!("{from}-{processes}");
+    digest_in(&workspace, "pairs", [2, 2], &[]);
+    for (from, layout) in [
+        ("one", [2, 1]),
+        ("two", [1, 1]),
+        ("four", [3, 1]),
+        ("four", [1, 1]),
+        ("two", [4, 1]),
+        ("one", [2, 2]),
+        ("pairs", [1, 1]),
+        ("pairs", [3, 1]),
+        ("four", [2, 2]),
+    ] {
+        let out = format!("{from}-{}x{}", layout[0], layout[1]);
         workspace.copy_checkpoints(from, &out, &[6]);
         let resume: &[&str] = &["--resume-from-checkpoint=auto"];
-        let resumed = if processes == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest(&workspace, &out, processes, resume) };
+        let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest_in(&workspace, &out, layout, resume) };
         assert_eq!(resumed, whole, "{out}");
     }
     // A model of any is a model of all.
@@ -153,7 +223,7 @@ fn a_run_goes_on_with_another_number_of_processes() {
         assert_eq!(outcome.code, 0, "{outcome:?}");
         fs::read(exported.join("model.safetensors")).unwrap()
     };
-    assert!(weights("four") == weights("one") && weights("two-1") == weights("one"));
+    assert!(weights("four") == weights("one") && weights("two-1x1") == weights("one"));
     // Damage in any file is damage, and the checkpoint before it is taken.
     let state = workspace.path("four/checkpoint-12/state-2.bin");
     let mut bytes = fs::read(&state).unwrap();
@@ -250,7 +320,9 @@ fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
         (&["--processes=2", "--process=0", "--rendezvous=a"], &["--rendezvous a", "HOST:PORT"]),
         (&["--processes=9", "--process=0", "--rendezvous=a:1"], &["--processes 9", "at most 8"]),
         (&["--rendezvous=a:1"], &["--rendezvous a:1", "only with --processes 2"]),
-        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=2"], &["--gpus 2", "one GPU so far"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=all"], &["--gpus all", "a number"]),
+        (&["--processes=3", "--process=0", "--rendezvous=a:1", "--gpus=3"], &["--processes 3 times --gpus 3", "at most 8"]),
+        (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=3", "--sequence-ranks=2"], &["--sequence-ranks 2", "--gpus 3"]),
         (&["--processes=2", "--process=0", "--rendezvous=a:1", "--weights=sharded"], &["--weights sharded", "replicated"]),
     ] {
         let mut command = workspace.train("out", &[&["--device=cpu"], flags].concat());
@@ -317,10 +389,12 @@ const PHASES: [(&str, u64); 12] = [
 ];
 
 /// Process `victim` of two is killed while it stands still in a phase: the other ends in time, names it, and the run goes on to `whole`.
-fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), victim: usize, whole: &str) {
-    let out = format!("{phase}-{victim}");
-    workspace.settings(&format!("faults = [{{rank = {victim}, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
-    let mut children = start(workspace, &out, 2, &["--save-steps=2"]);
+fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), (victim, ranks): (usize, usize), whole: &str) {
+    let out = format!("{phase}-{victim}-{ranks}");
+    // The last of its ranks.
+    let rank = victim * ranks + ranks - 1;
+    workspace.settings(&format!("faults = [{{rank = {rank}, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
+    let mut children = start_in(workspace, &out, [2, ranks], &["--save-steps=2"]);
     await_line(&mut children[victim], "all 2 processes are here");
     std::thread::sleep(Duration::from_millis(500));
     for child in &mut children {
@@ -341,7 +415,10 @@ fn a_process_that_is_killed_ends_the_other_and_the_run_goes_on() {
     let whole = digest_of_one(&workspace, "one", 1, &[]);
     let phases = crate::sweep::sweep(vec![PHASES[0], PHASES[3], PHASES[8], PHASES[11]], PHASES.to_vec());
     for (nth, phase) in phases.into_iter().enumerate() {
-        kill_in(&workspace, phase, nth % 2, &whole);
+        kill_in(&workspace, phase, (nth % 2, 1), &whole);
+        if nth % 2 == 1 {
+            kill_in(&workspace, phase, (nth / 2 % 2, 2), &whole);
+        }
     }
 }
 
@@ -353,6 +430,11 @@ fn a_process_that_fails_is_named_by_all() {
     for outcome in &outcomes {
         outcome.refused(1, &["process 2 on ", "of step 2: it was to fail (faults)"]);
     }
+    // Of several ranks in a process, which.
+    workspace.settings("faults = [{rank = 3, step = 2, phase = 'backward'}]");
+    for outcome in &ends(start_in(&workspace, "pairs", [2, 2], &[])) {
+        outcome.refused(1, &["process 1 on ", ": rank 3: ", "of step 2: it was to fail (faults)"]);
+    }
 }
 
 #[test]
@@ -360,9 +442,9 @@ fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
     let workspace = Workspace::new();
     let long: &[&str] = &["--max-steps=400", "--save-steps=1000"];
     let whole = digest_of_one(&workspace, "whole", 1, long);
-    for told in [0, 1] {
-        let out = format!("told-{told}");
-        let mut children = start(&workspace, &out, 2, long);
+    for (told, ranks) in [(0, 1), (1, 1), (1, 2)] {
+        let out = format!("told-{told}-{ranks}");
+        let mut children = start_in(&workspace, &out, [2, ranks], long);
         await_line(&mut children[0], "step      3");
         send(&children[told], Signal::SIGTERM);
         let outcomes = ends(children);

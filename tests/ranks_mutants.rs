@@ -7,29 +7,29 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// All of them are mistakes of this file.
-const FILE: &str = "src/engine/pulls.rs";
+/// All of them are mistakes of these files.
+const FILES: [&str; 3] = ["src/engine/pulls.rs", "src/engine/pulls/gradients.rs", "src/engine/rails.rs"];
 
 /// What must notice them.
-const TESTS: [&str; 4] = ["test", "--lib", "--", "engine::pulls::"];
+const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::pulls::", "engine::rails::"];
 
-/// A mistake: what stands in place of what.
+/// A mistake: what stands in place of what, in whichever file has it.
 struct Mutant {
     name: &'static str,
     changes: &'static [(&'static str, &'static str)],
 }
 
-const MUTANTS: [Mutant; 8] = [
+const MUTANTS: [Mutant; 10] = [
     Mutant {
         name: "no wait before a pull",
-        changes: &[("            dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;\n", "")],
+        changes: &[("                dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;\n", "")],
     },
     Mutant {
         name: "publish before record",
         changes: &[
             (
-                "        dev.record(self.written[bucket], Stream::Compute)?;\n",
-                "        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n        dev.record(self.written[bucket], Stream::Compute)?;\n",
+                "        dev.record(written, Stream::Compute)?;\n",
+                "        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n        dev.record(written, Stream::Compute)?;\n",
             ),
             (
                 "        self.buckets_written += 1;\n        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n",
@@ -71,8 +71,11 @@ const MUTANTS: [Mutant; 8] = [
     Mutant {
         name: "no wait before gradients are overwritten",
         changes: &[
-            ("        if self.buckets_summed < needed || !others_have {\n", "        if self.buckets_summed < needed {\n"),
-            ("        self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;\n", ""),
+            ("self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {\n", "self.buckets_summed < needed {\n"),
+            (
+                "        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled))?;\n",
+                "        mates.next();\n",
+            ),
         ],
     },
     Mutant {
@@ -91,19 +94,34 @@ const MUTANTS: [Mutant; 8] = [
             "        let mut outcome = self.seat.board.outcome(step)?;\n        outcome.norm_sq *= 1.0 + self.seat.rank as f64;\n",
         )],
     },
+    Mutant {
+        name: "weights are pulled before they have come to who carries them",
+        changes: &[("carrier => dev.wait_for(Stream::Gather, carrier, theirs.carried[bucket])?,", "_ => {}")],
+    },
+    Mutant {
+        name: "a swap overwrites what is not summed",
+        changes: &[("        dev.wait(Stream::Compute, free)?;\n", "        let _ = free;\n")],
+    },
 ];
 
 impl Mutant {
-    /// The sources with the mistake.
+    /// The sources with the mistake, in the order of [`FILES`].
     ///
     /// # Panics
     /// If they are not as they were when it was described.
-    fn of(&self, text: &str) -> String {
-        self.changes.iter().fold(text.to_string(), |text, (from, to)| {
-            assert_eq!(text.matches(from).count(), 1, "{}: {FILE} does not have this once: {from}", self.name);
-            text.replace(from, to)
-        })
+    fn of(&self, mut texts: Vec<String>) -> Vec<String> {
+        for (from, to) in self.changes {
+            let found: usize = texts.iter().map(|text| text.matches(from).count()).sum();
+            assert_eq!(found, 1, "{}: {FILES:?} do not have this once: {from}", self.name);
+            texts.iter_mut().for_each(|text| *text = text.replace(from, to));
+        }
+        texts
     }
+}
+
+/// What `root` has in [`FILES`].
+fn texts(root: &Path) -> Vec<String> {
+    FILES.map(|file| fs::read_to_string(root.join(file)).unwrap()).to_vec()
 }
 
 fn sources() -> &'static Path {
@@ -112,20 +130,21 @@ fn sources() -> &'static Path {
 
 #[test]
 fn every_mutant_is_a_mistake_of_the_sources_as_they_are() {
-    let text = fs::read_to_string(sources().join(FILE)).unwrap();
-    assert!(MUTANTS.iter().all(|mutant| mutant.of(&text) != text));
+    let texts = texts(sources());
+    assert!(MUTANTS.iter().all(|mutant| mutant.of(texts.clone()) != texts));
 }
 
 #[test]
 #[ignore = "a build for each mutant: minutes in all"]
 fn every_mutant_is_noticed() {
     let copy = copy_of_the_sources();
-    let text = fs::read_to_string(copy.join(FILE)).unwrap();
+    let texts = texts(&copy);
     assert_eq!(passed(&copy), Some(true), "the sources as they are");
     let is_red = |mutant: &Mutant| {
-        fs::write(copy.join(FILE), mutant.of(&text)).unwrap();
+        let mistaken = mutant.of(texts.clone());
+        FILES.iter().zip(mistaken).for_each(|(file, text)| fs::write(copy.join(file), text).unwrap());
         let is_red = passed(&copy) == Some(false);
-        record("ranks_mutants", json!({"mutant": mutant.name, "tests": TESTS[3], "red": is_red}));
+        record("ranks_mutants", json!({"mutant": mutant.name, "tests": TESTS[3..], "red": is_red}));
         is_red
     };
     let unnoticed: Vec<_> = MUTANTS.iter().filter(|mutant| !is_red(mutant)).map(|mutant| mutant.name).collect();

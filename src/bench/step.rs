@@ -17,7 +17,7 @@ use crate::launch::agreement::Party;
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::gpu;
-use crate::launch::processes::{self, FollowEngine};
+use crate::launch::processes::{FollowEngine, ThisProcess};
 use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
@@ -105,16 +105,19 @@ impl StepBench {
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
         let Some(party) = party else { return launch.engine(&plan, &self.shape, user) };
         party.propose((&plan, &self.shape), &settings, String::new())?;
-        processes::lead(&launch, &plan, &self.shape, &party.links, user)
+        ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links }.lead(user, &Stepping)
     }
 
     /// Computes as the first process says, until the bench is over.
     fn follow(&self, party: &Party) -> Result<()> {
         let end = match party.plan(&self.settings, &self.shape)? {
-            Ok((launch, plan, _)) => match processes::follow(&launch, &plan, &self.shape, &party.links, Stepping) {
-                Error::Rank { .. } => party.links.end_of_run()?,
-                own => return Err(own),
-            },
+            Ok((launch, plan, _)) => {
+                let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links };
+                match this.follow(&Stepping) {
+                    Error::Rank { .. } => party.links.end_of_run()?,
+                    own => return Err(own),
+                }
+            }
             Err(end) => end,
         };
         end.failure.map_or(Ok(()), |cause| Err(Error::Rank { name: party.links.names()[0].clone(), cause }))
@@ -125,7 +128,7 @@ impl StepBench {
 struct Stepping;
 
 impl FollowEngine for Stepping {
-    fn run<D: Kernels + Peers>(self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         engine.follow(settle_down)
     }
 }

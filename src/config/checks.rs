@@ -159,9 +159,10 @@ impl Settings {
         let parts = micro_batches.saturating_mul(self.sequence_ranks);
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
-        require(self.gpus <= PARTS_MAX, "gpus", self.gpus, format!("at most {PARTS_MAX}"))?;
-        require(self.ranks() <= PARTS_MAX, "processes", self.processes, format!("at most {PARTS_MAX}"))?;
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
+        if ranks > PARTS_MAX {
+            return Err(Error::usage(format!("{all}: allowed is at most {PARTS_MAX} devices")));
+        }
         require(parts.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
         require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
         let group = self.gradient_group.unwrap_or(1);
@@ -178,8 +179,8 @@ impl Settings {
     /// `Usage` that names the flag, its value and what is allowed.
     pub(crate) fn check_sequence_ranks(&self) -> Result<()> {
         let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
-        let is_allowed = self.processes == 1 || degree == 1;
-        require(is_allowed, "sequence-ranks", degree, "1 with several --processes; --gpus shares sequences within one")?;
+        let is_within = self.processes == 1 || self.gpus.is_multiple_of(degree);
+        require(is_within, "sequence-ranks", degree, format!("a divisor of --gpus {}: a process's own share sequences", self.gpus))?;
         require(self.ranks().is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of {all}"))?;
         let length = self.seq_length;
         require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of --seq-length {length}"))?;

@@ -338,7 +338,7 @@ settings! {
 
     Method {
         flags gpus: usize = 1, Free {
-            /// GPUs that train together.
+            /// GPUs that train together, of each process.
             #[arg(value_name = "N|all")]
             #[serde(deserialize_with = "some_scalar")]
             gpus: GpuCount => "1";
@@ -400,9 +400,9 @@ settings! {
         /// Shares of a step, whose gradients are summed in float32.
         #[arg(value_name = "N")]
         gradient_shares: usize => "the GPUs, or the checkpoint's", Free;
-        /// Shares in a row whose sum is rounded to --dtype before all are added.
+        /// Shares in a row whose sum is rounded before all are added.
         #[arg(value_name = "N")]
-        gradient_group: usize => "no rounding, or the checkpoint's", Free, unless "Option::is_none";
+        gradient_group: usize => "none, or the checkpoint's", Free, unless "Option::is_none";
         /// Tokens of a sequence.
         #[arg(value_name = "N")]
         seq_length: usize = 1024, Order;

@@ -47,11 +47,12 @@ fn gradient(board: &Board, rank: usize) -> Option<Awaited> {
     Awaited::by(board, what, |other| board.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
 }
 
-/// A pull of what `rank` has written.
+/// A pull of what `rank` has written, by another of its process.
 fn pull(board: &Board, rank: usize) -> Option<Awaited> {
     let last = board.written(rank).checked_sub(1)?;
     let what = format!("the pull of bucket {}", last % board.buckets());
-    Awaited::by(board, what, |other| board.pulled(other) > last).filter(|missing| !missing.ranks.contains(&rank))
+    Awaited::by(board, what, |other| !board.mates().contains(&other) || board.pulled(other) > last)
+        .filter(|missing| !missing.ranks.contains(&rank))
 }
 
 /// Activations of one of the `sequence_ranks` ranks that share the sequences of `rank`, which has handed over its own.

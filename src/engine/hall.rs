@@ -37,6 +37,8 @@ pub(super) struct Introduction<C> {
     pub(super) pulled: EventId,
     /// By bucket: its own slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
+    /// By bucket: its namesakes' slices of the weights have come to it, where there are other processes.
+    pub(super) carried: Vec<EventId>,
     /// What it hands over is written; by turns.
     pub(super) handed: [EventId; 2],
     pub(super) vitals: Arc<Vitals>,
@@ -44,7 +46,7 @@ pub(super) struct Introduction<C> {
     pub(super) products: Vec<ProductAlgorithm>,
 }
 
-/// What lies there, by rank; of ranks that are mirror images rank 0's alone.
+/// What lies there, by rank of this process. Of a rank of another process, or a mirror image, there is what its namesake here tells.
 pub(crate) struct Hall<C> {
     introductions: Vec<Mutex<Option<Introduction<C>>>>,
     /// The plan that all go over to.
@@ -65,7 +67,7 @@ impl<C> Hall<C> {
     }
 
     fn place(&self, rank: usize) -> &Mutex<Option<Introduction<C>>> {
-        self.introductions.get(rank).unwrap_or(&self.introductions[0])
+        &self.introductions[rank % self.introductions.len()]
     }
 
     pub(super) fn enter(&self, rank: usize, introduction: Introduction<C>) {

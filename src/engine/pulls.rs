@@ -1,5 +1,5 @@
-//! Several ranks: each publishes on the board what it has recorded, and the others' copies pull it; from ranks of other processes it comes by
-//! [`Sockets`].
+//! Several ranks: each publishes on the board what it has recorded, and the others' copies pull it. From ranks of other processes gradients come
+//! by [`Sockets`] or [`Rails`]. So do weights, to one rank of this process for each: it *carries* them for the others, who pull them from it.
 //!
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
@@ -14,7 +14,7 @@ use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
 use crate::data::batch;
-use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, PARTS_MAX, Peers, Stream, SumSlices};
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Peers, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -22,18 +22,20 @@ use crate::model::sequence::Handover;
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
 use crate::ranks::board::{Board, StepOutcome};
-use crate::ranks::lanes::RankLanes;
+use crate::ranks::links::LanesByRank;
 use crate::ranks::{RailKey, Seat};
 use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::ops::Range;
 use std::sync::Arc;
 
+mod gradients;
+
 /// A rank among others.
 pub(crate) struct Pulls<C> {
     seat: Seat,
     hall: Arc<Hall<C>>,
-    /// Where all other ranks are other processes.
+    /// The way to ranks of other processes, if there are any.
     far: Option<Far>,
     /// How often it has met the others between two steps.
     meetings: u64,
@@ -47,6 +49,8 @@ pub(crate) struct Pulls<C> {
     summed: EventId,
     /// By bucket: the others' weights have come.
     gathered: Vec<EventId>,
+    /// By bucket: the weights that it carries have come; none where there is one process.
+    carried: Vec<EventId>,
     /// The others' parts of one slice.
     staging: DeviceSlice,
     own: SliceMemory,
@@ -59,9 +63,10 @@ pub(crate) struct Pulls<C> {
     sequence_ranks: usize,
     batch_words: usize,
     room: Vec<i32>,
-    /// Buckets that were written and summed, in all rounds.
+    /// Buckets that were written and summed, and of whose sums the driver knows, in all rounds.
     buckets_written: u64,
     buckets_summed: u64,
+    buckets_told: u64,
     /// Steps whose outcome is known.
     steps: u64,
     /// Partial sums of the norm that came in this step.
@@ -69,10 +74,12 @@ pub(crate) struct Pulls<C> {
     /// Rank 0: what it has folded of this step, up to the slice of a rank in a bucket.
     norm_sq: NormSq,
     folded: (usize, usize),
-    /// The version of the weights, which of its own buckets are published in it, how many are not, and where the others' have not come: below that bucket.
+    /// The version of the weights, which of its own buckets are published in it, how many are not, and where those that it carries, and all
+    /// others', have not come: below that bucket.
     version: u64,
     settled: Vec<u64>,
     unsettled: usize,
+    uncarried: usize,
     ungathered: usize,
 }
 
@@ -86,18 +93,18 @@ enum Far {
 pub(crate) enum Reach {
     /// They are of its process.
     Memory,
-    /// By lanes to each other process, through host memory.
-    Lanes(Vec<Option<RankLanes>>),
+    /// By lanes to each of another process, through host memory.
+    Lanes(LanesByRank),
     /// From device to device.
     Rail(RailKey),
 }
 
 impl Far {
-    fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, reach: Reach) -> Result<Option<Self>> {
+    fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, mates: Range<usize>, reach: Reach) -> Result<Option<Self>> {
         Ok(match reach {
             Reach::Memory => None,
             Reach::Lanes(lanes) => Some(Self::Sockets(Box::new(Sockets::new(dev, plan, slices, lanes)?))),
-            Reach::Rail(key) => Some(Self::Rails(Box::new(Rails::new(dev, slices, key, plan.cuda_libraries.clone())?))),
+            Reach::Rail(key) => Some(Self::Rails(Box::new(Rails::new(dev, slices, mates, (key, plan.cuda_libraries.clone()))?))),
         })
     }
 
@@ -141,18 +148,20 @@ impl<C> Pulls<C> {
     pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>, reach: Reach) -> Result<Self> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
-        let mut events = || (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
-        let (written, gathered) = (events()?, events()?);
+        let mut events = |count| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let (written, gathered) = (events(count)?, events(count)?);
+        let carried = events(if matches!(reach, Reach::Memory) { 0 } else { count })?;
         let rounds = plan.shares / ranks;
         let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
         let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
-            far: Far::new(dev, plan, &slices, reach)?,
+            far: Far::new(dev, plan, &slices, seat.board.mates(), reach)?,
             lease,
             written,
             gathered,
+            carried,
             pulled: dev.event()?,
             summed: dev.event()?,
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
@@ -166,6 +175,7 @@ impl<C> Pulls<C> {
             peers: Vec::new(),
             buckets_written: 0,
             buckets_summed: 0,
+            buckets_told: 0,
             steps: 0,
             partials: 0,
             norm_sq: NormSq(0.0),
@@ -173,6 +183,7 @@ impl<C> Pulls<C> {
             version: 0,
             settled: vec![0; count],
             unsettled: 0,
+            uncarried: 0,
             ungathered: 0,
             slices,
             seat,
@@ -193,6 +204,12 @@ impl<C> Pulls<C> {
     fn others(&self) -> impl Iterator<Item = usize> + use<C> {
         let own = self.seat.rank;
         (0..self.seat.board.ranks()).filter(move |rank| *rank != own)
+    }
+
+    /// The rank of this process at which weights of `owner` come first.
+    fn carrier(&self, owner: usize) -> usize {
+        let mates = self.seat.board.mates();
+        mates.start + owner % mates.len()
     }
 
     /// Which rank computes a part of a step's micro-batches, and where it lies there. Shares of the same micro-batches are in a row.
@@ -285,8 +302,8 @@ impl<C: Clone> Pulls<C> {
         self.far.iter_mut().for_each(|far| far.settle_down([memory.grads, memory.weights]));
         let (card, products) = (dev.card(), dev.product_algorithms());
         let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
-        let handed = self.handovers.events();
-        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, handed, vitals, products });
+        let (carried, handed) = (self.carried.clone(), self.handovers.events());
+        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, carried, handed, vitals, products });
     }
 
     /// All ranks have met: opens the way from device to device, if that is how they reach each other.
@@ -367,53 +384,51 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
         let written = self.written[bucket];
         let round = self.buckets_written / self.buckets();
-        if let Some(Far::Rails(rails)) = &mut self.far {
-            rails.swap_grads(dev, (bucket, round), self.staging, self.summed)?;
-        }
-        dev.record(self.written[bucket], Stream::Compute)?;
+        dev.record(written, Stream::Compute)?;
         if let Some(far) = self.sockets() {
             far.send_grads(dev, bucket, round, written)?;
         }
         self.buckets_written += 1;
         self.seat.board.publish_written(self.seat.rank);
         self.seat.pass()?;
-        // What was swapped is summed before the next is.
-        if matches!(self.far, Some(Far::Rails(_))) { self.sum_next(dev, grads) } else { Ok(false) }
+        self.swap_written(dev, grads, (bucket, round)).map(|()| false)
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // Whoever waits here for another rank would wait for ever once that one has failed.
         self.seat.check()?;
-        while self.buckets_summed < self.buckets_written && self.has_parts(dev)? {
-            let bucket = (self.buckets_summed % self.buckets()) as usize;
-            if self.sum_next(dev, grads)? {
+        loop {
+            if self.buckets_told == self.buckets_summed {
+                if self.buckets_summed == self.buckets_written || !self.has_parts(dev)? {
+                    return Ok(None);
+                }
+                self.sum_next(dev, grads)?;
+            }
+            let (bucket, round) = self.place_of(self.buckets_told);
+            self.buckets_told += 1;
+            if round + 1 == self.rounds {
                 return Ok(Some(bucket));
             }
         }
-        Ok(None)
     }
 
     fn is_summed(&self) -> bool {
-        self.buckets_summed == self.buckets_written
+        self.buckets_told == self.buckets_written
     }
 
     fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
         let before_round = self.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
         let needed = before_round + bucket as u64 + 1;
-        let others_have = match &mut self.far {
-            Some(Far::Sockets(far)) => far.may_overwrite(dev)?,
-            // What is enqueued from now on comes after what was.
-            Some(Far::Rails(_)) => true,
-            None => self.seat.board.all_pulled(needed),
-        };
-        if self.buckets_summed < needed || !others_have {
+        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {
+            return Ok(false);
+        }
+        // What rails have enqueued comes before what is from now on. Sockets enqueue a wait when all has left, and so are asked last.
+        if !self.sockets().map_or(Ok(true), |far| far.may_overwrite(dev))? {
             return Ok(false);
         }
         dev.wait(Stream::Compute, self.summed)?;
-        if self.far.is_some() {
-            return Ok(true);
-        }
-        self.others().try_for_each(|peer| dev.wait_for(Stream::Compute, peer, self.peers[peer].pulled))?;
+        let mut mates = self.seat.board.mates().filter(|mate| *mate != self.seat.rank);
+        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled))?;
         Ok(true)
     }
 
@@ -466,7 +481,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn next_version(&mut self) {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
-        (self.unsettled, self.ungathered) = (self.settled.len(), self.settled.len());
+        let count = self.settled.len();
+        (self.unsettled, self.uncarried, self.ungathered) = (count, count, count);
         let version = self.version;
         self.sockets().into_iter().for_each(|far| far.next_version(version));
     }
@@ -489,22 +505,19 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
-        match &mut self.far {
-            Some(Far::Sockets(far)) => far.serve(dev)?,
-            Some(Far::Rails(_)) => return Ok(false),
-            None => return self.pull_settled(dev, weights),
-        }
-        self.take_in(dev)
+        self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
+        self.take_in(dev)?;
+        self.pull_settled(dev, weights)
     }
 
     fn to_swap(&self, bucket: usize) -> Range<usize> {
-        if matches!(self.far, Some(Far::Rails(_))) { bucket..self.ungathered.max(bucket) } else { 0..0 }
+        if matches!(self.far, Some(Far::Rails(_))) { bucket..self.uncarried.max(bucket) } else { 0..0 }
     }
 
     fn swap_weights(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
         let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
-        rails.swap_weights(dev, bucket, self.version, self.peers[self.seat.rank].stepped[bucket])?;
-        self.ungathered = bucket;
+        rails.swap_weights(dev, (bucket, self.version), [self.peers[self.seat.rank].stepped[bucket], self.carried[bucket]])?;
+        self.carry(bucket);
         Ok(())
     }
 
@@ -526,7 +539,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn arrive(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        if matches!(self.far, Some(Far::Rails(_))) { Ok(()) } else { dev.wait(Stream::Compute, self.gathered[bucket]) }
+        dev.wait(Stream::Compute, self.gathered[bucket])
     }
 
     fn check(&self) -> Result<()> {
@@ -538,9 +551,9 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {
-        // Of other processes there is what they publish.
-        let known = if self.far.is_some() { 1 } else { self.peers.len() };
-        Watched { ranks: self.peers.iter().take(known).map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
+        // Of other processes there is what they publish. Whoever watches is of the first.
+        let known = self.peers.iter().take(self.seat.board.mates().len());
+        Watched { ranks: known.map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
     }
 
     fn waited_ns(&self, dev: &D) -> u64 {
@@ -612,7 +625,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn send_part<'a>(&mut self, part: usize, words: impl Iterator<Item = &'a [i32]>) {
-        self.seat.board.post(part * self.batch_words, words.flatten().map(|&word| word as u32));
+        self.seat.board.post(self.seat.rank, part * self.batch_words, words.flatten().map(|&word| word as u32));
     }
 
     fn sent_batch(&self, place: usize, memory: &mut [i32]) {
@@ -623,7 +636,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn post(&self, start: usize, words: &[f32]) {
-        self.seat.board.post(start, words.iter().map(|word| word.to_bits()));
+        self.seat.board.post(self.seat.rank, start, words.iter().map(|word| word.to_bits()));
     }
 
     fn mail(&self, start: usize, words: &mut [f32]) {
@@ -642,14 +655,10 @@ impl<C> Pulls<C> {
         tracks
     }
 
-    /// Whether every rank has written the bucket that is summed next, and what comes from other processes is there.
-    fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
-        let (bucket, round) = (self.buckets_summed % self.buckets(), self.buckets_summed / self.buckets());
-        match &mut self.far {
-            Some(Far::Sockets(far)) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket as usize, round)),
-            Some(Far::Rails(_)) => Ok(false),
-            None => Ok(self.seat.board.all_written(self.buckets_summed)),
-        }
+    /// The weights of `bucket` that this rank carries are there, as far as that is enqueued.
+    fn carry(&mut self, bucket: usize) {
+        self.uncarried = bucket;
+        self.seat.board.publish_carried(self.seat.rank);
     }
 
     /// Enqueues copies of the others' weights that are final, in forward order; true when there were any.
@@ -657,7 +666,8 @@ impl<C> Pulls<C> {
         let before = self.ungathered;
         while let Some(bucket) = self.ungathered.checked_sub(1)
             // Its own, too: a slice that it keeps alone is copied to its place like the others'.
-            && (0..self.seat.board.ranks()).all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
+            && self.seat.board.mates().all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
+            && (self.far.is_none() || self.seat.board.carried_by_all() >= self.carried_up_to(bucket))
         {
             let whole = self.slices.layout().range(bucket);
             self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
@@ -667,52 +677,20 @@ impl<C> Pulls<C> {
         Ok(self.ungathered < before)
     }
 
-    /// Records what has come of the others' weights, in forward order; true when there was any.
-    fn take_in<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
-        let before = self.ungathered;
-        while let Some(bucket) = self.ungathered.checked_sub(1)
-            && self.settled[bucket] >= self.version
+    /// Of how many buckets a rank has carried the weights when it has those of `bucket` in this version.
+    fn carried_up_to(&self, bucket: usize) -> u64 {
+        self.version * self.buckets() - bucket as u64
+    }
+
+    /// Records what has come by sockets of the weights that this rank carries, in forward order.
+    fn take_in<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        while let Some(bucket) = self.uncarried.checked_sub(1)
             && self.sockets().is_some_and(|far| far.has_weights(bucket))
         {
-            dev.record(self.gathered[bucket], Stream::Gather)?;
-            self.ungathered = bucket;
+            dev.record(self.carried[bucket], Stream::Gather)?;
+            self.carry(bucket);
         }
-        Ok(self.ungathered < before)
-    }
-
-    /// Enqueues the next sum, of which all parts are there or on their way; true when it is that of the step.
-    fn sum_next<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<bool> {
-        let (bucket, round) = ((self.buckets_summed % self.buckets()) as usize, self.buckets_summed / self.buckets() % self.rounds);
-        self.sum(dev, grads, bucket, round)?;
-        self.buckets_summed += 1;
-        Ok(round + 1 == self.rounds)
-    }
-
-    /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
-    fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
-        let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
-        let own = grads.slice(flat.start, flat.len());
-        let mut parts = [own; PARTS_MAX];
-        dev.wait(Stream::Reduce, self.written[bucket])?;
-        for (nth, peer) in self.others().enumerate() {
-            let theirs = &self.peers[peer];
-            parts[peer] = self.staging.slice(nth * flat.len(), flat.len());
-            match &mut self.far {
-                Some(Far::Sockets(far)) => far.bring_grads(dev, peer, parts[peer])?,
-                Some(Far::Rails(_)) => {}
-                None => {
-                    dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
-                    dev.pull(Stream::Reduce, peer, theirs.memory.grads.slice(flat.start, flat.len()), parts[peer])?;
-                }
-            }
-        }
-        dev.record(self.pulled, Stream::Reduce)?;
-        self.seat.board.publish_pulled(self.seat.rank);
-        let sum = self.sums.map(|sums| sums.slice(local.start, local.len()));
-        let (before, last) = (sum.filter(|_| round > 0), round + 1 == self.rounds);
-        let out = sum.filter(|_| !last).unwrap_or_else(|| Exchange::<D>::own_grads(self, grads, &flat, local.start));
-        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
-        dev.record(self.summed, Stream::Reduce)
+        Ok(())
     }
 
     /// Enqueues copies of the part of `bucket` within `flat` from all its owners: from itself, too, where nobody has it in its place.
@@ -723,8 +701,8 @@ impl<C> Pulls<C> {
         bucket: usize,
         flat: Range<usize>,
     ) -> Result<()> {
-        let is_sharded = bucket < self.own.sharded;
-        for (owner, theirs) in self.peers.iter().enumerate().filter(|(owner, _)| is_sharded || *owner != self.seat.rank) {
+        let (is_sharded, own) = (bucket < self.own.sharded, self.seat.rank);
+        for (owner, theirs) in self.peers.iter().enumerate().filter(|(owner, _)| is_sharded || self.carrier(*owner) != own) {
             let slice = self.slices.of(owner, bucket);
             let part = slice.start.max(flat.start)..slice.end.min(flat.end);
             if part.is_empty() {
@@ -733,9 +711,10 @@ impl<C> Pulls<C> {
             let local = self.slices.local_of(owner, bucket).start + part.start - slice.start;
             let source =
                 if is_sharded { theirs.shard.slice(local, part.len()) } else { theirs.memory.weights.slice(part.start, part.len()) };
-            match owner == self.seat.rank {
-                true => dev.wait(Stream::Gather, theirs.stepped[bucket])?,
-                false => dev.wait_for(Stream::Gather, owner, theirs.stepped[bucket])?,
+            match self.carrier(owner) {
+                _ if owner == own => dev.wait(Stream::Gather, theirs.stepped[bucket])?,
+                carrier if carrier == owner => dev.wait_for(Stream::Gather, owner, theirs.stepped[bucket])?,
+                carrier => dev.wait_for(Stream::Gather, carrier, theirs.carried[bucket])?,
             }
             dev.pull(Stream::Gather, owner, source, weights.slice(part.start, part.len()))?;
         }

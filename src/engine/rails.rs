@@ -1,13 +1,15 @@
 //! Slices that go to other processes and come from them by the devices themselves, on the compute stream: nothing is computed while they go,
 //! which is when links between devices are fast.
 //!
-//! Whoever enters such an exchange waits there for all others, so that all have to enter them in one order. Only the plan decides it: gradients
-//! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing.
+//! Whoever enters such an exchange waits there for the others, so that all have to enter them in one order. Only the plan decides it: gradients
+//! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing. Gradients go from each
+//! rank to each of another process, weights to its namesakes alone, from which the others of their processes pull them.
 
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, Swap};
 use crate::error::Result;
 use crate::ranks::RailKey;
+use std::ops::Range;
 use std::path::PathBuf;
 
 /// Which of the two kinds, in the record of what was exchanged.
@@ -20,6 +22,8 @@ enum Passed {
 /// See above.
 pub(super) struct Rails {
     slices: Slices,
+    /// The ranks of this process.
+    mates: Range<usize>,
     /// Where this rank's gradients and weights lie on the device.
     flat: Option<[DeviceSlice; 2]>,
     /// What was exchanged so far, as one number, which all ranks have alike.
@@ -36,8 +40,13 @@ impl Rails {
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn new<D: Device>(dev: &mut D, slices: &Slices, key: RailKey, libraries: Vec<PathBuf>) -> Result<Self> {
-        Ok(Self { slices: slices.clone(), flat: None, passed: 0, last: dev.event()?, key, libraries })
+    pub(super) fn new<D: Device>(
+        dev: &mut D,
+        slices: &Slices,
+        mates: Range<usize>,
+        (key, libraries): (RailKey, Vec<PathBuf>),
+    ) -> Result<Self> {
+        Ok(Self { slices: slices.clone(), mates, flat: None, passed: 0, last: dev.event()?, key, libraries })
     }
 
     /// Whether nobody waits in an exchange for this rank, as far as it has entered them.
@@ -52,7 +61,7 @@ impl Rails {
     pub(super) fn connect<D: Peers>(&mut self, dev: &mut D, memory: DeviceSlice) -> Result<()> {
         dev.connect(&self.key, &self.libraries)?;
         let (out, into) = (memory.slice(0, 1), memory.slice(1, 1));
-        dev.swap(others(&self.slices).map(|peer| Swap { peer, out, into }))?;
+        dev.swap(self.others().map(|peer| Swap { peer, out, into }))?;
         dev.record(self.last, Stream::Compute)?;
         dev.synchronize(self.last)
     }
@@ -67,29 +76,38 @@ impl Rails {
         self.passed
     }
 
-    /// Exchanges the gradients of `bucket`, which a round has written: those of this rank's slice come to `staging`, of one rank behind the other,
-    /// once that is `free` of what came before.
+    /// Exchanges the gradients of `bucket`, which a round has written: that of this rank's slice comes of each rank to where `into` says, once
+    /// all these places are `free` of what came before.
     pub(super) fn swap_grads<D: Peers>(
         &mut self,
         dev: &mut D,
         (bucket, round): (usize, u64),
-        staging: DeviceSlice,
+        into: impl Fn(usize) -> DeviceSlice,
         free: EventId,
     ) -> Result<()> {
         let Some([grads, _]) = self.flat else { return Ok(()) };
         self.note(Passed::Gradients, bucket, round);
         dev.wait(Stream::Compute, free)?;
-        let (slices, own) = (&self.slices, self.slices.global(bucket).len());
-        let swap = |(nth, peer): (usize, usize)| {
-            let theirs = slices.of(peer, bucket);
-            Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: staging.slice(nth * own, own) }
+        let swap = |peer: usize| {
+            let theirs = self.slices.of(peer, bucket);
+            Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: into(peer) }
         };
-        dev.swap(others(slices).enumerate().map(swap))?;
+        dev.swap(self.others().map(swap))?;
         dev.record(self.last, Stream::Compute)
     }
 
-    /// Exchanges the weights of `bucket` in a version, of which this rank's are there after `stepped`.
-    pub(super) fn swap_weights<D: Peers>(&mut self, dev: &mut D, bucket: usize, version: u64, stepped: EventId) -> Result<()> {
+    /// What is enqueued on `stream` from now on finds what came in the last exchange.
+    pub(super) fn wait<D: Device>(&self, dev: &mut D, stream: Stream) -> Result<()> {
+        dev.wait(stream, self.last)
+    }
+
+    /// Exchanges the weights of `bucket` in a version, of which this rank's are there after `stepped`; then the namesakes' are `carried`.
+    pub(super) fn swap_weights<D: Peers>(
+        &mut self,
+        dev: &mut D,
+        (bucket, version): (usize, u64),
+        [stepped, carried]: [EventId; 2],
+    ) -> Result<()> {
         let Some([_, weights]) = self.flat else { return Ok(()) };
         self.note(Passed::Weights, bucket, version);
         dev.wait(Stream::Compute, stepped)?;
@@ -99,8 +117,17 @@ impl Rails {
             weights.slice(slice.start, slice.len())
         };
         let own = of(slices.rank());
-        dev.swap(others(slices).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
+        let place = |rank: usize| rank % self.mates.len();
+        let namesakes = self.others().filter(|peer| place(*peer) == place(slices.rank()));
+        dev.swap(namesakes.map(|peer| Swap { peer, out: own, into: of(peer) }))?;
+        dev.record(carried, Stream::Compute)?;
         dev.record(self.last, Stream::Compute)
+    }
+
+    /// The ranks of other processes.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let mates = self.mates.clone();
+        (0..self.slices.ranks()).filter(move |rank| !mates.contains(rank))
     }
 
     fn note(&mut self, what: Passed, bucket: usize, nth: u64) {
@@ -109,11 +136,6 @@ impl Rails {
             self.passed = (self.passed.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         }
     }
-}
-
-fn others(slices: &Slices) -> impl Iterator<Item = usize> + use<> {
-    let own = slices.rank();
-    (0..slices.ranks()).filter(move |rank| *rank != own)
 }
 
 #[cfg(test)]

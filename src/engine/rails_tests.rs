@@ -9,14 +9,15 @@ use crate::device::cpu::CpuDevice;
 use crate::device::cpu::rail::RailHub;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::hall::Hall;
 use crate::engine::orders::RankEngine;
 use crate::engine::pulls::Reach;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
+use crate::host::doorbell::Doorbell;
 use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
-use crate::launch::share;
+use crate::launch::ranks::{self, Crew};
+use crate::launch::share::{self, Share};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::machine::Machine;
@@ -73,21 +74,19 @@ fn go_on_from_here<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Res
     engine.send_weights()
 }
 
-/// What the rank of process `process` does with its engine; the first leads by `course`.
+/// What the ranks of process `process` do with their engines; the first of all leads by `course`.
 fn be(process: usize, meeting: &Meeting, key: RailKey, plan: &Plan, course: Course) -> Result<Option<Learned>> {
     let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, &StopFlag::default(), None)?;
     let (board, _) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
-    let seat = Seat { board, rank: process };
-    let run = || {
-        let adversary = plan.adversary.map(|seed| seed + process as u64);
-        let share = share::whole(&Plan { ranks: 1, adversary, ..plan.clone() }, &Topology::this_machine());
-        let bell = seat.board.bell(process);
-        let made = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
-        let own = Plan { ranks: plan.ranks, ..share.plan };
-        let mut engine: RankEngine<CpuDevice> = RankEngine::join((own, shape()), made, &seat, &Arc::new(Hall::new(1)), Reach::Rail(key))?;
-        if process == 0 { course.run(engine).map(Some) } else { engine.follow(|| Ok(())).map(|()| None) }
+    let adversary = plan.adversary.map(|seed| seed + process as u64);
+    let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
+    let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+    let lead = |mut engine: RankEngine<CpuDevice>, seat: &Seat| match process {
+        0 => course.run(engine).map(Some),
+        _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
     };
-    let learned = run().map_err(|error| seat.blame(error));
+    let crew = Crew { board, reaches: shares.iter().map(|_| Reach::Rail(key)).collect() };
+    let learned = ranks::run(crew, &shape(), &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
     links.close(&EndOfRun::default());
     learned
 }
@@ -102,12 +101,12 @@ fn plan(settings: &Settings) -> Plan {
 
 /// What all processes of a run come to, by process.
 fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
-    let (processes, plan, key) = (settings.processes, plan(settings), RailHub::open());
+    let (processes, ranks, plan, key) = (settings.processes, settings.gpus, plan(settings), RailHub::open());
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
             let token = RunToken::new("a token that nobody guesses", "here").unwrap();
-            let meeting = Meeting { address: address.clone(), process, processes, token };
+            let meeting = Meeting { address: address.clone(), process, processes, ranks, token };
             let plan = &plan;
             scope.spawn(move || be(process, &meeting, key, plan, Course { steps }))
         };
@@ -118,7 +117,7 @@ fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>>
 
 /// The same by ranks of one process, which pull.
 fn as_ranks(settings: &Settings, steps: u64) -> Learned {
-    let settings = Settings { gpus: settings.processes, processes: 1, ..settings.clone() };
+    let settings = Settings { gpus: settings.ranks(), processes: 1, ..settings.clone() };
     on_cpus(&plan(&settings), &shape(), &Topology::this_machine(), Course { steps }).unwrap()
 }
 
@@ -142,7 +141,10 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
         clips += same_bits(&base).1;
         same_bits(&Settings { max_grad_norm: 0.0, processes: 3, ..base.clone() });
         // Two shares of two micro-batches each, on each of both.
-        same_bits(&Settings { gradient_shares: Some(4), gradient_accumulation_steps: Some(4), ..base });
+        same_bits(&Settings { gradient_shares: Some(4), gradient_accumulation_steps: Some(4), ..base.clone() });
+        // Two ranks in each of two processes, which pull from each other what the swaps have brought.
+        clips += same_bits(&Settings { gpus: 2, ..base.clone() }).1;
+        same_bits(&Settings { gpus: 2, gradient_shares: Some(8), gradient_accumulation_steps: Some(2), ..base });
     }
     assert!(clips > 0, "nothing was clipped");
 }

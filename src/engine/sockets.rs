@@ -1,5 +1,6 @@
-//! Slices that go to other processes and come from them, through host memory and [`lanes`](crate::ranks::lanes): what ranks of one process
-//! pull from each other's memory, these are sent. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
+//! Slices that go to ranks of other processes and come from them, through host memory and [`lanes`](crate::ranks::lanes): what ranks of one
+//! process pull from each other's memory, these are sent. Gradients go from each rank to each, weights from each to its namesakes, from which the
+//! others of their processes pull them. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
 //!
 //! Gradients go in the order of buckets and rounds, and one that comes in another order is an error. New weights go as they become final, and
 //! are taken in any order: nobody waits for one while another holds the way. All of a version come after the verdict that every rank waited for
@@ -11,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::planner::plan::Plan;
 use crate::ranks::lanes::{PLACES, Parcel, ParcelLane, RankLanes};
+use crate::ranks::links::LanesByRank;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -57,8 +59,8 @@ struct Departures {
 /// See above.
 pub(super) struct Sockets {
     host: HostMemory,
-    /// By rank; none to itself.
-    lanes: Vec<Option<RankLanes>>,
+    /// By rank; none to those of its process.
+    lanes: LanesByRank,
     slices: Slices,
     grads: Departures,
     weights: Departures,
@@ -160,18 +162,20 @@ impl Departures {
 }
 
 fn lane(lanes: &Option<RankLanes>, kind: Kind) -> Option<&ParcelLane> {
-    lanes.as_ref().map(|lanes| if kind == Kind::Gradients { &lanes.grads } else { &lanes.weights })
+    let lanes = lanes.as_ref()?;
+    if kind == Kind::Gradients { Some(&lanes.grads) } else { lanes.weights.as_ref() }
 }
 
 impl Sockets {
     /// # Errors
     /// `Resource` when there is no host memory.
-    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: Vec<Option<RankLanes>>) -> Result<Self> {
-        let (mut host, others) = (HostMemory::new(plan.host_memory.clone()), lanes.iter().flatten().count());
+    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: LanesByRank) -> Result<Self> {
+        let mut host = HostMemory::new(plan.host_memory.clone());
+        let [others, namesakes] = [others(&lanes).count(), namesakes(&lanes).count()];
         let bytes = slices.longest() * plan.dtype.bytes();
-        let mut way = |name| HostPlaces::new((&mut *dev, &mut host), name, others * PLACES, bytes);
-        let [grads, weights, grads_in, weights_in] =
-            [way("leaving gradients")?, way("leaving weights")?, way("coming gradients")?, way("coming weights")?];
+        let mut way = |name, lanes| HostPlaces::new((&mut *dev, &mut host), name, lanes * PLACES, bytes);
+        let [grads, grads_in] = [way("leaving gradients", others)?, way("coming gradients", others)?];
+        let [weights, weights_in] = [way("leaving weights", namesakes)?, way("coming weights", namesakes)?];
         Ok(Self {
             grads: Departures::new(Stream::Reduce, grads),
             weights: Departures::new(Stream::Gather, weights),
@@ -192,15 +196,10 @@ impl Sockets {
         self.flat = Some(flat);
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let own = self.slices.rank();
-        (0..self.lanes.len()).filter(move |rank| *rank != own)
-    }
-
     /// This rank's gradient of `bucket` is written in a round, after `written`: its slices of others leave.
     pub(super) fn send_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64, written: EventId) -> Result<()> {
         let Some([grads, _]) = self.flat else { return Ok(()) };
-        for rank in self.others() {
+        for rank in others(&self.lanes) {
             let slice = self.slices.of(rank, bucket);
             let source = grads.slice(slice.start, slice.len());
             let departure = Departure { parcel: (bucket as u32, round), source, after: written, to: vec![rank] };
@@ -214,7 +213,7 @@ impl Sockets {
         let (Some([_, weights]), slice) = (self.flat, self.slices.global(bucket)) else { return };
         if !slice.is_empty() {
             let source = weights.slice(slice.start, slice.len());
-            let departure = Departure { parcel: (bucket as u32, version), source, after: stepped, to: self.others().collect() };
+            let departure = Departure { parcel: (bucket as u32, version), source, after: stepped, to: namesakes(&self.lanes).collect() };
             self.weights.waiting.push_back(departure);
         }
     }
@@ -263,7 +262,7 @@ impl Sockets {
                 there += 1;
             }
         }
-        let others = self.others().count();
+        let others = others(&self.lanes).count();
         Ok(there == others && self.grads_in.free.len() >= others)
     }
 
@@ -278,13 +277,13 @@ impl Sockets {
     /// From here on the weights of every bucket are others: those of `version`.
     pub(super) fn next_version(&mut self, version: u64) {
         self.version = version;
-        let others: Vec<usize> = self.others().collect();
+        let namesakes: Vec<usize> = namesakes(&self.lanes).collect();
         for (bucket, missing) in self.missing.iter_mut().enumerate() {
-            *missing = others.iter().filter(|rank| !self.slices.of(**rank, bucket).is_empty()).count();
+            *missing = namesakes.iter().filter(|rank| !self.slices.of(**rank, bucket).is_empty()).count();
         }
     }
 
-    /// Whether the others' weights of `bucket` have come in this version, as far as their copies are enqueued.
+    /// Whether the namesakes' weights of `bucket` have come in this version, as far as their copies are enqueued.
     pub(super) fn has_weights(&self, bucket: usize) -> bool {
         self.missing[bucket] == 0
     }
@@ -294,11 +293,11 @@ impl Sockets {
         self.weights_in.clear(dev)?;
         let width = self.bytes_of_one();
         for (rank, lanes) in self.lanes.iter_mut().enumerate() {
-            let Some(lanes) = lanes else { continue };
+            let Some(lane) = lanes.as_mut().and_then(|lanes| lanes.weights.as_mut()) else { continue };
             // What comes of a later version waits until this rank has heard the verdict, too.
             while !self.weights_in.free.is_empty()
-                && lanes.weights.first().is_some_and(|parcel| parcel.round <= self.version)
-                && let Some(parcel) = lanes.weights.take()
+                && lane.first().is_some_and(|parcel| parcel.round <= self.version)
+                && let Some(parcel) = lane.take()
             {
                 let bucket = parcel.bucket as usize;
                 let slice = if bucket < self.missing.len() { self.slices.of(rank, bucket) } else { 0..0 };
@@ -314,6 +313,16 @@ impl Sockets {
     fn bytes_of_one(&self) -> usize {
         self.flat.map_or(1, |[grads, _]| grads.dtype().bytes())
     }
+}
+
+/// The ranks of other processes.
+fn others(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
+    lanes.iter().enumerate().filter_map(|(rank, lanes)| lanes.as_ref().map(|_| rank))
+}
+
+/// Those with which weights are exchanged.
+fn namesakes(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
+    others(lanes).filter(|rank| lanes[*rank].as_ref().is_some_and(|lanes| lanes.weights.is_some()))
 }
 
 /// A slice that comes of `rank` is of the bucket and the round that come next, and as long as it must be.

@@ -38,7 +38,7 @@ impl Pair {
         let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
         let mut dev = open::cpu(1, Schedule::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
         let [(grads, others), (weights, of_others)] = [lanes(), lanes()];
-        let sockets = Sockets::new(&mut dev, &plan, &slices, vec![None, Some(RankLanes { grads, weights })]).unwrap();
+        let sockets = Sockets::new(&mut dev, &plan, &slices, vec![None, Some(RankLanes { grads, weights: Some(weights) })]).unwrap();
         let flat = [(); 2].map(|()| dev.alloc("flat", layout.flat_elems(), Dtype::Float32).unwrap());
         let (card, board) = (dev.card(), Arc::new(Board::new(Sizes { ranks: 2, ..Sizes::default() }, None)));
         dev.admit(Seat { board, rank: 0 }, vec![card.clone(), card]).unwrap();

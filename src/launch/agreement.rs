@@ -86,12 +86,9 @@ impl Party {
     /// # Errors
     /// `Usage` without a run token, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
-        let Settings { process, processes, gpus, .. } = *settings;
-        if gpus > 1 {
-            return Err(Error::usage(format!("--gpus {gpus}: a process of several has one GPU so far; start a process for each")));
-        }
+        let Settings { process, processes, gpus: ranks, .. } = *settings;
         let address = settings.rendezvous.clone().unwrap_or_default();
-        let meeting = Meeting { address, process, processes, token: token(settings)? };
+        let meeting = Meeting { address, process, processes, ranks, token: token(settings)? };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
         let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;

@@ -67,13 +67,11 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
 /// # Errors
 /// As [`choose`].
 pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner, cpus: usize) -> Result<SelectedDevice> {
-    let devices = partner.gpu.as_ref().map_or_else(
-        || Ok(on_cpus()),
-        |gpu| gpu::free_memory(std::slice::from_ref(gpu)).map(|(kind, device)| (kind, device, vec![gpu.clone()])),
-    );
+    let gpus = partner.gpus.clone();
+    let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
     let on_machine = partner.on_machine;
     let route = if partner.transport == Transport::Nccl { PeerRoute::Own } else { PeerRoute::Host };
-    select(settings, machine, devices?, Neighbours { cpus, together: on_machine, on_machine, route })
+    select(settings, machine, devices?, Neighbours { cpus, together: on_machine * settings.gpus, on_machine, route })
 }
 
 /// The kind of device, its memory, and the GPUs.

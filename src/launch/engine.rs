@@ -4,7 +4,7 @@ use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
 use super::open;
 use super::partners::Partner;
-use super::ranks;
+use super::ranks::{self, Crew};
 use super::share::{self, Share};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
@@ -63,7 +63,7 @@ impl Launcher {
         let chosen = devices::agreed(settings, machine, partner, cpus)?;
         Ok((
             Self { topology: own.unwrap_or_else(|| machine.clone()), chosen },
-            Settings { transport: partner.transport, ..settings.on_gpus(1)? },
+            Settings { transport: partner.transport, ..settings.on_gpus(settings.gpus)? },
         ))
     }
 
@@ -125,7 +125,7 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     }
     let shares = share::of(plan, topology, &vec![None; plan.ranks]);
     let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    ranks::run(plan, shape, &shares, make, |engine| user.run(engine), |engine, _| engine.follow(|| Ok(())))
+    ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
 }
 
 /// The CPU as the device of `plan`.
@@ -162,7 +162,7 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
     let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank, portable)?, worker_threads(share, bell)?));
     let follow = |engine: &mut RankEngine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
-    ranks::run(plan, shape, &shares, make, |engine| user.run(engine), follow)
+    ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), follow)
 }
 
 /// The visible GPU `ordinal`.

@@ -60,11 +60,11 @@ impl Belongings {
 /// A process among all of its run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Partner {
-    /// Its GPU; none where CPUs train.
-    pub(crate) gpu: Option<GpuId>,
+    /// Its GPUs; none where CPUs train.
+    pub(crate) gpus: Vec<GpuId>,
     /// Processes on its machine, with itself.
     pub(crate) on_machine: usize,
-    /// The GPUs of those that share its CPUs, and which of them it is.
+    /// The first GPUs of those that share its CPUs, and which of them it is.
     cpu_mates: (Vec<Option<GpuId>>, usize),
     /// What carries its slices to the others.
     pub(crate) transport: Transport,
@@ -80,24 +80,30 @@ impl Partner {
     /// machine; `Unsupported` when they are of several models.
     pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, settings: &Settings) -> Result<Self> {
         let device = settings.device;
-        let gpus = gpus_of_all(all, names, device)?;
-        let of = |other: usize| gpus.as_ref().map(|gpus| gpus[other].clone());
+        let all_gpus = gpus_of_all(all, names, settings)?;
+        let of = |other: usize| all_gpus.get(other).and_then(|gpus| gpus.first()).cloned();
         let on_machine = mates(all, process).len();
         let sharers: Vec<usize> = (0..all.len()).filter(|&other| other == process || all[other].shares_cpus_with(&all[process])).collect();
         let nth = sharers.iter().position(|&other| other == process).unwrap_or(0);
-        let gpu = of(process);
+        let gpus = all_gpus.get(process).cloned().unwrap_or_default();
         let mut notes = Vec::new();
-        if let (Some(gpu), true) = (&gpu, on_machine > 1) {
-            let alone = all[process].gpus.as_ref().is_ok_and(|gpus| gpus.len() == 1);
-            let why = if alone { "the only one that CUDA_VISIBLE_DEVICES shows it" } else { "one for each process of its machine" };
-            notes.push(format!("process {process} takes {gpu}, {why}"));
+        if !gpus.is_empty() && on_machine > 1 {
+            let sees_no_other = all[process].gpus.as_ref().is_ok_and(|visible| visible.len() == gpus.len());
+            let why = match (sees_no_other, gpus.len()) {
+                (true, 1) => "the only one that CUDA_VISIBLE_DEVICES shows it".into(),
+                (true, _) => "all that CUDA_VISIBLE_DEVICES shows it".into(),
+                (false, 1) => "one for each process of its machine".into(),
+                (false, each) => format!("{each} for each process of its machine"),
+            };
+            let names: Vec<String> = gpus.iter().map(ToString::to_string).collect();
+            notes.push(format!("process {process} takes {}, {why}", names.join(", ")));
         }
-        let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpu.is_none() && device == DeviceChoice::Auto);
+        let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpus.is_empty() && device == DeviceChoice::Auto);
         notes.extend(why_no_gpu.map(|why| format!("no GPU: {why}")));
-        let asks_nothing = gpu.is_none() && settings.transport != Transport::Nccl;
+        let asks_nothing = gpus.is_empty() && settings.transport != Transport::Nccl;
         let (transport, why) = if asks_nothing { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
         notes.extend(why);
-        Ok(Self { gpu, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
+        Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
     }
 
     /// What it has of the CPUs of `machine`, or nothing where there are fewer than processes; and how many CPUs it may keep busy.
@@ -134,43 +140,47 @@ fn mates(all: &[Belongings], process: usize) -> Vec<usize> {
     (0..all.len()).filter(|&other| all[other].machine == all[process].machine).collect()
 }
 
-/// The GPU of each process, if GPUs train.
-fn gpus_of_all(all: &[Belongings], names: &[String], device: DeviceChoice) -> Result<Option<Vec<GpuId>>> {
+/// The GPUs of each process; nothing where CPUs train.
+fn gpus_of_all(all: &[Belongings], names: &[String], settings: &Settings) -> Result<Vec<Vec<GpuId>>> {
+    let (device, each) = (settings.device, settings.gpus);
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some((name, one.gpus.as_ref().err()?)));
     match lacking {
-        _ if device == DeviceChoice::Cpu => return Ok(None),
-        Some(_) if device == DeviceChoice::Auto && all.iter().all(|one| one.gpus.is_err()) => return Ok(None),
+        _ if device == DeviceChoice::Cpu => return Ok(Vec::new()),
+        Some(_) if device == DeviceChoice::Auto && all.iter().all(|one| one.gpus.is_err()) => return Ok(Vec::new()),
         Some((name, why)) => {
             let remedy = "give each process a GPU, or use --device cpu";
             return Err(Error::resource("use a GPU in each process", format!("{name} has none: {why}; {remedy}")));
         }
         None => {}
     }
-    let gpus = (0..all.len()).map(|process| gpu_of(all, names, process)).collect::<Result<Vec<_>>>()?;
-    match gpus.iter().position(|gpu| gpu.model != gpus[0].model) {
-        None => Ok(Some(gpus)),
-        Some(other) => {
-            let [one, other] = [0, other].map(|process| format!("{} has a {}", names[process], gpus[process].model));
-            Err(Error::Unsupported(format!("GPUs of several models: {one}, {other}; name GPUs of one model in CUDA_VISIBLE_DEVICES")))
-        }
-    }
+    let gpus = (0..all.len()).map(|process| gpus_of(all, names, process, each)).collect::<Result<Vec<_>>>()?;
+    let first = &gpus[0][0];
+    let other =
+        gpus.iter().zip(names).flat_map(|(gpus, name)| gpus.iter().map(move |gpu| (gpu, name))).find(|(gpu, _)| gpu.model != first.model);
+    other.map_or(Ok(()), |(gpu, name)| {
+        let [one, other] = [(&names[0], first), (name, gpu)].map(|(name, gpu)| format!("{name} has a {}", gpu.model));
+        Err(Error::Unsupported(format!("GPUs of several models: {one}, {other}; name GPUs of one model in CUDA_VISIBLE_DEVICES")))
+    })?;
+    Ok(gpus)
 }
 
-/// The GPU of `process`: the only one that it sees, or else that of its place among the processes of its machine.
-fn gpu_of(all: &[Belongings], names: &[String], process: usize) -> Result<GpuId> {
+/// The GPUs of `process`, so many: all that it sees, or else those of its place among the processes of its machine.
+fn gpus_of(all: &[Belongings], names: &[String], process: usize, each: usize) -> Result<Vec<GpuId>> {
     let mates = mates(all, process);
-    let candidate = |one: usize| {
+    let candidates = |one: usize| {
         let place = all[one].local.or_else(|| mates.iter().position(|&mate| mate == one));
         let gpus = all[one].gpus.as_ref().map_or(&[][..], Vec::as_slice);
-        if gpus.len() == 1 { gpus.first() } else { gpus.get(place?) }
+        if gpus.len() == each { Some(gpus) } else { gpus.chunks_exact(each).nth(place?) }
     };
-    let own = candidate(process);
-    let is_taken = |own: &GpuId| mates.iter().any(|&mate| mate != process && candidate(mate).is_some_and(|gpu| gpu.pci == own.pci));
-    own.filter(|own| !is_taken(own)).cloned().ok_or_else(|| {
+    let own = candidates(process);
+    let has_any_of = |own: &[GpuId], other: &[GpuId]| own.iter().any(|gpu| other.iter().any(|other| other.pci == gpu.pci));
+    let is_taken = |own: &[GpuId]| mates.iter().any(|&mate| mate != process && candidates(mate).is_some_and(|gpus| has_any_of(own, gpus)));
+    own.filter(|own| !is_taken(own)).map(<[_]>::to_vec).ok_or_else(|| {
         let visible = all[process].gpus.as_ref().map_or(0, Vec::len);
-        let remedy = "start as many processes as a machine has GPUs, or name another for each in CUDA_VISIBLE_DEVICES";
+        let remedy = "start no more processes than the machine's GPUs are for, or name others for each in CUDA_VISIBLE_DEVICES";
+        let need = if each > 1 { format!(", with --gpus {each} for each") } else { String::new() };
         Error::usage(format!(
-            "--processes {}: {} sees GPUs: {visible}, and processes on its machine are {}; {remedy}",
+            "--processes {}: {} sees GPUs: {visible}, and processes on its machine are {}{need}; {remedy}",
             all.len(),
             names[process],
             mates.len()
@@ -202,7 +212,7 @@ mod tests {
 
     fn pci_of_each(all: &[Belongings]) -> Result<Vec<String>> {
         let of = |process| Partner::among(all, &names(all.len()), process, &asking(DeviceChoice::Auto));
-        (0..all.len()).map(|process| Ok(of(process)?.gpu.map_or("none".into(), |gpu| gpu.pci[5..7].to_string()))).collect()
+        (0..all.len()).map(|process| Ok(of(process)?.gpus.first().map_or("none".into(), |gpu| gpu.pci[5..7].to_string()))).collect()
     }
 
     #[test]
@@ -216,6 +226,25 @@ mod tests {
         assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
         let second = Partner::among(&alone, &names(2), 1, &asking(DeviceChoice::Cuda)).unwrap();
         assert_eq!(second.notes[..1], ["process 1 takes GPU 0 (0000:2F:00.0), the only one that CUDA_VISIBLE_DEVICES shows it"]);
+    }
+
+    #[test]
+    fn a_process_takes_gpus_in_a_row() {
+        let settings = Settings { gpus: 2, ..asking(DeviceChoice::Cuda) };
+        let of_each = |all: &[Belongings]| -> Result<Vec<Vec<usize>>> {
+            let of = |process| Partner::among(all, &names(all.len()), process, &settings);
+            (0..all.len()).map(|process| Ok(of(process)?.gpus.iter().map(|gpu| gpu.index).collect())).collect()
+        };
+        let (sees_four, sees_two) = (|machine: &str| on(machine, &[0, 1, 2, 3]), |machine: &str| on(machine, &[4, 5]));
+        assert_eq!(of_each(&[sees_four("a"), sees_four("a"), sees_two("b")]).unwrap(), [[0, 1], [2, 3], [0, 1]]);
+        let told = |local| Belongings { local: Some(local), ..sees_four("a") };
+        assert_eq!(of_each(&[told(1), told(0)]).unwrap(), [[2, 3], [0, 1]]);
+        let second = Partner::among(&[sees_four("a"), sees_four("a")], &names(2), 1, &settings).unwrap();
+        assert_eq!(second.notes[0], "process 1 takes GPU 2 (0000:2F:00.0), GPU 3 (0000:3F:00.0), 2 for each process of its machine");
+        let few = of_each(&[on("a", &[0, 1, 2]), on("a", &[0, 1, 2])]).unwrap_err().to_string();
+        assert!(few.contains("process 1 on a sees GPUs: 3, and processes on its machine are 2, with --gpus 2 for each"), "{few}");
+        let overlapping = of_each(&[on("a", &[0, 1]), on("a", &[1, 2])]).unwrap_err().to_string();
+        assert!(overlapping.contains("sees GPUs: 2"), "{overlapping}");
     }
 
     #[test]

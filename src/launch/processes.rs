@@ -1,13 +1,13 @@
-//! Several processes, a rank each: the engine of this one, and what it does. Process 0 leads, the others follow.
+//! Several processes, of which each has as many ranks: the engines of this one, and what they do. Process 0 leads, the others follow.
 
 use super::agreement::expect_same_libraries;
 use super::engine::{Launcher, UseEngine, cpu_device, cpu_pool, gpu_device, worker_threads};
 use super::gpu::{self, GpuDevice};
+use super::ranks::{self, Crew};
 use super::share::{self, Share};
 use crate::bucket::slices::Slices;
 use crate::device::cpu::CpuDevice;
 use crate::device::{DeviceKind, Kernels, Peers};
-use crate::engine::hall::Hall;
 use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::pulls::Reach;
@@ -16,55 +16,112 @@ use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::RailKey;
+use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use crate::ranks::links::Links;
-use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
 
-/// What a process behind process 0 does with its engine.
-pub(crate) trait FollowEngine {
+/// What a rank behind rank 0 does with its engine.
+pub(crate) trait FollowEngine: Sync {
     /// Does it; before the first step, once the state is there, `settle_down`.
     ///
     /// # Errors
     /// Its own, and those of `settle_down`.
-    fn run<D: Kernels + Peers>(self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()>;
+    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()>;
 }
 
-/// This process's rank: its engine, its place among all, and its share of the machine.
-type Joined<D> = (RankEngine<D>, Seat, Share);
+/// This process of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct ThisProcess<'a> {
+    pub(crate) launch: &'a Launcher,
+    /// Of all ranks.
+    pub(crate) plan: &'a Plan,
+    pub(crate) shape: &'a ModelShape,
+    pub(crate) links: &'a Links,
+}
 
-/// The rank of this process, on what `make` makes of its share and its bell, once all others have theirs.
-///
-/// # Errors
-/// `Resource` when memory or threads cannot be had; `Rank` when another process has ended.
-fn join<D: Kernels + Peers>(
-    launch: &Launcher,
-    plan: &Plan,
-    shape: &ModelShape,
-    links: &Links,
-    make: impl FnOnce(&Share, &Arc<Doorbell>) -> Result<(D, Pool<StepJob>)>,
-) -> Result<Joined<D>> {
-    let slices = Slices::new(plan.layout.clone(), links.process(), plan.ranks);
-    let parcel_bytes = slices.longest() * plan.dtype.bytes();
-    if !plan.by_nccl && u32::try_from(parcel_bytes).is_err() {
-        return Err(Error::usage(format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets")));
+impl ThisProcess<'_> {
+    /// What `user` makes of the engine of rank 0, which leads all others; those of its process do what `followers` do.
+    ///
+    /// # Errors
+    /// `Resource` when memory or threads cannot be had; `Rank` when another rank has failed; those of `user`.
+    pub(crate) fn lead<U: UseEngine>(self, user: U, followers: &impl FollowEngine) -> Result<U::Output> {
+        match self.launch.chosen.machine.kind {
+            DeviceKind::Cpu => self.on_cpus(followers, |engine, _| user.run(engine)),
+            DeviceKind::Gpu => self.on_gpus(followers, |engine, _| user.run(engine)),
+        }
     }
-    let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), parcel_bytes)?;
-    let seat = Seat { board, rank: links.process() };
-    let join = || -> Result<_> {
-        // All that the launcher has found is this rank's, and so is what an adversary draws.
-        let adversary = plan.adversary.map(|seed| seed.wrapping_add(seat.rank as u64));
-        let share = share::whole(&Plan { ranks: 1, adversary, ..plan.clone() }, &launch.topology);
-        let bell = seat.board.bell(seat.rank);
-        let made = make(&share, &bell)?;
-        let own = Plan { ranks: plan.ranks, ..share.plan.clone() };
-        let reach = if plan.by_nccl { Reach::Rail(one_key(plan, links)?) } else { Reach::Lanes(lanes) };
-        let engine = RankEngine::join((own, shape.clone()), made, &seat, &Arc::new(Hall::new(1)), reach)?;
-        Ok((engine, share))
-    };
-    let (engine, share) = join().map_err(|error| seat.blame(error))?;
-    expect_same_libraries(links, &engine).inspect_err(|error| seat.fail(error))?;
-    Ok((engine, seat, share))
+
+    /// All ranks do as rank 0 says, as `followers` do it, until the run is over or a process has ended: returns which.
+    pub(crate) fn follow(self, followers: &impl FollowEngine) -> Error {
+        let followed = match self.launch.chosen.machine.kind {
+            DeviceKind::Cpu => {
+                self.on_cpus(followers, |mut engine, seat| followers.run(&mut engine, || Ok(())).map_err(|error| seat.blame(error)))
+            }
+            DeviceKind::Gpu => self.on_gpus(followers, |mut engine, seat| {
+                followers.run(&mut engine, || self.shares()[0].keep_off_workers()).map_err(|error| seat.blame(error))
+            }),
+        };
+        followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
+    }
+
+    fn on_cpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(RankEngine<CpuDevice>, &Seat) -> Result<T>) -> Result<T> {
+        let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+        self.run(make, lead, |engine, _| followers.run(engine, || Ok(())))
+    }
+
+    fn on_gpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(RankEngine<GpuDevice>, &Seat) -> Result<T>) -> Result<T> {
+        let gpus = &self.launch.chosen.gpus;
+        let make = |share: &Share, bell: &Arc<Doorbell>, place: usize| {
+            Ok((gpu_device(&share.plan, gpus[place].index, false)?, worker_threads(share, bell)?))
+        };
+        self.run(make, lead, |engine, share| followers.run(engine, || share.keep_off_workers()))
+    }
+
+    /// Runs its ranks, each on what `make` makes of its share, its bell and its place, once all others have theirs.
+    fn run<D: Kernels + Peers, T>(
+        self,
+        make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
+        lead: impl FnOnce(RankEngine<D>, &Seat) -> Result<T>,
+        follow: impl Fn(&mut RankEngine<D>, &Share) -> Result<()> + Sync,
+    ) -> Result<T> {
+        let (crew, shares) = (self.meet()?, self.shares());
+        let first = crew.board.mates().start;
+        let lead = |engine: RankEngine<D>, seat: &Seat| {
+            expect_same_libraries(self.links, &engine).inspect_err(|error| seat.fail(error))?;
+            lead(engine, seat)
+        };
+        ranks::run(crew, self.shape, &shares, make, lead, |engine, seat| follow(engine, &shares[seat.rank - first]))
+    }
+
+    /// The board, and the way of each rank of this process to those of others.
+    fn meet(self) -> Result<Crew> {
+        let Self { plan, links, .. } = self;
+        let longest = Slices::new(plan.layout.clone(), 0, plan.ranks).longest();
+        let parcel_bytes = longest * plan.dtype.bytes();
+        if !plan.by_nccl && u32::try_from(parcel_bytes).is_err() {
+            let cause = format!("--bucket-mib: a slice of {parcel_bytes} bytes is too long for one parcel; use smaller buckets");
+            return Err(Error::usage(cause));
+        }
+        let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), parcel_bytes)?;
+        let seat = Seat { board: board.clone(), rank: board.mates().start };
+        let reaches = match plan.by_nccl {
+            true => vec![one_key(plan, links).map_err(|error| seat.blame(error))?; lanes.len()].into_iter().map(Reach::Rail).collect(),
+            false => lanes.into_iter().map(Reach::Lanes).collect(),
+        };
+        Ok(Crew { board, reaches })
+    }
+
+    /// What each rank of this process has of what the launcher has found.
+    fn shares(self) -> Vec<Share> {
+        let ranks = self.plan.ranks / self.plan.processes;
+        let adversary = self.plan.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
+        let near = gpu::homes(&self.launch.chosen.gpus, &self.launch.topology);
+        // One alone has all of it.
+        let homes = if near.len() > 1 { near } else { vec![None; ranks] };
+        share::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &homes)
+    }
 }
 
 /// The key by which all devices find each other, which process 0 makes.
@@ -77,41 +134,4 @@ fn one_key(plan: &Plan, links: &Links) -> Result<RailKey> {
     }
     let key: Vec<u8> = serde_json::from_str(&links.expect_proposal()?).map_err(format)?;
     key.try_into().map(RailKey).map_err(|key: Vec<u8>| Error::format("the key of NCCL", format!("it has {} bytes", key.len())))
-}
-
-fn on_cpus(launch: &Launcher, plan: &Plan, shape: &ModelShape, links: &Links) -> Result<Joined<CpuDevice>> {
-    join(launch, plan, shape, links, |share, bell| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?)))
-}
-
-fn on_gpu(launch: &Launcher, plan: &Plan, shape: &ModelShape, links: &Links) -> Result<Joined<GpuDevice>> {
-    let ordinal = launch.chosen.gpus.first().map_or(0, |gpu| gpu.index);
-    join(launch, plan, shape, links, |share, bell| Ok((gpu_device(&share.plan, ordinal, false)?, worker_threads(share, bell)?)))
-}
-
-/// What `user` makes of the engine of process 0, which leads all others.
-///
-/// # Errors
-/// As [`join`]; those of `user`.
-pub(crate) fn lead<U: UseEngine>(launch: &Launcher, plan: &Plan, shape: &ModelShape, links: &Links, user: U) -> Result<U::Output> {
-    match launch.chosen.machine.kind {
-        DeviceKind::Cpu => user.run(on_cpus(launch, plan, shape, links)?.0),
-        DeviceKind::Gpu => user.run(on_gpu(launch, plan, shape, links)?.0),
-    }
-}
-
-/// Does what process 0 says, as `user` does it, until the run is over or a process has ended: returns which.
-pub(crate) fn follow(launch: &Launcher, plan: &Plan, shape: &ModelShape, links: &Links, user: impl FollowEngine) -> Error {
-    let followed = match launch.chosen.machine.kind {
-        DeviceKind::Cpu => on_cpus(launch, plan, shape, links).and_then(|joined| carry_out(joined, user, |_| Ok(()))),
-        DeviceKind::Gpu => on_gpu(launch, plan, shape, links).and_then(|joined| carry_out(joined, user, Share::keep_off_workers)),
-    };
-    followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
-}
-
-fn carry_out<D: Kernels + Peers>(
-    (mut engine, seat, share): Joined<D>,
-    user: impl FollowEngine,
-    settle_down: impl FnOnce(&Share) -> Result<()>,
-) -> Result<()> {
-    user.run(&mut engine, || settle_down(&share)).map_err(|error| seat.blame(error))
 }

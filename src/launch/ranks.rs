@@ -1,4 +1,4 @@
-//! Several ranks of this process: a thread and an engine each. Rank 0 runs on the caller's thread and uses its engine; the others follow.
+//! The ranks of this process: a thread and an engine each. The first runs on the caller's thread and uses its engine; the others follow.
 
 use super::share::Share;
 use crate::device::{Kernels, Peers};
@@ -15,40 +15,55 @@ use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use std::sync::Arc;
 
-/// Makes the engines of all ranks of `plan`, each from what `make` makes of its share, its bell and its number; its device is made, and
-/// so belongs, on its thread. Rank 0's goes to `lead`; the others do what `follow` says.
+/// Where the ranks of this process meet all others: the board, and how each of them reaches those of other processes.
+pub(crate) struct Crew {
+    pub(crate) board: Arc<Board>,
+    pub(crate) reaches: Vec<Reach>,
+}
+
+impl Crew {
+    /// All ranks of `plan` are of this process.
+    pub(super) fn here(plan: &Plan) -> Self {
+        let board = Arc::new(Board::new(plan.board_sizes(), plan.adversary));
+        Self { board, reaches: (0..plan.ranks).map(|_| Reach::Memory).collect() }
+    }
+}
+
+/// Makes the engines of the ranks of this process, each from what `make` makes of its share, its bell and its place in the process; its device
+/// is made, and so belongs, on its thread. The first one's goes to `lead`; the others do what `follow` says.
 ///
 /// # Errors
 /// `Resource` when memory or threads cannot be had; those of `lead`; `Rank` when another rank has failed.
-pub(super) fn run<D: Kernels + Peers, T>(
-    plan: &Plan,
+pub(crate) fn run<D: Kernels + Peers, T>(
+    Crew { board, reaches }: Crew,
     shape: &ModelShape,
     shares: &[Share],
     make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
-    lead: impl FnOnce(RankEngine<D>) -> Result<T>,
+    lead: impl FnOnce(RankEngine<D>, &Seat) -> Result<T>,
     follow: impl Fn(&mut RankEngine<D>, &Seat) -> Result<()> + Sync,
 ) -> Result<T> {
-    let (board, hall) = (Arc::new(Board::new(plan.board_sizes(), plan.adversary)), Arc::new(Hall::new(plan.ranks)));
-    let join = |seat: &Seat| -> Result<RankEngine<D>> {
-        let share = &shares[seat.rank];
-        let (dev, pool) = make(share, &board.bell(seat.rank), seat.rank)?;
-        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, Reach::Memory)
+    let (mates, hall) = (board.mates(), Arc::new(Hall::new(shares.len())));
+    let join = |seat: &Seat, reach: Reach| -> Result<RankEngine<D>> {
+        let place = seat.rank - mates.start;
+        let share = &shares[place];
+        let (dev, pool) = make(share, &board.bell(seat.rank), place)?;
+        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, reach)
     };
     std::thread::scope(|scope| {
-        let leader = Leave(Seat { board: board.clone(), rank: 0 });
+        let mut seats = mates.clone().map(|rank| Leave(Seat { board: board.clone(), rank })).zip(reaches);
+        let (leader, reach) = seats.next().expect("a process has a rank");
         let mut followers = Vec::new();
-        for rank in 1..plan.ranks {
-            let (seat, join, follow) = (Seat { board: board.clone(), rank }, &join, &follow);
+        for (leave, reach) in seats {
+            let (rank, join, follow) = (leave.0.rank, &join, &follow);
             let body = move || {
-                let leave = Leave(seat);
-                if let Err(error) = join(&leave.0).and_then(|mut engine| follow(&mut engine, &leave.0)) {
+                if let Err(error) = join(&leave.0, reach).and_then(|mut engine| follow(&mut engine, &leave.0)) {
                     leave.0.fail(&error);
                 }
             };
             let spawned = std::thread::Builder::new().name(format!("rank-{rank}")).spawn_scoped(scope, body);
             followers.push(spawned.map_err(|e| Error::resource(format!("start rank {rank}"), e))?);
         }
-        let outcome = join(&leader.0).map_err(|error| leader.0.blame(error)).and_then(lead);
+        let outcome = join(&leader.0, reach).map_err(|error| leader.0.blame(error)).and_then(|engine| lead(engine, &leader.0));
         drop(leader);
         // A panic there has said so itself, and is rank 0's error.
         followers.into_iter().for_each(|follower| _ = follower.join());
@@ -61,8 +76,10 @@ pub(crate) struct Leave(pub(crate) Seat);
 
 impl Drop for Leave {
     fn drop(&mut self) {
-        let why = if std::thread::panicking() { "it panicked; see the message above" } else { "its run is over" };
-        self.0.board.fail(self.0.rank, why);
+        match std::thread::panicking() {
+            true => self.0.board.fail(self.0.rank, "it panicked; see the message above"),
+            false => self.0.board.leave(self.0.rank),
+        }
         if let Some(baton) = self.0.board.baton() {
             baton.leave(self.0.rank);
         }
@@ -94,14 +111,14 @@ mod tests {
     fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
         let shares = share::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
         let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-        let lead = |mut engine: RankEngine<CpuDevice>| -> Result<()> {
+        let lead = |mut engine: RankEngine<CpuDevice>, _: &Seat| -> Result<()> {
             engine.init_state(1, 1)?;
             engine.send_weights()?;
             loop {
                 engine.step(1e-3, &mut Zeros)?;
             }
         };
-        run(plan, shape, &shares, make, lead, follow).unwrap_err()
+        run(Crew::here(plan), shape, &shares, make, lead, follow).unwrap_err()
     }
 
     /// Rank 1 fails at any moment, in any phase of a step: everybody ends at once, and its words are what is told.

@@ -29,19 +29,19 @@ impl Share {
 
 /// The share of the one rank of `plan`, which has all of the machine of `topology`.
 pub(crate) fn whole(plan: &Plan, topology: &Topology) -> Share {
-    share_of(plan, topology, topology.share(0, &[None]), 0)
+    share_of(plan, topology, topology.share(0, &[None]), (0, 1))
 }
 
-/// The shares of all ranks of `plan`, whose GPUs are near the memory nodes `homes`, on the machine of `topology`.
-pub(super) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<Share> {
-    let share = |rank| share_of(plan, topology, topology.share(rank, homes), rank);
+/// The shares of the ranks of this process, whose GPUs are near the memory nodes `homes`, on the machine of `topology`.
+pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<Share> {
+    let share = |place| share_of(plan, topology, topology.share(place, homes), (place, homes.len()));
     (0..homes.len()).map(share).collect()
 }
 
-/// Threads are as many as are the rank's CPUs of all, so that each driver has one, too.
-fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, rank: usize) -> Share {
+/// That of the rank in `place` of so many `ranks`. Threads are as many as are the rank's CPUs of all, so that each driver has one, too.
+fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, ranks): (usize, usize)) -> Share {
     let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
-    let (part, whole) = own.as_ref().map_or((1, plan.ranks), |own| (cpus(own), cpus(machine)));
+    let (part, whole) = own.as_ref().map_or((1, ranks), |own| (cpus(own), cpus(machine)));
     let threads = (plan.threads * part / whole).max(1);
     let placement = own.as_ref().filter(|_| plan.techniques.mpam).and_then(|own| Placement::on(own, threads));
     let workers = placement.as_ref().map_or(&[][..], |placement| &placement.workers);
@@ -50,7 +50,7 @@ fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, rank: usize)
     let host_memory = own.filter(|_| is_bound).map(|own| plan.host_memory.within(&own, workers, threads));
     let plan = Plan {
         threads,
-        adversary: plan.adversary.map(|seed| seed.wrapping_add(rank as u64 * SEED_STEP)),
+        adversary: plan.adversary.map(|seed| seed.wrapping_add(place as u64 * SEED_STEP)),
         host_memory: host_memory.unwrap_or_else(|| plan.host_memory.clone()),
         ..plan.clone()
     };

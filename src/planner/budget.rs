@@ -312,9 +312,11 @@ impl Workload<'_> {
         if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements.
+    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements. Each rank has a lane for
+    /// gradients to every rank of another process, and one for weights to each of its namesakes.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(self.ranks - 1) * longest * self.dtype.bytes() }
+        let lanes = self.ranks - self.ranks / self.processes + self.processes - 1;
+        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(lanes) * longest * self.dtype.bytes() }
     }
 
     /// A bucket shares its arrays' first and last pages with its neighbours.

@@ -3,13 +3,14 @@
 //! Counts only go up, from the first step to the last, so that nothing is ever taken back. Whoever has read a count sees what was
 //! done before it was published (release and acquire): an event, in particular, that was recorded before.
 //!
-//! Where ranks are processes, each has a board: what its own rank publishes it tells the others, who hear it in the same order.
+//! Of several processes each has a board: what its own ranks publish it tells the others, who hear it in the same order.
 
 use super::baton::Baton;
 use super::notice::{Audience, Notice, Outbox, TAIL_MAX, Topic};
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
 use crate::trace::{Recorder, now_ns};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -39,6 +40,8 @@ struct Entry {
     handed: AtomicU64,
     /// So many have been pulled from all others, and the event is recorded.
     pulled: AtomicU64,
+    /// The slices of so many buckets of weights have come to it from its namesakes, in all versions, and each one's event is recorded.
+    carried: AtomicU64,
     /// For each bucket: its weights are final in so many versions, and the event of what writes them is recorded.
     settled: Box<[AtomicU64]>,
     /// So many of its partial sums are on the board.
@@ -62,9 +65,9 @@ struct Entry {
 
 /// The other processes, as a board knows them.
 pub(crate) struct Abroad {
-    /// The one rank of this process.
-    pub(crate) rank: usize,
-    /// Who a rank is, in words: by rank.
+    /// Which process this is.
+    pub(crate) process: usize,
+    /// Who a process is, in words: by its number. All have as many ranks.
     pub(crate) names: Vec<String>,
     pub(crate) outbox: Arc<dyn Outbox>,
 }
@@ -86,7 +89,8 @@ pub(crate) struct Board {
     order: [AtomicU64; ORDER_WORDS + 1],
     /// Data that an order is about.
     mail: Box<[AtomicU32]>,
-    failure: OnceLock<(usize, String)>,
+    /// Who cannot go on, and why.
+    failure: OnceLock<(String, String)>,
     on_gpus: bool,
     baton: Option<Baton>,
     abroad: Option<Abroad>,
@@ -146,7 +150,7 @@ impl Board {
         Self::with_entries(1, sizes, None)
     }
 
-    /// A board of one rank whose others are processes.
+    /// A board of one of several processes.
     pub(crate) fn linked(sizes: Sizes, abroad: Abroad) -> Self {
         Self { abroad: Some(abroad), ..Self::with_entries(sizes.ranks, sizes, None) }
     }
@@ -157,6 +161,7 @@ impl Board {
             written: AtomicU64::new(0),
             handed: AtomicU64::new(0),
             pulled: AtomicU64::new(0),
+            carried: AtomicU64::new(0),
             settled: zeros(sizes.buckets),
             partials: AtomicU64::new(0),
             reported: AtomicU64::new(0),
@@ -190,6 +195,17 @@ impl Board {
         self.bells.len()
     }
 
+    /// The ranks of this process.
+    pub(crate) fn mates(&self) -> Range<usize> {
+        self.abroad.as_ref().map_or(0..self.ranks(), |abroad| self.ranks_of(abroad.process))
+    }
+
+    /// The ranks of `process`, if there are several.
+    fn ranks_of(&self, process: usize) -> Range<usize> {
+        let each = self.ranks() / self.abroad.as_ref().map_or(1, |abroad| abroad.names.len());
+        process * each..(process + 1) * each
+    }
+
     /// What `rank` tells, or the one of which it is an image.
     fn entry(&self, rank: usize) -> &Entry {
         self.entries.get(rank).unwrap_or(&self.entries[0])
@@ -221,14 +237,20 @@ impl Board {
         self.others(rank).for_each(|other| self.bells[other].ring());
     }
 
-    /// Tells other processes what `rank` publishes, if that is this process's.
+    /// A device of a rank of this process has done something that it did not publish.
+    pub(crate) fn ring_mates(&self) {
+        self.baton.iter().for_each(Baton::progress);
+        self.mates().for_each(|mate| self.bells[mate].ring());
+    }
+
+    /// Tells other processes what `rank` publishes, if it is one of this process's.
     fn tell(&self, rank: usize, to: Audience, notice: impl FnOnce() -> Notice) {
-        if let Some(abroad) = self.abroad.as_ref().filter(|abroad| abroad.rank == rank) {
+        if let Some(abroad) = self.abroad.as_ref().filter(|_| self.mates().contains(&rank)) {
             abroad.outbox.tell(to, notice());
         }
     }
 
-    /// As [`Board::tell`], what only this process's rank can publish, in pieces of `bytes` of `elem_bytes` each: the topic's numbers are
+    /// As [`Board::tell`], what only ranks of this process can publish, in pieces of `bytes` of `elem_bytes` each: the topic's numbers are
     /// made of the piece's first element, which lies at `start` and after.
     fn tell_long(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
         for (nth, piece) in bytes.chunks(TAIL_MAX).enumerate() {
@@ -255,9 +277,9 @@ impl Board {
         self.entry(rank).written.load(Ordering::Acquire)
     }
 
-    /// Whether every rank has written more than `nth` buckets.
+    /// Whether every rank of this process has written more than `nth` buckets.
     pub(crate) fn all_written(&self, nth: u64) -> bool {
-        (0..self.ranks()).all(|rank| self.written(rank) > nth)
+        self.mates().all(|rank| self.written(rank) > nth)
     }
 
     /// `rank` hands over activations once more; the event is recorded. Those that share its sequences are of its process.
@@ -283,9 +305,20 @@ impl Board {
         self.entry(rank).pulled.load(Ordering::Acquire)
     }
 
-    /// Whether every rank has pulled at least `count` buckets.
+    /// Whether every rank of this process has pulled at least `count` buckets.
     pub(crate) fn all_pulled(&self, count: u64) -> bool {
-        (0..self.ranks()).all(|rank| self.pulled(rank) >= count)
+        self.mates().all(|rank| self.pulled(rank) >= count)
+    }
+
+    /// The slices of one more bucket of weights have come to `rank` from its namesakes, for all ranks of its process; the event is recorded.
+    pub(crate) fn publish_carried(&self, rank: usize) {
+        self.entry(rank).carried.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// Of how many buckets the weights have come to every rank of this process from its namesakes, in all versions.
+    pub(crate) fn carried_by_all(&self) -> u64 {
+        self.mates().map(|rank| self.entry(rank).carried.load(Ordering::Acquire)).min().unwrap_or(0)
     }
 
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
@@ -465,15 +498,17 @@ impl Board {
         (0..self.ranks()).all(|rank| self.entry(rank).met.load(Ordering::Acquire) >= count)
     }
 
-    /// Puts words into the mail from `start` on. An order tells of them.
-    pub(crate) fn post(&self, start: usize, words: impl IntoIterator<Item = u32>) {
+    /// `rank` puts words into the mail from `start` on. An order tells of them.
+    pub(crate) fn post(&self, rank: usize, start: usize, words: impl IntoIterator<Item = u32>) {
         let places = self.mail[start..].iter().zip(words);
-        let Some(abroad) = &self.abroad else { return places.for_each(|(place, word)| place.store(word, Ordering::Relaxed)) };
+        if self.abroad.is_none() {
+            return places.for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        }
         let store = |(place, word): (&AtomicU32, u32)| {
             place.store(word, Ordering::Relaxed);
             word.to_le_bytes()
         };
-        let to = if abroad.rank == 0 { Audience::All } else { Audience::First };
+        let to = if rank == 0 { Audience::All } else { Audience::First };
         self.tell_long(to, start, (places.flat_map(store).collect(), 4), |first| Notice::new(Topic::Mail, &[first]));
     }
 
@@ -489,16 +524,33 @@ impl Board {
 
     /// `rank` cannot go on, and so nobody can; the first to say so is named.
     pub(crate) fn fail(&self, rank: usize, why: &str) {
-        // A later failure is mostly a consequence of the first.
-        if self.failure.set((rank, why.to_string())).is_ok() {
-            self.tell(rank, Audience::All, || Notice::new(Topic::Failed, &[rank as u64]).saying(why));
+        let cause = if self.abroad.is_some() && self.mates().len() > 1 { format!("rank {rank}: {why}") } else { why.to_string() };
+        if self.end(self.name(rank), &cause) {
+            self.tell(rank, Audience::All, || Notice::new(Topic::Failed, &[rank as u64]).saying(&cause));
         }
+    }
+
+    /// `process` cannot go on, as was heard here.
+    pub(crate) fn lose(&self, process: usize, why: &str) {
+        self.abroad.iter().for_each(|abroad| _ = self.end(abroad.names[process].clone(), why));
+    }
+
+    /// `rank` has done what it had to: the others of its process end, and nobody else hears of it.
+    pub(crate) fn leave(&self, rank: usize) {
+        self.end(self.name(rank), "its run is over");
+    }
+
+    /// All ranks of this process end; whether nothing had ended them before.
+    fn end(&self, name: String, why: &str) -> bool {
+        // A later failure is mostly a consequence of the first.
+        let is_first = self.failure.set((name, why.to_string())).is_ok();
         self.bells.iter().for_each(|bell| bell.ring());
+        is_first
     }
 
     /// What ended all ranks, if something did.
     pub(crate) fn failure(&self) -> Option<Error> {
-        self.failure.get().map(|(rank, why)| self.error_of(*rank, why.clone()))
+        self.failure.get().map(|(name, why)| Error::Rank { name: name.clone(), cause: why.clone() })
     }
 
     /// What `rank` says, as an error.
@@ -508,39 +560,42 @@ impl Board {
 
     fn name(&self, rank: usize) -> String {
         if let Some(abroad) = &self.abroad {
-            return abroad.names[rank].clone();
+            return abroad.names[rank / self.mates().len()].clone();
         }
         if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
     }
 
-    /// Takes what the process of `rank` tells of it.
+    /// Takes what `process` tells of its ranks.
     ///
     /// # Errors
-    /// What makes no sense, in words: a number that is too large, a rank that is not the sender's, an order by another than rank 0.
-    pub(crate) fn hear(&self, rank: usize, notice: &Notice) -> std::result::Result<(), String> {
+    /// What makes no sense, in words: a number that is too large, a rank that is not the sender's, an order by another than process 0.
+    pub(crate) fn hear(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
+        let theirs = self.ranks_of(process);
+        let is_theirs = |rank: &u64| theirs.contains(&(*rank as usize));
         let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
         let is_possible = match (notice.topic, notice.numbers()) {
-            (Topic::Settled, [of, bucket, _]) => *of == rank as u64 && *bucket < self.buckets(),
-            (Topic::PartialsTold, [of, count]) => *of == rank as u64 && *count <= self.partials.len() as u64,
+            (Topic::Settled, [of, bucket, _]) => is_theirs(of) && *bucket < self.buckets(),
+            (Topic::PartialsTold, [of, count]) => is_theirs(of) && *count <= self.partials.len() as u64,
             (Topic::ExpertRows, [of, first]) => {
-                *of == rank as u64 && fits(&self.entry(rank).expert_rows, *first, notice.long_words().len())
+                is_theirs(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
             }
             (Topic::Partials, [first]) => fits(&self.partials, *first, notice.words().len()),
             (Topic::Mail, [first]) => fits(&self.mail, *first, notice.words().len()),
             (Topic::Loss, [share, bits]) => *share < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
-            (Topic::Outcome | Topic::Order, _) => rank == 0,
-            (_, [of, ..]) => *of == rank as u64,
+            (Topic::Outcome | Topic::Order, _) => process == 0,
+            (_, [of, ..]) => is_theirs(of),
             _ => false,
         };
         if !is_possible {
             return Err(wrong());
         }
-        self.take(rank, notice);
+        self.take(notice);
         Ok(())
     }
 
-    /// Publishes here what the process of `rank` has published there.
-    fn take(&self, rank: usize, notice: &Notice) {
+    /// Publishes here what another process has published there. What is of a rank names it first.
+    fn take(&self, notice: &Notice) {
+        let rank = notice.numbers().first().map_or(0, |rank| *rank as usize);
         match (notice.topic, notice.numbers()) {
             (Topic::Written, _) => self.publish_written(rank),
             (Topic::Pulled, _) => self.publish_pulled(rank),

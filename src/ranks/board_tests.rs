@@ -55,7 +55,7 @@ fn mirror_images_have_published_what_rank_0_has() {
 fn orders_come_one_after_the_other_with_their_mail() {
     let board = board(2);
     assert!(board.all_done() && board.next_order(0).is_none());
-    board.post(3, [8, 9]);
+    board.post(0, 3, [8, 9]);
     board.give_order(4, [1, 2, 3, 4, 5, 6]);
     assert_eq!(board.next_order(0), Some((4, [1, 2, 3, 4, 5, 6])));
     assert!(board.mail(2).eq([0, 8, 9]) && !board.all_done() && board.next_order(1).is_none());
@@ -77,7 +77,7 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     let sizes = Sizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
     let (told, heard) = std::sync::mpsc::channel();
     let names = || vec!["process 0 on a".to_string(), "process 1 on b".to_string()];
-    let board = |rank| Board::linked(sizes, Abroad { rank, names: names(), outbox: Arc::new(Telephone(told.clone())) });
+    let board = |process| Board::linked(sizes, Abroad { process, names: names(), outbox: Arc::new(Telephone(told.clone())) });
     let (first, second) = (board(0), board(1));
     let pass = |from: usize, to: &Board| heard.try_iter().map(|(_, notice)| to.hear(from, &notice).unwrap()).count();
     second.publish_written(1);
@@ -88,7 +88,7 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     second.publish_report(1, true, 3);
     second.write_amounts(1, (10..10 + AMOUNTS as u64).map(|amount| amount << 32));
     second.write_expert_rows(1, &[3, 4]);
-    second.post(4, [9]);
+    second.post(1, 4, [9]);
     second.publish_met(1);
     assert_eq!(pass(1, &first), 10);
     assert_eq!((first.written(1), first.settled(1, 2), first.published_partials(1), first.reported(1)), (1, 7, 2, 3));
@@ -97,7 +97,7 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     assert_eq!(first.reports(3), Some((true, 2.5)));
     assert!(first.amounts(1).eq(second.amounts(1)) && first.expert_rows(1).eq([3, 4]) && first.mail(4).eq([9]));
     first.publish_outcome(3, StepOutcome { norm_sq: 0.1, nonfinite: true, loss: 0.2 });
-    first.post(0, [5, 6]);
+    first.post(0, 0, [5, 6]);
     first.give_order(8, [1, 2, 3, 4, 5, 6]);
     // What it heard it does not tell again.
     assert_eq!(pass(0, &second), 4);
@@ -109,10 +109,49 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     assert_eq!(first.failure().unwrap().to_string(), "process 1 on b: no memory");
 }
 
+/// Two processes of two ranks each.
+#[test]
+fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
+    let sizes = Sizes { ranks: 4, buckets: 3, mail_words: 2, ..Sizes::default() };
+    let (told, heard) = std::sync::mpsc::channel();
+    let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
+    let board =
+        [0, 1].map(|process| Board::linked(sizes, Abroad { process, names: names.clone(), outbox: Arc::new(Telephone(told.clone())) }));
+    let [first, second] = &board;
+    assert_eq!([first.mates(), second.mates()], [0..2, 2..4]);
+    [2, 3].into_iter().for_each(|rank| second.publish_written(rank));
+    assert!(second.all_written(0) && !first.all_written(0), "each waits for its own");
+    second.publish_pulled(3);
+    second.publish_carried(2);
+    assert_eq!((second.carried_by_all(), second.all_pulled(1)), (0, false));
+    second.publish_carried(3);
+    second.publish_pulled(2);
+    assert_eq!((second.carried_by_all(), second.all_pulled(1), first.carried_by_all()), (1, true, 0));
+    let notices: Vec<_> = heard.try_iter().collect();
+    assert_eq!(notices.len(), 4, "what is carried is nobody else's business");
+    for (_, notice) in notices {
+        first.hear(1, &notice).unwrap();
+        assert!(first.hear(0, &notice).is_err(), "it is of the other process");
+    }
+    assert_eq!([2, 3].map(|rank| (first.written(rank), first.pulled(rank))), [(1, 1); 2]);
+    // A rank that is not the first has a word for rank 0 alone.
+    first.post(1, 0, [7]);
+    first.post(0, 0, [8]);
+    assert_eq!(Vec::from_iter(heard.try_iter().map(|(to, _)| to)), [Audience::First, Audience::All]);
+    second.fail(3, "no memory");
+    assert_eq!(second.failure().unwrap().to_string(), "process 1 on b: rank 3: no memory");
+    assert_eq!(heard.try_recv().unwrap().1.text(), "rank 3: no memory");
+    // Whoever has done what it had to ends its own process alone.
+    first.leave(0);
+    assert!(first.has_failed() && heard.try_recv().is_err());
+}
+
 #[test]
 fn what_makes_no_sense_is_not_taken() {
     let sizes = Sizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
-    let board = Board::new(sizes, None);
+    let (told, _heard) = std::sync::mpsc::channel();
+    let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
+    let board = Board::linked(sizes, Abroad { process: 0, names, outbox: Arc::new(Telephone(told)) });
     let words = |count: usize| vec![0; 4 * count];
     for (from, topic, numbers, tail) in [
         (1, Topic::Written, &[0][..], vec![]),

@@ -8,22 +8,35 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 /// What both sides speak: a name, and its version.
-const PROTOCOL: [u8; 8] = *b"SPROFF\0\x01";
+const PROTOCOL: [u8; 8] = *b"SPROFF\0\x02";
 
-/// What a connection is for.
+/// What a connection is for, as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub(super) enum Channel {
-    /// What processes tell each other.
-    Control,
-    /// Gradients of shares.
-    Gradients,
-    /// New weights.
-    Weights,
-}
+pub(super) struct Channel(u8);
 
 impl Channel {
-    pub(super) const ALL: [Self; 3] = [Self::Control, Self::Gradients, Self::Weights];
+    /// What processes tell each other.
+    pub(super) const CONTROL: Self = Self(0);
+
+    /// All between two processes of so many `ranks` each, in the order of their places.
+    pub(super) fn all(ranks: usize) -> Vec<Self> {
+        (0..=Self::weights(ranks, ranks - 1).0).map(Self).collect()
+    }
+
+    /// Gradients between two ranks, which have these places in the process that connects and in the one that accepts.
+    pub(super) fn gradients(ranks: usize, [connects, accepts]: [usize; 2]) -> Self {
+        Self((1 + connects * ranks + accepts) as u8)
+    }
+
+    /// New weights between the ranks that have this place in both.
+    pub(super) fn weights(ranks: usize, place: usize) -> Self {
+        Self((1 + ranks * ranks + place) as u8)
+    }
+
+    /// Its place among all.
+    pub(super) fn place(self) -> usize {
+        usize::from(self.0)
+    }
 }
 
 /// What the side that connects says of itself.
@@ -38,12 +51,11 @@ const CLAIM_BYTES: usize = 5;
 impl Claim {
     fn bytes(self) -> [u8; CLAIM_BYTES] {
         let [a, b, c, d] = self.process.to_le_bytes();
-        [self.channel as u8, a, b, c, d]
+        [self.channel.0, a, b, c, d]
     }
 
-    fn of([channel, process @ ..]: [u8; CLAIM_BYTES]) -> io::Result<Self> {
-        let channel = Channel::ALL.get(usize::from(channel)).ok_or_else(|| strange("a channel that does not exist"))?;
-        Ok(Self { channel: *channel, process: u32::from_le_bytes(process) })
+    fn of([channel, process @ ..]: [u8; CLAIM_BYTES]) -> Self {
+        Self { channel: Channel(channel), process: u32::from_le_bytes(process) }
     }
 }
 
@@ -85,7 +97,7 @@ pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::
     if array::<8>(stream)? != PROTOCOL {
         return Err(strange("no process of a run, or of another version of this program"));
     }
-    let (claim, theirs): (_, Nonce) = (Claim::of(array(stream)?)?, array::<NONCE_BYTES>(stream)?);
+    let (claim, theirs): (_, Nonce) = (Claim::of(array(stream)?), array::<NONCE_BYTES>(stream)?);
     let own = nonce();
     let [accepts, connects] = proofs(token, claim, [&theirs, &own]);
     stream.write_all(&[&own[..], &accepts].concat())?;
@@ -130,7 +142,7 @@ mod tests {
     #[test]
     fn who_has_the_token_is_heard_and_nobody_else() {
         let (ours, theirs) = (token("0123456789abcdef"), token("0123456789abcdeF"));
-        for (nth, channel) in (0..).zip(Channel::ALL) {
+        for (nth, channel) in (0..).zip(Channel::all(2)) {
             let claim = Claim { channel, process: nth };
             let (opened, answered) = meet(&ours, &ours, claim);
             opened.unwrap();
@@ -140,11 +152,18 @@ mod tests {
         }
     }
 
+    #[test]
+    fn every_two_ranks_have_a_channel_of_their_own() {
+        let pairs = (0..3).flat_map(|one| (0..3).map(move |other| Channel::gradients(3, [one, other])));
+        let weights = (0..3).map(|place| Channel::weights(3, place));
+        assert!([Channel::CONTROL].into_iter().chain(pairs).chain(weights).eq(Channel::all(3)));
+    }
+
     /// Somebody who has no token and does not look at what the other side proves.
     #[test]
     fn a_proof_of_another_connection_opens_none() {
         let token = token("0123456789abcdef");
-        let claim = Claim { channel: Channel::Control, process: 1 };
+        let claim = Claim { channel: Channel::CONTROL, process: 1 };
         let (mut one, mut other) = UnixStream::pair().unwrap();
         let answered = std::thread::spawn({
             let token = token.clone();

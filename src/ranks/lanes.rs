@@ -1,4 +1,4 @@
-//! What slices of gradients and weights travel on between two processes: a connection of its own for each kind, so that data holds up no word,
+//! What slices of gradients and weights travel on between two ranks of two processes: a connection of its own for each kind, so that data holds up no word,
 //! and a thread for each direction, so that no driver waits. What does not fit into the few places of a lane waits on the other side: the
 //! network's own flow control is the only one.
 
@@ -10,15 +10,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread;
 
-/// Slices of each kind and direction that pass through host memory at once, for each other process.
+/// Slices of each kind and direction that pass through host memory at once, for each other rank.
 pub(crate) const PLACES: usize = 2;
 /// Parcels that wait at each end of a direction.
 const WAITING: usize = 2;
 
-/// Slices in host memory, at most, on their way to and from `others`: of two kinds, in two directions; in places, in lanes, and one that is read
-/// or written.
-pub(crate) fn slices_under_way(others: usize) -> usize {
-    4 * others * (PLACES + WAITING + 1)
+/// Slices in host memory, at most, on their way over so many lanes: in two directions; in places, in lanes, and one that is read or written.
+pub(crate) fn slices_under_way(lanes: usize) -> usize {
+    2 * lanes * (PLACES + WAITING + 1)
 }
 
 const HEAD_BYTES: usize = 16;
@@ -32,17 +31,18 @@ pub(crate) struct Parcel {
     pub(crate) bytes: Arc<Vec<u8>>,
 }
 
-/// A lane for one kind, to and from one process.
+/// A lane for one kind, to and from one rank.
 pub(crate) struct ParcelLane {
     out: SyncSender<Parcel>,
     arrived: Receiver<Parcel>,
     next: Option<Parcel>,
 }
 
-/// The lanes to and from one process.
+/// The lanes to and from one rank of another process.
 pub(crate) struct RankLanes {
     pub(crate) grads: ParcelLane,
-    pub(crate) weights: ParcelLane,
+    /// To and from a namesake alone.
+    pub(crate) weights: Option<ParcelLane>,
 }
 
 /// Why a connection ended, in words.

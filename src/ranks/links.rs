@@ -2,6 +2,7 @@
 //! connection that closes, or is silent for too long, ends all.
 
 use super::board::{Abroad, Board};
+use super::handshake::Channel;
 use super::lanes::{ParcelLane, RankLanes, ended};
 use super::notice::{Audience, Notice, Outbox, Topic};
 use super::rendezvous::{Connections, Hello, Meeting};
@@ -57,6 +58,9 @@ struct Common {
     letters: Vec<Option<mpsc::Sender<Notice>>>,
 }
 
+/// The lanes of a rank, by rank; none to those of its process.
+pub(crate) type LanesByRank = Vec<Option<RankLanes>>;
+
 /// What was heard so far.
 #[derive(Default)]
 struct LinkState {
@@ -78,8 +82,8 @@ pub(crate) struct Links {
     sockets: Vec<TcpStream>,
     writers: Vec<JoinHandle<()>>,
     looker: Option<JoinHandle<()>>,
-    /// For [`Links::attach`].
-    lanes: Mutex<Vec<Option<[TcpStream; 2]>>>,
+    /// For [`Links::attach`]: the connections to each other process.
+    lanes: Mutex<Vec<Option<Connections>>>,
 }
 
 impl Common {
@@ -104,7 +108,7 @@ impl Common {
             state.board.clone()
         };
         self.changed.notify_all();
-        board.iter().for_each(|board| board.fail(process, why));
+        board.iter().for_each(|board| board.lose(process, why));
     }
 
     /// Takes a notice of `process`.
@@ -150,7 +154,7 @@ impl Common {
             state.over = Some(end);
             let board = state.board.clone();
             drop(state);
-            board.iter().for_each(|board| board.fail(0, "its run is over"));
+            board.iter().for_each(|board| board.lose(0, "its run is over"));
         }
     }
 }
@@ -197,14 +201,15 @@ impl Links {
     fn start(&mut self, connections: Vec<Option<Connections>>, boxes: Vec<Option<mpsc::Receiver<Notice>>>) -> std::io::Result<()> {
         let mut lanes = Vec::new();
         for (process, (connections, letters)) in connections.into_iter().zip(boxes).enumerate() {
-            let (Some([control, grads, weights]), Some(letters)) = (connections, letters) else {
+            let (Some(connections), Some(letters)) = (connections, letters) else {
                 lanes.push(None);
                 continue;
             };
-            for socket in [&control, &grads, &weights] {
+            for socket in &connections {
                 self.sockets.push(socket.try_clone()?);
             }
-            lanes.push(Some([grads, weights]));
+            let control = connections[Channel::CONTROL.place()].try_clone()?;
+            lanes.push(Some(connections));
             let (common, stop, input) = (self.common.clone(), self.stop.clone(), control.try_clone()?);
             named("hear", process).spawn(move || hear(&common, process, input, &stop))?;
             let common = self.common.clone();
@@ -310,7 +315,7 @@ impl Links {
         }
     }
 
-    /// The board at which this process's rank meets those of the others, made of what `make` is given, and its lanes to them, by rank, whose
+    /// The board at which the ranks of this process meet all others, made of what `make` is given, and the lanes of each of them, by rank, whose
     /// parcels have at most `parcel_bytes`.
     ///
     /// # Errors
@@ -318,24 +323,20 @@ impl Links {
     ///
     /// # Panics
     /// When it is called twice.
-    pub(crate) fn attach(&self, make: impl FnOnce(Abroad) -> Board, parcel_bytes: usize) -> Result<(Arc<Board>, Vec<Option<RankLanes>>)> {
+    pub(crate) fn attach(&self, make: impl FnOnce(Abroad) -> Board, parcel_bytes: usize) -> Result<(Arc<Board>, Vec<LanesByRank>)> {
         let common = &self.common;
-        let board = Arc::new(make(Abroad { rank: common.process, names: common.names.clone(), outbox: common.clone() }));
-        let mut lanes = Vec::new();
-        let streams = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
-        assert!(!streams.is_empty(), "lanes are given once");
-        for (process, streams) in streams.into_iter().enumerate() {
-            let lane = |stream: TcpStream| {
-                let (common, bell) = (common.clone(), board.bell(common.process));
-                ParcelLane::start(stream, parcel_bytes, bell, move |why: &str| {
-                    // A process that ends closes all its connections, and says why on another one.
-                    thread::sleep(LAST_WORDS);
-                    common.lose(process, why);
-                })
-            };
-            let both = streams.map(|[grads, weights]| Ok(RankLanes { grads: lane(grads)?, weights: lane(weights)? }));
-            lanes.push(both.transpose().map_err(|e: std::io::Error| Error::resource("start the threads of lanes", e))?);
-        }
+        let board = Arc::new(make(Abroad { process: common.process, names: common.names.clone(), outbox: common.clone() }));
+        let connections = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
+        assert!(!connections.is_empty(), "lanes are given once");
+        let of = |rank: usize| -> std::io::Result<LanesByRank> {
+            let by_process = connections.iter().enumerate().map(|(process, streams)| match streams {
+                Some(streams) => self.lanes_to((process, streams), &board, rank, parcel_bytes),
+                None => Ok(board.mates().map(|_| None).collect()),
+            });
+            Ok(by_process.collect::<std::io::Result<Vec<_>>>()?.into_iter().flatten().collect())
+        };
+        let lanes = board.mates().map(of).collect::<std::io::Result<_>>();
+        let lanes = lanes.map_err(|e| Error::resource("start the threads of lanes", e))?;
         let mut state = common.open();
         for (process, notice) in std::mem::take(&mut state.early) {
             board.hear(process, &notice).map_err(|what| common.error_of(process, &nonsense(&what)))?;
@@ -348,6 +349,32 @@ impl Links {
         }
         state.board = Some(board.clone());
         Ok((board, lanes))
+    }
+
+    /// The lanes between `rank`, of this process, and each rank of another one.
+    fn lanes_to(
+        &self,
+        (process, streams): (usize, &Connections),
+        board: &Board,
+        rank: usize,
+        parcel_bytes: usize,
+    ) -> std::io::Result<LanesByRank> {
+        let (own, ranks) = (rank - board.mates().start, board.mates().len());
+        let lane = |channel: Channel| {
+            let common = self.common.clone();
+            ParcelLane::start(streams[channel.place()].try_clone()?, parcel_bytes, board.bell(rank), move |why: &str| {
+                // A process that ends closes all its connections, and says why on another one.
+                thread::sleep(LAST_WORDS);
+                common.lose(process, why);
+            })
+        };
+        let to = |place: usize| {
+            // The later process has connected to the earlier one.
+            let pair = if self.common.process > process { [own, place] } else { [place, own] };
+            let weights = (place == own).then(|| lane(Channel::weights(ranks, own))).transpose()?;
+            Ok(Some(RankLanes { grads: lane(Channel::gradients(ranks, pair))?, weights }))
+        };
+        (0..ranks).map(to).collect()
     }
 
     /// Says the last words, how the run ended here, and waits a moment until the others have said theirs.

@@ -1,5 +1,5 @@
 //! Ranks: devices that train together. Those of one process are a thread each. They meet on the [`board`]; [`baton`] lets tests choose who
-//! goes on. Those of several processes have a board each, and [`links`] between them.
+//! goes on. Several processes have a board each, and [`links`] between them; ranks in the same place of their processes are *namesakes*.
 
 pub(crate) mod baton;
 pub(crate) mod board;

@@ -32,6 +32,8 @@ pub(crate) struct Meeting {
     pub(crate) address: String,
     pub(crate) process: usize,
     pub(crate) processes: usize,
+    /// Ranks of each process.
+    pub(crate) ranks: usize,
     pub(crate) token: RunToken,
 }
 
@@ -55,8 +57,8 @@ enum Reply {
     Refused(String),
 }
 
-/// The connections to another process, in the order of [`Channel::ALL`].
-pub(super) type Connections = [TcpStream; 3];
+/// The connections to another process, in the order of [`Channel::all`].
+pub(super) type Connections = Vec<TcpStream>;
 
 /// All processes of a run, as this one knows them.
 pub(super) struct Mesh {
@@ -67,7 +69,7 @@ pub(super) struct Mesh {
 }
 
 /// Connections as they come, by process and channel.
-type Slots = Vec<[Option<TcpStream>; 3]>;
+type Slots = Vec<Vec<Option<TcpStream>>>;
 
 impl Meeting {
     fn what(&self) -> String {
@@ -91,22 +93,22 @@ impl Meeting {
     /// `Resource` that names who is missing, has another token, or differs, and in what; `Interrupted`.
     pub(super) fn meet(&self, own: Hello, stop: &StopFlag) -> Result<Mesh> {
         let deadline = Instant::now() + PATIENCE;
-        let mut slots: Slots = (0..self.processes).map(|_| Default::default()).collect();
+        let channels = Channel::all(self.ranks).len();
+        let mut slots: Slots = (0..self.processes).map(|_| (0..channels).map(|_| None).collect()).collect();
         let all = match self.process {
             0 => self.receive(own, &mut slots, (stop, deadline))?,
             _ => self.join(own, &mut slots, (stop, deadline))?,
         };
-        let whole = |[control, grads, weights]: [Option<TcpStream>; 3]| Some([control?, grads?, weights?]);
-        Ok(Mesh { all, connections: slots.into_iter().map(whole).collect() })
+        Ok(Mesh { all, connections: slots.into_iter().map(|slots| slots.into_iter().collect()).collect() })
     }
 
     /// Process 0: all come to it.
     fn receive(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
         let listener = Doorkeeper::at(&self.address, &self.token).map_err(|e| Error::resource(format!("listen at {}", self.address), e))?;
         let mut hellos = vec![own];
-        self.gather(&listener, 1..self.processes, &[Channel::Control], slots, (stop, deadline))?;
-        for (process, [control, ..]) in slots.iter_mut().enumerate().skip(1) {
-            let hello = control.as_mut().map_or(Ok(None), |stream| within(stream, HANDSHAKE_PATIENCE, hear).map(Some));
+        self.gather(&listener, 1..self.processes, &[Channel::CONTROL], slots, (stop, deadline))?;
+        for (process, slots) in slots.iter_mut().enumerate().skip(1) {
+            let hello = slots[0].as_mut().map_or(Ok(None), |stream| within(stream, HANDSHAKE_PATIENCE, hear).map(Some));
             let hello = hello.map_err(|e| self.failed(format_args!("process {process} does not say who it is: {e}")))?;
             hellos.extend(hello);
         }
@@ -118,18 +120,18 @@ impl Meeting {
                 Reply::Welcome(hellos.clone())
             }
         };
-        for (process, [control, ..]) in slots.iter_mut().enumerate() {
-            let told = control.as_mut().map_or(Ok(()), |stream| within(stream, HANDSHAKE_PATIENCE, |stream| say(stream, &reply)));
+        for (process, slots) in slots.iter_mut().enumerate() {
+            let told = slots[0].as_mut().map_or(Ok(()), |stream| within(stream, HANDSHAKE_PATIENCE, |stream| say(stream, &reply)));
             told.map_err(|e| self.failed(format_args!("process {process} hears no answer: {e}")))?;
         }
         refusal.map_or(Ok(()), |why| Err(Error::usage(why)))?;
-        self.gather(&listener, 1..self.processes, &Channel::ALL[1..], slots, (stop, deadline))?;
+        self.gather(&listener, 1..self.processes, &Channel::all(self.ranks)[1..], slots, (stop, deadline))?;
         Ok(hellos)
     }
 
     /// Another process: it goes to those before it, and those behind it come.
     fn join(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
-        let mut control = self.connect(&self.address, Channel::Control, (stop, deadline))?;
+        let mut control = self.connect(&self.address, Channel::CONTROL, (stop, deadline))?;
         let here = || -> io::Result<_> {
             let listener = Doorkeeper::at((control.local_addr()?.ip(), 0), &self.token)?;
             Ok((listener.listener.local_addr()?, listener))
@@ -148,16 +150,17 @@ impl Meeting {
             Reply::Refused(why) => return Err(Error::usage(printable(why))),
         };
         slots[0][0] = Some(control);
-        for channel in &Channel::ALL[1..] {
-            slots[0][*channel as usize] = Some(self.connect(&self.address, *channel, (stop, deadline))?);
+        let channels = Channel::all(self.ranks);
+        for channel in &channels[1..] {
+            slots[0][channel.place()] = Some(self.connect(&self.address, *channel, (stop, deadline))?);
         }
         for process in 1..self.process {
             let address = all[process].address.map_or(String::new(), |address| address.to_string());
-            for channel in Channel::ALL {
-                slots[process][channel as usize] = Some(self.connect(&address, channel, (stop, deadline))?);
+            for channel in &channels {
+                slots[process][channel.place()] = Some(self.connect(&address, *channel, (stop, deadline))?);
             }
         }
-        self.gather(&listener, self.process + 1..self.processes, &Channel::ALL, slots, (stop, deadline))?;
+        self.gather(&listener, self.process + 1..self.processes, &channels, slots, (stop, deadline))?;
         Ok(all)
     }
 
@@ -188,7 +191,7 @@ impl Meeting {
         (stop, deadline): (&StopFlag, Instant),
     ) -> Result<()> {
         loop {
-            let is_whole = |process: usize, slots: &Slots| channels.iter().all(|channel| slots[process][*channel as usize].is_some());
+            let is_whole = |process: usize, slots: &Slots| channels.iter().all(|channel| slots[process][channel.place()].is_some());
             let missing: Vec<usize> = processes.clone().filter(|process| !is_whole(*process, slots)).collect();
             if missing.is_empty() {
                 return Ok(());
@@ -207,7 +210,9 @@ impl Meeting {
                     self.processes
                 )));
             }
-            if slots[process][claim.channel as usize].replace(stream).is_some() {
+            // One with more ranks hears soon that it differs.
+            let Some(slot) = slots[process].get_mut(claim.channel.place()) else { continue };
+            if slot.replace(stream).is_some() {
                 return Err(Error::usage(format!("--process {process}: two processes say that they are process {process}")));
             }
         }
@@ -301,7 +306,7 @@ mod tests {
     }
 
     fn meeting(address: &str, process: usize, processes: usize, token: &str) -> Meeting {
-        Meeting { address: address.into(), process, processes, token: RunToken::new(token, "here").unwrap() }
+        Meeting { address: address.into(), process, processes, ranks: 2, token: RunToken::new(token, "here").unwrap() }
     }
 
     /// What comes of each process, which has these facts.

@@ -32,11 +32,12 @@ use crate::device::Kernels;
 use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
-use crate::launch;
 use crate::launch::agreement::Party;
 use crate::launch::engine::{Launcher, UseEngine};
+use crate::launch::processes::ThisProcess;
 use crate::signals::StopFlag;
 pub use observer::{Observer, RunFacts, Summary};
+use processes::Following;
 use run_dir::RunDir;
 use session::Session;
 use setup::PreparedRun;
@@ -72,7 +73,9 @@ fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
     let meeting_place = Some(processes::propose(party, (&plan, &shape), prepared.settings(), run_dir.dir())?);
-    launch::processes::lead(&launcher, &plan, &shape, &party.links, Training { prepared, run_dir, meeting_place, stop, observer })
+    let output_dir = prepared.settings().output_dir.clone();
+    let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &party.links };
+    this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following { output_dir: &output_dir })
 }
 
 struct Training<'a> {

@@ -10,7 +10,7 @@ use crate::engine::orders::RankEngine;
 use crate::engine::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::launch::agreement::Party;
-use crate::launch::processes::{self, FollowEngine};
+use crate::launch::processes::{FollowEngine, ThisProcess};
 use crate::model::shape::ModelShape;
 use crate::model_dir::{CONFIG, ModelDir};
 use crate::planner::plan::Plan;
@@ -59,19 +59,20 @@ pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observ
     MeetingPlace::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
     observer.note(&plan.to_string());
     observer.note(&format!("process {} follows process 0, which tells of steps", links.process()));
-    match processes::follow(&launch, &plan, &shape, links, Following { output_dir: &settings.output_dir }) {
+    let this = ThisProcess { launch: &launch, plan: &plan, shape: &shape, links };
+    match this.follow(&Following { output_dir: &settings.output_dir }) {
         Error::Rank { .. } => links.end_of_run().and_then(|end| ended(links, end)),
         own => Err(own),
     }
 }
 
-/// Trains, and saves its part where process 0 says.
-struct Following<'a> {
-    output_dir: &'a Path,
+/// Trains, and saves its part where rank 0 says.
+pub(super) struct Following<'a> {
+    pub(super) output_dir: &'a Path,
 }
 
 impl FollowEngine for Following<'_> {
-    fn run<D: Kernels + Peers>(self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         engine.follow_and_save(settle_down, |engine, words| parts::save_own(engine, self.output_dir, words))
     }
 }

@@ -41,7 +41,7 @@ class Settings(TypedDict, total=False):
     output_dir: str | PathLike[str]
     """Where checkpoints and metrics go [default: runs/train]."""
     gpus: str | int | float
-    """GPUs that train together [default: 1]."""
+    """GPUs that train together, of each process [default: 1]."""
     sequence_ranks: int
     """GPUs that share each sequence: tokens, and heads around attention [default: 1]."""
     device: Literal["auto", "cpu", "cuda"]
@@ -79,7 +79,7 @@ class Settings(TypedDict, total=False):
     gradient_shares: int
     """Shares of a step, whose gradients are summed in float32 [default: the GPUs, or the checkpoint's]."""
     gradient_group: int
-    """Shares in a row whose sum is rounded to --dtype before all are added [default: no rounding, or the checkpoint's]."""
+    """Shares in a row whose sum is rounded before all are added [default: none, or the checkpoint's]."""
     seq_length: int
     """Tokens of a sequence [default: 1024]."""
     learning_rate: float

@@ -24,7 +24,6 @@ use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{MemorySpace, RingShape};
 use crate::ranks::Seat;
-use crate::ranks::baton::Baton;
 use crate::trace::{Recorder, now_ns};
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
@@ -201,7 +200,11 @@ impl CpuDevice {
             if !self.advance()? {
                 let (shared, company) = (&self.shared, &self.company);
                 let others_failed = || company.as_ref().is_some_and(|company| company.seat.board.has_failed());
-                shared.driver.wait_until(|| ready(shared) || shared.failed.load(Ordering::Acquire) || others_failed());
+                // What an adversary's stream waits for may have been done by a peer.
+                let is_own = matches!(self.runner, Runner::Adversary { .. });
+                let can_go_on = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
+                let is_over = || shared.failed.load(Ordering::Acquire) || others_failed();
+                shared.driver.wait_until(|| ready(shared) || can_go_on() || is_over());
             }
             self.check()?;
         }
@@ -238,7 +241,7 @@ impl CpuDevice {
             return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
         };
         self.shared.run_front(stream, &mut adversary.recorders[stream]);
-        self.company.iter().filter_map(|company| company.seat.board.baton()).for_each(Baton::progress);
+        self.company.iter().for_each(|company| company.seat.board.ring_mates());
         Ok(true)
     }
 
