@@ -34,6 +34,8 @@ struct Case {
     dtype: &'static str,
     moments: &'static str,
     shares: usize,
+    /// Consecutive ones whose sum is rounded.
+    group: usize,
     micro_batches: usize,
     max_norm: f64,
     faults: Vec<(u64, f64, usize, &'static str)>,
@@ -151,7 +153,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let dtype = if case.dtype == FP8 { "matmul-dtype = \"fp8\"".into() } else { format!("dtype = \"{}\"", case.dtype) };
     let lines = format!(
         "strategy = \"{}\"\nthreads = {}\nbucket-mib = {}\nslots = {}\nresident-buckets = {}\ncast = \"{}\"\n{without}\n{adversary}\n\
-         seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
+         seed = {}\n{dtype}\nmoments = \"{}\"\ngradient-accumulation-steps = {}\ngradient-shares = {}\ngradient-group = {}\ngpus = {}\nmax-grad-norm = {}\ninject = [{}]\n\
          seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99",
         way.strategy,
         way.threads,
@@ -163,6 +165,7 @@ fn run(case: &Case, way: &Way) -> Run {
         case.moments,
         case.shares * case.micro_batches / ranks,
         case.shares,
+        case.group,
         ranks,
         case.max_norm,
         inject.collect::<Vec<_>>().join(","),
@@ -196,13 +199,13 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32", FP8]), prop::sample::select(MOMENTS.to_vec())),
-        // Shares of a step, and micro-batches of a share.
-        prop::sample::select(vec![(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),
+        // Shares of a step and of a group, and micro-batches of a share.
+        prop::sample::select(vec![(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1), (4, 2, 1)]),
         // The norm of these models is mostly between 1.2 and 3: never, sometimes, often, always clipped.
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, (layers, experts), vocab, tied, (dtype, moments), (shares, micro_batches), max_norm, faults)| Case {
+        .prop_map(|(seed, (layers, experts), vocab, tied, (dtype, moments), (shares, group, micro_batches), max_norm, faults)| Case {
             seed: u64::from(seed),
             layers,
             experts,
@@ -211,6 +214,7 @@ fn cases() -> impl Strategy<Value = Case> {
             dtype,
             moments,
             shares,
+            group,
             micro_batches,
             max_norm,
             faults,
@@ -358,7 +362,20 @@ fn rows_that_leave_early_change_no_bit() {
 /// A small model without faults, its step cut into `shares` micro-batches.
 fn tiny_case(shares: usize) -> Case {
     let (dtype, moments, max_norm) = ("bfloat16", "float32", 0.0);
-    Case { seed: 3, layers: 2, experts: false, vocab: 64, tied: true, dtype, moments, shares, micro_batches: 1, max_norm, faults: vec![] }
+    Case {
+        seed: 3,
+        layers: 2,
+        experts: false,
+        vocab: 64,
+        tied: true,
+        dtype,
+        moments,
+        shares,
+        group: 1,
+        micro_batches: 1,
+        max_norm,
+        faults: vec![],
+    }
 }
 
 /// Real threads and two orders of an adversary.
@@ -384,6 +401,7 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             moments: moments(seed),
             vocab: 300,
             experts: seed / 2 % 2 == 1,
+            group: if shares == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
             micro_batches: 1 + seed as usize % 2,
             max_norm,
             faults,

@@ -33,6 +33,7 @@ fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
             for more in [
                 "",
                 "gradient-shares = 3\n",
+                "gradient-shares = 4\ngradient-group = 2\n",
                 "dtype = \"float32\"\nslots = 3\n",
                 "moments = \"bfloat16\"\n",
                 "gradient-accumulation-steps = 2\nactivations = \"recompute-block\"\n",
@@ -59,7 +60,7 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
         Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) }
     };
     let (shape, common) = (tiny_llama(12, 1024, 256, true), "seq-length = 64\nper-device-train-batch-size = 1\n");
-    let (mut grads, mut weights, mut resident, mut sums) = (0, 0, 0, 0);
+    let (mut grads, mut weights, mut resident, mut sums, mut groups) = (0, 0, 0, 0, 0);
     for mib in (1400..3600).step_by(50) {
         let plan = compare(common, &shape, &gpu(mib));
         grads += usize::from(plan.grad_ring.is_some());
@@ -67,8 +68,12 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
         resident += usize::from(plan.layout.offloaded() == 0);
         let plan = compare(&format!("{common}gradient-shares = 3\n"), &shape, &gpu(mib));
         sums += usize::from(plan.sums_on_host);
+        if mib % 400 == 0 {
+            let plan = compare(&format!("{common}gradient-shares = 4\ngradient-group = 2\n"), &shape, &gpu(mib));
+            groups += usize::from(plan.sums_on_host);
+        }
     }
-    assert!(sums > 0, "no sums on the host were tried");
+    assert!(sums > 0 && groups > 0, "no sums on the host were tried");
     assert!(grads > 0, "no ring of gradients was tried");
     assert_eq!((weights > 0, resident > 0), (cfg!(feature = "weight-flow"), cfg!(feature = "repartition")));
     for moments in ["float32", "bfloat16"] {
@@ -102,6 +107,7 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
         for more in [
             "",
             "gradient-shares = 8\n",
+            "gradient-shares = 8\ngradient-group = 4\n",
             "moments = \"bfloat16\"\n",
             "resident-buckets = 2\n",
             "weights = \"sharded\"\n",

@@ -183,12 +183,47 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
 #[test]
 fn pulls_wait_for_slices_that_come_from_other_processes() {
     let workspace = deep();
-    let flags = ["--dtype=float32", "--bucket-mib=0.0625"];
-    let whole = digest_of_one(&workspace, "one", 1, &flags);
+    let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float32", "--bucket-mib=0.0625", group]);
+    let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
     for seed in crate::sweep::sweep(1..5, 1..100) {
+        let (group, whole) = &whole[seed % 2];
         let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}"));
-        assert_eq!(digest_in(&workspace, &out, [2, 2], &[&flags[..], &[&adversary]].concat()), whole, "seed {seed}");
+        let flags = ["--dtype=float32", "--bucket-mib=0.0625", group, &adversary];
+        assert_eq!(&digest_in(&workspace, &out, [2, 2], &flags), whole, "seed {seed} with {group}");
     }
+}
+
+/// Twelve shares in groups of two or three: summed in a process where its ranks compute one in a round, by whoever owns a slice elsewhere.
+#[test]
+fn groups_of_shares_have_the_same_bits_wherever_they_are_summed() {
+    let workspace = deep();
+    for (nth, flags) in [&[][..], &["--strategy=zero-offload"], &["--strategy=no-offload"]].into_iter().enumerate() {
+        let group = if nth == 1 { "--gradient-group=3" } else { "--gradient-group=2" };
+        let flat = [flags, &["--bucket-mib=0.0625"]].concat();
+        let grouped = [&flat[..], &[group]].concat();
+        let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, &grouped);
+        assert_ne!(digest_of_one(&workspace, &format!("flat-{nth}"), 1, &flat), whole, "{group} rounds groups");
+        assert_eq!(digest_of_one(&workspace, &format!("ranks-{nth}"), 4, &grouped), whole);
+        for layout in [[2, 2], [2, 3], [2, 1], [3, 1]] {
+            let out = format!("{}x{}-{nth}", layout[0], layout[1]);
+            assert_eq!(digest_in(&workspace, &out, layout, &grouped), whole, "{layout:?} with {grouped:?}");
+        }
+        let clips = workspace.metrics(&format!("2x2-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
+        assert!(clips > 0, "nothing was clipped");
+    }
+    // They are a part of the numerics, and kept by whoever goes on.
+    let resume: &[&str] = &["--bucket-mib=0.0625", "--resume-from-checkpoint=auto"];
+    let whole = digest_of_one(&workspace, "whole", 1, &["--bucket-mib=0.0625", "--gradient-group=2"]);
+    for (from, layout) in [("2x2-0", [1, 1]), ("one-0", [2, 2]), ("3x1-0", [2, 3])] {
+        let out = format!("{from}-{}x{}", layout[0], layout[1]);
+        workspace.copy_checkpoints(from, &out, &[6]);
+        let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest_in(&workspace, &out, layout, resume) };
+        assert_eq!(resumed, whole, "{out}");
+    }
+    workspace.copy_checkpoints("one-0", "other", &[6]);
+    let other = |more: &[&str]| run(&mut one(&workspace, "other", &flags(1, &[resume, &["--gradient-group=3"], more].concat())));
+    other(&[]).refused(2, &["gradient_group was 2 and is 3", "--allow-changed numerics"]);
+    assert_ne!(other(&["--allow-changed=numerics"]).digest(), whole);
 }
 
 #[test]

@@ -19,11 +19,8 @@ struct Mutant {
     changes: &'static [(&'static str, &'static str)],
 }
 
-const MUTANTS: [Mutant; 10] = [
-    Mutant {
-        name: "no wait before a pull",
-        changes: &[("                dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;\n", "")],
-    },
+const MUTANTS: [Mutant; 12] = [
+    Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;\n", "")] },
     Mutant {
         name: "publish before record",
         changes: &[
@@ -40,8 +37,8 @@ const MUTANTS: [Mutant; 10] = [
     Mutant {
         name: "staging is overwritten before its sum",
         changes: &[
-            ("dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, peer, theirs.written[bucket])?"),
-            ("dev.pull(Stream::Reduce, peer, theirs.memory.grads", "dev.pull(Stream::Gather, peer, theirs.memory.grads"),
+            ("dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, mate, theirs.written[bucket])?"),
+            ("dev.pull(Stream::Reduce, mate, theirs.memory.grads", "dev.pull(Stream::Gather, mate, theirs.memory.grads"),
             (
                 "        dev.record(self.pulled, Stream::Reduce)?;\n",
                 "        dev.record(self.pulled, Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled)?;\n",
@@ -81,10 +78,8 @@ const MUTANTS: [Mutant; 10] = [
     Mutant {
         name: "sums begin with the own part",
         changes: &[(
-            "        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;\n",
-            "        parts[..self.peers.len()].rotate_left(self.seat.rank);
-        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
-",
+            "        addition.add(dev, Stream::Reduce, (round as usize * count",
+            "        parts[..count].rotate_left(own % count);\n        addition.add(dev, Stream::Reduce, (round as usize * count",
         )],
     },
     Mutant {
@@ -101,6 +96,20 @@ const MUTANTS: [Mutant; 10] = [
     Mutant {
         name: "a swap overwrites what is not summed",
         changes: &[("        dev.wait(Stream::Compute, free)?;\n", "        let _ = free;\n")],
+    },
+    Mutant {
+        name: "a group leaves before it is summed",
+        changes: &[
+            ("            self.group_written(dev, grads, next + 1)?;\n", ""),
+            (
+                "        self.group_written(dev, grads, self.buckets_written)?;\n",
+                "        self.group_written(dev, grads, self.buckets_swapped)?;\n",
+            ),
+        ],
+    },
+    Mutant {
+        name: "sums of groups are added as shares are",
+        changes: &[("if self.is_grouped { self.addition.of_groups() } else { self.addition }", "self.addition")],
     },
 ];
 

@@ -101,6 +101,11 @@ impl Settings {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
+    /// Consecutive shares whose sum is rounded to --dtype before the sums of all are added; 1 where that is not so, as where they are all.
+    pub(crate) fn group(&self) -> usize {
+        self.gradient_group.filter(|group| *group < self.shares()).unwrap_or(1)
+    }
+
     /// Groups of ranks that share sequences: each computes other micro-batches.
     pub(crate) fn groups(&self) -> usize {
         self.ranks() / self.sequence_ranks.max(1)
@@ -189,6 +194,8 @@ mod tests {
             ("--adam-epsilon=1e-60", "above 0 in float32"),
             ("--per-device-train-batch-size=0", "at least 1"),
             ("--gradient-accumulation-steps=0", "at least 1"),
+            ("--gradient-group=0", "at least 1"),
+            ("--gradient-group=2", "a divisor of --gradient-shares 1"),
             ("--seq-length=0", "at least 1"),
             ("--logging-steps=0", "at least 1"),
             ("--save-steps=0", "at least 1"),

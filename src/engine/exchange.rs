@@ -3,7 +3,7 @@
 
 use super::bounce::Sides;
 use super::hall::RankMemory;
-use super::sums::{ShareSums, WhichShare};
+use super::sums::ShareSums;
 use super::vitals::Vitals;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
@@ -401,7 +401,6 @@ impl<D: Kernels> Exchange<D> for Alone {
         let (range, share) = (self.slices.global(bucket), self.share);
         let last = share + 1 == self.shares;
         if let Some(sums) = &mut self.sums {
-            let share = WhichShare { is_first: share == 0, is_last: last };
             sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, share)?;
         }
         if range.end == self.slices.elems() {

@@ -13,6 +13,7 @@ pub(crate) mod executor;
 pub(crate) mod expert_rows;
 mod exposed;
 mod fault_injector;
+mod groups;
 pub(crate) mod hall;
 mod handover;
 mod hops;

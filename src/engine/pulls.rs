@@ -1,10 +1,14 @@
 //! Several ranks: each publishes on the board what it has recorded, and the others' copies pull it. From ranks of other processes gradients come
 //! by [`Sockets`] or [`Rails`]. So do weights, to one rank of this process for each: it *carries* them for the others, who pull them from it.
 //!
+//! Where the ranks of a process compute a whole group of shares in each round, its sum is made here first: each rank pulls what its namesakes and
+//! itself own, and what then lies in the place of its gradient is the group's. Only that leaves the process, to the namesakes.
+//!
 //! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
+use super::groups::Addition;
 use super::hall::{Hall, Introduction, RankMemory, check_same_bits};
 use super::handover::Handovers;
 use super::rails::Rails;
@@ -55,16 +59,23 @@ pub(crate) struct Pulls<C> {
     staging: DeviceSlice,
     own: SliceMemory,
     lease: Lease,
-    /// fp32 sums so far of what this rank owns, where a step has several rounds.
-    sums: Option<DeviceSlice>,
+    /// fp32 sums so far of what this rank owns, where a step has several rounds, and how many of each element.
+    sums: DeviceSlice,
+    kept_sums: usize,
+    addition: Addition,
+    /// Groups are summed in this process first.
+    is_grouped: bool,
     rounds: u64,
     /// Micro-batches of a share, ranks that have a part of each, and words of a part.
     per_share: usize,
     sequence_ranks: usize,
     batch_words: usize,
     room: Vec<i32>,
-    /// Buckets that were written and summed, and of whose sums the driver knows, in all rounds.
+    /// How many buckets, in all rounds, were written; have the sum of their group, where it is made here; were exchanged, on rails; were summed;
+    /// and have a sum that the driver knows of.
     buckets_written: u64,
+    buckets_grouped: u64,
+    buckets_swapped: u64,
     buckets_summed: u64,
     buckets_told: u64,
     /// Steps whose outcome is known.
@@ -104,7 +115,9 @@ impl Far {
         Ok(match reach {
             Reach::Memory => None,
             Reach::Lanes(lanes) => Some(Self::Sockets(Box::new(Sockets::new(dev, plan, slices, lanes)?))),
-            Reach::Rail(key) => Some(Self::Rails(Box::new(Rails::new(dev, slices, mates, (key, plan.cuda_libraries.clone()))?))),
+            Reach::Rail(key) => {
+                Some(Self::Rails(Box::new(Rails::new(dev, slices, (mates, plan.sums_within()), (key, plan.cuda_libraries.clone()))?)))
+            }
         })
     }
 
@@ -151,8 +164,7 @@ impl<C> Pulls<C> {
         let mut events = |count| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (written, gathered) = (events(count)?, events(count)?);
         let carried = events(if matches!(reach, Reach::Memory) { 0 } else { count })?;
-        let rounds = plan.shares / ranks;
-        let sums = (rounds > 1).then(|| dev.alloc("gradient sums", slices.elems(), Dtype::Float32)).transpose()?;
+        let kept_sums = plan.kept_sums();
         let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
         let mut lease = Lease::default();
         Ok(Self {
@@ -165,8 +177,11 @@ impl<C> Pulls<C> {
             pulled: dev.event()?,
             summed: dev.event()?,
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
-            sums,
-            rounds: rounds as u64,
+            sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
+            kept_sums,
+            addition: Addition::of(plan),
+            is_grouped: plan.sums_within(),
+            rounds: (plan.shares / ranks) as u64,
             per_share: plan.micro_batches_of_share(),
             sequence_ranks: plan.sequence_ranks,
             batch_words: plan.batch_words(),
@@ -174,6 +189,8 @@ impl<C> Pulls<C> {
             handovers: Handovers::new(dev, seat.rank, plan.sequence_ranks)?,
             peers: Vec::new(),
             buckets_written: 0,
+            buckets_grouped: 0,
+            buckets_swapped: 0,
             buckets_summed: 0,
             buckets_told: 0,
             steps: 0,
@@ -385,18 +402,19 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         let written = self.written[bucket];
         let round = self.buckets_written / self.buckets();
         dev.record(written, Stream::Compute)?;
-        if let Some(far) = self.sockets() {
+        if let Some(far) = self.flat_sockets() {
             far.send_grads(dev, bucket, round, written)?;
         }
         self.buckets_written += 1;
         self.seat.board.publish_written(self.seat.rank);
         self.seat.pass()?;
-        self.swap_written(dev, grads, (bucket, round)).map(|()| false)
+        self.swap_written(dev, grads).map(|()| false)
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // Whoever waits here for another rank would wait for ever once that one has failed.
         self.seat.check()?;
+        self.group_written(dev, grads, self.buckets_written)?;
         loop {
             if self.buckets_told == self.buckets_summed {
                 if self.buckets_summed == self.buckets_written || !self.has_parts(dev)? {

@@ -3,7 +3,7 @@
 //!
 //! Whoever enters such an exchange waits there for the others, so that all have to enter them in one order. Only the plan decides it: gradients
 //! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing. Gradients go from each
-//! rank to each of another process, weights to its namesakes alone, from which the others of their processes pull them.
+//! rank to each of another process, those of groups and weights to its namesakes alone, from which the others of their processes pull weights.
 
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, Swap};
@@ -24,6 +24,8 @@ pub(super) struct Rails {
     slices: Slices,
     /// The ranks of this process.
     mates: Range<usize>,
+    /// Gradients are those of groups, and go to namesakes alone.
+    is_grouped: bool,
     /// Where this rank's gradients and weights lie on the device.
     flat: Option<[DeviceSlice; 2]>,
     /// What was exchanged so far, as one number, which all ranks have alike.
@@ -43,10 +45,10 @@ impl Rails {
     pub(super) fn new<D: Device>(
         dev: &mut D,
         slices: &Slices,
-        mates: Range<usize>,
+        (mates, is_grouped): (Range<usize>, bool),
         (key, libraries): (RailKey, Vec<PathBuf>),
     ) -> Result<Self> {
-        Ok(Self { slices: slices.clone(), mates, flat: None, passed: 0, last: dev.event()?, key, libraries })
+        Ok(Self { slices: slices.clone(), mates, is_grouped, flat: None, passed: 0, last: dev.event()?, key, libraries })
     }
 
     /// Whether nobody waits in an exchange for this rank, as far as it has entered them.
@@ -92,7 +94,7 @@ impl Rails {
             let theirs = self.slices.of(peer, bucket);
             Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: into(peer) }
         };
-        dev.swap(self.others().map(swap))?;
+        dev.swap(self.others().filter(|peer| !self.is_grouped || self.is_namesake(*peer)).map(swap))?;
         dev.record(self.last, Stream::Compute)
     }
 
@@ -117,9 +119,7 @@ impl Rails {
             weights.slice(slice.start, slice.len())
         };
         let own = of(slices.rank());
-        let place = |rank: usize| rank % self.mates.len();
-        let namesakes = self.others().filter(|peer| place(*peer) == place(slices.rank()));
-        dev.swap(namesakes.map(|peer| Swap { peer, out: own, into: of(peer) }))?;
+        dev.swap(self.others().filter(|peer| self.is_namesake(*peer)).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
         dev.record(carried, Stream::Compute)?;
         dev.record(self.last, Stream::Compute)
     }
@@ -128,6 +128,11 @@ impl Rails {
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let mates = self.mates.clone();
         (0..self.slices.ranks()).filter(move |rank| !mates.contains(rank))
+    }
+
+    fn is_namesake(&self, rank: usize) -> bool {
+        let place = |rank: usize| rank % self.mates.len();
+        place(rank) == place(self.slices.rank())
     }
 
     fn note(&mut self, what: Passed, bucket: usize, nth: u64) {

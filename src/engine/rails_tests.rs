@@ -101,7 +101,12 @@ fn plan(settings: &Settings) -> Plan {
 
 /// What all processes of a run come to, by process.
 fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
-    let (processes, ranks, plan, key) = (settings.processes, settings.gpus, plan(settings), RailHub::open());
+    by_rail(settings, steps, RailHub::open())
+}
+
+/// The same where they meet in the hub of `key`.
+fn by_rail(settings: &Settings, steps: u64, key: RailKey) -> Vec<Result<Option<Learned>>> {
+    let (processes, ranks, plan) = (settings.processes, settings.gpus, plan(settings));
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
@@ -144,9 +149,31 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
         same_bits(&Settings { gradient_shares: Some(4), gradient_accumulation_steps: Some(4), ..base.clone() });
         // Two ranks in each of two processes, which pull from each other what the swaps have brought.
         clips += same_bits(&Settings { gpus: 2, ..base.clone() }).1;
-        same_bits(&Settings { gpus: 2, gradient_shares: Some(8), gradient_accumulation_steps: Some(2), ..base });
+        same_bits(&Settings { gpus: 2, gradient_shares: Some(8), gradient_accumulation_steps: Some(2), ..base.clone() });
+        // Groups that are summed within a process, in one round and in two, and those that are not.
+        clips += same_bits(&Settings { gpus: 2, gradient_group: Some(2), ..base.clone() }).1;
+        let shares = Settings { gradient_group: Some(2), gradient_shares: Some(8), gradient_accumulation_steps: Some(2), ..base };
+        same_bits(&Settings { gpus: 2, ..shares.clone() });
+        same_bits(&Settings { processes: 4, ..shares });
     }
     assert!(clips > 0, "nothing was clipped");
+}
+
+/// Of two ranks in each of two processes each sends half of its gradient, and with groups a quarter.
+#[test]
+fn the_sum_of_a_group_leaves_its_process_once() {
+    let flat = Settings { gpus: 2, ..settings(2) };
+    let sent = |settings: &Settings| {
+        let key = RailHub::open();
+        by_rail(settings, 1, key).swap_remove(0).unwrap();
+        RailHub::sent_bytes(&key)
+    };
+    let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));
+    let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).dtype.bytes()) as u64;
+    assert_eq!(shares - groups, 4 * (bytes / 2 - bytes / 4));
+    // Weights are sent at the start, after the step, and as from a checkpoint; a word of each to each at their connection.
+    let words = 8 * plan(&flat).dtype.bytes() as u64;
+    assert_eq!(groups, bytes + 3 * bytes + words);
 }
 
 /// Streams and pools of each process run in another order, as far as their events allow.

@@ -1,6 +1,6 @@
 //! Slices that go to ranks of other processes and come from them, through host memory and [`lanes`](crate::ranks::lanes): what ranks of one
-//! process pull from each other's memory, these are sent. Gradients go from each rank to each, weights from each to its namesakes, from which the
-//! others of their processes pull them. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
+//! process pull from each other's memory, these are sent. Gradients go from each rank to each, those of groups and weights to its namesakes, from
+//! which the others of their processes pull weights. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
 //!
 //! Gradients go in the order of buckets and rounds, and one that comes in another order is an error. New weights go as they become final, and
 //! are taken in any order: nobody waits for one while another holds the way. All of a version come after the verdict that every rank waited for
@@ -61,6 +61,8 @@ pub(super) struct Sockets {
     host: HostMemory,
     /// By rank; none to those of its process.
     lanes: LanesByRank,
+    /// The ranks that gradients are exchanged with.
+    grads_with: Vec<usize>,
     slices: Slices,
     grads: Departures,
     weights: Departures,
@@ -171,7 +173,8 @@ impl Sockets {
     /// `Resource` when there is no host memory.
     pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: LanesByRank) -> Result<Self> {
         let mut host = HostMemory::new(plan.host_memory.clone());
-        let [others, namesakes] = [others(&lanes).count(), namesakes(&lanes).count()];
+        let grads_with: Vec<usize> = if plan.sums_within() { namesakes(&lanes).collect() } else { others(&lanes).collect() };
+        let [others, namesakes] = [grads_with.len(), namesakes(&lanes).count()];
         let bytes = slices.longest() * plan.dtype.bytes();
         let mut way = |name, lanes| HostPlaces::new((&mut *dev, &mut host), name, lanes * PLACES, bytes);
         let [grads, grads_in] = [way("leaving gradients", others)?, way("coming gradients", others)?];
@@ -185,6 +188,7 @@ impl Sockets {
             missing: vec![0; slices.layout().count()],
             slices: slices.clone(),
             lanes,
+            grads_with,
             host,
             flat: None,
             version: 0,
@@ -196,10 +200,10 @@ impl Sockets {
         self.flat = Some(flat);
     }
 
-    /// This rank's gradient of `bucket` is written in a round, after `written`: its slices of others leave.
+    /// This rank's gradient of `bucket`, or its group's, is written in a round, after `written`: its slices of others leave.
     pub(super) fn send_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64, written: EventId) -> Result<()> {
         let Some([grads, _]) = self.flat else { return Ok(()) };
-        for rank in others(&self.lanes) {
+        for &rank in &self.grads_with {
             let slice = self.slices.of(rank, bucket);
             let source = grads.slice(slice.start, slice.len());
             let departure = Departure { parcel: (bucket as u32, round), source, after: written, to: vec![rank] };
@@ -262,7 +266,7 @@ impl Sockets {
                 there += 1;
             }
         }
-        let others = others(&self.lanes).count();
+        let others = self.grads_with.len();
         Ok(there == others && self.grads_in.free.len() >= others)
     }
 

@@ -3,7 +3,8 @@
 //! and goes back. The device adds in either case, in the order of shares, so that no bit depends on where the sums lie.
 
 use super::bounce::Sides;
-use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Stream, SumSlices};
+use super::groups::{Addition, KeptSums};
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
@@ -11,19 +12,14 @@ use crate::planner::budget::{SUM_PLACES, host_sums};
 use crate::planner::plan::Plan;
 use std::ops::Range;
 
-/// Which of a step's shares a gradient is of.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct WhichShare {
-    pub is_first: bool,
-    pub is_last: bool,
-}
-
 #[derive(Debug)]
 pub(super) struct ShareSums {
     places: [SumPlace; SUM_PLACES],
     /// By bucket: its last share so far is added.
     added: Vec<EventId>,
     memory: SumMemory,
+    addition: Addition,
+    shares: usize,
     /// Buckets that have passed so far.
     passed: usize,
     /// Bytes that crossed the link since somebody asked: to the device, and to the host.
@@ -44,6 +40,8 @@ struct SumPlace {
 /// What a plan decides of it; it holds nothing between two steps.
 #[derive(Debug)]
 struct SumMemory {
+    /// Sums of each element: those of a bucket lie behind each other.
+    each: usize,
     /// Of the first elements in flat order.
     on_host: PinnedSlice,
     /// Of all others.
@@ -63,10 +61,13 @@ impl SumMemory {
     }
 
     fn fill<D: Device>(plan: &Plan, (dev, host): Sides<'_, D>, lease: &mut Lease) -> Result<Self> {
-        let ([elems, passing], place_elems) = (host_sums(&plan.layout, plan.sums_on_host), plan.layout.bucket_elems());
+        let each = plan.kept_sums();
+        let [elems, passing] = host_sums(&plan.layout, plan.sums_on_host).map(|elems| elems * each);
+        let place_elems = plan.layout.bucket_elems() * each;
         Ok(Self {
+            each,
             on_host: lease.alloc_pinned((dev, host), "gradient sums", elems * 4, place_elems.min(elems) * 4)?,
-            on_device: lease.alloc(dev, "gradient sums", plan.layout.flat_elems() - elems, Dtype::Float32)?,
+            on_device: lease.alloc(dev, "gradient sums", plan.layout.flat_elems() * each - elems, Dtype::Float32)?,
             passing: lease.alloc(dev, "passing sums", passing, Dtype::Float32)?,
             place_elems,
             lease: Lease::default(),
@@ -75,6 +76,11 @@ impl SumMemory {
 
     fn host_elems(&self) -> usize {
         self.on_host.bytes() / 4
+    }
+
+    /// Where the sums of `range`, a bucket, lie among all.
+    fn place_of(&self, range: &Range<usize>) -> Range<usize> {
+        range.start * self.each..range.end * self.each
     }
 }
 
@@ -85,7 +91,8 @@ impl ShareSums {
         let mut place = || Ok(SumPlace { written: dev.event()?, came: dev.event()?, left: dev.event()? });
         let places = [place()?, place()?, place()?];
         let added = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<_>>()?;
-        Ok(Self { places, added, memory: SumMemory::take(plan, (dev, host))?, passed: 0, crossed: [0; 2] })
+        let (memory, addition) = (SumMemory::take(plan, (dev, host))?, Addition::of(plan));
+        Ok(Self { places, added, memory, addition, shares: plan.shares, passed: 0, crossed: [0; 2] })
     }
 
     pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
@@ -103,7 +110,7 @@ impl ShareSums {
         std::mem::take(&mut self.crossed)
     }
 
-    /// Adds `grads`, a share's gradient of `bucket`, to the sum of `range`; with the last share the sum, rounded once, takes the gradient's
+    /// Adds `grads`, the gradient of `bucket` of a `share`, to the sum of `range`; with the last share the sum, rounded once, takes the gradient's
     /// place.
     pub(super) fn add<D: Kernels>(
         &mut self,
@@ -111,14 +118,17 @@ impl ShareSums {
         grads: DeviceSlice,
         bucket: usize,
         range: &Range<usize>,
-        share: WhichShare,
+        share: usize,
     ) -> Result<()> {
-        let host_elems = self.memory.host_elems();
-        if range.start < host_elems {
-            return self.pass(dev, grads, bucket, range, share);
+        let (host_elems, place) = (self.memory.host_elems(), self.memory.place_of(range));
+        if place.start < host_elems {
+            return self.pass(dev, grads, bucket, &place, share);
         }
-        let sum = self.memory.on_device.slice(range.start - host_elems, range.len());
-        dev.launch(share.sum(Stream::Compute, grads, sum))
+        self.sum(dev, Stream::Compute, grads, self.memory.on_device.slice(place.start - host_elems, place.len()), share)
+    }
+
+    fn sum<D: Kernels>(&self, dev: &mut D, stream: Stream, grads: DeviceSlice, sums: DeviceSlice, share: usize) -> Result<()> {
+        self.addition.add(dev, stream, (share, &[grads]), KeptSums::of(sums, grads.elems()), grads)
     }
 
     /// What is computed from now on may overwrite the gradients of `bucket` and those before it.
@@ -128,13 +138,13 @@ impl ShareSums {
     }
 
     /// A sum comes as soon as a place is free, which asks for no gradient: copies to the device are not held up by what is computed.
-    fn pass<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, range: &Range<usize>, share: WhichShare) -> Result<()> {
+    fn pass<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, place: &Range<usize>, share: usize) -> Result<()> {
         let SumMemory { on_host, passing, place_elems, .. } = self.memory;
         let at = self.passed % (passing.elems() / place_elems);
         let SumPlace { written, came, left } = self.places[at];
-        let (there, here) = (on_host.slice(range.start * 4, range.len() * 4), passing.slice(at * place_elems, range.len()));
+        let (there, here) = (on_host.slice(place.start * 4, place.len() * 4), passing.slice(at * place_elems, place.len()));
         self.passed += 1;
-        if !share.is_first {
+        if share > 0 {
             // There are no more places than buckets: who left this one last left after this sum, which is there then.
             dev.wait(Stream::H2d, left)?;
             dev.copy_h2d(Stream::H2d, there, here)?;
@@ -144,21 +154,14 @@ impl ShareSums {
         }
         dev.record(written, Stream::Compute)?;
         dev.wait(Stream::D2h, written)?;
-        dev.launch(share.sum(Stream::D2h, grads, here))?;
+        self.sum(dev, Stream::D2h, grads, here, share)?;
         dev.record(self.added[bucket], Stream::D2h)?;
-        if share.is_last {
+        if share + 1 == self.shares {
             dev.wait(Stream::Compute, self.added[bucket])?;
         } else {
             dev.copy_d2h(Stream::D2h, here, there)?;
             self.crossed[1] += there.bytes() as u64;
         }
         dev.record(left, Stream::D2h)
-    }
-}
-
-impl WhichShare {
-    fn sum(self, stream: Stream, grads: DeviceSlice, sum: DeviceSlice) -> SumSlices {
-        let out = if self.is_last { grads } else { sum };
-        SumSlices::new(stream, &[grads], (!self.is_first).then_some(sum), out)
     }
 }

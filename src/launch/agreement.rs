@@ -68,6 +68,7 @@ pub(crate) struct Proposal {
     per_device_train_batch_size: usize,
     gradient_accumulation_steps: Option<usize>,
     gradient_shares: Option<usize>,
+    gradient_group: Option<usize>,
     packing: Packing,
     bucket_mib: Option<f64>,
     cast: CastSide,
@@ -146,6 +147,7 @@ impl Proposal {
             per_device_train_batch_size: fixed.per_device_train_batch_size,
             gradient_accumulation_steps: fixed.gradient_accumulation_steps,
             gradient_shares: fixed.gradient_shares,
+            gradient_group: fixed.gradient_group,
             packing: fixed.packing,
             bucket_mib: fixed.bucket_mib,
             cast: fixed.cast,
@@ -161,6 +163,7 @@ impl Proposal {
             per_device_train_batch_size: self.per_device_train_batch_size,
             gradient_accumulation_steps: self.gradient_accumulation_steps,
             gradient_shares: self.gradient_shares,
+            gradient_group: self.gradient_group,
             packing: self.packing,
             bucket_mib: self.bucket_mib,
             cast: self.cast,
@@ -174,13 +177,15 @@ impl Proposal {
 
 /// What decides bits, and what slices travel by.
 fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
-    let Plan { dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, ranks, loss_tile, hyper, .. } = plan;
+    let Plan {
+        dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, group, ranks, loss_tile, hyper, ..
+    } = plan;
     let model = hex(Sha256::digest(format!("{shape:?}")));
     let facts = [
         ("model", model[..16].to_string()),
         ("buckets", cut(layout)),
         ("devices", ranks.to_string()),
-        ("gradient shares", format!("{shares} of {grad_accum_steps} micro-batches")),
+        ("gradient shares", format!("{shares} of {grad_accum_steps} micro-batches, in groups of {group}")),
         ("micro-batch", format!("{batch} x {seq_length}")),
         ("rows with several documents", plan.separates_documents.to_string()),
         ("loss tile", format!("{} x {}", loss_tile.rows, loss_tile.vocab)),

@@ -14,7 +14,7 @@ use crate::engine::executor::Engine;
 use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, name_and_pin};
 use crate::host::doorbell::Doorbell;
@@ -72,9 +72,6 @@ impl Launcher {
     /// # Errors
     /// Those of [`best_plan`]; `Resource` when `--huge-pages explicit` cannot be had.
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
-        if let Some(group) = settings.gradient_group.filter(|group| *group > 1) {
-            return Err(Error::usage(format!("--gradient-group {group}: nothing sums so yet; leave it out")));
-        }
         let plan = best_plan(settings, shape, &self.chosen.machine, trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(Plan { host_memory, ..plan })

@@ -112,6 +112,8 @@ pub(crate) struct Workload<'a> {
     pub grad_accum_steps: usize,
     /// Shares of a step, whose gradients are summed.
     pub shares: usize,
+    /// Consecutive shares whose sum is rounded; 1 where none is.
+    pub(crate) group: usize,
     /// Devices that train together; what is planned is for all of them.
     pub ranks: usize,
     /// Devices that share each sequence.
@@ -241,15 +243,16 @@ impl Workload<'_> {
         let shard_elems = elems_of(sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
+        let sum_bytes = 4 * kept_sums((self.shares, self.group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
-        let (rounds, pulled) = (self.shares / ranks, (ranks - 1) * longest * self.dtype.bytes());
+        let pulled = (ranks - 1) * longest * self.dtype.bytes();
         let mut classes = vec![
             class("weights", MemorySpace::Device, flat_bytes(rings.weights)),
             class("weight slices", MemorySpace::Device, shard_elems * self.dtype.bytes()),
             class("gradients", MemorySpace::Device, flat_bytes(rings.grads)),
             class("gradient slices", MemorySpace::Device, kept_elems * self.dtype.bytes()),
-            class("gradient sums", MemorySpace::Device, if rounds > 1 { (owned - summed_there) * 4 } else { 0 }),
-            class("passing sums", MemorySpace::Device, passing * 4),
+            class("gradient sums", MemorySpace::Device, (owned - summed_there) * sum_bytes),
+            class("passing sums", MemorySpace::Device, passing * sum_bytes),
             class("peers' gradients", MemorySpace::Device, pulled),
             class("NCCL's buffers", MemorySpace::Device, if self.by_nccl { ranks * gpu::NCCL_BYTES } else { 0 }),
             class("resident p, m, v", MemorySpace::Device, state_bytes * resident),
@@ -260,7 +263,7 @@ impl Workload<'_> {
             class("offloaded p, m, v", MemorySpace::Host, state_bytes * offloaded),
             class("paged p, m, v", MemorySpace::Host, state_bytes * paged),
             class("gradient slots", MemorySpace::Host, self.grad_slots(layout) * slot_bytes),
-            class("gradients' sums", MemorySpace::Host, summed_there * 4),
+            class("gradients' sums", MemorySpace::Host, summed_there * sum_bytes),
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
@@ -312,10 +315,12 @@ impl Workload<'_> {
         if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements. Each rank has a lane for
-    /// gradients to every rank of another process, and one for weights to each of its namesakes.
+    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements. Each rank has a way for
+    /// weights to each of its namesakes, and one for gradients to every rank of another process; to the namesakes alone where groups are summed
+    /// before.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        let lanes = self.ranks - self.ranks / self.processes + self.processes - 1;
+        let (namesakes, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
+        let lanes = namesakes + if sums_within(self.group, (self.ranks, self.processes)) { namesakes } else { others };
         if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(lanes) * longest * self.dtype.bytes() }
     }
 
@@ -346,6 +351,16 @@ pub(super) fn sharded(layout: &BucketLayout, ring: Option<RingShape>, ranks: usi
 pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
     let ringed = sharded(layout, ring, ranks).end;
     layout.offloaded().min(ringed)..ringed
+}
+
+/// Sums in fp32 that are kept of each element where `ranks` add a share each in every round: of whole groups, and of one that is not whole.
+pub(crate) fn kept_sums((shares, group): (usize, usize), ranks: usize) -> usize {
+    if shares == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
+}
+
+/// Whether each of several processes sums a group in each round.
+pub(super) fn sums_within(group: usize, (ranks, processes): (usize, usize)) -> bool {
+    processes > 1 && group > 1 && group * processes == ranks
 }
 
 /// Elements of gradients' sums that lie on the host, and of the places on the device that they pass through.

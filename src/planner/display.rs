@@ -47,7 +47,8 @@ impl Plan {
             (1, each) => format!("{each} {devices} on the same sequences x "),
             (groups, each) => format!("{groups} x {each} {devices} on the same sequences x "),
         };
-        let shares = if self.shares > 1 { format!(" in {} gradient shares", self.shares) } else { String::new() };
+        let groups = if self.group > 1 { format!(" in groups of {}", self.group) } else { String::new() };
+        let shares = if self.shares > 1 { format!(" in {} gradient shares{groups}", self.shares) } else { String::new() };
         writeln!(
             f,
             "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",

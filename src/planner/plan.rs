@@ -25,7 +25,8 @@ use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
-    Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, micro_batches_each, sharded,
+    Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
+    sums_within,
 };
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::early::{check_early, early_table};
@@ -156,6 +157,8 @@ pub struct Plan {
     pub grad_accum_steps: usize,
     /// Shares of the micro-batches, equally many of them in a row: gradients of a share add up in `dtype`, those of all in fp32.
     pub shares: usize,
+    /// Consecutive shares whose sum is rounded to `dtype` before the sums of all are added; 1 where none is.
+    pub group: usize,
     /// Devices that train together: each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
     /// Devices that share each sequence, in a row of ranks.
@@ -257,6 +260,7 @@ impl Plan {
             separates_documents: workload.separates_documents,
             grad_accum_steps: workload.grad_accum_steps,
             shares: workload.shares,
+            group: workload.group,
             ranks: workload.ranks,
             sequence_ranks: workload.sequence_ranks,
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
@@ -295,7 +299,7 @@ impl Plan {
     /// # Panics
     /// If the other plan cuts buckets or steps otherwise.
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
-        let ranks = |plan: &Self| (plan.shares, plan.ranks, plan.sequence_ranks);
+        let ranks = |plan: &Self| (plan.shares, plan.group, plan.ranks, plan.sequence_ranks);
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
         let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.mlp_tile, plan.rules, plan.moments, plan.fp8);
@@ -328,6 +332,16 @@ impl Plan {
     /// Micro-batches that one share has parts of, or all.
     pub(crate) fn micro_batches_of_share(&self) -> usize {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares)
+    }
+
+    /// Sums in fp32 that are kept of each element between two rounds.
+    pub(crate) fn kept_sums(&self) -> usize {
+        kept_sums((self.shares, self.group), self.ranks)
+    }
+
+    /// Whether the ranks of a process compute a group in each round: they sum it, and only that sum leaves the process.
+    pub(crate) fn sums_within(&self) -> bool {
+        sums_within(self.group, (self.ranks, self.processes))
     }
 
     /// Words of a rank's part of a micro-batch.
@@ -429,6 +443,7 @@ fn workload<'a>(
         separates_documents: settings.separates_documents(),
         grad_accum_steps: settings.micro_batches(),
         shares: settings.shares(),
+        group: settings.group(),
         ranks: settings.ranks(),
         sequence_ranks: settings.sequence_ranks,
         processes: settings.processes,

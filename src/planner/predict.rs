@@ -1,7 +1,7 @@
 //! How long a step will take, from a machine's rates and as if everything overlapped: quick enough to compare hundreds of plans.
 //! What a plan really does on such a machine is for the simulated device to say.
 
-use super::budget::{Rings, Workload, host_sums, micro_batches_each};
+use super::budget::{Rings, Workload, host_sums, kept_sums, micro_batches_each};
 use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -124,7 +124,8 @@ impl<'a> Predictor<'a> {
     /// Each way, sums that lie on the host pass with every share but one.
     fn passing_sums_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
         let [elems, _] = host_sums(layout, rings.sums_on_host);
-        (elems * 4 * (self.workload.shares - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
+        let bytes = 4 * kept_sums((self.workload.shares, self.workload.group), 1);
+        (elems * bytes * (self.workload.shares - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
     }
 
     /// Each share's gradient of what a rank owns is read, and in each round a sum in fp32 read and written.

@@ -1,5 +1,6 @@
 //! Plans of real models on real machines: what stays, what leaves, what is computed twice, and what is refused.
 
+use super::budget::kept_sums;
 use super::machine::Machine;
 use crate::bucket::layout::Tier;
 #[cfg(feature = "stv")]
@@ -507,6 +508,23 @@ fn sums_that_do_not_fit_the_device_lie_on_the_host() {
     assert!(advice.contains("; --gradient-shares 32 would fit"), "{advice}");
     let advice = refusal(&qwen3_4b(), &Settings { moments: Moments::Float32, ..one });
     assert!(advice.contains("; --moments bfloat16 --gradient-shares 32 would fit"), "{advice}");
+}
+
+#[test]
+fn sums_are_kept_where_a_round_is_not_the_step_and_twice_where_it_ends_within_a_group() {
+    assert_eq!([(4, 1), (4, 2)].map(|shares| kept_sums(shares, 4)), [0; 2]);
+    assert_eq!([((4, 1), 2), ((8, 2), 2), ((8, 2), 4)].map(|(shares, ranks)| kept_sums(shares, ranks)), [1; 3]);
+    assert_eq!([((4, 2), 1), ((8, 4), 2), ((6, 2), 3)].map(|(shares, ranks)| kept_sums(shares, ranks)), [2; 3]);
+    let sums = |gradient_group| {
+        let settings = Settings { gradient_shares: Some(4), gradient_group, ..settings() };
+        let plan = plan(&llama_8b(), &settings);
+        plan.memory
+            .iter()
+            .filter(|class| ["gradient sums", "gradients' sums"].contains(&class.name))
+            .map(|class| class.bytes)
+            .sum::<usize>()
+    };
+    assert_eq!((sums(Some(2)), sums(Some(4)), sums(None)), (2 * sums(None), sums(None), sums(Some(1))));
 }
 
 /// Who has room keeps the sums on the device, down to where weights stream and every state is on the host.

@@ -25,6 +25,8 @@ pub(super) const ATTENTION_BLOCK: &str = "attention_block";
 pub(super) const MLP_TILE: &str = "mlp_tile";
 /// Key there of how many ranks share each sequence, which was one before there was a choice.
 pub(super) const SEQUENCE_RANKS: &str = "sequence_ranks";
+/// Key there of how many shares make a group whose sum is rounded, which was none before there was a choice.
+pub(super) const GRADIENT_GROUP: &str = "gradient_group";
 /// Key of the changes that somebody accepted.
 const CHANGED: &str = "changed";
 /// Data files that a checkpoint lists; the checksum of all covers the rest.
@@ -75,7 +77,7 @@ fn data_identity(mut files: Vec<Value>) -> Value {
 }
 
 /// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, all
-/// queries one block, all tokens one tile of the MLP, and sequences on one rank.
+/// queries one block, all tokens one tile of the MLP, sequences on one rank, and shares in no groups.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
@@ -84,6 +86,7 @@ pub(super) fn completed(then: &Run) -> Run {
         numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
         numerics.entry(MLP_TILE).or_insert(Value::Null);
         numerics.entry(SEQUENCE_RANKS).or_insert(json!(1));
+        numerics.entry(GRADIENT_GROUP).or_insert(json!(1));
     }
     then
 }
@@ -263,6 +266,7 @@ mod tests {
         let named = |name: &str, words: &str| [(RunPart::Numerics, format!("{name} {words}"))];
         assert_eq!(changes(&then, &then_or(ATTENTION_BLOCK, json!(8192))), named(ATTENTION_BLOCK, "was null and is 8192"));
         assert_eq!(changes(&then, &then_or(MLP_TILE, json!(32768))), named(MLP_TILE, "was null and is 32768"));
+        assert_eq!(changes(&then, &then_or(GRADIENT_GROUP, json!(2))), named(GRADIENT_GROUP, "was 1 and is 2"));
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);
         let words = "matmul was \"in the format of weights\" and is \"fp8\"";
         assert_eq!(changes(&then, &now("fp8")), [(RunPart::Numerics, words.to_string())]);

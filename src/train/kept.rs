@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
 //! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::{ATTENTION_BLOCK, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
+use super::identity::{ATTENTION_BLOCK, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -51,6 +51,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
         "computed_on": computed_on,
         MATMUL: matmul,
         SEQUENCE_RANKS: plan.sequence_ranks,
+        GRADIENT_GROUP: plan.group,
     });
     run.insert(RunPart::Numerics.name().into(), numerics);
     run.insert(RunPart::Moments.name().into(), json!(plan.moments));
@@ -74,7 +75,7 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
 /// # Errors
 /// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
 pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
-    let (then, sequence_ranks) = (step_shape(loaded)?, sequence_ranks(loaded));
+    let (then, sequence_ranks) = (step_shape(loaded)?, numeric(loaded, SEQUENCE_RANKS));
     let is_allowed = settings.allow_changed.contains(&RunPart::Numerics);
     expect_same_degree(settings, sequence_ranks)?;
     // A share of other parts of sequences is another thing.
@@ -89,6 +90,7 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
     };
     let kept = Settings {
         gradient_shares: settings.gradient_shares.or(gradient_shares),
+        gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
         gradient_accumulation_steps: Some(accumulation),
         loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
         ..settings.clone()
@@ -123,10 +125,10 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
     )))
 }
 
-/// Ranks that shared each sequence; another number than any run has where the checkpoint makes no sense.
-fn sequence_ranks(loaded: &Loaded) -> usize {
-    let said = loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(SEQUENCE_RANKS));
-    said.map_or(1, |ranks| ranks.as_u64().unwrap_or(0) as usize)
+/// The number that the checkpoint's numerics say of `what`, which was 1 before they did; another than any run has where that makes no sense.
+fn numeric(loaded: &Loaded, what: &str) -> usize {
+    let said = loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what));
+    said.map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
 }
 
 /// Checkpoints of before there were shares say the micro-batches among their settings.
@@ -139,7 +141,7 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     };
     let StepShape { micro_batches, gradient_shares } = shape;
     let possible = 1..=STEP_TOKENS_MAX;
-    let parts = micro_batches.saturating_mul(sequence_ranks(loaded));
+    let parts = micro_batches.saturating_mul(numeric(loaded, SEQUENCE_RANKS));
     if !possible.contains(&micro_batches) || gradient_shares == 0 || !parts.is_multiple_of(gradient_shares) {
         let cause = format_args!("step: {gradient_shares} gradient shares of {micro_batches} micro-batches");
         return Err(Error::format(loaded.manifest_path(), cause));

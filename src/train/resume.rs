@@ -207,7 +207,7 @@ mod tests {
     fn run() -> Run {
         json!({"model": {"rope_theta": 1e4, "norm_eps": 1e-5}, "tokenizer": "bytes", "data": {"sha256": "a", "files": []},
             "numerics": {"loss_tile": {"rows": 8, "vocab": 9}, "attention": "plain", "attention_block": null,
-                "mlp_tile": null, "matmul": "in the format of weights", "sequence_ranks": 1}})
+                "mlp_tile": null, "matmul": "in the format of weights", "sequence_ranks": 1, "gradient_group": 1}})
         .as_object()
         .unwrap()
         .clone()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Two processes with a GPU each have the digest of one process with both, over TCP and by NCCL: on a machine with two GPUs, without cargo.
 #
-#   tests/gpu/processes.sh DIR [TRANSPORT...]
+#   [EACH=N] tests/gpu/processes.sh DIR [TRANSPORT...]
 #
-# DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). Prints a line for each run;
-# exits 1 if one had another digest or failed.
+# DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). EACH: GPUs of each process (1); from
+# 2 on also with groups of so many gradient shares. Prints a line for each run; exits 1 if one had another digest or failed.
 set -euo pipefail
 
 program=$(cd "${1:?usage: tests/gpu/processes.sh DIR [TRANSPORT...]}" && pwd)/superoffload
@@ -13,24 +13,29 @@ transports=("${@:2}")
 work=$(mktemp -d)
 SUPEROFFLOAD_RUN_TOKEN=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export SUPEROFFLOAD_RUN_TOKEN
+each=${EACH:-1}
+all=$((2 * each))
 failed=0 port=$((20000 + RANDOM % 10000))
 
 # train NAME LOG FLAG...: a run of the built-in model and text whose clips are about half of its steps.
 train() {
-  timeout 120 "$program" train --device cuda --gradient-shares 2 --max-steps 12 --per-device-train-batch-size 2 --seq-length 256 \
+  timeout 120 "$program" train --device cuda --gradient-shares $all --max-steps 12 --per-device-train-batch-size 2 --seq-length 256 \
     --learning-rate 0.01 --max-grad-norm 2.5 --bucket-mib 0.25 --save-steps 6 --digest --output-dir "$work/$1" "${@:3}" >"$2" 2>&1
 }
 digest() { sed -n 's/^digest: //p' "$1"; }
 
-for strategy in superoffload zero-offload no-offload; do
-  flags=(--strategy "$strategy" --gradient-accumulation-steps 1)
-  train "one-$strategy" "$work/one.log" --gpus 2 "${flags[@]}" || { tail -n 5 "$work/one.log"; exit 1; }
+for kind in superoffload:1 zero-offload:1 no-offload:1 superoffload:2 zero-offload:2 no-offload:2; do
+  strategy=${kind%:*} group=1
+  [ "${kind#*:}" = 1 ] || group=$each
+  [ "$kind" = "$strategy:1" ] || [ "$each" -gt 1 ] || continue
+  flags=(--strategy "$strategy" --gradient-accumulation-steps 1 --gradient-group "$group")
+  train "one-$strategy-$group" "$work/one.log" --gpus $all "${flags[@]}" || { tail -n 5 "$work/one.log"; exit 1; }
   want=$(digest "$work/one.log")
   for transport in "${transports[@]}"; do
-    name=$strategy-$transport port=$((port + 1)) began=$SECONDS
+    name=$strategy-$group-$transport port=$((port + 1)) began=$SECONDS
     pids=()
     for process in 0 1; do
-      train "$name" "$work/$process.log" --processes 2 --process $process --rendezvous "127.0.0.1:$port" --transport "$transport" "${flags[@]}" &
+      train "$name" "$work/$process.log" --processes 2 --process $process --gpus "$each" --rendezvous "127.0.0.1:$port" --transport "$transport" "${flags[@]}" &
       pids+=($!)
     done
     code=0

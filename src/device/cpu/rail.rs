@@ -27,16 +27,30 @@ impl Mailbox {
     }
 }
 
-/// By sender, then by receiver.
-pub(crate) struct RailHub([[Mailbox; PARTS_MAX]; PARTS_MAX]);
+/// Where ranks meet, by sender, then by receiver; and how many bytes all have sent.
+#[derive(Default)]
+pub(crate) struct RailHub {
+    boxes: [[Mailbox; PARTS_MAX]; PARTS_MAX],
+    sent: AtomicU64,
+}
 
 impl RailHub {
     /// The key of a new one, which stays as long as the process.
     pub(crate) fn open() -> RailKey {
-        let hub: &'static Self = Box::leak(Box::new(Self(Default::default())));
+        let hub: &'static Self = Box::leak(Box::default());
         let mut key = RailKey([0; 128]);
         key.0[..8].copy_from_slice(&(std::ptr::from_ref(hub) as u64).to_le_bytes());
         key
+    }
+
+    /// The bytes that all have sent in the one of this `key`.
+    pub(crate) fn sent_bytes(key: &RailKey) -> u64 {
+        Self::of(key).sent.load(Ordering::Relaxed)
+    }
+
+    fn of(key: &RailKey) -> &'static Self {
+        // SAFETY: the address of a hub that `RailHub::open` has leaked.
+        unsafe { &*(u64::from_le_bytes(*key.0.first_chunk().expect("128 bytes")) as *const Self) }
     }
 }
 
@@ -52,9 +66,7 @@ pub(super) struct RailStandIn {
 impl RailStandIn {
     pub(super) fn open(key: &RailKey, seat: &Seat) -> Self {
         let board: &'static Arc<Board> = Box::leak(Box::new(seat.board.clone()));
-        // SAFETY: the address of a hub that `RailHub::open` has leaked.
-        let hub = unsafe { &*(u64::from_le_bytes(*key.0.first_chunk().expect("128 bytes")) as *const RailHub) };
-        Self { hub, board, rank: seat.rank, swaps: 0 }
+        Self { hub: RailHub::of(key), board, rank: seat.rank, swaps: 0 }
     }
 
     /// What the compute stream has to do for the next swap.
@@ -68,7 +80,7 @@ impl RailStandIn {
     }
 
     fn own(&self, peer: usize) -> &'static Mailbox {
-        &self.hub.0[self.rank][peer]
+        &self.hub.boxes[self.rank][peer]
     }
 
     fn post(self, peer: usize, out: DeviceSlice) {
@@ -76,13 +88,14 @@ impl RailStandIn {
             return;
         }
         let own = self.own(peer);
+        self.hub.sent.fetch_add(out.bytes() as u64, Ordering::Relaxed);
         own.addr.store(out.addr(), Ordering::Relaxed);
         own.bytes.store(out.bytes() as u64, Ordering::Relaxed);
         own.state.store(self.swaps * 4 + POSTED, Ordering::Release);
     }
 
     fn take(self, peer: usize, into: DeviceSlice) {
-        let (theirs, posted) = (&self.hub.0[peer][self.rank], self.swaps * 4 + POSTED);
+        let (theirs, posted) = (&self.hub.boxes[peer][self.rank], self.swaps * 4 + POSTED);
         self.wait(|| theirs.is(self.swaps, POSTED));
         let (addr, bytes) = (theirs.addr.load(Ordering::Relaxed), theirs.bytes.load(Ordering::Relaxed));
         if self.board.has_failed() {
@@ -99,7 +112,7 @@ impl RailStandIn {
 
     /// Nobody takes anything of this rank from now on: its memory goes.
     pub(super) fn withdraw(&self) {
-        for own in &self.hub.0[self.rank] {
+        for own in &self.hub.boxes[self.rank] {
             loop {
                 let state = own.state.load(Ordering::Acquire);
                 let is_withdrawn = state % 4 == POSTED

@@ -1,10 +1,12 @@
 //! The gradients of ranks: what each pulls, what passes between processes, and the sums of both, bucket by bucket and round by round.
 
 use super::{Far, Pulls};
-use crate::device::{Device, DeviceSlice, Kernels, PARTS_MAX, Peers, Stream, SumSlices};
+use crate::device::{Device, DeviceSlice, Kernels, PARTS_MAX, Peers, Stream};
 use crate::engine::exchange::Exchange;
+use crate::engine::groups::KeptSums;
 use crate::engine::sockets::Sockets;
 use crate::error::Result;
+use std::ops::Range;
 
 impl<C> Pulls<C> {
     /// The bucket and the round of a step that the `nth` of all that are written is of.
@@ -12,29 +14,109 @@ impl<C> Pulls<C> {
         ((nth % self.buckets()) as usize, nth / self.buckets() % self.rounds)
     }
 
-    /// Whether every rank has written the bucket that is summed next, as far as this one reads it, and what comes from other processes is there.
-    pub(super) fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
-        let (bucket, round) = (self.buckets_summed % self.buckets(), self.buckets_summed / self.buckets());
-        let have_come = |far: &mut Sockets| far.serve(dev).and_then(|()| far.has_grads(dev, bucket as usize, round));
-        Ok(self.sockets().map_or(Ok(true), have_come)? && self.seat.board.all_written(self.buckets_summed))
+    /// Sockets by which each share leaves by itself.
+    pub(super) fn flat_sockets(&mut self) -> Option<&mut Sockets> {
+        if self.is_grouped { None } else { self.sockets() }
     }
 
-    /// On rails, enqueues the exchange of the bucket that was written last, right behind it: all ranks have it there. What was exchanged before is
-    /// summed first, for which this waits until the other ranks of its process have written that.
-    pub(super) fn swap_written<D: Kernels + Peers<Card = C>>(
-        &mut self,
-        dev: &mut D,
-        grads: DeviceSlice,
-        (bucket, round): (usize, u64),
-    ) -> Result<()> {
-        while matches!(self.far, Some(Far::Rails(_))) && self.buckets_summed + 1 < self.buckets_written {
-            let next = self.buckets_summed;
-            self.wait_serving(dev, |board| board.all_written(next))?;
-            self.sum_next(dev, grads)?;
+    /// Whether all parts of the bucket that is summed next are there, or on their way: every rank of this process has written it, and what comes
+    /// from other processes has come.
+    pub(super) fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
+        let next = self.buckets_summed;
+        let (bucket, round) = ((next % self.buckets()) as usize, next / self.buckets());
+        let is_here = if self.is_grouped { self.buckets_grouped > next } else { self.seat.board.all_written(next) };
+        let has_come = match &mut self.far {
+            Some(Far::Sockets(far)) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket, round))?,
+            Some(Far::Rails(_)) => self.buckets_swapped > next,
+            None => true,
+        };
+        Ok(is_here && has_come)
+    }
+
+    /// Enqueues the sums of groups that can be made, where they are made here, of so many buckets; what is summed leaves.
+    pub(super) fn group_written<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, until: u64) -> Result<()> {
+        while self.is_grouped && self.buckets_grouped < until && self.seat.board.all_written(self.buckets_grouped) {
+            let (bucket, round) = ((self.buckets_grouped % self.buckets()) as usize, self.buckets_grouped / self.buckets());
+            self.sum_group(dev, grads, bucket)?;
+            self.buckets_grouped += 1;
+            let grouped = self.summed;
+            self.sockets().map_or(Ok(()), |far| far.send_grads(dev, bucket, round, grouped))?;
         }
-        let (staging, own, slice) = (self.staging, self.seat.rank, self.slices.global(bucket).len());
+        Ok(())
+    }
+
+    /// Enqueues the group's sum of what its namesakes and itself own of `bucket`, to the place of its own gradient, which nobody else reads there.
+    fn sum_group<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<()> {
+        let (mates, own) = (self.seat.board.mates(), self.seat.rank);
+        dev.wait(Stream::Reduce, self.written[bucket])?;
+        for owner in (0..self.peers.len()).filter(|owner| self.carrier(*owner) == own) {
+            let flat = self.slices.of(owner, bucket);
+            let place = grads.slice(flat.start, flat.len());
+            let mut parts = [place; PARTS_MAX];
+            for mate in mates.clone().filter(|mate| *mate != own) {
+                parts[mate - mates.start] = self.pull_grads(dev, mate, bucket, &flat)?;
+            }
+            self.addition.of_one_group().add(dev, Stream::Reduce, (0, &parts[..mates.len()]), KeptSums::default(), place)?;
+        }
+        self.publish_pulled(dev)?;
+        dev.record(self.summed, Stream::Reduce)
+    }
+
+    /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; where it comes to.
+    fn pull_grads<D: Peers<Card = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
+        let (theirs, place) = (&self.peers[mate], self.staged(mate, flat.len()));
+        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;
+        dev.pull(Stream::Reduce, mate, theirs.memory.grads.slice(flat.start, flat.len()), place)?;
+        Ok(place)
+    }
+
+    fn publish_pulled<D: Device>(&self, dev: &mut D) -> Result<()> {
+        dev.record(self.pulled, Stream::Reduce)?;
+        self.seat.board.publish_pulled(self.seat.rank);
+        Ok(())
+    }
+
+    /// Where the part of `peer` of a slice of so many elements lies that this rank takes: those of its process from the front on, all others from
+    /// the end.
+    fn staged(&self, peer: usize, elems: usize) -> DeviceSlice {
+        let mates = self.seat.board.mates();
+        if mates.contains(&peer) {
+            let nth = peer - mates.start - usize::from(peer > self.seat.rank);
+            return self.staging.slice(nth * elems, elems);
+        }
+        let nth = if peer < mates.start { peer } else { peer - mates.len() };
+        let nth = if self.is_grouped { nth / mates.len() } else { nth };
+        self.staging.slice(self.staging.elems() - (nth + 1) * elems, elems)
+    }
+
+    /// On rails, enqueues exchanges right behind a bucket that was written: there all ranks do. It is that of this bucket, or of the one before
+    /// where groups are summed here, so that no device waits for their sum with nothing to compute. The sums that must come first wait for the
+    /// other ranks of the process, and so does this.
+    pub(super) fn swap_written<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
+        let is_last = self.buckets_written.is_multiple_of(self.buckets());
+        let until = self.buckets_written - u64::from(self.is_grouped && !is_last);
+        while matches!(self.far, Some(Far::Rails(_))) && self.buckets_swapped < until {
+            let next = self.buckets_swapped;
+            let needed = if self.is_grouped { Some(next) } else { next.checked_sub(1) };
+            self.wait_serving(dev, |board| needed.is_none_or(|needed| board.all_written(needed)))?;
+            self.group_written(dev, grads, next + 1)?;
+            while self.buckets_summed < next {
+                self.sum_next(dev, grads)?;
+            }
+            self.swap(dev, ((next % self.buckets()) as usize, next / self.buckets()))?;
+            self.buckets_swapped += 1;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the exchange of the gradients of `bucket`, once the places that they come to are free, and their groups summed.
+    fn swap<D: Peers<Card = C>>(&mut self, dev: &mut D, (bucket, round): (usize, u64)) -> Result<()> {
+        let places: Vec<_> = (0..self.peers.len())
+            .map(|peer| (peer != self.seat.rank).then(|| self.staged(peer, self.slices.global(bucket).len())))
+            .collect();
         let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
-        rails.swap_grads(dev, (bucket, round), |peer| staged(staging, own, peer, slice), self.summed)
+        let into = |peer: usize| places[peer].expect("another's place");
+        rails.swap_grads(dev, (bucket, round), into, self.summed)
     }
 
     /// Enqueues the next sum, of which all parts are there or on their way.
@@ -48,34 +130,33 @@ impl<C> Pulls<C> {
     /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
     fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
-        let own = grads.slice(flat.start, flat.len());
-        let mut parts = [own; PARTS_MAX];
+        let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);
+        let (mates, own) = (self.seat.board.mates(), self.seat.rank);
         dev.wait(Stream::Reduce, self.written[bucket])?;
-        let mates = self.seat.board.mates();
-        for peer in self.others() {
-            let theirs = &self.peers[peer];
-            parts[peer] = staged(self.staging, self.seat.rank, peer, flat.len());
-            if mates.contains(&peer) {
-                dev.wait_for(Stream::Reduce, peer, theirs.written[bucket])?;
-                dev.pull(Stream::Reduce, peer, theirs.memory.grads.slice(flat.start, flat.len()), parts[peer])?;
-            } else if let Some(Far::Sockets(far)) = &mut self.far {
-                far.bring_grads(dev, peer, parts[peer])?;
+        for rank in 0..self.peers.len() {
+            if self.is_grouped && self.carrier(rank) != own {
+                continue;
             }
+            if rank != own && mates.contains(&rank) {
+                parts[count] = self.pull_grads(dev, rank, bucket, &flat)?;
+            } else if rank != own {
+                parts[count] = self.staged(rank, flat.len());
+                self.sockets().map_or(Ok(()), |far| far.bring_grads(dev, rank, parts[count]))?;
+            }
+            count += 1;
         }
-        dev.record(self.pulled, Stream::Reduce)?;
-        self.seat.board.publish_pulled(self.seat.rank);
+        if !self.is_grouped {
+            self.publish_pulled(dev)?;
+        }
         if let Some(Far::Rails(rails)) = &self.far {
             rails.wait(dev, Stream::Reduce)?;
         }
-        let sum = self.sums.map(|sums| sums.slice(local.start, local.len()));
-        let (before, last) = (sum.filter(|_| round > 0), round + 1 == self.rounds);
-        let out = sum.filter(|_| !last).unwrap_or_else(|| Exchange::<D>::own_grads(self, grads, &flat, local.start));
-        dev.launch(SumSlices::new(Stream::Reduce, &parts[..self.peers.len()], before, out))?;
+        let sums = self.sums.slice(local.start * self.kept_sums, local.len() * self.kept_sums);
+        let (addition, out) = (
+            if self.is_grouped { self.addition.of_groups() } else { self.addition },
+            Exchange::<D>::own_grads(self, grads, &flat, local.start),
+        );
+        addition.add(dev, Stream::Reduce, (round as usize * count, &parts[..count]), KeptSums::of(sums, local.len()), out)?;
         dev.record(self.summed, Stream::Reduce)
     }
-}
-
-/// Where in `staging` the part of `peer` of a slice of so many elements lies, which `own` does not pull from itself.
-fn staged(staging: DeviceSlice, own: usize, peer: usize, elems: usize) -> DeviceSlice {
-    staging.slice((peer - usize::from(peer > own)) * elems, elems)
 }
