@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::checkpoint::state_file::StateWriter;
-use crate::device::PARTS_MAX;
 use crate::disk::Dir;
 use crate::optim::norm::BLOCK;
+use crate::ranks::RANKS_MAX;
 
 const MOMENTS: Moments = Moments::Float32;
 
@@ -38,7 +38,7 @@ fn claims_that_make_no_sense_are_refused() {
     for bucket in [0, 1, 11 * BLOCK as u64] {
         assert!(refused(&|parts| parts.bucket_elems = bucket).starts_with("parts of "), "{bucket}");
     }
-    for files in [0, 1, PARTS_MAX + 1] {
+    for files in [0, 1, RANKS_MAX + 1] {
         assert!(refused(&|parts| parts.state_crc32c.resize(files, vec![0])).contains("files of state"), "{files}");
     }
     for starts in [vec![], vec![0], vec![0, u64::MAX], vec![0, 10 * BLOCK as u64 - 99]] {

@@ -2,10 +2,10 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
-use crate::device::PARTS_MAX;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::{CHUNK_BYTES, StatePart};
+use crate::ranks::RANKS_MAX;
 use serde::{Deserialize, Serialize};
 
 /// More elements than any model has: bytes of them are counted without overflow.
@@ -54,8 +54,8 @@ impl StateParts {
         if !blocks(*flat_elems) || !blocks(*bucket_elems) || bucket_elems > flat_elems || *flat_elems > ELEMS_MAX {
             return Err(format!("parts of {flat_elems} elements in buckets of {bucket_elems}"));
         }
-        if !(2..=PARTS_MAX).contains(&state_crc32c.len()) {
-            return Err(format!("{} files of state: 2 to {PARTS_MAX}", state_crc32c.len()));
+        if !(2..=RANKS_MAX).contains(&state_crc32c.len()) {
+            return Err(format!("{} files of state: 2 to {RANKS_MAX}", state_crc32c.len()));
         }
         let fits = |(start, elems): (&u64, &u64)| start.checked_add(*elems).is_some_and(|end| end <= *flat_elems);
         if starts.len() != tensors.len() || !starts.iter().zip(tensors).all(fits) {

@@ -10,6 +10,7 @@ use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
+use crate::ranks::RANKS_MAX;
 use crate::units::{Bytes, compact};
 use std::fmt::Display;
 use std::path::Path;
@@ -160,8 +161,12 @@ impl Settings {
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
-        if ranks > PARTS_MAX {
-            return Err(Error::usage(format!("{all}: allowed is at most {PARTS_MAX} devices")));
+        // Parts that a rank adds at once: of its group, then of all groups.
+        let parts_of_sum = if self.group() == self.gpus { self.gpus.max(self.processes) } else { ranks };
+        if ranks > RANKS_MAX || parts_of_sum > PARTS_MAX {
+            let in_groups = format!(", or {RANKS_MAX} with --gradient-group {}", self.gpus);
+            let more = if (2..=PARTS_MAX).contains(&self.gpus) && self.processes > 1 { in_groups } else { String::new() };
+            return Err(Error::usage(format!("{all}: allowed is at most {PARTS_MAX} devices{more}")));
         }
         require(parts.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
         require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
@@ -319,6 +324,20 @@ mod tests {
 
     fn resolve(args: &[&str]) -> crate::error::Result<Settings> {
         Settings::resolve(command_line(args).unwrap())
+    }
+
+    #[test]
+    fn more_devices_than_a_kernel_adds_parts_of_are_of_groups() {
+        let of = |gpus, processes, gradient_group| Settings { gpus, processes, gradient_group, ..Settings::default() }.check_shares();
+        for (gpus, processes, group) in [(8, 1, None), (4, 2, None), (4, 4, Some(4)), (2, 8, Some(2)), (8, 2, Some(8))] {
+            of(gpus, processes, group).unwrap();
+        }
+        let refused = |gpus, processes, group| of(gpus, processes, group).unwrap_err().to_string();
+        let sixteen = "--processes 4 times --gpus 4: allowed is at most 8 devices, or 16 with --gradient-group 4";
+        assert_eq!([refused(4, 4, None), refused(4, 4, Some(2))], [sixteen; 2]);
+        assert_eq!(refused(9, 1, None), "--gpus 9: allowed is at most 8 devices");
+        assert_eq!(refused(1, 9, None), "--processes 9: allowed is at most 8 devices");
+        assert!(refused(4, 5, Some(4)).contains("at most 8 devices, or 16"));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use super::vitals::Vitals;
 use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
-use crate::device::{EventId, Kernels, PARTS_MAX, ProductAlgorithm};
+use crate::device::{EventId, Kernels, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
@@ -26,6 +26,7 @@ use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::planner::plan::Plan;
+use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
 use crate::units::Norm;
 use std::sync::Arc;
@@ -54,7 +55,7 @@ pub struct StepReport {
     /// What moved and was stepped since the last report.
     pub counters: Counters,
     /// What each rank was exposed to its peers, in nanoseconds.
-    pub(crate) exposed_to_peers_ns: [u64; PARTS_MAX],
+    pub(crate) exposed_to_peers_ns: [u64; RANKS_MAX],
     /// Over all ranks, where the model has experts.
     pub expert_load: Option<ExpertLoad>,
 }

@@ -9,11 +9,12 @@ use super::verdict::Verdict;
 use super::vitals::{Doing, Mark};
 use crate::config::options::FaultPhase;
 use crate::data::batch::{self, Batch, Batches};
-use crate::device::{Kernels, PARTS_MAX, Stream, Zero};
+use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
 use crate::planner::plan::Plan;
+use crate::ranks::RANKS_MAX;
 use crate::ranks::board::StepOutcome;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
@@ -389,7 +390,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             counts,
             exposed,
             counters: Counters::default(),
-            exposed_to_peers_ns: [0; PARTS_MAX],
+            exposed_to_peers_ns: [0; RANKS_MAX],
             expert_load: None,
         }
     }

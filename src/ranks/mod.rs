@@ -14,6 +14,9 @@ use crate::error::{Error, Result};
 use board::Board;
 use std::sync::Arc;
 
+/// Devices that train together, at most, in all processes.
+pub(crate) const RANKS_MAX: usize = 16;
+
 /// What the GPUs of all processes find each other by in NCCL: an `ncclUniqueId`, which nobody looks into.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]

@@ -4,7 +4,7 @@ use super::clip::Clip;
 use super::flops::StepFlops;
 use super::outcome::{AdamOutcome, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
 use super::random_tokens::RandomTokens;
-use crate::device::{Kernels, PARTS_MAX};
+use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::{Counters, Exposed};
 use crate::engine::exchange::Exchange;
@@ -13,6 +13,7 @@ use crate::engine::verdict::Verdict;
 use crate::error::Result;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -74,7 +75,7 @@ pub(crate) struct Timed {
     pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
     /// By rank.
-    exposed_to_peers_ns: [u64; PARTS_MAX],
+    exposed_to_peers_ns: [u64; RANKS_MAX],
     counters: Counters,
     bucket_steps: Counts,
     verdicts: Verdicts,
@@ -129,7 +130,7 @@ impl Timed {
         let [cpu_ms, transfer_ms, peer_ms] = [cpu_ns, transfer_ns, peer_ns].map(|ns| self.per_step(ns) / 1e6);
         let mean_ms = self.step_ms.total() / self.step_ms.samples.len() as f64;
         let device_busy_share = (1.0 - (cpu_ms + transfer_ms + peer_ms) / mean_ms).max(0.0);
-        let peer_rank = (0..PARTS_MAX).max_by_key(|&rank| (self.exposed_to_peers_ns[rank], Reverse(rank))).filter(|_| peer_ns > 0);
+        let peer_rank = (0..RANKS_MAX).max_by_key(|&rank| (self.exposed_to_peers_ns[rank], Reverse(rank))).filter(|_| peer_ns > 0);
         ExposedTime { cpu_ms, transfer_ms, peer_ms, peer_rank, device_busy_share }
     }
 

@@ -199,16 +199,16 @@ mod simulated;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::PARTS_MAX;
     use crate::engine::coordinator::Counts;
     use crate::engine::counters::{Counters, Exposed};
     use crate::engine::verdict::Verdict;
     use crate::planner::machine::Machine;
+    use crate::ranks::RANKS_MAX;
     use crate::units::{ClipScale, Norm};
 
     fn report(verdict: Verdict) -> StepReport {
         let (counts, exposed, counters) = (Counts::default(), Exposed::default(), Counters::default());
-        let (loss, learning_rate, loss_scale, grad_norm, exposed_to_peers_ns) = (1.0, 0.1, 1.0, Norm(1.0), [0; PARTS_MAX]);
+        let (loss, learning_rate, loss_scale, grad_norm, exposed_to_peers_ns) = (1.0, 0.1, 1.0, Norm(1.0), [0; RANKS_MAX]);
         StepReport {
             loss,
             grad_norm,

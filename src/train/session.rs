@@ -19,7 +19,7 @@ use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
 use crate::data::packing::Dataset;
-use crate::device::{Kernels, PARTS_MAX};
+use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::Exposed;
 use crate::engine::exchange::Exchange;
@@ -33,6 +33,7 @@ use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
+use crate::ranks::RANKS_MAX;
 use crate::signals::StopFlag;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -57,7 +58,7 @@ struct SessionTotals {
     counts: Counts,
     exposed: Exposed,
     /// By rank.
-    exposed_to_peers_ns: [u64; PARTS_MAX],
+    exposed_to_peers_ns: [u64; RANKS_MAX],
 }
 
 /// What a step does, on average over the data: padding is no work.

@@ -2,7 +2,8 @@
 //! partners, on its compute stream, and they have to enter their swaps in one order.
 
 use super::stream::{Op, Task};
-use crate::device::{DeviceSlice, PARTS_MAX, Swap};
+use crate::device::{DeviceSlice, Swap};
+use crate::ranks::RANKS_MAX;
 use crate::ranks::board::Board;
 use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
@@ -30,7 +31,7 @@ impl Mailbox {
 /// Where ranks meet, by sender, then by receiver; and how many bytes all have sent.
 #[derive(Default)]
 pub(crate) struct RailHub {
-    boxes: [[Mailbox; PARTS_MAX]; PARTS_MAX],
+    boxes: [[Mailbox; RANKS_MAX]; RANKS_MAX],
     sent: AtomicU64,
 }
 

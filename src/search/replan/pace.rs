@@ -150,12 +150,12 @@ impl RecentSteps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::PARTS_MAX;
     use crate::engine::coordinator::Counts;
     use crate::engine::counters::Counters;
     use crate::hardware::rates::tests::round_rates;
     use crate::optim::moments::Moments;
     use crate::optim::simd::Isa;
+    use crate::ranks::RANKS_MAX;
     use crate::units::{ClipScale, Norm};
 
     /// A step of 1 s in which the device is idle for a quarter, and the pool does 4 GB in 0.5 s.
@@ -171,7 +171,7 @@ mod tests {
             counts: Counts::default(),
             exposed,
             counters,
-            exposed_to_peers_ns: [0; PARTS_MAX],
+            exposed_to_peers_ns: [0; RANKS_MAX],
             expert_load: None,
         }
     }
