@@ -104,7 +104,7 @@ fn point(series: &Series, line: &Value) -> Option<Point> {
 fn attention_in_full(line: &Value) -> Option<f64> {
     let product = |paths: &[&str]| paths.iter().map(|path| lines::number(line, path)).product::<Option<f64>>();
     let half = 6.0 * product(&["model.layers", "model.heads", "model.head_dim", "settings.seq_length", "tokens_per_step"])?;
-    let gpus = lines::number(line, "settings.gpus").unwrap_or(1.0);
+    let gpus: f64 = ["settings.gpus", "settings.processes"].iter().filter_map(|path| lines::number(line, path)).product();
     Some(1.0 + half / gpus / lines::number(line, "speed.model_flops")?)
 }
 
@@ -138,6 +138,8 @@ mod tests {
         let mut of_two = line.clone();
         (of_two["settings"]["gpus"], of_two["tokens_per_step"]) = (2.into(), 16.into());
         assert_eq!(attention_in_full(&of_two), attention_in_full(&line), "the same on each of two");
+        (of_two["settings"]["processes"], of_two["tokens_per_step"]) = (3.into(), 48.into());
+        assert_eq!(attention_in_full(&of_two), attention_in_full(&line), "and of two in each of three processes");
         assert_eq!(attention_in_full(&serde_json::json!({})), None);
     }
 
