@@ -108,7 +108,6 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 /// # Errors
 /// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    options.expect_one_process("a plan")?;
     let profile = profile(&options, tell)?;
     // Weights of a checkpoint take no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
@@ -120,7 +119,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
     check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
     let settings = packing::settle_for_plan(&settings, &mut |line| tell(&line));
-    let machine = Machine::of_several(&profile, settings.gpus)?;
+    let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
     SearchReport::of(query, &model.display().to_string(), &profile)
 }

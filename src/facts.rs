@@ -209,6 +209,8 @@ pub(crate) struct PlanFacts {
     /// Layers whose forward pass runs again in the backward pass.
     pub(crate) recomputed_layers: usize,
     pub attention: String,
+    /// Bytes of gradients and weights that come to each device from other processes in a step; as many leave it.
+    pub(crate) network_bytes: usize,
     /// The planner's guess, where it has rates to guess from.
     pub(crate) predicted_step_ms: Option<f64>,
 }
@@ -243,6 +245,7 @@ impl PlanFacts {
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
             attention: format!("{:?}", plan.attention),
+            network_bytes: plan.crossing.far,
             predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
         }
     }

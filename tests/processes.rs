@@ -366,8 +366,7 @@ fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
     }
     for command in ["plan", "simulate"] {
         let model = if command == "plan" { "--model=qwen3-4b" } else { "--model-config=qwen3-4b" };
-        run(&mut program(&[command, model, "--hardware=h200-x2", "--processes=2"]))
-            .refused(2, &["--processes 2", "is of one process so far"]);
+        run(&mut program(&[command, model, "--hardware=h200-x2", "--processes=2"])).refused(2, &["--processes 2", "h200-x2", "`network`"]);
     }
 }
 

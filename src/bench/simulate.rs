@@ -76,7 +76,6 @@ impl Simulation {
     /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
     pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
-        options.train.expect_one_process("a simulation")?;
         let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
         if documents.is_some() {
             return Err(Error::usage("--documents: a simulated step takes the time of whole rows; bench step measures documents"));
@@ -97,10 +96,8 @@ impl Simulation {
     /// `Resource` when it does not fit the machine, with what would; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
-        let plan = Plan {
-            elsewhere: true,
-            ..best_plan(&self.settings, &self.shape, &Machine::of_several(&self.profile, self.settings.gpus)?, false)?
-        };
+        let plan =
+            Plan { elsewhere: true, ..best_plan(&self.settings, &self.shape, &Machine::of_run(&self.profile, &self.settings)?, false)? };
         let (outcome, tracks, window_ns) = simulate(&plan, &self.shape, &self.profile.name, self.steps, TRACE_SPANS)?;
         trace.map(|trace| trace.write(&tracks)).transpose()?;
         Ok(SimulatedRecord {

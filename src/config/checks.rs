@@ -219,7 +219,6 @@ impl Settings {
         }
         let on_gpus = self.transport != Transport::Nccl || self.device != DeviceChoice::Cpu;
         require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
-        require(self.rendezvous.is_some(), "processes", processes, "only with --rendezvous HOST:PORT, or what a launcher says instead")?;
         require(!self.all_gpus, "gpus", "all", "a number with several --processes: that of each")?;
         let allowed = "replicated with several --processes";
         require(

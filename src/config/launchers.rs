@@ -55,17 +55,6 @@ impl TrainOptions {
         (self.processes, self.process) = (Some(launched.processes.number), Some(launched.process.number));
         Ok(self)
     }
-
-    /// Refuses several processes where `what` is asked for.
-    ///
-    /// # Errors
-    /// `Usage` with their number.
-    pub(crate) fn expect_one_process(&self, what: &str) -> Result<()> {
-        match self.processes {
-            Some(processes @ 2..) => Err(Error::usage(format!("--processes {processes}: {what} is of one process so far; leave it out"))),
-            _ => Ok(()),
-        }
-    }
 }
 
 /// Which of the processes of its machine this is, where the launcher says so.

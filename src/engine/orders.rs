@@ -18,8 +18,8 @@ use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
-use crate::ranks::Seat;
 use crate::ranks::board::Board;
+use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
 
 /// The engine of a rank among others.
@@ -91,11 +91,18 @@ impl<D: Kernels + Peers> RankEngine<D> {
     /// # Errors
     /// As there.
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
-        let seat = Seat { board: Arc::new(Board::mirrored(plan.board_sizes())), rank: 0 };
+        let reach = match (plan.processes, plan.by_nccl) {
+            (1, _) => Reach::Memory,
+            (_, true) => Reach::Rail(RailKey([0; 128])),
+            (_, false) => Reach::Images,
+        };
+        let board = Board::mirrored(plan.board_sizes(), plan.ranks / plan.processes);
+        let seat = Seat { board: Arc::new(board), rank: 0 };
         let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, Reach::Memory))?;
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, reach))?;
         engine.introduce();
         engine.exchange.greet(&mut engine.dev)?;
+        engine.exchange.connect(&mut engine.dev)?;
         Ok(engine)
     }
 

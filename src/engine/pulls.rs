@@ -98,6 +98,7 @@ pub(crate) struct Pulls<C> {
 enum Far {
     Sockets(Box<Sockets>),
     Rails(Box<Rails>),
+    Images,
 }
 
 /// How a rank reaches the others.
@@ -108,12 +109,15 @@ pub(crate) enum Reach {
     Lanes(LanesByRank),
     /// From device to device.
     Rail(RailKey),
+    /// They are mirror images, whose memory the device stands for, wherever they are.
+    Images,
 }
 
 impl Far {
     fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, mates: Range<usize>, reach: Reach) -> Result<Option<Self>> {
         Ok(match reach {
             Reach::Memory => None,
+            Reach::Images => Some(Self::Images),
             Reach::Lanes(lanes) => Some(Self::Sockets(Box::new(Sockets::new(dev, plan, slices, lanes)?))),
             Reach::Rail(key) => {
                 Some(Self::Rails(Box::new(Rails::new(dev, slices, (mates, plan.sums_within()), (key, plan.cuda_libraries.clone()))?)))
@@ -125,6 +129,7 @@ impl Far {
         match self {
             Self::Sockets(sockets) => sockets.settle_down(flat),
             Self::Rails(rails) => rails.settle_down(flat),
+            Self::Images => {}
         }
     }
 }
@@ -274,7 +279,7 @@ impl<C> Pulls<C> {
             let is_quiet = match &self.far {
                 Some(Far::Sockets(far)) => far.is_quiet(),
                 Some(Far::Rails(rails)) => rails.is_quiet(dev)?,
-                None => true,
+                Some(Far::Images) | None => true,
             };
             if is_quiet || !dev.idle()? {
                 bell.wait(rung);
@@ -525,6 +530,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
         self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
         self.take_in(dev)?;
+        self.take_images(dev, weights)?;
         self.pull_settled(dev, weights)
     }
 
@@ -705,6 +711,24 @@ impl<C> Pulls<C> {
         while let Some(bucket) = self.uncarried.checked_sub(1)
             && self.sockets().is_some_and(|far| far.has_weights(bucket))
         {
+            dev.record(self.carried[bucket], Stream::Gather)?;
+            self.carry(bucket);
+        }
+        Ok(())
+    }
+
+    /// The same of mirror images, which have settled what this rank has: copies of it.
+    fn take_images<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<()> {
+        let own = self.seat.rank;
+        while let (Some(Far::Images), Some(bucket)) = (&self.far, self.uncarried.checked_sub(1))
+            && self.settled[bucket] >= self.version
+        {
+            dev.wait(Stream::Gather, self.peers[own].stepped[bucket])?;
+            for owner in self.others().filter(|owner| self.carrier(*owner) == own) {
+                let slice = self.slices.of(owner, bucket);
+                let (theirs, place) = (&self.peers[owner].memory.weights, weights.slice(slice.start, slice.len()));
+                dev.pull(Stream::Gather, owner, theirs.slice(slice.start, slice.len()), place)?;
+            }
             dev.record(self.carried[bucket], Stream::Gather)?;
             self.carry(bucket);
         }

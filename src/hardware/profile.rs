@@ -74,6 +74,8 @@ pub struct Profile {
     pub contention: Option<Contention>,
     /// What several of its GPUs do together; absent where it has one, or nobody measured.
     pub together: Option<Together>,
+    /// What joins several such machines; absent where nobody says.
+    pub network: Option<Network>,
 }
 
 /// A value of a section.
@@ -326,6 +328,18 @@ section! {
     }
 }
 
+section! {
+    /// What joins several machines of this kind, a process on each, while all of their GPUs send and receive.
+    Network {
+        /// Machines.
+        machines: Number,
+        /// Bytes a second of a GPU, each way.
+        bytes_per_s: Number,
+        /// Seconds that the smallest exchange takes.
+        latency_s: Number,
+    }
+}
+
 impl Profile {
     /// The profile that `name_or_file` names: one that ships with the program, or a file.
     ///
@@ -379,7 +393,11 @@ impl Profile {
     }
 
     fn check_counts(&self) -> std::result::Result<(), String> {
-        let counts = [("host.cpus", Some(&self.host.cpus)), ("together.gpus", self.together.as_ref().map(|together| &together.gpus))];
+        let counts = [
+            ("host.cpus", Some(&self.host.cpus)),
+            ("together.gpus", self.together.as_ref().map(|together| &together.gpus)),
+            ("network.machines", self.network.as_ref().map(|network| &network.machines)),
+        ];
         match counts.into_iter().find_map(|(field, count)| Some((field, count?.value)).filter(|(_, count)| count.fract() != 0.0)) {
             Some((field, count)) => Err(format!("{field}: {count} is not a whole number")),
             None => Ok(()),
@@ -397,6 +415,11 @@ impl Profile {
     /// GPUs of the machine whose rates are known.
     pub(crate) fn gpus(&self) -> usize {
         self.together.as_ref().map_or(1, |together| together.gpus.value as usize)
+    }
+
+    /// Such machines that a network joins, as far as it is known.
+    pub(crate) fn machines(&self) -> usize {
+        self.network.as_ref().map_or(1, |network| network.machines.value as usize)
     }
 
     fn check_contention(&self) -> std::result::Result<(), String> {
@@ -449,7 +472,8 @@ impl Profile {
         let contention = self.contention.as_ref().map(|contention| ("contention", contention.fields()));
         let cpu_device = self.cpu_device.as_ref().map(|device| ("cpu_device", device.fields()));
         let together = self.together.as_ref().map(|together| ("together", together.fields()));
-        [gpu, link, Some(("host", self.host.fields())), cpu_device, contention, together].into_iter().flatten()
+        let network = self.network.as_ref().map(|network| ("network", network.fields()));
+        [gpu, link, Some(("host", self.host.fields())), cpu_device, contention, together, network].into_iter().flatten()
     }
 }
 
@@ -640,6 +664,7 @@ mod tests {
         assert_eq!((&two.gpu, &two.link, &two.contention), (&one.gpu, &one.link, &one.contention));
         assert!(two.host.cpus.value == 32.0 && two.host.wake_up_s == one.host.wake_up_s);
         assert_eq!([one.gpus(), two.gpus()], [1, 2]);
+        assert_eq!([&two, &Profile::load("gh200-x4").unwrap()].map(Profile::machines), [1, 4]);
         let h100 = Profile::load("h100-x2").unwrap();
         assert_eq!((&h100.host, &h100.together, &h100.link), (&two.host, &two.together, &one.link), "like one that is like another");
         let names = |of: &str| Profile::several(of).map(|profile| profile.name).collect::<Vec<_>>();
@@ -655,6 +680,10 @@ mod tests {
         assert!(with("like = \"h200-pcie5\"", "like = \"mi300a\"").contains("section `together`"));
         assert!(with("gpus = { value = 2", "gpus = { value = 2.5").contains("together.gpus: 2.5 is not a whole number"));
         assert!(with("peer_bytes_per_s", "pear_bytes_per_s").contains("pear_bytes_per_s"));
+        let count = "[network]\nmachines = { value = 2.5, source = \"\" }\n[together]";
+        let rates = "bytes_per_s = { value = 1e9, source = \"\" }\nlatency_s = { value = 1e-5, source = \"\" }\n[together]";
+        assert!(with("[together]", &count.replace("[together]", rates)).contains("network.machines: 2.5 is not a whole number"));
+        assert!(with("[together]", count).contains("missing field `bytes_per_s`"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
 use crate::hardware::peer_route::PeerRoute;
-use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Profile};
+use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Network, Profile};
 use crate::hardware::sourced::{Curve, Number, Points};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
@@ -48,6 +48,22 @@ fn faster(Points(points): &Points, factor: f64) -> Points {
     Points(points.iter().map(|(x, rate)| (*x, rate * factor)).collect())
 }
 
+/// What passes between processes, each way, while all of their GPUs exchange.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct NetworkRates {
+    /// Bytes a second of a GPU.
+    pub(crate) bytes_per_s: f64,
+    /// Seconds that the smallest exchange takes.
+    latency_s: f64,
+}
+
+impl NetworkRates {
+    /// Seconds in which `bytes` come to a GPU, and as many leave it.
+    pub(crate) fn exchange_s(self, bytes: usize) -> f64 {
+        self.latency_s + bytes as f64 / self.bytes_per_s
+    }
+}
+
 /// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
@@ -81,6 +97,8 @@ pub struct Rates {
     pub(crate) peer_bytes_per_s: f64,
     /// What they pass on the way.
     pub(crate) peer_route: PeerRoute,
+    /// What joins machines, where processes are on several and the profile says it.
+    network: Option<NetworkRates>,
     /// Bytes of managed memory a second, each way, while pages come and go.
     pub(crate) managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
@@ -125,6 +143,7 @@ macro_rules! computing {
             latency_s: host.wake_up_s.value,
             peer_bytes_per_s: memory / 4.0,
             peer_route: PeerRoute::Own,
+            network: None,
             managed_bytes_per_s: memory / 2.0,
             adam_bytes_per_s_by_threads: host.adam_bytes_per_s_by_threads.value.clone(),
             adam_scalar_bytes_per_s_by_threads: scalar.value.clone(),
@@ -192,6 +211,24 @@ impl Rates {
         Self { peer_bytes_per_s: self.peer_bytes_per_s.min(most), peer_route, ..self }
     }
 
+    /// The same where other processes are on machines that `network` joins with this one.
+    pub(crate) fn with_network(self, network: Option<&Network>) -> Self {
+        let rates = |network: &Network| NetworkRates { bytes_per_s: network.bytes_per_s.value, latency_s: network.latency_s.value };
+        Self { network: network.map(rates), ..self }
+    }
+
+    /// What devices of several processes get of each other, from device to device: that of a network, or where none is known what those of one
+    /// process pull.
+    pub(crate) fn between_processes(&self) -> NetworkRates {
+        self.network.unwrap_or(NetworkRates { bytes_per_s: self.peer_bytes_per_s, latency_s: self.latency_s })
+    }
+
+    /// The same through the memory of both hosts, where one hop follows the other.
+    pub(crate) fn between_hosts(&self) -> NetworkRates {
+        let devices = self.between_processes();
+        NetworkRates { bytes_per_s: devices.bytes_per_s.min(self.both_ways_bytes_per_s / 2.0), ..devices }
+    }
+
     /// Those of the profile that is assumed where nobody says better.
     pub(crate) fn assumed() -> Arc<Self> {
         static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
@@ -257,6 +294,12 @@ impl Rates {
             managed_bytes_per_s: self.managed_bytes_per_s * factor,
             ..self.clone()
         }
+    }
+
+    /// A machine whose network to others is `factor` times as fast.
+    pub(crate) fn with_faster_network(&self, factor: f64) -> Self {
+        let network = self.between_processes();
+        Self { network: Some(NetworkRates { bytes_per_s: network.bytes_per_s * factor, ..network }), ..self.clone() }
     }
 
     /// A machine whose device computes and reads its memory `factor` times as fast.
@@ -357,6 +400,7 @@ pub(crate) mod tests {
             latency_s: 0.0,
             peer_bytes_per_s: 1e11,
             peer_route: PeerRoute::Own,
+            network: None,
             managed_bytes_per_s: 1e10,
             adam_bytes_per_s_by_threads: Points(vec![(1.0, 1e11)]),
             adam_scalar_bytes_per_s_by_threads: Points(vec![(1.0, 1e10)]),
@@ -403,6 +447,18 @@ pub(crate) mod tests {
         // What was measured slower stays so, and what a profile knows to be a detour stays one.
         let slow = Rates { peer_bytes_per_s: 9e9, ..each.clone().with_peers(PeerRoute::Host) };
         assert_eq!(slow.clone().with_peers(PeerRoute::Own), slow);
+    }
+
+    #[test]
+    fn processes_get_of_each_other_what_a_network_carries_or_gpus_pull() {
+        let profile = Profile::load("gh200-x4").unwrap();
+        let each = Rates::of_each(&profile, 4);
+        let rates = |rates: &Rates| [rates.between_processes(), rates.between_hosts()].map(|network| network.bytes_per_s);
+        assert_eq!(rates(&each), [330e9, 82.5e9], "no network, and a hop of each kind through the host's memory");
+        let joined = each.with_network(profile.network.as_ref());
+        assert_eq!(rates(&joined), [25e9; 2]);
+        assert_eq!(joined.between_processes().exchange_s(25_000_000), 18e-6 + 1e-3);
+        assert_eq!(rates(&joined.with_faster_network(2.0)), [50e9; 2]);
     }
 
     #[test]

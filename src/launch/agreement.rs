@@ -85,10 +85,11 @@ impl Party {
     /// when another has ended and it goes on; `tell` is given lines for people.
     ///
     /// # Errors
-    /// `Usage` without a run token, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
+    /// `Usage` without a run token or a place to meet, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
-        let address = settings.rendezvous.clone().unwrap_or_default();
+        let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
+        let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let meeting = Meeting { address, process, processes, ranks, token: token(settings)? };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);

@@ -3,13 +3,12 @@
 use super::gpu;
 use super::partners::Partner;
 use super::peer_links::PeerLinks;
-use crate::config::options::{DeviceChoice, HostMemoryKind, Transport};
+use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::limits;
-use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::Profile;
 use crate::hardware::rates::Rates;
 use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
@@ -58,7 +57,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
         },
     };
     let (cpus, together) = (topology.usable_cpus().map_or(1, |usable| usable.count()), devices.2.len());
-    let selected = select(settings, topology, devices, Neighbours { cpus, together, on_machine: 1, route: PeerRoute::Own })?;
+    let selected = select(settings, topology, devices, Neighbours { cpus, together, on_machine: 1 })?;
     Ok(SelectedDevice { note, ..selected })
 }
 
@@ -70,8 +69,7 @@ pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner,
     let gpus = partner.gpus.clone();
     let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
     let on_machine = partner.on_machine;
-    let route = if partner.transport == Transport::Nccl { PeerRoute::Own } else { PeerRoute::Host };
-    select(settings, machine, devices?, Neighbours { cpus, together: on_machine * settings.gpus, on_machine, route })
+    select(settings, machine, devices?, Neighbours { cpus, together: on_machine * settings.gpus, on_machine })
 }
 
 /// The kind of device, its memory, and the GPUs.
@@ -89,8 +87,6 @@ struct Neighbours {
     together: usize,
     /// Processes of the run on the machine.
     on_machine: usize,
-    /// What slices of other processes pass.
-    route: PeerRoute,
 }
 
 /// What is planned for these devices on `machine`, of which this process has its part.
@@ -98,7 +94,7 @@ fn select(
     settings: &Settings,
     machine: &Topology,
     (kind, device, gpus): Devices,
-    Neighbours { cpus, together, on_machine, route }: Neighbours,
+    Neighbours { cpus, together, on_machine }: Neighbours,
 ) -> Result<SelectedDevice> {
     if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
         return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));
@@ -111,9 +107,10 @@ fn select(
     let rates_from = rates_from(settings, machine, kind, together)?;
     let links = PeerLinks::between(&gpus)?;
     let all_cpus = machine.usable_cpus().map_or(cpus, |usable| usable.count());
-    let of_each = |profile| {
+    let of_each = |profile: &Profile| {
+        let network = profile.network.as_ref().filter(|_| settings.processes > on_machine);
         let rates = Rates::of_each(profile, together.max(1)).in_part(cpus, all_cpus);
-        Arc::new(rates.with_peers(links.route().max(route)))
+        Arc::new(rates.with_peers(links.route()).with_network(network))
     };
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
     let mut peers = links.lines();

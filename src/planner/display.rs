@@ -71,10 +71,11 @@ impl Plan {
         }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
-            match (self.processes, self.by_nccl) {
-                (1, _) => writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?,
-                (_, true) => writeln!(f, "  peers       by NCCL, while nothing is computed")?,
-                (_, false) => writeln!(f, "  peers       over TCP, through host memory")?,
+            if self.ranks > self.processes {
+                writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
+            }
+            if self.processes > 1 {
+                writeln!(f, "  network     {}", self.crossing.describe_far(rates))?;
             }
         }
         Ok(())
@@ -162,13 +163,15 @@ impl Plan {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());
         let titles = match self.machine.device {
             DeviceMemory::Shared => ["host memory, compute", "host memory, optimizer"],
+            DeviceMemory::Own { .. } if self.processes > 1 => ["memory of each GPU", "host, of each process"],
             DeviceMemory::Own { .. } if self.ranks > 1 => ["memory of each GPU", "host memory, in all"],
             DeviceMemory::Own { .. } => ["device memory", "host memory"],
         };
         let on_device = self.bytes_at(MemorySpace::Device).div_ceil(self.devices());
+        let on_host = self.bytes_at(MemorySpace::Host).div_ceil(self.processes as u64) + self.transient_bytes;
         self.write_space(f, MemorySpace::Device, titles[0], on_device, device_free)?;
         writeln!(f)?;
-        self.write_space(f, MemorySpace::Host, titles[1], self.bytes_at(MemorySpace::Host) + self.transient_bytes, host_free)
+        self.write_space(f, MemorySpace::Host, titles[1], on_host, host_free)
     }
 
     /// Devices of which each has memory of its own.
@@ -177,7 +180,8 @@ impl Plan {
     }
 
     fn write_space(&self, f: &mut fmt::Formatter<'_>, space: MemorySpace, title: &str, planned: u64, free: Option<u64>) -> fmt::Result {
-        let (transient, parts) = if space == MemorySpace::Host { (self.transient_bytes, 1) } else { (0, self.devices()) };
+        let (transient, parts) =
+            if space == MemorySpace::Host { (self.transient_bytes, self.processes as u64) } else { (0, self.devices()) };
         let classes = self.memory.iter().filter(|class| class.space == space);
         let classes = classes.map(|class| (class.name, (class.bytes as u64).div_ceil(parts)));
         let rows = classes.chain(Some(("loading, saving", transient)).filter(|row| row.1 > 0)).chain(free.map(|free| ("free", free)));

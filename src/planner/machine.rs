@@ -40,16 +40,23 @@ impl Machine {
     /// # Errors
     /// `Usage` when the profile does not say what so many do together.
     pub(crate) fn of_several(profile: &Profile, gpus: usize) -> Result<Self> {
-        if gpus <= profile.gpus() {
-            return Ok(Self::with_rates(profile, Rates::of_each(profile, gpus)));
+        match gpus <= profile.gpus() {
+            true => Ok(Self::with_rates(profile, Rates::of_each(profile, gpus))),
+            false => Err(unknown_together(profile, gpus)),
         }
-        let (name, most) = (&profile.name, profile.gpus());
-        let several: Vec<_> =
-            Profile::names().into_iter().filter(|name| Profile::load(name).is_ok_and(|known| known.gpus() >= gpus)).collect();
-        let known = if several.is_empty() { String::new() } else { format!(", or --hardware {}", several.join(", ")) };
-        Err(Error::usage(format!(
-            "--gpus {gpus}: the hardware profile {name} knows what {most} do (section `together`); use --gpus {most}{known}"
-        )))
+    }
+
+    /// One of the machines that processes run on as `settings` say, each with one of its own.
+    ///
+    /// # Errors
+    /// `Usage` when the profile does not say what so many GPUs do together, or what joins so many machines.
+    pub(crate) fn of_run(profile: &Profile, settings: &Settings) -> Result<Self> {
+        let (machine, processes) = (Self::of_several(profile, settings.gpus)?, settings.processes);
+        if processes > profile.machines() {
+            return Err(unknown_network(profile, processes));
+        }
+        let network = profile.network.as_ref().filter(|_| processes > 1);
+        Ok(Self { rates: Arc::new((*machine.rates).clone().with_network(network)), ..machine })
     }
 
     fn with_rates(profile: &Profile, rates: Rates) -> Self {
@@ -81,4 +88,20 @@ impl Machine {
         };
         Self { host_bytes: at_most(self.host_bytes, settings.host_limit), device, ..self.clone() }
     }
+}
+
+fn unknown_together(profile: &Profile, gpus: usize) -> Error {
+    let (name, most) = (&profile.name, profile.gpus());
+    let several: Vec<_> = Profile::names().into_iter().filter(|name| Profile::load(name).is_ok_and(|known| known.gpus() >= gpus)).collect();
+    let known = if several.is_empty() { String::new() } else { format!(", or --hardware {}", several.join(", ")) };
+    Error::usage(format!("--gpus {gpus}: the hardware profile {name} knows what {most} do (section `together`); use --gpus {most}{known}"))
+}
+
+fn unknown_network(profile: &Profile, processes: usize) -> Error {
+    let (name, most) = (&profile.name, profile.machines());
+    let remedy = match profile.network {
+        Some(_) => format!("knows {most} machines, one for each process (section `network`); use --processes {most}, or raise `machines`"),
+        None => "does not say what passes between machines; add a section `network` (docs/guide/several-machines.md)".into(),
+    };
+    Error::usage(format!("--processes {processes}: the hardware profile {name} {remedy}"))
 }

@@ -4,6 +4,7 @@
 
 pub(crate) mod budget;
 pub(crate) mod choice;
+pub(crate) mod crossing;
 pub(crate) mod display;
 mod early;
 pub(crate) mod machine;

@@ -29,6 +29,7 @@ use crate::planner::budget::{
     sums_within,
 };
 use crate::planner::choice::{Request, Residency, choose};
+use crate::planner::crossing::Crossing;
 use crate::planner::early::{check_early, early_table};
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
@@ -169,6 +170,8 @@ pub struct Plan {
     pub processes: usize,
     /// NCCL carries what passes between them.
     pub by_nccl: bool,
+    /// What a step has pass between ranks.
+    pub crossing: Crossing,
     /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
     pub loss_tile: LossTile,
     /// What [`Plan::loss_tile`] is where memory is no matter: a function of the model and the micro-batch.
@@ -266,6 +269,7 @@ impl Plan {
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
             by_nccl: workload.by_nccl,
+            crossing: Crossing::of(&workload, table.flat_elems()),
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
@@ -447,7 +451,12 @@ fn workload<'a>(
         ranks: settings.ranks(),
         sequence_ranks: settings.sequence_ranks,
         processes: settings.processes,
-        by_nccl: settings.transport == Transport::Nccl,
+        by_nccl: match settings.transport {
+            Transport::Nccl => true,
+            Transport::Tcp => false,
+            // Of machines that are not here: a run has found out what all processes have.
+            Transport::Auto => settings.processes > 1 && machine.kind == DeviceKind::Gpu,
+        },
         dtype,
         fp8,
         link_dtype,

@@ -2,6 +2,7 @@
 //! What a plan really does on such a machine is for the simulated device to say.
 
 use super::budget::{Rings, Workload, host_sums, kept_sums, micro_batches_each};
+use super::crossing::Crossing;
 use super::passes::PassTimes;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -86,15 +87,20 @@ impl<'a> Predictor<'a> {
         }
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
-        let peers_s = self.peers_s(layout.flat_elems());
+        let crossing = Crossing::of(self.workload, layout.flat_elems());
+        let (near_s, far_s) = (crossing.near_s(rates), crossing.far_s(rates));
+        let (swapped_s, over_hosts_s) = if crossing.by_nccl { (far_s, 0.0) } else { (0.0, far_s) };
+        let peers_s = near_s + over_hosts_s;
         let sums_s = self.passing_sums_s(layout, rings);
         let crossing_s = |elems: f64| kept_s + sums_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
-        let beside_peers_s = if rates.peer_route == PeerRoute::Own { 0.0 } else { peers_s };
+        // Through host memory one hop follows the other.
+        let hops_s = if crossing.by_nccl { 0.0 } else { 2.0 * crossing.far as f64 / rates.both_ways_bytes_per_s };
+        let beside_peers_s = hops_s + if rates.peer_route == PeerRoute::Own { 0.0 } else { near_s };
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
         // While copies run both ways, all else is slower.
         let beside_copies = |alone_s: f64, share: f64| alone_s + link_s.min(alone_s) * (1.0 / share - 1.0);
-        let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies);
+        let device_s = beside_copies(passes_s + adam_s, rates.matmul_under_copies) + swapped_s;
         let pool_s = |bytes: usize| beside_copies(offloaded * bytes as f64 / self.adam_bytes_per_s(), rates.adam_under_copies);
         let (stepped_s, deferred_s) = (pool_s(self.stepped_bytes()), pool_s(self.deferred_bytes()));
         let start_up_s = self.start_up_s(layout);
@@ -133,13 +139,6 @@ impl<'a> Predictor<'a> {
         let Workload { shares, ranks, dtype, .. } = *self.workload;
         let bytes = shares * dtype.bytes() + shares / ranks * 2 * 4;
         if shares > 1 { (elems / ranks * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
-    }
-
-    /// Gradients of each round and the step's weights, as far as others have them, are pulled.
-    fn peers_s(&self, elems: usize) -> f64 {
-        let Workload { shares, ranks, dtype, .. } = *self.workload;
-        let pulled = (shares / ranks + 1) * (ranks - 1) * (elems / ranks) * dtype.bytes();
-        pulled as f64 / self.workload.machine.rates.peer_bytes_per_s
     }
 
     /// Bytes of a parameter whose verdict is known: state read and written, gradient read, weight written.

@@ -145,6 +145,38 @@ fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
     assert!(refused("h200-x4", 8).ends_with("use --gpus 4"));
 }
 
+#[test]
+fn more_machines_than_a_profile_knows_are_refused_with_what_to_do() {
+    let on = |name: &str, processes| Machine::of_run(&Profile::load(name).unwrap(), &Settings { processes, ..settings() });
+    let unknown = on("h200-x2", 2).unwrap_err().to_string();
+    assert!(unknown.starts_with("--processes 2: the hardware profile h200-x2 does not say") && unknown.contains("`network`"), "{unknown}");
+    let few = on("gh200-x4", 5).unwrap_err().to_string();
+    assert!(few.contains("gh200-x4 knows 4 machines") && few.contains("use --processes 4"), "{few}");
+    assert_eq!(on("gh200-x4", 1).unwrap(), Machine::of(&Profile::load("gh200-x4").unwrap()));
+}
+
+/// Two nodes of four: each holds half of the states, and its GPUs what each of eight holds.
+#[test]
+fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
+    let profile = Profile::load("gh200-x4").unwrap();
+    let plan = |processes| {
+        let settings = Settings { gpus: 4, processes, resident_buckets: ResidentBuckets::Count(0), ..settings() };
+        Plan::new(&settings, &llama_8b(), &Machine::of_run(&profile, &settings).unwrap(), false).unwrap()
+    };
+    let [one, two] = [1, 2].map(plan);
+    let flat = TensorTable::new(&llama_8b()).flat_elems() as f64;
+    let host = |plan: &Plan| plan.balances()[1].needed as f64;
+    assert!((host(&one) / host(&two) / 2.0 - 1.0).abs() < 0.1 && (host(&one) / flat - 14.0).abs() < 1.0, "{one}\n{two}");
+    let told = two.to_string();
+    // An eighth of the gradients from each of four, and of the weights from the namesake.
+    assert!(
+        told.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
+        "{told}"
+    );
+    assert!(told.contains("  peers       330.0 GB/s from each other") && told.contains("NCCL's buffers         1.0 GiB"), "{told}");
+    assert!(told.contains("  host, of each process"), "{told}");
+}
+
 fn settings() -> Settings {
     Settings { per_device_train_batch_size: 4, seq_length: 4096, ..Settings::default() }
 }

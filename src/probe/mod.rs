@@ -273,7 +273,8 @@ fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Se
     let ProfileFacts { machine, facts, date } = facts;
     let Sections { gpu, link, cpu_device, contention, together } = sections;
     let name = options.out.as_deref().and_then(Path::file_stem).map_or("this-machine".into(), |stem| stem.to_string_lossy().into_owned());
-    let profile = Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention, together };
+    let profile =
+        Profile { version: VERSION, name, machine, date, facts, gpu, link, host, cpu_device, contention, together, network: None };
     profile.check().map_err(|why| Error::resource("probe this machine", why))?;
     Ok(profile)
 }

@@ -93,6 +93,8 @@ pub(crate) struct Board {
     failure: OnceLock<(String, String)>,
     on_gpus: bool,
     baton: Option<Baton>,
+    /// The ranks of this process.
+    mates: Range<usize>,
     abroad: Option<Abroad>,
 }
 
@@ -145,14 +147,16 @@ impl Board {
         Self::with_entries(sizes.ranks, sizes, adversary)
     }
 
-    /// A board on which all ranks have published what rank 0 has, the only one that is there.
-    pub(crate) fn mirrored(sizes: Sizes) -> Self {
-        Self::with_entries(1, sizes, None)
+    /// A board on which all ranks have published what rank 0 has, the only one that is there. Its process has so many `mates`, itself among them.
+    pub(crate) fn mirrored(sizes: Sizes, mates: usize) -> Self {
+        Self { mates: 0..mates, ..Self::with_entries(1, sizes, None) }
     }
 
     /// A board of one of several processes.
     pub(crate) fn linked(sizes: Sizes, abroad: Abroad) -> Self {
-        Self { abroad: Some(abroad), ..Self::with_entries(sizes.ranks, sizes, None) }
+        let each = sizes.ranks / abroad.names.len();
+        let mates = abroad.process * each..(abroad.process + 1) * each;
+        Self { mates, abroad: Some(abroad), ..Self::with_entries(sizes.ranks, sizes, None) }
     }
 
     fn with_entries(entries: usize, sizes: Sizes, adversary: Option<u64>) -> Self {
@@ -186,6 +190,7 @@ impl Board {
             mail: zeros(sizes.mail_words),
             failure: OnceLock::new(),
             on_gpus: sizes.on_gpus,
+            mates: 0..sizes.ranks,
             abroad: None,
         }
     }
@@ -197,7 +202,7 @@ impl Board {
 
     /// The ranks of this process.
     pub(crate) fn mates(&self) -> Range<usize> {
-        self.abroad.as_ref().map_or(0..self.ranks(), |abroad| self.ranks_of(abroad.process))
+        self.mates.clone()
     }
 
     /// The ranks of `process`, if there are several.

@@ -36,7 +36,7 @@ fn a_publication_has_a_time_for_all_others() {
 
 #[test]
 fn mirror_images_have_published_what_rank_0_has() {
-    let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() });
+    let board = Board::mirrored(Sizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..Sizes::default() }, 3);
     assert!(board.ranks() == 3 && !board.all_written(0) && !board.all_pulled(1) && board.settled(2, 1) == 0);
     board.publish_written(0);
     board.publish_pulled(0);

@@ -81,7 +81,7 @@ impl LargestModel {
             // A micro-batch for each, of which each is a share.
             let settings =
                 Settings { gpus, gradient_shares: None, gradient_group: None, gradient_accumulation_steps: None, ..settings.clone() };
-            Machine::of_several(profile, gpus).ok().map(|machine| Self::of(&settings, shape, &machine))
+            Machine::of_run(profile, &settings).ok().map(|machine| Self::of(&settings, shape, &machine))
         };
         known.filter_map(on).collect()
     }

@@ -254,7 +254,7 @@ const SETTINGS: [Setting; 7] = [placement, residency_nearby, bucket_mib, cast, s
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let asked = query.settings.weights;
     // Several devices replicate their weights while those fit.
-    let can_stream = asked == WeightsChoice::Auto && query.settings.gpus == 1 && from.plan.weight_ring.is_none();
+    let can_stream = asked == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
     let weights = [asked].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     let placed = weights.flat_map(|weights| {
         let with = move |activations| Settings { activations, weights, ..from.settings.clone() };

@@ -183,13 +183,15 @@ fn busy(candidate: &Candidate) -> Vec<Busy> {
         Busy { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
         Busy { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
     ];
+    let network = candidate.plan.crossing.far_s(rates) * 1e3 / step_ms;
+    busy.extend((candidate.plan.processes > 1).then_some(Busy { what: "the network", share: network }));
     busy.sort_by(|a, b| b.share.total_cmp(&a.share));
     busy
 }
 
 fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     let of = |Balance { space, needed, available }: Balance| {
-        let parts = if space == MemorySpace::Device { plan.ranks } else { 1 };
+        let parts = if space == MemorySpace::Device { plan.ranks } else { plan.processes };
         let classes = plan.memory.iter().filter(|class| class.space == space).map(|class| (class.name, class.bytes.div_ceil(parts)));
         MemoryNeed {
             place: if space == MemorySpace::Device { "device" } else { "host" },
@@ -212,6 +214,9 @@ fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
         ("the link were faster", with(machine.rates.with_faster_link(MORE))),
         ("the device's arithmetic and memory were faster", with(machine.rates.with_faster_device(MORE))),
     ];
+    if best.plan.processes > 1 {
+        machines.push(("the network were faster", with(machine.rates.with_faster_network(MORE))));
+    }
     if let DeviceMemory::Own { bytes, addressing } = machine.device {
         let device = DeviceMemory::Own { bytes: (bytes as f64 * MORE) as u64, addressing };
         machines.push(("the device's memory were larger", Machine { device, ..machine.clone() }));

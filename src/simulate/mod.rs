@@ -2,6 +2,9 @@
 
 pub(crate) mod clip;
 pub(crate) mod flops;
+// Of the whole program: what is measured had every technique.
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition"))]
+mod network_tests;
 pub(crate) mod outcome;
 pub(crate) mod random_tokens;
 pub(crate) mod timed;
@@ -38,7 +41,7 @@ pub(crate) fn simulate(
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
     let on = (plan.machine.kind, plan.machine.device);
     let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.moments), trace_spans);
-    let (shape, pool) = (shape.clone(), Pool::Simulated(pool));
+    let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.ranks / plan.processes));
     if plan.ranks == 1 {
         run(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
     } else {

@@ -7,7 +7,7 @@
 mod pool;
 mod world;
 
-use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap, no_rail};
+use super::{Checked, Device, DeviceKind, DeviceSlice, EventId, Kernel, Launch, MatrixPart, Peers, Stream, Swap};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
@@ -36,6 +36,8 @@ pub(crate) struct SimDevice {
     next_addr: u64,
     /// Its own, among its peers.
     rank: usize,
+    /// Ranks of a process.
+    mates: usize,
 }
 
 impl SimDevice {
@@ -51,8 +53,14 @@ impl SimDevice {
         let world = Rc::new(RefCell::new(World::new(rates, shares_cores, trace_spans)));
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1, workers.2), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
-        let device = Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0 };
+        let device =
+            Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0, mates: usize::MAX };
         (device, pool)
+    }
+
+    /// The same among `mates` ranks of its process, and those of other processes.
+    pub(crate) fn among(self, mates: usize) -> Self {
+        Self { mates, ..self }
     }
 
     /// Enqueues what takes `seconds` alone; the driver is busy with it for as long as a launch takes.
@@ -63,8 +71,16 @@ impl SimDevice {
     }
 
     fn enqueue_pull(&mut self, stream: Stream, peer: usize, bytes: usize) {
-        let bytes_per_s = if peer == self.rank { self.rates.device_bytes_per_s / 2.0 } else { self.rates.peer_bytes_per_s };
-        self.enqueue(stream, OpKind::FromPeer, "pull", self.rates.latency_s + bytes as f64 / bytes_per_s);
+        let rates = &self.rates;
+        // What another rank of its process carries is pulled from that one, whoever owns it.
+        let is_carried = stream == Stream::Gather && peer % self.mates != self.rank % self.mates;
+        let (kind, seconds) = if peer / self.mates != self.rank / self.mates && !is_carried {
+            (OpKind::OverHosts, rates.between_hosts().exchange_s(bytes))
+        } else {
+            let bytes_per_s = if peer == self.rank { rates.device_bytes_per_s / 2.0 } else { rates.peer_bytes_per_s };
+            (OpKind::FromPeer, rates.latency_s + bytes as f64 / bytes_per_s)
+        };
+        self.enqueue(stream, kind, "pull", seconds);
     }
 }
 
@@ -112,15 +128,18 @@ impl Peers for SimDevice {
         Ok(())
     }
 
-    /// Copy engines are as fast with rows of an attention head and more as with whole slices.
     fn connect(&mut self, _: &RailKey, _: &[PathBuf]) -> Result<()> {
-        Err(no_rail())
+        Ok(())
     }
 
-    fn swap(&mut self, _: impl Iterator<Item = Swap>) -> Result<()> {
-        Err(no_rail())
+    /// All send and receive at once, each way as fast as the network lets them.
+    fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
+        let [out, into] = swaps.fold([0, 0], |[out, into], swap| [out + swap.out.bytes(), into + swap.into.bytes()]);
+        self.enqueue(Stream::Compute, OpKind::Swap, "swap", self.rates.between_processes().exchange_s(out.max(into)));
+        Ok(())
     }
 
+    /// Copy engines are as fast with rows of an attention head and more as with whole slices.
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.enqueue_pull(stream, peer, src.bytes());

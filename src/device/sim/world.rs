@@ -31,6 +31,10 @@ pub(super) enum OpKind {
     Paging,
     /// Links between devices, whose copies slow nobody; or what else such copies pass.
     FromPeer,
+    /// Both hosts' memories and the network between them.
+    OverHosts,
+    /// The network between devices of several processes.
+    Swap,
     /// The CPUs and their memory.
     Adam,
 }
@@ -101,6 +105,8 @@ struct Contention {
     compute_under_adam: f64,
     adam_under_compute: f64,
     peers: PeerRoute,
+    /// The share of the link, both ways, that slices between hosts take.
+    over_hosts: f64,
 }
 
 impl Contention {
@@ -114,12 +120,14 @@ impl Contention {
             compute_under_adam: when(shares_cores, rates.cpu_device_under_adam),
             adam_under_compute: when(shares_cores, rates.adam_under_cpu_device),
             peers: rates.peer_route,
+            over_hosts: rates.between_hosts().bytes_per_s / rates.both_ways_bytes_per_s,
         }
     }
 
     /// Progress of work of this kind, where 1 is alone, beside what `active` says is under way.
     fn speed(&self, kind: OpKind, active: impl Fn(OpKind) -> bool) -> f64 {
-        let from_peers = |passed: PeerRoute| self.peers >= passed && active(OpKind::FromPeer);
+        let over_hosts = active(OpKind::OverHosts);
+        let from_peers = |passed: PeerRoute| over_hosts || self.peers >= passed && active(OpKind::FromPeer);
         let [out, back] = [OpKind::ToHost, OpKind::ToDevice].map(&active);
         // What was measured with copies both ways counts half for one.
         let under_copies = |factor: f64, passed: PeerRoute| match (out, back, from_peers(passed)) {
@@ -129,15 +137,18 @@ impl Contention {
         };
         let by_adam = |is_slowed: bool| when(is_slowed && active(OpKind::Adam), self.copies_under_adam);
         // A GPU's link carries what it pulls and what is pulled from it: both ways are shared with its own copies.
-        let beside_peers = from_peers(PeerRoute::Links);
-        let copy = |is_both_ways: bool, both_ways: f64| when(is_both_ways, both_ways) * when(beside_peers, 0.5) * by_adam(true);
+        let beside_peers = self.peers >= PeerRoute::Links && active(OpKind::FromPeer);
+        let beside_slices = when(beside_peers, 0.5) * when(over_hosts, 1.0 - self.over_hosts);
+        let copy = |is_both_ways: bool, both_ways: f64| when(is_both_ways, both_ways) * beside_slices * by_adam(true);
         match kind {
             OpKind::Compute => {
                 under_copies(self.compute_under_copies, PeerRoute::Links) * when(active(OpKind::Adam), self.compute_under_adam)
             }
             OpKind::Adam => under_copies(self.adam_under_copies, PeerRoute::Host) * when(active(OpKind::Compute), self.adam_under_compute),
-            OpKind::Paging => 1.0,
+            OpKind::Paging | OpKind::Swap => 1.0,
             OpKind::FromPeer => when(self.peers >= PeerRoute::Links && (out || back), 0.5) * by_adam(self.peers == PeerRoute::Host),
+            // Half of the link is theirs, and a half of each hop.
+            OpKind::OverHosts => when(out || back, (0.25 / self.over_hosts).min(1.0)) * by_adam(true),
             OpKind::ToHost => copy(back || beside_peers, self.copies_both_ways[0]),
             OpKind::ToDevice => copy(out || beside_peers, self.copies_both_ways[1]),
         }
@@ -403,6 +414,24 @@ mod tests {
         };
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, ToHost)), [100, 250, 250]);
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, Adam)), [100, 100, 200]);
+    }
+
+    #[test]
+    fn slices_between_hosts_share_the_link_and_swaps_of_devices_do_not() {
+        use OpKind::{Adam, OverHosts, Swap, ToHost};
+        let ends = |far, beside| {
+            let mut world = world();
+            world.enqueue(if far == Swap { Stream::Compute } else { Stream::Reduce }, work(far, 100.0));
+            match beside {
+                Adam => world.submit(work(Adam, 100.0)),
+                kind => world.enqueue(Stream::D2h, work(kind, 100.0)),
+            }
+            while world.advance() {}
+            world.now_ns()
+        };
+        // Half of the link is theirs: both take twice as long. Beside Adam both have half.
+        assert_eq!([ToHost, Adam].map(|beside| ends(OverHosts, beside)), [200, 200]);
+        assert_eq!([ToHost, Adam].map(|beside| ends(Swap, beside)), [100, 100]);
     }
 
     #[test]

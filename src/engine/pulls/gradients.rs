@@ -28,7 +28,7 @@ impl<C> Pulls<C> {
         let has_come = match &mut self.far {
             Some(Far::Sockets(far)) => far.serve(dev).and_then(|()| far.has_grads(dev, bucket, round))?,
             Some(Far::Rails(_)) => self.buckets_swapped > next,
-            None => true,
+            Some(Far::Images) | None => true,
         };
         Ok(is_here && has_come)
     }
@@ -141,7 +141,14 @@ impl<C> Pulls<C> {
                 parts[count] = self.pull_grads(dev, rank, bucket, &flat)?;
             } else if rank != own {
                 parts[count] = self.staged(rank, flat.len());
-                self.sockets().map_or(Ok(()), |far| far.bring_grads(dev, rank, parts[count]))?;
+                match &mut self.far {
+                    Some(Far::Sockets(far)) => far.bring_grads(dev, rank, parts[count])?,
+                    Some(Far::Images) => {
+                        let theirs = self.peers[rank].memory.grads.slice(flat.start, flat.len());
+                        dev.pull(Stream::Reduce, rank, theirs, parts[count])?;
+                    }
+                    Some(Far::Rails(_)) | None => {}
+                }
             }
             count += 1;
         }

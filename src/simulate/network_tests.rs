@@ -1,0 +1,81 @@
+//! Steps of several processes, simulated: what crosses takes its time, and the case that was measured.
+
+use super::clip::Clip;
+use super::outcome::Outcome;
+use super::simulate;
+use super::timed::Steps;
+use crate::config::options::{ResidentBuckets, Transport};
+use crate::config::settings::Settings;
+use crate::hardware::profile::Profile;
+use crate::model::presets;
+use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
+use crate::planner::plan::Plan;
+use std::path::Path;
+
+fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -> (Plan, Outcome) {
+    let plan = Plan::new(settings, shape, &Machine::of_run(profile, settings).unwrap(), false).unwrap();
+    assert!(plan.shortage().is_none(), "{plan}");
+    let steps = Steps { warmup: 2, timed: 2, clip: Clip::Never };
+    let (outcome, ..) = simulate(&plan, shape, "several machines", steps, 0).unwrap();
+    (plan, outcome)
+}
+
+/// Seconds of a step of twelve layers on four nodes of two GPUs, simulated and predicted, and the bytes that come to each in it.
+fn on_four_nodes((transport, gradient_group): (Transport, Option<usize>), bytes_per_s: f64) -> ([f64; 2], f64) {
+    let mut profile = Profile::load("gh200-x4").unwrap();
+    profile.network.as_mut().unwrap().bytes_per_s.value = bytes_per_s;
+    let settings = Settings { gpus: 2, processes: 4, transport, gradient_group, ..Settings::default() };
+    let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..settings };
+    let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
+    let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
+    let (plan, outcome) = step(&settings, &shape, &profile);
+    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.crossing.far as f64)
+}
+
+/// Bytes are those of the protocol that ranks run: gradients from six of other nodes, or sums of groups from the three namesakes; weights from
+/// these.
+#[test]
+fn what_nccl_carries_adds_its_time_to_a_step() {
+    let mut carried = Vec::new();
+    for group in [None, Some(2)] {
+        let [(fast, bytes), (slow, same)] = [25e9, 5e9].map(|rate| on_four_nodes((Transport::Nccl, group), rate));
+        assert_eq!(bytes, same);
+        let longer_s = bytes / 5e9 - bytes / 25e9;
+        for (how, fast, slow) in [("simulated", fast[0], slow[0]), ("predicted", fast[1], slow[1])] {
+            assert!(((slow - fast) / longer_s - 1.0).abs() < 0.02, "{how}, {group:?}: {fast} s, {slow} s, {longer_s} s more of exchange");
+        }
+        carried.push(bytes);
+    }
+    assert_eq!(carried[0] / carried[1], 9.0 / 6.0);
+}
+
+#[test]
+fn what_tcp_carries_hides_behind_products_until_it_takes_longer() {
+    for group in [None, Some(2)] {
+        let of = |transport, rate| on_four_nodes((transport, group), rate);
+        let [(nccl, _), (tcp, bytes), (slow, _)] = [of(Transport::Nccl, 25e9), of(Transport::Tcp, 25e9), of(Transport::Tcp, 2e9)];
+        for (how, nccl, tcp, slow) in [("simulated", nccl[0], tcp[0], slow[0]), ("predicted", nccl[1], tcp[1], slow[1])] {
+            let is_between = slow > bytes / 2e9 && slow < 1.3 * bytes / 2e9;
+            assert!(tcp < nccl && is_between, "{how}, {group:?}: by NCCL {nccl} s, over TCP {tcp} s and {slow} s");
+        }
+    }
+}
+
+/// Llama-8B, 4 x 4096 tokens a GPU, on one machine with two H200: `paper-figures/results/h200-x2-processes.jsonl`.
+#[test]
+fn two_processes_take_as_long_as_measured() {
+    let profile = |name: &str| Profile::load(name).unwrap();
+    let file = format!("{}/paper-figures/results/h200-x2-processes.toml", env!("CARGO_MANIFEST_DIR"));
+    let shape = presets::shape("model", Path::new("llama-8b")).unwrap();
+    let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
+    let two = Settings { processes: 2, ..settings.clone() };
+    let one = Settings { gpus: 2, ..settings };
+    for (settings, profile, measured_ms) in [(two, profile(&file), 1426.6), (one, profile("h200-x2"), 1361.2)] {
+        let (plan, outcome) = step(&settings, &shape, &profile);
+        let predicted_ms = plan.predicted.unwrap().step_s * 1e3;
+        for (how, ms) in [("simulated", outcome.step_ms.median), ("predicted", predicted_ms)] {
+            assert!((ms / measured_ms - 1.0).abs() < 0.08, "{how} {ms} ms, measured {measured_ms}: {plan}");
+        }
+    }
+}
