@@ -61,7 +61,6 @@ pub mod dtype {
 pub mod engine {
     pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
     pub use crate::engine::evaluate::Evaluated;
-    pub use crate::engine::exchange::Exchange;
     pub use crate::engine::executor::{Engine, StepReport};
     pub use crate::engine::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;

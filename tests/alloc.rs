@@ -14,7 +14,7 @@ use std::time::Duration;
 use superoffload::internals::bucket::{BucketLayout, Tier};
 use superoffload::internals::data::{DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Counts, Engine, Exchange, Watchdog};
+use superoffload::internals::engine::{Counts, Engine, Watchdog};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::metrics::rss_bytes;
@@ -161,12 +161,11 @@ struct Watch {
 impl UseEngine for Watch {
     type Output = Counts;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Counts> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Counts> {
         let (Self { name, mut loader }, plan) = (self, engine.plan().clone());
         load(&mut engine, random_params(1));
         let (mut counts, watched) = (Counts::default(), engine.watched());
-        let mut train =
-            |engine: &mut Engine<D, X>, steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
+        let mut train = |engine: &mut Engine<D>, steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
         // So long that it never has anything to say, however busy the machine is: that would allocate.
         let dog = Watchdog::start(watched, Duration::from_secs(3600), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
         train(&mut engine, WARM_UP_STEPS);

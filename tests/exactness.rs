@@ -13,7 +13,7 @@ use superoffload::internals::bucket::{BucketLayout, Tier};
 #[cfg(feature = "stv")]
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Counts, Engine, Exchange, ExpertLoad};
+use superoffload::internals::engine::{Counts, Engine, ExpertLoad};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 #[cfg(feature = "weight-flow")]
@@ -115,7 +115,7 @@ struct Steps<'a>(&'a Case, &'a Way);
 impl UseEngine for Steps<'_> {
     type Output = Run;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Run> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Run> {
         let Self(case, way) = self;
         load(&mut engine, random_params(case.seed));
         let mut batches = Noise::new(case.seed, case.vocab);

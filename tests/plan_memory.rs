@@ -5,7 +5,7 @@ use crate::planned;
 use crate::support::{settings, tiny_llama};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
-use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::MemoryPolicy;
 use superoffload::internals::launch::{UseEngine, cpu_engine, on_cpus};
@@ -90,7 +90,7 @@ struct Compared<'a>(&'a str);
 impl UseEngine for Compared<'_> {
     type Output = Plan;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Plan> {
+    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Plan> {
         planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{}: {wrong}", self.0));
         Ok(engine.plan().clone())
     }

@@ -10,7 +10,7 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::optim::StatePart;
@@ -167,7 +167,7 @@ struct Faulty(Fault);
 impl UseEngine for Faulty {
     type Output = ();
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<()> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<()> {
         load(&mut engine, random_params(1));
         engine.step(1e-3, &mut Noise::new(1, 64))?;
         match self.0 {
@@ -218,7 +218,7 @@ struct EveryPhase;
 impl UseEngine for EveryPhase {
     type Output = ();
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<()> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<()> {
         let mut state = vec![0.01; engine.table().flat_elems()];
         engine.write_state(StatePart::Params, 0, &state)?;
         engine.send_weights()?;

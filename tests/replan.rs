@@ -6,7 +6,7 @@ use crate::program::{CONFIG, STEPS as RUN_STEPS, Workspace, run};
 use crate::resume::await_line;
 use crate::support::{Noise, digest, grad_ring, load, random_params, settings, tiny_llama};
 use superoffload::internals::device::{DeviceKind, Kernels};
-use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::engine::{Counts, Engine};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::model::{ModelShape, TensorTable};
@@ -37,7 +37,7 @@ struct Steps<'a> {
 impl UseEngine for Steps<'_> {
     type Output = Run;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Run> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Run> {
         load(&mut engine, random_params(5));
         let (mut batches, mut counts, mut losses) = (Noise::new(5, 64), Counts::default(), Vec::new());
         for step in 0..STEPS {
@@ -54,7 +54,7 @@ impl UseEngine for Steps<'_> {
 }
 
 impl Steps<'_> {
-    fn go_over<D: Kernels, X: Exchange<D>>(&self, engine: &mut Engine<D, X>, plan: Plan) -> Result<()> {
+    fn go_over<D: Kernels>(&self, engine: &mut Engine<D>, plan: Plan) -> Result<()> {
         let before = engine.plan().clone();
         let kept = engine.replan(plan.clone())?;
         assert_eq!(kept.is_some(), self.refusal.is_some(), "{kept:?}");

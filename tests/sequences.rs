@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::{UseEngine, on_cpus};
 use superoffload::internals::model::{ModelShape, TensorSpec, TensorTable};
@@ -90,7 +90,7 @@ type Outcome = (Vec<f32>, Vec<f32>, String);
 impl UseEngine for Steps {
     type Output = Outcome;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Outcome> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Outcome> {
         load(&mut engine, weights(self.0));
         let mut batches = Documents(Noise::new(self.0, engine.shape().vocab));
         let (mut losses, mut moments) = (Vec::new(), vec![0.0; engine.table().flat_elems()]);

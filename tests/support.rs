@@ -3,7 +3,7 @@
 use superoffload::internals::checkpoint::StateDigest;
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::{CpuDevice, Kernels};
-use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::engine::Engine;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::RING_GRAIN_BYTES;
 use superoffload::internals::launch::cpu_engine;
@@ -85,7 +85,7 @@ pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Ve
 }
 
 /// Gives an engine these weights.
-pub fn load<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, params: impl Fn(&TensorSpec) -> Vec<f32>) {
+pub fn load<D: Kernels>(engine: &mut Engine<D>, params: impl Fn(&TensorSpec) -> Vec<f32>) {
     for spec in engine.table().specs().to_vec() {
         engine.write_state(StatePart::Params, spec.offset_elems, &params(&spec)).unwrap();
     }
@@ -93,7 +93,7 @@ pub fn load<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, params: impl 
 }
 
 /// Digest of an engine's flushed state, as `train --digest` prints it.
-pub fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> String {
+pub fn digest<D: Kernels>(engine: &mut Engine<D>) -> String {
     engine.flush().unwrap();
     let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
     for_each_state(engine, |_, state| StatePart::ALL.into_iter().for_each(|part| digest.update(part, &state[part as usize])));
@@ -108,7 +108,7 @@ pub fn read_params(engine: &mut Engine<CpuDevice>) -> Vec<f32> {
     flat
 }
 
-fn for_each_state<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
+fn for_each_state<D: Kernels>(engine: &mut Engine<D>, mut each: impl FnMut(&TensorSpec, &[Vec<f32>; 3])) {
     for spec in engine.table().specs().to_vec() {
         let state = StatePart::ALL.map(|part| {
             let mut elems = vec![0.0; spec.elems()];

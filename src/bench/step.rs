@@ -5,9 +5,7 @@ use super::record::{MemoryPeaks, StepRecord};
 use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
 use crate::device::{Attention, Kernels, Peers};
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::orders::RankEngine;
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
@@ -128,7 +126,7 @@ impl StepBench {
 struct Stepping;
 
 impl FollowEngine for Stepping {
-    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         engine.follow(settle_down)
     }
 }
@@ -137,7 +135,7 @@ impl UseEngine for Measurement<'_> {
     type Output = StepRecord;
 
     /// Fills `engine` with random weights, runs its steps, and ends it.
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<StepRecord> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<StepRecord> {
         let Self { bench, launch, settings, plan, matmul_flops, log } = self;
         let trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let start = Instant::now();

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// Which elements a rank owns, in the flat order and in its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slices {
+pub(crate) struct Slices {
     layout: BucketLayout,
     rank: usize,
     ranks: usize,
@@ -20,79 +20,79 @@ impl Slices {
     ///
     /// # Panics
     /// If there is no such rank.
-    pub fn new(layout: BucketLayout, rank: usize, ranks: usize) -> Self {
+    pub(crate) fn new(layout: BucketLayout, rank: usize, ranks: usize) -> Self {
         assert!(rank < ranks, "rank {rank} of {ranks}");
         Self { layout, rank, ranks }
     }
 
     /// The buckets that are cut.
-    pub fn layout(&self) -> &BucketLayout {
+    pub(crate) fn layout(&self) -> &BucketLayout {
         &self.layout
     }
 
     /// How many ranks share every bucket.
-    pub fn ranks(&self) -> usize {
+    pub(crate) fn ranks(&self) -> usize {
         self.ranks
     }
 
     /// Whose slices these are.
-    pub fn rank(&self) -> usize {
+    pub(crate) fn rank(&self) -> usize {
         self.rank
     }
 
     /// The flat range of `bucket` that `rank` owns; empty if the bucket has fewer blocks than there are ranks.
-    pub fn of(&self, rank: usize, bucket: usize) -> Range<usize> {
+    pub(crate) fn of(&self, rank: usize, bucket: usize) -> Range<usize> {
         let bucket = self.layout.range(bucket);
         let cut = |rank: usize| bucket.start + bucket.len() / BLOCK * rank / self.ranks * BLOCK;
         cut(rank)..cut(rank + 1)
     }
 
     /// The flat range of `bucket` that this rank owns.
-    pub fn global(&self, bucket: usize) -> Range<usize> {
+    pub(crate) fn global(&self, bucket: usize) -> Range<usize> {
         self.of(self.rank, bucket)
     }
 
     /// The same in local coordinates: all buckets but the last are alike.
-    pub fn local(&self, bucket: usize) -> Range<usize> {
+    pub(crate) fn local(&self, bucket: usize) -> Range<usize> {
         self.local_of(self.rank, bucket)
     }
 
     /// The same of another rank.
-    pub fn local_of(&self, rank: usize, bucket: usize) -> Range<usize> {
+    pub(crate) fn local_of(&self, rank: usize, bucket: usize) -> Range<usize> {
         let start = bucket * self.of(rank, 0).len();
         start..start + self.of(rank, bucket).len()
     }
 
     /// The local range of neighbouring buckets.
-    pub fn local_buckets(&self, buckets: &Range<usize>) -> Range<usize> {
+    pub(crate) fn local_buckets(&self, buckets: &Range<usize>) -> Range<usize> {
         let end = |buckets: usize| buckets.checked_sub(1).map_or(0, |last| self.local(last).end);
         end(buckets.start)..end(buckets.end)
     }
 
     /// Elements that this rank owns in all.
-    pub fn elems(&self) -> usize {
+    pub(crate) fn elems(&self) -> usize {
         self.local(self.layout.count() - 1).end
     }
 
     /// Elements of the longest slice that this rank owns.
-    pub fn slice_elems(&self) -> usize {
+    pub(crate) fn slice_elems(&self) -> usize {
         // All buckets but the last are alike.
         self.global(0).len().max(self.global(self.layout.count() - 1).len())
     }
 
     /// Elements of the longest slice of any rank.
-    pub fn longest(&self) -> usize {
+    pub(crate) fn longest(&self) -> usize {
         let last = self.layout.count() - 1;
         (0..self.ranks).flat_map(|rank| [0, last].map(|bucket| self.of(rank, bucket).len())).max().unwrap_or(0)
     }
 
     /// The local range of the buckets of `tier`.
-    pub fn elems_in(&self, tier: Tier) -> Range<usize> {
+    pub(crate) fn elems_in(&self, tier: Tier) -> Range<usize> {
         self.local_buckets(&self.layout.buckets_in(tier))
     }
 
     /// The parts of the flat range `flat` that this rank owns, each with the local element at which it begins.
-    pub fn owned(&self, flat: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
+    pub(crate) fn owned(&self, flat: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
         self.layout.overlapping(flat.clone()).filter_map(move |bucket| {
             let (global, local) = (self.global(bucket), self.local(bucket));
             let part = flat.start.max(global.start)..flat.end.min(global.end);
@@ -101,7 +101,7 @@ impl Slices {
     }
 
     /// The flat ranges behind the local range `local`, in their order, each with the local element at which it begins.
-    pub fn pieces(&self, local: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
+    pub(crate) fn pieces(&self, local: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
         // All is one piece where nobody else owns any.
         let all = (self.ranks == 1 && !local.is_empty()).then(|| (local.clone(), local.start));
         let buckets = if self.ranks == 1 { 0 } else { self.layout.count() };

@@ -3,7 +3,6 @@
 use super::digest::StateDigest;
 use super::reader::Loaded;
 use crate::device::Kernels;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::model::tensors::TensorSpec;
@@ -17,7 +16,7 @@ use std::{mem, thread};
 ///
 /// # Errors
 /// The device's; no thread to be had.
-pub(crate) fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Result<String> {
+pub(crate) fn digest<D: Kernels>(engine: &mut Engine<D>) -> Result<String> {
     engine.flush()?;
     let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
     // Nothing waits in between, so that at most three pieces are held.
@@ -48,8 +47,8 @@ pub(crate) fn digest<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> R
 ///
 /// # Errors
 /// The device's; those of `each`.
-pub(crate) fn for_each_piece<D: Kernels, X: Exchange<D>>(
-    engine: &mut Engine<D, X>,
+pub(crate) fn for_each_piece<D: Kernels>(
+    engine: &mut Engine<D>,
     piece_elems: usize,
     mut each: impl FnMut(Option<&TensorSpec>, StatePart, &mut Vec<f32>) -> Result<()>,
 ) -> Result<()> {
@@ -69,7 +68,7 @@ pub(crate) fn for_each_piece<D: Kernels, X: Exchange<D>>(
 ///
 /// # Errors
 /// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
-pub(crate) fn restore<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
+pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
     for spec in &specs {

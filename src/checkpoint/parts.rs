@@ -9,7 +9,6 @@ use super::store::hidden_of;
 use super::writer::Writer;
 use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::optim::{PIECE_ELEMS, StatePart};
@@ -22,12 +21,7 @@ use std::time::{Duration, Instant};
 ///
 /// # Errors
 /// The disk's, here or at another process; what ended one.
-pub(crate) fn save<D: Kernels, X: Exchange<D>>(
-    engine: &mut Engine<D, X>,
-    output_dir: &Dir,
-    trainer: TrainerState,
-    run: Map<String, Value>,
-) -> Result<Writer> {
+pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Writer> {
     let step = trainer.step;
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
     let specs = engine.table().specs().to_vec();
@@ -47,16 +41,12 @@ pub(crate) fn save<D: Kernels, X: Exchange<D>>(
 ///
 /// # Errors
 /// The disk's.
-pub(crate) fn save_own<D: Kernels, X: Exchange<D>>(
-    engine: &mut Engine<D, X>,
-    output_dir: &Path,
-    [step, pid]: [u64; 2],
-) -> Result<Vec<u32>> {
+pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [step, pid]: [u64; 2]) -> Result<Vec<u32>> {
     write(engine, &Dir::open(&output_dir.join(hidden_of(step, pid)))?)
 }
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
-fn write<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, dir: &Dir) -> Result<Vec<u32>> {
+fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
     let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().moments);
     let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
     for part in StatePart::ALL {

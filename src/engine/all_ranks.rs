@@ -1,13 +1,12 @@
 //! What all ranks did in a step, told as one report. Counts and bytes are added up; of times the longest is told, for it is what a step waits
 //! for.
 
-use super::exchange::Exchange;
 use super::executor::{Engine, StepReport};
 use super::verdict::Verdict;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// The report of all ranks on rank 0, once each has told its own; on another rank its own.
     ///
     /// # Errors
@@ -20,14 +19,14 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let expected = ended;
         self.expert_rows.count(&self.host);
         self.exchange.publish_expert_rows(&self.expert_rows.rows);
-        self.exchange.publish_amounts(all.amounts().chain([&mut ended]).map(|amount| *amount));
+        self.exchange.publish_amounts(&mut all.amounts().chain([&mut ended]).map(|amount| *amount));
         if rank > 0 {
             return Ok(all);
         }
         self.await_done()?;
         for other in 1..ranks {
             let mut theirs = own;
-            self.exchange.amounts_of(other, theirs.amounts().chain([&mut ended]));
+            self.exchange.amounts_of(other, &mut theirs.amounts().chain([&mut ended]));
             if ended != expected {
                 let cause = format!("rank {other} has another norm, verdict or loss scale than rank 0, or swapped slices in another order");
                 return Err(Error::resource("end a step", cause));

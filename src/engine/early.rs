@@ -2,7 +2,6 @@
 //! enqueued, and the rows of the batch, which come last, go packed. The protocol is in `coordinator/early.rs`.
 
 use super::coordinator::Event;
-use super::exchange::Exchange;
 use super::executor::Engine;
 use super::late_rows::LateRows;
 use super::route::Hop;
@@ -11,7 +10,7 @@ use crate::device::{Kernels, ScatterRows, Stream};
 use crate::error::Result;
 use std::ops::Range;
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// The buckets that leave early in this step: none where nothing is speculated, since rows are late for a speculation alone.
     fn early(&self) -> Range<usize> {
         if self.coordinator.is_speculating() { self.plan.layout.early() } else { 0..0 }

@@ -1,7 +1,7 @@
 //! Evaluation: forward passes alone, between steps. Nothing that training reads is written.
 
 use super::counters::Exposed;
-use super::exchange::{Exchange, Order};
+use super::exchange::Order;
 use super::executor::Engine;
 use super::step::Pass;
 use super::vitals::Doing;
@@ -20,7 +20,7 @@ pub struct Evaluated {
     pub targets: usize,
 }
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Evaluates as many micro-batches as a step has, dealt to ranks and shares as there: the loss has the same bits on any number of
     /// ranks, and is that of a step with this data. Training goes on as if nothing had been.
     ///

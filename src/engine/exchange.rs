@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// What rank 0 has all ranks do. Its numbers are the board's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
-pub enum Order {
+pub(crate) enum Order {
     /// The next step: learning rate, targets that count, limit of the norm.
     Step,
     /// Write what was decided into the state.
@@ -76,9 +76,9 @@ impl Order {
 pub(crate) type Words = [u64; ORDER_WORDS];
 
 /// How the slices of ranks meet. Buckets go through it in flat order, round by round: in each, every rank computes one share.
-pub trait Exchange<D: Kernels> {
+pub(crate) trait Exchange<D: Kernels> {
     /// The stream on which sums are made, and all that follows them until the gradient leaves.
-    const SUMS: Stream;
+    fn sums_on(&self) -> Stream;
 
     /// What this rank owns.
     fn slices(&self) -> &Slices;
@@ -114,7 +114,26 @@ pub trait Exchange<D: Kernels> {
         Ok(refusal)
     }
 
-    /// Tells the others where its memory now lies, and by bucket what ends a step of its weights; finds out the same of them.
+    /// Leaves for the others what they need to know: where its memory lies, and by bucket what ends a step of its own slice of the weights.
+    fn introduce(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) {}
+
+    /// All have: finds out what they have left.
+    ///
+    /// # Errors
+    /// `Unsupported` when this rank would compute other bits than the first; the device's.
+    fn greet(&mut self, _dev: &mut D) -> Result<()> {
+        Ok(())
+    }
+
+    /// Once all have come as far, opens the way from device to device, if that is how they reach each other.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    fn connect(&mut self, _dev: &mut D) -> Result<()> {
+        Ok(())
+    }
+
+    /// Both once more, for memory and events that are others now.
     ///
     /// # Errors
     /// The device's; what ended another rank.
@@ -275,10 +294,10 @@ pub trait Exchange<D: Kernels> {
     }
 
     /// Tells rank 0 what this one did in a step.
-    fn publish_amounts(&self, _amounts: impl Iterator<Item = u64>) {}
+    fn publish_amounts(&self, _amounts: &mut dyn Iterator<Item = u64>) {}
 
     /// What `rank` has told of its last step.
-    fn amounts_of<'a>(&self, _rank: usize, _amounts: impl Iterator<Item = &'a mut u64>) {}
+    fn amounts_of(&self, _rank: usize, _amounts: &mut dyn Iterator<Item = &mut u64>) {}
 
     /// Tells rank 0 how many rows each expert had on this one in a step.
     fn publish_expert_rows(&self, _rows: &[u64]) {}
@@ -317,6 +336,22 @@ pub trait Exchange<D: Kernels> {
         Ok(())
     }
 
+    /// What rank 0 has this one do after `seen` other orders, once it has said so.
+    ///
+    /// # Errors
+    /// `Resource` where nobody gives orders; what ended another rank.
+    fn next_order(&mut self, _dev: &mut D, _seen: u64) -> Result<(Order, Words)> {
+        Err(Error::resource("wait for an order", "this rank is the only one"))
+    }
+
+    /// It is done.
+    fn obeyed(&self) {}
+
+    /// The plan that all go over to.
+    fn announced(&self) -> Option<Plan> {
+        None
+    }
+
     /// Where a part of a step's micro-batches lies in this rank's memory, if it is this rank's. Parts are counted micro-batch by micro-batch,
     /// one for each of the ranks that share its sequences.
     fn place(&self, part: usize) -> Option<usize> {
@@ -332,7 +367,7 @@ pub trait Exchange<D: Kernels> {
     fn keep_room(&mut self, _room: Vec<i32>) {}
 
     /// Sends these `words` to the rank whose part of a micro-batch they are.
-    fn send_part<'a>(&mut self, _part: usize, _words: impl Iterator<Item = &'a [i32]>) {}
+    fn send_part(&mut self, _part: usize, _words: &mut dyn Iterator<Item = &[i32]>) {}
 
     /// What lies at `place` in this rank's memory of micro-batches, if rank 0 has sent it.
     fn sent_batch(&self, _place: usize, _memory: &mut [i32]) {}
@@ -351,7 +386,7 @@ pub trait Exchange<D: Kernels> {
 
 /// One device: its slices are the buckets, and nobody else has weights.
 #[derive(Debug)]
-pub struct Alone {
+pub(crate) struct Alone {
     slices: Slices,
     /// Of the shares' gradients so far, where a step has several shares.
     sums: Option<ShareSums>,
@@ -382,7 +417,9 @@ impl Alone {
 }
 
 impl<D: Kernels> Exchange<D> for Alone {
-    const SUMS: Stream = Stream::Compute;
+    fn sums_on(&self) -> Stream {
+        Stream::Compute
+    }
 
     fn slices(&self) -> &Slices {
         &self.slices

@@ -65,7 +65,7 @@ pub struct StepReport {
 pub(super) const MODULES_AHEAD: usize = 2;
 
 /// The training engine on one device, alone or as a rank among others.
-pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
+pub struct Engine<D: Kernels> {
     pub(super) plan: Plan,
     pub(super) dev: D,
     pub(super) pool: Pool<StepJob>,
@@ -79,7 +79,7 @@ pub struct Engine<D: Kernels, X: Exchange<D> = Alone> {
     pub(super) flow: Option<WeightFlow>,
     pub(super) coordinator: Coordinator,
     pub(super) transfers: Transfers,
-    pub(super) exchange: X,
+    pub(super) exchange: Box<dyn Exchange<D>>,
     /// The bucket that the pool was given.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
@@ -117,11 +117,11 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// `Resource` when memory or threads cannot be had.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
-        Self::assemble(plan, shape, dev, pool, bell, Alone::new)
+        Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(Alone::new(sides, plan)?)))
     }
 }
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Allocates everything; `exchange` makes how its slices meet those of others.
     pub(super) fn assemble(
         plan: Plan,
@@ -129,7 +129,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         dev: D,
         pool: Pool<StepJob>,
         bell: Arc<Doorbell>,
-        exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<X>,
+        exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<Box<dyn Exchange<D>>>,
     ) -> Result<Self> {
         // Declared before the threads' owners, and so dropped after them, also when something below fails.
         let mut host = HostMemory::new(plan.host_memory.clone());
@@ -138,7 +138,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
         let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
-        let report = Report::new(slices.elems(), plan.shares / slices.ranks(), X::SUMS, &mut dev, &mut host)?;
+        let report = Report::new(slices.elems(), plan.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {

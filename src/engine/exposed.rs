@@ -1,12 +1,11 @@
 //! Waits for what the device computes with next, and counts the time in which it has nothing to compute meanwhile.
 
-use super::exchange::Exchange;
 use super::executor::Engine;
 use super::vitals::Doing;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     pub(super) fn wait_until_settled(&mut self, bucket: usize) -> Result<()> {
         if self.coordinator.is_settled(bucket) {
             return Ok(());

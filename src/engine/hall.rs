@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where a rank's memory lies that others read.
 #[derive(Clone)]
-pub struct RankMemory {
+pub(crate) struct RankMemory {
     /// Its flat gradients and weights.
     pub(super) grads: DeviceSlice,
     pub(super) weights: DeviceSlice,

@@ -5,7 +5,6 @@
 //! whatever was handed over is written again only after another exchange. No rank is further ahead of another than one exchange, since
 //! none goes on before all have published: two events by turns let one that is behind wait for no more than it needs.
 
-use super::exchange::Exchange;
 use super::executor::Engine;
 use super::hall::Introduction;
 use super::vitals::Doing;
@@ -78,7 +77,7 @@ impl Handovers {
 }
 
 /// The engine's passes: while it waits for others, it does for them what they wait for.
-impl<D: Kernels, X: Exchange<D>> PassRunner for Engine<D, X> {
+impl<D: Kernels> PassRunner for Engine<D> {
     type Dev = D;
 
     fn dev(&mut self) -> &mut D {

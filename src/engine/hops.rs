@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};
-use super::exchange::Exchange;
 use super::executor::Engine;
 use super::fault_injector::FaultInjector;
 use super::route::Hop;
@@ -18,7 +17,7 @@ use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
 use std::ops::Range;
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Serves events until `ready`, for which `doing` waits, of bucket `number` where one belongs.
     pub(super) fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         let before = self.vitals.doing();
@@ -71,7 +70,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
             self.strike(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
-        self.report.poll(&mut self.dev, &self.host, &mut self.exchange, self.train_step + 1)?;
+        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.train_step + 1)?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -142,7 +141,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// What was enqueued last is `hop` of `bucket`.
     pub(super) fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
         // A gradient is whole where sums are made.
-        let stream = if hop == Hop::Backward { Some(X::SUMS) } else { hop.leg().stream };
+        let stream = if hop == Hop::Backward { Some(self.exchange.sums_on()) } else { hop.leg().stream };
         if let Some(stream) = stream {
             self.transfers.issue(&mut self.dev, stream, hop, bucket, slot)?;
             self.vitals.front(stream, self.transfers.front(stream));

@@ -22,10 +22,7 @@ use crate::ranks::board::Board;
 use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
 
-/// The engine of a rank among others.
-pub(crate) type RankEngine<D> = Engine<D, Pulls<<D as Peers>::Card>>;
-
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Rank 0 has the others do this, too, once they have done what came before.
     pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
         self.while_ordering(|exchange, dev| exchange.lead(dev, order, words))
@@ -45,16 +42,17 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         (0..self.plan.layout.count()).map(|bucket| self.transfers.event(written_by(bucket), bucket)).collect()
     }
 
-    fn while_ordering(&mut self, wait: impl FnOnce(&mut X, &mut D) -> Result<()>) -> Result<()> {
+    fn while_ordering(&mut self, wait: impl FnOnce(&mut dyn Exchange<D>, &mut D) -> Result<()>) -> Result<()> {
         let (before, number) = self.vitals.doing();
         self.vitals.now(Doing::Orders, 0);
-        let waited = wait(&mut self.exchange, &mut self.dev);
+        let waited = wait(&mut *self.exchange, &mut self.dev);
         self.vitals.now(before, number);
         waited
     }
 }
 
-impl<D: Kernels + Peers> RankEngine<D> {
+#[expect(private_bounds, reason = "ranks are this crate's own")]
+impl<D: Kernels + Peers> Engine<D> {
     /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far: those
     /// in the same `hall`, or those of other processes, which it can `reach` so.
     ///
@@ -67,8 +65,10 @@ impl<D: Kernels + Peers> RankEngine<D> {
         hall: &Arc<Hall<D::Card>>,
         reach: Reach,
     ) -> Result<Self> {
-        let (bell, is_linked) = (seat.board.bell(seat.rank), !matches!(reach, Reach::Memory));
-        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| Pulls::new(dev, plan, seat.clone(), hall.clone(), reach);
+        let bell = seat.board.bell(seat.rank);
+        let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| -> Result<Box<dyn Exchange<D>>> {
+            Ok(Box::new(Pulls::new(dev, plan, seat.clone(), hall.clone(), reach)?))
+        };
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.strike(FaultPhase::Start)?;
         engine.introduce();
@@ -76,10 +76,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
         bell.wait_until(|| hall.is_full() || seat.board.has_failed());
         seat.check()?;
         engine.exchange.greet(&mut engine.dev)?;
-        if is_linked {
-            engine.exchange.meet_others()?;
-            engine.exchange.connect(&mut engine.dev)?;
-        }
+        engine.exchange.connect(&mut engine.dev)?;
         if let Some(baton) = seat.board.baton() {
             baton.take(seat.rank);
         }
@@ -99,7 +96,8 @@ impl<D: Kernels + Peers> RankEngine<D> {
         let board = Board::mirrored(plan.board_sizes(), plan.ranks / plan.processes);
         let seat = Seat { board: Arc::new(board), rank: 0 };
         let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Pulls::new(dev, plan, seat, hall, reach))?;
+        let mut engine =
+            Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Ok(Box::new(Pulls::new(dev, plan, seat, hall, reach)?)))?;
         engine.introduce();
         engine.exchange.greet(&mut engine.dev)?;
         engine.exchange.connect(&mut engine.dev)?;
@@ -143,8 +141,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
                 }
                 _ => self.obey_order(order, words)?,
             }
-            let seat = self.exchange.seat();
-            seat.board.publish_done(seat.rank);
+            self.exchange.obeyed();
         }
         Ok(())
     }
@@ -164,7 +161,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
             }
             Order::Finish => {
                 let tracks = self.end_threads()?;
-                Exchange::<D>::publish_tracks(&self.exchange, tracks);
+                self.exchange.publish_tracks(tracks);
                 Ok(())
             }
             // Whoever follows does it.
@@ -179,17 +176,17 @@ impl<D: Kernels + Peers> RankEngine<D> {
             }
             Order::Write => {
                 let mut piece = vec![0.0; elems];
-                Exchange::<D>::mail(&self.exchange, 0, &mut piece);
+                self.exchange.mail(0, &mut piece);
                 self.write_own(part(), start, &piece)
             }
             Order::Read => {
                 self.strike(FaultPhase::Read)?;
-                let parts: Vec<_> = Exchange::<D>::slices(&self.exchange).owned(start..start + elems).collect();
+                let parts: Vec<_> = self.exchange.slices().owned(start..start + elems).collect();
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];
                     self.expect_no_job();
                     self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part(), local, &mut piece)?;
-                    Exchange::<D>::post(&self.exchange, flat.start - start, &piece);
+                    self.exchange.post(flat.start - start, &piece);
                 }
                 Ok(())
             }
@@ -200,7 +197,7 @@ impl<D: Kernels + Peers> RankEngine<D> {
     fn take_batches(&mut self) {
         for place in 0..self.plan.micro_batches_of_rank() {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
-            Exchange::<D>::sent_batch(&self.exchange, place, memory);
+            self.exchange.sent_batch(place, memory);
         }
     }
 }

@@ -214,11 +214,6 @@ impl<C> Pulls<C> {
         })
     }
 
-    /// Its place at the board.
-    pub(super) fn seat(&self) -> &Seat {
-        &self.seat
-    }
-
     fn buckets(&self) -> u64 {
         self.written.len() as u64
     }
@@ -297,59 +292,12 @@ impl<C> Pulls<C> {
         self.seat.board.publish_met(self.seat.rank);
         self.wait_until(|| self.seat.board.all_met(self.meetings))
     }
-
-    /// The plan that all go over to.
-    pub(super) fn announced(&self) -> Option<Plan> {
-        self.hall.announced()
-    }
-
-    /// The order after `seen` others.
-    pub(super) fn next_order<D: Device>(&mut self, dev: &mut D, seen: u64) -> Result<(Order, Words)> {
-        self.wait_serving(dev, |board| board.next_order(seen).is_some())?;
-        let (number, words) = self.seat.board.next_order(seen).expect("just seen");
-        Ok((Order::of(number), words))
-    }
-}
-
-impl<C: Clone> Pulls<C> {
-    /// Leaves in the hall what the others need to know: its card, where its memory lies, and by bucket what ends a step of its own slice of
-    /// the weights.
-    pub(super) fn introduce<D: Kernels + Peers<Card = C>>(
-        &mut self,
-        dev: &mut D,
-        memory: RankMemory,
-        stepped: Vec<EventId>,
-        vitals: &Arc<Vitals>,
-    ) {
-        self.far.iter_mut().for_each(|far| far.settle_down([memory.grads, memory.weights]));
-        let (card, products) = (dev.card(), dev.product_algorithms());
-        let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
-        let (carried, handed) = (self.carried.clone(), self.handovers.events());
-        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, carried, handed, vitals, products });
-    }
-
-    /// All ranks have met: opens the way from device to device, if that is how they reach each other.
-    ///
-    /// # Errors
-    /// The device's; what ended another rank.
-    pub(super) fn connect<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D) -> Result<()> {
-        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
-        rails.connect(dev, self.staging)
-    }
-
-    /// All ranks are in the hall: finds out what they have left there.
-    ///
-    /// # Errors
-    /// `Unsupported` when this rank would compute other bits than the first; the device's.
-    pub(super) fn greet<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D) -> Result<()> {
-        self.peers = self.hall.introductions(self.seat.board.ranks());
-        check_same_bits(&self.peers[self.seat.rank].products, &self.peers[0].products)?;
-        dev.admit(self.seat.clone(), self.peers.iter().map(|peer| peer.card.clone()).collect())
-    }
 }
 
 impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
-    const SUMS: Stream = Stream::Reduce;
+    fn sums_on(&self) -> Stream {
+        Stream::Reduce
+    }
 
     fn slices(&self) -> &Slices {
         &self.slices
@@ -385,10 +333,33 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         Ok(self.hall.refusal().map(|(rank, why)| self.seat.board.error_of(rank, why)))
     }
 
-    fn meet_again(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
-        self.introduce(dev, memory, stepped, vitals);
+    fn introduce(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) {
+        self.far.iter_mut().for_each(|far| far.settle_down([memory.grads, memory.weights]));
+        let (card, products) = (dev.card(), dev.product_algorithms());
+        let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
+        let (carried, handed) = (self.carried.clone(), self.handovers.events());
+        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, carried, handed, vitals, products });
+    }
+
+    fn greet(&mut self, dev: &mut D) -> Result<()> {
+        self.peers = self.hall.introductions(self.seat.board.ranks());
+        check_same_bits(&self.peers[self.seat.rank].products, &self.peers[0].products)?;
+        dev.admit(self.seat.clone(), self.peers.iter().map(|peer| peer.card.clone()).collect())
+    }
+
+    fn connect(&mut self, dev: &mut D) -> Result<()> {
+        if self.far.is_none() {
+            return Ok(());
+        }
         self.meet_others()?;
-        self.greet(dev)
+        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
+        rails.connect(dev, self.staging)
+    }
+
+    fn meet_again(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
+        Exchange::introduce(self, dev, memory, stepped, vitals);
+        self.meet_others()?;
+        Exchange::greet(self, dev)
     }
 
     fn hand_over(&mut self, dev: &mut D) -> Result<()> {
@@ -588,11 +559,11 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.seat.board.published_ns(self.seat.rank)
     }
 
-    fn publish_amounts(&self, amounts: impl Iterator<Item = u64>) {
+    fn publish_amounts(&self, amounts: &mut dyn Iterator<Item = u64>) {
         self.seat.board.write_amounts(self.seat.rank, amounts);
     }
 
-    fn amounts_of<'a>(&self, rank: usize, amounts: impl Iterator<Item = &'a mut u64>) {
+    fn amounts_of(&self, rank: usize, amounts: &mut dyn Iterator<Item = &mut u64>) {
         amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
     }
 
@@ -635,6 +606,20 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         if self.seat.rank > 0 { Ok(()) } else { self.wait_serving(dev, Board::all_done) }
     }
 
+    fn next_order(&mut self, dev: &mut D, seen: u64) -> Result<(Order, Words)> {
+        self.wait_serving(dev, |board| board.next_order(seen).is_some())?;
+        let (number, words) = self.seat.board.next_order(seen).expect("just seen");
+        Ok((Order::of(number), words))
+    }
+
+    fn obeyed(&self) {
+        self.seat.board.publish_done(self.seat.rank);
+    }
+
+    fn announced(&self) -> Option<Plan> {
+        self.hall.announced()
+    }
+
     fn place(&self, part: usize) -> Option<usize> {
         let (rank, place) = self.share_out(part);
         (rank == self.seat.rank).then_some(place)
@@ -648,7 +633,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.room = room;
     }
 
-    fn send_part<'a>(&mut self, part: usize, words: impl Iterator<Item = &'a [i32]>) {
+    fn send_part(&mut self, part: usize, words: &mut dyn Iterator<Item = &[i32]>) {
         self.seat.board.post(self.seat.rank, part * self.batch_words, words.flatten().map(|&word| word as u32));
     }
 

@@ -7,9 +7,7 @@ use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::rail::RailHub;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::orders::RankEngine;
 use crate::engine::pulls::Reach;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
@@ -44,7 +42,7 @@ type Learned = (Vec<f64>, usize, String);
 impl UseEngine for Course {
     type Output = Learned;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, mut engine: Engine<D, X>) -> Result<Learned> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Learned> {
         let (mut tokens, mut losses, mut clipped) = (RandomTokens::new(3, engine.shape().vocab), Vec::new(), 0);
         engine.init_state(7, 1)?;
         engine.send_weights()?;
@@ -64,7 +62,7 @@ impl UseEngine for Course {
 }
 
 /// As from a checkpoint.
-fn go_on_from_here<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>) -> Result<()> {
+fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.flush()?;
     let mut state = vec![0.0; engine.table().params()];
     for part in StatePart::ALL {
@@ -81,7 +79,7 @@ fn be(process: usize, meeting: &Meeting, key: RailKey, plan: &Plan, course: Cour
     let adversary = plan.adversary.map(|seed| seed + process as u64);
     let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
     let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    let lead = |mut engine: RankEngine<CpuDevice>, seat: &Seat| match process {
+    let lead = |mut engine: Engine<CpuDevice>, seat: &Seat| match process {
         0 => course.run(engine).map(Some),
         _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
     };

@@ -3,7 +3,7 @@
 //! the same step, or none.
 
 use super::counters::Exposed;
-use super::exchange::{Exchange, Order, Words};
+use super::exchange::{Order, Words};
 use super::executor::{Engine, staging};
 use super::hall::RankMemory;
 use super::scratch::StepScratch;
@@ -13,7 +13,7 @@ use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Goes on by the places of `plan`, on all ranks; everything else stays as it is. Returns why the old places are kept, if they are: there
     /// is no memory for the new ones. Memory is given back before other memory is taken, so that a move needs no more than either plan.
     ///

@@ -109,7 +109,7 @@ impl Report {
 
     /// Hands to `exchange` what has arrived of `step`: partial sums in their order, and with the last of them, once, the flag and the
     /// losses. Never blocks.
-    pub(super) fn poll<D: Kernels, X: Exchange<D>>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut X, step: u64) -> Result<()> {
+    pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn Exchange<D>, step: u64) -> Result<()> {
         while self.arrived < self.ends.len() && dev.is_done(self.copied[self.arrived])? {
             let start = self.arrived.checked_sub(1).map_or(0, |before| self.ends[before]);
             let end = self.ends[self.arrived];

@@ -1,6 +1,6 @@
 //! State and weights from outside and to the outside, between steps.
 
-use super::exchange::{Exchange, Order, Words};
+use super::exchange::{Order, Words};
 use super::executor::Engine;
 use super::route::Hop;
 use super::step::Pass;
@@ -17,7 +17,7 @@ use crate::optim::StatePart;
 use crate::optim::moments::{Rounding, rounding_key};
 use std::ops::Range;
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
     /// has not stepped. Call [`Engine::send_weights`] after it.
     ///

@@ -2,7 +2,7 @@
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::{Counters, Exposed};
-use super::exchange::{Exchange, Order};
+use super::exchange::Order;
 use super::executor::{Engine, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
@@ -27,7 +27,7 @@ pub(super) enum Pass {
     Backward,
 }
 
-impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
+impl<D: Kernels> Engine<D> {
     /// One optimizer step: every micro-batch forward and backward, the verdict, and the updates that it allows. Updates of
     /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
     ///
@@ -77,8 +77,8 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
     /// Hands what the `rank`-th of those that share its sequences has of micro-batch `micro_batch`, which `whole` is, to whoever that is.
     fn deal_part(&mut self, micro_batch: usize, rank: usize, whole: &[i32]) {
         let Plan { batch, seq_length, sequence_ranks: ranks, .. } = self.plan;
-        let (part, words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
-        let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, words) };
+        let (part, mut words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
+        let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, &mut words) };
         let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
         for piece in words {
             let (here, rest) = memory.split_at_mut(piece.len());
@@ -209,7 +209,7 @@ impl<D: Kernels, X: Exchange<D>> Engine<D, X> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
         self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
         if let Some(flow) = &mut self.flow {
-            self.counters.h2d_bytes += flow.fetch(&mut self.dev, &mut self.exchange, module)?;
+            self.counters.h2d_bytes += flow.fetch(&mut self.dev, &mut *self.exchange, module)?;
         }
         Ok(())
     }

@@ -149,7 +149,7 @@ struct Record {
     what: AtomicU64,
 }
 
-pub struct Vitals {
+pub(crate) struct Vitals {
     doing: AtomicU64,
     records: [Record; EVENTS],
     recorded: AtomicU64,
@@ -228,7 +228,7 @@ impl Vitals {
     }
 
     /// Rises whenever an event happens or something is done that might cause one.
-    pub fn progress(&self) -> u64 {
+    pub(crate) fn progress(&self) -> u64 {
         let pieces: u64 = (0..self.workers.workers()).map(|worker| self.workers.pieces(worker)).sum();
         self.recorded.load(Ordering::Relaxed).wrapping_add(self.bell.rings()).wrapping_add(pieces)
     }

@@ -118,7 +118,7 @@ impl WeightFlow {
 
     /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns the bytes that cross the host's link. What is in their way must have
     /// been used, as far as it was enqueued to be.
-    pub(super) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut impl Exchange<D>, module: usize) -> Result<u64> {
+    pub(super) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn Exchange<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         if range.is_empty() || self.window.has(module) {
             return Ok(0);

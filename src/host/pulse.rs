@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What the workers of a pool were given, and how far each of them is.
 #[derive(Debug, Default)]
-pub struct Pulse {
+pub(crate) struct Pulse {
     /// Jobs given, and the index of the last one's span: its bucket.
     jobs: AtomicU64,
     index: AtomicU64,
@@ -44,7 +44,7 @@ impl Pulse {
         self.workers[worker].jobs.store(jobs, Ordering::Relaxed);
     }
 
-    pub fn workers(&self) -> usize {
+    pub(crate) fn workers(&self) -> usize {
         self.workers.len()
     }
 
@@ -56,7 +56,7 @@ impl Pulse {
     }
 
     /// Pieces that `worker` has begun so far.
-    pub fn pieces(&self, worker: usize) -> u64 {
+    pub(crate) fn pieces(&self, worker: usize) -> u64 {
         self.workers[worker].pieces.load(Ordering::Relaxed)
     }
 }

@@ -9,7 +9,6 @@ use crate::data::checksum::hex;
 use crate::data::rows::Packing;
 use crate::device::Kernels;
 use crate::disk;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::hardware::topology::{Topology, host_name};
@@ -207,7 +206,7 @@ fn cut(layout: &BucketLayout) -> String {
 ///
 /// # Errors
 /// `Usage` that names what differs, and both values; what ended another process.
-pub(super) fn expect_same_libraries<D: Kernels, X: Exchange<D>>(links: &Links, engine: &Engine<D, X>) -> Result<()> {
+pub(super) fn expect_same_libraries<D: Kernels>(links: &Links, engine: &Engine<D>) -> Result<()> {
     let mut own: Vec<(String, String)> = engine.versions().into_iter().map(|(name, version)| (name.to_string(), version)).collect();
     own.extend(engine.product_algorithms().iter().map(|product| ("matrix product".to_string(), format!("{product:?}"))));
     if links.process() == 0 {

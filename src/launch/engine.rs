@@ -9,9 +9,7 @@ use super::share::{self, Share};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Kernels};
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
@@ -45,7 +43,7 @@ pub trait UseEngine {
     ///
     /// # Errors
     /// Its own.
-    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Self::Output>;
+    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Self::Output>;
 }
 
 impl Launcher {
@@ -158,7 +156,7 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     }
     let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
     let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank, portable)?, worker_threads(share, bell)?));
-    let follow = |engine: &mut RankEngine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
+    let follow = |engine: &mut Engine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
     ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), follow)
 }
 

@@ -8,7 +8,7 @@ use super::share::{self, Share};
 use crate::bucket::slices::Slices;
 use crate::device::cpu::CpuDevice;
 use crate::device::{DeviceKind, Kernels, Peers};
-use crate::engine::orders::RankEngine;
+use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::engine::pulls::Reach;
 use crate::engine::step_job::StepJob;
@@ -28,7 +28,7 @@ pub(crate) trait FollowEngine: Sync {
     ///
     /// # Errors
     /// Its own, and those of `settle_down`.
-    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()>;
+    fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()>;
 }
 
 /// This process of a run.
@@ -66,12 +66,12 @@ impl ThisProcess<'_> {
         followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
     }
 
-    fn on_cpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(RankEngine<CpuDevice>, &Seat) -> Result<T>) -> Result<T> {
+    fn on_cpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(Engine<CpuDevice>, &Seat) -> Result<T>) -> Result<T> {
         let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
         self.run(make, lead, |engine, _| followers.run(engine, || Ok(())))
     }
 
-    fn on_gpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(RankEngine<GpuDevice>, &Seat) -> Result<T>) -> Result<T> {
+    fn on_gpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(Engine<GpuDevice>, &Seat) -> Result<T>) -> Result<T> {
         let gpus = &self.launch.chosen.gpus;
         let make = |share: &Share, bell: &Arc<Doorbell>, place: usize| {
             Ok((gpu_device(&share.plan, gpus[place].index, false)?, worker_threads(share, bell)?))
@@ -83,12 +83,12 @@ impl ThisProcess<'_> {
     fn run<D: Kernels + Peers, T>(
         self,
         make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
-        lead: impl FnOnce(RankEngine<D>, &Seat) -> Result<T>,
-        follow: impl Fn(&mut RankEngine<D>, &Share) -> Result<()> + Sync,
+        lead: impl FnOnce(Engine<D>, &Seat) -> Result<T>,
+        follow: impl Fn(&mut Engine<D>, &Share) -> Result<()> + Sync,
     ) -> Result<T> {
         let (crew, shares) = (self.meet()?, self.shares());
         let first = crew.board.mates().start;
-        let lead = |engine: RankEngine<D>, seat: &Seat| {
+        let lead = |engine: Engine<D>, seat: &Seat| {
             expect_same_libraries(self.links, &engine).inspect_err(|error| seat.fail(error))?;
             lead(engine, seat)
         };

@@ -2,8 +2,8 @@
 
 use super::share::Share;
 use crate::device::{Kernels, Peers};
+use crate::engine::executor::Engine;
 use crate::engine::hall::Hall;
-use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::engine::pulls::Reach;
 use crate::engine::step_job::StepJob;
@@ -39,15 +39,15 @@ pub(crate) fn run<D: Kernels + Peers, T>(
     shape: &ModelShape,
     shares: &[Share],
     make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
-    lead: impl FnOnce(RankEngine<D>, &Seat) -> Result<T>,
-    follow: impl Fn(&mut RankEngine<D>, &Seat) -> Result<()> + Sync,
+    lead: impl FnOnce(Engine<D>, &Seat) -> Result<T>,
+    follow: impl Fn(&mut Engine<D>, &Seat) -> Result<()> + Sync,
 ) -> Result<T> {
     let (mates, hall) = (board.mates(), Arc::new(Hall::new(shares.len())));
-    let join = |seat: &Seat, reach: Reach| -> Result<RankEngine<D>> {
+    let join = |seat: &Seat, reach: Reach| -> Result<Engine<D>> {
         let place = seat.rank - mates.start;
         let share = &shares[place];
         let (dev, pool) = make(share, &board.bell(seat.rank), place)?;
-        RankEngine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, reach)
+        Engine::join((share.plan.clone(), shape.clone()), (dev, pool), seat, &hall, reach)
     };
     std::thread::scope(|scope| {
         let mut seats = mates.clone().map(|rank| Leave(Seat { board: board.clone(), rank })).zip(reaches);
@@ -108,10 +108,10 @@ mod tests {
     }
 
     /// Steps until something fails.
-    fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut RankEngine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
+    fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut Engine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
         let shares = share::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
         let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-        let lead = |mut engine: RankEngine<CpuDevice>, _: &Seat| -> Result<()> {
+        let lead = |mut engine: Engine<CpuDevice>, _: &Seat| -> Result<()> {
             engine.init_state(1, 1)?;
             engine.send_weights()?;
             loop {
@@ -129,7 +129,7 @@ mod tests {
             let adversary = (nth % 2 == 1).then_some(nth);
             let settings = Settings { gpus: 3, seq_length: 16, threads: Some(3), adversary, ..Settings::demo() };
             let plan = Plan::new(&settings, &shape, &Machine::cpu(3), false).unwrap();
-            let follow = |engine: &mut RankEngine<CpuDevice>, seat: &Seat| {
+            let follow = |engine: &mut Engine<CpuDevice>, seat: &Seat| {
                 if seat.rank == 1 {
                     let seat = seat.clone();
                     std::thread::spawn(move || {
@@ -151,7 +151,7 @@ mod tests {
         let settings = Settings { gpus: 2, seq_length: 16, threads: Some(2), ..Settings::demo() };
         let shape = ModelShape::demo();
         let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
-        let follow = |_: &mut RankEngine<CpuDevice>, _: &Seat| -> Result<()> { panic!("on purpose") };
+        let follow = |_: &mut Engine<CpuDevice>, _: &Seat| -> Result<()> { panic!("on purpose") };
         let error = endless(&plan, &shape, follow);
         assert_eq!(error.to_string(), "rank 1: it panicked; see the message above");
     }

@@ -51,7 +51,7 @@ pub(crate) use head::MicroStep;
 ///
 /// Its methods take the device, whose calls they return: an error is the device's.
 #[derive(Debug)]
-pub struct Model {
+pub(crate) struct Model {
     /// The shape it was built from.
     pub shape: ModelShape,
     /// Where each tensor lies in `weights` and `grads`.

@@ -20,7 +20,7 @@ struct SharedParts {
 
 /// What is exchanged, of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Handover {
+pub(crate) enum Handover {
     /// Queries, keys and values, for attention.
     Qkv,
     /// What attention made.

@@ -22,7 +22,7 @@ pub(crate) const ORDER_WORDS: usize = 6;
 
 /// What rank 0 finds in the reports of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepOutcome {
+pub(crate) struct StepOutcome {
     /// Sum of squares of all gradients.
     pub norm_sq: f64,
     /// Whether one of them is infinite or NaN.

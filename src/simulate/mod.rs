@@ -10,9 +10,7 @@ pub(crate) mod random_tokens;
 pub(crate) mod timed;
 
 use crate::device::sim::SimDevice;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
-use crate::engine::orders::RankEngine;
 use crate::engine::pool::Pool;
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
@@ -45,11 +43,11 @@ pub(crate) fn simulate(
     if plan.ranks == 1 {
         run(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
     } else {
-        run(RankEngine::mirrored(plan, shape, dev, pool)?, steps)
+        run(Engine::mirrored(plan, shape, dev, pool)?, steps)
     }
 }
 
-fn run<X: Exchange<SimDevice>>(mut engine: Engine<SimDevice, X>, steps: Steps) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
+fn run(mut engine: Engine<SimDevice>, steps: Steps) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
     let shape = engine.shape().clone();
     engine.pretend_norm();
     engine.send_weights()?;

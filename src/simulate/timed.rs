@@ -7,7 +7,6 @@ use super::random_tokens::RandomTokens;
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::{Counters, Exposed};
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::error::Result;
@@ -30,20 +29,20 @@ pub(crate) struct Steps {
 
 impl Steps {
     /// Runs the steps of warm-up.
-    pub(crate) fn warm_up<D: Kernels, X: Exchange<D>>(self, engine: &mut Engine<D, X>, tokens: &mut RandomTokens) -> Result<()> {
+    pub(crate) fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
         (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
     }
 
-    fn step<D: Kernels, X: Exchange<D>>(self, engine: &mut Engine<D, X>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
+    fn step<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens, step: u64) -> Result<StepReport> {
         engine.set_max_grad_norm(self.clip.max_grad_norm(step));
         let learning_rate = engine.plan().hyper.lr;
         engine.step(learning_rate, tokens)
     }
 
     /// Runs the timed steps, after those of warm-up; `tell` hears what was not as it should be.
-    pub(crate) fn time<D: Kernels, X: Exchange<D>>(
+    pub(crate) fn time<D: Kernels>(
         self,
-        engine: &mut Engine<D, X>,
+        engine: &mut Engine<D>,
         tokens: &mut RandomTokens,
         log: &mut dyn FnMut(&dyn Display),
     ) -> Result<Timed> {

@@ -29,7 +29,6 @@ use crate::checkpoint::parts::MeetingPlace;
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::launch::agreement::Party;
@@ -90,13 +89,13 @@ struct Training<'a> {
 impl UseEngine for Training<'_> {
     type Output = Summary;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Summary> {
+    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Summary> {
         drop(self.meeting_place);
         drive(self.prepared.session(engine, self.run_dir, self.observer)?, self.stop, self.observer)
     }
 }
 
-fn drive<D: Kernels, X: Exchange<D>>(mut session: Session<D, X>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let _watchdog = session.watch(observer)?;
     let mut failure = session.evaluate_on_start(stop, observer).err();
     while failure.is_none() && !session.is_done() && !stop.is_set() {

@@ -6,7 +6,7 @@ use crate::checkpoint::parts::{self, MeetingPlace};
 use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
-use crate::engine::orders::RankEngine;
+use crate::engine::executor::Engine;
 use crate::engine::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::launch::agreement::Party;
@@ -72,7 +72,7 @@ pub(super) struct Following<'a> {
 }
 
 impl FollowEngine for Following<'_> {
-    fn run<D: Kernels + Peers>(&self, engine: &mut RankEngine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         engine.follow_and_save(settle_down, |engine, words| parts::save_own(engine, self.output_dir, words))
     }
 }

@@ -10,7 +10,6 @@ use crate::config::options::{Resume, RunPart};
 use crate::config::settings::{OnResume, Settings};
 use crate::data::loader::DataPosition;
 use crate::device::Kernels;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::engine::loss_scale::LossScale;
 use crate::engine::verdict::SpeculationHistory;
@@ -115,7 +114,7 @@ impl Accepted {
     ///
     /// # Errors
     /// A tensor that the model does not have or that cannot be read; the device's.
-    pub(super) fn restore<D: Kernels, X: Exchange<D>>(mut self, engine: &mut Engine<D, X>) -> Result<DataPosition> {
+    pub(super) fn restore<D: Kernels>(mut self, engine: &mut Engine<D>) -> Result<DataPosition> {
         let trainer = &self.loaded.manifest().trainer;
         let mut loss_scale = LossScale::new(engine.plan().dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);

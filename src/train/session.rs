@@ -22,7 +22,6 @@ use crate::data::packing::Dataset;
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
 use crate::engine::counters::Exposed;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::{Engine, StepReport};
 use crate::engine::verdict::Verdict;
 use crate::engine::watchdog::Watchdog;
@@ -92,8 +91,8 @@ pub(super) struct Companions {
 }
 
 /// A run between two steps.
-pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
-    engine: Engine<D, X>,
+pub(crate) struct Session<D: Kernels> {
+    engine: Engine<D>,
     feed: Feed,
     schedule: LrSchedule,
     settings: Settings,
@@ -126,13 +125,13 @@ pub(crate) struct Session<D: Kernels, X: Exchange<D>> {
     replanned: Duration,
 }
 
-impl<D: Kernels, X: Exchange<D>> Session<D, X> {
+impl<D: Kernels> Session<D> {
     /// A session whose next step is the engine's next.
     ///
     /// # Errors
     /// `Io` when the metrics cannot be written, or the optimizer's threads cannot be counted.
     pub(super) fn new(
-        engine: Engine<D, X>,
+        engine: Engine<D>,
         loader: Loader,
         evaluation: Option<Evaluation>,
         schedule: LrSchedule,

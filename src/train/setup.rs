@@ -18,7 +18,6 @@ use crate::data::preparation::Preparation;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
-use crate::engine::exchange::Exchange;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::facts::{DataFacts, MachineFacts};
@@ -164,12 +163,7 @@ impl PreparedRun<'_> {
     ///
     /// # Errors
     /// What goes wrong before the first step.
-    pub(super) fn session<D: Kernels, X: Exchange<D>>(
-        self,
-        mut engine: Engine<D, X>,
-        run_dir: RunDir,
-        observer: &mut dyn Observer,
-    ) -> Result<Session<D, X>> {
+    pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
         let Self { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, mut run, resumed, weights, max_steps, data } =
             self;
         kept::record_versions(engine.versions(), &mut run, observer);
@@ -336,7 +330,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 }
 
 /// First weights: random, or the model's own.
-fn begin<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
+fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
         Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
         None => engine.init_state(seed, engine.plan().threads)?,

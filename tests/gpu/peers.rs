@@ -7,7 +7,7 @@ use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use superoffload::internals::device::Kernels;
-use superoffload::internals::engine::{Counts, Engine, Exchange};
+use superoffload::internals::engine::{Counts, Engine};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::UseEngine;
 use superoffload::internals::model::ModelShape;
@@ -66,7 +66,7 @@ pub struct Training<'a> {
 impl UseEngine for Training<'_> {
     type Output = Run;
 
-    fn run<D: Kernels, X: Exchange<D>>(self, engine: Engine<D, X>) -> Result<Run> {
+    fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Run> {
         run_engine(engine, self.settings, self.course)
     }
 }

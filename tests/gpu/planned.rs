@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use superoffload::internals::device::{DeviceKind, Kernels, RING_CHUNK_BYTES};
-use superoffload::internals::engine::{Engine, Exchange};
+use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
 /// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
@@ -56,7 +56,7 @@ const NOT_TAKEN: [&str; 7] =
 /// Compares every class of the engine's plan with what it took on a device of kind `on`. A plan for a GPU may be tried on the CPU device,
 /// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk. Of several ranks with slices of equal length
 /// each takes as much as this one.
-pub fn check<D: Kernels, X: Exchange<D>>(engine: &Engine<D, X>, on: DeviceKind) -> Result<(), String> {
+pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), String> {
     let (plan, shape) = (engine.plan(), engine.shape());
     let activations = ActivationPlan::new(plan.micro_batch(shape)).map_err(|error| error.to_string())?;
     let class_of = |name: &str, classes: &[(&'static str, &'static str)]| match classes.iter().find(|(known, _)| *known == name) {

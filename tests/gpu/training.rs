@@ -6,7 +6,7 @@ use std::io::Write;
 use superoffload::internals::checkpoint::StateDigest;
 use superoffload::internals::data::{Batch, Batches, DataPosition, Dataset, Loader, Preparation, RowRules, Tokenizer};
 use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels};
-use superoffload::internals::engine::{Counts, Engine, Exchange, StepReport};
+use superoffload::internals::engine::{Counts, Engine, StepReport};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::launch::cpu_engine;
 use superoffload::internals::memory::{Addressing, DeviceMemory};
@@ -153,7 +153,7 @@ pub struct Course<'a> {
 }
 
 /// Trains on the text that ships with the program.
-pub fn run_engine<D: Kernels, X: Exchange<D>>(mut engine: Engine<D, X>, settings: &Settings, course: Course<'_>) -> Result<Run> {
+pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course: Course<'_>) -> Result<Run> {
     let Course { steps, before_data, moves } = course;
     let (batch, vocab) = (engine.plan().batch, engine.shape().vocab);
     let specs = engine.table().specs().to_vec();
@@ -189,7 +189,7 @@ pub fn run_engine<D: Kernels, X: Exchange<D>>(mut engine: Engine<D, X>, settings
 }
 
 /// Goes over to `plan`, which must have its memory; one device takes nothing else then.
-fn move_to<D: Kernels, X: Exchange<D>>(engine: &mut Engine<D, X>, plan: Plan) -> Result<()> {
+fn move_to<D: Kernels>(engine: &mut Engine<D>, plan: Plan) -> Result<()> {
     let kind = plan.machine.kind;
     engine.replan(plan)?.map_or(Ok(()), Err)?;
     if engine.plan().ranks > 1 {

@@ -2,7 +2,6 @@
 
 use super::Session;
 use crate::device::Kernels;
-use crate::engine::exchange::Exchange;
 use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
 use crate::train::metrics_file::METRICS;
@@ -25,7 +24,7 @@ impl Failures {
     }
 }
 
-impl<D: Kernels, X: Exchange<D>> Session<D, X> {
+impl<D: Kernels> Session<D> {
     /// Saves what is not saved yet, ends the threads, and writes the timeline. After a `failure` the steps that were done are saved,
     /// unless it was the engine that failed: its state is then that of no step.
     pub(crate) fn end(mut self, failure: Option<Error>, observer: &mut dyn Observer) -> Summary {
