@@ -221,7 +221,7 @@ fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
         };
         let (losses, _, want) = steps(&shape, seed, &lines(ranks, "strategy = 'no-offload'\nactivations = 'keep'"));
         for (nth, mix) in [0, 1, 2, 0, 1, 2].into_iter().enumerate().map(|(nth, mix)| (nth, mixes[mix])) {
-            let way = lines(if nth == 1 { 4 } else { ranks }, &format!("adversary = 2{nth}"));
+            let way = lines(if nth == 1 { 4 } else { ranks }, &format!("adversary = 8{nth}"));
             let (other_losses, _, digest) =
                 steps_of(&shape, seed, &way, |plan| plan.layer_policies = mix.map(|policy| policy.parse().unwrap()).into());
             assert_eq!((&other_losses, &digest), (&losses, &want), "{heads} heads, {mix:?}");
@@ -269,7 +269,7 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8
         let way = format!("{products}strategy = 'no-offload'\nactivations = 'keep'");
         let (losses, _, want) = steps_of(&shape, 4, &lines(2, &way), in_tiles);
         for (nth, policy) in ["keep", "recompute-cheap", "recompute-block", "host", "host-attention"].into_iter().enumerate() {
-            let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = 2{nth}");
+            let way = format!("{products}{sharded}activations = '{policy}'\nresident-buckets = 0\nadversary = 8{nth}");
             let change = |plan: &mut Plan| {
                 in_tiles(plan);
                 assert_eq!(plan.weight_ring.is_some(), !sharded.is_empty(), "{plan}");
