@@ -133,7 +133,7 @@ pub(crate) trait Exchange<D: Kernels> {
         Ok(())
     }
 
-    /// Both once more, for memory and events that are others now.
+    /// Introduces itself and greets the others once more, since memory and events are others now.
     ///
     /// # Errors
     /// The device's; what ended another rank.

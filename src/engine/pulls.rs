@@ -98,6 +98,7 @@ pub(crate) struct Pulls<C> {
 enum Far {
     Sockets(Box<Sockets>),
     Rails(Box<Rails>),
+    /// Nothing is sent: what mirror images have is pulled like what the ranks of this process have.
     Images,
 }
 
