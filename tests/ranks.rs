@@ -18,13 +18,18 @@ use superoffload::internals::planner::Machine;
 use superoffload::{Error, Plan, Result};
 
 /// Buckets of 16 KiB: four blocks for each of up to four ranks.
-const CUT: [&str; 4] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4"];
+const CUT: [&str; 3] = ["--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4"];
 
 /// Micro-batches that take minutes.
 const LONG_STEP: &str = "--gradient-accumulation-steps=300000";
 
+/// CPUs, or what `SUPEROFFLOAD_DEVICE` names: `cuda` needs four GPUs.
+fn device() -> &'static str {
+    if std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda") { "--device=cuda" } else { "--device=cpu" }
+}
+
 fn gpus(count: usize, more: &[&str]) -> Vec<String> {
-    let flags = CUT.into_iter().chain(more.iter().copied()).map(str::to_string);
+    let flags = [device()].into_iter().chain(CUT).chain(more.iter().copied()).map(str::to_string);
     flags.chain([format!("--gpus={count}"), format!("--gradient-accumulation-steps={}", 4 / count)]).collect()
 }
 
@@ -55,10 +60,10 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
         assert_eq!((steps(out), total(out, "d2h_bytes")), (count * steps("1"), total("1", "d2h_bytes")), "{count} devices");
     }
     assert!(workspace.metrics("1").iter().all(|line| line["exposed_peer_ms"] == 0.0 && line["exposed_peer_rank"].is_null()));
-    let first = run(&mut workspace.train("first", &["--device=cpu", "--gpus=2", "--gradient-accumulation-steps=3"]));
+    let first = run(&mut workspace.train("first", &[device(), "--gpus=2", "--gradient-accumulation-steps=3"]));
     assert!(first.stdout.contains("\n  step        2 ranks x 3 x 2 x 16 = 192 tokens in 2 gradient shares; "), "{first:?}");
     // Where nothing is said each device has a share of one micro-batch.
-    let short = |count: &str, shares: &str| run(&mut workspace.train("short", &["--device=cpu", count, shares])).digest().to_string();
+    let short = |count: &str, shares: &str| run(&mut workspace.train("short", &[device(), count, shares])).digest().to_string();
     assert_eq!(short("--gpus=4", "--gradient-shares=4"), short("--gpus=1", "--gradient-shares=4"));
 }
 
@@ -94,14 +99,14 @@ fn a_run_goes_on_with_another_number_of_devices() {
     for count in [1, 2, 4] {
         let out = format!("resumed-{count}");
         workspace.copy_checkpoints("whole", &out, &[6]);
-        let flags = ["--device=cpu".to_string(), "--bucket-mib=0.03125".into(), "--max-grad-norm=1.5".into(), format!("--gpus={count}")];
+        let flags = [device().to_string(), "--bucket-mib=0.03125".into(), "--max-grad-norm=1.5".into(), format!("--gpus={count}")];
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let resumed = run(&mut workspace.resume(&out, &flags));
         assert_eq!(resumed.digest(), digest, "{count} devices");
         assert!(resumed.stderr.is_empty(), "{resumed:?}");
     }
     workspace.copy_checkpoints("whole", "three", &[6]);
-    run(&mut workspace.resume("three", &["--device=cpu", "--gpus=3"])).refused(2, &["--gpus 3", "4 micro-batches"]);
+    run(&mut workspace.resume("three", &[device(), "--gpus=3"])).refused(2, &["--gpus 3", "4 micro-batches"]);
 }
 
 /// Where each device keeps its part of the weights: the bits of one device, with evaluation, and after a resume with another number of
@@ -342,7 +347,7 @@ fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
             assert_eq!(run(&mut workspace.resume(&out, &flags)).digest(), whole, "{out}");
         }
         // A step that would take minutes.
-        let flags: [&str; 4] = ["--device=cpu", &format!("--gpus={count}"), &format!("--gradient-shares={count}"), LONG_STEP];
+        let flags: [&str; 4] = [device(), &format!("--gpus={count}"), &format!("--gradient-shares={count}"), LONG_STEP];
         let mut child = workspace.train("long", &flags).spawn().unwrap();
         await_line(&mut child, "training steps");
         std::thread::sleep(Duration::from_millis(500));

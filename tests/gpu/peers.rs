@@ -71,14 +71,27 @@ impl UseEngine for Training<'_> {
     }
 }
 
-/// Two shares, whichever devices compute them; buckets of 8 blocks.
-const SHARED: &str = "gradient-shares = 2\nbucket-mib = 0.0625\n";
+/// Buckets of 8 blocks: one for each of up to eight devices.
+const CUT: &str = "bucket-mib = 0.0625\n";
 
 impl Ranks<'_> {
+    /// Gradient shares of all cases, whichever devices compute them: the most devices that a case takes.
+    fn shares(&self) -> usize {
+        1 << self.devices.clamp(2, 8).ilog2()
+    }
+
+    /// Two devices, four and eight, if they are there.
+    fn counts(&self) -> impl Iterator<Item = usize> {
+        let most = self.shares();
+        [2, 4, 8].into_iter().take_while(move |count| *count <= most)
+    }
+
+    /// Where `lines` say nothing of shares, each device computes as many.
     fn settings(&self, gpus: usize, lines: &str) -> Result<Settings> {
-        // Those that share sequences have each a part of every micro-batch.
-        let accumulate = if lines.contains("sequence-ranks") { 2 } else { 2 / gpus };
-        let toml = format!("{RECIPE}{}gpus = {gpus}\ngradient-accumulation-steps = {accumulate}\n{lines}", self.settings);
+        let shares = self.shares();
+        let cut = format!("gradient-shares = {shares}\ngradient-accumulation-steps = {}\n", shares / gpus);
+        let cut = if lines.contains("gradient-shares") { "" } else { &cut };
+        let toml = format!("{RECIPE}{}gpus = {gpus}\n{cut}{lines}", self.settings);
         Settings::resolve(toml::from_str(&toml).map_err(Error::usage)?)
     }
 
@@ -91,7 +104,7 @@ impl Ranks<'_> {
     }
 
     fn on(&self, gpus: usize, lines: &str) -> Result<Run> {
-        self.train(&shape(), gpus, &format!("{SHARED}{lines}"), false, &mut || ())
+        self.train(&shape(), gpus, &format!("{CUT}{lines}"), false, &mut || ())
     }
 }
 
@@ -100,14 +113,14 @@ pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     let mut case = |name: &str, body: &dyn Fn(&Ranks<'_>) -> Outcome| {
         report.case(&format!("peers/{name}"), || if ranks.devices < 2 { alone(ranks) } else { body(ranks) });
     };
-    case("two have the digest of one, every state on the host", &|ranks| same_bits(ranks, OFFLOADED, false));
-    case("two have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false));
-    case("two have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false));
-    case("two have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
-    case("two have the digest of one, each with its part of the weights", &sharded);
-    case("two have the digest of one, gradients in a ring", &ringed);
-    case("two whose plan changes between steps have the digest of one", &replanned);
-    case("two that share sequences have one digest, and nearly the losses of one", &sequences);
+    case("all have the digest of one, every state on the host", &|ranks| same_bits(ranks, OFFLOADED, false));
+    case("all have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false));
+    case("all have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false));
+    case("all have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
+    case("all have the digest of one, each with its part of the weights", &sharded);
+    case("all have the digest of one, gradients in a ring", &ringed);
+    case("all have the digest of one, plans that change between steps", &replanned);
+    case("all share sequences: one digest, and nearly the losses of one", &sequences);
     case("gradients and weights are pulled while products run", &overlap);
     case("a rank that is late changes nothing", &late);
 }
@@ -123,18 +136,26 @@ const PARTLY: &str = if cfg!(feature = "repartition") {
     OFFLOADED
 };
 
-/// One device and two, under clips of about half of the steps, and with gradients made wrong in one share or the other.
+/// One device and several, under clips of about half of the steps, and with gradients made wrong in one share or the other.
 fn same_bits(ranks: &Ranks<'_>, lines: &str, is_poisoned: bool) -> Outcome {
     let faults =
         "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}, {step = 5, element = 9000, share = 0, value = \"-inf\"}]\n";
     let lines = format!("{lines}{}", if is_poisoned { faults } else { "" });
     let max_norm = median_norm(&ranks.on(1, &format!("{lines}max-grad-norm = 0\n"))?)?;
     let lines = format!("{lines}max-grad-norm = {max_norm}\n");
-    let (one, two) = (ranks.on(1, &lines)?, ranks.on(2, &lines)?);
-    require(two.losses() == one.losses(), || format!("losses {:?}, on one device {:?}", two.losses(), one.losses()))?;
-    require(two.digest == one.digest, || "another state than on one device".into())?;
-    let Counts { committed, clipped, skipped, .. } = two.counts;
-    require(committed > 0 && clipped > 0 && (skipped > 0) == is_poisoned, || format!("{:?}", two.counts))?;
+    let one = ranks.on(1, &lines)?;
+    for count in ranks.counts() {
+        let several = ranks.on(count, &lines)?;
+        same_as(&one, &several, count)?;
+        let Counts { committed, clipped, skipped, .. } = several.counts;
+        require(committed > 0 && clipped > 0 && (skipped > 0) == is_poisoned, || format!("{:?}", several.counts))?;
+    }
+    Ok(0.0)
+}
+
+fn same_as(one: &Run, several: &Run, count: usize) -> Outcome {
+    require(several.losses() == one.losses(), || format!("losses {:?} of {count}, on one device {:?}", several.losses(), one.losses()))?;
+    require(several.digest == one.digest, || format!("another state of {count} than on one device"))?;
     Ok(0.0)
 }
 
@@ -143,21 +164,24 @@ fn many_layers(ranks: &Ranks<'_>) -> ModelShape {
     if ranks.overlaps { wide_shape(6) } else { narrow_shape(12) }
 }
 
-/// Two shares, and what layers keep left to nobody.
-const IN_RINGS: &str = "gradient-shares = 2\nactivations = \"keep\"\nmax-grad-norm = 0.5\n";
+/// What layers keep is left to nobody.
+const IN_RINGS: &str = "activations = \"keep\"\nmax-grad-norm = 0.5\n";
 
-fn same_as_one(ranks: &Ranks<'_>, lines: &str) -> Outcome {
+/// `lines` say how `count` devices train.
+fn same_as_one(ranks: &Ranks<'_>, lines: &dyn Fn(usize) -> std::result::Result<String, Missed>) -> Outcome {
     let shape = many_layers(ranks);
     let train = |gpus, lines: &str| ranks.train(&shape, gpus, &format!("{PARTLY}{IN_RINGS}{lines}"), false, &mut || ());
-    let (one, two) = (train(1, "")?, train(2, lines)?);
-    require(two.losses() == one.losses() && two.digest == one.digest, || format!("losses {:?}, then {:?}", one.losses(), two.losses()))?;
+    let one = train(1, "")?;
+    for count in ranks.counts() {
+        same_as(&one, &train(count, &lines(count)?)?, count)?;
+    }
     Ok(0.0)
 }
 
-/// Each device pulls every module's weights twice a micro-batch, from the other and from itself.
+/// Each device pulls every module's weights twice a micro-batch, from the others and from itself.
 fn sharded(ranks: &Ranks<'_>) -> Outcome {
     if cfg!(feature = "weight-flow") {
-        same_as_one(ranks, "weights = \"sharded\"\n")
+        same_as_one(ranks, &|_| Ok("weights = \"sharded\"\n".into()))
     } else {
         Err(Missed::Skipped("weight-flow is off".into()))
     }
@@ -168,19 +192,24 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
     if !ranks.overlaps {
         return Err(Missed::Skipped("a device that shares the host's memory has no ring of gradients".into()));
     }
-    let plan =
-        |more: &str| Plan::new(&ranks.settings(2, &format!("{PARTLY}{IN_RINGS}{more}"))?, &many_layers(ranks), &ranks.machine, false);
-    let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (plan("")?.balances()[0].needed >> 20) - 32);
-    require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
-    same_as_one(ranks, &limit)
+    same_as_one(ranks, &|count| {
+        let plan = |more: &str| {
+            let settings = ranks.settings(count, &format!("{PARTLY}{IN_RINGS}{more}"))?;
+            Plan::new(&settings, &many_layers(ranks), &ranks.machine, false)
+        };
+        let needed = plan("weights = \"replicated\"\n")?.balances()[0].needed;
+        let limit = format!("weights = \"replicated\"\nhbm-limit = \"{}MiB\"\n", (needed >> 20) - 32);
+        require(plan(&limit)?.grad_ring.is_some(), || "no ring was planned".into())?;
+        Ok(limit)
+    })
 }
 
-/// Before every second step both go over to other places, at the same step.
+/// Before every second step all go over to other places, at the same step.
 fn replanned(ranks: &Ranks<'_>) -> Outcome {
     let shape = many_layers(ranks);
     let settings = |gpus, places: &str| {
         let places = places.replace("\"flow\"", "\"sharded\"");
-        ranks.settings(gpus, &format!("{SPECULATE}gradient-shares = 2\nmax-grad-norm = 0.5\n{places}"))
+        ranks.settings(gpus, &format!("{SPECULATE}max-grad-norm = 0.5\n{places}"))
     };
     let train = |gpus, moves: &dyn Fn(usize) -> Result<Option<Plan>>| -> Result<Run> {
         let settings = settings(gpus, &places()[0])?;
@@ -188,31 +217,37 @@ fn replanned(ranks: &Ranks<'_>) -> Outcome {
         let course = Course { steps: 10, before_data: &mut || (), moves };
         (ranks.launch)(&plan, &shape, &Topology::this_machine(), Training { settings: &settings, course })
     };
-    let moves = |step: usize| {
-        let plan = || Plan::new(&settings(2, &places()[step / 2 % 4])?, &shape, &ranks.machine, false);
-        if step > 0 && step.is_multiple_of(2) { plan().map(Some) } else { Ok(None) }
-    };
-    let (one, two) = (train(1, &|_| Ok(None))?, train(2, &moves)?);
-    require(two.losses() == one.losses() && two.digest == one.digest, || format!("losses {:?}, then {:?}", one.losses(), two.losses()))?;
+    let one = train(1, &|_| Ok(None))?;
+    for count in ranks.counts() {
+        let moves = |step: usize| {
+            let plan = || Plan::new(&settings(count, &places()[step / 2 % 4])?, &shape, &ranks.machine, false);
+            if step > 0 && step.is_multiple_of(2) { plan().map(Some) } else { Ok(None) }
+        };
+        same_as(&one, &train(count, &moves)?, count)?;
+    }
     Ok(0.0)
 }
 
 /// Every strategy and policy has the bits of the synchronous step on as many devices; and what one device computes of the same micro-batches
-/// is nearly that: in bfloat16 each of the two parts of a gradient is rounded, and the losses of a few steps follow.
+/// is nearly that: in bfloat16 each part of a gradient is rounded, and the losses of a few steps follow.
 fn sequences(ranks: &Ranks<'_>) -> Outcome {
-    let common = "bucket-mib = 0.0625\nmax-grad-norm = 0.5\n";
+    let common = "bucket-mib = 0.0625\nmax-grad-norm = 0.5\ngradient-accumulation-steps = 2\n";
     let train = |gpus, lines: &str| ranks.train(&shape(), gpus, &format!("{common}{lines}"), false, &mut || ());
     let one = train(1, "gradient-shares = 2\nstrategy = \"no-offload\"\n")?;
-    let of_two = |lines: &str| train(2, &format!("sequence-ranks = 2\ngradient-shares = 4\n{lines}"));
-    let want = of_two("strategy = \"no-offload\"\n")?;
-    for policy in ["keep", "recompute-cheap", "recompute-block", "host"] {
-        let have = of_two(&format!("{OFFLOADED}activations = \"{policy}\"\n"))?;
-        let is_same = have.losses() == want.losses() && have.digest == want.digest;
-        require(is_same, || format!("{policy}: losses {:?}, then {:?}", want.losses(), have.losses()))?;
+    let mut largest: f64 = 0.0;
+    // The shape has four heads.
+    for count in ranks.counts().filter(|count| *count <= 4) {
+        let several = |lines: &str| train(count, &format!("sequence-ranks = {count}\ngradient-shares = {}\n{lines}", 2 * count));
+        let want = several("strategy = \"no-offload\"\n")?;
+        for policy in ["keep", "recompute-cheap", "recompute-block", "host-attention", "host"] {
+            let have = several(&format!("{OFFLOADED}activations = \"{policy}\"\n"))?;
+            let is_same = have.losses() == want.losses() && have.digest == want.digest;
+            require(is_same, || format!("{policy} on {count}: losses {:?}, then {:?}", want.losses(), have.losses()))?;
+        }
+        let differences = one.losses().into_iter().zip(want.losses()).map(|(one, several)| f64::from((one - several).abs() / one));
+        largest = differences.fold(largest, f64::max);
+        require(largest < 1.0 / 256.0, || format!("losses {:?} of {count}, on one device {:?}", want.losses(), one.losses()))?;
     }
-    let differences = one.losses().into_iter().zip(want.losses()).map(|(one, two)| f64::from((one - two).abs() / one));
-    let largest = differences.fold(0.0, f64::max);
-    require(largest < 1.0 / 256.0, || format!("losses {:?}, on one device {:?}", want.losses(), one.losses()))?;
     Ok(largest * 256.0)
 }
 
@@ -224,8 +259,8 @@ fn overlap(ranks: &Ranks<'_>) -> Outcome {
     // So few tokens leave nothing to compute while weights come one by one from the host; where they lie on the devices they come at once.
     let offloaded = format!("{SPECULATE}resident-buckets = 0\n");
     for (track, lines) in [("reduce", &*offloaded), ("gather", "strategy = \"no-offload\"\n")] {
-        let lines = format!("gradient-shares = 2\nmax-grad-norm = 0\n{lines}");
-        let run = ranks.train(&wide_shape(4), 2, &lines, true, &mut || ())?;
+        let lines = format!("max-grad-norm = 0\n{lines}");
+        let run = ranks.train(&wide_shape(4), ranks.shares(), &lines, true, &mut || ())?;
         require(runs_beside(&run, "rank 0 ", track, "pull")?, || format!("{track} never pulled beside the compute stream"))?;
     }
     Ok(0.0)
@@ -234,17 +269,17 @@ fn overlap(ranks: &Ranks<'_>) -> Outcome {
 /// Somebody else keeps the device of one rank busy, drawn for each run, and the first rank's data comes late at random.
 fn late(ranks: &Ranks<'_>) -> Outcome {
     let lines = format!("{PARTLY}max-grad-norm = 0.5\n");
-    let want = ranks.on(1, &lines)?;
+    let (want, count) = (ranks.on(1, &lines)?, ranks.shares());
     let disturbance = Disturbance::default();
     let mut random = Random::new(0, "late ranks");
     std::thread::scope(|scope| {
         let (disturb, disturbance) = (ranks.disturb, &disturbance);
-        let disturbed: Vec<_> = (0..2).map(|rank| scope.spawn(move || disturb(rank, disturbance))).collect();
+        let disturbed: Vec<_> = (0..count).map(|rank| scope.spawn(move || disturb(rank, disturbance))).collect();
         let mut body = || -> Outcome {
             for nth in 0..ranks.late_runs {
-                disturbance.rank.store(random.bits() as usize % 2, Ordering::Relaxed);
+                disturbance.rank.store(random.bits() as usize % count, Ordering::Relaxed);
                 let mut wait = || std::thread::sleep(Duration::from_micros(u64::from(random.bits() % 2000)));
-                let have = ranks.train(&shape(), 2, &format!("{SHARED}{lines}"), false, &mut wait)?;
+                let have = ranks.train(&shape(), count, &format!("{CUT}{lines}"), false, &mut wait)?;
                 require(have.losses() == want.losses() && have.digest == want.digest, || format!("run {nth}: other bits"))?;
             }
             Ok(0.0)

@@ -238,7 +238,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         launch: &|plan, shape, topology, training| on_cpus(plan, shape, topology, training),
         machine: subject.machine.clone(),
         settings: subject.settings,
-        devices: 2,
+        devices: 4,
         overlaps: false,
         // Cores are crowded as it is.
         disturb: &|_, _| Ok(()),

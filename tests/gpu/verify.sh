@@ -5,14 +5,15 @@
 #
 # DIR holds the program `superoffload` and the test binary `main`, whose path `cargo test --release --no-run` prints. Runs the program's
 # conformance suite, and that of several GPUs, which says how much it skipped where there is one, also as GPUs that cannot read each other's
-# memory; kernels in small sizes, and two GPUs, under tools of compute-sanitizer; and trainings on the GPU that are killed and go on to the same
-# bits. Prints a line for each; exits 1 if one failed or could not be run. CHECK: only those of conformance, peers, peers-staged, memcheck,
-# memcheck-peers, initcheck, racecheck, racecheck-attention, killed-runs.
+# memory; kernels in small sizes, and all GPUs, under tools of compute-sanitizer; trainings on the GPU that are killed and go on to the same
+# bits; and, where there are four GPUs, the program on one, two and four, whose ranks fail, stand still and are stopped. Prints a line for each;
+# exits 1 if one failed or could not be run. CHECK: only those of conformance, peers, peers-staged, memcheck, memcheck-peers, initcheck,
+# racecheck, racecheck-attention, killed-runs, ranks.
 # SECONDS_EACH=N ends each after N seconds (600).
 set -euo pipefail
 
 dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR [CHECK...]}" && pwd)
-all=(conformance peers peers-staged memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs)
+all=(conformance peers peers-staged memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs ranks)
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
 for name in "${wanted[@]}"; do
@@ -47,7 +48,7 @@ sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-san
 # sanitize CHECK ARGUMENT...: a tool, or a tool and what it gets.
 sanitize() { check "$1" "$sanitizer" --tool "${1%%-*}" --error-exitcode 1 "${suite[@]}" --small "${@:2}"; }
 sanitize memcheck kernels
-sanitize memcheck-peers peers/two
+sanitize memcheck-peers peers/all
 sanitize initcheck kernels
 # Only kernels that are ours: it reports hazards in cuDNN's (9.19), and takes minutes for cuBLASLt's products and for the plain attention,
 # of which it gets two shapes.
@@ -58,5 +59,8 @@ sanitize racecheck-attention --attention plain "2x64 tokens" "3x70 tokens"
 export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda
 check killed-runs "$dir/main" --test-threads=1 resume::kill_9 resume::gradient_accumulation resume::a_run_whose_weights_stream \
   faults::a_step faults::a_worker faults::data_that run_dir::a_second
+if [ "$(nvidia-smi -L | wc -l)" -ge 4 ]; then
+  check ranks "$dir/main" --test-threads=1 ranks::one_two ranks::a_run ranks::devices_that ranks::a_rank_that_fails_leaves ranks::whom ranks::a_signal
+fi
 
 exit $failed
