@@ -2,7 +2,7 @@
 
 use super::random::Random;
 use super::report::{Missed, Outcome, Report, require};
-use super::training::{Course, RECIPE, Run, SPECULATE, median_norm, narrow_shape, places, run_engine, runs_beside, shape, wide_shape};
+use super::training::{Course, FP8, RECIPE, Run, SPECULATE, median_norm, narrow_shape, places, run_engine, runs_beside, shape, wide_shape};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -117,6 +117,7 @@ pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     case("all have the digest of one, no state on the host", &|ranks| same_bits(ranks, "strategy = \"no-offload\"\n", false));
     case("all have the digest of one, some states on the host", &|ranks| same_bits(ranks, PARTLY, false));
     case("all have the digest of one, NaN and Inf on one of them", &|ranks| same_bits(ranks, OFFLOADED, true));
+    case("all have the digest of one, products in FP8", &in_fp8);
     case("all have the digest of one, each with its part of the weights", &sharded);
     case("all have the digest of one, gradients in a ring", &ringed);
     case("all have the digest of one, plans that change between steps", &replanned);
@@ -162,6 +163,15 @@ fn same_as(one: &Run, several: &Run, count: usize) -> Outcome {
 /// Layers enough for a ring to save memory, whose chunks are larger on a GPU.
 fn many_layers(ranks: &Ranks<'_>) -> ModelShape {
     if ranks.overlaps { wide_shape(6) } else { narrow_shape(12) }
+}
+
+/// Where one device multiplies in FP8. Products are told apart by their format, too, where ranks compare whose algorithms computed them.
+fn in_fp8(ranks: &Ranks<'_>) -> Outcome {
+    match ranks.on(1, FP8) {
+        Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
+        Err(e) => Err(e.into()),
+        Ok(_) => same_bits(ranks, &format!("{OFFLOADED}{FP8}"), false),
+    }
 }
 
 /// What layers keep is left to nobody.

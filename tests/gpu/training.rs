@@ -223,7 +223,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
-const FP8: &str = "matmul-dtype = \"fp8\"\n";
+pub const FP8: &str = "matmul-dtype = \"fp8\"\n";
 
 const IN_FP8: Variant = Variant { name: "", common: FP8, speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
 

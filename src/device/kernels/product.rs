@@ -9,7 +9,7 @@ use crate::hardware::rates::Rates;
 use std::fmt;
 
 /// How the two inputs of a [`Matmul`] are laid out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MatmulLayout {
     /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
@@ -25,7 +25,7 @@ impl MatmulLayout {
 }
 
 /// Sizes of a [`Matmul`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 pub struct MatmulShape {
     pub layout: MatmulLayout,
     /// Rows of `c`.
@@ -44,7 +44,7 @@ impl MatmulShape {
 }
 
 /// The algorithm that a library chose for the products of one shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct ProductAlgorithm {
     #[serde(flatten)]
     pub shape: MatmulShape,
