@@ -84,6 +84,12 @@ pub(crate) fn batch_shape(shape: &AttentionShape, length: usize) -> AttentionSha
     AttentionShape { batch: together(length), seq_length: length, ..*shape }
 }
 
+/// Queries of a block of the backward pass of a batch of documents, whose rows go back in blocks of `block`. Where a row is one block, so is a
+/// document, whose padding may be longer than a row.
+pub(crate) fn batch_block(row: &AttentionShape, block: usize, batch: &AttentionShape) -> usize {
+    if block < row.seq_length { block.min(batch.seq_length) } else { batch.seq_length }
+}
+
 /// Everything that may be computed at once, from short documents to those that fill a row.
 pub(crate) fn batch_shapes(shape: &AttentionShape) -> impl Iterator<Item = AttentionShape> + use<> {
     let (shape, longest) = (*shape, padded_length(shape.seq_length));
@@ -108,6 +114,19 @@ mod tests {
         let mut starts = Vec::new();
         lengths.iter().for_each(|length| starts.extend(vec![(starts.len() % seq_length) as i32; *length]));
         starts
+    }
+
+    #[test]
+    fn documents_of_rows_that_are_one_block_are_one_block() {
+        let row = |seq_length| AttentionShape { seq_length, ..SHAPE };
+        let blocks = |seq_length, block| {
+            let row = row(seq_length);
+            batch_shapes(&row).map(|batch| (batch.seq_length, batch_block(&row, block, &batch))).collect::<Vec<_>>()
+        };
+        // Rows of 1 and 300 tokens are padded to 128 and 512.
+        assert_eq!(blocks(1, 1), [(128, 128)]);
+        assert_eq!(blocks(300, 300), [(128, 128), (256, 256), (512, 512)]);
+        assert_eq!(blocks(512, 256), [(128, 128), (256, 256), (512, 256)]);
     }
 
     #[test]

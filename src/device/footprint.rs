@@ -1,7 +1,7 @@
 //! What a device takes for itself, beside the memory that it is asked for. No device is needed to know it: the planner adds it up, and the
 //! devices take their sizes from here.
 
-use super::documents::{batch_shapes, most_tokens};
+use super::documents::{batch_block, batch_shapes, most_tokens};
 use super::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
@@ -51,7 +51,7 @@ impl DeviceKind {
         }
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let of_parts = |part: &_, deterministic| {
-            let block = gpu::attention_block(shape, deterministic);
+            let block = batch_block(shape, gpu::attention_block(shape, deterministic), part);
             gpu::attention_workspace_bytes(&gpu::attention_part(part, block, deterministic), block, deterministic)
         };
         let (workspace, packed) = match attention {

@@ -7,7 +7,7 @@ use super::super::packed::Packed;
 use super::super::sdpa::AttentionCall;
 use super::attention::fused;
 use super::documents::DocumentCopies;
-use crate::device::documents::{DocumentTable, batch_shape, batch_shapes};
+use crate::device::documents::{DocumentTable, batch_block, batch_shape, batch_shapes};
 use crate::device::footprint::gpu::{DocumentScratch, document_scratch};
 use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Device, DeviceSlice, Kernel, Stream};
 use crate::dtype::Dtype;
@@ -20,7 +20,7 @@ impl CudaDevice {
         self.reserve_documents(shape)?;
         let Some(sdpa) = &mut self.sdpa else { return Ok(()) };
         let block = sdpa.block(shape);
-        batch_shapes(shape).try_for_each(|shape| sdpa.prepare(&shape, block.min(shape.seq_length), dtype))
+        batch_shapes(shape).try_for_each(|batch| sdpa.prepare(&batch, batch_block(shape, block, &batch), dtype))
     }
 
     fn reserve_documents(&mut self, shape: &AttentionShape) -> Result<()> {
@@ -87,7 +87,7 @@ impl CudaDevice {
             }
             copies.gather_lse(self, lse, room.lse)?;
             let GatheredDocuments { dout, qkv, out, lse, dqkv: padded } = room;
-            let block = block.min(part.seq_length);
+            let block = batch_block(&shape, block, &part);
             let one = AttentionBackward { dout, qkv, documents: None, out, lse, dqkv: padded, shape: part, block: None };
             fused(self, &AttentionCall::backward(&one, block)?)?;
             copies.scatter(self, padded, dqkv)?;
