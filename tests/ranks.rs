@@ -285,14 +285,17 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
 #[test]
 fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
     let workspace = Workspace::new();
+    let began = Instant::now();
     let whole = train(&workspace, "whole", &gpus(2, &[]));
+    // GPUs alone take seconds to start.
+    let limit = Duration::from_secs(5) + if device() == "--device=cuda" { began.elapsed() } else { Duration::ZERO };
     let flags = gpus(2, &["--save-steps=3"]);
     for (phase, step, lost) in [("read", 7, "steps 4 to 6"), ("flush", 7, "steps 4 to 6"), ("gather", 6, "steps 4 to 5")] {
         workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}'}}]"));
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let start = Instant::now();
         let failed = run(&mut workspace.train(phase, &flags));
-        assert!(start.elapsed() < Duration::from_secs(5), "{phase} took {:?}", start.elapsed());
+        assert!(start.elapsed() < limit, "{phase} took {:?} of {limit:?}", start.elapsed());
         failed.refused(1, &[&format!("of step {step}: it was to fail (faults)")]);
         assert!(failed.stderr.starts_with("error: rank 1: ") && !failed.stderr.contains("; then"), "{failed:?}");
         let last = workspace.path(&format!("{phase}/checkpoint-3"));
