@@ -168,7 +168,7 @@ fn a_resumed_run_may_be_laid_out_anew() {
 
 /// A model whose weights can stream: a GPU's ring is of 32 MiB pages, the CPU device's of 4 KiB.
 #[cfg(feature = "weight-flow")]
-fn streamable() -> String {
+pub fn streamable() -> String {
     let width = if std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda") { 768 } else { 32 };
     let layers = CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12");
     layers.replace("\"hidden_size\": 32", &format!("\"hidden_size\": {width}")).replace(": 64,", &format!(": {},", 2 * width))
