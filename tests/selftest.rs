@@ -14,6 +14,6 @@ fn kernels_compute_what_the_reference_does() {
 }
 
 #[test]
-fn trainings_on_one_device_and_two_and_what_fails_there_conform() {
+fn trainings_on_one_device_and_several_and_what_fails_there_conform() {
     conforms(&["--skip", "kernels/"]);
 }
