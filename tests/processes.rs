@@ -179,6 +179,64 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
     assert_eq!(digest_in(&workspace, "sharing-2x2", [2, 2], &["--sequence-ranks=2"]), sharing, "each two share their sequences");
 }
 
+/// Where the ranks of each process have every slice of the weights among them: the bits of one rank that has all, with evaluation, clips and
+/// groups, and after a resume with other layouts.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
+    let workspace = deep();
+    let eval = format!("--eval-data={}", workspace.path("data.txt").display());
+    let runs = [
+        &["--bucket-mib=0.0625", &eval[..], "--eval-steps=5"][..],
+        &["--bucket-mib=0.125", "--strategy=zero-offload", "--dtype=float32", "--gradient-group=3"],
+        &["--bucket-mib=0.0625", "--strategy=no-offload", "--gradient-group=2"],
+    ];
+    for (nth, flags) in runs.into_iter().enumerate() {
+        let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
+        let sharded = [flags, &["--weights=sharded"]].concat();
+        for layout in [[2, 2], [2, 3], [3, 2]] {
+            let out = format!("{}x{}-{nth}", layout[0], layout[1]);
+            assert_eq!(digest_in(&workspace, &out, layout, &sharded), whole, "{layout:?} with {sharded:?}");
+            for (one, several) in workspace.metrics(&format!("one-{nth}")).iter().zip(workspace.metrics(&out)) {
+                for key in ["loss", "grad_norm", "verdict", "eval_loss"] {
+                    assert_eq!(one[key], several[key], "{key} of step {} of {out}", one["step"]);
+                }
+            }
+        }
+        let clips = workspace.metrics(&format!("2x2-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
+        assert!(clips > 0, "nothing was clipped");
+    }
+    let resume = ["--bucket-mib=0.0625", "--resume-from-checkpoint=auto"];
+    let sharded = [&resume[..], &["--weights=sharded"]].concat();
+    let whole = digest_of_one(&workspace, "whole", 1, &["--bucket-mib=0.0625"]);
+    for (from, layout, flags) in
+        [("2x2-0", [1, 1], &resume[..]), ("one-0", [3, 2], &sharded), ("2x3-0", [2, 2], &sharded), ("2x2-0", [2, 3], &resume)]
+    {
+        let out = format!("{from}-{}x{}", layout[0], layout[1]);
+        workspace.copy_checkpoints(from, &out, &[6]);
+        let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, flags) } else { digest_in(&workspace, &out, layout, flags) };
+        assert_eq!(resumed, whole, "{out}");
+    }
+}
+
+/// The same with devices whose streams run in any order that their events allow, one of which may starve, a fault among the gradients, and formats.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
+    let workspace = deep();
+    workspace.settings("inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]");
+    let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float16", "--bucket-mib=0.0625", group]);
+    let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
+    for seed in crate::sweep::sweep(17..22, 1..100) {
+        let (group, whole) = &whole[seed % 2];
+        let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}"));
+        let flags = ["--dtype=float16", "--bucket-mib=0.0625", "--weights=sharded", group, &adversary];
+        assert_eq!(&digest_in(&workspace, &out, [2, 2], &flags), whole, "seed {seed} with {group}");
+        let verdicts = workspace.metrics(&out);
+        assert!(["skip", "clip"].iter().all(|kind| verdicts.iter().any(|line| line["verdict"] == *kind)), "{verdicts:?}");
+    }
+}
+
 /// Devices whose streams run in any order that their events allow: what is pulled was sent, and nothing is overwritten before.
 #[test]
 fn pulls_wait_for_slices_that_come_from_other_processes() {

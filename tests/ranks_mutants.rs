@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// All of them are mistakes of these files.
-const FILES: [&str; 3] = ["src/engine/pulls.rs", "src/engine/pulls/gradients.rs", "src/engine/rails.rs"];
+const FILES: [&str; 4] = ["src/engine/pulls.rs", "src/engine/pulls/gradients.rs", "src/engine/pulls/weights.rs", "src/engine/rails.rs"];
 
 /// What must notice them.
 const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::pulls::", "engine::rails::"];
@@ -19,7 +19,7 @@ struct Mutant {
     changes: &'static [(&'static str, &'static str)],
 }
 
-const MUTANTS: [Mutant; 12] = [
+const MUTANTS: [Mutant; 13] = [
     Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;\n", "")] },
     Mutant {
         name: "publish before record",
@@ -91,7 +91,14 @@ const MUTANTS: [Mutant; 12] = [
     },
     Mutant {
         name: "weights are pulled before they have come to who carries them",
-        changes: &[("carrier => dev.wait_for(Stream::Gather, carrier, theirs.carried[bucket])?,", "_ => {}")],
+        changes: &[("if carrier == owner { there.stepped[bucket] } else { there.carried[bucket] }", "there.stepped[bucket]")],
+    },
+    Mutant {
+        name: "weights of another process are swapped into flat places, whoever keeps them",
+        changes: &[(
+            "memory.weights_of(slices, rank, bucket)",
+            "RankMemory { shards: Default::default(), ..memory.clone() }.weights_of(slices, rank, bucket)",
+        )],
     },
     Mutant {
         name: "a swap overwrites what is not summed",

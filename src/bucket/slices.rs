@@ -69,6 +69,12 @@ impl Slices {
         end(buckets.start)..end(buckets.end)
     }
 
+    /// Elements of the most that any rank owns of neighbouring buckets.
+    pub(crate) fn most_in(&self, buckets: &Range<usize>) -> usize {
+        let of = |rank| Self { rank, ..self.clone() }.local_buckets(buckets).len();
+        (0..self.ranks).map(of).max().unwrap_or(0)
+    }
+
     /// Elements that this rank owns in all.
     pub(crate) fn elems(&self) -> usize {
         self.local(self.layout.count() - 1).end

@@ -220,13 +220,18 @@ impl Settings {
         let on_gpus = self.transport != Transport::Nccl || self.device != DeviceChoice::Cpu;
         require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
         require(!self.all_gpus, "gpus", "all", "a number with several --processes: that of each")?;
-        let allowed = "replicated with several --processes";
-        require(
-            matches!(self.weights, WeightsChoice::Auto | WeightsChoice::Replicated),
-            "weights",
-            describe::written(&describe::value(&self.weights)),
-            allowed,
-        )?;
+        let is_allowed = match self.weights {
+            WeightsChoice::Auto | WeightsChoice::Replicated => true,
+            WeightsChoice::Sharded => self.gpus > 1,
+            WeightsChoice::Flow => false,
+        };
+        let weights = describe::written(&describe::value(&self.weights));
+        let allowed = if self.gpus > 1 {
+            "replicated or sharded with several --processes"
+        } else {
+            "replicated with several --processes of a GPU each"
+        };
+        require(is_allowed, "weights", weights, allowed)?;
         require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")
     }
 

@@ -1,6 +1,8 @@
 //! Where ranks come to know each other: before step 0, and again where a plan has moved their memory. Nobody comes here within a step.
 
+use super::shards::Shards;
 use super::vitals::Vitals;
+use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, EventId, ProductAlgorithm};
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -14,13 +16,22 @@ pub(crate) struct RankMemory {
     /// Its flat gradients and weights.
     pub(super) grads: DeviceSlice,
     pub(super) weights: DeviceSlice,
+    /// Weights that have no flat place for good.
+    pub(super) shards: Shards,
     /// Where ranks share sequences.
     pub(super) activations: Option<SharedActivations>,
 }
 
 impl RankMemory {
+    /// That of `model`, without shards.
     pub(super) fn of(model: &Model) -> Self {
-        Self { grads: model.grads, weights: model.weights, activations: model.shared_activations() }
+        Self { grads: model.grads, weights: model.weights, shards: Shards::default(), activations: model.shared_activations() }
+    }
+
+    /// Where the weights lie of the slice of `bucket` that `owner` owns: the rank whose memory this is, or one that it carries them for.
+    pub(super) fn weights_of(&self, slices: &Slices, owner: usize, bucket: usize) -> DeviceSlice {
+        let flat = slices.of(owner, bucket);
+        self.shards.of(slices, owner, bucket).unwrap_or_else(|| self.weights.slice(flat.start, flat.len()))
     }
 }
 
@@ -29,8 +40,6 @@ impl RankMemory {
 pub(super) struct Introduction<C> {
     pub(super) card: C,
     pub(super) memory: RankMemory,
-    /// Its slices of the weights that nobody else keeps, in its own order.
-    pub(super) shard: DeviceSlice,
     /// By bucket: its gradient is written.
     pub(super) written: Vec<EventId>,
     /// The gradients of others are pulled, as far as that was enqueued.

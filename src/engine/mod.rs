@@ -28,6 +28,7 @@ mod replan;
 mod report;
 mod route;
 mod scratch;
+mod shards;
 pub(crate) mod sockets;
 mod state_io;
 mod states;

@@ -12,6 +12,7 @@ use super::groups::Addition;
 use super::hall::{Hall, Introduction, RankMemory, check_same_bits};
 use super::handover::Handovers;
 use super::rails::Rails;
+use super::shards::Shards;
 use super::sockets::Sockets;
 use super::vitals::Vitals;
 use super::watchdog::Watched;
@@ -34,6 +35,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 mod gradients;
+mod weights;
 
 /// A rank among others.
 pub(crate) struct Pulls<C> {
@@ -126,10 +128,10 @@ impl Far {
         })
     }
 
-    fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
+    fn settle_down(&mut self, memory: &RankMemory) {
         match self {
-            Self::Sockets(sockets) => sockets.settle_down(flat),
-            Self::Rails(rails) => rails.settle_down(flat),
+            Self::Sockets(sockets) => sockets.settle_down(memory.clone()),
+            Self::Rails(rails) => rails.settle_down(memory.clone()),
             Self::Images => {}
         }
     }
@@ -137,10 +139,8 @@ impl Far {
 
 /// Memory that a plan decides, and that holds nothing between two steps.
 struct SliceMemory {
-    /// This rank's slices of the weights that nobody else keeps, in its own order: those of the buckets before `sharded`, whose flat
-    /// places up to `ringed_elems` are a ring.
-    shard: DeviceSlice,
-    sharded: usize,
+    shards: Shards,
+    /// Flat places of weights up to here are a ring.
     ringed_elems: usize,
     /// This rank's slices of the step's gradients whose flat places are overwritten before the verdict, and where they begin in its own
     /// order.
@@ -150,10 +150,9 @@ struct SliceMemory {
 
 impl SliceMemory {
     fn take<D: Device>(lease: &mut Lease, dev: &mut D, plan: &Plan, slices: &Slices) -> Result<Self> {
-        let (sharded, kept) = (plan.sharded(), slices.local_buckets(&plan.kept()));
+        let kept = slices.local_buckets(&plan.kept());
         Ok(Self {
-            shard: lease.alloc(dev, "weight slices", slices.local_buckets(&sharded).len(), plan.dtype)?,
-            sharded: sharded.end,
+            shards: Shards::take(lease, dev, plan, slices)?,
             ringed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
             kept: lease.alloc(dev, "gradient slices", kept.len(), plan.dtype)?,
             kept_from: kept.start,
@@ -335,11 +334,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn introduce(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) {
-        self.far.iter_mut().for_each(|far| far.settle_down([memory.grads, memory.weights]));
+        let memory = RankMemory { shards: self.own.shards.clone(), ..memory };
+        self.far.iter_mut().for_each(|far| far.settle_down(&memory));
         let (card, products) = (dev.card(), dev.product_algorithms());
-        let (shard, written, pulled, vitals) = (self.own.shard, self.written.clone(), self.pulled, vitals.clone());
+        let (written, pulled, vitals) = (self.written.clone(), self.pulled, vitals.clone());
         let (carried, handed) = (self.carried.clone(), self.handovers.events());
-        self.hall.enter(self.seat.rank, Introduction { card, memory, shard, written, pulled, stepped, carried, handed, vitals, products });
+        self.hall.enter(self.seat.rank, Introduction { card, memory, written, pulled, stepped, carried, handed, vitals, products });
     }
 
     fn greet(&mut self, dev: &mut D) -> Result<()> {
@@ -502,7 +502,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
         self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
         self.take_in(dev)?;
-        self.take_images(dev, weights)?;
+        self.take_images(dev)?;
         self.pull_settled(dev, weights)
     }
 
@@ -522,7 +522,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
-        if local < self.own.shard.elems() { self.own.shard.slice(local, flat.len()) } else { weights.slice(flat.start, flat.len()) }
+        self.own.shards.own(&self.slices, local, flat.len()).unwrap_or_else(|| weights.slice(flat.start, flat.len()))
     }
 
     fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
@@ -663,90 +663,6 @@ impl<C> Pulls<C> {
     fn named(&self, mut tracks: Vec<Recorder>) -> Vec<Recorder> {
         tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.seat.rank)));
         tracks
-    }
-
-    /// The weights of `bucket` that this rank carries are there, as far as that is enqueued.
-    fn carry(&mut self, bucket: usize) {
-        self.uncarried = bucket;
-        self.seat.board.publish_carried(self.seat.rank);
-    }
-
-    /// Enqueues copies of the others' weights that are final, in forward order; true when there were any.
-    fn pull_settled<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
-        let before = self.ungathered;
-        while let Some(bucket) = self.ungathered.checked_sub(1)
-            // Its own, too: a slice that it keeps alone is copied to its place like the others'.
-            && self.seat.board.mates().all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
-            && (self.far.is_none() || self.seat.board.carried_by_all() >= self.carried_up_to(bucket))
-        {
-            let whole = self.slices.layout().range(bucket);
-            self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
-            dev.record(self.gathered[bucket], Stream::Gather)?;
-            self.ungathered = bucket;
-        }
-        Ok(self.ungathered < before)
-    }
-
-    /// Of how many buckets a rank has carried the weights when it has those of `bucket` in this version.
-    fn carried_up_to(&self, bucket: usize) -> u64 {
-        self.version * self.buckets() - bucket as u64
-    }
-
-    /// Records what has come by sockets of the weights that this rank carries, in forward order.
-    fn take_in<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        while let Some(bucket) = self.uncarried.checked_sub(1)
-            && self.sockets().is_some_and(|far| far.has_weights(bucket))
-        {
-            dev.record(self.carried[bucket], Stream::Gather)?;
-            self.carry(bucket);
-        }
-        Ok(())
-    }
-
-    /// The same of mirror images, which have settled what this rank has: copies of it.
-    fn take_images<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<()> {
-        let own = self.seat.rank;
-        while let (Some(Far::Images), Some(bucket)) = (&self.far, self.uncarried.checked_sub(1))
-            && self.settled[bucket] >= self.version
-        {
-            dev.wait(Stream::Gather, self.peers[own].stepped[bucket])?;
-            for owner in self.others().filter(|owner| self.carrier(*owner) == own) {
-                let slice = self.slices.of(owner, bucket);
-                let (theirs, place) = (&self.peers[owner].memory.weights, weights.slice(slice.start, slice.len()));
-                dev.pull(Stream::Gather, owner, theirs.slice(slice.start, slice.len()), place)?;
-            }
-            dev.record(self.carried[bucket], Stream::Gather)?;
-            self.carry(bucket);
-        }
-        Ok(())
-    }
-
-    /// Enqueues copies of the part of `bucket` within `flat` from all its owners: from itself, too, where nobody has it in its place.
-    fn pull_weights<D: Kernels + Peers<Card = C>>(
-        &self,
-        dev: &mut D,
-        weights: DeviceSlice,
-        bucket: usize,
-        flat: Range<usize>,
-    ) -> Result<()> {
-        let (is_sharded, own) = (bucket < self.own.sharded, self.seat.rank);
-        for (owner, theirs) in self.peers.iter().enumerate().filter(|(owner, _)| is_sharded || self.carrier(*owner) != own) {
-            let slice = self.slices.of(owner, bucket);
-            let part = slice.start.max(flat.start)..slice.end.min(flat.end);
-            if part.is_empty() {
-                continue;
-            }
-            let local = self.slices.local_of(owner, bucket).start + part.start - slice.start;
-            let source =
-                if is_sharded { theirs.shard.slice(local, part.len()) } else { theirs.memory.weights.slice(part.start, part.len()) };
-            match self.carrier(owner) {
-                _ if owner == own => dev.wait(Stream::Gather, theirs.stepped[bucket])?,
-                carrier if carrier == owner => dev.wait_for(Stream::Gather, owner, theirs.stepped[bucket])?,
-                carrier => dev.wait_for(Stream::Gather, carrier, theirs.carried[bucket])?,
-            }
-            dev.pull(Stream::Gather, owner, source, weights.slice(part.start, part.len()))?;
-        }
-        Ok(())
     }
 
     /// Folds what has come of the norm, in flat order: bucket by bucket, and in a bucket rank by rank.

@@ -76,7 +76,12 @@ impl Rank {
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
-        pulls.introduce(&mut dev, RankMemory { grads, weights, activations: None }, stepped.clone(), &vitals(seat));
+        pulls.introduce(
+            &mut dev,
+            RankMemory { grads, weights, shards: Shards::default(), activations: None },
+            stepped.clone(),
+            &vitals(seat),
+        );
         (0..case.ranks).for_each(|rank| seat.board.bell(rank).ring());
         seat.board.bell(seat.rank).wait_until(|| hall.is_full());
         let mut rank = Self { dev, pulls, grads, weights, stepped, host, seen, sums: Vec::new() };

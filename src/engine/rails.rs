@@ -5,6 +5,7 @@
 //! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing. Gradients go from each
 //! rank to each of another process, those of groups and weights to its namesakes alone, from which the others of their processes pull weights.
 
+use super::hall::RankMemory;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, Swap};
 use crate::error::Result;
@@ -27,7 +28,7 @@ pub(super) struct Rails {
     /// Gradients are those of groups, and go to namesakes alone.
     is_grouped: bool,
     /// Where this rank's gradients and weights lie on the device.
-    flat: Option<[DeviceSlice; 2]>,
+    memory: Option<RankMemory>,
     /// What was exchanged so far, as one number, which all ranks have alike.
     passed: u64,
     /// The last exchange is over here, and so on the other side.
@@ -48,7 +49,7 @@ impl Rails {
         (mates, is_grouped): (Range<usize>, bool),
         (key, libraries): (RailKey, Vec<PathBuf>),
     ) -> Result<Self> {
-        Ok(Self { slices: slices.clone(), mates, is_grouped, flat: None, passed: 0, last: dev.event()?, key, libraries })
+        Ok(Self { slices: slices.clone(), mates, is_grouped, memory: None, passed: 0, last: dev.event()?, key, libraries })
     }
 
     /// Whether nobody waits in an exchange for this rank, as far as it has entered them.
@@ -68,9 +69,9 @@ impl Rails {
         dev.synchronize(self.last)
     }
 
-    /// The flat gradients and weights lie here.
-    pub(super) fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
-        self.flat = Some(flat);
+    /// Gradients and weights lie here.
+    pub(super) fn settle_down(&mut self, memory: RankMemory) {
+        self.memory = Some(memory);
     }
 
     /// What was exchanged so far.
@@ -87,7 +88,7 @@ impl Rails {
         into: impl Fn(usize) -> DeviceSlice,
         free: EventId,
     ) -> Result<()> {
-        let Some([grads, _]) = self.flat else { return Ok(()) };
+        let Some(grads) = self.memory.as_ref().map(|memory| memory.grads) else { return Ok(()) };
         self.note(Passed::Gradients, bucket, round);
         dev.wait(Stream::Compute, free)?;
         let swap = |peer: usize| {
@@ -110,14 +111,10 @@ impl Rails {
         (bucket, version): (usize, u64),
         [stepped, carried]: [EventId; 2],
     ) -> Result<()> {
-        let Some([_, weights]) = self.flat else { return Ok(()) };
         self.note(Passed::Weights, bucket, version);
         dev.wait(Stream::Compute, stepped)?;
-        let slices = &self.slices;
-        let of = |rank: usize| {
-            let slice = slices.of(rank, bucket);
-            weights.slice(slice.start, slice.len())
-        };
+        let (slices, Some(memory)) = (&self.slices, &self.memory) else { return Ok(()) };
+        let of = |rank: usize| memory.weights_of(slices, rank, bucket);
         let own = of(slices.rank());
         dev.swap(self.others().filter(|peer| self.is_namesake(*peer)).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
         dev.record(carried, Stream::Compute)?;

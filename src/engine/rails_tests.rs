@@ -2,6 +2,8 @@
 //! their streams and pools do first, and one end for all.
 
 use crate::checkpoint::engine_state;
+#[cfg(feature = "weight-flow")]
+use crate::config::options::WeightsChoice;
 use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique};
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -90,7 +92,7 @@ fn be(process: usize, meeting: &Meeting, key: RailKey, plan: &Plan, course: Cour
 }
 
 fn shape() -> ModelShape {
-    ModelShape::demo().with_layers(2)
+    ModelShape::demo().with_layers(3)
 }
 
 fn plan(settings: &Settings) -> Plan {
@@ -155,6 +157,22 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
         same_bits(&Settings { processes: 4, ..shares });
     }
     assert!(clips > 0, "nothing was clipped");
+}
+
+/// Ranks that keep what they carry: no rank has all weights, and each process has every slice of them.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn swaps_into_slices_that_a_process_shares_give_the_bits_of_one_rank_that_has_all() {
+    for (strategy, gradient_group, adversary) in [
+        (Strategy::Superoffload, None, None),
+        (Strategy::Superoffload, Some(2), Some(17)),
+        (Strategy::ZeroOffload, Some(2), None),
+        (Strategy::NoOffload, None, Some(18)),
+    ] {
+        let base = Settings { strategy, gradient_group, gpus: 2, ..settings(2) };
+        let sharded = Settings { weights: WeightsChoice::Sharded, adversary, ..base.clone() };
+        assert_eq!(as_processes(&sharded, 6).swap_remove(0).unwrap().unwrap(), as_ranks(&base, 6), "{sharded:?}");
+    }
 }
 
 /// Of two ranks in each of two processes each sends half of its gradient, and with groups a quarter.

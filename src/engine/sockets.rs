@@ -6,6 +6,7 @@
 //! are taken in any order: nobody waits for one while another holds the way. All of a version come after the verdict that every rank waited for
 //! with its last kernel, so that nobody computes with what they overwrite.
 
+use super::hall::RankMemory;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ pub(super) struct Sockets {
     /// The last gradient that leaves is copied to the host, as far as that is enqueued.
     grads_copied: EventId,
     /// Where this rank's weights and gradients lie on the device.
-    flat: Option<[DeviceSlice; 2]>,
+    memory: Option<RankMemory>,
     /// Slices of weights that are still to come in this version: by bucket.
     missing: Vec<usize>,
     version: u64,
@@ -190,19 +191,19 @@ impl Sockets {
             lanes,
             grads_with,
             host,
-            flat: None,
+            memory: None,
             version: 0,
         })
     }
 
-    /// The flat gradients and weights lie here.
-    pub(super) fn settle_down(&mut self, flat: [DeviceSlice; 2]) {
-        self.flat = Some(flat);
+    /// Gradients and weights lie here.
+    pub(super) fn settle_down(&mut self, memory: RankMemory) {
+        self.memory = Some(memory);
     }
 
     /// This rank's gradient of `bucket`, or its group's, is written in a round, after `written`: its slices of others leave.
     pub(super) fn send_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64, written: EventId) -> Result<()> {
-        let Some([grads, _]) = self.flat else { return Ok(()) };
+        let Some(grads) = self.memory.as_ref().map(|memory| memory.grads) else { return Ok(()) };
         for &rank in &self.grads_with {
             let slice = self.slices.of(rank, bucket);
             let source = grads.slice(slice.start, slice.len());
@@ -214,9 +215,9 @@ impl Sockets {
 
     /// This rank's weights of `bucket` are final, after `stepped`.
     pub(super) fn send_weights(&mut self, bucket: usize, version: u64, stepped: EventId) {
-        let (Some([_, weights]), slice) = (self.flat, self.slices.global(bucket)) else { return };
-        if !slice.is_empty() {
-            let source = weights.slice(slice.start, slice.len());
+        let Some(memory) = &self.memory else { return };
+        let source = memory.weights_of(&self.slices, self.slices.rank(), bucket);
+        if source.elems() > 0 {
             let departure = Departure { parcel: (bucket as u32, version), source, after: stepped, to: namesakes(&self.lanes).collect() };
             self.weights.waiting.push_back(departure);
         }
@@ -293,9 +294,8 @@ impl Sockets {
     }
 
     fn take_weights<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        let Some([_, weights]) = self.flat else { return Ok(()) };
         self.weights_in.clear(dev)?;
-        let width = self.bytes_of_one();
+        let (width, Some(memory)) = (self.bytes_of_one(), &self.memory) else { return Ok(()) };
         for (rank, lanes) in self.lanes.iter_mut().enumerate() {
             let Some(lane) = lanes.as_mut().and_then(|lanes| lanes.weights.as_mut()) else { continue };
             // What comes of a later version waits until this rank has heard the verdict, too.
@@ -307,7 +307,8 @@ impl Sockets {
                 let slice = if bucket < self.missing.len() { self.slices.of(rank, bucket) } else { 0..0 };
                 check(rank, &parcel, (parcel.bucket, self.version), slice.len() * width)?;
                 let left = self.missing[bucket].checked_sub(1).ok_or_else(|| strange(rank, &parcel))?;
-                self.weights_in.bring((dev, &mut self.host), Stream::Gather, &parcel.bytes, weights.slice(slice.start, slice.len()))?;
+                let place = memory.weights_of(&self.slices, rank, bucket);
+                self.weights_in.bring((dev, &mut self.host), Stream::Gather, &parcel.bytes, place)?;
                 self.missing[bucket] = left;
             }
         }
@@ -315,7 +316,7 @@ impl Sockets {
     }
 
     fn bytes_of_one(&self) -> usize {
-        self.flat.map_or(1, |[grads, _]| grads.dtype().bytes())
+        self.memory.as_ref().map_or(1, |memory| memory.grads.dtype().bytes())
     }
 }
 

@@ -6,6 +6,7 @@ use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Launch, Peers, Poke};
 use crate::dtype::Dtype;
+use crate::engine::shards::Shards;
 use crate::host::doorbell::Doorbell;
 use crate::launch::open;
 use crate::model::shape::ModelShape;
@@ -44,7 +45,8 @@ impl Pair {
         dev.admit(Seat { board, rank: 0 }, vec![card.clone(), card]).unwrap();
         let event = dev.event().unwrap();
         let mut pair = Self { dev, sockets, flat, event, others: [others, of_others], host: HostMemory::default() };
-        pair.sockets.settle_down(flat);
+        let [grads, weights] = flat;
+        pair.sockets.settle_down(RankMemory { grads, weights, shards: Shards::default(), activations: None });
         pair
     }
 

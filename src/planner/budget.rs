@@ -240,7 +240,8 @@ impl Workload<'_> {
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let elems_of = |buckets: Range<usize>| of_all(&|own| own.local_buckets(&buckets).len());
-        let shard_elems = elems_of(sharded(layout, rings.weights, ranks));
+        // A process has all slices, and each of its ranks as many as there are processes.
+        let shard_elems = ranks * self.processes * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
         let sum_bytes = 4 * kept_sums((self.shares, self.group), ranks);

@@ -106,7 +106,11 @@ impl Plan {
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
             let [streamed, ring] = [ringed_elems, period_elems].map(|elems| Bytes((elems * self.dtype.bytes()) as u64));
-            let from = if self.streams_from_host() { "host memory" } else { "the slices of all GPUs" };
+            let from = match self.processes {
+                _ if self.streams_from_host() => "host memory",
+                1 => "the slices of all GPUs",
+                _ => "the slices that the GPUs of each process have",
+            };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;
         }
         if self.sums_on_host {

@@ -539,10 +539,10 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
 /// Streamed weights cross the link as the device computes with them, and only those whose optimizer the pool runs are streamed.
 fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
     let obstacle = match settings {
-        // What a process needs within a step is in its own memory.
-        Settings { processes: 2.., .. } => return Ok(WeightsChoice::Replicated),
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
         Settings { gpus: 2.., weights: WeightsChoice::Auto | WeightsChoice::Sharded, .. } => None,
+        // Streams are pulls of a process's own ranks.
+        Settings { processes: 2.., .. } => Some("needs several devices in each process"),
         Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
         Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
         Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),

@@ -177,6 +177,32 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     assert!(told.contains("  host, of each process"), "{told}");
 }
 
+/// Four machines of four with 80B: a GPU has a quarter of the weights, as its own slices and those that it carries for its process.
+#[test]
+fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
+    let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));
+    let (shape, profile) = (presets::shape("model", Path::new(&file)).unwrap(), Profile::load("gh200-x4").unwrap());
+    let many = Settings { gpus: 4, processes: 4, gradient_group: Some(4), host_limit: Some(Bytes(940_000_000_000)), ..Settings::default() };
+    let plan = |weights| {
+        let settings = Settings { weights, per_device_train_batch_size: 8, seq_length: 1024, ..many.clone() };
+        Plan::new(&settings, &shape, &Machine::of_run(&profile, &settings).unwrap(), false).unwrap()
+    };
+    let [replicated, auto] = [WeightsChoice::Replicated, WeightsChoice::Auto].map(plan);
+    assert!(replicated.shortage().is_some(), "{replicated}");
+    assert_eq!((auto.weight_ring.is_some(), auto.shortage().is_none()), (FLOW, FLOW), "{auto}");
+    if FLOW {
+        let class = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / 16);
+        let (streamed, slices) = (2 * auto.weight_ring.unwrap().ringed_elems, class(&auto, "weight slices"));
+        assert!((streamed / 4..streamed / 4 + (64 << 20)).contains(&slices), "{slices} of {streamed}: {auto}");
+        assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
+        assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
+        assert_eq!(auto.crossing, replicated.crossing);
+    }
+    let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
+    let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
+    assert!(refused.contains("--weights replicated") && refused.contains("--gpus"), "{refused}");
+}
+
 fn settings() -> Settings {
     Settings { per_device_train_batch_size: 4, seq_length: 4096, ..Settings::default() }
 }

@@ -4,7 +4,7 @@ use super::clip::Clip;
 use super::outcome::Outcome;
 use super::simulate;
 use super::timed::Steps;
-use crate::config::options::{ResidentBuckets, Transport};
+use crate::config::options::{ResidentBuckets, Transport, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::model::presets;
@@ -23,9 +23,18 @@ fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -> (Plan, Ou
 
 /// Seconds of a step of twelve layers on four nodes of two GPUs, simulated and predicted, and the bytes that come to each in it.
 fn on_four_nodes((transport, gradient_group): (Transport, Option<usize>), bytes_per_s: f64) -> ([f64; 2], f64) {
+    on_four_nodes_with(WeightsChoice::Replicated, (transport, gradient_group), bytes_per_s)
+}
+
+/// The same where weights lie as `weights` says.
+fn on_four_nodes_with(
+    weights: WeightsChoice,
+    (transport, gradient_group): (Transport, Option<usize>),
+    bytes_per_s: f64,
+) -> ([f64; 2], f64) {
     let mut profile = Profile::load("gh200-x4").unwrap();
     profile.network.as_mut().unwrap().bytes_per_s.value = bytes_per_s;
-    let settings = Settings { gpus: 2, processes: 4, transport, gradient_group, ..Settings::default() };
+    let settings = Settings { gpus: 2, processes: 4, transport, gradient_group, weights, ..Settings::default() };
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..settings };
     let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
     let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
@@ -60,6 +69,24 @@ fn what_tcp_carries_hides_behind_products_until_it_takes_longer() {
             assert!(tcp < nccl && is_between, "{how}, {group:?}: by NCCL {nccl} s, over TCP {tcp} s and {slow} s");
         }
     }
+}
+
+/// Modules' weights stream from ranks of the same process alone: what crosses between processes is what crosses where all is on each GPU.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn nothing_crosses_between_processes_for_weights_that_each_shares() {
+    let of = |weights, transport, rate| on_four_nodes_with(weights, (transport, Some(2)), rate);
+    let longer_s = |weights| {
+        let [(fast, _), (slow, _)] = [25e9, 5e9].map(|rate| of(weights, Transport::Nccl, rate));
+        slow[0] - fast[0]
+    };
+    let [sharded, replicated] = [WeightsChoice::Sharded, WeightsChoice::Replicated].map(longer_s);
+    assert!((sharded / replicated - 1.0).abs() < 0.02, "{sharded} s and {replicated} s more of exchange");
+    let (slow, bytes) = of(WeightsChoice::Sharded, Transport::Tcp, 2e9);
+    assert!(slow[0] > bytes / 2e9 && slow[0] < 1.3 * bytes / 2e9, "{} s for {bytes} bytes over TCP", slow[0]);
+    let [(sharded, _), (replicated, _)] =
+        [WeightsChoice::Sharded, WeightsChoice::Replicated].map(|weights| of(weights, Transport::Nccl, 25e9));
+    assert!(sharded[0] > replicated[0], "pulls take no time: {} s", sharded[0]);
 }
 
 /// Llama-8B, 4 x 4096 tokens a GPU, on one machine with two H200: `paper-figures/results/h200-x2-processes.jsonl`.

@@ -72,9 +72,7 @@ impl SimDevice {
 
     fn enqueue_pull(&mut self, stream: Stream, peer: usize, bytes: usize) {
         let rates = &self.rates;
-        // What another rank of its process carries is pulled from that one, whoever owns it.
-        let is_carried = stream == Stream::Gather && peer % self.mates != self.rank % self.mates;
-        let (kind, seconds) = if peer / self.mates != self.rank / self.mates && !is_carried {
+        let (kind, seconds) = if peer / self.mates != self.rank / self.mates {
             (OpKind::OverHosts, rates.between_hosts().exchange_s(bytes))
         } else {
             let bytes_per_s = if peer == self.rank { rates.device_bytes_per_s / 2.0 } else { rates.peer_bytes_per_s };
