@@ -8,6 +8,7 @@ use crate::ranks::board::Board;
 use crate::ranks::{RailKey, Seat};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// What one rank has for another: where it lies, and how far that is, a number of swap and one of these.
 #[derive(Default)]
@@ -126,10 +127,10 @@ impl RailStandIn {
         }
     }
 
-    /// Where a rank has failed nobody comes any more.
+    /// Where a rank has failed nobody comes any more. Sleeps, so that whoever is awaited has a core.
     fn wait(self, ready: impl Fn() -> bool) {
         while !ready() && !self.board.has_failed() {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
     }
 }
