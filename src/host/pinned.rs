@@ -436,14 +436,21 @@ mod tests {
     fn memory_lies_on_every_node_beside_the_cpus_and_nowhere_else() {
         let topology = Topology::this_machine();
         let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 2).unwrap();
-        let mut host = HostMemory::new(policy.clone());
-        host.alloc_periodic("test", 64 << 20, 32 << 20).unwrap();
-        let report = host.report(Path::new("/"));
+        // The kernel may keep another test's memory beside it and count both as one: then once more, in another place.
+        let mut tries = Vec::new();
+        let report = loop {
+            let mut host = HostMemory::new(policy.clone());
+            host.alloc_periodic("test", 64 << 20, 32 << 20).unwrap();
+            let report = host.report(Path::new("/"));
+            tries.push(host);
+            if tries.len() == 5 || report.nodes.iter().map(|on| on.bytes).sum::<u64>() == 64 << 20 {
+                break report;
+            }
+        };
         let near = topology.nodes_beside(&topology.usable_cpus().unwrap().affinity);
         if report.notes == policy.notes && !near.is_empty() {
             assert!(report.nodes.iter().all(|on| near.contains(&on.node)), "{report}");
-            // More where the kernel keeps another test's memory beside it, and counts both as one.
-            assert!(report.nodes.iter().all(|on| on.bytes >= (64 << 20) / report.nodes.len() as u64), "{report}");
+            assert!(report.nodes.iter().all(|on| on.bytes == (64 << 20) / report.nodes.len() as u64), "{report}");
         }
         if policy.nodes.len() > 1 && report.notes == policy.notes {
             assert_eq!(report.nodes.len(), policy.nodes.len(), "{report}");
