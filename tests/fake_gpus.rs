@@ -1,7 +1,7 @@
 //! The host's side of several GPUs under a driver that is none (`fake_gpus/driver.c`): contexts, streams, events, memory and the order in which
 //! all of it goes. A run ends early where it does what a real driver would not forgive.
 
-use crate::program::{Outcome, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use crate::support::emulator;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -100,6 +100,27 @@ fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_
             let [apart, shared] = [pulls(&["--gpus=4"]), pulls(&["--gpus=4", ranks])];
             assert!(shared[0] > apart[0] && shared[1] > apart[1], "{ranks}: {apart:?}, then {shared:?}");
         }
+    }
+}
+
+/// Who filled a driver's queue would wait in the driver, and keep the others from its memory.
+#[test]
+fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
+    if is_emulated() {
+        return;
+    }
+    let workspace = Workspace::new();
+    workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 200"));
+    let ahead = |more: &[&str]| {
+        let outcome = train_in(&workspace, &[("FAKE_GPUS", "2")], &[&["--gpus=2", "--gradient-shares=2", "--max-steps=2"], more].concat());
+        assert_eq!(outcome.code, 0, "{outcome:?}");
+        let line = outcome.stdout.lines().find_map(|line| line.strip_prefix("fake driver was behind by "));
+        line.and_then(|line| line.strip_suffix(" operations")?.parse::<usize>().ok()).unwrap_or_else(|| panic!("{outcome:?}"))
+    };
+    let spans = format!("--trace={}", workspace.path("trace.json").display());
+    for more in [vec![], vec![spans.as_str()]] {
+        let ahead = ahead(&more);
+        assert!((100..=1000).contains(&ahead), "{more:?}: {ahead}");
     }
 }
 

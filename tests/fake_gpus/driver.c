@@ -20,8 +20,9 @@
 #define GPUS_MAX 8
 typedef uint64_t u64;
 typedef struct { int gpu, retained, reaches[GPUS_MAX]; } Context;
-typedef struct { int is_live; Context *context; } Stream;
-typedef struct { int is_live, is_recorded, pending; Context *context; double ms; } Event;
+// What was enqueued, and as much of it as the host has seen pass.
+typedef struct { int is_live; Context *context; u64 enqueued, seen; } Stream;
+typedef struct { int is_live, is_recorded, pending; Context *context; double ms; Stream *stream; u64 at; } Event;
 typedef struct { int is_live; u64 start, bytes; Context *context; } Memory;
 
 enum { OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_READY = 600, NO_LINK = 217, ILLEGAL_ADDRESS = 700, ALREADY_ENABLED = 704, COMPUTE_CAPABILITY_MAJOR = 75 };
@@ -30,7 +31,7 @@ static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
 static __thread int depth;
 static Memory memories[1 << 16];
-static int allocated, direct, staged, waits, pinned;
+static int allocated, direct, staged, waits, pinned, longest;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void refuse(const char *why) {
@@ -58,6 +59,17 @@ static Context *current(void) {
 static Stream *live_stream(Stream *stream) {
   if (!stream->is_live || stream->context != current()) refuse("a stream that is gone, or of another context");
   return stream;
+}
+
+// The stream, on which one thing more is enqueued.
+static Stream *enqueue_on(Stream *stream) {
+  int ahead = ++live_stream(stream)->enqueued - __atomic_load_n(&stream->seen, __ATOMIC_RELAXED);
+  if (ahead > longest) longest = ahead;
+  return stream;
+}
+
+static void saw(Stream *stream, u64 at) {
+  if (at > __atomic_load_n(&stream->seen, __ATOMIC_RELAXED)) __atomic_store_n(&stream->seen, at, __ATOMIC_RELAXED);
 }
 
 static Event *live_event(Event *event) {
@@ -90,6 +102,7 @@ __attribute__((destructor)) static void count(void) {
   for (int i = 0; i < GPUS_MAX; i++) retained += contexts[i].retained;
   printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls\n", direct, staged, waits, left, retained, called);
   printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
+  printf("fake driver was behind by %d operations\n", longest);
   for (int gpu = 0; gpu < GPUS_MAX; gpu++) {
     int count = 0;
     for (int i = 0; i < allocated; i++) count += memories[i].context == &contexts[gpu];
@@ -146,33 +159,39 @@ int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) { 
   **stream = (Stream){1, current()};
   return 0;
 }
-int cuStreamSynchronize(Stream *stream) { FALLIBLE live_stream(stream); return 0; }
+int cuStreamSynchronize(Stream *stream) { FALLIBLE saw(stream, live_stream(stream)->enqueued); return 0; }
 int cuStreamDestroy_v2(Stream *stream) { FALLIBLE live_stream(stream)->is_live = 0; return 0; }
 
 int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) { FALLIBLE
   if (!live_event(event)->is_recorded) refuse("a wait for an event that was not recorded is none");
-  waits += live_stream(stream)->context != event->context;
+  waits += enqueue_on(stream)->context != event->context;
   return 0;
 }
 
 int cuEventCreate(Event **event, unsigned flags) { FALLIBLE
   *event = malloc(sizeof **event);
-  **event = (Event){1, 0, 0, current(), 0};
+  **event = (Event){1, 0, 0, current()};
   return 0;
 }
 int cuEventRecord(Event *event, Stream *stream) { FALLIBLE
-  if (live_event(event)->context != live_stream(stream)->context) refuse("an event is recorded in another context");
+  if (live_event(event)->context != enqueue_on(stream)->context) refuse("an event is recorded in another context");
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  *event = (Event){1, 1, 2, event->context, now.tv_sec * 1e3 + now.tv_nsec / 1e6};
+  *event = (Event){1, 1, 2, event->context, now.tv_sec * 1e3 + now.tv_nsec / 1e6, stream, stream->enqueued};
   return 0;
 }
 // Not done at first, so that somebody waits.
 int cuEventQuery(Event *event) { FALLIBLE
   if (!live_event(event)->is_recorded && event->context != current()) refuse("an event of another GPU that was not recorded counts as done");
-  return event->pending-- > 0 ? NOT_READY : 0;
+  if (event->pending-- > 0) return NOT_READY;
+  if (event->is_recorded) saw(event->stream, event->at);
+  return 0;
 }
-int cuEventSynchronize(Event *event) { FALLIBLE live_event(event)->pending = 0; return 0; }
+int cuEventSynchronize(Event *event) { FALLIBLE
+  live_event(event)->pending = 0;
+  if (event->is_recorded) saw(event->stream, event->at);
+  return 0;
+}
 int cuEventElapsedTime(float *ms, Event *start, Event *end) { FALLIBLE *ms = live_event(end)->ms - live_event(start)->ms; return 0; }
 int cuEventDestroy_v2(Event *event) { FALLIBLE
   if (live_event(event)->context != current()) refuse("an event ends in another context");
@@ -202,10 +221,11 @@ int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) { FALLIBLE
 }
 int cuMemHostUnregister(void *address) { FALLIBLE current(); return 0; }
 
-int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { FALLIBLE own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
-int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { FALLIBLE own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }
-int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, Stream *stream) { FALLIBLE own_memory(from, bytes, stream); memcpy(to, (void *)from, bytes); return 0; }
+int cuMemsetD8Async(u64 to, unsigned char byte, size_t bytes, Stream *stream) { FALLIBLE enqueue_on(stream); own_memory(to, bytes, stream); memset((void *)to, byte, bytes); return 0; }
+int cuMemcpyHtoDAsync_v2(u64 to, void *from, size_t bytes, Stream *stream) { FALLIBLE enqueue_on(stream); own_memory(to, bytes, stream); memcpy((void *)to, from, bytes); return 0; }
+int cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, Stream *stream) { FALLIBLE enqueue_on(stream); own_memory(from, bytes, stream); memcpy(to, (void *)from, bytes); return 0; }
 int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) { FALLIBLE
+  enqueue_on(stream);
   own_memory(to, bytes, stream);
   Context *theirs = memory_of(from, bytes)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
@@ -215,6 +235,7 @@ int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) { FALLI
   return 0;
 }
 int cuMemcpyPeerAsync(u64 to, Context *here, u64 from, Context *there, size_t bytes, Stream *stream) { FALLIBLE
+  enqueue_on(stream);
   own_memory(to, bytes, stream);
   if (here != stream->context || there != memory_of(from, bytes)->context) refuse("a copy that names other contexts than its memory's");
   staged++;
@@ -233,6 +254,7 @@ static int copy_rows(u64 to, size_t to_pitch, u64 from, size_t from_pitch, size_
   return 0;
 }
 int cuMemcpy2DAsync_v2(const Copy2D *copy, Stream *stream) { FALLIBLE
+  enqueue_on(stream);
   own_memory(copy->to.device, (copy->height - 1) * copy->to.pitch + copy->width, stream);
   Context *theirs = memory_of(copy->from.device, (copy->height - 1) * copy->from.pitch + copy->width)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
@@ -240,6 +262,7 @@ int cuMemcpy2DAsync_v2(const Copy2D *copy, Stream *stream) { FALLIBLE
   return copy_rows(copy->to.device, copy->to.pitch, copy->from.device, copy->from.pitch, copy->width, copy->height);
 }
 int cuMemcpy3DPeerAsync(const PeerCopy *copy, Stream *stream) { FALLIBLE
+  enqueue_on(stream);
   own_memory(copy->to.device, (copy->height - 1) * copy->to.pitch + copy->width, stream);
   Context *theirs = memory_of(copy->from.device, (copy->height - 1) * copy->from.pitch + copy->width)->context;
   if (copy->to.context != stream->context || copy->from.context != theirs) refuse("a copy that names other contexts than its memory's");
@@ -259,7 +282,7 @@ int cuModuleGetFunction(const char **function, void *module, const char *name) {
 
 static void *argument(void **arguments, int nth) { return (void *)*(u64 *)arguments[nth]; }
 int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) { FALLIBLE
-  live_stream(stream);
+  enqueue_on(stream);
   // Its numbers come to the host.
   if (!strcmp(name, "copy_words")) memcpy(argument(arguments, 1), argument(arguments, 0), 4 * (u64)argument(arguments, 2));
   for (int part = 0; !strncmp(name, "sum_slices", 10) && part < 8; part++)
@@ -289,6 +312,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
 }
 int cublasLtMatmulAlgoConfigGetAttribute(u64 *algorithm, int which, int *value, size_t bytes, size_t *written) { *value = which ? 1 : algorithm[0]; return 0; }
 int cublasLtMatmul(void *handle, void *product, float *alpha, u64 a, void *la, u64 b, void *lb, float *beta, u64 c, void *lc, u64 d, void *ld, u64 *algorithm, u64 workspace, size_t bytes, Stream *stream) {
+  enqueue_on(stream);
   u64 used[] = {a, b, c, d, workspace};
   for (int i = 0; i < 5; i++) own_memory(used[i], 1, stream);
   return 0;

@@ -3,6 +3,7 @@
 //! Nobody's memory, events or context go while another rank may use them: what a GPU [lends](Lent) is held by all ranks, and each lets it
 //! go only when its own streams have ended. What is enqueued there waits for points that were recorded before, so that it always ends.
 
+use super::backlog::Backlog;
 use super::driver::RawEvent;
 use super::error::check;
 use super::ring::Ring;
@@ -21,6 +22,8 @@ pub(super) struct Peering {
     pub(super) own: Option<Arc<Lent>>,
     /// By rank.
     pub(super) gpus: Vec<PeerGpu>,
+    /// By stream.
+    pub(super) backlogs: Vec<Backlog<RawEvent>>,
 }
 
 /// Another rank's GPU, or this one.

@@ -4,6 +4,7 @@
 //! driver runs the same binary without this device.
 #![allow(unsafe_code)]
 
+mod backlog;
 mod driver;
 mod error;
 mod gemm;
@@ -34,6 +35,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::trace::Recorder;
 use crate::units::Bytes;
+use backlog::LOOK_AGAIN;
 use cust::CudaApiVersion;
 use cust::context::Context;
 use cust::sys;
@@ -51,6 +53,7 @@ use ring::Ring;
 use sdpa::Sdpa;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use timeline::{StreamWait, Timeline};
 
 #[derive(Clone, Debug)]
@@ -253,6 +256,7 @@ impl CudaDevice {
         if event.is_done()? {
             return Ok(());
         }
+        self.make_room(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin_wait(raw, stream, awaited)?;
         // SAFETY: both are live.
@@ -262,10 +266,26 @@ impl CudaDevice {
 
     /// Enqueues by `enqueue`, and a span around it when spans are recorded.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
+        self.make_room(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin(raw, stream, name)?;
         enqueue(raw)?;
         self.timeline.end(raw, span)
+    }
+
+    /// Waits until the driver's queue of `stream` cannot fill with one operation more, if others read this GPU.
+    ///
+    /// # Errors
+    /// The GPU's; what ended another rank.
+    fn make_room(&mut self, stream: Stream) -> Result<()> {
+        let Some(peering) = &mut self.peering else { return Ok(()) };
+        let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
+        while !mark.is_done()? {
+            peering.seat.check()?;
+            self.rail.as_ref().map_or(Ok(()), Rail::check)?;
+            thread::sleep(LOOK_AGAIN);
+        }
+        mark.record(&self.streams[stream as usize])
     }
 }
 
@@ -408,6 +428,7 @@ impl Device for CudaDevice {
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
+        self.make_room(stream)?;
         self.awaited[event.0 as usize] = if (stream as usize) < Stream::COUNT { StreamWait::Own } else { StreamWait::Peers };
         self.events[event.0 as usize].record(&self.streams[stream as usize])
     }

@@ -1,7 +1,8 @@
 //! GPUs that work beside each other: one waits for the other's events and copies from its memory.
 
 use super::CudaDevice;
-use super::driver::{RawStream, priorities};
+use super::backlog::Backlog;
+use super::driver::{RawEvent, RawStream, priorities};
 use super::error::check;
 use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
 use super::nccl::Rail;
@@ -114,7 +115,8 @@ impl Peers for CudaDevice {
             self.streams.push(RawStream::new(most_urgent)?);
             self.timeline.add(stream);
         }
-        self.peering = Some(Peering { own: Some(cards[own].clone()), seat, gpus });
+        let backlogs = self.streams.iter().map(|_| Backlog::new(|| RawEvent::new(false))).collect::<Result<_>>()?;
+        self.peering = Some(Peering { own: Some(cards[own].clone()), seat, gpus, backlogs });
         Ok(())
     }
 
