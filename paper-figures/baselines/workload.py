@@ -77,7 +77,9 @@ WORKLOADS = {
     "W3": (lambda: gpt(44, 3072), 8, 1024),
     "W4": (lambda: qwen3(40, 5120, 17408, 40, 8, 151936, tied=False), 4, 4096),
     "OLMoE": (olmoe, 8, 4096),
+    "L128k": (lambda: llama(32), 1, 131072),
     "tiny": (lambda: qwen3(2, 256, 512, 2, 1, 512), 2, 64),
+    "tiny-long": (lambda: qwen3(2, 256, 512, 2, 1, 512), 1, 8192),
 }
 
 
@@ -121,10 +123,11 @@ def attention_by_cudnn(torch):
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
 
 
-def measure(system, name, args, prepare, dtype="bfloat16"):
+def measure(system, name, args, prepare, dtype="bfloat16", shares_sequences=False):
     """Builds the workload's model, lets `prepare(torch, model, batch)` wrap it, times steps, prints one JSON line.
 
-    `prepare` returns (forward, backward, update, settings); `settings` goes into the line.
+    `prepare` returns (forward, backward, update, settings); `settings` goes into the line. Ranks that share sequences all get the same ones,
+    and each has its part of their FLOPs.
     """
     import torch
     import transformers
@@ -141,13 +144,15 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
     model.train().to(getattr(torch, dtype))
     if not args.no_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    matrices, model_flops, hardware_flops = flops(config, model, batch, seq_length, not args.no_checkpointing)
+    sharing = RANKS if shares_sequences else 1
+    matrices, *both = flops(config, model, batch, seq_length, not args.no_checkpointing)
+    model_flops, hardware_flops = (count // sharing for count in both)
     params = sum(p.numel() for p in model.parameters())
     # Before a system narrows the CPUs of this process.
     facts = machine(torch)
     forward, backward, update, settings = prepare(torch, model, batch)
 
-    generator = torch.Generator().manual_seed(1 + RANK)
+    generator = torch.Generator().manual_seed(1 + (0 if shares_sequences else RANK))
     ids = [torch.randint(0, config.vocab_size, (batch, seq_length), generator=generator).to(device) for _ in range(BATCHES)]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times, losses, least = [], [], free
@@ -176,7 +181,7 @@ def measure(system, name, args, prepare, dtype="bfloat16"):
                      "checkpointing": not args.no_checkpointing, "warmup": args.warmup, "steps": args.steps, **settings},
         "model": {"params": params, "matmul_params": matrices},
         "step_ms": {"median": median, "min": min(times), "max": max(times), "samples": times},
-        "tokens_per_second": 1e3 * RANKS * batch * seq_length / median,
+        "tokens_per_second": 1e3 * (RANKS // sharing) * batch * seq_length / median,
         "speed": {"model_flops": model_flops, "model_tflops": model_flops / median / 1e9,
                   "hardware_tflops": hardware_flops / median / 1e9},
         "loss": losses,
