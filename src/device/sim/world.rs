@@ -273,9 +273,12 @@ impl World {
     }
 
     fn speeds(&self) -> [f64; LANES] {
-        let active = |kind| self.lanes.iter().any(|lane| lane.running.is_some_and(|running| running.work.kind == kind));
-        let speed = |lane: &Lane| lane.running.map_or(0.0, |running| self.contention.speed(running.work.kind, active));
-        array::from_fn(|lane| speed(&self.lanes[lane]))
+        let running = |kind| self.lanes.iter().filter(|lane| lane.running.is_some_and(|running| running.work.kind == kind)).count();
+        let active = |kind| running(kind) > 0;
+        // Gradients and weights that cross a network at once have a part of it each.
+        let parts = |kind| if kind == OpKind::OverHosts { running(kind) as f64 } else { 1.0 };
+        let speed = |kind| self.contention.speed(kind, active) / parts(kind);
+        array::from_fn(|lane| self.lanes[lane].running.map_or(0.0, |running| speed(running.work.kind)))
     }
 
     fn next_end_ns(&self) -> Option<f64> {
@@ -432,6 +435,8 @@ mod tests {
         // Half of the link is theirs: both take twice as long. Beside Adam both have half.
         assert_eq!([ToHost, Adam].map(|beside| ends(OverHosts, beside)), [200, 200]);
         assert_eq!([ToHost, Adam].map(|beside| ends(Swap, beside)), [100, 100]);
+        // And so have two on their way at once.
+        assert_eq!(ends(OverHosts, OverHosts), 200);
     }
 
     #[test]
