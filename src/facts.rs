@@ -202,6 +202,8 @@ pub(crate) struct PlanFacts {
     pub streamed_elems: usize,
     /// Parameters that the ring has room for.
     pub(crate) weight_ring_elems: usize,
+    /// The ranks of all processes keep a part of these each.
+    pub(crate) fully_sharded: bool,
     /// Sums of the shares' gradients lie on the host, and pass through the device.
     pub(crate) sums_on_host: bool,
     /// Layers by what they keep for the backward pass.
@@ -241,6 +243,7 @@ impl PlanFacts {
             param_slots: plan.param_slots,
             streamed_elems: plan.weight_ring.map_or(0, |ring| ring.ringed_elems),
             weight_ring_elems: plan.weight_ring.map_or(0, |ring| ring.period_elems),
+            fully_sharded: plan.fully_sharded,
             sums_on_host: plan.sums_on_host,
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),

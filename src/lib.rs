@@ -60,6 +60,10 @@
 // Docs of what is behind the door link to their neighbours, for `cargo doc --document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
+// Tests of the library include some of the program's.
+#[cfg(test)]
+extern crate self as superoffload;
+
 mod bench;
 mod bucket;
 mod checkpoint;

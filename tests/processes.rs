@@ -20,6 +20,14 @@ const ALL_END: Duration = Duration::from_secs(10);
 /// Buckets of 16 KiB, and twelve micro-batches, a share each, on any number of devices that divides them.
 const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1"];
 
+/// Weights over the ranks of each process, and over those of all.
+const PARTLY: &str = "--weights=sharded";
+const FULLY: &str = "--weights=fully-sharded";
+
+/// Numbers of processes, and of ranks in each, that share weights so.
+const SHARED: [(&str, [usize; 2]); 7] =
+    [(PARTLY, [2, 2]), (PARTLY, [2, 3]), (PARTLY, [3, 2]), (FULLY, [2, 2]), (FULLY, [2, 3]), (FULLY, [3, 2]), (FULLY, [2, 1])];
+
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -179,8 +187,8 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
     assert_eq!(digest_in(&workspace, "sharing-2x2", [2, 2], &["--sequence-ranks=2"]), sharing, "each two share their sequences");
 }
 
-/// Where the ranks of each process have every slice of the weights among them: the bits of one rank that has all, with evaluation, clips and
-/// groups, and after a resume with other layouts.
+/// Where the ranks of each process have every slice of the weights among them, or all processes have: the bits of one rank that has all, with
+/// evaluation, clips and groups, and after a resume with other layouts.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
@@ -193,9 +201,9 @@ fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
     ];
     for (nth, flags) in runs.into_iter().enumerate() {
         let whole = digest_of_one(&workspace, &format!("one-{nth}"), 1, flags);
-        let sharded = [flags, &["--weights=sharded"]].concat();
-        for layout in [[2, 2], [2, 3], [3, 2]] {
-            let out = format!("{}x{}-{nth}", layout[0], layout[1]);
+        for (weights, layout) in SHARED {
+            let out = format!("{}x{}-{nth}{weights}", layout[0], layout[1]);
+            let sharded = [flags, &[weights]].concat();
             assert_eq!(digest_in(&workspace, &out, layout, &sharded), whole, "{layout:?} with {sharded:?}");
             for (one, several) in workspace.metrics(&format!("one-{nth}")).iter().zip(workspace.metrics(&out)) {
                 for key in ["loss", "grad_norm", "verdict", "eval_loss"] {
@@ -203,17 +211,27 @@ fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
                 }
             }
         }
-        let clips = workspace.metrics(&format!("2x2-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
+        let clips = workspace.metrics(&format!("one-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
         assert!(clips > 0, "nothing was clipped");
     }
+    let sharing = ["--bucket-mib=0.0625", "--sequence-ranks=2"];
+    let whole = digest_of_one(&workspace, "sharing", 4, &sharing);
+    assert_eq!(digest_in(&workspace, "sharing-2x2", [2, 2], &[&sharing[..], &[FULLY]].concat()), whole, "each two share their sequences");
     let resume = ["--bucket-mib=0.0625", "--resume-from-checkpoint=auto"];
-    let sharded = [&resume[..], &["--weights=sharded"]].concat();
+    let [sharded, fully_sharded] = [PARTLY, FULLY].map(|weights| [&resume[..], &[weights]].concat());
     let whole = digest_of_one(&workspace, "whole", 1, &["--bucket-mib=0.0625"]);
-    for (from, layout, flags) in
-        [("2x2-0", [1, 1], &resume[..]), ("one-0", [3, 2], &sharded), ("2x3-0", [2, 2], &sharded), ("2x2-0", [2, 3], &resume)]
-    {
-        let out = format!("{from}-{}x{}", layout[0], layout[1]);
-        workspace.copy_checkpoints(from, &out, &[6]);
+    let [partly, fully] = [PARTLY, FULLY].map(|weights| move |layout: &str| format!("{layout}-0{weights}"));
+    for (from, layout, flags) in [
+        (partly("2x2"), [1, 1], &resume[..]),
+        ("one-0".into(), [3, 2], &sharded),
+        (partly("2x3"), [2, 2], &sharded),
+        (partly("2x2"), [2, 3], &resume),
+        (fully("3x2"), [1, 1], &resume),
+        (partly("2x2"), [2, 2], &fully_sharded),
+        (fully("2x1"), [2, 2], &sharded),
+    ] {
+        let out = format!("{from}-{}x{}-{}", layout[0], layout[1], flags.len());
+        workspace.copy_checkpoints(&from, &out, &[6]);
         let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, flags) } else { digest_in(&workspace, &out, layout, flags) };
         assert_eq!(resumed, whole, "{out}");
     }
@@ -227,11 +245,12 @@ fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
     workspace.settings("inject = [{step = 3, element = 5000, share = 7, value = 'nan'}, {step = 5, element = 9, share = 2, value = 1e3}]");
     let whole = |group: &str| digest_of_one(&workspace, &format!("one{group}"), 1, &["--dtype=float16", "--bucket-mib=0.0625", group]);
     let whole = ["--gradient-group=1", "--gradient-group=2"].map(|group| (group, whole(group)));
-    for seed in crate::sweep::sweep(17..22, 1..100) {
+    let seeds = crate::sweep::sweep(17..22, 1..100);
+    for (weights, seed) in [PARTLY, FULLY].into_iter().flat_map(|weights| seeds.clone().map(move |seed| (weights, seed))) {
         let (group, whole) = &whole[seed % 2];
-        let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}"));
-        let flags = ["--dtype=float16", "--bucket-mib=0.0625", "--weights=sharded", group, &adversary];
-        assert_eq!(&digest_in(&workspace, &out, [2, 2], &flags), whole, "seed {seed} with {group}");
+        let (adversary, out) = (format!("--adversary={seed}"), format!("2x2-{seed}{weights}"));
+        let flags = ["--dtype=float16", "--bucket-mib=0.0625", weights, group, &adversary];
+        assert_eq!(&digest_in(&workspace, &out, [2, 2], &flags), whole, "seed {seed} with {flags:?}");
         let verdicts = workspace.metrics(&out);
         assert!(["skip", "clip"].iter().all(|kind| verdicts.iter().any(|line| line["verdict"] == *kind)), "{verdicts:?}");
     }

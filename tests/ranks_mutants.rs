@@ -19,7 +19,7 @@ struct Mutant {
     changes: &'static [(&'static str, &'static str)],
 }
 
-const MUTANTS: [Mutant; 13] = [
+const MUTANTS: [Mutant; 15] = [
     Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;\n", "")] },
     Mutant {
         name: "publish before record",
@@ -96,9 +96,17 @@ const MUTANTS: [Mutant; 13] = [
     Mutant {
         name: "weights of another process are swapped into flat places, whoever keeps them",
         changes: &[(
-            "memory.weights_of(slices, rank, bucket)",
-            "RankMemory { shards: Default::default(), ..memory.clone() }.weights_of(slices, rank, bucket)",
+            "memory.weights_within(slices, rank, bucket, flat)",
+            "RankMemory { shards: Default::default(), ..memory.clone() }.weights_within(slices, rank, bucket, flat)",
         )],
+    },
+    Mutant {
+        name: "a fetch overwrites what others still pull",
+        changes: &[("            dev.wait_for(stream, mate, self.peers[mate].fetched)?;\n", "            let _ = mate;\n")],
+    },
+    Mutant {
+        name: "a module is pulled before its slices have come from other processes",
+        changes: &[("Ok(self.seat.board.all_fetched(2 * self.fetches - 1))", "Ok(true)")],
     },
     Mutant {
         name: "a swap overwrites what is not summed",

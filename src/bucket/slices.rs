@@ -47,6 +47,13 @@ impl Slices {
         cut(rank)..cut(rank + 1)
     }
 
+    /// What of it lies within `flat`.
+    pub(crate) fn within(&self, rank: usize, bucket: usize, flat: &Range<usize>) -> Range<usize> {
+        let whole = self.of(rank, bucket);
+        let start = flat.start.clamp(whole.start, whole.end);
+        start..flat.end.clamp(start, whole.end)
+    }
+
     /// The flat range of `bucket` that this rank owns.
     pub(crate) fn global(&self, bucket: usize) -> Range<usize> {
         self.of(self.rank, bucket)

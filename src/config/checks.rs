@@ -221,15 +221,15 @@ impl Settings {
         require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
         require(!self.all_gpus, "gpus", "all", "a number with several --processes: that of each")?;
         let is_allowed = match self.weights {
-            WeightsChoice::Auto | WeightsChoice::Replicated => true,
+            WeightsChoice::Auto | WeightsChoice::Replicated | WeightsChoice::FullySharded => true,
             WeightsChoice::Sharded => self.gpus > 1,
             WeightsChoice::Flow => false,
         };
         let weights = describe::written(&describe::value(&self.weights));
         let allowed = if self.gpus > 1 {
-            "replicated or sharded with several --processes"
+            "replicated, sharded or fully-sharded with several --processes"
         } else {
-            "replicated with several --processes of a GPU each"
+            "replicated or fully-sharded with several --processes of a GPU each"
         };
         require(is_allowed, "weights", weights, allowed)?;
         require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")

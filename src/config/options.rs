@@ -193,8 +193,10 @@ pub enum WeightsChoice {
     #[value(alias = "stationary")]
     #[serde(alias = "stationary")]
     Replicated,
-    /// Each of several devices keeps its part, and pulls the others' layer by layer, forward and backward.
+    /// Each device of a process keeps its part, and pulls the others' layer by layer, forward and backward.
     Sharded,
+    /// The same over the devices of all processes: what others keep crosses the network layer by layer, too.
+    FullySharded,
     /// In host memory, from which they come layer by layer, forward and backward.
     Flow,
 }

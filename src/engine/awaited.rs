@@ -17,7 +17,7 @@ impl Awaited {
         match doing {
             Doing::Sums | Doing::Gradient => gradient(board, rank).or_else(|| pull(board, rank)),
             Doing::Norm => gradient(board, rank).or_else(|| norm(board, rank)),
-            Doing::Gather => weights(board, rank, number as usize),
+            Doing::Gather => weights(board, rank, number as usize).or_else(|| fetch(board, rank)),
             Doing::HandOver => activations(board, rank, number as usize),
             Doing::Orders => Self::by(board, "what rank 0 asked", |other| board.is_done(other)),
             Doing::Else if rank > 0 && board.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
@@ -79,6 +79,12 @@ fn weights(board: &Board, rank: usize, bucket: usize) -> Option<Awaited> {
     (bucket..board.buckets() as usize).rev().find_map(missing)
 }
 
+/// A half of a fetch of the same module, by another of its process.
+fn fetch(board: &Board, rank: usize) -> Option<Awaited> {
+    let is_behind = |other: &usize| board.mates().contains(other) && board.fetched(*other) < board.fetched(rank);
+    Awaited::by(board, "the weights of a module", |other| !is_behind(&other))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,6 +142,9 @@ mod tests {
         assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 2 of rank 1");
         board.publish_settled(1, 2, 2);
         assert_eq!(waits(&board, Doing::Gather, 1)[0], "the weights of bucket 1 of ranks 1, 2");
+        (1..3).for_each(|rank| board.publish_settled(rank, 1, 2));
+        (0..2).for_each(|rank| board.publish_fetched(rank));
+        assert_eq!(waits(&board, Doing::Gather, 1), ["the weights of a module of rank 2", "the weights of a module of rank 2", ""]);
     }
 
     #[test]

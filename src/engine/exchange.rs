@@ -255,6 +255,28 @@ pub(crate) trait Exchange<D: Kernels> {
         weights.slice(flat.start, flat.len())
     }
 
+    /// Whether a module's weights are fetched before those of the module before it are computed with: where nothing is computed while they come.
+    fn fetches_ahead(&self) -> bool {
+        false
+    }
+
+    /// Has weights of `flat` come from other processes, where they do with each fetch, as soon as nobody of this one pulls what they overwrite;
+    /// whether that is so.
+    ///
+    /// # Errors
+    /// The device's; what ended another rank.
+    fn bring(&mut self, _dev: &mut D, _flat: &Range<usize>) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// Whether they have come to all ranks of this process, as far as that is enqueued.
+    ///
+    /// # Errors
+    /// The device's.
+    fn is_brought(&mut self, _dev: &mut D, _flat: &Range<usize>) -> Result<bool> {
+        Ok(true)
+    }
+
     /// Enqueues copies of the weights of `flat` from all ranks that keep their slices alone.
     fn fetch(&mut self, _dev: &mut D, _weights: DeviceSlice, _flat: Range<usize>) -> Result<()> {
         Ok(())

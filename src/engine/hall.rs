@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::model::sequence::SharedActivations;
 use crate::planner::plan::Plan;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Where a rank's memory lies that others read.
@@ -33,6 +34,12 @@ impl RankMemory {
         let flat = slices.of(owner, bucket);
         self.shards.of(slices, owner, bucket).unwrap_or_else(|| self.weights.slice(flat.start, flat.len()))
     }
+
+    /// The same of what of it lies within `flat`.
+    pub(super) fn weights_within(&self, slices: &Slices, owner: usize, bucket: usize, flat: &Range<usize>) -> DeviceSlice {
+        let (whole, part) = (slices.of(owner, bucket), slices.within(owner, bucket, flat));
+        self.weights_of(slices, owner, bucket).slice(part.start - whole.start, part.len())
+    }
 }
 
 /// What a rank tells the others of itself.
@@ -48,6 +55,8 @@ pub(super) struct Introduction<C> {
     pub(super) stepped: Vec<EventId>,
     /// By bucket: its namesakes' slices of the weights have come to it, where there are other processes.
     pub(super) carried: Vec<EventId>,
+    /// It has pulled what it fetched last.
+    pub(super) fetched: EventId,
     /// What it hands over is written; by turns.
     pub(super) handed: [EventId; 2],
     pub(super) vitals: Arc<Vitals>,

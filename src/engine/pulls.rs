@@ -57,6 +57,10 @@ pub(crate) struct Pulls<C> {
     gathered: Vec<EventId>,
     /// By bucket: the weights that it carries have come; none where there is one process.
     carried: Vec<EventId>,
+    /// What was fetched last is pulled, how many fetches have begun, and whether what this rank carries of the last is still to come.
+    fetched: EventId,
+    fetches: u64,
+    is_bringing: bool,
     /// The others' parts of one slice.
     staging: DeviceSlice,
     own: SliceMemory,
@@ -181,6 +185,9 @@ impl<C> Pulls<C> {
             carried,
             pulled: dev.event()?,
             summed: dev.event()?,
+            fetched: dev.event()?,
+            fetches: 0,
+            is_bringing: false,
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
             sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
             kept_sums,
@@ -338,8 +345,9 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.far.iter_mut().for_each(|far| far.settle_down(&memory));
         let (card, products) = (dev.card(), dev.product_algorithms());
         let (written, pulled, vitals) = (self.written.clone(), self.pulled, vitals.clone());
-        let (carried, handed) = (self.carried.clone(), self.handovers.events());
-        self.hall.enter(self.seat.rank, Introduction { card, memory, written, pulled, stepped, carried, handed, vitals, products });
+        let (carried, fetched, handed) = (self.carried.clone(), self.fetched, self.handovers.events());
+        self.hall
+            .enter(self.seat.rank, Introduction { card, memory, written, pulled, stepped, carried, fetched, handed, vitals, products });
     }
 
     fn greet(&mut self, dev: &mut D) -> Result<()> {
@@ -478,8 +486,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.version += 1;
         let count = self.settled.len();
         (self.unsettled, self.uncarried, self.ungathered) = (count, count, count);
-        let version = self.version;
-        self.sockets().into_iter().for_each(|far| far.next_version(version));
+        self.sockets().into_iter().for_each(Sockets::next_version);
     }
 
     fn is_owing(&self) -> bool {
@@ -494,8 +501,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.settled[bucket] = self.version;
         self.unsettled -= 1;
         let stepped = self.peers[self.seat.rank].stepped[bucket];
-        let version = self.version;
-        self.sockets().into_iter().for_each(|far| far.send_weights(bucket, version, stepped));
+        self.sockets().into_iter().for_each(|far| far.send_weights(bucket, stepped));
         self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
     }
 
@@ -511,8 +517,10 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn swap_weights(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
-        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
-        rails.swap_weights(dev, (bucket, self.version), [self.peers[self.seat.rank].stepped[bucket], self.carried[bucket]])?;
+        let (once, version) = (self.own.shards.passed_once(&self.slices), self.version);
+        if once.start < self.slices.layout().range(bucket).end {
+            self.swap_within(dev, (bucket, version), &once)?;
+        }
         self.carry(bucket);
         Ok(())
     }
@@ -525,9 +533,26 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.own.shards.own(&self.slices, local, flat.len()).unwrap_or_else(|| weights.slice(flat.start, flat.len()))
     }
 
+    fn fetches_ahead(&self) -> bool {
+        self.own.shards.come_with_fetches() && matches!(self.far, Some(Far::Rails(_)))
+    }
+
+    fn bring(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
+        self.bring_weights(dev, flat)
+    }
+
+    fn is_brought(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
+        self.take_brought(dev, flat)
+    }
+
     fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
         let mut buckets = self.slices.layout().overlapping(flat.clone());
-        buckets.try_for_each(|bucket| self.pull_weights(dev, weights, bucket, flat.clone()))
+        buckets.try_for_each(|bucket| self.pull_weights(dev, weights, bucket, flat.clone()))?;
+        if self.own.shards.come_with_fetches() {
+            dev.record(self.fetched, Stream::Gather)?;
+            self.seat.board.publish_fetched(self.seat.rank);
+        }
+        Ok(())
     }
 
     fn is_gathered(&self, bucket: usize) -> bool {

@@ -2,8 +2,9 @@
 //! which is when links between devices are fast.
 //!
 //! Whoever enters such an exchange waits there for the others, so that all have to enter them in one order. Only the plan decides it: gradients
-//! where they are written, weights where the forward pass first needs them. What a pool finishes first decides nothing. Gradients go from each
-//! rank to each of another process, those of groups and weights to its namesakes alone, from which the others of their processes pull weights.
+//! where they are written, weights where the forward pass first needs them, or, where they come with each fetch, before the module that comes before
+//! theirs. What a pool finishes first decides nothing. Gradients go from each rank to each of another process, those of groups and weights to its
+//! namesakes alone, from which the others of their processes pull weights.
 
 use super::hall::RankMemory;
 use crate::bucket::slices::Slices;
@@ -104,17 +105,19 @@ impl Rails {
         dev.wait(stream, self.last)
     }
 
-    /// Exchanges the weights of `bucket` in a version, of which this rank's are there after `stepped`; then the namesakes' are `carried`.
+    /// Exchanges the weights of `bucket` within `flat` in a version or with a fetch, of which this rank's are there after `stepped`; then the
+    /// namesakes' are `carried`.
     pub(super) fn swap_weights<D: Peers>(
         &mut self,
         dev: &mut D,
-        (bucket, version): (usize, u64),
+        (bucket, nth): (usize, u64),
+        flat: &Range<usize>,
         [stepped, carried]: [EventId; 2],
     ) -> Result<()> {
-        self.note(Passed::Weights, bucket, version);
+        self.note(Passed::Weights, bucket, nth);
         dev.wait(Stream::Compute, stepped)?;
         let (slices, Some(memory)) = (&self.slices, &self.memory) else { return Ok(()) };
-        let of = |rank: usize| memory.weights_of(slices, rank, bucket);
+        let of = |rank: usize| memory.weights_within(slices, rank, bucket, flat);
         let own = of(slices.rank());
         dev.swap(self.others().filter(|peer| self.is_namesake(*peer)).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
         dev.record(carried, Stream::Compute)?;

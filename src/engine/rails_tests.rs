@@ -1,12 +1,12 @@
 //! Ranks of several processes, each a thread here, that swap slices by a stand-in for NCCL: the bits of the ranks of one process, whatever
-//! their streams and pools do first, and one end for all.
+//! their streams and pools do first, and one end for all. And what they take of memory, by whichever way they reach each other.
 
 use crate::checkpoint::engine_state;
 use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
-use crate::device::Kernels;
 use crate::device::cpu::CpuDevice;
 use crate::device::cpu::rail::RailHub;
+use crate::device::{DeviceKind, Kernels};
 use crate::engine::executor::Engine;
 use crate::engine::pulls::Reach;
 use crate::engine::verdict::Verdict;
@@ -16,8 +16,10 @@ use crate::host::doorbell::Doorbell;
 use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
 use crate::launch::ranks::{self, Crew};
 use crate::launch::share::{self, Share};
-use crate::model::shape::ModelShape;
+use crate::memory::{Addressing, DeviceMemory};
+use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::optim::StatePart;
+use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::ranks::board::Board;
@@ -28,10 +30,17 @@ use crate::ranks::{RailKey, Seat};
 use crate::signals::StopFlag;
 use crate::simulate::random_tokens::RandomTokens;
 use std::net::TcpListener;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// That of the tests of the program.
+#[path = "../../tests/gpu/planned.rs"]
+#[allow(unreachable_pub, reason = "it is public in the program")]
+mod planned;
+
 /// Steps, an evaluation after every second one, and a resume in the middle.
+#[derive(Clone, Copy)]
 struct Course {
     steps: u64,
 }
@@ -72,10 +81,16 @@ fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.send_weights()
 }
 
-/// What the ranks of process `process` do with their engines; the first of all leads by `course`.
-fn be(process: usize, meeting: &Meeting, key: RailKey, (plan, shape): (&Plan, &ModelShape), course: Course) -> Result<Option<Learned>> {
+/// What the ranks of process `process` do with their engines, by rails of `key` or over TCP; the first of all leads by `course`.
+fn be<U: UseEngine>(
+    process: usize,
+    meeting: &Meeting,
+    key: Option<RailKey>,
+    (plan, shape): (&Plan, &ModelShape),
+    course: U,
+) -> Result<Option<U::Output>> {
     let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, &StopFlag::default(), None)?;
-    let (board, _) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
+    let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
     let adversary = plan.adversary.map(|seed| seed + process as u64);
     let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
     let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
@@ -83,7 +98,7 @@ fn be(process: usize, meeting: &Meeting, key: RailKey, (plan, shape): (&Plan, &M
         0 => course.run(engine).map(Some),
         _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
     };
-    let crew = Crew { board, reaches: shares.iter().map(|_| Reach::Rail(key)).collect() };
+    let crew = Crew { board, reaches: lanes.into_iter().map(|lanes| key.map_or(Reach::Lanes(lanes), Reach::Rail)).collect() };
     let learned = ranks::run(crew, shape, &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
     links.close(&EndOfRun::default());
     learned
@@ -100,19 +115,21 @@ fn plan(settings: &Settings) -> Plan {
 
 /// What all processes of a run come to, by process.
 fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
-    by_rail(settings, steps, RailHub::open())
+    by_way(&plan(settings), &shape(settings), Course { steps }, Some(RailHub::open()))
 }
 
-/// The same where they meet in the hub of `key`.
-fn by_rail(settings: &Settings, steps: u64, key: RailKey) -> Vec<Result<Option<Learned>>> {
-    let (processes, ranks, plan, shape) = (settings.processes, settings.gpus, plan(settings), shape(settings));
+/// What becomes of `course` where they meet in the hub of `key`, or over TCP.
+fn by_way<U: UseEngine + Copy + Send>(plan: &Plan, shape: &ModelShape, course: U, key: Option<RailKey>) -> Vec<Result<Option<U::Output>>>
+where
+    U::Output: Send,
+{
+    let (processes, ranks) = (plan.processes, plan.ranks / plan.processes);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
             let token = RunToken::new("a token that nobody guesses", "here").unwrap();
             let meeting = Meeting { address: address.clone(), process, processes, ranks, token };
-            let of = (&plan, &shape);
-            scope.spawn(move || be(process, &meeting, key, of, Course { steps }))
+            scope.spawn(move || be(process, &meeting, key, (plan, shape), course))
         };
         let threads: Vec<_> = (0..processes).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -169,19 +186,80 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
     assert!(clips > 0, "nothing was clipped");
 }
 
-/// Ranks that keep what they carry: no rank has all weights, and each process has every slice of them.
+/// Ranks that keep what they carry, or have it come with each fetch: no rank has all weights, and each process has every slice of them, or only all
+/// processes have.
 #[cfg(feature = "weight-flow")]
 #[test]
-fn swaps_into_slices_that_a_process_shares_give_the_bits_of_one_rank_that_has_all() {
-    for (strategy, gradient_group, adversary) in [
-        (Strategy::Superoffload, None, None),
-        (Strategy::Superoffload, Some(2), Some(17)),
-        (Strategy::ZeroOffload, Some(2), None),
-        (Strategy::NoOffload, None, Some(18)),
+fn swaps_of_weights_that_ranks_share_give_the_bits_of_one_rank_that_has_all() {
+    use WeightsChoice::{FullySharded, Sharded};
+    for (weights, [processes, gpus], strategy, gradient_group, adversary) in [
+        (Sharded, [2, 2], Strategy::Superoffload, None, None),
+        (Sharded, [2, 2], Strategy::Superoffload, Some(2), Some(17)),
+        (Sharded, [2, 2], Strategy::ZeroOffload, Some(2), None),
+        (Sharded, [2, 2], Strategy::NoOffload, None, Some(18)),
+        (FullySharded, [2, 2], Strategy::Superoffload, None, None),
+        (FullySharded, [2, 2], Strategy::Superoffload, Some(2), Some(17)),
+        (FullySharded, [2, 1], Strategy::Superoffload, None, Some(19)),
+        (FullySharded, [3, 2], Strategy::ZeroOffload, Some(2), None),
+        (FullySharded, [2, 3], Strategy::NoOffload, None, Some(18)),
     ] {
-        let base = Settings { strategy, gradient_group, gpus: 2, weights: WeightsChoice::Replicated, ..settings(2) };
-        let sharded = Settings { weights: WeightsChoice::Sharded, adversary, ..base.clone() };
+        // Each of six ranks owns a block of every bucket.
+        let base = Settings {
+            strategy,
+            gradient_group,
+            gpus,
+            weights: WeightsChoice::Replicated,
+            bucket_mib: Some(0.0625),
+            ..settings(processes)
+        };
+        let sharded = Settings { weights, adversary, ..base.clone() };
+        assert_eq!(plan(&sharded).fully_sharded, weights == FullySharded);
         assert_eq!(as_processes(&sharded, 6).swap_remove(0).unwrap().unwrap(), as_ranks(&base, 6), "{sharded:?}");
+    }
+}
+
+/// Compares what a plan counts with what the first rank took, which has no shorter slices than the others.
+#[derive(Clone, Copy)]
+struct Compared;
+
+impl UseEngine for Compared {
+    type Output = ();
+
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<()> {
+        planned::check(&engine, DeviceKind::Cpu).unwrap_or_else(|wrong| panic!("{wrong}"));
+        engine.init_state(7, 1)
+    }
+}
+
+/// A plan of a model whose slices are equally long for all ranks.
+fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
+    let of = |vocab: usize| {
+        let config = DEMO_CONFIG.replace("\"vocab_size\": 256", &format!("\"vocab_size\": {vocab}"));
+        let shape = ModelShape::parse(&config, Path::new("config.json")).unwrap().with_layers(6);
+        (Plan::new(settings, &shape, machine, false).unwrap(), shape)
+    };
+    let is_even = |plan: &Plan| (0..plan.layout.count()).all(|bucket| (plan.layout.range(bucket).len() / BLOCK).is_multiple_of(plan.ranks));
+    (256..1024).step_by(16).map(of).find(|(plan, _)| is_even(plan)).expect("a row of the embedding is a part of a block")
+}
+
+#[test]
+fn every_class_of_a_plan_for_several_processes_is_what_each_rank_takes() {
+    let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
+    let machine = Machine { device, ..Machine::cpu(2) };
+    let all = [WeightsChoice::Replicated, WeightsChoice::Sharded, WeightsChoice::FullySharded];
+    for (weights, [processes, gpus]) in all.into_iter().flat_map(|weights| [[2, 2], [2, 1], [3, 2], [2, 4]].map(|layout| (weights, layout)))
+    {
+        let is_possible =
+            weights == WeightsChoice::Replicated || cfg!(feature = "weight-flow") && (weights, gpus) != (WeightsChoice::Sharded, 1);
+        if !is_possible {
+            continue;
+        }
+        let settings = Settings { gpus, weights, bucket_mib: Some(0.1875), ..settings(processes) };
+        let (plan, shape) = even(&settings, &machine);
+        assert_eq!(plan.weight_ring.is_some(), weights != WeightsChoice::Replicated);
+        for key in [None, Some(RailHub::open())] {
+            by_way(&plan, &shape, Compared, key).swap_remove(0).unwrap();
+        }
     }
 }
 
@@ -191,7 +269,7 @@ fn the_sum_of_a_group_leaves_its_process_once() {
     let flat = Settings { gpus: 2, ..settings(2) };
     let sent = |settings: &Settings| {
         let key = RailHub::open();
-        by_rail(settings, 1, key).swap_remove(0).unwrap();
+        by_way(&plan(settings), &shape(settings), Course { steps: 1 }, Some(key)).swap_remove(0).unwrap();
         RailHub::sent_bytes(&key)
     };
     let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));

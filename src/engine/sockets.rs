@@ -3,7 +3,8 @@
 //! which the others of their processes pull weights. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
 //!
 //! Gradients go in the order of buckets and rounds, and one that comes in another order is an error. New weights go as they become final, and
-//! are taken in any order: nobody waits for one while another holds the way. All of a version come after the verdict that every rank waited for
+//! are taken in any order: nobody waits for one while another holds the way. Those that come with each fetch go in the order of fetches, which is that of
+//! the plan. All of a version come after the verdict that every rank waited for
 //! with its last kernel, so that nobody computes with what they overwrite.
 
 use super::hall::RankMemory;
@@ -15,6 +16,7 @@ use crate::planner::plan::Plan;
 use crate::ranks::lanes::{PLACES, Parcel, ParcelLane, RankLanes};
 use crate::ranks::links::LanesByRank;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Which of the two kinds.
@@ -75,7 +77,11 @@ pub(super) struct Sockets {
     memory: Option<RankMemory>,
     /// Slices of weights that are still to come in this version: by bucket.
     missing: Vec<usize>,
+    /// The round of this version, and the last one: each version is one, and each fetch.
     version: u64,
+    round: u64,
+    /// What is fetched last: the flat places, and how many slices are still to come.
+    fetching: (Range<usize>, usize),
 }
 
 impl HostPlaces {
@@ -193,6 +199,8 @@ impl Sockets {
             host,
             memory: None,
             version: 0,
+            round: 0,
+            fetching: (0..0, 0),
         })
     }
 
@@ -214,13 +222,38 @@ impl Sockets {
     }
 
     /// This rank's weights of `bucket` are final, after `stepped`.
-    pub(super) fn send_weights(&mut self, bucket: usize, version: u64, stepped: EventId) {
+    pub(super) fn send_weights(&mut self, bucket: usize, stepped: EventId) {
         let Some(memory) = &self.memory else { return };
-        let source = memory.weights_of(&self.slices, self.slices.rank(), bucket);
+        let once = memory.shards.passed_once(&self.slices);
+        self.send_within((bucket, self.version), &once, stepped);
+    }
+
+    fn send_within(&mut self, (bucket, round): (usize, u64), flat: &Range<usize>, stepped: EventId) {
+        let Some(memory) = &self.memory else { return };
+        let source = memory.weights_within(&self.slices, self.slices.rank(), bucket, flat);
         if source.elems() > 0 {
-            let departure = Departure { parcel: (bucket as u32, version), source, after: stepped, to: namesakes(&self.lanes).collect() };
+            let departure = Departure { parcel: (bucket as u32, round), source, after: stepped, to: namesakes(&self.lanes).collect() };
             self.weights.waiting.push_back(departure);
         }
+    }
+
+    /// This rank's weights of `flat` leave, as all ranks' do, those of each bucket after `stepped`; and the namesakes' may come.
+    pub(super) fn fetch(&mut self, flat: &Range<usize>, stepped: &[EventId]) {
+        self.round += 1;
+        let buckets = self.slices.layout().overlapping(flat.clone());
+        buckets.clone().for_each(|bucket| self.send_within((bucket, self.round), flat, stepped[bucket]));
+        let coming = buckets.map(|bucket| self.coming(bucket, flat)).sum();
+        self.fetching = (flat.clone(), coming);
+    }
+
+    /// Whether these have come, as far as their copies are enqueued.
+    pub(super) fn has_fetched(&self) -> bool {
+        self.fetching.1 == 0
+    }
+
+    /// How many namesakes own something of `bucket` within `flat`.
+    fn coming(&self, bucket: usize, flat: &Range<usize>) -> usize {
+        namesakes(&self.lanes).filter(|rank| !self.slices.within(*rank, bucket, flat).is_empty()).count()
     }
 
     /// Does what can be done now for others, and takes their weights of this version.
@@ -279,13 +312,12 @@ impl Sockets {
         }
     }
 
-    /// From here on the weights of every bucket are others: those of `version`.
-    pub(super) fn next_version(&mut self, version: u64) {
-        self.version = version;
-        let namesakes: Vec<usize> = namesakes(&self.lanes).collect();
-        for (bucket, missing) in self.missing.iter_mut().enumerate() {
-            *missing = namesakes.iter().filter(|rank| !self.slices.of(**rank, bucket).is_empty()).count();
-        }
+    /// From here on the weights of every bucket are others: those of the next version.
+    pub(super) fn next_version(&mut self) {
+        self.round += 1;
+        self.version = self.round;
+        let once = self.memory.as_ref().map_or(0..0, |memory| memory.shards.passed_once(&self.slices));
+        self.missing = (0..self.missing.len()).map(|bucket| self.coming(bucket, &once)).collect();
     }
 
     /// Whether the namesakes' weights of `bucket` have come in this version, as far as their copies are enqueued.
@@ -296,20 +328,25 @@ impl Sockets {
     fn take_weights<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         self.weights_in.clear(dev)?;
         let (width, Some(memory)) = (self.bytes_of_one(), &self.memory) else { return Ok(()) };
+        let once = memory.shards.passed_once(&self.slices);
         for (rank, lanes) in self.lanes.iter_mut().enumerate() {
             let Some(lane) = lanes.as_mut().and_then(|lanes| lanes.weights.as_mut()) else { continue };
-            // What comes of a later version waits until this rank has heard the verdict, too.
+            // What comes of a later round waits until this rank has heard the verdict, or has begun the fetch, too.
             while !self.weights_in.free.is_empty()
-                && lane.first().is_some_and(|parcel| parcel.round <= self.version)
+                && lane.first().is_some_and(|parcel| parcel.round <= self.round)
                 && let Some(parcel) = lane.take()
             {
                 let bucket = parcel.bucket as usize;
-                let slice = if bucket < self.missing.len() { self.slices.of(rank, bucket) } else { 0..0 };
-                check(rank, &parcel, (parcel.bucket, self.version), slice.len() * width)?;
-                let left = self.missing[bucket].checked_sub(1).ok_or_else(|| strange(rank, &parcel))?;
-                let place = memory.weights_of(&self.slices, rank, bucket);
+                let is_known = bucket < self.missing.len();
+                let (flat, round, missing) = match self.missing.get_mut(bucket) {
+                    Some(missing) if parcel.round == self.version => (&once, self.version, missing),
+                    _ => (&self.fetching.0, self.round, &mut self.fetching.1),
+                };
+                let part = if is_known { self.slices.within(rank, bucket, flat) } else { 0..0 };
+                check(rank, &parcel, (parcel.bucket, round), part.len() * width)?;
+                *missing = missing.checked_sub(1).ok_or_else(|| strange(rank, &parcel))?;
+                let place = memory.weights_within(&self.slices, rank, bucket, flat);
                 self.weights_in.bring((dev, &mut self.host), Stream::Gather, &parcel.bytes, place)?;
-                self.missing[bucket] = left;
             }
         }
         Ok(())

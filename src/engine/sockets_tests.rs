@@ -166,7 +166,7 @@ fn gradients_of_another_order_are_an_error() {
 #[test]
 fn weights_are_taken_in_any_order_and_not_before_their_version() {
     let mut pair = Pair::new(2);
-    pair.sockets.next_version(1);
+    pair.sockets.next_version();
     for (bucket, value) in [(9, 9.5), (4, 4.5)] {
         pair.send(1, bucket, 1, value);
     }
@@ -175,14 +175,14 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
     pair.go_on();
     assert_eq!(first(&mut pair), [4.5, 9.5], "that of the next version waits");
     assert!(pair.sockets.has_weights(4) && pair.sockets.has_weights(9) && !pair.sockets.has_weights(5));
-    pair.sockets.next_version(2);
+    pair.sockets.next_version();
     assert!(!pair.sockets.has_weights(4));
     pair.go_on();
     assert_eq!(first(&mut pair), [40.5, 9.5]);
     // Its own go to the other, in the order in which they become final.
     for (bucket, value) in [(6, 6.5), (1, 1.5)] {
         pair.write(1, 0, bucket, value);
-        pair.sockets.send_weights(bucket, 2, pair.event);
+        pair.sockets.send_weights(bucket, pair.event);
         assert_eq!(pair.arrive(1, 1), [(bucket as u32, 2, value)]);
     }
     // The same bucket twice in a version.

@@ -2,7 +2,7 @@
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::{Counters, Exposed};
-use super::exchange::Order;
+use super::exchange::{Exchange, Order};
 use super::executor::{Engine, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
@@ -188,7 +188,11 @@ impl<D: Kernels> Engine<D> {
             return compute(self);
         }
         let at = self.model.table.module_index(module);
+        let next = if let Pass::Forward = pass { at.checked_sub(1) } else { Some(at + 1) };
         self.fetch_weights(at)?;
+        if let Some(next) = next.filter(|_| self.exchange.fetches_ahead()) {
+            self.fetch_weights(next)?;
+        }
         if let Some(flow) = &self.flow {
             flow.arrive(&mut self.dev, at)?;
         }
@@ -196,22 +200,34 @@ impl<D: Kernels> Engine<D> {
         if let Some(flow) = &self.flow {
             flow.leave(&mut self.dev, at)?;
         }
-        match pass {
-            Pass::Forward if at == 0 => Ok(()),
-            Pass::Forward => self.fetch_weights(at - 1),
-            Pass::Backward => self.fetch_weights(at + 1),
-        }
+        next.map_or(Ok(()), |next| self.fetch_weights(next))
     }
 
     /// Only the first forward of a step may have to wait here: the pool writes a bucket's weights after its gradient has come,
     /// which is after the last module of the step that uses them.
     fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
-        self.plan.layout.overlapping(streamed).rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
+        let buckets = self.plan.layout.overlapping(streamed.clone());
+        buckets.clone().rev().try_for_each(|bucket| self.wait_until_final(bucket))?;
+        if !self.flow.as_ref().map_or(Ok(false), |flow| flow.make_way(&mut self.dev, module))? {
+            return Ok(());
+        }
+        if self.plan.fully_sharded {
+            self.await_fetch(buckets.start, |exchange, dev| exchange.bring(dev, &streamed))?;
+            self.await_fetch(buckets.start, |exchange, dev| exchange.is_brought(dev, &streamed))?;
+        }
         if let Some(flow) = &mut self.flow {
             self.counters.h2d_bytes += flow.fetch(&mut self.dev, &mut *self.exchange, module)?;
         }
         Ok(())
+    }
+
+    /// Waits for a half of a fetch, unless it is done.
+    fn await_fetch(&mut self, bucket: usize, mut done: impl FnMut(&mut dyn Exchange<D>, &mut D) -> Result<bool>) -> Result<()> {
+        if done(&mut *self.exchange, &mut self.dev)? {
+            return Ok(());
+        }
+        self.wait_for_peers(Doing::Gather, bucket, |engine| done(&mut *engine.exchange, &mut engine.dev))
     }
 
     /// Without the feature `weight-flow` known at compile time.

@@ -116,27 +116,33 @@ impl WeightFlow {
         self.window.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
-    /// Enqueues the copy of `module`'s weights, unless they lie in the ring; returns the bytes that cross the host's link. What is in their way must have
-    /// been used, as far as it was enqueued to be.
+    /// Whether `module` has to be fetched. Then the copies of its weights wait for what is in their way, which must have been used, as far as it was
+    /// enqueued to be.
+    pub(super) fn make_way<D: Device>(&self, dev: &mut D, module: usize) -> Result<bool> {
+        if self.streamed(module).is_empty() || self.window.has(module) {
+            return Ok(false);
+        }
+        self.window.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
+        Ok(true)
+    }
+
+    fn stream(&self) -> Stream {
+        if let Source::Host(_) = self.source { Stream::H2d } else { Stream::Gather }
+    }
+
+    /// Enqueues the copy of the weights of `module`, for which there is room; returns the bytes that cross the host's link.
     pub(super) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn Exchange<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
-        if range.is_empty() || self.window.has(module) {
-            return Ok(0);
-        }
-        let stream = if let Source::Host(_) = self.source { Stream::H2d } else { Stream::Gather };
-        for other in self.window.in_the_way(module) {
-            dev.wait(stream, self.used[other])?;
-        }
         let bytes = match self.source {
             Source::Host(host) => {
                 let bytes = range.len() * self.weights.dtype().bytes();
                 let source = host.slice(range.start * self.weights.dtype().bytes(), bytes);
-                dev.copy_h2d(stream, source, self.weights.slice(range.start, range.len()))?;
+                dev.copy_h2d(Stream::H2d, source, self.weights.slice(range.start, range.len()))?;
                 bytes as u64
             }
             Source::Ranks => exchange.fetch(dev, self.weights, range).map(|()| 0)?,
         };
-        dev.record(self.fetched[module], stream)?;
+        dev.record(self.fetched[module], self.stream())?;
         self.window.put(module);
         Ok(bytes)
     }

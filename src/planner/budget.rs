@@ -94,6 +94,8 @@ pub(crate) struct Rings {
     pub grads: Option<RingShape>,
     /// The ring that weights stream through; `None`: they stay.
     pub weights: Option<RingShape>,
+    /// Each rank keeps its own slices of them alone, and what it carries for its process comes to the ring with each fetch.
+    pub(crate) fully_sharded: bool,
     /// Sums of gradients lie beside the optimizer states of their buckets, and pass through the device.
     pub(crate) sums_on_host: bool,
 }
@@ -240,8 +242,9 @@ impl Workload<'_> {
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let elems_of = |buckets: Range<usize>| of_all(&|own| own.local_buckets(&buckets).len());
-        // A process has all slices, and each of its ranks as many as there are processes.
-        let shard_elems = ranks * self.processes * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
+        // A process has all slices, and each of its ranks as many as there are processes; or each rank has its own.
+        let slices_each = if rings.fully_sharded { 1 } else { self.processes };
+        let shard_elems = ranks * slices_each * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
         let sum_bytes = 4 * kept_sums((self.shares, self.group), ranks);

@@ -75,7 +75,7 @@ pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLa
     let planner = Planner { workload, table, layout, request };
     match workload.machine.kind {
         DeviceKind::Cpu => planner.on_cpus(),
-        DeviceKind::Gpu => planner.search(&Predictor::new(workload)?),
+        DeviceKind::Gpu => planner.search(&Predictor::new(workload, table)?),
     }
 }
 
@@ -94,11 +94,22 @@ impl Scored {
     }
 }
 
+/// Where weights are to lie, where that saves memory.
+#[derive(Clone, Copy, PartialEq)]
+enum WeightPlace {
+    /// In their flat places.
+    Flat,
+    /// Where they stream from: on the host, or over the ranks of each process.
+    Streamed,
+    /// Over the ranks of all processes.
+    FullySharded,
+}
+
 /// What of the device's flat memory is to repeat or to lie elsewhere, where that saves memory.
 #[derive(Clone, Copy)]
 struct UseRings {
     grads: bool,
-    weights: bool,
+    weights: WeightPlace,
     sums_on_host: bool,
 }
 
@@ -117,8 +128,8 @@ impl Planner<'_> {
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
-        let weights = matches!(self.request.weights, WeightsChoice::Flow | WeightsChoice::Sharded);
-        let use_rings = UseRings { grads: false, weights, sums_on_host: false };
+        // The first is what is asked for, or that all stay.
+        let use_rings = UseRings { grads: false, weights: self.weight_places()[0], sums_on_host: false };
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
@@ -131,15 +142,12 @@ impl Planner<'_> {
     /// The fastest candidate that fits, with weights that stay if one fits so; or, when none does, the one that lacks least. Whatever costs
     /// time comes before a smaller tile, which changes bits.
     fn search(&self, predictor: &Predictor) -> Result<Choice> {
-        let modes: &[bool] = match self.request.weights {
-            WeightsChoice::Auto => &[false, true],
-            WeightsChoice::Replicated => &[false],
-            WeightsChoice::Flow | WeightsChoice::Sharded => &[true],
-        };
+        let weight_places = self.weight_places();
         // Sums that pass over the link with every share are the last resort.
         let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
-        let places =
-            || sums.iter().flat_map(|&sums_on_host| modes.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }));
+        let places = || {
+            sums.iter().flat_map(|&sums_on_host| weight_places.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }))
+        };
         let mut best: Option<Scored> = None;
         for (tile, place) in self.tiles().into_iter().flat_map(|tile| places().map(move |place| (tile, place))) {
             let found = self.search_with(tile, place, predictor)?;
@@ -151,6 +159,22 @@ impl Planner<'_> {
             }
         }
         Ok(best.expect("there is at least one tile").choice)
+    }
+
+    /// Where weights may lie, the cheapest in time first.
+    fn weight_places(&self) -> &'static [WeightPlace] {
+        use WeightPlace::{Flat, FullySharded, Streamed};
+        let Workload { ranks, processes, .. } = *self.workload;
+        match self.request.weights {
+            // A rank of a process of its own would keep all that it carries: everything.
+            WeightsChoice::Auto if processes > 1 && ranks == processes => &[Flat, FullySharded],
+            WeightsChoice::Auto if processes > 1 => &[Flat, Streamed, FullySharded],
+            WeightsChoice::Auto => &[Flat, Streamed],
+            WeightsChoice::Replicated => &[Flat],
+            WeightsChoice::FullySharded if processes > 1 => &[FullySharded],
+            // Ranks of one process are all there are.
+            WeightsChoice::Flow | WeightsChoice::Sharded | WeightsChoice::FullySharded => &[Streamed],
+        }
     }
 
     /// The best candidate with this tile.
@@ -187,9 +211,11 @@ impl Planner<'_> {
     }
 
     fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {
+        let weights = self.workload.weight_ring(layout, self.table).filter(|_| use_rings.weights != WeightPlace::Flat);
         Rings {
             grads: self.workload.grad_ring(layout, self.table).filter(|_| use_rings.grads),
-            weights: self.workload.weight_ring(layout, self.table).filter(|_| use_rings.weights),
+            weights,
+            fully_sharded: weights.is_some() && use_rings.weights == WeightPlace::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
         }
     }

@@ -109,6 +109,7 @@ impl Plan {
             let from = match self.processes {
                 _ if self.streams_from_host() => "host memory",
                 1 => "the slices of all GPUs",
+                _ if self.fully_sharded => "the slices of all GPUs, those of other processes over the network",
                 _ => "the slices that the GPUs of each process have",
             };
             writeln!(f, "  weights     {streamed} stream from {from} through a ring of {ring}, forward and backward")?;

@@ -142,6 +142,8 @@ pub struct Plan {
     pub grad_ring: Option<RingShape>,
     /// The ring through which weights stream; `None`: they stay on the device.
     pub weight_ring: Option<RingShape>,
+    /// Each rank of several processes keeps its own slices of these weights alone.
+    pub fully_sharded: bool,
     /// Sums of the shares' gradients lie beside the optimizer states of their buckets, and pass through the device.
     pub sums_on_host: bool,
     /// Host slots for gradients: one retained per offloaded bucket, and those that are lent.
@@ -254,6 +256,7 @@ impl Plan {
             threads: workload.workers,
             grad_ring: choice.rings.grads,
             weight_ring: choice.rings.weights,
+            fully_sharded: choice.rings.fully_sharded,
             sums_on_host: choice.rings.sums_on_host,
             grad_slots: workload.grad_slots(&choice.layout),
             param_slots: workload.param_slots(&choice.layout, choice.rings),
@@ -269,7 +272,7 @@ impl Plan {
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
             by_nccl: workload.by_nccl,
-            crossing: Crossing::of(&workload, table.flat_elems()),
+            crossing: Crossing::of(&workload, &table, choice.rings),
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
@@ -312,6 +315,8 @@ impl Plan {
             layout: other.layout,
             grad_ring: other.grad_ring,
             weight_ring: other.weight_ring,
+            fully_sharded: other.fully_sharded,
+            crossing: other.crossing,
             sums_on_host: other.sums_on_host,
             grad_slots: other.grad_slots,
             param_slots: other.param_slots,
@@ -540,32 +545,40 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
 fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
     let obstacle = match settings {
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
-        Settings { gpus: 2.., weights: WeightsChoice::Auto | WeightsChoice::Sharded, .. } => None,
-        // Streams are pulls of a process's own ranks.
-        Settings { processes: 2.., .. } => Some("needs several devices in each process"),
+        // From other ranks.
+        Settings { weights, .. } if settings.ranks() > 1 && *weights != WeightsChoice::Flow => None,
         Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
         Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
         Settings { memory: HostMemoryKind::Unified, .. } => Some("cannot be combined with --memory unified: nothing is offloaded"),
         _ => None,
     };
     match (settings.weights, obstacle) {
-        (WeightsChoice::Sharded, _) if settings.gpus == 1 => {
-            Err(Error::usage("--weights sharded needs several devices: use --weights replicated, or a larger --gpus"))
+        (WeightsChoice::Sharded, _) if settings.gpus == 1 => Err(Error::usage(
+            "--weights sharded needs several devices in each process: use --weights replicated, a larger --gpus, or with several processes \
+             --weights fully-sharded",
+        )),
+        (WeightsChoice::FullySharded, _) if settings.ranks() == 1 => {
+            Err(Error::usage("--weights fully-sharded needs several devices: use --weights replicated, or a larger --gpus"))
         }
-        (WeightsChoice::Sharded, Some(obstacle)) => Err(Error::usage(format!("--weights sharded {obstacle}"))),
-        (WeightsChoice::Flow, Some(obstacle)) => Err(Error::usage(format!("--weights flow {obstacle}"))),
         (WeightsChoice::Auto, Some(_)) => Ok(WeightsChoice::Replicated),
-        (choice, _) => Ok(choice),
+        (WeightsChoice::Auto | WeightsChoice::Replicated, _) | (_, None) => Ok(settings.weights),
+        (choice, Some(obstacle)) => Err(Error::usage(format!("--weights {} {obstacle}", name(choice)))),
     }
+}
+
+/// What people write.
+fn name(weights: WeightsChoice) -> String {
+    weights.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
 }
 
 /// Asked for, but the ring would be no shorter than the weights.
 fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
-    if settings.weights == WeightsChoice::Sharded && rings.weights.is_none() {
-        return Err(Error::usage(
-            "--weights sharded: nothing would be saved: the model has too few layers beside the two that each device holds, or they are small \
+    if matches!(settings.weights, WeightsChoice::Sharded | WeightsChoice::FullySharded) && rings.weights.is_none() {
+        return Err(Error::usage(format!(
+            "--weights {}: nothing would be saved: the model has too few layers beside the two that each device holds, or they are small \
              beside the device's pages; use --weights replicated",
-        ));
+            name(settings.weights)
+        )));
     }
     if settings.weights == WeightsChoice::Flow && rings.weights.is_none() {
         return Err(Error::usage(

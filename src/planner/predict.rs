@@ -11,6 +11,7 @@ use crate::hardware::peer_route::PeerRoute;
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::activations::ActivationPlan;
 use crate::model::policy::LayerPolicy;
+use crate::model::tensors::TensorTable;
 use std::fmt;
 
 /// How much longer than assumed the pool may take: hosts of one kind were seen between 3.1e9 and 5.2e9 parameters a second.
@@ -46,12 +47,13 @@ impl Prediction {
 /// Predicts steps that differ in the planner's choice alone.
 pub(super) struct Predictor<'a> {
     workload: &'a Workload<'a>,
+    table: &'a TensorTable,
     passes: PassTimes,
 }
 
 impl<'a> Predictor<'a> {
-    pub(super) fn new(workload: &'a Workload<'a>) -> Result<Self> {
-        Ok(Self { workload, passes: PassTimes::of(workload)? })
+    pub(super) fn new(workload: &'a Workload<'a>, table: &'a TensorTable) -> Result<Self> {
+        Ok(Self { workload, table, passes: PassTimes::of(workload)? })
     }
 
     /// Whether attention takes so long that what it made is worth its way to the host and back.
@@ -87,7 +89,7 @@ impl<'a> Predictor<'a> {
         }
         // As much returns as leaves, unless weights are streamed: in the forward and in the backward pass of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
-        let crossing = Crossing::of(self.workload, layout.flat_elems());
+        let crossing = Crossing::of(self.workload, self.table, rings);
         let (near_s, far_s) = (crossing.near_s(rates), crossing.far_s(rates));
         let (swapped_s, over_hosts_s) = if crossing.by_nccl { (far_s, 0.0) } else { (0.0, far_s) };
         let peers_s = near_s + over_hosts_s;

@@ -92,6 +92,7 @@ impl Plan {
             ("activations", with(&|s| s.activations = ActivationsChoice::RecomputeBlock)),
             ("strategy superoffload", with(&|s| s.strategy = Strategy::Superoffload)),
             ("weights sharded", with(&|s| s.weights = WeightsChoice::Sharded)),
+            ("weights fully-sharded", with(&|s| s.weights = WeightsChoice::FullySharded)),
             ("weights flow", with(&|s| s.weights = WeightsChoice::Flow)),
             ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];

@@ -200,7 +200,39 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
-    assert!(refused.contains("--weights replicated") && refused.contains("--gpus"), "{refused}");
+    assert!(["--weights replicated", "--gpus", "--weights fully-sharded"].iter().all(|remedy| refused.contains(remedy)), "{refused}");
+}
+
+/// 150B there: a quarter of the weights is too much, and a sixteenth is not. And 50B on four machines of a GPU each, of which one has no ranks
+/// to share with.
+#[test]
+fn gpus_of_all_processes_share_weights_of_which_a_part_of_a_process_is_too_much() {
+    use WeightsChoice::{Auto, Replicated, Sharded};
+    let profile = Profile::load("gh200-x4").unwrap();
+    let plan = |model: &str, gpus: usize, weights| {
+        let file = format!("{}/paper-figures/table-4_models/{model}.json", env!("CARGO_MANIFEST_DIR"));
+        let shape = presets::shape("model", Path::new(&file)).unwrap();
+        let host_limit = Some(Bytes(235_000_000_000 * gpus as u64));
+        let settings = Settings { gpus, processes: 4, gradient_group: Some(4), host_limit, weights, ..Settings::default() };
+        let settings = Settings { per_device_train_batch_size: 4, seq_length: 1024, ..settings };
+        let plan = Plan::new(&settings, &shape, &Machine::of_run(&profile, &settings).unwrap(), false).unwrap();
+        let fits = plan.check_fits(&settings, &shape).map_err(|refusal| refusal.to_string());
+        (plan, fits)
+    };
+    for (model, gpus, too_much) in [("150B", 4, &[Replicated, Sharded][..]), ("50B", 1, &[Replicated])] {
+        for weights in too_much.iter().filter(|weights| FLOW || **weights == Replicated) {
+            let refusal = plan(model, gpus, *weights).1.unwrap_err();
+            assert_eq!(refusal.contains("--weights fully-sharded would fit"), FLOW, "{model} {weights:?}: {refusal}");
+        }
+        let (auto, fits) = plan(model, gpus, Auto);
+        assert_eq!([auto.fully_sharded, fits.is_ok()], [FLOW; 2], "{auto}");
+        if FLOW {
+            let class = |name| auto.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes / auto.ranks);
+            let (part, slices) = (2 * auto.weight_ring.unwrap().ringed_elems / auto.ranks, class("weight slices"));
+            assert!((part..part + (64 << 20)).contains(&slices), "{slices} of {part}: {auto}");
+            assert!(auto.to_string().contains("the slices of all GPUs, those of other processes over the network"), "{auto}");
+        }
+    }
 }
 
 fn settings() -> Settings {

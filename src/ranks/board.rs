@@ -42,6 +42,9 @@ struct Entry {
     pulled: AtomicU64,
     /// The slices of so many buckets of weights have come to it from its namesakes, in all versions, and each one's event is recorded.
     carried: AtomicU64,
+    /// Twice for each module that it fetched: what it carries of the weights has come, and it has pulled what the others of its process have; each
+    /// time's event is recorded.
+    fetched: AtomicU64,
     /// For each bucket: its weights are final in so many versions, and the event of what writes them is recorded.
     settled: Box<[AtomicU64]>,
     /// So many of its partial sums are on the board.
@@ -166,6 +169,7 @@ impl Board {
             handed: AtomicU64::new(0),
             pulled: AtomicU64::new(0),
             carried: AtomicU64::new(0),
+            fetched: AtomicU64::new(0),
             settled: zeros(sizes.buckets),
             partials: AtomicU64::new(0),
             reported: AtomicU64::new(0),
@@ -324,6 +328,22 @@ impl Board {
     /// Of how many buckets the weights have come to every rank of this process from its namesakes, in all versions.
     pub(crate) fn carried_by_all(&self) -> u64 {
         self.mates().map(|rank| self.entry(rank).carried.load(Ordering::Acquire)).min().unwrap_or(0)
+    }
+
+    /// `rank` has come half of a fetch further; the event is recorded.
+    pub(crate) fn publish_fetched(&self, rank: usize) {
+        self.entry(rank).fetched.fetch_add(1, Ordering::Release);
+        self.ring_others(rank);
+    }
+
+    /// How many halves of fetches `rank` has behind it.
+    pub(crate) fn fetched(&self, rank: usize) -> u64 {
+        self.entry(rank).fetched.load(Ordering::Acquire)
+    }
+
+    /// Whether every rank of this process has at least `count`.
+    pub(crate) fn all_fetched(&self, count: u64) -> bool {
+        self.mates().all(|rank| self.fetched(rank) >= count)
     }
 
     /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.

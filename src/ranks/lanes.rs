@@ -26,7 +26,7 @@ const HEAD_BYTES: usize = 16;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Parcel {
     pub(crate) bucket: u32,
-    /// Of gradients the round, counted from the first step; of weights the version.
+    /// Of gradients the round, counted from the first step; of weights the version or the fetch, in one count.
     pub(crate) round: u64,
     pub(crate) bytes: Arc<Vec<u8>>,
 }

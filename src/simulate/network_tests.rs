@@ -89,6 +89,26 @@ fn nothing_crosses_between_processes_for_weights_that_each_shares() {
     assert!(sharded[0] > replicated[0], "pulls take no time: {} s", sharded[0]);
 }
 
+/// Weights that each GPU has a part of alone cross in every pass. A bucket of two modules crosses in two parts, of which ranks have
+/// unequally much: the simulated rank, the first, sends more than its mean there.
+#[cfg(feature = "weight-flow")]
+#[test]
+fn weights_that_all_share_cross_between_processes_with_every_fetch() {
+    let of = |weights, transport, rate| on_four_nodes_with(weights, (transport, Some(2)), rate);
+    let [(fast, bytes), (slow, same)] = [25e9, 5e9].map(|rate| of(WeightsChoice::FullySharded, Transport::Nccl, rate));
+    let (_, once) = of(WeightsChoice::Sharded, Transport::Nccl, 25e9);
+    assert!(bytes == same && bytes > 1.3 * once, "{bytes} bytes, {once} where they cross once");
+    let longer_s = bytes / 5e9 - bytes / 25e9;
+    for (how, fast, slow, unequal) in [("simulated", fast[0], slow[0], 0.08), ("predicted", fast[1], slow[1], 0.02)] {
+        let is_near = (-0.02..unequal).contains(&((slow - fast) / longer_s - 1.0));
+        assert!(is_near, "{how}: {fast} s, {slow} s, {longer_s} s more of exchange");
+    }
+    let [(nccl, _), (tcp, _), (slow, _)] = [(Transport::Nccl, 25e9), (Transport::Tcp, 25e9), (Transport::Tcp, 2e9)]
+        .map(|(transport, rate)| of(WeightsChoice::FullySharded, transport, rate));
+    let is_between = slow[0] > bytes / 2e9 && slow[0] < 1.3 * bytes / 2e9;
+    assert!(tcp[0] < nccl[0] && is_between, "by NCCL {} s, over TCP {} s and {} s of {bytes} bytes", nccl[0], tcp[0], slow[0]);
+}
+
 /// Llama-8B, 4 x 4096 tokens a GPU, on one machine with two H200: `paper-figures/results/h200-x2-processes.jsonl`.
 #[test]
 fn two_processes_take_as_long_as_measured() {

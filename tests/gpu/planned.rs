@@ -50,8 +50,17 @@ const ON_HOST: [(&str, &str); 16] = [
 ];
 
 /// Classes of what the engine does not allocate: pages that move, and what others take.
-const NOT_TAKEN: [&str; 7] =
-    ["paged states here", "exchange", "timeline", "data", "lists of pinned pages", "context, libraries", "process, driver"];
+const NOT_TAKEN: [&str; 9] = [
+    "paged states here",
+    "exchange",
+    "slices under way",
+    "NCCL's buffers",
+    "timeline",
+    "data",
+    "lists of pinned pages",
+    "context, libraries",
+    "process, driver",
+];
 
 /// Compares every class of the engine's plan with what it took on a device of kind `on`. A plan for a GPU may be tried on the CPU device,
 /// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk. Of several ranks with slices of equal length

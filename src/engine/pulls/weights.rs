@@ -51,14 +51,70 @@ impl<C> Pulls<C> {
             && self.settled[bucket] >= self.version
         {
             dev.wait(Stream::Gather, self.peers[own].stepped[bucket])?;
-            for owner in self.others().filter(|owner| self.carrier(*owner) == own) {
-                let [source, place] = [owner, own].map(|rank| self.peers[rank].memory.weights_of(&self.slices, owner, bucket));
-                dev.pull(Stream::Gather, owner, source, place)?;
-            }
+            self.copy_images(dev, bucket, &self.own.shards.passed_once(&self.slices))?;
             dev.record(self.carried[bucket], Stream::Gather)?;
             self.carry(bucket);
         }
         Ok(())
+    }
+
+    fn copy_images<D: Peers<Card = C>>(&self, dev: &mut D, bucket: usize, flat: &Range<usize>) -> Result<()> {
+        let own = self.seat.rank;
+        for owner in self.others().filter(|owner| self.carrier(*owner) == own) {
+            let [source, place] = [owner, own].map(|rank| self.peers[rank].memory.weights_within(&self.slices, owner, bucket, flat));
+            if place.elems() > 0 {
+                dev.pull(Stream::Gather, owner, source, place)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues, on rails, the exchange of the weights of `bucket` within `flat`, in a version or with a fetch.
+    pub(super) fn swap_within<D: Peers<Card = C>>(&mut self, dev: &mut D, (bucket, nth): (usize, u64), flat: &Range<usize>) -> Result<()> {
+        let events = [self.peers[self.seat.rank].stepped[bucket], self.carried[bucket]];
+        if let Some(Far::Rails(rails)) = &mut self.far { rails.swap_weights(dev, (bucket, nth), flat, events) } else { Ok(()) }
+    }
+
+    /// Has the namesakes' weights of `flat` come to their flat places here, as soon as all ranks of this process have pulled what they fetched
+    /// before; whether that is so.
+    pub(super) fn bring_weights<D: Peers<Card = C>>(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
+        if !self.seat.board.all_fetched(2 * self.fetches) {
+            return Ok(false);
+        }
+        let (own, is_swapped) = (self.seat.rank, matches!(self.far, Some(Far::Rails(_))));
+        let stream = if is_swapped { Stream::Compute } else { Stream::Gather };
+        // Its own, too: whoever waits in a swap has done what others wait for.
+        dev.wait(stream, self.fetched)?;
+        for mate in self.seat.board.mates().filter(|mate| *mate != own && self.fetches > 0) {
+            dev.wait_for(stream, mate, self.peers[mate].fetched)?;
+        }
+        (self.fetches, self.is_bringing) = (self.fetches + 1, true);
+        for bucket in self.slices.layout().overlapping(flat.clone()).rev() {
+            self.swap_within(dev, (bucket, self.fetches), flat)?;
+            if let Some(Far::Images) = &self.far {
+                dev.wait(Stream::Gather, self.peers[own].stepped[bucket])?;
+                self.copy_images(dev, bucket, flat)?;
+            }
+        }
+        let stepped = &self.peers[own].stepped;
+        if let Some(Far::Sockets(far)) = &mut self.far {
+            far.fetch(flat, stepped);
+        }
+        Ok(true)
+    }
+
+    /// Publishes what has come of that; whether all ranks of this process have what they carry.
+    pub(super) fn take_brought<D: Device>(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
+        let has_come = self.sockets().is_none_or(|far| far.has_fetched());
+        if self.is_bringing && has_come {
+            if !matches!(self.far, Some(Far::Rails(_))) {
+                let mut buckets = self.slices.layout().overlapping(flat.clone());
+                buckets.try_for_each(|bucket| dev.record(self.carried[bucket], Stream::Gather))?;
+            }
+            self.is_bringing = false;
+            self.seat.board.publish_fetched(self.seat.rank);
+        }
+        Ok(self.seat.board.all_fetched(2 * self.fetches - 1))
     }
 
     /// Enqueues copies of the part of `bucket` within `flat` from whoever of this process has each slice: from itself, too, where nobody has it in
@@ -70,15 +126,14 @@ impl<C> Pulls<C> {
         bucket: usize,
         flat: Range<usize>,
     ) -> Result<()> {
-        let (is_sharded, own) = (self.own.shards.has(bucket), self.seat.rank);
+        let own = self.seat.rank;
         for (owner, carrier) in (0..self.peers.len()).map(|owner| (owner, self.carrier(owner))) {
-            let slice = self.slices.of(owner, bucket);
-            let part = slice.start.max(flat.start)..slice.end.min(flat.end);
-            if part.is_empty() || carrier == own && !is_sharded {
+            let part = self.slices.within(owner, bucket, &flat);
+            if part.is_empty() || carrier == own && !self.own.shards.has(owner, bucket) {
                 continue;
             }
             let there = &self.peers[carrier];
-            let source = there.memory.weights_of(&self.slices, owner, bucket).slice(part.start - slice.start, part.len());
+            let source = there.memory.weights_within(&self.slices, owner, bucket, &flat);
             let ready = if carrier == owner { there.stepped[bucket] } else { there.carried[bucket] };
             if carrier == own {
                 dev.wait(Stream::Gather, ready)?
