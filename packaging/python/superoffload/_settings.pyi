@@ -140,7 +140,7 @@ class Settings(TypedDict, total=False):
     """Tail buckets whose optimizer stays on the device [default: auto]."""
     activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"]
     """What layers keep for their backward pass [default: auto]."""
-    weights: Literal["auto", "replicated", "sharded", "flow"]
+    weights: Literal["auto", "replicated", "sharded", "fully-sharded", "flow"]
     """Where layers' weights lie: on the device, or streamed from host memory [default: auto]."""
     replan: Literal["auto", "off", "random"]
     """Whether a run plans again where its steps leave what the plan assumed [default: auto]."""
