@@ -4,7 +4,7 @@
 #   [EACH=N] tests/gpu/processes.sh DIR [TRANSPORT...]
 #
 # DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). EACH: GPUs of each process (1); from
-# 2 on also with groups of so many gradient shares. Prints a line for each run; exits 1 if one had another digest or failed.
+# 2 on also with groups of so many gradient shares, and weights shared by each process's GPUs. Prints a line for each run; exits 1 if one had another digest or failed.
 set -euo pipefail
 
 program=$(cd "${1:?usage: tests/gpu/processes.sh DIR [TRANSPORT...]}" && pwd)/superoffload
@@ -24,15 +24,17 @@ train() {
 }
 digest() { sed -n 's/^digest: //p' "$1"; }
 
-for kind in superoffload:1 zero-offload:1 no-offload:1 superoffload:2 zero-offload:2 no-offload:2; do
-  strategy=${kind%:*} group=1
-  [ "${kind#*:}" = 1 ] || group=$each
-  [ "$kind" = "$strategy:1" ] || [ "$each" -gt 1 ] || continue
+# Strategy, gradients (each by itself, or in groups) and where weights lie.
+for kind in {superoffload,zero-offload,no-offload}:{each,group}:replicated superoffload:group:sharded {superoffload,no-offload}:each:fully-sharded; do
+  IFS=: read -r strategy sums weights <<<"$kind"
+  case $each:$sums:$weights in 1:group:* | 1:*:sharded) continue ;; esac
+  [ $sums = group ] && group=$each || group=1
   flags=(--strategy "$strategy" --gradient-accumulation-steps 1 --gradient-group "$group")
   train "one-$strategy-$group" "$work/one.log" --gpus $all "${flags[@]}" || { tail -n 5 "$work/one.log"; exit 1; }
   want=$(digest "$work/one.log")
+  flags+=(--weights "$weights")
   for transport in "${transports[@]}"; do
-    name=$strategy-$group-$transport port=$((port + 1)) began=$SECONDS
+    name=$strategy-$group-$weights-$transport port=$((port + 1)) began=$SECONDS
     pids=()
     for process in 0 1; do
       train "$name" "$work/$process.log" --processes 2 --process $process --gpus "$each" --rendezvous "127.0.0.1:$port" --transport "$transport" "${flags[@]}" &
