@@ -275,8 +275,8 @@ impl World {
     fn speeds(&self) -> [f64; LANES] {
         let running = |kind| self.lanes.iter().filter(|lane| lane.running.is_some_and(|running| running.work.kind == kind)).count();
         let active = |kind| running(kind) > 0;
-        // Gradients and weights that cross a network at once have a part of it each.
-        let parts = |kind| if kind == OpKind::OverHosts { running(kind) as f64 } else { 1.0 };
+        // Gradients and weights that come over the same way at once have a part of it each.
+        let parts = |kind| if matches!(kind, OpKind::FromPeer | OpKind::OverHosts) { running(kind) as f64 } else { 1.0 };
         let speed = |kind| self.contention.speed(kind, active) / parts(kind);
         array::from_fn(|lane| self.lanes[lane].running.map_or(0.0, |running| speed(running.work.kind)))
     }
@@ -417,6 +417,8 @@ mod tests {
         };
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, ToHost)), [100, 250, 250]);
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, Adam)), [100, 100, 200]);
+        // Two pulls at once.
+        assert_eq!(ends(PeerRoute::Own, FromPeer), 200);
     }
 
     #[test]
