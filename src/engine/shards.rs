@@ -51,7 +51,7 @@ impl Shards {
         self.fetched_elems..slices.layout().flat_elems()
     }
 
-    /// Where it lies, if it is.
+    /// Where that slice lies, if it is kept here.
     pub(super) fn of(&self, slices: &Slices, owner: usize, bucket: usize) -> Option<DeviceSlice> {
         let local = slices.local_of(owner, bucket);
         self.has(owner, bucket).then(|| self.of_owner(slices, owner).slice(local.start, local.len()))
