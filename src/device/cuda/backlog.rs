@@ -1,7 +1,7 @@
 //! How far a rank runs ahead of its GPU.
 //!
-//! The driver's queue of a stream takes about a thousand operations. Who finds it full waits within the driver and keeps the locks of its context,
-//! without which no other thread can enqueue a copy from this GPU's memory, or a wait for its events. So a rank waits before that, outside of it.
+//! The driver's queue of a stream takes about a thousand operations. Who finds it full waits within the driver, perhaps with locks of its context,
+//! without which no other thread enqueues a copy from this GPU's memory, or a wait for its events. So a rank waits before that, outside of it.
 
 use crate::error::Result;
 use std::time::Duration;
