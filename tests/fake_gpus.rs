@@ -3,6 +3,7 @@
 
 use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use crate::support::emulator;
+use serde_json::Value;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -121,6 +122,26 @@ fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     for more in [vec![], vec![spans.as_str()]] {
         let ahead = ahead(&more);
         assert!((100..=1000).contains(&ahead), "{more:?}: {ahead}");
+    }
+}
+
+/// Who waits for a driver, or for what is enqueued late, finds that in the timeline.
+#[test]
+fn calls_in_which_the_host_stays_long_have_a_track() {
+    if is_emulated() {
+        return;
+    }
+    let workspace = Workspace::new();
+    let trace = workspace.path("trace.json");
+    let flags = ["--gpus=2", "--gradient-shares=2", &format!("--trace={}", trace.display())];
+    assert_eq!(train_in(&workspace, &[("FAKE_GPUS", "2"), ("FAKE_SLOW", "")], &flags).code, 0);
+    let trace: Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for rank in 0..2 {
+        let track =
+            events.iter().find(|event| event["args"]["name"] == format!("rank {rank} calls")).unwrap_or_else(|| panic!("rank {rank}"));
+        let is_slow = |event: &&Value| event["tid"] == track["tid"] && event["name"] == "pull" && event["dur"].as_f64().unwrap() >= 1000.0;
+        assert!(events.iter().filter(is_slow).count() > 10, "rank {rank}");
     }
 }
 

@@ -6,7 +6,7 @@
 // FAKE_GPUS: how many (2). FAKE_MODELS: each is a model of its own. FAKE_NO_LINK: none reaches another. FAKE_ALGORITHMS: cuBLASLt chooses
 // otherwise on each. FAKE_FAULT: GPU 1 is lost after so many pulls. FAKE_NO_MEMORY and FAKE_NO_PINS: the n-th allocation of a GPU's memory,
 // or the n-th host memory that is to be page-locked, cannot be had; with a + behind the number none from there on. FAKE_FAIL=CALL,CODE: that
-// call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost. FAKE_CUBLASLT:
+// call of the driver, counted from 0, answers with CODE, and so does every later one, as a driver does whose context is lost. FAKE_SLOW: a pull takes the host a millisecond. FAKE_CUBLASLT:
 // its version. FAKE_PORTABLE: refuses kernels that Hopper alone takes. FAKE_CUDA: the newest release of CUDA that the driver serves (13000). FAKE_CUDNN: the one that a cuDNN is built for, of which
 // nothing else is here.
 #define _GNU_SOURCE
@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #define GPUS_MAX 8
 typedef uint64_t u64;
@@ -230,6 +231,7 @@ int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) { FALLI
   Context *theirs = memory_of(from, bytes)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
   direct += theirs != stream->context;
+  if (getenv("FAKE_SLOW") && theirs != stream->context) usleep(1000);
   if (getenv("FAKE_FAULT") && stream->context->gpu == 1 && direct > atoi(getenv("FAKE_FAULT"))) return ILLEGAL_ADDRESS;
   memmove((void *)to, (void *)from, bytes);
   return 0;

@@ -33,7 +33,7 @@ use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace, RingShape};
-use crate::trace::Recorder;
+use crate::trace::{Recorder, now_ns};
 use crate::units::Bytes;
 use backlog::LOOK_AGAIN;
 use cust::CudaApiVersion;
@@ -269,7 +269,9 @@ impl CudaDevice {
         self.make_room(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin(raw, stream, name)?;
+        let start_ns = now_ns();
         enqueue(raw)?;
+        self.timeline.called(name, start_ns);
         self.timeline.end(raw, span)
     }
 
@@ -280,11 +282,13 @@ impl CudaDevice {
     fn make_room(&mut self, stream: Stream) -> Result<()> {
         let Some(peering) = &mut self.peering else { return Ok(()) };
         let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
+        let start_ns = now_ns();
         while !mark.is_done()? {
             peering.seat.check()?;
             self.rail.as_ref().map_or(Ok(()), Rail::check)?;
             thread::sleep(LOOK_AGAIN);
         }
+        self.timeline.called("wait for room", start_ns);
         mark.record(&self.streams[stream as usize])
     }
 }

@@ -3,6 +3,8 @@
 //! Pairs of timed events lie around operations. A pair is read when both have passed, and turned into a span by the
 //! distance to a base event whose host time is known. Pairs come from a fixed ring: when the ring is full, an operation
 //! goes without a span, and is counted.
+//!
+//! A track of its own has the calls in which the host stayed long: whoever enqueues late has streams wait that nothing else keeps.
 
 use super::driver::{RawEvent, RawStream};
 use crate::device::Stream;
@@ -16,6 +18,10 @@ const PAIRS: usize = 4096;
 const WAIT_PAIRS: usize = 256;
 /// Event times are floats of milliseconds: the base moves on before their steps reach a microsecond.
 const REBASE_NS: u64 = 4_000_000_000;
+
+/// Calls that get a span take at least so long, many times what enqueuing takes; and of how many.
+const LONG_CALL_NS: u64 = 100_000;
+const LONG_CALLS: usize = 1 << 13;
 
 /// A span that has begun.
 #[derive(Clone, Copy)]
@@ -47,6 +53,8 @@ pub(super) struct Timeline {
     under_way: VecDeque<Open>,
     /// By stream.
     recorders: Vec<Recorder>,
+    /// Long calls of the driver.
+    calls: Recorder,
     trace_spans: usize,
     compute_waited_ns: u64,
     compute_waited_for_peers_ns: u64,
@@ -65,6 +73,7 @@ impl Timeline {
             pairs,
             under_way: VecDeque::with_capacity(count),
             recorders: Stream::recorders(trace_spans).into(),
+            calls: Recorder::new("calls", if trace_spans > 0 { LONG_CALLS } else { 0 }),
             trace_spans,
             compute_waited_ns: 0,
             compute_waited_for_peers_ns: 0,
@@ -82,6 +91,13 @@ impl Timeline {
 
     pub(super) fn begin(&mut self, raw: &RawStream, stream: Stream, name: &'static str) -> Result<Begun> {
         if self.records_all() { self.open(raw, stream, name, None) } else { Ok(Begun(None)) }
+    }
+
+    /// The host is back from enqueuing what it began at `start_ns`.
+    pub(super) fn called(&mut self, name: &'static str, start_ns: u64) {
+        if self.records_all() && now_ns() - start_ns >= LONG_CALL_NS {
+            self.calls.span(name, u32::MAX, start_ns);
+        }
     }
 
     /// Waits are always timed: the summary of a step names them.
@@ -161,7 +177,10 @@ impl Timeline {
         let _ = self.rebase(streams);
         // What is still under way has no track any more.
         self.under_way.clear();
-        std::mem::take(&mut self.recorders)
+        let calls = std::mem::take(&mut self.calls);
+        let mut tracks = std::mem::take(&mut self.recorders);
+        tracks.extend((!calls.spans().is_empty()).then_some(calls));
+        tracks
     }
 }
 
