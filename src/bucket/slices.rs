@@ -171,6 +171,9 @@ mod tests {
                 prop_assert_eq!(slices.pieces(0..slices.elems()).map(|(part, _)| part.len()).sum::<usize>(), slices.elems());
             }
             prop_assert_eq!(covered, flat.len());
+            let (ranks, buckets) = (0..ranks, 0..layout.count());
+            let within = ranks.flat_map(|rank| buckets.clone().map(move |b| (rank, b))).map(|(rank, b)| all[0].within(rank, b, &flat).len());
+            prop_assert_eq!(within.sum::<usize>(), flat.len());
         }
     }
 }

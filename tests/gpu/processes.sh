@@ -4,7 +4,8 @@
 #   [EACH=N] tests/gpu/processes.sh DIR [TRANSPORT...]
 #
 # DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). EACH: GPUs of each process (1); from
-# 2 on also with groups of so many gradient shares, and weights shared by each process's GPUs. Prints a line for each run; exits 1 if one had another digest or failed.
+# 2 on also with groups of so many gradient shares, and weights shared by each process's GPUs. Weights shared by all GPUs are tried, too. Prints a line
+# for each run; exits 1 if one had another digest or failed.
 set -euo pipefail
 
 program=$(cd "${1:?usage: tests/gpu/processes.sh DIR [TRANSPORT...]}" && pwd)/superoffload

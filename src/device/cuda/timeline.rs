@@ -53,7 +53,7 @@ pub(super) struct Timeline {
     under_way: VecDeque<Open>,
     /// By stream.
     recorders: Vec<Recorder>,
-    /// Long calls of the driver.
+    /// Long calls of the driver, and waits for room in its queues.
     calls: Recorder,
     trace_spans: usize,
     compute_waited_ns: u64,
