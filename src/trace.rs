@@ -1,14 +1,16 @@
 //! Spans of time, one recorder per thread or stream, written at the end as a Chrome/Perfetto trace.
 //!
-//! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory.
+//! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory. What is recorded last stays,
+//! so that a timeline shows steps, however much ran before the first one.
 
 pub(crate) mod file;
 
+use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Spans kept in all, and on one track; later ones are counted, not kept.
+/// Spans kept in all, and on one track.
 const SPANS_ALL: usize = 1 << 20;
 const SPANS_MAX: usize = 1 << 16;
 
@@ -41,16 +43,17 @@ pub struct Span {
 pub struct Recorder {
     /// Name shown beside the track: `compute`, `adam-03`.
     pub track: String,
-    spans: Vec<Span>,
+    room: usize,
+    spans: VecDeque<Span>,
     dropped: u64,
 }
 
 impl Recorder {
     /// A recorder with room for `room` spans. The memory is touched now, so that a run does not grow while it records.
     pub fn new(track: impl Into<String>, room: usize) -> Self {
-        let mut spans = vec![Span::default(); room];
+        let mut spans = VecDeque::from(vec![Span::default(); room]);
         spans.clear();
-        Self { track: track.into(), spans, dropped: 0 }
+        Self { track: track.into(), room, spans, dropped: 0 }
     }
 
     /// Records what ran from `start_ns` until now.
@@ -60,11 +63,14 @@ impl Recorder {
 
     /// Records what ran on another clock, brought to this one.
     pub(crate) fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
-        if self.spans.len() == self.spans.capacity() {
+        if self.spans.len() == self.room {
             self.dropped += 1;
-            return;
+            // Without any room there is none to make.
+            if self.spans.pop_front().is_none() {
+                return;
+            }
         }
-        self.spans.push(Span { name, index, start_ns, duration_ns });
+        self.spans.push_back(Span { name, index, start_ns, duration_ns });
     }
 
     /// Counts a span that could not be measured.
@@ -78,8 +84,8 @@ impl Recorder {
         self.dropped
     }
 
-    /// What was recorded, in order.
-    pub fn spans(&self) -> &[Span] {
+    /// What was recorded last, in order.
+    pub fn spans(&self) -> &VecDeque<Span> {
         &self.spans
     }
 }
@@ -132,11 +138,14 @@ mod tests {
     }
 
     #[test]
-    fn a_full_recorder_counts_instead_of_growing() {
+    fn a_full_recorder_keeps_the_last_spans_and_counts_the_others() {
         let mut r = Recorder::new("x", 3);
-        for _ in 0..3 + 5 {
-            r.span("s", 0, 0);
-        }
-        assert_eq!((r.spans().len(), r.dropped()), (3, 5));
+        let place = r.spans.as_slices().0.as_ptr();
+        (0..3 + 5).for_each(|index| r.span("s", index, 0));
+        assert_eq!((r.spans().iter().map(|span| span.index).collect::<Vec<_>>(), r.dropped()), (vec![5, 6, 7], 5));
+        assert_eq!(r.spans.as_slices().0.as_ptr_range().start.wrapping_sub(2), place, "it did not grow");
+        let mut none = Recorder::new("x", 0);
+        none.span("s", 0, 0);
+        assert_eq!((none.spans().len(), none.dropped()), (0, 1));
     }
 }

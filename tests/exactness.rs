@@ -349,7 +349,7 @@ fn rows_that_leave_early_change_no_bit() {
             let mut batches = Rows(Noise::new(seed, VOCAB), VOCAB);
             let norms: Vec<_> = (0..8).map(|_| engine.step(1e-2, &mut batches).unwrap().grad_norm.0.to_bits()).collect();
             let digest = digest(&mut engine);
-            let spans: Vec<_> = engine.finish().unwrap().iter().flat_map(|track| track.spans().to_vec()).collect();
+            let spans: Vec<_> = engine.finish().unwrap().iter().flat_map(|track| track.spans().clone()).collect();
             (digest, norms, spans.iter().filter(|span| span.name == "speculate_rows").count())
         };
         let (early, late) = (run("on"), run("off"));

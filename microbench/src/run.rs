@@ -117,7 +117,7 @@ pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Res
 }
 
 fn busy_s(workers: &[Recorder], jobs: usize) -> f64 {
-    let spans = workers.iter().flat_map(|worker| &worker.spans()[WARM_UP..WARM_UP + jobs]);
+    let spans = workers.iter().flat_map(|worker| worker.spans().range(WARM_UP..WARM_UP + jobs));
     spans.map(|span| seconds(span.duration_ns)).sum::<f64>() / workers.len() as f64
 }
 

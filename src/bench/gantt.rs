@@ -23,7 +23,7 @@ impl Gantt {
     pub(crate) fn new(tracks: &[Recorder], window_ns: Range<u64>) -> Self {
         let shown = tracks.iter().filter(|track| track.track != "driver");
         let rows = shown.map(|track| {
-            let busy = busy_ns(track.spans(), &window_ns);
+            let busy = busy_ns(track.spans().iter(), &window_ns);
             let row = busy.iter().map(|share| shade(*share)).collect();
             let column_ns = (window_ns.end - window_ns.start) as f64 / COLUMNS as f64;
             (track.track.clone(), row, (busy.iter().sum::<f64>() * column_ns) as u64)
@@ -33,10 +33,10 @@ impl Gantt {
 }
 
 /// The share of each column in which a span was under way.
-fn busy_ns(spans: &[Span], window_ns: &Range<u64>) -> [f64; COLUMNS] {
+fn busy_ns<'a>(spans: impl Iterator<Item = &'a Span>, window_ns: &Range<u64>) -> [f64; COLUMNS] {
     let column_ns = ((window_ns.end - window_ns.start) as f64 / COLUMNS as f64).max(1.0);
     let mut busy = [0.0; COLUMNS];
-    for span in spans.iter().filter(|span| !WAITS.contains(&span.name)) {
+    for span in spans.filter(|span| !WAITS.contains(&span.name)) {
         let (start, end) = (span.start_ns.max(window_ns.start), (span.start_ns + span.duration_ns).min(window_ns.end));
         if start >= end {
             continue;

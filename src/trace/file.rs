@@ -43,7 +43,7 @@ impl TraceFile {
         self.0.is_in(dir, is_name)
     }
 
-    /// Writes the tracks. Returns the spans that no longer fitted their recorders.
+    /// Writes the tracks. Returns how many spans made room for later ones.
     ///
     /// # Errors
     /// As [`TraceFile::open`], for what has taken the place since.
@@ -75,7 +75,7 @@ mod tests {
         for _ in 0..2 {
             let trace = TraceFile::open(&path).unwrap();
             assert_eq!(trace.write(&tracks()).unwrap(), 1);
-            assert!(fs::read_to_string(&path).unwrap().contains("matmul") && trace.exists().unwrap());
+            assert!(fs::read_to_string(&path).unwrap().contains("late") && trace.exists().unwrap());
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         }
     }

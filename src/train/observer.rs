@@ -98,7 +98,7 @@ pub struct Summary {
     pub metrics: Option<PathBuf>,
     /// Chrome/Perfetto timeline, if there is one.
     pub trace: Option<PathBuf>,
-    /// Spans that no longer fitted.
+    /// Spans that made room in it for later ones.
     pub trace_dropped: u64,
     /// What was counted of the optimizer's threads, if it was asked for.
     pub perf: Option<WorkerCounts>,
@@ -169,7 +169,7 @@ impl fmt::Display for Summary {
         }
         self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
         let Some(trace) = &self.trace else { return Ok(()) };
-        let dropped = if self.trace_dropped > 0 { format!(" (full: {} later spans left out)", self.trace_dropped) } else { String::new() };
+        let dropped = if self.trace_dropped > 0 { format!(" (full: {} earlier spans left out)", self.trace_dropped) } else { String::new() };
         write!(f, "\n  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display())
     }
 }

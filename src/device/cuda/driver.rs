@@ -77,12 +77,12 @@ impl RawEvent {
         check(unsafe { sys::cuEventSynchronize(self.0) }, || "run the enqueued kernels and copies".into())
     }
 
-    /// Nanoseconds from `start` to this event; both were recorded, with times, and are done.
-    pub(super) fn ns_since(&self, start: &RawEvent) -> Result<u64> {
+    /// Nanoseconds from `start` to this event, less than none if that passed later; both were recorded, with times, and are done.
+    pub(super) fn ns_since(&self, start: &RawEvent) -> Result<i64> {
         let mut ms = 0f32;
         // SAFETY: both are live; writes one float.
         check(unsafe { sys::cuEventElapsedTime(&mut ms, start.0, self.0) }, || "read the time of a CUDA event".into())?;
-        Ok((f64::from(ms) * 1e6) as u64)
+        Ok((f64::from(ms) * 1e6) as i64)
     }
 }
 

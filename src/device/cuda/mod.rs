@@ -495,6 +495,6 @@ impl Device for CudaDevice {
     }
 
     fn finish(&mut self) -> Vec<Recorder> {
-        self.timeline.finish(&self.streams)
+        self.timeline.finish()
     }
 }

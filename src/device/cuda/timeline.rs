@@ -11,12 +11,13 @@ use crate::device::Stream;
 use crate::error::Result;
 use crate::trace::{Recorder, now_ns};
 use std::collections::VecDeque;
+use std::mem;
 
 /// Pairs of events that may be under way at once.
 const PAIRS: usize = 4096;
 /// Pairs around waits alone, when no spans are recorded.
 const WAIT_PAIRS: usize = 256;
-/// Event times are floats of milliseconds: the base moves on before their steps reach a microsecond.
+/// Distances of events are floats of milliseconds: the base moves on before their steps reach a microsecond.
 const REBASE_NS: u64 = 4_000_000_000;
 
 /// Calls that get a span take at least so long, many times what enqueuing takes; and of how many.
@@ -140,24 +141,21 @@ impl Timeline {
 
     fn read(&mut self, open: Open) -> Result<()> {
         let [start, end] = &self.pairs[open.pair];
-        let duration_ns = end.ns_since(start)?;
+        let duration_ns = end.ns_since(start)?.max(0).cast_unsigned();
         if let Some(awaited) = open.awaited.filter(|_| open.stream == Stream::Compute as usize) {
             self.compute_waited_ns += duration_ns;
             self.compute_waited_for_peers_ns += if awaited == StreamWait::Peers { duration_ns } else { 0 };
         }
         if self.records_all() {
-            let start_ns = self.base_ns + start.ns_since(&self.base)?;
+            let start_ns = self.base_ns.saturating_add_signed(start.ns_since(&self.base)?);
             self.recorders[open.stream].past_span(open.name, u32::MAX, start_ns, duration_ns);
+            if start_ns > self.base_ns + REBASE_NS {
+                // What began before it, on another stream, lies behind the new base.
+                mem::swap(&mut self.base, &mut self.pairs[open.pair][0]);
+                self.base_ns = start_ns;
+            }
         }
         self.free.push(open.pair);
-        Ok(())
-    }
-
-    /// Moves the base on when it is old; the streams must be idle.
-    pub(super) fn rebase(&mut self, streams: &[RawStream]) -> Result<()> {
-        if self.records_all() && now_ns() - self.base_ns > REBASE_NS && self.under_way.is_empty() {
-            self.base_ns = calibrate(&self.base, &streams[Stream::Compute as usize])?;
-        }
         Ok(())
     }
 
@@ -171,14 +169,13 @@ impl Timeline {
     }
 
     /// The recorders, once everything has run.
-    pub(super) fn finish(&mut self, streams: &[RawStream]) -> Vec<Recorder> {
+    pub(super) fn finish(&mut self) -> Vec<Recorder> {
         // Spans that cannot be read any more are lost with the GPU that made them.
         let _ = self.collect();
-        let _ = self.rebase(streams);
         // What is still under way has no track any more.
         self.under_way.clear();
-        let calls = std::mem::take(&mut self.calls);
-        let mut tracks = std::mem::take(&mut self.recorders);
+        let calls = mem::take(&mut self.calls);
+        let mut tracks = mem::take(&mut self.recorders);
         tracks.extend((!calls.spans().is_empty()).then_some(calls));
         tracks
     }
