@@ -343,6 +343,11 @@ impl Plan {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares)
     }
 
+    /// The same with so many, in as many shares.
+    pub(crate) fn with_micro_batches_of_share(&self, each: usize) -> Self {
+        Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_of_share() * each, ..self.clone() }
+    }
+
     /// Sums in fp32 that are kept of each element between two rounds.
     pub(crate) fn kept_sums(&self) -> usize {
         kept_sums((self.shares, self.group), self.ranks)

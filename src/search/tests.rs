@@ -655,6 +655,32 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
 }
 
+/// A run of 300,000 micro-batches once planned for days: each was simulated.
+#[test]
+fn steps_of_many_micro_batches_are_drawn_out_from_short_ones() {
+    let (shape, machine) = (model("qwen3-4b", 36), h200(30, 125, (*Rates::assumed()).clone()));
+    let with = |micro_batches, weights| {
+        let gradient_accumulation_steps = Some(micro_batches);
+        let settings = Settings { seq_length: 2048, weights, gradient_accumulation_steps, gradient_shares: Some(2), ..Settings::default() };
+        Plan::new(&settings, &shape, &machine, false).unwrap()
+    };
+    let steps = Steps { warmup: 1, timed: 3, clip: "every-2".parse().unwrap() };
+    for weights in [WeightsChoice::Flow, WeightsChoice::Replicated] {
+        let plan = with(24, weights);
+        let (drawn_out, tracks, _) = simulate(&plan, &shape, "h200", steps, 0).unwrap();
+        // With a timeline, each is simulated.
+        let (whole, ..) = simulate(&plan, &shape, "h200", steps, 1).unwrap();
+        let close = |a: f64, b: f64| (a - b).abs() <= 2e-3 * b.abs().max(1.0);
+        assert!(tracks.iter().all(|track| track.spans().is_empty()));
+        assert!(drawn_out.step_ms.samples.iter().zip(&whole.step_ms.samples).all(|(&a, &b)| close(a, b)), "{drawn_out:?} {whole:?}");
+        assert!(close(drawn_out.link.h2d_bytes, whole.link.h2d_bytes) && close(drawn_out.link.d2h_bytes, whole.link.d2h_bytes));
+        assert!(close(drawn_out.speed.model_flops, whole.speed.model_flops) && close(drawn_out.adam.params, whole.adam.params));
+        assert!(close(drawn_out.exposed.device_busy_share, whole.exposed.device_busy_share), "{drawn_out:?} {whole:?}");
+        assert_eq!((drawn_out.verdicts, drawn_out.tokens_per_step), (whole.verdicts, whole.tokens_per_step));
+    }
+    simulate(&with(300_000, WeightsChoice::Replicated), &shape, "h200", steps, 0).unwrap();
+}
+
 /// Qwen3-4B over one sequence, half of its tokens on each of two: of every layer queries, keys and values are pulled once and their
 /// gradients once, what attention makes twice and its gradient once, half of each from the other.
 #[test]

@@ -22,10 +22,14 @@ use outcome::Outcome;
 use random_tokens::RandomTokens;
 use std::ops::Range;
 use std::sync::Arc;
-use timed::Steps;
+use timed::{Steps, Timed};
+
+/// Micro-batches of each share, where a plan has more than both together: what one more adds is known from these two.
+const FEW: [usize; 2] = [2, 4];
 
 /// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for
-/// `trace_spans` on each track, and when the timed ones ran on its clock.
+/// `trace_spans` on each track, and when the timed ones ran on its clock. Without a timeline, steps of many micro-batches are drawn out from
+/// shorter ones.
 ///
 /// # Errors
 /// `Resource` when not even addresses can be had.
@@ -36,26 +40,36 @@ pub(crate) fn simulate(
     steps: Steps,
     trace_spans: usize,
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
-    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan.clone() };
+    let (each, peak) = (plan.micro_batches_of_share(), Some(plan.machine.rates.matmul_flops(8192)));
+    let simulated = |each: usize| run(plan.with_micro_batches_of_share(each), shape, name, steps, trace_spans);
+    let (timed, tracks) = if trace_spans > 0 || each <= FEW.iter().sum() {
+        simulated(each)?
+    } else {
+        let [(few, _), (more, tracks)] = [simulated(FEW[0])?, simulated(FEW[1])?];
+        (more.drawn_out(few, (each - FEW[1]) as f64 / (FEW[1] - FEW[0]) as f64), tracks)
+    };
+    let window_ns = timed.window_ns.clone();
+    Ok((timed.outcome(shape, plan, peak, &tracks), tracks, window_ns))
+}
+
+fn run(plan: Plan, shape: &ModelShape, name: &str, steps: Steps, trace_spans: usize) -> Result<(Timed, Vec<Recorder>)> {
+    let plan = Plan { host_memory: MemoryPolicy::unbacked(), trace_spans, ..plan };
     let on = (plan.machine.kind, plan.machine.device);
     let (dev, pool) = SimDevice::new(name, &plan.machine.rates, on, (plan.threads, plan.isa, plan.moments), trace_spans);
     let (shape, pool, dev) = (shape.clone(), Pool::Simulated(pool), dev.among(plan.ranks / plan.processes));
     if plan.ranks == 1 {
-        run(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
+        time(Engine::new(plan, shape, dev, pool, Arc::new(Doorbell::default()))?, steps)
     } else {
-        run(Engine::mirrored(plan, shape, dev, pool)?, steps)
+        time(Engine::mirrored(plan, shape, dev, pool)?, steps)
     }
 }
 
-fn run(mut engine: Engine<SimDevice>, steps: Steps) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
-    let shape = engine.shape().clone();
+fn time(mut engine: Engine<SimDevice>, steps: Steps) -> Result<(Timed, Vec<Recorder>)> {
     engine.pretend_norm();
     engine.send_weights()?;
-    let mut tokens = RandomTokens::new(0, shape.vocab);
+    let mut tokens = RandomTokens::new(0, engine.shape().vocab);
     steps.warm_up(&mut engine, &mut tokens)?;
     let timed = steps.time(&mut engine, &mut tokens, &mut |_| ())?;
-    let (plan, window_ns) = (engine.plan().clone(), timed.window_ns.clone());
     engine.flush()?;
-    let tracks = engine.finish()?;
-    Ok((timed.outcome(&shape, &plan, Some(plan.machine.rates.matmul_flops(8192)), &tracks), tracks, window_ns))
+    Ok((timed, engine.finish()?))
 }

@@ -100,6 +100,22 @@ impl Timed {
         timed
     }
 
+    /// What steps with more micro-batches are, which have `times` as many more than these as these have more than `few`: each that is added takes
+    /// as long as another.
+    pub(crate) fn drawn_out(self, mut few: Self, times: f64) -> Self {
+        let drawn_out = |more: f64, few: f64| more + (more - few) * times;
+        let longer = |more: &mut u64, few: u64| *more = drawn_out(*more as f64, few as f64).max(0.0).round() as u64;
+        let samples = self.step_ms.samples.iter().zip(&few.step_ms.samples).map(|(&more, &few)| drawn_out(more, few));
+        let mut long = Self { step_ms: Spread::new(samples.collect()), ..self };
+        long.exposed.each().zip(few.exposed.each()).for_each(|(more, few)| longer(more, *few));
+        long.exposed_to_peers_ns.iter_mut().zip(few.exposed_to_peers_ns).for_each(|(more, few)| longer(more, few));
+        long.counters.each().zip(few.counters.each()).for_each(|(more, few)| longer(more, *few));
+        for (length, more) in &mut long.documents {
+            *more = drawn_out(*more as f64, few.documents.get(length).copied().unwrap_or(0) as f64).round() as usize;
+        }
+        long
+    }
+
     /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline,
     /// if one was recorded; `matmul_flops` the device's best product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
