@@ -187,7 +187,7 @@ impl ActivationsChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightsChoice {
-    /// On every device, unless another place makes the model fit.
+    /// On every device, unless another place makes the model fit or a step faster.
     Auto,
     /// On every device.
     #[value(alias = "stationary")]

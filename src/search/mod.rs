@@ -252,10 +252,14 @@ const SETTINGS: [Setting; 7] = [placement, residency_nearby, bucket_mib, cast, s
 /// Who is where in the device's memory: weights, what layers keep, resident buckets. A policy that was best beside as many buckets as
 /// fit is seldom best beside fewer, and streamed weights leave room for both.
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let asked = query.settings.weights;
-    // Several devices replicate their weights while those fit.
-    let can_stream = asked == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
-    let weights = [asked].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
+    let Settings { weights: asked, processes, .. } = *query.settings;
+    let can_stream = asked == WeightsChoice::Auto && from.plan.weight_ring.is_none();
+    let streamed = match query.settings.ranks() {
+        1 => Some(WeightsChoice::Flow),
+        // A process of one device has nobody to share with.
+        ranks => (ranks > processes).then_some(WeightsChoice::Sharded),
+    };
+    let weights = [asked].into_iter().chain(streamed.filter(|_| can_stream));
     let placed = weights.flat_map(|weights| {
         let with = move |activations| Settings { activations, weights, ..from.settings.clone() };
         query.policies().into_iter().flat_map(move |policy| residencies(query, from, with(policy)))

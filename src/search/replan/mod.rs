@@ -138,7 +138,11 @@ impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let resident = |plan: &Plan| plan.layout.count() - plan.layout.offloaded();
         let of = |plan: &Plan| {
-            let weights = if plan.streams_from_host() { "streamed" } else { "on the device" };
+            let weights = match plan.weight_ring {
+                None => "on the device",
+                Some(_) if plan.streams_from_host() => "streamed",
+                Some(_) => "sharded",
+            };
             [
                 format!("{} buckets resident", resident(plan)),
                 describe_policies(&plan.layer_policies),
