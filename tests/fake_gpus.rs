@@ -104,6 +104,12 @@ fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_
     }
 }
 
+/// The number between these words of what was printed.
+fn number(outcome: &Outcome, before: &str, behind: &str) -> usize {
+    let number = outcome.stdout.lines().find_map(|line| line.strip_prefix(before)?.split_once(behind)?.0.trim().parse().ok());
+    number.unwrap_or_else(|| panic!("{before}...{behind}: {outcome:?}"))
+}
+
 /// Who filled a driver's queue would wait in the driver, and keep the others from its memory.
 #[test]
 fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
@@ -112,11 +118,17 @@ fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     }
     let workspace = Workspace::new();
     workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 200"));
+    // Updates on the GPU, whose weights are all there at once.
+    let resident = if cfg!(feature = "repartition") { "--resident-buckets=all" } else { "--slots=2" };
     let ahead = |more: &[&str]| {
-        let outcome = train_in(&workspace, &[("FAKE_GPUS", "2")], &[&["--gpus=2", "--gradient-shares=2", "--max-steps=2"], more].concat());
+        let outcome = train_in(&workspace, &[("FAKE_GPUS", "4")], &[&["--gpus=4", "--gradient-shares=4", "--max-steps=2", resident], more].concat());
         assert_eq!(outcome.code, 0, "{outcome:?}");
-        let line = outcome.stdout.lines().find_map(|line| line.strip_prefix("fake driver was behind by "));
-        line.and_then(|line| line.strip_suffix(" operations")?.parse::<usize>().ok()).unwrap_or_else(|| panic!("{outcome:?}"))
+        // All weights come anew, and the first layers do not wait for the last ones'.
+        let [buckets, pulls] = [number(&outcome, "  buckets ", " of"), number(&outcome, "fake driver had ", " pulls before a forward pass")];
+        let all = 3 * buckets;
+        let least = usize::from(cfg!(feature = "repartition"));
+        assert!(all > 300 && (least..=all / 2).contains(&pulls), "{pulls} pulls before a forward pass, of {all}");
+        number(&outcome, "fake driver was behind by ", " operations")
     };
     let spans = format!("--trace={}", workspace.path("trace.json").display());
     for more in [vec![], vec![spans.as_str()]] {

@@ -246,6 +246,14 @@ pub(crate) trait Peers: Device {
     /// What is enqueued on `stream` from now on runs after the point that `peer` has recorded last for its `event`.
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()>;
 
+    /// Whether a bucket's pulls can be enqueued on `stream` at once: elsewhere the host would wait in [`Peers::pull`] for earlier ones.
+    ///
+    /// # Errors
+    /// The device's.
+    fn has_room(&mut self, _stream: Stream) -> Result<bool> {
+        Ok(true)
+    }
+
     /// On `stream`, copies `src`, memory of `peer`, to `dst`; sizes in bytes must agree.
     ///
     /// # Errors

@@ -32,7 +32,9 @@ static Context contexts[GPUS_MAX];
 static __thread Context *stack[16];
 static __thread int depth;
 static Memory memories[1 << 16];
-static int allocated, direct, staged, waits, pinned, longest;
+static int allocated, direct, staged, waits, pinned, longest, before_forward;
+// Of the thread: pulls since the last update or forward pass on its GPU, and whether there was an update.
+static __thread int in_a_row, has_stepped;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void refuse(const char *why) {
@@ -104,6 +106,7 @@ __attribute__((destructor)) static void count(void) {
   printf("fake driver: %d pulls, %d staged, %d waits for others, %d allocations left, %d contexts left, %d calls\n", direct, staged, waits, left, retained, called);
   printf("fake driver took: %d allocations, %d page locks\n", allocated, pinned);
   printf("fake driver was behind by %d operations\n", longest);
+  printf("fake driver had %d pulls before a forward pass\n", before_forward);
   for (int gpu = 0; gpu < GPUS_MAX; gpu++) {
     int count = 0;
     for (int i = 0; i < allocated; i++) count += memories[i].context == &contexts[gpu];
@@ -231,6 +234,7 @@ int cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, Stream *stream) { FALLI
   Context *theirs = memory_of(from, bytes)->context;
   if (theirs != stream->context && !stream->context->reaches[theirs->gpu]) refuse("a copy from a GPU that is out of reach");
   direct += theirs != stream->context;
+  in_a_row += theirs != stream->context;
   if (getenv("FAKE_SLOW") && theirs != stream->context) usleep(1000);
   if (getenv("FAKE_FAULT") && stream->context->gpu == 1 && direct > atoi(getenv("FAKE_FAULT"))) return ILLEGAL_ADDRESS;
   memmove((void *)to, (void *)from, bytes);
@@ -285,6 +289,10 @@ int cuModuleGetFunction(const char **function, void *module, const char *name) {
 static void *argument(void **arguments, int nth) { return (void *)*(u64 *)arguments[nth]; }
 int cuLaunchKernel(const char *name, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) { FALLIBLE
   enqueue_on(stream);
+  int is_forward = !strncmp(name, "embed_", 6) && strncmp(name, "embed_backward", 14);
+  if (is_forward && has_stepped && in_a_row > before_forward) before_forward = in_a_row;
+  if (is_forward || !strncmp(name, "adam", 4)) in_a_row = 0;
+  has_stepped |= !strncmp(name, "adam", 4);
   // Its numbers come to the host.
   if (!strcmp(name, "copy_words")) memcpy(argument(arguments, 1), argument(arguments, 0), 4 * (u64)argument(arguments, 2));
   for (int part = 0; !strncmp(name, "sum_slices", 10) && part < 8; part++)

@@ -32,6 +32,11 @@ impl<Mark> Backlog<Mark> {
         self.operations += 1;
         nth.is_multiple_of(STRIDE).then(|| &mut self.marks[nth / STRIDE % MARKS])
     }
+
+    /// The mark that comes back next. Once the stream has passed it, nobody waits who enqueues up to [`STRIDE`] operations.
+    pub(super) fn next(&self) -> &Mark {
+        &self.marks[self.operations.div_ceil(STRIDE) % MARKS]
+    }
 }
 
 #[cfg(test)]
@@ -54,5 +59,27 @@ mod tests {
         }
         assert_eq!(most_ahead, STRIDE * (MARKS + 1));
         assert!(3 * most_ahead < 1024);
+    }
+
+    #[test]
+    fn who_asks_before_a_bucket_waits_for_no_mark() {
+        let mut backlog = Backlog::new(|| Ok(0)).unwrap();
+        let (mut passed, mut enqueued, mut full) = (0, 0, 0);
+        for round in 0..10_000 {
+            // What the stream passes in a round is more than half as many as a bucket has.
+            passed = enqueued.min(passed + round % STRIDE);
+            if *backlog.next() > passed {
+                full += 1;
+                continue;
+            }
+            for _ in 0..1 + round % STRIDE {
+                if let Some(mark) = backlog.count() {
+                    assert!(*mark <= passed, "waits in round {round}");
+                    *mark = enqueued;
+                }
+                enqueued += 1;
+            }
+        }
+        assert!(full > 100 && passed > 10_000, "{full} {passed}");
     }
 }

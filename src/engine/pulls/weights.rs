@@ -19,6 +19,8 @@ impl<C> Pulls<C> {
             // Its own, too: a slice that it keeps alone is copied to its place like the others'.
             && self.seat.board.mates().all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
             && (self.far.is_none() || self.seat.board.carried_by_all() >= self.carried_up_to(bucket))
+            // The first modules are computed while later weights come: the host has other things to do than to wait for them.
+            && dev.has_room(Stream::Gather)?
         {
             let whole = self.slices.layout().range(bucket);
             self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
