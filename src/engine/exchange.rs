@@ -277,8 +277,19 @@ pub(crate) trait Exchange<D: Kernels> {
         Ok(true)
     }
 
-    /// Enqueues copies of the weights of `flat` from all ranks that keep their slices alone.
+    /// Enqueues copies of the weights of `flat` from all other ranks that keep their slices alone.
     fn fetch(&mut self, _dev: &mut D, _weights: DeviceSlice, _flat: Range<usize>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Enqueues copies of what this rank keeps alone of the weights of `flat`, which were fetched, between two modules on [`Stream::Compute`]:
+    /// copies within a GPU take multiprocessors, and beside a module they would wait for each kernel to end.
+    ///
+    /// [`Stream::Compute`]: crate::device::Stream::Compute
+    ///
+    /// # Errors
+    /// The device's.
+    fn place_own(&self, _dev: &mut D, _weights: DeviceSlice, _flat: &Range<usize>) -> Result<()> {
         Ok(())
     }
 

@@ -546,13 +546,18 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
-        let mut buckets = self.slices.layout().overlapping(flat.clone());
-        buckets.try_for_each(|bucket| self.pull_weights(dev, weights, bucket, flat.clone()))?;
+        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.seat.rank);
+        buckets.try_for_each(|bucket| self.pull_weights(dev, Stream::Gather, weights, (bucket, flat.clone()), |rank| rank != own))?;
         if self.own.shards.come_with_fetches() {
             dev.record(self.fetched, Stream::Gather)?;
             self.seat.board.publish_fetched(self.seat.rank);
         }
         Ok(())
+    }
+
+    fn place_own(&self, dev: &mut D, weights: DeviceSlice, flat: &Range<usize>) -> Result<()> {
+        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.seat.rank);
+        buckets.try_for_each(|bucket| self.pull_weights(dev, Stream::Compute, weights, (bucket, flat.clone()), |rank| rank == own))
     }
 
     fn is_gathered(&self, bucket: usize) -> bool {

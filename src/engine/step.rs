@@ -193,8 +193,8 @@ impl<D: Kernels> Engine<D> {
         if let Some(next) = next.filter(|_| self.exchange.fetches_ahead()) {
             self.fetch_weights(next)?;
         }
-        if let Some(flow) = &self.flow {
-            flow.arrive(&mut self.dev, at)?;
+        if let Some(flow) = &mut self.flow {
+            flow.arrive(&mut self.dev, &*self.exchange, at)?;
         }
         compute(self)?;
         if let Some(flow) = &self.flow {

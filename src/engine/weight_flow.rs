@@ -16,6 +16,8 @@ enum Held {
     Nothing,
     /// Weights that have changed since on the host.
     Stale,
+    /// Its weights, but for what this rank keeps alone of them.
+    Fetched,
     /// Its weights.
     Fresh,
 }
@@ -43,7 +45,7 @@ impl Window {
     /// Whether the device can compute with what lies there.
     fn has(&self, module: usize) -> bool {
         let (range, held) = &self.modules[module];
-        range.is_empty() || *held == Held::Fresh
+        range.is_empty() || matches!(held, Held::Fetched | Held::Fresh)
     }
 
     /// The modules that lie where `module` goes; itself, if it lies there already.
@@ -60,13 +62,13 @@ impl Window {
                 self.modules[other].1 = Held::Nothing;
             }
         }
-        self.modules[module].1 = Held::Fresh;
+        self.modules[module].1 = Held::Fetched;
     }
 
     /// The host writes these weights anew.
     fn forget(&mut self, flat: &Range<usize>) {
         for (range, held) in &mut self.modules {
-            if *held == Held::Fresh && range.start < flat.end && flat.start < range.end {
+            if matches!(held, Held::Fetched | Held::Fresh) && range.start < flat.end && flat.start < range.end {
                 *held = Held::Stale;
             }
         }
@@ -148,7 +150,12 @@ impl WeightFlow {
     }
 
     /// What is computed from now on finds the weights of `module`, which was fetched.
-    pub(super) fn arrive<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
+    pub(super) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
+        let (range, held) = &mut self.window.modules[module];
+        if *held == Held::Fetched {
+            exchange.place_own(dev, self.weights, range)?;
+            *held = Held::Fresh;
+        }
         dev.wait(Stream::Compute, self.fetched[module])
     }
 

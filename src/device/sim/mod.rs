@@ -74,9 +74,11 @@ impl SimDevice {
         let rates = &self.rates;
         let (kind, seconds) = if peer / self.mates != self.rank / self.mates {
             (OpKind::OverHosts, rates.between_hosts().exchange_s(bytes))
+        } else if peer != self.rank {
+            (OpKind::FromPeer, rates.latency_s + bytes as f64 / rates.peer_bytes_per_s)
         } else {
-            let bytes_per_s = if peer == self.rank { rates.device_bytes_per_s / 2.0 } else { rates.peer_bytes_per_s };
-            (OpKind::FromPeer, rates.latency_s + bytes as f64 / bytes_per_s)
+            // A GPU copies within its memory by a kernel, which reads and writes.
+            (OpKind::Compute, rates.kernel_s + 2.0 * bytes as f64 / rates.device_bytes_per_s)
         };
         self.enqueue(stream, kind, "pull", seconds);
     }

@@ -23,7 +23,8 @@ impl<C> Pulls<C> {
             && dev.has_room(Stream::Gather)?
         {
             let whole = self.slices.layout().range(bucket);
-            self.pull_weights(dev, weights, bucket, whole.start.max(self.own.ringed_elems)..whole.end)?;
+            let beyond_the_ring = whole.start.max(self.own.ringed_elems)..whole.end;
+            self.pull_weights(dev, Stream::Gather, weights, (bucket, beyond_the_ring), |_| true)?;
             dev.record(self.gathered[bucket], Stream::Gather)?;
             self.ungathered = bucket;
         }
@@ -119,17 +120,19 @@ impl<C> Pulls<C> {
         Ok(self.seat.board.all_fetched(2 * self.fetches - 1))
     }
 
-    /// Enqueues copies of the part of `bucket` within `flat` from whoever of this process has each slice: from itself, too, where nobody has it in
-    /// its place.
+    /// Enqueues copies of the part of `bucket` within `flat` from those of this process that have its slices and are `wanted`: from itself, too,
+    /// where nobody has its slice in its place.
     pub(super) fn pull_weights<D: Kernels + Peers<Card = C>>(
         &self,
         dev: &mut D,
+        stream: Stream,
         weights: DeviceSlice,
-        bucket: usize,
-        flat: Range<usize>,
+        (bucket, flat): (usize, Range<usize>),
+        wanted: impl Fn(usize) -> bool,
     ) -> Result<()> {
         let own = self.seat.rank;
-        for (owner, carrier) in (0..self.peers.len()).map(|owner| (owner, self.carrier(owner))) {
+        let carriers = (0..self.peers.len()).map(|owner| (owner, self.carrier(owner)));
+        for (owner, carrier) in carriers.filter(|(_, carrier)| wanted(*carrier)) {
             let part = self.slices.within(owner, bucket, &flat);
             if part.is_empty() || carrier == own && !self.own.shards.has(owner, bucket) {
                 continue;
@@ -138,11 +141,11 @@ impl<C> Pulls<C> {
             let source = there.memory.weights_within(&self.slices, owner, bucket, &flat);
             let ready = if carrier == owner { there.stepped[bucket] } else { there.carried[bucket] };
             if carrier == own {
-                dev.wait(Stream::Gather, ready)?
+                dev.wait(stream, ready)?
             } else {
-                dev.wait_for(Stream::Gather, carrier, ready)?
+                dev.wait_for(stream, carrier, ready)?
             }
-            dev.pull(Stream::Gather, carrier, source, weights.slice(part.start, part.len()))?;
+            dev.pull(stream, carrier, source, weights.slice(part.start, part.len()))?;
         }
         Ok(())
     }
