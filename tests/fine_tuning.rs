@@ -35,10 +35,10 @@ fn write_model(workspace: &Workspace) -> ModelShape {
     let shape = ModelShape::read(&config).unwrap();
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     let table = TensorTable::new(&shape);
-    for (spec, part) in table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
+    for (spec, part) in table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
         let start = end;
         end += 2 * part.rows * spec.row_elems();
-        header.insert(part.name.clone(), json!({"dtype": "BF16", "shape": spec.part_shape(part), "data_offsets": [start, end]}));
+        header.insert(part.name.clone(), json!({"dtype": "BF16", "shape": spec.part_shape(&part), "data_offsets": [start, end]}));
     }
     let header = serde_json::Value::from(header).to_string();
     let mut file = File::create(workspace.path("model/model.safetensors")).unwrap();

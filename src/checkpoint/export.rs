@@ -132,14 +132,14 @@ fn pretty(value: &Value) -> Vec<u8> {
 }
 
 /// A Hugging Face tensor to write.
-type Item<'a> = (&'a TensorSpec, &'a HfPart);
+type Item<'a> = (&'a TensorSpec, HfPart);
 
 /// All tensors in forward order, divided into shards. Parts of one of ours are neighbours, so that it is read once.
 fn shards(table: &TensorTable, dtype: Dtype, max_shard_bytes: u64) -> Vec<Vec<Item<'_>>> {
     let mut shards: Vec<Vec<Item>> = vec![];
     let mut shard_bytes = 0;
-    for item in table.specs().iter().rev().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
-        let bytes = item_bytes(item, dtype) as u64;
+    for item in table.specs().iter().rev().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
+        let bytes = item_bytes(&item, dtype) as u64;
         match shards.last_mut() {
             Some(shard) if shard_bytes + bytes <= max_shard_bytes => shard.push(item),
             _ => {
@@ -152,7 +152,7 @@ fn shards(table: &TensorTable, dtype: Dtype, max_shard_bytes: u64) -> Vec<Vec<It
     shards
 }
 
-fn item_bytes((spec, part): Item<'_>, dtype: Dtype) -> usize {
+fn item_bytes((spec, part): &Item<'_>, dtype: Dtype) -> usize {
     part.rows * spec.row_elems() * dtype.bytes()
 }
 
@@ -168,15 +168,16 @@ fn write_weights(
         let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
         let mut file = OutFile::create(&dir.join(&name))?;
         file.write(&header(shard, dtype))?;
-        for &(spec, part) in shard {
+        for item in shard {
+            let (spec, part) = item;
             if held != Some(spec.index) {
                 tensor.resize(spec.elems(), 0.0);
                 read(spec, &mut tensor)?;
                 held = Some(spec.index);
             }
-            write_part(&mut file, (spec, part), &tensor, dtype)?;
+            write_part(&mut file, item, &tensor, dtype)?;
             weight_map.insert(part.name.clone(), Value::from(name.as_str()));
-            total_bytes += item_bytes((spec, part), dtype);
+            total_bytes += item_bytes(item, dtype);
         }
         file.sync()?;
     }
@@ -193,8 +194,8 @@ fn header(shard: &[Item<'_>], dtype: Dtype) -> Vec<u8> {
     };
     let (mut map, mut start) = (Map::new(), 0);
     map.insert(METADATA.into(), json!({"format": "pt"}));
-    for &(spec, part) in shard {
-        let end = start + item_bytes((spec, part), dtype);
+    for item in shard {
+        let ((spec, part), end) = (item, start + item_bytes(item, dtype));
         map.insert(part.name.clone(), json!({"dtype": code, "shape": spec.part_shape(part), "data_offsets": [start, end]}));
         start = end;
     }
@@ -203,7 +204,7 @@ fn header(shard: &[Item<'_>], dtype: Dtype) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-fn write_part(file: &mut OutFile, (spec, part): Item<'_>, tensor: &[f32], dtype: Dtype) -> Result<()> {
+fn write_part(file: &mut OutFile, (spec, part): &Item<'_>, tensor: &[f32], dtype: Dtype) -> Result<()> {
     let elems = part.rows * spec.row_elems();
     for start in (0..elems).step_by(WRITE_ELEMS) {
         let values = (start..elems.min(start + WRITE_ELEMS)).map(|i| tensor[position(spec, part, i)]);

@@ -7,6 +7,7 @@
 use super::family::{ExpertFiles, MoeNames, Names};
 use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
 use super::shape::ModelShape;
+use std::fmt::Display;
 use std::ops::Range;
 
 /// Every tensor starts at a multiple of this many elements; the padding between is zero and stays zero.
@@ -172,8 +173,10 @@ pub struct TensorSpec {
     /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
     pub decay: bool,
     pub(crate) init: Init,
-    /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them.
-    pub parts: Vec<HfPart>,
+    /// What makes it up, see [`TensorSpec::parts`]; where experts have tensors of their own, those of one, by names within its path.
+    pub(super) files: Vec<HfPart>,
+    /// Below which such experts are, by their numbers.
+    pub(super) experts_path: Option<String>,
 }
 
 impl TensorSpec {
@@ -190,6 +193,21 @@ impl TensorSpec {
     /// Elements of one row: 1 for vectors.
     pub fn row_elems(&self) -> usize {
         self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them. They are put together here: a model with
+    /// experts has tens of thousands, and few tables are made for their names.
+    pub fn parts(&self) -> impl Iterator<Item = HfPart> {
+        let copies = if self.experts_path.is_some() { self.experts.0 } else { 1 };
+        let rows = self.shape[0] / copies;
+        let of_copy = move |copy: usize| {
+            let name = move |name: &String| match &self.experts_path {
+                Some(path) => format!("{path}.{copy}.{name}"),
+                None => name.clone(),
+            };
+            self.files.iter().map(move |file| HfPart { name: name(&file.name), row_start: copy * rows + file.row_start, ..*file })
+        };
+        (0..copies).flat_map(of_copy)
     }
 
     /// The shape of `part` in its file.
@@ -318,14 +336,14 @@ struct TableBuilder<'a> {
 }
 
 impl TableBuilder<'_> {
-    fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, parts: Vec<HfPart>) {
+    fn push(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, files: Vec<HfPart>) {
         let name = match module {
             Module::Layer(layer) => format!("layers.{layer}.{}", role.name(self.gated(layer))),
             _ => role.name(false).to_string(),
         };
         let decay = shape.len() == 2 || role == Role::Sinks;
         let (index, offset_elems, experts) = (self.specs.len(), self.end, (1, 1));
-        let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, parts };
+        let spec = TensorSpec { index, name, role, module, shape, offset_elems, experts, decay, init, files, experts_path: None };
         self.end = (self.end + spec.elems()).next_multiple_of(TENSOR_ALIGN_ELEMS);
         self.specs.push(spec);
     }
@@ -360,19 +378,10 @@ impl TableBuilder<'_> {
 
     /// A linear layer whose rows are `paths` one after another, `rows[i]` each.
     fn linear(&mut self, module: Module, roles: (Role, Option<Role>), paths: &[String], rows: &[usize], cols: usize, init: Init) {
-        let parts = |suffix: &str, transposed: bool| {
-            let mut row_start = 0;
-            let part = |(path, &rows): (&String, &usize)| {
-                let part = HfPart { name: format!("{path}.{suffix}"), row_start, rows, transposed, stacked: None };
-                row_start += rows;
-                part
-            };
-            paths.iter().zip(rows).map(part).collect::<Vec<_>>()
-        };
         let total = rows.iter().sum();
-        self.push(module, roles.0, vec![total, cols], init, parts("weight", self.names.transposed));
+        self.push(module, roles.0, vec![total, cols], init, in_a_row(paths, "weight", rows, self.names.transposed));
         if let Some(bias) = roles.1 {
-            self.push(module, bias, vec![total], Init::Zeros, parts("bias", false));
+            self.push(module, bias, vec![total], Init::Zeros, in_a_row(paths, "bias", rows, false));
         }
     }
 
@@ -416,7 +425,10 @@ impl TableBuilder<'_> {
     fn experts(&mut self, module: Module, moe: Moe, names: &MoeNames, at: impl Fn(&str) -> String) {
         let from = self.specs.len();
         match names.files {
-            ExpertFiles::Each(files) => self.experts_apart(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
+            ExpertFiles::Each(files) => {
+                self.experts_apart(module, moe, files);
+                self.specs[from..].iter_mut().for_each(|spec| spec.experts_path = Some(at(names.experts)));
+            }
             ExpertFiles::Stacked(files) => self.experts_stacked(module, moe, files, |name| at(&format!("{}.{name}", names.experts))),
         }
         self.specs[from..].iter_mut().for_each(|spec| spec.experts = (moe.experts, moe.top_k));
@@ -424,14 +436,15 @@ impl TableBuilder<'_> {
         self.linear(module, roles, &[at(names.router)], &[moe.experts], self.shape.channels, self.matrix_init());
     }
 
-    fn experts_apart(&mut self, module: Module, moe: Moe, [gate, up, down]: [&str; 3], at: impl Fn(&str) -> String) {
+    fn experts_apart(&mut self, module: Module, moe: Moe, [gate, up, down]: [&str; 3]) {
         let (Moe { experts, ffn, .. }, channels) = (moe, self.shape.channels);
-        let each = |matrices: &[&str]| -> Vec<String> {
-            (0..experts).flat_map(|expert| matrices.iter().map(move |matrix| format!("{expert}.{matrix}"))).map(|name| at(&name)).collect()
+        let (residual_init, init) = (self.residual_init(), self.matrix_init());
+        let mut each = |role, names: &[&str], (rows, cols): (usize, usize), init| {
+            let files = in_a_row(names, "weight", &vec![rows; names.len()], self.names.transposed);
+            self.push(module, role, vec![experts * names.len() * rows, cols], init, files);
         };
-        let (paths_out, paths_in) = (each(&[down]), each(&[gate, up]));
-        self.linear(module, (Role::MlpOut, None), &paths_out, &vec![channels; experts], ffn.width, self.residual_init());
-        self.linear(module, (Role::MlpIn, None), &paths_in, &vec![ffn.width; paths_in.len()], channels, self.matrix_init());
+        each(Role::MlpOut, &[down], (channels, ffn.width), residual_init);
+        each(Role::MlpIn, &[gate, up], (ffn.width, channels), init);
     }
 
     fn experts_stacked(&mut self, module: Module, moe: Moe, [into, out]: [&str; 2], at: impl Fn(&str) -> String) {
@@ -475,6 +488,16 @@ impl TableBuilder<'_> {
             self.whole(Module::Embed, Role::Wpe, vec![max_positions, channels], self.matrix_init(), format!("{prefix}wpe.weight"));
         }
     }
+}
+
+/// Rows of `paths` one after another, `rows[i]` each.
+fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bool) -> Vec<HfPart> {
+    let mut end = 0;
+    let file = |(path, &rows)| {
+        end += rows;
+        HfPart { name: format!("{path}.{suffix}"), row_start: end - rows, rows, transposed, stacked: None }
+    };
+    paths.iter().zip(rows).map(file).collect()
 }
 
 /// A new norm multiplies by one.
@@ -530,7 +553,7 @@ mod tests {
                 assert_eq!((spec.index, spec.offset_elems % TENSOR_ALIGN_ELEMS), (i, 0), "{}", spec.name);
                 assert!(spec.offset_elems >= end && spec.offset_elems < end + TENSOR_ALIGN_ELEMS, "{}", spec.name);
                 end = spec.range().end;
-                let rows = spec.parts.iter().fold(0, |row, part| {
+                let rows = spec.parts().fold(0, |row, part| {
                     assert_eq!(part.row_start, row, "{}", spec.name);
                     row + part.rows
                 });
@@ -544,7 +567,8 @@ mod tests {
         let part = |architecture: &str, role, index: usize| {
             let table = TensorTable::new(&shape(architecture));
             let spec = table.find(Module::Layer(1), role).unwrap();
-            (spec.parts[index].name.clone(), spec.part_shape(&spec.parts[index]))
+            let part = spec.parts().nth(index).unwrap();
+            (part.name.clone(), spec.part_shape(&part))
         };
         assert_eq!(part("LlamaForCausalLM", Role::Qkv, 1), ("model.layers.1.self_attn.k_proj.weight".into(), vec![16, 32]));
         assert_eq!(part("LlamaForCausalLM", Role::MlpIn, 0), ("model.layers.1.mlp.gate_proj.weight".into(), vec![40, 32]));
@@ -552,6 +576,8 @@ mod tests {
         assert_eq!(part("GPT2LMHeadModel", Role::Qkv, 0), ("transformer.h.1.attn.c_attn.weight".into(), vec![32, 96]));
         assert_eq!(part("GPT2LMHeadModel", Role::QkvBias, 0), ("transformer.h.1.attn.c_attn.bias".into(), vec![96]));
         assert_eq!(part("Qwen3ForCausalLM", Role::KNorm, 0), ("model.layers.1.self_attn.k_norm.weight".into(), vec![8]));
+        let of_an_expert = part("Qwen3MoeForCausalLM", Role::MlpIn, 5);
+        assert_eq!(of_an_expert, ("model.layers.1.mlp.experts.2.up_proj.weight".into(), vec![12, 32]));
     }
 
     #[test]

@@ -92,17 +92,17 @@ impl ModelWeights {
             embedding.map_or(Ok(()), |embedding| expect_same(embedding, copy))?;
         }
         let mut reader = Reader::default();
-        parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, part, source, &mut write))
+        parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
     }
 
     /// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
-    fn parts(&self) -> Result<Vec<(&TensorSpec, &HfPart, PartSource<'_>)>> {
+    fn parts(&self) -> Result<Vec<(&TensorSpec, HfPart, PartSource<'_>)>> {
         let (mut parts, mut missing) = (vec![], vec![]);
         let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
         if let (true, Some(copy)) = (self.shape.tied && unexpected.remove(LM_HEAD), self.find(LM_HEAD)) {
             check(LM_HEAD, copy, &[self.shape.vocab, self.shape.channels])?;
         }
-        for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts.iter().map(move |part| (spec, part))) {
+        for (spec, part) in self.table.specs().iter().flat_map(|spec| spec.parts().map(move |part| (spec, part))) {
             // A bare model, saved without its head, has names without the prefix.
             let names = [Some(part.name.as_str()), part.name.strip_prefix(self.shape.base_prefix())];
             let mut take = |name: &str| unexpected.remove(name).then(|| self.find(name)).flatten();
@@ -111,14 +111,14 @@ impl ModelWeights {
             let [blocks, scales] = packed.each_ref().map(|name| if plain.is_none() && part.may_be_packed() { take(name) } else { None });
             match (plain, blocks.zip(scales)) {
                 (Some(tensor), _) => {
-                    check(tensor.name, tensor, &spec.part_shape(part))?;
+                    check(tensor.name, tensor, &spec.part_shape(&part))?;
                     parts.push((spec, part, PartSource::Plain(tensor)));
                 }
                 (None, Some((blocks, scales))) => {
-                    check_packed(blocks, scales, spec, part)?;
+                    check_packed(blocks, scales, spec, &part)?;
                     parts.push((spec, part, PartSource::Mxfp4 { blocks, scales }));
                 }
-                (None, None) => missing.push(part.name.as_str()),
+                (None, None) => missing.push(part.name),
             }
         }
         let path = if self.files.len() == 1 { self.files[0].path() } else { &self.dir };
@@ -131,7 +131,9 @@ impl ModelWeights {
             (0, n) => {
                 Err(Error::format(path, format_args!("{n} tensors that the model does not have: {}", list(Vec::from_iter(unexpected)))))
             }
-            (n, _) => Err(Error::format(path, format_args!("{n} tensors are missing: {}", list(missing)))),
+            (n, _) => {
+                Err(Error::format(path, format_args!("{n} tensors are missing: {}", list(missing.iter().map(String::as_str).collect()))))
+            }
         }
     }
 
