@@ -31,8 +31,10 @@ use crate::simulate::outcome::Outcome;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
 use clap::ValueEnum;
+use std::iter;
 use std::num::NonZeroU64;
 use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, available_parallelism};
 
 /// Steps of a simulation: one in ten is clipped, and waits for its verdict. A settled run clips fewer, a new model more.
@@ -171,15 +173,19 @@ impl SearchQuery<'_> {
         Ok(())
     }
 
-    /// In order, on several threads: one candidate knows nothing of the others.
+    /// In order, by several threads, of which each takes the next that is left: one candidate knows nothing of the others, and one that does
+    /// not fit is done at once.
     fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
-        let workers = available_parallelism().map_or(1, usize::from).min(self.scope.workers_max);
-        let share = all.len().div_ceil(workers).max(1);
-        thread::scope(|scope| {
-            let weigh = |share: &[Settings]| share.iter().map(|settings| self.candidate(settings)).collect::<Vec<_>>();
-            let workers: Vec<_> = all.chunks(share).map(|share| scope.spawn(move || weigh(share))).collect();
+        let workers = available_parallelism().map_or(1, usize::from).min(self.scope.workers_max).min(all.len());
+        let taken = AtomicUsize::new(0);
+        let next = || all.iter().enumerate().nth(taken.fetch_add(1, Ordering::Relaxed));
+        let work = || iter::from_fn(next).map(|(nth, settings)| (nth, self.candidate(settings))).collect::<Vec<_>>();
+        let mut done: Vec<_> = thread::scope(|scope| {
+            let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
             workers.into_iter().flat_map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
-        })
+        });
+        done.sort_unstable_by_key(|(nth, _)| *nth);
+        done.into_iter().map(|(_, candidate)| candidate).collect()
     }
 
     /// A candidate, unless it does not fit or contradicts itself.
