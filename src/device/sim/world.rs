@@ -164,6 +164,8 @@ fn when(condition: bool, factor: f64) -> f64 {
 pub(super) struct World {
     now_ns: f64,
     lanes: [Lane; LANES],
+    /// What runs on each makes so much progress, until something begins or ends.
+    speeds: [f64; LANES],
     events: Vec<SimEvent>,
     contention: Contention,
     waited_ns: f64,
@@ -177,6 +179,7 @@ impl World {
         Self {
             now_ns: 0.0,
             lanes,
+            speeds: [0.0; LANES],
             events: Vec::new(),
             contention: Contention::new(rates, shares_cores),
             waited_ns: 0.0,
@@ -229,13 +232,22 @@ impl World {
     }
 
     fn push(&mut self, stream: Stream, op: SimOp) {
-        self.lanes[stream as usize].queue.push_back(op);
-        self.settle();
+        self.push_to(stream as usize, op);
+    }
+
+    /// Only this lane can go on by itself; the others had settled.
+    fn push_to(&mut self, lane: usize, op: SimOp) {
+        let was_idle = self.lanes[lane].running.is_none();
+        self.lanes[lane].queue.push_back(op);
+        if self.settle_lane(lane) {
+            self.settle();
+        } else if was_idle {
+            self.speeds = self.speeds_now();
+        }
     }
 
     pub(super) fn submit(&mut self, work: SimWork) {
-        self.lanes[POOL].queue.push_back(SimOp::Work(work));
-        self.settle();
+        self.push_to(POOL, SimOp::Work(work));
     }
 
     pub(crate) fn pool_is_idle(&self) -> bool {
@@ -272,7 +284,7 @@ impl World {
         std::mem::take(&mut self.lanes[POOL].recorder)
     }
 
-    fn speeds(&self) -> [f64; LANES] {
+    fn speeds_now(&self) -> [f64; LANES] {
         let running = |kind| self.lanes.iter().filter(|lane| lane.running.is_some_and(|running| running.work.kind == kind)).count();
         let active = |kind| running(kind) > 0;
         // Gradients and weights that come over the same way at once have a part of it each.
@@ -282,20 +294,19 @@ impl World {
     }
 
     fn next_end_ns(&self) -> Option<f64> {
-        let speeds = self.speeds();
-        let ends = self.lanes.iter().zip(speeds).filter_map(|(lane, speed)| Some(self.now_ns + lane.running?.left_ns / speed));
+        let ends = self.lanes.iter().zip(self.speeds).filter_map(|(lane, speed)| Some(self.now_ns + lane.running?.left_ns / speed));
         ends.min_by(f64::total_cmp)
     }
 
     /// Time passes up to `until`, before which nothing ends.
     fn pass(&mut self, until: f64) {
-        let (speeds, ns) = (self.speeds(), until - self.now_ns);
+        let (mut has_ended, ns) = (false, until - self.now_ns);
         if self.lanes[Stream::Compute as usize].waiting_since_ns.is_some() {
             self.waited_ns += ns;
             self.waited_for_peers_ns += if self.compute_waits_for_peers() { ns } else { 0.0 };
         }
         let began = std::mem::replace(&mut self.now_ns, until);
-        for (lane, speed) in self.lanes.iter_mut().zip(speeds) {
+        for (lane, speed) in self.lanes.iter_mut().zip(self.speeds) {
             let Some(running) = &mut lane.running else { continue };
             // As its end was foretold: after days of steps the time is too coarse for what is left to come down to nothing.
             let is_over = began + running.left_ns / speed <= until;
@@ -305,14 +316,18 @@ impl World {
                 lane.busy_ns += until - start_ns;
                 lane.span(work.name, work.index, start_ns, until);
                 lane.running = None;
+                has_ended = true;
             }
         }
-        self.settle();
+        if has_ended {
+            self.settle();
+        }
     }
 
     /// Starts what can start; what takes no time is done.
     fn settle(&mut self) {
         while (0..LANES).any(|lane| self.settle_lane(lane)) {}
+        self.speeds = self.speeds_now();
     }
 
     /// Whether an event came that may let another lane go on.
