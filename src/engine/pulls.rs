@@ -37,6 +37,9 @@ use std::sync::Arc;
 mod gradients;
 mod weights;
 
+/// Partial sums of the norm that are looked at as a whole.
+const FOLDED_AT_ONCE: usize = 64;
+
 /// A rank among others.
 pub(crate) struct Pulls<C> {
     seat: Seat,
@@ -706,8 +709,10 @@ impl<C> Pulls<C> {
                 return;
             }
             let flat = theirs.global(bucket);
-            for at in flat.start / BLOCK..flat.end / BLOCK {
-                self.norm_sq = norm::fold(self.norm_sq, &[self.seat.board.partial(at)]);
+            for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
+                let partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
+                self.seat.board.read_partials(start / BLOCK, partials);
+                self.norm_sq = norm::fold(self.norm_sq, partials);
             }
             self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };
         }

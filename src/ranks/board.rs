@@ -379,9 +379,10 @@ impl Board {
         self.entries.get(rank).map_or(u64::MAX, |entry| entry.partials.load(Ordering::Acquire))
     }
 
-    /// The partial sum at `at`.
-    pub(crate) fn partial(&self, at: usize) -> f32 {
-        f32::from_bits(self.partials[at].load(Ordering::Relaxed))
+    /// Reads partial sums from the one at `start` on.
+    pub(crate) fn read_partials(&self, start: usize, values: &mut [f32]) {
+        let words = &self.partials[start..start + values.len()];
+        values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_bits(word.load(Ordering::Relaxed)));
     }
 
     /// Writes the loss of `share`.
