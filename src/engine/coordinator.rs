@@ -16,7 +16,7 @@ use super::verdict::{SpeculationHistory, Verdict};
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slot::{FreeList, Slot};
 use crate::planner::rules::{Policy, Rules};
-use law::{Late, Phase, Queued};
+use law::{Late, Phase, Queued, Tally};
 use std::collections::VecDeque;
 
 /// The step's memory, as far as it bears on what may happen when.
@@ -180,6 +180,9 @@ pub(super) struct Coordinator {
     layout: BucketLayout,
     rules: Rules,
     buckets: Vec<Bucket>,
+    tally: Tally,
+    /// How often a bucket was settled.
+    settlings: u64,
     staging: Staging,
     grad_slots: FreeList,
     param_slots: FreeList,
@@ -218,6 +221,8 @@ impl Coordinator {
         let update = Update { optimizer_step: 0, learning_rate: 0.0, scale: 1.0 };
         Self {
             buckets: vec![bucket; offloaded],
+            tally: Tally::default(),
+            settlings: 0,
             commands: VecDeque::with_capacity(3 * layout.count() + 4 * offloaded + 16),
             returning: VecDeque::with_capacity(param_slots),
             staging,
@@ -297,6 +302,11 @@ impl Coordinator {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase == Phase::Settled
     }
 
+    /// How often a bucket was settled: while this stands still, no other is.
+    pub(super) fn settlings(&self) -> u64 {
+        self.settlings
+    }
+
     fn is_offloaded(&self, bucket: usize) -> bool {
         self.layout.tier(bucket).is_offloaded()
     }
@@ -370,6 +380,9 @@ impl Coordinator {
         let phase = &mut self.buckets[bucket].phase;
         assert!(*phase == from && law::allows(from, to), "bucket {bucket}: {phase:?}, not {from:?}, cannot become {to:?}");
         *phase = to;
+        self.tally.leave(from);
+        self.tally.enter(to);
+        self.settlings += u64::from(to == Phase::Settled);
     }
 
     /// A bucket's gradient is enqueued on the device, but for what is `late`.
@@ -468,8 +481,10 @@ impl Coordinator {
 
     /// Gradients leave as slots allow.
     fn copy_ready_grads(&mut self) {
-        while let Some(bucket) = self.next_to_copy() {
-            let Some(grads) = self.grad_slots.take() else { return };
+        while self.tally.ready > 0
+            && let Some(grads) = self.grad_slots.take()
+        {
+            let bucket = self.next_to_copy().expect("one is ready");
             self.transition(bucket, Phase::Ready, Phase::Copying);
             self.buckets[bucket].grads = Some(grads);
             self.start(Hop::GradsOut, bucket, Load::Slot(grads));
@@ -500,7 +515,8 @@ impl Coordinator {
         if self.running.is_some() {
             return;
         }
-        match self.next_bucket(|b| self.is_runnable(b)) {
+        let runnable = (self.tally.for_pool > 0).then(|| self.next_bucket(|b| self.is_runnable(b))).flatten();
+        match runnable {
             // Rows that have come hold the slot that another bucket may wait for.
             Some(bucket) if self.run(bucket) => {}
             Some(_) => _ = self.next_bucket(|b| b.phase == Phase::RowsArrived).is_some_and(|bucket| self.run(bucket)),

@@ -454,8 +454,13 @@ fn every_invariant_is_missed_when_it_is_broken() {
         let mut c = in_a_step(Policy::Deferred);
         c.check();
         spoil(&mut c);
+        // Else the count alone would tell.
+        c.tally = c.recount();
         assert!(panics(|| c.check()), "nobody misses {nth}");
     }
+    let mut c = in_a_step(Policy::Deferred);
+    c.tally.ready += 1;
+    assert!(panics(|| c.check()), "nobody misses a bucket that is counted and not there");
     let spoils: [&dyn Fn(&mut Coordinator); 5] = [
         &|c| c.buckets[3].rows = None,
         &|c| c.buckets[3].late = Late::Nothing,
@@ -475,6 +480,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
     c.buckets[1].pending = pending(&c.buckets[1]);
     c.buckets[1].grads = None;
     c.buckets[1].phase = Phase::Settled;
+    c.tally = c.recount();
     assert!(panics(|| c.check()), "an update is pending though nothing was speculated");
 }
 

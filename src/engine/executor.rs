@@ -80,6 +80,8 @@ pub struct Engine<D: Kernels> {
     pub(super) coordinator: Coordinator,
     pub(super) transfers: Transfers,
     pub(super) exchange: Box<dyn Exchange<D>>,
+    /// [`Coordinator::settlings`] when the other ranks were last told whose weights are final; none in a new version of them.
+    pub(super) settlings_told: Option<u64>,
     /// The bucket that the pool was given.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
@@ -144,6 +146,7 @@ impl<D: Kernels> Engine<D> {
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
+            settlings_told: None,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],

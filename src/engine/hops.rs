@@ -82,9 +82,12 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.gather(&mut self.dev, self.model.weights)? || progressed)
     }
 
-    /// Tells the other ranks whose weights are final.
+    /// Tells the other ranks whose weights are final, if those of any became so since it last did.
     fn settle_owed(&mut self) {
-        let buckets = if self.exchange.is_owing() { self.plan.layout.count() } else { 0 };
+        let settlings = Some(self.coordinator.settlings());
+        let is_news = self.settlings_told != settlings && self.exchange.is_owing();
+        self.settlings_told = settlings;
+        let buckets = if is_news { self.plan.layout.count() } else { 0 };
         for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
                 self.exchange.settle(bucket);

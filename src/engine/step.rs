@@ -387,6 +387,7 @@ impl<D: Kernels> Engine<D> {
     /// From here on the weights of every bucket are others.
     pub(super) fn next_version(&mut self) {
         self.exchange.next_version();
+        self.settlings_told = None;
         if let Some(flow) = self.flow.as_mut().filter(|_| !self.plan.streams_from_host()) {
             flow.forget_all();
         }

@@ -1,8 +1,8 @@
 //! What must hold between any two events, looked at in tests and debug builds.
 
-use super::law::Late;
 use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
+use super::law::{Late, Tally};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
 impl Coordinator {
@@ -10,8 +10,15 @@ impl Coordinator {
     /// If something does not hold.
     pub(super) fn check(&self) {
         (0..self.buckets.len()).for_each(|bucket| self.check_bucket(bucket));
+        assert_eq!(self.tally, self.recount(), "buckets by phase, as counted and as they are");
         self.check_slots();
         self.check_pool();
+    }
+
+    pub(super) fn recount(&self) -> Tally {
+        let mut tally = Tally::default();
+        self.buckets.iter().for_each(|b| tally.enter(b.phase));
+        tally
     }
 
     /// What a bucket has is what its phase says.

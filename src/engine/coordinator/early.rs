@@ -18,7 +18,9 @@ impl Coordinator {
     /// Rows leave as slots allow, once they are computed: the driver is modules ahead, and the stream of copies would wait for them with
     /// gradients behind.
     pub(super) fn copy_late_rows(&mut self) {
-        while let Some(bucket) = self.next_bucket(|b| b.phase == Phase::LacksRows && b.late == Late::EnqueuedRows && b.computed) {
+        while self.tally.lacking_rows > 0
+            && let Some(bucket) = self.next_bucket(|b| b.phase == Phase::LacksRows && b.late == Late::EnqueuedRows && b.computed)
+        {
             let Some(slot) = self.take_param_slot(bucket) else { return };
             self.transition(bucket, Phase::LacksRows, Phase::CopyingRows);
             self.buckets[bucket].rows = Some(slot);

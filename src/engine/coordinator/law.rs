@@ -26,6 +26,34 @@ impl Phase {
     }
 }
 
+/// How many buckets are in the phases that are looked for, so that nobody looks where none is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    pub(super) ready: usize,
+    pub(super) lacking_rows: usize,
+    /// Those that the pool may be given.
+    pub(super) for_pool: usize,
+}
+
+impl Tally {
+    pub(super) fn enter(&mut self, phase: Phase) {
+        self.place(phase).into_iter().for_each(|count| *count += 1);
+    }
+
+    pub(super) fn leave(&mut self, phase: Phase) {
+        self.place(phase).into_iter().for_each(|count| *count -= 1);
+    }
+
+    fn place(&mut self, phase: Phase) -> Option<&mut usize> {
+        match phase {
+            Ready => Some(&mut self.ready),
+            LacksRows => Some(&mut self.lacking_rows),
+            Arrived | RowsArrived | Phase::Queued(_) => Some(&mut self.for_pool),
+            Settled | Copying | Running | Speculated | CopyingRows => None,
+        }
+    }
+}
+
 /// Why a bucket waits for the pool though its gradient is not new.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Queued {
