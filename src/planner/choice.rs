@@ -180,40 +180,46 @@ impl Planner<'_> {
     /// The best candidate with this tile.
     fn search_with(&self, tile: LossTile, place: UseRings, predictor: &Predictor) -> Result<Scored> {
         let use_rings = |grads| UseRings { grads, ..place };
-        let mixes = self
-            .mixes(predictor.attends_long())
-            .into_iter()
-            .flat_map(|policies| [(use_rings(false), policies.clone()), (use_rings(true), policies)]);
         let mut best: Option<Scored> = None;
-        for (use_rings, policies) in mixes {
-            let choice = self.candidate(policies, tile, use_rings, predictor)?;
-            let (device, host) = self.workload.lacking(&choice.memory);
-            let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
-            let found = Scored { lacking: device + host, step_s, choice };
-            // The first of equals computes least twice.
-            if best.as_ref().is_none_or(|best| found.is_before(best)) {
-                best = Some(found);
+        for policies in self.mixes(predictor.attends_long()) {
+            let activations = self.workload.activations(&policies, tile)?;
+            for use_rings in [false, true].map(use_rings) {
+                let choice = self.candidate((&policies, &activations), tile, use_rings, predictor);
+                let (device, host) = self.workload.lacking(&choice.memory);
+                let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
+                let found = Scored { lacking: device + host, step_s, choice };
+                // The first of equals computes least twice.
+                if best.as_ref().is_none_or(|best| found.is_before(best)) {
+                    best = Some(found);
+                }
             }
         }
         Ok(best.expect("there is at least one mix"))
     }
 
-    fn candidate(&self, policies: Vec<LayerPolicy>, tile: LossTile, use_rings: UseRings, predictor: &Predictor) -> Result<Choice> {
-        let activations = self.workload.activations(&policies, tile)?;
+    /// With layers that keep what `policies` say, and so have such activations.
+    fn candidate(
+        &self,
+        (policies, activations): (&[LayerPolicy], &ActivationPlan),
+        tile: LossTile,
+        use_rings: UseRings,
+        predictor: &Predictor,
+    ) -> Choice {
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
-            Residency::Largest => self.largest_residency(&activations, use_rings),
+            Residency::Largest => self.largest_residency(activations, use_rings),
         };
         let rings = self.rings(&layout, use_rings);
-        let memory = self.workload.classes(&layout, rings, &activations);
-        let predicted = Some(predictor.predict(&layout, rings, &policies, &activations));
-        Ok(Choice { layout, policies, tile, usual_tile: self.tiles()[0], rings, memory, predicted })
+        let memory = self.workload.classes(&layout, rings, activations);
+        let predicted = Some(predictor.predict(&layout, rings, policies, activations));
+        Choice { layout, policies: policies.to_vec(), tile, usual_tile: self.tiles()[0], rings, memory, predicted }
     }
 
     fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {
-        let weights = self.workload.weight_ring(layout, self.table).filter(|_| use_rings.weights != WeightPlace::Flat);
+        let streams = use_rings.weights != WeightPlace::Flat;
+        let weights = streams.then(|| self.workload.weight_ring(layout, self.table)).flatten();
         Rings {
-            grads: self.workload.grad_ring(layout, self.table).filter(|_| use_rings.grads),
+            grads: use_rings.grads.then(|| self.workload.grad_ring(layout, self.table)).flatten(),
             weights,
             fully_sharded: weights.is_some() && use_rings.weights == WeightPlace::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
