@@ -705,10 +705,11 @@ impl<C> Pulls<C> {
             let (bucket, rank) = self.folded;
             let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
             let needed = self.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
-            if self.seat.board.published_partials(rank) < needed {
+            let published = self.seat.board.published_partials(rank);
+            if published.is_some_and(|published| published < needed) {
                 return;
             }
-            let flat = theirs.global(bucket);
+            let flat = if published.is_some() { theirs.global(bucket) } else { 0..0 };
             for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
                 let partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
                 self.seat.board.read_partials(start / BLOCK, partials);

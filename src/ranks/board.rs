@@ -374,9 +374,9 @@ impl Board {
         self.ring_others(rank);
     }
 
-    /// Partial sums that `rank` has published, in all steps. A mirror image, whose slice may be longer, has all.
-    pub(crate) fn published_partials(&self, rank: usize) -> u64 {
-        self.entries.get(rank).map_or(u64::MAX, |entry| entry.partials.load(Ordering::Acquire))
+    /// Partial sums that `rank` has published, in all steps; none of a mirror image, which computes none: they are zeros.
+    pub(crate) fn published_partials(&self, rank: usize) -> Option<u64> {
+        self.entries.get(rank).map(|entry| entry.partials.load(Ordering::Acquire))
     }
 
     /// Reads partial sums from the one at `start` on.
