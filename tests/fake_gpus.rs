@@ -121,10 +121,12 @@ fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     // Updates on the GPU, whose weights are all there at once.
     let resident = if cfg!(feature = "repartition") { "--resident-buckets=all" } else { "--slots=2" };
     let ahead = |more: &[&str]| {
-        let outcome = train_in(&workspace, &[("FAKE_GPUS", "4")], &[&["--gpus=4", "--gradient-shares=4", "--max-steps=2", resident], more].concat());
+        let outcome =
+            train_in(&workspace, &[("FAKE_GPUS", "4")], &[&["--gpus=4", "--gradient-shares=4", "--max-steps=2", resident], more].concat());
         assert_eq!(outcome.code, 0, "{outcome:?}");
         // All weights come anew, and the first layers do not wait for the last ones'.
-        let [buckets, pulls] = [number(&outcome, "  buckets ", " of"), number(&outcome, "fake driver had ", " pulls before a forward pass")];
+        let [buckets, pulls] =
+            [number(&outcome, "  buckets ", " of"), number(&outcome, "fake driver had ", " pulls before a forward pass")];
         let all = 3 * buckets;
         let least = usize::from(cfg!(feature = "repartition"));
         assert!(all > 300 && (least..=all / 2).contains(&pulls), "{pulls} pulls before a forward pass, of {all}");

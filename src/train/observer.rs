@@ -169,7 +169,8 @@ impl fmt::Display for Summary {
         }
         self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
         let Some(trace) = &self.trace else { return Ok(()) };
-        let dropped = if self.trace_dropped > 0 { format!(" (full: {} earlier spans left out)", self.trace_dropped) } else { String::new() };
+        let dropped =
+            if self.trace_dropped > 0 { format!(" (full: {} earlier spans left out)", self.trace_dropped) } else { String::new() };
         write!(f, "\n  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display())
     }
 }
