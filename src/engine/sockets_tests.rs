@@ -193,3 +193,35 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
     });
     assert!(refused.unwrap().to_string().contains("bucket 4 of round 2"));
 }
+
+/// What is fetched crosses anew with each fetch, and what comes of a later one waits for it.
+#[test]
+fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
+    let mut pair = Pair::new(5);
+    pair.sockets.next_version();
+    let flat = pair.sockets.slices.layout().range(5).start..pair.sockets.slices.layout().range(6).end;
+    let first = |pair: &mut Pair| [5, 6].map(|bucket| pair.weight(1, bucket));
+    for (round, [fifth, sixth]) in [(2, [5.25, 6.25]), (3, [50.5, 60.5])] {
+        for (bucket, value) in [(5, fifth), (6, sixth)] {
+            pair.write(1, 0, bucket, -value);
+        }
+        // Ahead of this rank's fetch.
+        pair.send(1, 6, round, sixth);
+        let before = first(&mut pair);
+        assert!(!before.contains(&sixth), "round {round}: {before:?}");
+        pair.sockets.fetch(&flat, &[pair.event; BUCKETS]);
+        assert_eq!(pair.arrive(1, 2), [(5, round, -fifth), (6, round, -sixth)]);
+        pair.go_on();
+        assert!(!pair.sockets.has_fetched(), "round {round}: one of two has come");
+        pair.send(1, 5, round, fifth);
+        pair.go_on();
+        assert_eq!((first(&mut pair), pair.sockets.has_fetched()), ([fifth, sixth], true), "round {round}");
+    }
+    // Beyond what was fetched.
+    pair.send(1, 7, 3, 7.5);
+    let refused = (0..1000).find_map(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        pair.sockets.serve(&mut pair.dev).err()
+    });
+    assert!(refused.unwrap().to_string().contains("bucket 7 of round 3"));
+}
