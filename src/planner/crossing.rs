@@ -18,20 +18,21 @@ pub struct Crossing {
 
 impl Crossing {
     /// That of a step of `workload` with the tensors of `table`: each round's gradients of a rank's slice come from all others, or
-    /// where groups are summed within processes from its namesakes; the weights of these from them, once or with each fetch, and all other weights
-    /// from ranks of its process.
+    /// where groups are summed within processes from its namesakes; the weights of these from them, and all other weights from ranks of its
+    /// process, once, or with each fetch what is fetched.
     pub(super) fn of(workload: &Workload, table: &TensorTable, rings: Rings) -> Self {
         let Workload { shares, group, ranks, processes, dtype, by_nccl, .. } = *workload;
         let (rounds, mates, slice_bytes) = (shares / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
-        let fetched = rings.weights.filter(|_| rings.fully_sharded).map_or(0, |ring| {
+        let again = rings.weights.map_or(0, |ring| {
             let micro_batches = micro_batches_each(workload.grad_accum_steps, workload.sequence_ranks, ranks);
             fetched_elems(table, ring, micro_batches) - ring.ringed_elems
         });
+        let again_bytes = again / ranks * dtype.bytes();
         // Of gradients, what a rank pulls: of its own slice, or of its namesakes', too; and from how many of each other process.
         let (slices, senders) = if sums_within(group, (ranks, processes)) { (processes, 1) } else { (1, mates) };
         // A slice of weights comes into each process once, and passes from rank to rank there.
-        let near = (mates - 1) * (rounds * slices + processes) * slice_bytes;
-        let far = (processes - 1) * ((rounds * senders + 1) * slice_bytes + fetched / ranks * dtype.bytes());
+        let near = (mates - 1) * (rounds * slices * slice_bytes + processes * (slice_bytes + again_bytes));
+        let far = (processes - 1) * ((rounds * senders + 1) * slice_bytes + if rings.fully_sharded { again_bytes } else { 0 });
         Self { near, far, by_nccl }
     }
 

@@ -196,7 +196,9 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         assert!((streamed / 4..streamed / 4 + (64 << 20)).contains(&slices), "{slices} of {streamed}: {auto}");
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
-        assert_eq!(auto.crossing, replicated.crossing);
+        // Three quarters of what streams come once more, but for what the ring still holds.
+        let again = (auto.crossing.near - replicated.crossing.near) as f64 / (0.75 * streamed as f64);
+        assert!(auto.crossing.far == replicated.crossing.far && (0.9..1.0).contains(&again), "{again}");
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
