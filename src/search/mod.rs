@@ -275,10 +275,9 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 /// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Tried when all else of replicated
 /// ones is as good as it gets.
 fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let Settings { weights: asked, processes, resident_buckets, bucket_mib, .. } = *query.settings;
+    let Settings { weights: asked, processes, resident_buckets, .. } = *query.settings;
     let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes && from.plan.weight_ring.is_none();
-    let settings = Settings { resident_buckets, bucket_mib, ..from.settings.clone() };
-    let from = Candidate { settings, ..from.clone() };
+    let from = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
     if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }
 

@@ -3,7 +3,7 @@
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
-use super::{Ranking, Scope, SearchQuery};
+use super::{Ranking, Scope, SearchQuery, sharing};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -653,6 +653,35 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     assert!(flow.verdicts.clip > 0 && flow.bucket_steps.rolled_back > 0);
     let (stationary, _) = run(WeightsChoice::Replicated);
     assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
+}
+
+/// Where weights fit on each device, sharing them is tried, and worth leaving the others only beyond the doubt about pulls.
+#[test]
+fn weights_are_shared_for_speed_where_that_gains_more_than_the_doubt() {
+    let shape = model("qwen3-4b", 4);
+    let tried = |settings: Settings| {
+        let machine = Machine::of_several(&Profile::load("h200-x4").unwrap(), 4).unwrap();
+        let settings = Settings { gpus: 4, seq_length: 2048, per_device_train_batch_size: 1, ..settings };
+        let query = SearchQuery::new(&settings, &shape, &machine);
+        let mut best = query.candidate(&settings).unwrap().unwrap();
+        best.settings.resident_buckets = ResidentBuckets::Count(1);
+        (sharing(&query, &best), best)
+    };
+    let (shared, best) = tried(Settings::default());
+    let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
+    // From as many resident buckets as fit then, whatever was best before.
+    assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
+    assert!(tried(Settings { weights: WeightsChoice::Replicated, ..Settings::default() }).0.is_empty());
+    let faster = |by: f64, weights| {
+        let mut candidate = best.clone();
+        candidate.settings.weights = weights;
+        candidate.outcome.step_ms.samples.iter_mut().for_each(|ms| *ms *= 1.0 - by);
+        candidate
+    };
+    let [same, little, much] = [(0.02, WeightsChoice::Auto), (0.02, WeightsChoice::Sharded), (0.04, WeightsChoice::Sharded)]
+        .map(|(by, weights)| faster(by, weights).is_worth_leaving(&best));
+    assert_eq!([same, little, much], [true, false, true]);
+    assert!(faster(0.02, WeightsChoice::Sharded).is_worth_leaving(&faster(0.0, WeightsChoice::Sharded)), "both share");
 }
 
 /// A run of 300,000 micro-batches once planned for days: each was simulated.
