@@ -406,7 +406,7 @@ impl Device for CudaDevice {
             Some(_) if separates_documents => self.prepare_documents(&shape, dtype),
             Some(sdpa) => {
                 let block = sdpa.block(&shape);
-                sdpa.prepare(&shape, block, dtype)
+                sdpa.prepare(&[(shape, block)], dtype)
             }
             None => Ok(()),
         }

@@ -20,7 +20,8 @@ impl CudaDevice {
         self.reserve_documents(shape)?;
         let Some(sdpa) = &mut self.sdpa else { return Ok(()) };
         let block = sdpa.block(shape);
-        batch_shapes(shape).try_for_each(|batch| sdpa.prepare(&batch, batch_block(shape, block, &batch), dtype))
+        let batches: Vec<_> = batch_shapes(shape).map(|batch| (batch, batch_block(shape, block, &batch))).collect();
+        sdpa.prepare(&batches, dtype)
     }
 
     fn reserve_documents(&mut self, shape: &AttentionShape) -> Result<()> {

@@ -3,6 +3,7 @@
 
 mod attention;
 mod blocks;
+mod compile;
 mod graph;
 mod plan;
 mod sys;
@@ -15,11 +16,17 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use blocks::{QueryBlock, query_blocks};
+use compile::make_all;
 use cust::memory::DeviceBuffer;
-use cust::sys::{CUstream, cuMemsetD8Async, cuStreamSynchronize};
-use graph::AttentionTensor;
+use cust::sys::{CUcontext, CUstream, cuCtxGetCurrent, cuCtxSetCurrent, cuMemsetD8Async, cuStreamSynchronize};
+use graph::{AttentionTensor, Graph};
 use plan::{Addresses, ExecutionPlan, Target};
+use std::ptr;
+use std::thread::available_parallelism;
 use sys::{Connection, Cudnn, DataType};
+
+/// Plans compiled at once: other ranks of the machine compile theirs at the same time.
+const COMPILING_MAX: usize = 8;
 
 /// What cuDNN's kernels take on the GPUs of a generation, by its table (documentation of 9.18.1, "Support Matrix").
 struct AttentionLimits {
@@ -61,11 +68,13 @@ impl AttentionLimits {
 
 /// cuDNN, the plans made so far, and the workspace that they share.
 pub(super) struct Sdpa {
-    // Dropped in this order: the connection last.
+    // Dropped in this order: the connections last.
     forward: Vec<ForwardPlan>,
     backward: Vec<BackwardPlans>,
     workspace: DeviceBuffer<u8>,
     connection: Connection,
+    /// Of the threads that compile beside this one; plans may know what they were compiled by.
+    compilers: Vec<Connection>,
     stream: CUstream,
     limits: &'static AttentionLimits,
     deterministic: bool,
@@ -96,7 +105,16 @@ impl Sdpa {
         let (cudnn, limits) = (Cudnn::open(libraries)?, AttentionLimits::of(generation));
         limits.check_version(cudnn.version(), deterministic)?;
         let connection = Connection::new(cudnn, stream)?;
-        Ok(Self { forward: Vec::new(), backward: Vec::new(), workspace: allocate(0)?, connection, stream, limits, deterministic })
+        Ok(Self {
+            forward: Vec::new(),
+            backward: Vec::new(),
+            workspace: allocate(0)?,
+            connection,
+            compilers: Vec::new(),
+            stream,
+            limits,
+            deterministic,
+        })
     }
 
     /// Bytes of the workspace.
@@ -114,45 +132,61 @@ impl Sdpa {
         attention_block(shape, self.deterministic)
     }
 
-    /// Compiles both directions for a shape, whose backward pass goes in blocks of `block` queries, and makes room for them; nothing if that is
-    /// done. Half a second each, and as much for each further block; only before step 0, for a step must not wait for it.
+    /// Compiles both directions for shapes, whose backward passes go in blocks of so many queries, and makes room for them; nothing if that is
+    /// done. A plan takes a thread half a second, and there is one for each direction and block; only before step 0, for a step must not wait for
+    /// it.
     ///
     /// # Errors
     /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
-    pub(super) fn prepare(&mut self, shape: &AttentionShape, block: usize, dtype: Dtype) -> Result<()> {
-        self.forward_plan(shape, dtype)?;
-        self.backward_plans(shape, block, dtype).map(drop)
+    pub(super) fn prepare(&mut self, shapes: &[(AttentionShape, usize)], dtype: Dtype) -> Result<()> {
+        let forward = shapes.iter().map(|(shape, _)| (*shape, dtype)).collect();
+        self.compile_missing(forward, shapes.iter().map(|(shape, block)| (*shape, dtype, *block)).collect())
     }
 
-    fn forward_plan(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<&mut ExecutionPlan> {
-        let of = (*shape, dtype);
-        let index = match self.forward.iter().position(|known| known.of == of) {
-            Some(index) => index,
-            None => {
-                let format = supported(shape, dtype, self.limits)?;
-                let plan = build_forward(self.connection.cudnn, &Target::Gpu(self.connection.handle), shape, (dtype, format))?;
-                self.reserve(plan.workspace_bytes())?;
-                self.forward.push(ForwardPlan { of, plan });
-                self.forward.len() - 1
-            }
-        };
-        Ok(&mut self.forward[index].plan)
+    fn compile_missing(&mut self, mut forward: Vec<(AttentionShape, Dtype)>, backward: Vec<(AttentionShape, Dtype, usize)>) -> Result<()> {
+        forward.retain(|of| self.forward.iter().all(|known| known.of != *of));
+        let is_missing = |of: &(AttentionShape, Dtype, usize)| self.backward.iter().all(|known| known.of != *of);
+        let mut backward: Vec<_> = backward.into_iter().filter(is_missing).map(|of| BackwardPlans::new(of, self.deterministic)).collect();
+        if forward.is_empty() && backward.is_empty() {
+            return Ok(());
+        }
+        let mut wanted = forward.iter().map(|of| Wanted::forward(*of, self.limits)).collect::<Result<Vec<_>>>()?;
+        for plans in &backward {
+            wanted.extend(plans.wanted(self.limits, self.deterministic)?);
+        }
+        let mut made = self.compile(&wanted)?.into_iter();
+        forward.into_iter().zip(made.by_ref()).for_each(|(of, plan)| self.forward.push(ForwardPlan { of, plan }));
+        backward.iter_mut().for_each(|plans| plans.take(&mut made));
+        self.backward.extend(backward);
+        let forward = self.forward.iter().map(|forward| forward.plan.workspace_bytes());
+        let bytes = forward.chain(self.backward.iter().map(|plans| plans.workspace_bytes(self.deterministic))).max();
+        self.reserve(bytes.unwrap_or(0))
     }
 
-    fn backward_plans(&mut self, shape: &AttentionShape, block: usize, dtype: Dtype) -> Result<&mut BackwardPlans> {
-        let of = (*shape, dtype, block);
-        let index = match self.backward.iter().position(|known| known.of == of) {
-            Some(index) => index,
-            None => {
-                let format = supported(shape, dtype, self.limits)?;
-                let target = Target::Gpu(self.connection.handle);
-                let plans = BackwardPlans::build(self.connection.cudnn, &target, of, format, self.deterministic)?;
-                self.reserve(plans.workspace_bytes(self.deterministic))?;
-                self.backward.push(plans);
-                self.backward.len() - 1
-            }
-        };
-        Ok(&mut self.backward[index])
+    /// The plans, in order: by several threads where there are several.
+    fn compile(&mut self, wanted: &[Wanted]) -> Result<Vec<ExecutionPlan>> {
+        let threads = available_parallelism().map_or(1, usize::from).min(COMPILING_MAX).min(wanted.len());
+        while self.compilers.len() + 1 < threads {
+            self.compilers.push(Connection::new(self.connection.cudnn, self.stream)?);
+        }
+        let connections = std::iter::once(&self.connection).chain(&self.compilers).take(threads.max(1));
+        let mut targets: Vec<_> = connections.map(|connection| Target::Gpu(connection.handle)).collect();
+        let mut context = ptr::null_mut();
+        // SAFETY: writes one address.
+        check(unsafe { cuCtxGetCurrent(&mut context) }, || "find the GPU's context".into())?;
+        let context = context as usize;
+        // SAFETY: the context outlives this call, which waits for its threads.
+        let enter = || check(unsafe { cuCtxSetCurrent(context as CUcontext) }, || "enter the GPU's context".into());
+        make_all(&mut targets, wanted, enter, |target, wanted| wanted.build(self.connection.cudnn, target))
+    }
+
+    fn forward_plan(&mut self, shape: &AttentionShape, dtype: Dtype) -> &mut ExecutionPlan {
+        let known = self.forward.iter_mut().find(|known| known.of == (*shape, dtype));
+        &mut known.expect("steps() has prepared it").plan
+    }
+
+    fn backward_plans(&mut self, shape: &AttentionShape, block: usize, dtype: Dtype) -> &mut BackwardPlans {
+        self.backward.iter_mut().find(|known| known.of == (*shape, dtype, block)).expect("steps() has prepared them")
     }
 
     fn reserve(&mut self, bytes: usize) -> Result<()> {
@@ -182,8 +216,14 @@ impl Sdpa {
     /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
     pub(super) fn steps(&mut self, call: &AttentionCall) -> Result<Vec<Vec<AttentionStep>>> {
         match call.direction {
-            Direction::Forward => self.forward_plan(&call.shape, call.dtype).map(|_| vec![vec![AttentionStep::Forward]]),
-            Direction::Backward { block, .. } => Ok(self.backward_plans(&call.shape, block, call.dtype)?.steps(&call.shape)),
+            Direction::Forward => {
+                self.compile_missing(vec![(call.shape, call.dtype)], Vec::new())?;
+                Ok(vec![vec![AttentionStep::Forward]])
+            }
+            Direction::Backward { block, .. } => {
+                self.compile_missing(Vec::new(), vec![(call.shape, call.dtype, block)])?;
+                Ok(self.backward_plans(&call.shape, block, call.dtype).steps(&call.shape))
+            }
         }
     }
 
@@ -195,11 +235,11 @@ impl Sdpa {
         let (handle, workspace) = (self.connection.handle, self.workspace.as_device_ptr().as_raw());
         let (plan, addresses) = match (step, call.direction) {
             (AttentionStep::Backward { place, block }, Direction::Backward { block: queries, .. }) => {
-                let plans = self.backward_plans(&call.shape, queries, call.dtype)?;
+                let plans = self.backward_plans(&call.shape, queries, call.dtype);
                 let addresses = call.addresses_of(&plans.part, place, &plans.blocks[block]);
                 (plans.plan(block), addresses)
             }
-            _ => (self.forward_plan(&call.shape, call.dtype)?, call.addresses),
+            _ => (self.forward_plan(&call.shape, call.dtype), call.addresses),
         };
         // SAFETY: the slices of a call have been checked against its shape, which its parts and blocks are of; the workspace is large enough for
         // every plan made.
@@ -212,7 +252,7 @@ impl Sdpa {
             return Ok(Vec::new());
         };
         let workspace = self.workspace.as_device_ptr().as_raw();
-        let plans = self.backward_plans(&call.shape, queries, call.dtype)?;
+        let plans = self.backward_plans(&call.shape, queries, call.dtype);
         if plans.blocks.len() == 1 {
             return Ok(Vec::new());
         }
@@ -222,31 +262,54 @@ impl Sdpa {
     }
 }
 
-fn build_forward(cudnn: Cudnn, target: &Target, shape: &AttentionShape, (dtype, format): (Dtype, DataType)) -> Result<ExecutionPlan> {
-    ExecutionPlan::build(cudnn, &attention::forward(shape, format), target).map_err(|error| refused(error, shape, dtype))
+/// A plan that is not there yet.
+struct Wanted {
+    shape: AttentionShape,
+    dtype: Dtype,
+    graph: Graph,
 }
 
-/// What cuDNN does not compile it does not support.
-fn refused(error: Error, shape: &AttentionShape, dtype: Dtype) -> Error {
-    match error {
-        Error::Resource { operation, cause } => unsupported(shape, dtype, &format!("{operation}: {cause}")),
-        other => other,
+impl Wanted {
+    fn forward((shape, dtype): (AttentionShape, Dtype), limits: &AttentionLimits) -> Result<Self> {
+        let format = supported(&shape, dtype, limits)?;
+        Ok(Self { shape, dtype, graph: attention::forward(&shape, format) })
+    }
+
+    /// What cuDNN does not compile it does not support.
+    fn build(&self, cudnn: Cudnn, target: &Target) -> Result<ExecutionPlan> {
+        ExecutionPlan::build(cudnn, &self.graph, target).map_err(|error| match error {
+            Error::Resource { operation, cause } => unsupported(&self.shape, self.dtype, &format!("{operation}: {cause}")),
+            other => other,
+        })
     }
 }
 
 impl BackwardPlans {
-    fn build(cudnn: Cudnn, target: &Target, of: (AttentionShape, Dtype, usize), format: DataType, deterministic: bool) -> Result<Self> {
-        let (shape, dtype, block) = of;
-        let part = attention_part(&shape, block, deterministic);
-        let blocks: Vec<_> = query_blocks(&shape, block).collect();
-        let mut plans: Vec<((usize, usize), ExecutionPlan)> = Vec::new();
-        for size in blocks.iter().map(QueryBlock::size) {
-            if plans.iter().all(|(known, _)| *known != size) {
-                let graph = attention::backward(&shape, &part, size, format, deterministic);
-                plans.push((size, ExecutionPlan::build(cudnn, &graph, target).map_err(|error| refused(error, &shape, dtype))?));
-            }
-        }
-        Ok(Self { of, part, blocks, plans })
+    /// Without its plans.
+    fn new(of: (AttentionShape, Dtype, usize), deterministic: bool) -> Self {
+        let (shape, _, block) = of;
+        Self { of, part: attention_part(&shape, block, deterministic), blocks: query_blocks(&shape, block).collect(), plans: Vec::new() }
+    }
+
+    /// Numbers of queries and of keys that blocks have, each once.
+    fn sizes(&self) -> Vec<(usize, usize)> {
+        let mut sizes: Vec<_> = self.blocks.iter().map(QueryBlock::size).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    /// The plans that it needs, by size.
+    fn wanted(&self, limits: &AttentionLimits, deterministic: bool) -> Result<Vec<Wanted>> {
+        let (shape, dtype, _) = self.of;
+        let format = supported(&shape, dtype, limits)?;
+        let graph = |size| attention::backward(&shape, &self.part, size, format, deterministic);
+        Ok(self.sizes().into_iter().map(|size| Wanted { shape, dtype, graph: graph(size) }).collect())
+    }
+
+    /// Takes its plans off the front of `made`.
+    fn take(&mut self, made: &mut impl Iterator<Item = ExecutionPlan>) {
+        self.plans = self.sizes().into_iter().zip(made).collect();
     }
 
     /// Bytes of the workspace that cuDNN wants.

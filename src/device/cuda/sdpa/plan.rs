@@ -57,6 +57,9 @@ pub(super) struct ExecutionPlan {
     own: std::ops::Range<u64>,
 }
 
+// SAFETY: the pointers are written before each use.
+unsafe impl Send for ExecutionPlan {}
+
 impl ExecutionPlan {
     /// Takes the first suggestion that compiles: the same in every process.
     pub(super) fn build(cudnn: Cudnn, graph: &Graph, target: &Target) -> Result<Self> {

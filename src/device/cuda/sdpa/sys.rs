@@ -105,10 +105,16 @@ values! { 0 Handle, 1 DataType, 2 bool, 3 i64, 4 f32, 6 *mut c_void, 8 Heuristic
 #[repr(transparent)]
 pub(super) struct Handle(*mut c_void);
 
+// SAFETY: cuDNN lets any thread use a handle that no other uses at the same time.
+unsafe impl Send for Handle {}
+
 /// A descriptor's address.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct Raw(*mut c_void);
+
+// SAFETY: memory of cuDNN's, which is no thread's own.
+unsafe impl Send for Raw {}
 
 /// Formats of tensors and of arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

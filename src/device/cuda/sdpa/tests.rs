@@ -79,7 +79,47 @@ fn parts_of_the_backward_pass_cover_it_once() {
 
 /// Plans of the backward pass that nothing compiled.
 fn in_blocks(shape: AttentionShape, part: AttentionShape, block: usize) -> BackwardPlans {
-    BackwardPlans { of: (shape, Dtype::Bfloat16, block), part, blocks: query_blocks(&shape, block).collect(), plans: Vec::new() }
+    BackwardPlans { part, ..BackwardPlans::new((shape, Dtype::Bfloat16, block), true) }
+}
+
+#[test]
+fn every_size_of_a_block_is_wanted_once() {
+    let limits = AttentionLimits::of(9);
+    let sizes = |shape, block| in_blocks(shape, shape, block).sizes();
+    assert_eq!(sizes(SHAPE, 512), [(512, 512)]);
+    assert_eq!(sizes(SHAPE, 192), [(128, 512), (192, 192), (192, 384)]);
+    // Behind a window blocks are alike.
+    let windowed = AttentionShape { seq_length: 2048, window: Some(128), ..SHAPE };
+    assert_eq!(sizes(windowed, 256), [(256, 256), (256, 384)]);
+    let wanted = in_blocks(windowed, windowed, 256).wanted(limits, true).unwrap();
+    assert_eq!(wanted.len(), 2);
+    let odd = AttentionShape { head_dim: 100, ..SHAPE };
+    assert!(in_blocks(odd, odd, 512).wanted(limits, true).is_err());
+}
+
+/// An H200 that need not be here.
+fn h200(cudnn: Cudnn) -> Descriptor {
+    let described = |device: &Descriptor| device.set(Attribute::DeviceJson, H200.trim().as_bytes());
+    Descriptor::build(cudnn, DescriptorKind::DeviceProperties, described).unwrap()
+}
+
+/// How many times as fast threads compile as one does, told by `--nocapture`. Needs what the test below needs.
+#[test]
+#[ignore = "needs cuDNN, and a driver or a stand-in for one"]
+fn threads_compile_side_by_side() {
+    let cudnn = Cudnn::open(&Libraries::new(&[], 13)).unwrap();
+    let shape = AttentionShape { batch: 1, seq_length: 32768, heads: 32, kv_heads: 8, ..SHAPE };
+    let wanted = BackwardPlans::new((shape, Dtype::Bfloat16, 4096), true).wanted(AttentionLimits::of(9), true).unwrap();
+    let seconds = |threads: usize| {
+        let mut targets: Vec<_> = (0..threads).map(|_| Target::Described(h200(cudnn))).collect();
+        let begin = std::time::Instant::now();
+        make_all(&mut targets, &wanted, || Ok(()), |target, wanted| wanted.build(cudnn, target)).unwrap();
+        begin.elapsed().as_secs_f64()
+    };
+    seconds(1);
+    let (one, two) = (seconds(1), seconds(2));
+    println!("{} plans: one thread {one:.2} s, two {two:.2} s", wanted.len());
+    assert!(two < 0.75 * one, "one thread {one:.2} s, two {two:.2} s");
 }
 
 #[test]
@@ -120,21 +160,23 @@ fn one_block_is_enqueued_whole_and_several_one_by_one() {
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
     let cudnn = Cudnn::open(&Libraries::new(&[], 13)).unwrap();
-    let device =
-        Descriptor::build(cudnn, DescriptorKind::DeviceProperties, |device| device.set(Attribute::DeviceJson, H200.trim().as_bytes()));
-    let target = Target::Described(device.unwrap());
+    let mut targets = [(); 2].map(|()| Target::Described(h200(cudnn)));
+    let mut compile = |wanted: &[Wanted]| make_all(&mut targets, wanted, || Ok(()), |target, wanted| wanted.build(cudnn, target));
     let mha = AttentionShape { kv_heads: 8, ..SHAPE };
     let windowed = AttentionShape { window: Some(128), ..SHAPE };
     let odd = AttentionShape { batch: 1, seq_length: 77, heads: 3, kv_heads: 1, head_dim: 40, ..SHAPE };
     for (shape, name) in [(SHAPE, "gqa"), (mha, "mha"), (windowed, "window"), (odd, "odd")] {
         for (dtype, deterministic) in [(Dtype::Bfloat16, true), (Dtype::Bfloat16, false), (Dtype::Float16, true)] {
-            let format = supported(&shape, dtype, AttentionLimits::of(9)).unwrap();
-            let forward = build_forward(cudnn, &target, &shape, (dtype, format)).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+            let limits = AttentionLimits::of(9);
+            let forward = compile(&[Wanted::forward((shape, dtype), limits).unwrap()]).unwrap_or_else(|e| panic!("{name} {dtype}: {e}"));
+            let forward = &forward[0];
             assert!(forward.json().contains("\"finalizeMode\":\"SDPA_FWD\""), "{name} {dtype}");
             for block in [shape.seq_length, 192, 40] {
                 let case = format!("{name} {dtype} deterministic: {deterministic}, blocks of {block}");
-                let plans = BackwardPlans::build(cudnn, &target, (shape, dtype, block), format, deterministic)
-                    .unwrap_or_else(|e| panic!("{case}: {e}"));
+                let mut plans = BackwardPlans::new((shape, dtype, block), deterministic);
+                let made = compile(&plans.wanted(limits, deterministic).unwrap()).unwrap_or_else(|e| panic!("{case}: {e}"));
+                plans.take(&mut made.into_iter());
+                assert!((0..plans.blocks.len()).all(|block| plans.plan(block).workspace_bytes() > 0), "{case}");
                 assert!(plans.plans.iter().all(|(_, plan)| plan.json().contains("\"finalizeMode\":\"SDPA_BWD\"")), "{case}");
                 let bytes = plans.workspace_bytes(deterministic);
                 assert_eq!(bytes.max(forward.workspace_bytes()), attention_workspace_bytes(&shape, block, deterministic), "{case}");

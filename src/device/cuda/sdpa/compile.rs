@@ -1,0 +1,84 @@
+//! Several things made at once by several threads: cuDNN takes half a second of one thread for each plan.
+
+use crate::error::Result;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+/// `make` of every item, in their order. Each worker is used by one thread, the first by the calling one; a thread calls `enter` before it makes
+/// anything.
+///
+/// # Errors
+/// Of those that fail the first in the order of the items, whatever the threads' order was.
+pub(super) fn make_all<W: Send, T: Sync, R: Send>(
+    workers: &mut [W],
+    items: &[T],
+    enter: impl Fn() -> Result<()> + Sync,
+    make: impl Fn(&W, &T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    // Items are begun in order, and what is begun is ended: so no earlier one than the first that failed is left out.
+    let take = || (!failed.load(Ordering::Relaxed)).then(|| next.fetch_add(1, Ordering::Relaxed)).filter(|&index| index < items.len());
+    let work = |worker: &mut W| -> Vec<(usize, Result<R>)> {
+        let mut made = Vec::new();
+        while let Some(index) = take() {
+            let result = enter().and_then(|()| make(worker, &items[index]));
+            failed.fetch_or(result.is_err(), Ordering::Relaxed);
+            made.push((index, result));
+        }
+        made
+    };
+    let mut made = thread::scope(|scope| {
+        let (first, others) = workers.split_first_mut().expect("somebody makes them");
+        let others: Vec<_> = others.iter_mut().map(|worker| scope.spawn(|| work(worker))).collect();
+        let mut made = work(first);
+        made.extend(others.into_iter().flat_map(|other| other.join().expect("making returns errors")));
+        made
+    });
+    made.sort_unstable_by_key(|(index, _)| *index);
+    made.into_iter().map(|(_, result)| result).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use std::sync::Barrier;
+
+    #[test]
+    fn all_are_made_in_order_by_as_many_threads_as_there_are_workers() {
+        for workers in 1..5 {
+            // Nobody goes on before all threads have begun: one that did nothing would leave the others waiting.
+            let (all, items) = (Barrier::new(workers), Vec::from_iter(0..workers * 20));
+            let meet = |worker: &usize, item: &usize| {
+                if *item < workers {
+                    all.wait();
+                }
+                Ok((*worker, *item))
+            };
+            let made = make_all(&mut Vec::from_iter(0..workers), &items, || Ok(()), meet).unwrap();
+            assert_eq!(made.iter().map(|(_, item)| *item).collect::<Vec<_>>(), items);
+            let mut used: Vec<_> = made[..workers].iter().map(|(worker, _)| *worker).collect();
+            used.sort_unstable();
+            assert_eq!(used, Vec::from_iter(0..workers));
+        }
+    }
+
+    #[test]
+    fn of_several_errors_the_first_in_order_is_told() {
+        let make = |_: &usize, item: &usize| match item {
+            // The later one fails first.
+            30 => {
+                thread::sleep(std::time::Duration::from_millis(20));
+                Err(Error::usage("30"))
+            }
+            31 => Err(Error::usage("31")),
+            _ => Ok(*item),
+        };
+        for _ in 0..20 {
+            let refused = make_all(&mut [0, 1, 2, 3], &Vec::from_iter(0..100), || Ok(()), make).unwrap_err();
+            assert!(refused.to_string().contains("30"), "{refused}");
+        }
+        let refused = make_all(&mut [0, 1], &[0; 3], || Err(Error::usage("enter")), |_, item| Ok(*item)).unwrap_err();
+        assert!(refused.to_string().contains("enter"), "{refused}");
+    }
+}
