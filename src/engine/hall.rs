@@ -49,8 +49,8 @@ pub(super) struct Introduction<C> {
     pub(super) memory: RankMemory,
     /// By bucket: its gradient is written.
     pub(super) written: Vec<EventId>,
-    /// The gradients of others are pulled, as far as that was enqueued.
-    pub(super) pulled: EventId,
+    /// By bucket: the gradients of others are pulled.
+    pub(super) pulled: Vec<EventId>,
     /// By bucket: its own slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
     /// By bucket: its namesakes' slices of the weights have come to it, where there are other processes.

@@ -53,9 +53,11 @@ pub(crate) struct Pulls<C> {
     /// By rank, once all are known.
     peers: Vec<Introduction<C>>,
     written: Vec<EventId>,
-    pulled: EventId,
-    /// The last sum is made.
-    summed: EventId,
+    /// By bucket: it has what it sums of the others, and the sum is made.
+    pulled: Vec<EventId>,
+    summed: Vec<EventId>,
+    /// That of the sum that was enqueued last.
+    last_summed: EventId,
     /// By bucket: the others' weights have come.
     gathered: Vec<EventId>,
     /// By bucket: the weights that it carries have come; none where there is one process.
@@ -174,7 +176,7 @@ impl<C> Pulls<C> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
         let mut events = |count| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
-        let (written, gathered) = (events(count)?, events(count)?);
+        let [written, gathered, pulled, summed] = [events(count)?, events(count)?, events(count)?, events(count)?];
         let carried = events(if matches!(reach, Reach::Memory) { 0 } else { count })?;
         let kept_sums = plan.kept_sums();
         let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
@@ -186,8 +188,9 @@ impl<C> Pulls<C> {
             written,
             gathered,
             carried,
-            pulled: dev.event()?,
-            summed: dev.event()?,
+            pulled,
+            last_summed: summed[0],
+            summed,
             fetched: dev.event()?,
             fetches: 0,
             is_bringing: false,
@@ -347,7 +350,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         let memory = RankMemory { shards: self.own.shards.clone(), ..memory };
         self.far.iter_mut().for_each(|far| far.settle_down(&memory));
         let (card, products) = (dev.card(), dev.product_algorithms());
-        let (written, pulled, vitals) = (self.written.clone(), self.pulled, vitals.clone());
+        let (written, pulled, vitals) = (self.written.clone(), self.pulled.clone(), vitals.clone());
         let (carried, fetched, handed) = (self.carried.clone(), self.fetched, self.handovers.events());
         self.hall
             .enter(self.seat.rank, Introduction { card, memory, written, pulled, stepped, carried, fetched, handed, vitals, products });
@@ -432,9 +435,10 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         if !self.sockets().map_or(Ok(true), |far| far.may_overwrite(dev))? {
             return Ok(false);
         }
-        dev.wait(Stream::Compute, self.summed)?;
+        // Of this bucket, and so of those before it: what came later need not be done.
+        dev.wait(Stream::Compute, self.summed[bucket])?;
         let mut mates = self.seat.board.mates().filter(|mate| *mate != self.seat.rank);
-        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled))?;
+        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
         Ok(true)
     }
 

@@ -8,6 +8,7 @@ use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, Launch, Poke};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::launch::open;
+use crate::memory::RingShape;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::ranks::board::{Board, Sizes};
@@ -21,6 +22,8 @@ struct Case {
     rounds: usize,
     blocks: usize,
     bucket_blocks: usize,
+    /// Gradients lie in a ring of so many buckets, if there are more; 0: in places of their own.
+    ring: usize,
 }
 
 const STEPS: u64 = 3;
@@ -46,7 +49,11 @@ fn plan(case: Case) -> Plan {
     let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
     let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
     let shares = case.ranks * case.rounds;
-    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, ..plan }
+    // One rank keeps no slices of sums.
+    let is_ringed = case.ranks > 1 && (1..layout.count()).contains(&case.ring);
+    let ring = RingShape { ringed_elems: layout.flat_elems(), period_elems: case.ring * layout.bucket_elems() };
+    let grad_ring = is_ringed.then_some(ring);
+    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, grad_ring, ..plan }
 }
 
 /// Nobody looks at them.
@@ -71,8 +78,8 @@ impl Rank {
         let schedule = Schedule::Adversary { seed: case.seed + seat.rank as u64 };
         let mut dev = open::cpu(1, schedule, seat.board.bell(seat.rank), 0)?;
         let mut pulls = Pulls::new(&mut dev, &plan, seat.clone(), hall.clone(), Reach::Memory)?;
-        let mut flat = || dev.alloc("flat", plan.layout.flat_elems(), Dtype::Float32);
-        let (grads, weights) = (flat()?, flat()?);
+        let mut flat = |ring| Lease::default().alloc_flat(&mut dev, "flat", plan.layout.flat_elems(), Dtype::Float32, ring);
+        let (grads, weights) = (flat(plan.grad_ring)?, flat(None)?);
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
@@ -112,6 +119,9 @@ impl Rank {
                 self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev, count - 1))?;
             }
             for bucket in 0..count {
+                if let Some(before) = bucket.checked_sub(case.ring).filter(|_| case.ring > 0) {
+                    self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev, before))?;
+                }
                 let value = gradient(step, round * case.ranks + own.rank(), bucket);
                 for flat in (0..case.ranks).map(|owner| own.of(owner, bucket)).filter(|flat| !flat.is_empty()) {
                     self.dev.launch(Poke { x: self.grads, index: flat.start, value })?;
@@ -123,7 +133,9 @@ impl Rank {
         assert_eq!(std::mem::take(&mut self.sums), Vec::from_iter(0..count), "each bucket once, in order");
         let want = |bucket| (0..case.ranks * case.rounds).map(|share| gradient(step, share, bucket)).sum();
         for bucket in (0..count).filter(|&bucket| !own.global(bucket).is_empty()) {
-            self.see(Stream::Reduce, self.grads.slice(own.global(bucket).start, 1), bucket, want(bucket))?;
+            let (flat, local) = (own.global(bucket), own.local(bucket));
+            let sum = Exchange::<CpuDevice>::own_grads(&self.pulls, self.grads, &flat, local.start);
+            self.see(Stream::Reduce, sum.slice(0, 1), bucket, want(bucket))?;
         }
         self.verdict(step)?;
         // The pool's order is its own.
@@ -217,7 +229,7 @@ fn run(case: Case) {
 /// What another rank has not said it may never say: whoever looks for it learns that.
 #[test]
 fn after_a_failure_nobody_waits_for_what_ranks_publish() {
-    let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2 };
+    let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2, ring: 0 };
     let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
     let seat = Seat { board: board.clone(), rank: 0 };
     let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
@@ -234,9 +246,9 @@ proptest! {
 
     #[test]
     fn what_ranks_pull_is_what_was_written_for_it(
-        seed in any::<u32>(), ranks in 1usize..5, rounds in 1usize..4, blocks in 1usize..14, bucket_blocks in 1usize..5,
+        seed in any::<u32>(), ranks in 1usize..5, rounds in 1usize..4, blocks in 1usize..14, bucket_blocks in 1usize..5, ring in 0usize..4,
     ) {
         let bucket_blocks = bucket_blocks.max(ranks);
-        run(Case { seed: u64::from(seed), ranks, rounds, blocks: blocks.max(ranks), bucket_blocks });
+        run(Case { seed: u64::from(seed), ranks, rounds, blocks: blocks.max(ranks), bucket_blocks, ring });
     }
 }

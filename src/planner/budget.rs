@@ -162,15 +162,18 @@ impl Workload<'_> {
     }
 
     /// The ring that gradients can share: those of offloaded buckets, or of all where several ranks keep their slices of the sums.
-    /// Long enough for the largest module and what is on its way to the host. None where micro-batches add up in place, or where it
-    /// would save nothing, and none on a device that shares the host's memory.
+    /// Long enough for the largest module and what is on its way to the host, or to other ranks: these begin with a module's gradients when the
+    /// last is written, and so get as much room again. None where micro-batches add up in place, or where it would save nothing, and none on a
+    /// device that shares the host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares) > 1 || self.machine.device == DeviceMemory::Shared {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
         let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
-        self.ring(limit, table, module_elems_max + RING_BUCKETS * layout.bucket_elems())
+        let leaving = RING_BUCKETS * layout.bucket_elems();
+        let leaving = if self.ranks == 1 { leaving } else { leaving.max(module_elems_max) };
+        self.ring(limit, table, module_elems_max + leaving)
     }
 
     /// Whether sums of gradients can lie on the host: there are some, all on one device, with memory of its own.

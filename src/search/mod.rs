@@ -319,15 +319,20 @@ fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
         return Vec::new();
     }
     let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();
+    // Rings and what passes between devices grow with buckets, and may need the place of one.
     let resized = |mib: usize| match from.settings.resident_buckets {
-        ResidentBuckets::Count(count) => ResidentBuckets::Count(count * bucket_bytes / (mib << 20)),
-        other => other,
+        ResidentBuckets::Count(count) => {
+            let (same, grows) = (count * bucket_bytes / (mib << 20), mib << 20 > bucket_bytes);
+            [Some(same), same.checked_sub(1).filter(|_| grows)].map(|count| count.map(ResidentBuckets::Count))
+        }
+        other => [Some(other), None],
     };
     let with = |activations, mib| {
-        let (resident_buckets, bucket_mib) = (resized(mib), Some(mib as f64));
-        Settings { activations, resident_buckets, bucket_mib, ..from.settings.clone() }
+        let of = move |resident_buckets| Settings { activations, resident_buckets, bucket_mib: Some(mib as f64), ..from.settings.clone() };
+        resized(mib).into_iter().flatten().map(of)
     };
-    query.policies().into_iter().flat_map(|policy| [16, 32, 128, 256].map(|mib| with(policy, mib))).collect()
+    let sizes = |policy| [16, 32, 128, 256].into_iter().flat_map(move |mib| with(policy, mib));
+    query.policies().into_iter().flat_map(sizes).collect()
 }
 
 fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {

@@ -39,7 +39,7 @@ impl<C> Pulls<C> {
             let (bucket, round) = ((self.buckets_grouped % self.buckets()) as usize, self.buckets_grouped / self.buckets());
             self.sum_group(dev, grads, bucket)?;
             self.buckets_grouped += 1;
-            let grouped = self.summed;
+            let grouped = self.summed[bucket];
             self.sockets().map_or(Ok(()), |far| far.send_grads(dev, bucket, round, grouped))?;
         }
         Ok(())
@@ -58,8 +58,8 @@ impl<C> Pulls<C> {
             }
             self.addition.of_one_group().add(dev, Stream::Reduce, (0, &parts[..mates.len()]), KeptSums::default(), place)?;
         }
-        self.publish_pulled(dev)?;
-        dev.record(self.summed, Stream::Reduce)
+        self.publish_pulled(dev, bucket)?;
+        self.record_summed(dev, bucket)
     }
 
     /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; where it comes to.
@@ -70,10 +70,15 @@ impl<C> Pulls<C> {
         Ok(place)
     }
 
-    fn publish_pulled<D: Device>(&self, dev: &mut D) -> Result<()> {
-        dev.record(self.pulled, Stream::Reduce)?;
+    fn publish_pulled<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
+        dev.record(self.pulled[bucket], Stream::Reduce)?;
         self.seat.board.publish_pulled(self.seat.rank);
         Ok(())
+    }
+
+    fn record_summed<D: Device>(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
+        self.last_summed = self.summed[bucket];
+        dev.record(self.last_summed, Stream::Reduce)
     }
 
     /// Where the part of `peer` of a slice of so many elements lies that this rank takes: those of its process from the front on, all others from
@@ -116,7 +121,7 @@ impl<C> Pulls<C> {
             .collect();
         let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
         let into = |peer: usize| places[peer].expect("another's place");
-        rails.swap_grads(dev, (bucket, round), into, self.summed)
+        rails.swap_grads(dev, (bucket, round), into, self.last_summed)
     }
 
     /// Enqueues the next sum, of which all parts are there or on their way.
@@ -153,7 +158,7 @@ impl<C> Pulls<C> {
             count += 1;
         }
         if !self.is_grouped {
-            self.publish_pulled(dev)?;
+            self.publish_pulled(dev, bucket)?;
         }
         if let Some(Far::Rails(rails)) = &self.far {
             rails.wait(dev, Stream::Reduce)?;
@@ -164,6 +169,6 @@ impl<C> Pulls<C> {
             Exchange::<D>::own_grads(self, grads, &flat, local.start),
         );
         addition.add(dev, Stream::Reduce, (round as usize * count, &parts[..count]), KeptSums::of(sums, local.len()), out)?;
-        dev.record(self.summed, Stream::Reduce)
+        self.record_summed(dev, bucket)
     }
 }
