@@ -6,7 +6,7 @@ use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{Device, Launch, Poke};
-use crate::host::pinned::{HostMemory, PinnedSlice};
+use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use crate::launch::open;
 use crate::memory::RingShape;
 use crate::model::shape::ModelShape;
@@ -249,6 +249,8 @@ proptest! {
         seed in any::<u32>(), ranks in 1usize..5, rounds in 1usize..4, blocks in 1usize..14, bucket_blocks in 1usize..5, ring in 0usize..4,
     ) {
         let bucket_blocks = bucket_blocks.max(ranks);
-        run(Case { seed: u64::from(seed), ranks, rounds, blocks: blocks.max(ranks), bucket_blocks, ring });
+        // A ring repeats in whole grains.
+        let grain = if ring > 0 { RING_GRAIN_BYTES / (BLOCK * size_of::<f32>()) } else { 1 };
+        run(Case { seed: u64::from(seed), ranks, rounds, blocks: blocks.max(ranks) * grain, bucket_blocks: bucket_blocks * grain, ring });
     }
 }
