@@ -40,8 +40,8 @@ const MUTANTS: [Mutant; 15] = [
             ("dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?", "dev.wait_for(Stream::Gather, mate, theirs.written[bucket])?"),
             ("dev.pull(Stream::Reduce, mate, theirs.memory.grads", "dev.pull(Stream::Gather, mate, theirs.memory.grads"),
             (
-                "        dev.record(self.pulled, Stream::Reduce)?;\n",
-                "        dev.record(self.pulled, Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled)?;\n",
+                "        dev.record(self.pulled[bucket], Stream::Reduce)?;\n",
+                "        dev.record(self.pulled[bucket], Stream::Gather)?;\n        dev.wait(Stream::Reduce, self.pulled[bucket])?;\n",
             ),
         ],
     },
@@ -70,10 +70,17 @@ const MUTANTS: [Mutant; 15] = [
         changes: &[
             ("self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {\n", "self.buckets_summed < needed {\n"),
             (
-                "        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled))?;\n",
+                "        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;\n",
                 "        mates.next();\n",
             ),
         ],
+    },
+    Mutant {
+        name: "gradients are overwritten when the bucket before is summed",
+        changes: &[(
+            "dev.wait(Stream::Compute, self.summed[bucket])?",
+            "dev.wait(Stream::Compute, self.summed[bucket.saturating_sub(1)])?",
+        )],
     },
     Mutant {
         name: "sums begin with the own part",

@@ -147,7 +147,9 @@ impl UseEngine for Measurement<'_> {
         let Steps { warmup, timed: steps, clip } = bench.steps;
         log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
         let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).in_documents(bench.documents.clone());
+        let start = Instant::now();
         bench.steps.warm_up(&mut engine, &mut tokens)?;
+        log(&format_args!("warm-up in {:.1} s", start.elapsed().as_secs_f64()));
         let mut counters = WorkerCounters::start(WORKER_ROLE)?;
         let sampler = launch.chosen.is_gpu().then(Sampler::start);
         let timed = bench.steps.time(&mut engine, &mut tokens, log)?;
