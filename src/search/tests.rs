@@ -3,7 +3,7 @@
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
-use super::{Ranking, Scope, SearchQuery, sharing};
+use super::{Ranking, Scope, SearchQuery, bucket_mib, sharing};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -190,6 +190,18 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
         let better = found.mean_s() / by_hand(slots).mean_s() - 1.0;
         assert!(better < 1.0 / SWEEP_PARTS, "{slots} slots: {better:+.3}");
     }
+}
+
+/// What grows with buckets may need the place of one: with as many as before a loss in smaller tiles was all that fit, or nothing.
+#[test]
+fn larger_buckets_are_also_tried_with_one_resident_fewer() {
+    let (shape, machine) = (model("qwen3-4b", 12), h200(80, 125, (*Rates::assumed()).clone()));
+    let settings = Settings { activations: ActivationsChoice::Keep, ..Settings::default() };
+    let query = SearchQuery::new(&settings, &shape, &machine);
+    let from = query.candidate(&Settings { resident_buckets: ResidentBuckets::Count(20), ..settings.clone() }).unwrap().unwrap();
+    let tried: Vec<_> = bucket_mib(&query, &from).iter().map(|tried| (tried.bucket_mib, tried.resident_buckets)).collect();
+    let expected = [(16.0, 80), (32.0, 40), (128.0, 10), (128.0, 9), (256.0, 5), (256.0, 4)];
+    assert_eq!(tried, expected.map(|(mib, count)| (Some(mib), ResidentBuckets::Count(count))));
 }
 
 /// Milliseconds of a step of `gpus` H200 that share one host, each with 4 x 4096 tokens; `change` may change the machine.
