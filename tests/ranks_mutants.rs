@@ -19,7 +19,7 @@ struct Mutant {
     changes: &'static [(&'static str, &'static str)],
 }
 
-const MUTANTS: [Mutant; 15] = [
+const MUTANTS: [Mutant; 16] = [
     Mutant { name: "no wait before a pull", changes: &[("        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;\n", "")] },
     Mutant {
         name: "publish before record",
