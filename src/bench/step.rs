@@ -239,8 +239,11 @@ mod tests {
             StepOptions { model_config: path, warmup: 1, steps: 5, clip: clip.parse().unwrap(), documents: None, out: None, train };
         let mut printed = Vec::new();
         let record = StepBench::new(options).unwrap().run(None, &mut |line| printed.push(line.to_string())).unwrap().unwrap();
-        assert_eq!(printed.len(), 2, "the plan and the beginning, no surprise: {printed:?}");
-        assert!(printed[0].starts_with("plan") && record.to_string().contains("Gparam/s"), "{record}");
+        assert_eq!(printed.len(), 3, "the plan, the beginning and the warm-up, no surprise: {printed:?}");
+        assert!(
+            printed[0].starts_with("plan") && printed[2].starts_with("warm-up in") && record.to_string().contains("Gparam/s"),
+            "{record}"
+        );
         serde_json::to_value(&record).unwrap()
     }
 
