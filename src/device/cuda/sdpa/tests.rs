@@ -103,7 +103,7 @@ fn h200(cudnn: Cudnn) -> Descriptor {
     Descriptor::build(cudnn, DescriptorKind::DeviceProperties, described).unwrap()
 }
 
-/// How many times as fast threads compile as one does, told by `--nocapture`. Needs what the test below needs.
+/// Needs what the test below needs.
 #[test]
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn threads_compile_side_by_side() {
@@ -118,7 +118,6 @@ fn threads_compile_side_by_side() {
     };
     seconds(1);
     let (one, two) = (seconds(1), seconds(2));
-    println!("{} plans: one thread {one:.2} s, two {two:.2} s", wanted.len());
     assert!(two < 0.75 * one, "one thread {one:.2} s, two {two:.2} s");
 }
 
