@@ -27,7 +27,8 @@ impl Bounce {
         self.fill(sides, target.slice(0, source.len()), |elems, bytes| bytes.copy_from_slice(bytemuck::cast_slice(&source[elems])))
     }
 
-    /// Fills memory of the device: `write` is given elements of it, and room for them in its format.
+    /// Fills memory of the device: `write` is given elements of it, and room for them in its format. A simulation, which reads nothing,
+    /// writes nothing.
     pub(super) fn fill<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -37,7 +38,9 @@ impl Bounce {
         for start in (0..target.elems()).step_by(BOUNCE_ELEMS) {
             let part = target.slice(start, BOUNCE_ELEMS.min(target.elems() - start));
             let buffer = self.buffer.slice(0, part.bytes());
-            write(start..start + part.elems(), host.lend_mut(buffer));
+            if host.is_backed() {
+                write(start..start + part.elems(), host.lend_mut(buffer));
+            }
             dev.copy_h2d(Stream::Compute, buffer, part)?;
             self.settle(dev)?;
         }
@@ -90,5 +93,31 @@ impl Bounce {
     fn settle<D: Device>(&self, dev: &mut D) -> Result<()> {
         dev.record(self.bounced, Stream::Compute)?;
         dev.synchronize(self.bounced)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::sim::SimDevice;
+    use crate::dtype::Dtype;
+    use crate::hardware::profile::Profile;
+    use crate::hardware::rates::Rates;
+    use crate::host::memory_policy::MemoryPolicy;
+    use crate::optim::moments::Moments;
+    use crate::optim::simd::Isa;
+    use crate::planner::machine::Machine;
+
+    /// A rotary table of a million tokens takes seconds, and a search would make one for every candidate.
+    #[test]
+    fn a_simulation_makes_no_values() {
+        let profile = Profile::load("h200-pcie5").unwrap();
+        let machine = Machine::of(&profile);
+        let on = (machine.kind, machine.device);
+        let (mut dev, _pool) = SimDevice::new("h200", &Rates::of(&profile), on, (1, Isa::Scalar, Moments::Float32), 0);
+        let mut host = HostMemory::new(MemoryPolicy::unbacked());
+        let bounce = Bounce::new((&mut dev, &mut host)).unwrap();
+        let target = dev.alloc("table", 8, Dtype::Float32).unwrap();
+        bounce.fill((&mut dev, &mut host), target, |elems, _| panic!("made elements {elems:?}")).unwrap();
     }
 }

@@ -12,7 +12,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
-use crate::model::rope::rope_table;
+use crate::model::rope::RopeTable;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::AdamKernels;
@@ -64,7 +64,8 @@ impl StepScratch {
         let mut activations = ActivationPlan::new(plan.micro_batch(shape))?.allocate(dev, host, lease)?;
         activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
-            bounce.upload((dev, host), &rope_table(rope, plan.seq_length), *target)?;
+            let table = RopeTable::new(rope, plan.seq_length);
+            bounce.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
         }
         let casts = plan.device_casts() && plan.layout.offloaded() > 0;
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);

@@ -474,7 +474,7 @@ pub(crate) struct Activations {
     pub(super) positions: DeviceSlice,
     /// Where in its row each token's document begins, of all tokens of all ranks; `None`: every row is one document.
     pub(super) documents: Option<DeviceSlice>,
-    /// Of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::rope_table`].
+    /// Of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::RopeTable`].
     pub(crate) rope_tables: Vec<DeviceSlice>,
     /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
     pub loss: DeviceSlice,

@@ -1,18 +1,29 @@
 //! Angles of the rotary position embedding, rounded where `transformers` rounds: frequencies and angles are fp32.
 
 use super::shape::{RopeConfig, RopeScaling};
+use std::ops::Range;
 
 /// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
-pub(crate) fn rope_table(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
-    let frequencies = inverse_frequencies(rope, seq_length);
-    let mut table = Vec::with_capacity(seq_length * rope.rotary_dim);
-    for position in 0..seq_length {
-        for frequency in &frequencies {
-            let angle = f64::from(position as f32 * frequency);
-            table.extend([libm::cos(angle) as f32, libm::sin(angle) as f32].map(|x| x * rope.attention_factor));
+pub(crate) struct RopeTable {
+    /// Radians per position, `[rotary_dim / 2]`.
+    frequencies: Vec<f32>,
+    factor: f32,
+}
+
+impl RopeTable {
+    pub(crate) fn new(rope: &RopeConfig, seq_length: usize) -> Self {
+        Self { frequencies: inverse_frequencies(rope, seq_length), factor: rope.attention_factor }
+    }
+
+    /// Writes elements of the table, whole pairs of them.
+    pub(crate) fn write(&self, elems: Range<usize>, to: &mut [f32]) {
+        let pairs = self.frequencies.len();
+        for (pair, values) in (elems.start / 2..elems.end / 2).zip(to.as_chunks_mut().0) {
+            let angle = (pair / pairs) as f32 * self.frequencies[pair % pairs];
+            let (sin, cos) = libm::sincos(f64::from(angle));
+            *values = [cos as f32, sin as f32].map(|x| x * self.factor);
         }
     }
-    table
 }
 
 /// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`, in sequences of `seq_length`.
@@ -101,12 +112,33 @@ mod tests {
     #[test]
     fn the_table_holds_cosines_and_sines_by_position() {
         let rope = plain(4, RopeScaling::Linear { factor: 2.0 });
-        let table = rope_table(&rope, 3);
-        assert_eq!(table.len(), 3 * 2 * 2);
+        let table = table(&rope, 3);
         assert_eq!(table[..4], [1.0, 0.0, 1.0, 0.0]);
         // Position 2, frequencies 1/2 and 1/200.
         let want = [1.0f64.cos(), 1.0f64.sin(), 0.01f64.cos(), 0.01f64.sin()];
         assert!(table[8..].iter().zip(want).all(|(a, b)| (f64::from(*a) - b).abs() < 1e-7), "{table:?}");
+    }
+
+    fn table(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
+        let mut table = vec![0.0; seq_length * rope.rotary_dim];
+        RopeTable::new(rope, seq_length).write(0..table.len(), &mut table);
+        table
+    }
+
+    /// Pieces begin at any pair, and a sine and a cosine made together have the bits of each made alone.
+    #[test]
+    fn pieces_of_a_table_are_those_of_the_whole() {
+        let rope = plain(6, RopeScaling::Default);
+        let whole = table(&rope, 5000);
+        for (piece, from) in whole.chunks(14).zip((0..).step_by(14)) {
+            let mut alone = vec![0.0; piece.len()];
+            RopeTable::new(&rope, 5000).write(from..from + piece.len(), &mut alone);
+            assert_eq!(alone, piece, "from element {from} on");
+        }
+        let frequencies = inverse_frequencies(&rope, 5000);
+        let angles = (0..5000).flat_map(|position| frequencies.iter().map(move |frequency| f64::from(position as f32 * frequency)));
+        let each: Vec<f32> = angles.flat_map(|angle| [libm::cos(angle) as f32, libm::sin(angle) as f32]).collect();
+        assert_eq!(whole, each);
     }
 
     fn plain(rotary_dim: usize, scaling: RopeScaling) -> RopeConfig {
@@ -146,6 +178,6 @@ mod tests {
     #[test]
     fn the_attention_factor_is_on_cosines_and_sines() {
         let rope = RopeConfig { attention_factor: 1.5, ..plain(2, RopeScaling::Default) };
-        assert_eq!(rope_table(&rope, 1), [1.5, 0.0]);
+        assert_eq!(table(&rope, 1), [1.5, 0.0]);
     }
 }

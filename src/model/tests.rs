@@ -4,7 +4,7 @@ use super::activations::{ActivationPlan, LossTile, MicroBatch};
 use super::fp8::{self, LastWriter};
 use super::layer_shape::{Ffn, LayerShape, Mlp, Moe};
 use super::policy::LayerPolicy::{self, Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
-use super::rope::rope_table;
+use super::rope::RopeTable;
 use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
@@ -90,8 +90,10 @@ impl Harness {
         let model = Model::new(shape.clone(), weights, grads, activations).unwrap();
         let crowd_memory = [(); 2].map(|()| (dev.alloc("crowd", 1, Dtype::Float32).unwrap(), host.alloc("crowd", 4).unwrap()));
         let mut harness = Self { dev, host, model, crowd: 0, crowd_memory };
-        for (rope, table) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
-            harness.upload(&rope_table(rope, SEQ_LENGTH), table);
+        for (rope, target) in shape.ropes.iter().zip(harness.model.activations.rope_tables.clone()) {
+            let mut table = vec![0.0; target.elems()];
+            RopeTable::new(rope, SEQ_LENGTH).write(0..table.len(), &mut table);
+            harness.upload(&table, target);
         }
         let narrowed: Vec<E> = random_weights(&harness.model.table).into_iter().map(E::from_f32).collect();
         harness.upload(&narrowed, weights);
