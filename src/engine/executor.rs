@@ -193,7 +193,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// The algorithms of the device's matrix products so far.
-    pub(crate) fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
+    pub fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.dev.product_algorithms()
     }
 

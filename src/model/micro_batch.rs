@@ -8,8 +8,8 @@ use crate::device::{Kernels, Stream};
 use crate::error::Result;
 
 impl Model {
-    /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros.
-    /// What that leaves behind a step's first micro-batch overwrites.
+    /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros through
+    /// one layer of each kind, since all of them would take as long as a step. What that leaves behind a step's first micro-batch overwrites.
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let (activations, dtype) = (&self.activations, self.weights.dtype());
         let documents = activations.documents;
@@ -24,7 +24,7 @@ impl Model {
             return Ok(());
         }
         let done = dev.event()?;
-        self.micro_step(dev, |dev| {
+        self.micro_step(dev, &self.layer_kinds(), |dev| {
             dev.record(done, Stream::Compute)?;
             dev.synchronize(done)?;
             // Has its spans read, too.
@@ -32,9 +32,22 @@ impl Model {
         })
     }
 
-    /// Enqueues forward and backward of a micro-batch on what lies in memory; `after` each module.
-    pub(crate) fn micro_step<P: PassRunner>(&self, run: &mut P, mut after: impl FnMut(&mut P::Dev) -> Result<()>) -> Result<()> {
-        let layers = || (0..self.shape.layers.len()).map(Module::Layer);
+    /// Of layers that are made alike, keep alike and lie alike in memory the first: the others need the same kernels and products.
+    pub(super) fn layer_kinds(&self) -> Vec<usize> {
+        // Products depend on how their matrices are aligned, up to 256 bytes.
+        let place = |layer| self.table.module_range(Module::Layer(layer)).start % 256;
+        let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy, place(layer));
+        (0..self.shape.layers.len()).filter(|layer| (0..*layer).all(|before| kind(before) != kind(*layer))).collect()
+    }
+
+    /// Enqueues forward and backward of a micro-batch through `layers` on what lies in memory; `after` each module.
+    pub(crate) fn micro_step<P: PassRunner>(
+        &self,
+        run: &mut P,
+        layers: &[usize],
+        mut after: impl FnMut(&mut P::Dev) -> Result<()>,
+    ) -> Result<()> {
+        let layers = || layers.iter().copied().map(Module::Layer);
         for module in [Module::Embed].into_iter().chain(layers()) {
             self.scale_weights(run.dev(), module)?;
             self.forward(run, module)?;

@@ -466,6 +466,17 @@ fn what_a_layer_keeps_changes_no_bit() {
     }
 }
 
+/// All layers of a long sequence would take as long as a step. Every second layer of this family has a window.
+#[test]
+fn a_device_gets_ready_by_one_layer_of_each_kind() {
+    let kinds = |family: &str, policies: &[LayerPolicy; 7]| {
+        Harness::with_policies::<f32>(&deep(family), 1, ONE_TILE, policies, Schedule::Threads).model.layer_kinds()
+    };
+    assert_eq!(kinds("llama", &[Keep; 7]), [0]);
+    assert_eq!(kinds("gpt_oss", &[Keep; 7]), [0, 1]);
+    assert_eq!(kinds("gpt_oss", &[Host, Host, Keep, Keep, Host, Host, Keep]), [0, 1, 2, 3]);
+}
+
 #[test]
 fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
     for family in ["qwen3", "mixtral"] {

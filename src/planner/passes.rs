@@ -106,7 +106,8 @@ fn micro_step_s(workload: &Workload, policy: LayerPolicy) -> Result<f64> {
     let mut flat = |name| dev.alloc(name, TensorTable::new(shape).flat_elems(), workload.dtype);
     let model = Model::new(shape.clone(), flat("weights")?, flat("gradients")?, activations)?;
     let shared = model.shared_activations();
-    model.micro_step(&mut Mirrored { dev: &mut dev, model: &model, shared: shared.as_ref() }, |_| Ok(()))?;
+    let layers: Vec<usize> = (0..shape.layers.len()).collect();
+    model.micro_step(&mut Mirrored { dev: &mut dev, model: &model, shared: shared.as_ref() }, &layers, |_| Ok(()))?;
     let done = dev.event()?;
     dev.record(done, Stream::Compute)?;
     dev.synchronize(done)?;

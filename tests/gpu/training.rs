@@ -94,6 +94,8 @@ pub struct Run {
     pub counts: Counts,
     pub digest: String,
     pub tracks: Vec<Recorder>,
+    /// Products that were not prepared before the first step.
+    pub late_products: usize,
 }
 
 impl Run {
@@ -155,7 +157,7 @@ pub struct Course<'a> {
 /// Trains on the text that ships with the program.
 pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course: Course<'_>) -> Result<Run> {
     let Course { steps, before_data, moves } = course;
-    let (batch, vocab) = (engine.plan().batch, engine.shape().vocab);
+    let (batch, vocab, prepared) = (engine.plan().batch, engine.shape().vocab, engine.product_algorithms().len());
     let specs = engine.table().specs().to_vec();
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
@@ -185,7 +187,8 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
             digest.update(part, &elems);
         }
     }
-    Ok(Run { reports, counts, digest: digest.finish(), tracks: engine.finish()? })
+    let late_products = engine.product_algorithms().len() - prepared;
+    Ok(Run { reports, counts, digest: digest.finish(), late_products, tracks: engine.finish()? })
 }
 
 /// Goes over to `plan`, which must have its memory; one device takes nothing else then.
@@ -220,6 +223,7 @@ pub fn run<D: Kernels, W: Write>(report: &mut Report<W>, subject: &Subject<'_, D
     report.case("training/weights that stream give the digest of weights that stay", || streamed(subject));
     report.case("training/sums on the host give the digest of sums on the device", || summed_on_the_host(subject));
     report.case("training/plans that change between steps give the digest of one that stays", || replanned(subject));
+    report.case("training/a step needs no product that was not prepared", || prepared(subject));
     report.case("training/copies and optimizer run beside the compute stream", || overlap(subject));
 }
 
@@ -531,6 +535,17 @@ pub fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
 }
 
 /// Spans of the timeline: a copy of gradients, and a worker's, run while the compute stream computes.
+/// Ranks compare the algorithms of what they have prepared, and of nothing that comes later.
+fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    let shapes = [shape(), narrow_shape(5), wide_shape(3)];
+    for (shape, activations) in shapes.iter().flat_map(|shape| ["keep", "recompute-cheap", "host"].map(|policy| (shape, policy))) {
+        let toml = format!("{}activations = \"{activations}\"\n", subject.settings);
+        let late = train_shape(subject, shape, &toml, 2, false)?.late_products;
+        require(late == 0, || format!("{} layers that keep {activations} needed {late} products more", shape.layers.len()))?;
+    }
+    Ok(0.0)
+}
+
 fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !subject.overlaps {
         return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
