@@ -3,7 +3,7 @@
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
-use super::{Ranking, Scope, SearchQuery, bucket_mib, residency_nearby, sharing};
+use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, residency_nearby, sharing};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -677,9 +677,11 @@ fn weights_are_shared_for_speed_where_that_gains_more_than_the_doubt() {
         let query = SearchQuery::new(&settings, &shape, &machine);
         let mut best = query.candidate(&settings).unwrap().unwrap();
         best.settings.resident_buckets = ResidentBuckets::Count(1);
-        (sharing(&query, &best), residency_nearby(&query, &best), best)
+        // Without flags that say so: as where what layers keep leaves no room for whole weights.
+        let shared = query.candidate(&Settings { weights: WeightsChoice::Sharded, ..settings.clone() }).unwrap().unwrap();
+        (sharing(&query, &best), residency_nearby(&query, &best), [best, Candidate { settings: settings.clone(), ..shared }])
     };
-    let (mut nearby, of_replicated, best) = tried(Settings::default());
+    let (mut nearby, of_replicated, [best, shared_best]) = tried(Settings::default());
     let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
     let shared = nearby.split_off(of_replicated.len());
     let residents = |all: &[Settings]| all.iter().map(|settings| (settings.weights, settings.resident_buckets)).collect::<Vec<_>>();
@@ -687,16 +689,15 @@ fn weights_are_shared_for_speed_where_that_gains_more_than_the_doubt() {
     // From as many resident buckets as fit then, whatever was best before.
     assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
     assert!(tried(Settings { weights: WeightsChoice::Replicated, ..Settings::default() }).0.is_empty());
-    let faster = |by: f64, weights| {
-        let mut candidate = best.clone();
-        candidate.settings.weights = weights;
+    let faster = |by: f64, of: &Candidate| {
+        let mut candidate = Candidate { outcome: best.outcome.clone(), ..of.clone() };
         candidate.outcome.step_ms.samples.iter_mut().for_each(|ms| *ms *= 1.0 - by);
         candidate
     };
-    let [same, little, much] = [(0.02, WeightsChoice::Auto), (0.02, WeightsChoice::Sharded), (0.04, WeightsChoice::Sharded)]
-        .map(|(by, weights)| faster(by, weights).is_worth_leaving(&best));
+    let [same, little, much] =
+        [(0.02, &best), (0.02, &shared_best), (0.04, &shared_best)].map(|(by, of)| faster(by, of).is_worth_leaving(&best));
     assert_eq!([same, little, much], [true, false, true]);
-    assert!(faster(0.02, WeightsChoice::Sharded).is_worth_leaving(&faster(0.0, WeightsChoice::Sharded)), "both share");
+    assert!(faster(0.02, &shared_best).is_worth_leaving(&faster(0.0, &shared_best)), "both share");
 }
 
 /// A run of 300,000 micro-batches once planned for days: each was simulated.
