@@ -278,16 +278,13 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
 
-/// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Tried when replicated ones are as
-/// good as they get, and so behind a last few numbers of resident buckets of these: what is in doubt gains over the best that is not.
+/// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Tried when all else of replicated
+/// ones is as good as it gets.
 fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let Settings { weights: asked, processes, resident_buckets, .. } = *query.settings;
     let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes && from.plan.weight_ring.is_none();
-    if !can_share {
-        return Vec::new();
-    }
-    let afresh = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
-    residency_nearby(query, from).into_iter().chain(placed(query, &afresh, WeightsChoice::Sharded)).collect()
+    let from = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
+    if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }
 
 /// With weights that lie so, every policy and several numbers of resident buckets.

@@ -3,7 +3,7 @@
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
-use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, residency_nearby, sharing};
+use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, sharing};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -679,13 +679,10 @@ fn weights_are_shared_for_speed_where_that_gains_more_than_the_doubt() {
         best.settings.resident_buckets = ResidentBuckets::Count(1);
         // Without flags that say so: as where what layers keep leaves no room for whole weights.
         let shared = query.candidate(&Settings { weights: WeightsChoice::Sharded, ..settings.clone() }).unwrap().unwrap();
-        (sharing(&query, &best), residency_nearby(&query, &best), [best, Candidate { settings: settings.clone(), ..shared }])
+        (sharing(&query, &best), [best, Candidate { settings: settings.clone(), ..shared }])
     };
-    let (mut nearby, of_replicated, [best, shared_best]) = tried(Settings::default());
+    let (shared, [best, shared_best]) = tried(Settings::default());
     let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
-    let shared = nearby.split_off(of_replicated.len());
-    let residents = |all: &[Settings]| all.iter().map(|settings| (settings.weights, settings.resident_buckets)).collect::<Vec<_>>();
-    assert!(!nearby.is_empty() && residents(&nearby) == residents(&of_replicated), "replicated ones come first: {nearby:?}");
     // From as many resident buckets as fit then, whatever was best before.
     assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
     assert!(tried(Settings { weights: WeightsChoice::Replicated, ..Settings::default() }).0.is_empty());
