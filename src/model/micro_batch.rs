@@ -32,11 +32,10 @@ impl Model {
         })
     }
 
-    /// Of layers that are made alike, keep alike and lie alike in memory the first: the others need the same kernels and products.
+    /// Of layers that are made alike and keep alike the first: the others need the same kernels and products, since all tensors are as well
+    /// aligned as products take note of.
     pub(super) fn layer_kinds(&self) -> Vec<usize> {
-        // Products depend on how their matrices are aligned, up to 256 bytes.
-        let place = |layer| self.table.module_range(Module::Layer(layer)).start % 256;
-        let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy, place(layer));
+        let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy);
         (0..self.shape.layers.len()).filter(|layer| (0..*layer).all(|before| kind(before) != kind(*layer))).collect()
     }
 
