@@ -534,7 +534,6 @@ pub fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
     norms.get(norms.len() / 2).copied().ok_or_else(|| Missed::Failed("no step had a finite norm".into()))
 }
 
-/// Spans of the timeline: a copy of gradients, and a worker's, run while the compute stream computes.
 /// Ranks compare the algorithms of what they have prepared, and of nothing that comes later.
 fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let shapes = [shape(), narrow_shape(5), wide_shape(3)];
@@ -546,6 +545,7 @@ fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
+/// Spans of the timeline: a copy of gradients, and a worker's, run while the compute stream computes.
 fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !subject.overlaps {
         return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
