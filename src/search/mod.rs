@@ -41,8 +41,6 @@ use std::thread::{self, available_parallelism};
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
 /// A change is worth making only if it makes steps this much shorter: rates are not known better.
 const WORTH: f64 = 0.995;
-/// The same of plans whose devices share weights, beside one whose do not: pulls in every pass took up to 6 % of a step more than simulated.
-const SHARING_WORTH: f64 = 0.97;
 /// Simulations at a time: each asks for as much address space as its plan has memory.
 const WORKERS_MAX: usize = 16;
 
@@ -64,14 +62,7 @@ impl Candidate {
 
     /// Whether it is enough faster than `best`.
     fn is_worth_leaving(&self, best: &Self) -> bool {
-        let is_in_doubt = self.shares_weights() && !best.shares_weights();
-        self.mean_s() < if is_in_doubt { SHARING_WORTH } else { WORTH } * best.mean_s()
-    }
-
-    /// Whether weights come from other devices in every pass: because that was asked for or tried, or because beside what layers keep they fit
-    /// no other way.
-    fn shares_weights(&self) -> bool {
-        self.plan.weight_ring.is_some() && !self.plan.streams_from_host()
+        self.mean_s() < WORTH * best.mean_s()
     }
 }
 

@@ -536,6 +536,9 @@ pub fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
 
 /// Ranks compare the algorithms of what they have prepared, and of nothing that comes later.
 fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
+    if subject.machine.kind == DeviceKind::Cpu {
+        return Err(Missed::Skipped("the CPU prepares no products".into()));
+    }
     let shapes = [shape(), narrow_shape(5), wide_shape(3)];
     for (shape, activations) in shapes.iter().flat_map(|shape| ["keep", "recompute-cheap", "host"].map(|policy| (shape, policy))) {
         let toml = format!("{}activations = \"{activations}\"\n", subject.settings);
