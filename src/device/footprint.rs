@@ -1,7 +1,6 @@
 //! What a device takes for itself, beside the memory that it is asked for. No device is needed to know it: the planner adds it up, and the
 //! devices take their sizes from here.
 
-use super::documents::{batch_block, batch_shapes, most_tokens};
 use super::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
@@ -44,24 +43,14 @@ impl DeviceKind {
         if self == Self::Gpu { pinned / gpu::PINNED_PER_LISTED } else { 0 }
     }
 
-    /// What it takes for itself, where layers attend to tokens as `shape` says, and rows may hold several documents.
-    pub fn own_memory(self, attention: Attention, shape: &AttentionShape, separates_documents: bool) -> Vec<MemoryClass> {
+    /// What it takes for itself, where layers attend to tokens as `shapes` say, and rows may hold several documents.
+    pub fn own_memory(self, attention: Attention, shapes: &[AttentionShape], separates_documents: bool) -> Vec<MemoryClass> {
         if self == Self::Cpu {
             return Vec::new();
         }
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
-        let of_parts = |part: &_, deterministic| {
-            let block = batch_block(shape, gpu::attention_block(shape, deterministic), part);
-            gpu::attention_workspace_bytes(&gpu::attention_part(part, block, deterministic), block, deterministic)
-        };
-        let (workspace, packed) = match attention {
-            Attention::Cudnn { deterministic } if separates_documents => {
-                let largest = batch_shapes(shape).map(|shape| of_parts(&shape, deterministic)).max();
-                (largest.unwrap_or(0), gpu::document_scratch(shape).total() + gpu::document_table_bytes(shape))
-            }
-            Attention::Cudnn { deterministic } => (of_parts(shape, deterministic), 0),
-            Attention::Plain => (0, 0),
-        };
+        let of_attention: Vec<_> = shapes.iter().map(|shape| gpu::attention_bytes(attention, shape, separates_documents)).collect();
+        let [workspace, packed] = [0, 1].map(|class| of_attention.iter().map(|bytes| bytes[class]).max().unwrap_or(0));
         vec![
             class("matrix workspace", MemorySpace::Device, gpu::MATMUL_WORKSPACE_BYTES),
             class("attention workspace", MemorySpace::Device, workspace),
@@ -74,7 +63,7 @@ impl DeviceKind {
 }
 
 impl Attention {
-    /// Queries of a block of the backward pass, where it goes in several.
+    /// Queries and keys of a block of the backward pass, where it goes in several.
     pub(crate) fn block(self, shape: &AttentionShape) -> Option<usize> {
         let block = gpu::attention_block(shape, matches!(self, Self::Cudnn { deterministic: true }));
         Some(block).filter(|block| *block < shape.seq_length)
@@ -83,7 +72,8 @@ impl Attention {
 
 /// An NVIDIA GPU's sizes.
 pub(crate) mod gpu {
-    use super::{AttentionShape, most_tokens};
+    use super::{Attention, AttentionShape};
+    use crate::device::documents::{batch_block, batch_shapes, most_tokens};
     use crate::dtype::Dtype;
 
     /// Device memory that no class names (0.6 GiB on an H200): the CUDA context, the code of cuBLASLt and cuDNN, which is loaded
@@ -107,33 +97,52 @@ pub(crate) mod gpu {
     /// NCCL's buffers for its partners, and what its kernels take.
     pub(crate) const NCCL_BYTES: usize = 1 << 30;
 
-    /// The most that a part of attention's backward pass may want, in bytes, unless it is the smallest. On an H200, Llama-8B's step of
+    /// The most that cuDNN may want for a part of attention's backward pass, in bytes, unless it is the smallest. On an H200, Llama-8B's step of
     /// 4 x 4096 tokens takes 0.15 % longer in two parts, 0.9 % in four: 4.25 GiB, which it wants, are one.
     const ATTENTION_PART_BYTES: usize = 9 << 29;
     /// Numbers of log-sum-exp that 16 bytes hold; cuDNN wants each part's to begin there.
     const ALIGNED_LSE: usize = 4;
 
-    /// The most that scores may take of one key head's queries, in bytes, unless they are fewer than [`LEAST_BLOCK`]: Llama-8B's sequences of
-    /// 32,768 tokens are one block.
-    const BLOCK_SCORES_BYTES: u128 = 8 << 30;
+    /// The most that scores may take of one key head's queries, in bytes, where a sequence is one block: Llama-8B's of 32,768 tokens are.
+    const WHOLE_SCORES_BYTES: u128 = 8 << 30;
+    /// The same of a block, unless it is the smallest. Two heads fit into a part then, or two key heads of such as four share: cuDNN computes dq
+    /// by a thread block for 128 queries of a head, and is as fast as it gets with several of these on each multiprocessor.
+    const BLOCK_SCORES_BYTES: usize = 2 << 30;
     /// Queries of the smallest block.
     const LEAST_BLOCK: usize = 128;
 
-    /// Queries of a block of attention's backward pass: all of a sequence, unless their scores take too much even of one key head; then a
-    /// power of two. Sums over blocks change bits, so it follows from the shape alone, whatever memory there is. Where the shape is one of
-    /// rows of several documents, it holds for each of them.
+    /// Queries and keys of a block of attention's backward pass: all of a sequence, unless their scores take too much even of one key head;
+    /// then a power of two. Sums over blocks change bits, so it follows from the shape alone, whatever memory there is. Where the shape is one
+    /// of rows of several documents, it holds for each of them.
     pub(crate) fn attention_block(shape: &AttentionShape, deterministic: bool) -> usize {
-        let (sharing, n) = (shape.heads / shape.kv_heads, shape.seq_length);
-        let of_a_query = 2 * sharing as u128 * n as u128;
-        if !deterministic || of_a_query * n as u128 <= BLOCK_SCORES_BYTES {
+        let (of_a_pair, n) = (2 * shape.heads / shape.kv_heads, shape.seq_length);
+        if !deterministic || of_a_pair as u128 * n as u128 * n as u128 <= WHOLE_SCORES_BYTES {
             return n;
         }
-        1 << ((BLOCK_SCORES_BYTES / of_a_query) as usize).max(LEAST_BLOCK).ilog2()
+        let pairs = BLOCK_SCORES_BYTES / of_a_pair;
+        let most = pairs.isqrt();
+        // A quarter more, or the shortest window would halve the block.
+        let behind = |window| pairs / 4 * 5 / (most + window);
+        1 << shape.hiding_window().map_or(most, behind).clamp(LEAST_BLOCK, most.max(LEAST_BLOCK)).ilog2()
+    }
+
+    /// Bytes of the workspace and of packed documents, where layers attend to tokens as `shape` says.
+    pub(super) fn attention_bytes(attention: Attention, shape: &AttentionShape, separates_documents: bool) -> [usize; 2] {
+        let Attention::Cudnn { deterministic } = attention else { return [0, 0] };
+        let of_parts = |batch: &_| {
+            let block = batch_block(shape, attention_block(shape, deterministic), batch);
+            attention_workspace_bytes(&attention_part(batch, block, deterministic), block, deterministic)
+        };
+        if !separates_documents {
+            return [of_parts(shape), 0];
+        }
+        let largest = batch_shapes(shape).map(|batch| of_parts(&batch)).max();
+        [largest.unwrap_or(0), document_scratch(shape).total() + document_table_bytes(shape)]
     }
 
     /// What attention's backward pass computes at a time, so that its workspace is bounded: as many sequences as divide them, or of one
-    /// sequence as many heads, with the keys' heads that they read; of these, blocks of `block` queries one after another. Nothing is summed
-    /// over parts: they do not change bits.
+    /// sequence as many heads, with the keys' heads that they read; of these, blocks of `block` queries and keys one after another. Nothing is
+    /// summed over parts: they do not change bits.
     pub(crate) fn attention_part(shape: &AttentionShape, block: usize, deterministic: bool) -> AttentionShape {
         let divisors = |n: usize| (1..=n).rev().filter(move |part| n.is_multiple_of(*part));
         let sharing = shape.heads / shape.kv_heads;
@@ -141,7 +150,7 @@ pub(crate) mod gpu {
         let heads = divisors(shape.kv_heads).map(|kv_heads| AttentionShape { batch: 1, heads: sharing * kv_heads, kv_heads, ..*shape });
         let aligned = |part: &AttentionShape| part == shape || (part.tokens() * part.heads).is_multiple_of(ALIGNED_LSE);
         let parts: Vec<_> = sequences.chain(heads).filter(aligned).collect();
-        let fits = |part: &&AttentionShape| attention_workspace_bytes(part, block, deterministic) <= ATTENTION_PART_BYTES;
+        let fits = |part: &&AttentionShape| cudnn_bytes(part, block, deterministic) <= ATTENTION_PART_BYTES;
         *parts.iter().find(fits).unwrap_or(&parts[parts.len() - 1])
     }
 
@@ -172,25 +181,36 @@ pub(crate) mod gpu {
         2 * shape.tokens() * Dtype::Int32.bytes()
     }
 
-    /// Bytes that cuDNN 9.19 wants for the backward pass of a shape in blocks of `block` queries, and so for both passes: delta; dq in fp32,
-    /// or tiles of scores when deterministic; dk and dv of every query head when these share key heads. And, behind these, sums over blocks. All
-    /// layers share one workspace.
+    /// Bytes of the workspace for the backward pass of a shape in blocks of `block` queries and keys, and so for both passes: what cuDNN wants,
+    /// and behind it sums over blocks. All layers share it.
     pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
-        let (heads, n) = (shape.batch * shape.heads, shape.seq_length);
+        let sums = if block < shape.seq_length { key_gradient_sums(shape) + query_gradient_sums(shape, block) } else { 0 };
+        cudnn_bytes(shape, block, deterministic) + sums * Dtype::Float32.bytes()
+    }
+
+    /// What cuDNN 9.19 wants: delta; dq in fp32, or tiles of scores when deterministic; dk and dv of every query head when these share key
+    /// heads.
+    fn cudnn_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
+        let heads = shape.batch * shape.heads;
         let queries = shape.longest_block(block);
+        let n = shape.most_keys(block);
         let vectors = |tokens: usize| 4 * heads * tokens * shape.head_dim;
         // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
         let scores = 2 * heads as u128 * queries.next_multiple_of(64) as u128 * n.next_multiple_of(128) as u128;
         let delta = (4 * heads * queries).next_multiple_of(256);
         let dq = if deterministic { scores.min(1 << 56) as usize } else { vectors(queries).next_multiple_of(256) };
         let each = if shape.heads == shape.kv_heads { 0 } else { 2 * (vectors(n) / 2).next_multiple_of(128) };
-        let sums = if block < n { key_gradient_sums(shape) * Dtype::Float32.bytes() } else { 0 };
-        delta + dq + each + 256 + sums
+        delta + dq + each + 256
     }
 
     /// Elements of the sums of keys' and values' gradients over blocks.
     pub(crate) fn key_gradient_sums(part: &AttentionShape) -> usize {
         part.tokens() * 2 * part.kv_heads * part.head_dim
+    }
+
+    /// Elements of the sums of queries' gradients over blocks of keys: of one block of queries.
+    pub(crate) fn query_gradient_sums(part: &AttentionShape, block: usize) -> usize {
+        part.batch * part.longest_block(block) * part.heads * part.head_dim
     }
 }
 
@@ -212,21 +232,32 @@ mod tests {
     fn queries_are_cut_into_blocks_where_their_scores_take_too_much_of_one_key_head() {
         let shape = |seq_length, heads, kv_heads| AttentionShape { seq_length, heads, kv_heads, ..SHAPE };
         let block = |seq_length, heads, kv_heads| gpu::attention_block(&shape(seq_length, heads, kv_heads), true);
-        // Two bytes a score; four query heads to a key head, then one.
-        assert_eq!([4096, 32_768, 32_769, 131_072, 262_144, 300_000].map(|n| block(n, 32, 8)), [4096, 32_768, 16_384, 8192, 4096, 2048]);
+        // Two bytes a score; four query heads to a key head, then one, then a thousand.
+        assert_eq!([4096, 32_768, 32_769, 131_072, 1 << 40].map(|n| block(n, 32, 8)), [4096, 32_768, 16_384, 16_384, 16_384]);
         assert_eq!([65_536, 131_072].map(|n| block(n, 32, 32)), [65_536, 32_768]);
-        assert_eq!(block(1 << 40, 32, 8), 128);
+        assert_eq!(block(1 << 40, 1_000_000, 1), 128);
         assert_eq!(gpu::attention_block(&shape(131_072, 32, 8), false), 131_072);
-        // cuDNN's own number for 8192 queries and 131,072 keys of one key head's queries, and sums of its keys' and values' gradients.
+        // Keys behind a window come with those of the block.
+        let windowed = |window| gpu::attention_block(&AttentionShape { window: Some(window), ..shape(131_072, 32, 8) }, true);
+        assert_eq!([128, 4096, 16_384, 65_536, 131_072].map(windowed), [16_384, 16_384, 8192, 4096, 16_384]);
         let part = AttentionShape { heads: 4, kv_heads: 1, ..shape(131_072, 4, 1) };
-        assert_eq!(gpu::attention_workspace_bytes(&part, 8192, true), 8_858_501_376 + 131_072 * 2 * 128 * 4);
+        let sums = 131_072 * 2 * 128 * 4 + 16_384 * 4 * 128 * 4;
+        assert_eq!(
+            gpu::attention_workspace_bytes(&part, 16_384, true),
+            (4 * 4 * 16_384) + 2 * 4 * (1 << 28) + 2 * (2 * 4 * 16_384 * 128) + 256 + sums
+        );
         // A rest of one query makes its block longer, by one tile of queries.
         let rest = AttentionShape { seq_length: 2 * 8192 + 1, ..part };
-        let (scores, each, sums) = (2 * 4 * (8192 + 64) * (2 * 8192 + 128), 2 * 2 * 4 * 16_385 * 128, 16_385 * 2 * 128 * 4);
+        let (scores, each, sums) = (2 * 4 * (8192 + 64) * (8192 + 128), 2 * 2 * 4 * 8193 * 128, (16_385 * 2 + 8193 * 4) * 128 * 4);
         let delta = (4 * 4 * 8193usize).next_multiple_of(256);
         assert_eq!(gpu::attention_workspace_bytes(&rest, 8192, true), delta + scores + each + 256 + sums);
-        let long = |attention| DeviceKind::Gpu.own_memory(attention, &shape(131_072, 32, 8), false)[1].bytes;
-        assert_eq!(long(Attention::Cudnn { deterministic: true }), 8_858_501_376 + 131_072 * 2 * 128 * 4);
+        let long = |shapes: &[AttentionShape]| DeviceKind::Gpu.own_memory(Attention::Cudnn { deterministic: true }, shapes, false)[1].bytes;
+        let two = AttentionShape { heads: 8, kv_heads: 2, ..part };
+        assert_eq!(long(&[shape(131_072, 32, 8)]), gpu::attention_workspace_bytes(&two, 16_384, true));
+        // Layers of both kinds share what either wants.
+        let windowed = AttentionShape { window: Some(4096), ..shape(131_072, 32, 8) };
+        let mixed = long(&[windowed, shape(131_072, 32, 8)]);
+        assert_eq!((mixed, mixed), (long(&[shape(131_072, 32, 8), windowed]), long(&[windowed]).max(long(&[shape(131_072, 32, 8)]))));
     }
 
     #[test]
@@ -235,8 +266,9 @@ mod tests {
         assert_eq!(part(8, 4096, 64, 8), (2, 64, 8));
         assert_eq!(part(6, 4096, 32, 8), (3, 32, 8));
         assert_eq!(part(2, 16384, 32, 8), (1, 8, 2));
-        // One group of heads is the least, whatever it wants.
-        assert_eq!(part(1, 131_072, 32, 8), (1, 4, 1));
+        // One group of heads is the least, whatever it wants; two blocks of two groups fit, whatever their sums take.
+        assert_eq!((part(1, 32_768, 32, 8), part(1, 131_072, 32, 8), part(1, 1 << 20, 32, 8)), ((1, 4, 1), (1, 8, 2), (1, 8, 2)));
+        assert_eq!(part(1, 458_752, 20, 20), (1, 2, 2));
     }
 
     #[test]

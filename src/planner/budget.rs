@@ -279,7 +279,7 @@ impl Workload<'_> {
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
         ];
-        let own = self.machine.kind.own_memory(self.attention, &self.attention_shape(), self.separates_documents);
+        let own = self.machine.kind.own_memory(self.attention, &self.attention_shapes(), self.separates_documents);
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
         // A context each; what it takes of the host, a process takes once.
@@ -289,9 +289,18 @@ impl Workload<'_> {
         classes
     }
 
-    /// How layers attend to the tokens of a micro-batch; the first stands for all, and the first rank, which has no fewer heads than another.
-    pub(crate) fn attention_shape(&self) -> AttentionShape {
-        self.shape.attention_of((self.batch, self.seq_length), 0, SequenceRank { rank: 0, ranks: self.sequence_ranks })
+    /// The ways in which layers attend to the tokens of a micro-batch, each once, the first layer's first; of the first rank, which has no fewer
+    /// heads than another.
+    pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
+        let first = SequenceRank { rank: 0, ranks: self.sequence_ranks };
+        let mut shapes = Vec::new();
+        for layer in 0..self.shape.layers.len() {
+            let shape = self.shape.attention_of((self.batch, self.seq_length), layer, first);
+            if !shapes.contains(&shape) {
+                shapes.push(shape);
+            }
+        }
+        shapes
     }
 
     /// Bytes that `classes` lack on the device and on the host; 0 where they fit.

@@ -64,7 +64,7 @@ impl Plan {
             writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;
         }
         if let Some(block) = self.attention_block {
-            writeln!(f, "  attention   goes back in blocks of {block} queries, whose gradients of keys and values are added in fp32")?;
+            writeln!(f, "  attention   goes back in blocks of {block} queries and keys, whose gradients are added in fp32")?;
         }
         if let Some(tile) = self.mlp_tile {
             writeln!(f, "  MLP         goes in tiles of {tile} tokens, over which gradients of its weights add up")?;

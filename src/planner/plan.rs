@@ -186,7 +186,7 @@ pub struct Plan {
     pub experts: usize,
     /// How attention is computed on a GPU.
     pub attention: Attention,
-    /// Queries of a block of attention's backward pass, where it goes in several.
+    /// Queries and keys of a block of attention's backward pass, where it goes in several; of the first layer.
     pub attention_block: Option<usize>,
     /// Tokens of a tile of the MLP, where it goes in several.
     pub mlp_tile: Option<usize>,
@@ -279,7 +279,7 @@ impl Plan {
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
             attention: workload.attention,
-            attention_block: workload.attention.block(&workload.attention_shape()),
+            attention_block: workload.attention.block(&workload.attention_shapes()[0]),
             mlp_tile: workload.mlp_tile(),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
             hyper: hyper(settings),

@@ -416,11 +416,14 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
         plan(&llama_8b(), &Settings { seq_length: 131_072, nondeterministic, per_device_train_batch_size: 1, ..settings() })
     };
     let (blocks, whole) = (long(false), long(true));
-    assert_eq!((blocks.attention_block, whole.attention_block), (Some(8192), None));
+    assert_eq!((blocks.attention_block, whole.attention_block), (Some(16_384), None));
     assert!([&blocks, &whole].iter().all(|plan| plan.mlp_tile == Some(32_768) && plan.to_string().contains("tiles of 32768 tokens")));
-    assert!(on_device(&blocks, "attention workspace") < 8.6, "{blocks}");
+    assert!(on_device(&blocks, "attention workspace") < 4.6, "{blocks}");
     assert!(blocks.layer_policies.contains(&LayerPolicy::HostAttention), "{blocks}");
-    assert!(blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 8192 queries"), "{blocks}");
+    assert!(
+        blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 16384 queries and keys"),
+        "{blocks}"
+    );
     // Ranks that share a sequence as well.
     let machine = Machine::of_several(&Profile::load("gh200-x4").unwrap(), 4).unwrap();
     let of_four = |sequence_ranks, seq_length| {

@@ -46,7 +46,8 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     let numerics = json!({
         LOSS_TILE: plan.loss_tile,
         "attention": attention,
-        ATTENTION_BLOCK: plan.attention_block,
+        // Queries and keys; blocks that had all keys were a number.
+        ATTENTION_BLOCK: plan.attention_block.map(|block| [block; 2]),
         MLP_TILE: plan.mlp_tile,
         "computed_on": computed_on,
         MATMUL: matmul,

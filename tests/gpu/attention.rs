@@ -8,7 +8,8 @@
 //!   are multiplied. These roundings are independent: `min(sum of |terms|, 6 sqrt(sum of terms^2))` (Hoeffding, as in
 //!   [`growth`]). float16 also has an absolute error where they are subnormal;
 //! - with several query heads to a key head, each head's gradient of a key may be rounded to the format before they are added;
-//! - what each of several blocks of queries gives to the gradient of a key is rounded to the format, and added in fp32.
+//! - what each of several blocks gives, of queries to the gradient of a key, of keys to that of a query, is rounded to the format, and added in
+//!   fp32.
 
 use super::bounds::{Near, U, growth, product_growth, subnormal, unit};
 use super::formats::{FLOATS, round, wide};
@@ -53,7 +54,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Shapes whose backward pass goes in blocks of so many queries.
+/// Shapes whose backward pass goes in blocks of so many queries and keys.
 fn blocks() -> [(AttentionShape, usize); 6] {
     [
         (shape(1, 130, (4, 1), 64, Some(40)), 32),
@@ -310,7 +311,8 @@ fn backward_head(
     for queries in &blocks {
         for (dq, query_head) in dq.iter_mut().zip(kv_head * group..) {
             let (mut head_dk, mut head_dv) = (vec![OperandSum::default(); elems], vec![OperandSum::default(); elems]);
-            dq.extend(backward_query_head(shape, dtype, kept, (sequence, query_head), queries.clone(), &mut head_dk, &mut head_dv));
+            let at = (sequence, query_head);
+            dq.extend(backward_query_head((shape, block), dtype, kept, at, queries.clone(), &mut head_dk, &mut head_dv));
             dk.add_head(&head_dk, queries.len());
             dv.add_head(&head_dv, queries.len());
         }
@@ -362,7 +364,7 @@ fn added(total: Near, next: Near, rounded: Option<Dtype>) -> Near {
 
 /// One query head: returns its gradient at `queries` and adds their part of the keys' and values'.
 fn backward_query_head(
-    shape: &AttentionShape,
+    (shape, block): (&AttentionShape, Option<usize>),
     dtype: Dtype,
     kept: &Kept<'_>,
     (sequence, query_head): (usize, usize),
@@ -374,7 +376,7 @@ fn backward_query_head(
     let mut dq = Vec::new();
     for at in queries {
         let query = Query::new(shape, kept, (sequence, query_head), at);
-        dq.extend(query.backward(shape, dtype, kept, |key, p, ds| {
+        dq.extend(query.backward((shape, block), dtype, kept, |key, p, ds| {
             for c in 0..d {
                 dk[key * d + c].add(ds, query.q[c]);
                 dv[key * d + c].add(p, query.dout[c]);
@@ -406,20 +408,42 @@ impl<'a> Query<'a> {
         Self { at: (sequence, query_head, at), q, dout, dout_norm, lse, delta }
     }
 
-    /// Its gradient; `each` hears of every key that it sees, with the probability and the gradient of the score.
-    fn backward(&self, shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, mut each: impl FnMut(usize, Near, Near)) -> Vec<Near> {
+    /// Its gradient, which a block of keys after another is added to; `each` hears of every key that it sees, with the probability and the gradient
+    /// of the score.
+    fn backward(
+        &self,
+        (shape, block): (&AttentionShape, Option<usize>),
+        dtype: Dtype,
+        kept: &Kept<'_>,
+        mut each: impl FnMut(usize, Near, Near),
+    ) -> Vec<Near> {
         let (sequence, query_head, at) = self.at;
         let (key, value) = key_head(shape, query_head);
         let (k, v) = (head(shape, kept.qkv, key), head(shape, kept.qkv, value));
         let (first, keys) = (sequence * shape.seq_length, visible(shape, kept.starts, sequence, at));
         let scores = scores(shape, dtype, self.q, &k, first + keys.start..first + keys.end);
-        let mut sums = vec![OperandSum::default(); shape.head_dim];
-        for (s, key) in scores.iter().zip(keys.clone()) {
-            let (p, ds) = self.gradients(shape, dtype, s, v.row(first + key));
-            sums.iter_mut().zip(k.row(first + key)).for_each(|(sum, &k)| sum.add(ds, k));
-            each(key, p, ds);
+        let document = kept.starts[first + at] as usize;
+        // Whether keys behind a window are cut depends on how long the document is padded to: not if it is longer than the window.
+        let block = block.filter(|block| shape.window.is_none_or(|window| window > *block));
+        let block_of = |key: usize| block.map_or(0, |block| (key - document) / block);
+        let largest = f64::from(shape.scale).max(1.0);
+        let mut total: Option<Vec<Near>> = None;
+        let pairs: Vec<_> = scores.iter().zip(keys).collect();
+        for pairs in pairs.chunk_by(|(_, a), (_, b)| block_of(*a) == block_of(*b)) {
+            let mut sums = vec![OperandSum::default(); shape.head_dim];
+            for (s, key) in pairs {
+                let (p, ds) = self.gradients(shape, dtype, s, v.row(first + key));
+                sums.iter_mut().zip(k.row(first + key)).for_each(|(sum, &k)| sum.add(ds, k));
+                each(*key, p, ds);
+            }
+            let of_block = sums.iter().map(|sum| sum.near(dtype, pairs.len(), largest));
+            total = Some(match total {
+                None if block_of(at) == block_of(pairs[0].1) => of_block.collect(),
+                None => of_block.map(|near| added(Near::exact(0.0), near, Some(dtype))).collect(),
+                Some(total) => total.into_iter().zip(of_block).map(|(total, near)| added(total, near, Some(dtype))).collect(),
+            });
         }
-        sums.iter().map(|sum| sum.near(dtype, keys.len(), f64::from(shape.scale).max(1.0))).collect()
+        total.unwrap_or_default()
     }
 
     /// The probability of a key of score `s` with value `v`, and the gradient of its score: `p (dp - delta) scale`, times the cap's slope, with the
@@ -495,6 +519,9 @@ fn backward(
     })
 }
 
+/// Queries and keys of a block of [`long`] on a GPU.
+const LONG_BLOCK: usize = 16_384;
+
 /// One key head's queries over so many tokens that cuDNN's backward pass goes in blocks. Queries and keys share no channel, so that every token
 /// sees all before it alike, and what the forward pass leaves is known: of the gradients, some are compared.
 fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
@@ -509,12 +536,12 @@ fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
     let (wide_dout, wide_qkv, wide_out, wide_lse) = (wide(&dout), wide(&qkv), wide(&out), wide(&lse));
     let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &vec![0; n], out: &wide_out, lse: &wide_lse };
     let mut want = vec![Near { want: 0.0, error: f64::INFINITY }; qkv.len()];
-    let queries = [0, 8191, 8192, 70_001, n - 1];
+    let queries = [0, LONG_BLOCK - 1, LONG_BLOCK, 70_001, n - 1];
     for (query_head, at) in (0..shape.heads).flat_map(|head| queries.map(|at| (head, at))) {
-        let dq = Query::new(&shape, &kept, (0, query_head), at).backward(&shape, dtype, &kept, |_, _, _| ());
+        let dq = Query::new(&shape, &kept, (0, query_head), at).backward((&shape, Some(LONG_BLOCK)), dtype, &kept, |_, _, _| ());
         want[at * cols + query_head * d..][..d].copy_from_slice(&dq);
     }
-    let keys = [0, 1, 8191, 8192, 70_000, n - 1];
+    let keys = [0, 1, LONG_BLOCK - 1, LONG_BLOCK, 70_000, n - 1];
     for (at, [dk, dv]) in keys.into_iter().zip(parallel(keys.len(), |i| long_key(&shape, dtype, &kept, keys[i]))) {
         want[at * cols + shape.heads * d..][..d].copy_from_slice(&dk);
         want[at * cols + (shape.heads + 1) * d..][..d].copy_from_slice(&dv);
@@ -550,7 +577,7 @@ fn long_key(shape: &AttentionShape, dtype: Dtype, kept: &Kept<'_>, key: usize) -
     let (of_keys, of_values) = key_head(shape, 0);
     let (k, v) = (head(shape, kept.qkv, of_keys), head(shape, kept.qkv, of_values));
     let mut gradients = [(); 2].map(|()| KeyGradients::new(shape, dtype, d));
-    for queries in blocks_of(shape, kept.starts, 0, Some(8192)).into_iter().filter(|queries| queries.end > key) {
+    for queries in blocks_of(shape, kept.starts, 0, Some(LONG_BLOCK)).into_iter().filter(|queries| queries.end > key) {
         for query_head in 0..shape.heads {
             let (mut dk, mut dv) = (vec![OperandSum::default(); d], vec![OperandSum::default(); d]);
             for at in queries.start.max(key)..queries.end {

@@ -84,7 +84,7 @@ pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), Strin
     }
     let attention = shape.attention(plan.batch, plan.seq_length, 0);
     let own: Vec<_> =
-        if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &attention, plan.separates_documents) };
+        if on == plan.machine.kind { vec![] } else { plan.machine.kind.own_memory(plan.attention, &[attention], plan.separates_documents) };
     for class in &plan.memory {
         if NOT_TAKEN.contains(&class.name) || own.iter().any(|own| own.name == class.name) {
             continue;

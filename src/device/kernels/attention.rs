@@ -8,6 +8,8 @@ use std::ops::Range;
 
 /// FLOPs of the backward pass over those of the forward pass, as its rate counts them.
 const BACKWARD_FLOPS: f64 = 2.0;
+/// Keys behind a window begin at a multiple of this, so that cuDNN's tiles are whole and blocks there have one plan.
+const KEY_GRAIN: usize = 128;
 
 /// Shape of one layer's attention. Rows of `qkv` are tokens (`batch * seq_length`); a row holds `heads` queries, then
 /// `kv_heads` keys, then `kv_heads` values, each of `head_dim`.
@@ -59,6 +61,25 @@ impl AttentionShape {
         block.min(self.seq_length) + usize::from(self.joins_rest(block))
     }
 
+    /// The keys of each product with `queries`, a block of [`Self::query_blocks`]: the blocks up to theirs, or those that a window leaves.
+    pub(crate) fn key_blocks(&self, queries: &Range<usize>, block: usize) -> Vec<Range<usize>> {
+        if let Some(window) = self.hiding_window() {
+            return vec![(queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN..queries.end];
+        }
+        self.query_blocks(block).take_while(|keys| keys.start <= queries.start).collect()
+    }
+
+    /// Most keys of [`Self::key_blocks`].
+    pub(crate) fn most_keys(&self, block: usize) -> usize {
+        let longest = self.longest_block(block);
+        self.hiding_window().map_or(longest, |window| (longest + window + KEY_GRAIN - 1).min(self.seq_length))
+    }
+
+    /// The window, where it hides keys from some query.
+    pub(crate) fn hiding_window(&self) -> Option<usize> {
+        self.window.filter(|window| *window < self.seq_length)
+    }
+
     fn joins_rest(&self, block: usize) -> bool {
         self.seq_length > block && self.seq_length % block == 1
     }
@@ -66,9 +87,9 @@ impl AttentionShape {
     /// FLOPs of the forward pass: two products over the tokens that each token sees.
     pub(crate) fn flops(&self) -> f64 {
         let s = self.seq_length as f64;
-        let seen = match self.window.map(|window| window as f64) {
-            Some(window) if window < s => window - window * window / (2.0 * s),
-            _ => s / 2.0,
+        let seen = match self.hiding_window().map(|window| window as f64) {
+            Some(window) => window - window * window / (2.0 * s),
+            None => s / 2.0,
         };
         4.0 * self.tokens() as f64 * seen * (self.heads * self.head_dim) as f64
     }
@@ -143,9 +164,9 @@ pub struct AttentionBackward {
     pub dqkv: DeviceSlice,
     /// Sizes of all of them.
     pub shape: AttentionShape,
-    /// Queries of a block: the gradients of keys and values that each block of a document gives are rounded to the format, and added in fp32
-    /// in the order of blocks. A rest of one query is in the block before it, unless rows hold several documents. `None`: what the device takes
-    /// for the shape, which is all queries unless cuDNN needs too much memory for them.
+    /// Queries and keys of a block: the gradients that each block of a document gives are rounded to the format, and added in fp32 in the order
+    /// of blocks. Keys behind a window are not cut. A rest of one query is in the block before it, unless rows hold several documents. `None`:
+    /// what the device takes for the shape, which is all queries unless cuDNN needs too much memory for them.
     pub block: Option<usize>,
 }
 
@@ -193,5 +214,19 @@ mod tests {
         assert_eq!(blocks(128, 64), [0..64, 64..128]);
         assert_eq!(blocks(65, 64), vec![0..65; 1]);
         assert_eq!((blocks(1, 64), blocks(64, 64), blocks(3, 1)), (vec![0..1; 1], vec![0..64; 1], vec![0..1, 1..2, 2..3]));
+    }
+
+    #[test]
+    fn keys_are_cut_as_queries_are_unless_a_window_hides_some() {
+        let keys = |window, queries| {
+            let shape = AttentionShape { batch: 1, seq_length: 129, heads: 1, kv_heads: 1, head_dim: 8, scale: 1.0, window, softcap: None };
+            shape.key_blocks(&queries, 64)
+        };
+        assert_eq!((keys(None, 0..64), keys(None, 64..129)), (vec![0..64; 1], vec![0..64, 64..129]));
+        assert_eq!(keys(Some(129), 64..129), [0..64, 64..129]);
+        assert_eq!((keys(Some(16), 0..64), keys(Some(16), 64..129)), (vec![0..64; 1], vec![0..129; 1]));
+        let long =
+            AttentionShape { batch: 1, seq_length: 1000, heads: 1, kv_heads: 1, head_dim: 8, scale: 1.0, window: Some(100), softcap: None };
+        assert_eq!(long.key_blocks(&(512..1000), 512), vec![384..1000; 1], "query 512 sees key 413");
     }
 }

@@ -1,11 +1,12 @@
-//! Gradients of keys and values that come block by block of queries.
+//! Gradients of attention that come block by block.
 
 use crate::device::kernel::{Kernel, Operand, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
 /// Adds what one block of queries gave to gradients of keys and values to the sums of the blocks before it, in fp32. Of keys that no later
-/// block sees, the sum is rounded to where the block's own gradients were.
+/// block sees, the sum is rounded to where the block's own gradients were. The same adds up gradients of queries over blocks of keys: one half of
+/// their columns stands where keys are, the other where values are.
 #[derive(Clone, Copy, Debug)]
 pub struct AddKeyGradients {
     /// What the block gave, `[keys, pitch]`, in `width` columns from each of `columns` on; others are not touched.

@@ -73,7 +73,7 @@ impl<'a, T: Element> HeadInput<'a, T> {
     }
 
     /// The blocks of `block` queries, of each document of the sequence, or one of the whole sequence.
-    pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> impl Iterator<Item = Range<usize>> + use<'a, T> {
+    pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> impl Iterator<Item = Range<usize>> + Clone + use<'a, T> {
         let (shape, all) = (*shape, shape.seq_length);
         let starts = self.documents.filter(|_| block < all);
         let end = move |start: usize| {
@@ -84,6 +84,19 @@ impl<'a, T: Element> HeadInput<'a, T> {
             (start + 1..all).find(begins).unwrap_or(all)
         };
         std::iter::successors(Some(0), move |start| Some(end(*start)).filter(|next| *next < all)).map(move |start| start..end(start))
+    }
+
+    /// The blocks of keys that `queries`, one of [`Self::blocks`], see: of its document, up to itself; behind a window all at once.
+    pub(super) fn key_blocks(
+        &self,
+        shape: &AttentionShape,
+        block: usize,
+        queries: &Range<usize>,
+    ) -> impl Iterator<Item = Range<usize>> + Clone + use<'a, T> {
+        let whole = shape.hiding_window().is_some().then_some(0..queries.end);
+        let (first, last) = (self.documents.map_or(0, |starts| starts[queries.start] as usize), queries.start);
+        let is_cut = whole.is_none();
+        self.blocks(shape, block).filter(move |keys| is_cut && (first..=last).contains(&keys.start)).chain(whole)
     }
 
     /// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.

@@ -3,8 +3,8 @@
 //!
 //! Probabilities come again from the scores and the kept log-sum-exp.
 //!
-//! Where gradients come in blocks of queries, there is a chain for each block. What it gives is rounded to the format and added to the sums of
-//! the blocks before, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it; the sum is rounded at the end.
+//! Where gradients come in blocks of queries and keys, there is a chain for each block. What it gives is rounded to the format and added to the
+//! sums of the blocks before, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it; the sum is rounded at the end.
 
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
@@ -65,9 +65,10 @@ pub(crate) fn attention_backward<T: Element>(
         let mut scratch = Scratch::new(shape, block, Arena(scratch));
         scratch.load_keys(shape, input);
         for queries in input.blocks(shape, block) {
+            let keys = input.key_blocks(shape, block, &queries);
             for (index, head) in (first..first + group).enumerate() {
                 let dq = dq.columns(index * d..(index + 1) * d);
-                backward_head(isa, shape, &forward, (sequence, head), &queries, &mut scratch, dq);
+                backward_head(isa, shape, &forward, (sequence, head), (&queries, keys.clone()), &mut scratch, dq);
             }
             scratch.end_block::<T>(d, input.keys_of(shape, &queries));
         }
@@ -83,8 +84,8 @@ struct Scratch<'a> {
     k_b: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
-    /// Sums of dk and dv over blocks, where there are several.
-    sums: Option<[&'a mut [f32]; 2]>,
+    /// Sums of dk and dv over blocks, where there are several, and of dq.
+    sums: Option<([&'a mut [f32]; 2], &'a mut [f32])>,
     q_a: &'a mut [f32],
     dout_a: &'a mut [f32],
     q_b: &'a mut [f32],
@@ -101,15 +102,15 @@ struct Scratch<'a> {
 /// Floats that [`Scratch`] takes.
 fn scratch_elems(shape: &AttentionShape, block: usize) -> usize {
     let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
-    let arrays = if block < shape.seq_length { 7 } else { 5 };
-    arrays * t * d + QUERIES * (5 * d + 3 * t)
+    let (of_keys, of_queries) = if block < shape.seq_length { (7, 6) } else { (5, 5) };
+    of_keys * t * d + QUERIES * (of_queries * d + 3 * t)
 }
 
 impl<'a> Scratch<'a> {
     fn new(shape: &AttentionShape, block: usize, mut arena: Arena<'a>) -> Self {
         let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
         let [k_t_b, v_t_b, k_b, dk, dv] = [(); 5].map(|()| arena.take(t * d));
-        let sums = (block < shape.seq_length).then(|| [(); 2].map(|()| arena.take(t * d)));
+        let sums = (block < shape.seq_length).then(|| ([(); 2].map(|()| arena.take(t * d)), arena.take(QUERIES * d)));
         let [q_a, dout_a, q_b, dout_b, dq] = [(); 5].map(|()| arena.take(QUERIES * d));
         let [p, ds, packed] = [(); 3].map(|()| arena.take(QUERIES * t));
         Self { k_t_b, v_t_b, k_b, dk, dv, sums, q_a, dout_a, q_b, dout_b, dq, p, ds, packed }
@@ -122,12 +123,12 @@ impl<'a> Scratch<'a> {
         PanelOperand::by_k(input.k.data, input.pitch).pack::<B_PANEL>(0, d, t, self.k_b);
         self.dk.fill(0.0);
         self.dv.fill(0.0);
-        self.sums.iter_mut().flatten().for_each(|sums| sums.fill(0.0));
+        self.sums.iter_mut().flat_map(|(of_keys, _)| of_keys).for_each(|sums| sums.fill(0.0));
     }
 
     /// Adds what a block gave to the gradients of `keys`, whose rows have `head_dim` columns, to the sums, and begins anew.
     fn end_block<T: Element>(&mut self, head_dim: usize, keys: Range<usize>) {
-        let Some(sums) = &mut self.sums else { return };
+        let Some((sums, _)) = &mut self.sums else { return };
         let pitch = head_dim.next_multiple_of(B_PANEL);
         for (sums, block) in sums.iter_mut().zip([&mut *self.dk, &mut *self.dv]) {
             let rows = keys.start * pitch..keys.end * pitch;
@@ -139,7 +140,7 @@ impl<'a> Scratch<'a> {
 
     fn store_keys<T: Element>(&self, isa: KernelIsa, head_dim: usize, mut dk: MatMut<'_, T>, mut dv: MatMut<'_, T>) {
         let d = head_dim.next_multiple_of(B_PANEL);
-        let (all_dk, all_dv) = self.sums.as_ref().map_or((&*self.dk, &*self.dv), |[dk, dv]| (&**dk, &**dv));
+        let (all_dk, all_dv) = self.sums.as_ref().map_or((&*self.dk, &*self.dv), |([dk, dv], _)| (&**dk, &**dv));
         for row in 0..dk.rows() {
             store(isa, &all_dk[row * d..][..head_dim], false, dk.row(row));
             store(isa, &all_dv[row * d..][..head_dim], false, dv.row(row));
@@ -152,7 +153,7 @@ fn backward_head<T: Element>(
     shape: &AttentionShape,
     forward: &Forward<'_, T>,
     (sequence, head): (usize, usize),
-    block: &Range<usize>,
+    (block, key_blocks): (&Range<usize>, impl Iterator<Item = Range<usize>> + Clone),
     scratch: &mut Scratch<'_>,
     mut dq: MatMut<'_, T>,
 ) {
@@ -177,7 +178,8 @@ fn backward_head<T: Element>(
             let delta = dot(isa, &dout[query * pitch..][..d], &out[query * pitch..][..d]);
             score_gradients(isa, p, ds, seen, shape.scale, shape.softcap, lse[query], delta);
         }
-        input_gradients(isa, scratch, &keys, rows, (t, d));
+        query_gradients::<T>(isa, scratch, (&keys, key_blocks.clone()), rows, (t, d));
+        key_gradients(isa, scratch, &keys, rows, d);
         for (row, query) in queries.enumerate() {
             store(isa, &scratch.dq[row * d.next_multiple_of(B_PANEL)..][..d], false, dq.row(query));
         }
@@ -197,17 +199,40 @@ fn scores(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: 
     }
 }
 
-/// `dq = ds k`, `dv += p^T dout` and `dk += ds^T q` for `rows` queries of `d` channels out of `t` keys.
-fn input_gradients(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, (t, d): (usize, usize)) {
-    let Scratch { k_b, dk, dv, q_b, dout_b, dq, p, ds, packed, .. } = scratch;
+/// `dq = ds k` for `rows` queries of `d` channels out of `t` keys, block by block of these.
+fn query_gradients<T: Element>(
+    isa: KernelIsa,
+    scratch: &mut Scratch<'_>,
+    (keys, blocks): (&Range<usize>, impl Iterator<Item = Range<usize>> + Clone),
+    rows: usize,
+    (t, d): (usize, usize),
+) {
+    let Scratch { k_b, dq, ds, packed, sums, .. } = scratch;
+    let (width, d_padded) = (keys.len().next_multiple_of(B_PANEL), d.next_multiple_of(B_PANEL));
+    let are_several = blocks.clone().nth(1).is_some();
+    let mut sums = sums.as_mut().map(|(_, of_queries)| &mut **of_queries).filter(|_| are_several);
+    sums.iter_mut().for_each(|sums| sums.fill(0.0));
+    for (i, block) in blocks.enumerate() {
+        let start = if i == 0 { keys.start } else { block.start };
+        let n = block.end.min(keys.end) - start;
+        PanelOperand::by_rows(&ds[start - keys.start..], width).pack::<A_PANEL>(0, rows, n, packed);
+        let k = Panels { data: &k_b[start * B_PANEL..], stride: B_PANEL * t };
+        dq.fill(0.0);
+        let size = (rows.next_multiple_of(A_PANEL), d_padded);
+        multiply(isa, Panels { data: packed, stride: A_PANEL * n }, k, n, dq, size, d_padded);
+        if let Some(sums) = &mut sums {
+            sums.iter_mut().zip(&**dq).for_each(|(sum, x)| *sum += T::from_f32(*x).to_f32());
+        }
+    }
+    if let Some(sums) = sums {
+        dq.copy_from_slice(sums);
+    }
+}
+
+/// `dv += p^T dout` and `dk += ds^T q` for `rows` queries of `d` channels.
+fn key_gradients(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: usize, d: usize) {
+    let Scratch { dk, dv, q_b, dout_b, p, ds, packed, .. } = scratch;
     let (n, width, d_padded) = (keys.len(), keys.len().next_multiple_of(B_PANEL), d.next_multiple_of(B_PANEL));
-
-    PanelOperand::by_rows(ds, width).pack::<A_PANEL>(0, rows, n, packed);
-    let k = Panels { data: &k_b[keys.start * B_PANEL..], stride: B_PANEL * t };
-    dq.fill(0.0);
-    let size = (rows.next_multiple_of(A_PANEL), d_padded);
-    multiply(isa, Panels { data: packed, stride: A_PANEL * n }, k, n, dq, size, d_padded);
-
     for (a, b, c) in [(p, dout_b, dv), (ds, q_b, dk)] {
         PanelOperand::by_k(a, width).pack::<A_PANEL>(0, n, rows, packed);
         let b = Panels { data: b, stride: B_PANEL * rows };
@@ -358,19 +383,46 @@ mod tests {
         dqkv
     }
 
+    /// Gradients of queries where only `keys`, places in their rows, count.
+    fn run_with<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, keys: Range<usize>) -> Vec<T> {
+        let mut cx = fastest();
+        let (mut qkv, out, lse) = forward::<T>(&mut cx, shape, documents);
+        let dout = values::<T>(2, out.len());
+        // What a key gives to dq is a multiple of it; how much of it does not depend on other keys.
+        let columns = shape.heads * shape.head_dim..(shape.heads + shape.kv_heads) * shape.head_dim;
+        for (token, row) in qkv.chunks_exact_mut(shape.qkv_cols()).enumerate() {
+            if !keys.contains(&(token % shape.seq_length)) {
+                row[columns.clone()].fill(T::from_f32(0.0));
+            }
+        }
+        let mut dqkv = vec![T::from_f32(f32::NAN); qkv.len()];
+        attention_backward(&mut cx, shape, None, Forward { dout: &dout, qkv: &qkv, documents, out: &out, lse: &lse }, &mut dqkv);
+        dqkv
+    }
+
     /// Each block alone, rounded; their sum in order, rounded.
     fn blocks_are_rounded_and_added_in_order<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, blocks: &[Range<usize>]) {
         let got = run::<T>(&mut fastest(), shape, documents, Some(blocks[0].len()));
+        let queries = shape.heads * shape.head_dim;
+        let is_of_queries = |index: usize| index % shape.qkv_cols() < queries;
         let mut sums = vec![0.0; got.len()];
-        for block in blocks {
-            sums.iter_mut().zip(run_of::<T>(shape, documents, block.clone())).for_each(|(sum, x)| *sum += x.to_f32());
-        }
+        let mut add = |block: Vec<T>, of_queries: bool| {
+            let of_these = sums.iter_mut().zip(block).enumerate().filter(|(index, _)| is_of_queries(*index) == of_queries);
+            of_these.for_each(|(_, (sum, x))| *sum += x.to_f32());
+        };
+        let is_cut = shape.hiding_window().is_none();
+        let whole = [0..shape.seq_length];
+        let key_blocks = if is_cut { blocks } else { &whole };
+        blocks.iter().for_each(|queries| add(run_of(shape, documents, queries.clone()), false));
+        key_blocks.iter().for_each(|keys| add(run_with(shape, documents, keys.clone()), true));
         assert_rounded("dqkv", &got, &sums);
         let whole = run::<T>(&mut fastest(), shape, documents, None);
-        assert!(blocks.len() == 1 || bits(&got) != bits(&whole), "what blocks round shows");
-        let queries = shape.heads * shape.head_dim;
-        let rows = got.chunks_exact(shape.qkv_cols()).zip(whole.chunks_exact(shape.qkv_cols()));
-        rows.for_each(|(got, whole)| assert_eq!(bits(&got[..queries]), bits(&whole[..queries])));
+        let differ = |of_queries: bool| {
+            let mut pairs = got.iter().zip(&whole).enumerate();
+            pairs.any(|(index, (got, whole))| is_of_queries(index) == of_queries && got.to_f32() != whole.to_f32())
+        };
+        assert_eq!(differ(false), blocks.len() > 1, "what blocks round shows");
+        assert_eq!(differ(true), blocks.len() > 1 && is_cut, "keys behind a window are not cut");
     }
 
     #[test]
@@ -380,6 +432,9 @@ mod tests {
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &blocks);
         blocks_are_rounded_and_added_in_order::<f16>(&SHAPES[8], None, &[0..32, 32..64, 64..70]);
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, std::slice::from_ref(&(0..130)));
+        let all = AttentionShape { window: None, ..shape };
+        blocks_are_rounded_and_added_in_order::<bf16>(&all, None, &blocks);
+        blocks_are_rounded_and_added_in_order::<f16>(&AttentionShape { window: None, ..SHAPES[8] }, None, &[0..32, 32..64, 64..70]);
         // A rest of one query is in the block before it, but of a document among several: a GPU pads these.
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &[0..43, 43..86, 86..130]);
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&[0; 130]), &[0..43, 43..86, 86..129, 129..130]);
@@ -387,5 +442,6 @@ mod tests {
         let starts: Vec<i32> = (0..130).map(|token| if token < 70 { 0 } else { 70 }).collect();
         let blocks = [0..48, 48..70, 70..118, 118..130];
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&starts), &blocks);
+        blocks_are_rounded_and_added_in_order::<bf16>(&all, Some(&starts), &blocks);
     }
 }

@@ -3,6 +3,7 @@
 //! The engines match the pattern of nodes, so nodes that compute nothing new stand here on purpose. Formats matter as
 //! well: a plan for an output in fp32 compiles, and writes garbage.
 
+use super::blocks::BlockSize;
 use super::graph::{AttentionTensor, Extent, Graph, Id, Operation, Storage, Tensor};
 use super::sys::{DataType, Fold, Mode};
 use crate::device::AttentionShape;
@@ -16,9 +17,10 @@ struct GraphBuilder {
     batch: i64,
     /// Tokens of a sequence in memory.
     seq: i64,
-    /// Those whose queries are computed, and those whose keys they see, of which the last are theirs.
+    /// Those whose queries are computed, and those whose keys they see, of which the last are theirs if `is_causal`.
     queries: i64,
     keys: i64,
+    is_causal: bool,
     heads: i64,
     kv_heads: i64,
     width: i64,
@@ -32,15 +34,16 @@ struct GraphBuilder {
 struct Shape(Extent, Extent);
 
 impl GraphBuilder {
-    /// For `queries` of each sequence of `part` of what `shape` says, and the `keys` up to the last of them.
-    fn new(shape: &AttentionShape, part: &AttentionShape, (queries, keys): (usize, usize), dtype: DataType) -> Self {
+    /// For so many queries and keys of each sequence of `part` of what `shape` says.
+    fn new(shape: &AttentionShape, part: &AttentionShape, BlockSize { queries, keys, is_causal }: BlockSize, dtype: DataType) -> Self {
         let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *part;
         let [qkv_columns, out_columns] = [shape.qkv_cols(), shape.out_cols()].map(|cols| cols as i64);
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
         // A window that reaches the first key from the last query hides nothing.
         let window = window.filter(|window| *window < keys);
         let (queries, keys) = (queries as i64, keys as i64);
-        Self { graph: Graph::default(), dtype, scale, window, batch, seq, queries, keys, heads, kv_heads, width, qkv_columns, out_columns }
+        let graph = Graph::default();
+        Self { graph, dtype, scale, window, batch, seq, queries, keys, is_causal, heads, kv_heads, width, qkv_columns, out_columns }
     }
 
     /// Scores of every query and key.
@@ -152,6 +155,9 @@ impl GraphBuilder {
 
     /// Hides later keys, then those that lie a window or more behind.
     fn masked(&mut self, mut x: Id) -> Id {
+        if !self.is_causal {
+            return x;
+        }
         let (row, column) = (self.diagonal(x), self.index(3, x));
         x = self.keep(x, Mode::CmpGe, row, column);
         if let Some(window) = self.window {
@@ -178,7 +184,8 @@ fn dense(dims: Extent) -> Shape {
 
 /// The output and the log-sum-exp from the packed queries, keys and values.
 pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
-    let mut b = GraphBuilder::new(shape, shape, (shape.seq_length, shape.seq_length), dtype);
+    let all = BlockSize { queries: shape.seq_length, keys: shape.seq_length, is_causal: true };
+    let mut b = GraphBuilder::new(shape, shape, all, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k = b.transposed(AttentionTensor::K, kv_heads, columns);
@@ -201,17 +208,11 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     b.graph
 }
 
-/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads: of so many queries of each sequence,
-/// and of the keys up to the last of them. `deterministic` sums dq in a fixed order, which takes memory for every score of dq's product;
+/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads: of so many queries and keys of each
+/// sequence. `deterministic` sums dq in a fixed order, which takes memory for every score of dq's product;
 /// otherwise dq is added up in fp32 as thread blocks finish.
-pub(super) fn backward(
-    shape: &AttentionShape,
-    part: &AttentionShape,
-    queries_and_keys: (usize, usize),
-    dtype: DataType,
-    deterministic: bool,
-) -> Graph {
-    let mut b = GraphBuilder::new(shape, part, queries_and_keys, dtype);
+pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, size: BlockSize, dtype: DataType, deterministic: bool) -> Graph {
+    let mut b = GraphBuilder::new(shape, part, size, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
     let q = b.caller(AttentionTensor::Q, heads, columns);
     let k_t = b.transposed(AttentionTensor::K, kv_heads, columns);
@@ -297,9 +298,14 @@ mod tests {
         [forward(&shape, DataType::Bf16), whole(&shape, &shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
     }
 
+    /// So many queries, and the keys up to the last of them.
+    fn block(queries: usize, keys: usize) -> BlockSize {
+        BlockSize { queries, keys, is_causal: true }
+    }
+
     /// The backward pass of all queries of `part`.
     fn whole(shape: &AttentionShape, part: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
-        backward(shape, part, (shape.seq_length, shape.seq_length), dtype, deterministic)
+        backward(shape, part, block(shape.seq_length, shape.seq_length), dtype, deterministic)
     }
 
     /// A caller's tensor.
@@ -311,8 +317,11 @@ mod tests {
     #[test]
     fn a_block_has_its_queries_and_the_keys_before_them() {
         let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
-        let graph = backward(&SHAPE, &part, (1024, 3072), DataType::Bf16, true);
+        let graph = backward(&SHAPE, &part, block(1024, 3072), DataType::Bf16, true);
         assert_eq!(graph.nodes.len(), 25);
+        let before = backward(&SHAPE, &part, BlockSize { is_causal: false, ..block(1024, 3072) }, DataType::Bf16, true);
+        // Two indices, how they compare, and the choice.
+        assert_eq!(before.nodes.len(), whole(&SHAPE, &part, DataType::Bf16, true).nodes.len() - 4, "nothing is hidden");
         let whole = whole(&SHAPE, &part, DataType::Bf16, true);
         use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
         for (role, tokens) in [(Q, 1024), (Out, 1024), (Lse, 1024), (Dout, 1024), (Dq, 1024), (K, 3072), (V, 3072), (Dk, 3072), (Dv, 3072)]
@@ -327,7 +336,7 @@ mod tests {
         let windowed = AttentionShape { window: Some(2500), ..SHAPE };
         let value = |keys: usize, shift: f32| {
             let part = AttentionShape { window: Some(2500), ..part };
-            let graph = backward(&windowed, &part, (1024, keys), DataType::Bf16, true);
+            let graph = backward(&windowed, &part, block(1024, keys), DataType::Bf16, true);
             graph.tensors.iter().any(|tensor| tensor.place == Storage::Value(shift))
         };
         assert!(value(3072, 2500.0 - 2048.0) && !value(2048, 2500.0 - 1024.0), "a window that hides nothing is left out");

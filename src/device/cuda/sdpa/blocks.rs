@@ -1,32 +1,37 @@
-//! Blocks of queries, one after another, where a sequence's scores take too much memory at once.
+//! Blocks of queries and keys, one after another, where a sequence's scores take too much memory at once.
 
 use crate::device::AttentionShape;
 use std::ops::Range;
 
-/// A block's first key is a multiple of this, so that cuDNN's tiles are whole and blocks behind a window have one plan.
-const KEY_GRAIN: usize = 128;
-
-/// Queries of a sequence, and the keys that some of them see, up to the last of them.
+/// Queries of a sequence, and keys that some of them see.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct QueryBlock {
+pub(super) struct Block {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
 }
 
-impl QueryBlock {
-    /// Numbers of queries and of keys.
-    pub(super) fn size(&self) -> (usize, usize) {
-        (self.queries.len(), self.keys.len())
+/// All that a plan depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BlockSize {
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    /// The last keys are the queries' own, which see none behind themselves; else every query sees every key.
+    pub(super) is_causal: bool,
+}
+
+impl Block {
+    pub(super) fn size(&self) -> BlockSize {
+        BlockSize { queries: self.queries.len(), keys: self.keys.len(), is_causal: self.keys.end == self.queries.end }
     }
 }
 
-/// Blocks of `block` queries.
-pub(super) fn query_blocks(shape: &AttentionShape, block: usize) -> impl Iterator<Item = QueryBlock> + use<> {
-    let window = shape.window;
-    shape.query_blocks(block).map(move |queries| {
-        let seen = window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
-        QueryBlock { keys: seen / KEY_GRAIN * KEY_GRAIN..queries.end, queries }
-    })
+/// Blocks of `block` queries and as many keys: of each block of queries the keys in order.
+pub(super) fn blocks(shape: &AttentionShape, block: usize) -> Vec<Block> {
+    let of = |queries: Range<usize>| {
+        let keys = shape.key_blocks(&queries, block).into_iter();
+        keys.map(move |keys| Block { queries: queries.clone(), keys })
+    };
+    shape.query_blocks(block).flat_map(of).collect()
 }
 
 #[cfg(test)]
@@ -36,17 +41,24 @@ mod tests {
     const SHAPE: AttentionShape =
         AttentionShape { batch: 2, seq_length: 1000, heads: 4, kv_heads: 2, head_dim: 64, scale: 1.0, window: None, softcap: None };
 
-    fn blocks(window: Option<usize>, block: usize) -> Vec<(Range<usize>, Range<usize>)> {
-        query_blocks(&AttentionShape { window, ..SHAPE }, block).map(|block| (block.queries, block.keys)).collect()
+    fn cut(window: Option<usize>, block: usize) -> Vec<(Range<usize>, Range<usize>)> {
+        blocks(&AttentionShape { window, ..SHAPE }, block).into_iter().map(|block| (block.queries, block.keys)).collect()
     }
 
     #[test]
-    fn a_block_sees_all_before_it_or_what_its_window_leaves() {
-        assert_eq!(blocks(None, 1000), [(0..1000, 0..1000)]);
-        assert_eq!(blocks(None, 512), [(0..512, 0..512), (512..1000, 0..1000)]);
-        assert_eq!(blocks(Some(256), 512), [(0..512, 0..512), (512..1000, 256..1000)]);
-        assert_eq!(blocks(Some(1), 512)[1], (512..1000, 512..1000));
+    fn a_block_sees_those_before_it_or_what_its_window_leaves() {
+        assert_eq!(cut(None, 1000), [(0..1000, 0..1000)]);
+        assert_eq!(cut(None, 512), [(0..512, 0..512), (512..1000, 0..512), (512..1000, 512..1000)]);
+        assert_eq!(cut(Some(256), 512), [(0..512, 0..512), (512..1000, 256..1000)]);
+        assert_eq!(cut(Some(1), 512)[1], (512..1000, 512..1000));
         // Query 512 sees key 413.
-        assert_eq!(blocks(Some(100), 512)[1], (512..1000, 384..1000));
+        assert_eq!(cut(Some(100), 512)[1], (512..1000, 384..1000));
+    }
+
+    #[test]
+    fn keys_before_all_queries_are_seen_by_all() {
+        let sizes: Vec<_> = blocks(&SHAPE, 512).iter().map(Block::size).collect();
+        let size = |queries, keys, is_causal| BlockSize { queries, keys, is_causal };
+        assert_eq!(sizes, [size(512, 512, true), size(488, 512, false), size(488, 488, true)]);
     }
 }

@@ -10,12 +10,12 @@ mod sys;
 
 use super::error::{check, failed};
 use super::libraries::Libraries;
-use crate::device::footprint::gpu::{attention_block, attention_part, attention_workspace_bytes, key_gradient_sums};
+use crate::device::footprint::gpu::{attention_block, attention_part, attention_workspace_bytes, key_gradient_sums, query_gradient_sums};
 use crate::device::{AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, DeviceSlice, Kernel};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
-use blocks::{QueryBlock, query_blocks};
+use blocks::{Block, BlockSize, blocks};
 use compile::make_all;
 use cust::memory::DeviceBuffer;
 use cust::sys::{CUcontext, CUstream, cuCtxGetCurrent, cuCtxSetCurrent, cuMemsetD8Async, cuStreamSynchronize};
@@ -90,9 +90,9 @@ struct BackwardPlans {
     of: (AttentionShape, Dtype, usize),
     /// What is computed at a time: of this, block by block.
     part: AttentionShape,
-    blocks: Vec<QueryBlock>,
-    /// One for each number of queries and of keys that a block has.
-    plans: Vec<((usize, usize), ExecutionPlan)>,
+    blocks: Vec<Block>,
+    /// One for each size of a block.
+    plans: Vec<(BlockSize, ExecutionPlan)>,
 }
 
 impl Sdpa {
@@ -127,14 +127,14 @@ impl Sdpa {
         self.connection.cudnn.version()
     }
 
-    /// Queries of a block of the backward pass, unless somebody says otherwise.
+    /// Queries and keys of a block of the backward pass, unless somebody says otherwise.
     pub(super) fn block(&self, shape: &AttentionShape) -> usize {
         attention_block(shape, self.deterministic)
     }
 
-    /// Compiles both directions for shapes, whose backward passes go in blocks of so many queries, and makes room for them; nothing if that is
-    /// done. A plan takes a thread half a second, and there is one for each direction and block; only before step 0, for a step must not wait for
-    /// it.
+    /// Compiles both directions for shapes, whose backward passes go in blocks of so many queries and keys, and makes room for them; nothing if
+    /// that is done. A plan takes a thread half a second, and there is one for each direction and size of a block; only before step 0, for a step
+    /// must not wait for it.
     ///
     /// # Errors
     /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
@@ -256,9 +256,9 @@ impl Sdpa {
         if plans.blocks.len() == 1 {
             return Ok(Vec::new());
         }
-        let elems = key_gradient_sums(&plans.part);
+        let elems = plans.sums();
         let sums = DeviceSlice::at(workspace + plans.own_bytes() as u64, elems, Dtype::Float32);
-        Ok(plans.add_key_gradients(&call.shape, place, block, (dqkv, sums)))
+        Ok(plans.add_gradients(&call.shape, place, block, (dqkv, sums)))
     }
 }
 
@@ -288,12 +288,12 @@ impl BackwardPlans {
     /// Without its plans.
     fn new(of: (AttentionShape, Dtype, usize), deterministic: bool) -> Self {
         let (shape, _, block) = of;
-        Self { of, part: attention_part(&shape, block, deterministic), blocks: query_blocks(&shape, block).collect(), plans: Vec::new() }
+        Self { of, part: attention_part(&shape, block, deterministic), blocks: blocks(&shape, block), plans: Vec::new() }
     }
 
-    /// Numbers of queries and of keys that blocks have, each once.
-    fn sizes(&self) -> Vec<(usize, usize)> {
-        let mut sizes: Vec<_> = self.blocks.iter().map(QueryBlock::size).collect();
+    /// Sizes that blocks have, each once.
+    fn sizes(&self) -> Vec<BlockSize> {
+        let mut sizes: Vec<_> = self.blocks.iter().map(Block::size).collect();
         sizes.sort_unstable();
         sizes.dedup();
         sizes
@@ -322,8 +322,13 @@ impl BackwardPlans {
         if self.blocks.len() == 1 {
             return self.plans[0].1.workspace_bytes();
         }
-        let with_sums = self.own_bytes() + key_gradient_sums(&self.part) * Dtype::Float32.bytes();
+        let with_sums = self.own_bytes() + self.sums() * Dtype::Float32.bytes();
         with_sums.max(attention_workspace_bytes(&self.part, self.of.2, deterministic))
+    }
+
+    /// Elements of the sums over blocks of a part.
+    fn sums(&self) -> usize {
+        key_gradient_sums(&self.part) + query_gradient_sums(&self.part, self.of.2)
     }
 
     /// The plan of block `index`.
@@ -340,29 +345,75 @@ impl BackwardPlans {
         if blocks == 1 { vec![steps.collect()] } else { steps.map(|step| vec![step]).collect() }
     }
 
-    /// Of each sequence of the part at `place`, after block `index`. `sums` are those of a part.
-    fn add_key_gradients(
+    /// Of each sequence of the part at `place`, after block `index`. `sums` are those of a part: of keys, then of queries.
+    fn add_gradients(
         &self,
         shape: &AttentionShape,
         place: PartPlace,
         index: usize,
         (dqkv, sums): (DeviceSlice, DeviceSlice),
     ) -> Vec<AddKeyGradients> {
+        let of_keys = key_gradient_sums(&self.part);
+        let of_both = [sums.slice(0, of_keys), sums.slice(of_keys, sums.elems() - of_keys)];
+        let of_sequence = |sequence: usize| {
+            let [keys, queries] = of_both.map(|sums| {
+                let elems = sums.elems() / self.part.batch;
+                sums.slice(sequence * elems, elems)
+            });
+            let rows = (dqkv, (place.sequence + sequence) * shape.seq_length);
+            let keys = self.add_keys((shape, place.group), index, rows, keys);
+            std::iter::once(keys).chain(self.add_queries((shape, place.group), index, rows, queries))
+        };
+        (0..self.part.batch).flat_map(of_sequence).collect()
+    }
+
+    /// Of a sequence from row `first` of `dqkv` on. Keys have sums from the first block of queries on that sees them to the last.
+    fn add_keys(
+        &self,
+        (shape, group): (&AttentionShape, usize),
+        index: usize,
+        (dqkv, first): (DeviceSlice, usize),
+        sums: DeviceSlice,
+    ) -> AddKeyGradients {
         let (pitch, width) = (shape.qkv_cols(), self.part.kv_heads * shape.head_dim);
-        let keys = &self.blocks[index].keys;
-        let begun = index.checked_sub(1).map_or(keys.start, |before| self.blocks[before].keys.end);
-        let done = self.blocks.get(index + 1).map_or(keys.end, |next| next.keys.start);
-        let of_keys = shape.heads * shape.head_dim + place.group * width;
-        let add = |sequence: usize| AddKeyGradients {
-            dqkv: dqkv.slice(((place.sequence + sequence) * shape.seq_length + keys.start) * pitch, keys.len() * pitch),
-            sums: sums.slice((sequence * shape.seq_length + keys.start) * 2 * width, keys.len() * 2 * width),
+        let Block { queries, keys } = &self.blocks[index];
+        let seen_later =
+            self.blocks[index..].iter().find(|later| later.queries.start >= queries.end).map_or(keys.end, |later| later.keys.start);
+        let of_keys = shape.heads * shape.head_dim + group * width;
+        AddKeyGradients {
+            dqkv: dqkv.slice((first + keys.start) * pitch, keys.len() * pitch),
+            sums: sums.slice(keys.start * 2 * width, keys.len() * 2 * width),
             pitch,
             columns: [of_keys, of_keys + shape.kv_heads * shape.head_dim],
             width,
-            begun: begun - keys.start,
-            done: done - keys.start,
-        };
-        (0..self.part.batch).map(add).collect()
+            begun: queries.start.clamp(keys.start, keys.end) - keys.start,
+            done: seen_later.clamp(keys.start, keys.end) - keys.start,
+        }
+    }
+
+    /// Queries have sums from their first block of keys to their last, if these are two; half of their columns stand for keys' gradients there.
+    fn add_queries(
+        &self,
+        (shape, group): (&AttentionShape, usize),
+        index: usize,
+        (dqkv, first): (DeviceSlice, usize),
+        sums: DeviceSlice,
+    ) -> Option<AddKeyGradients> {
+        let (pitch, width) = (shape.qkv_cols(), self.part.heads * shape.head_dim / 2);
+        let queries = &self.blocks[index].queries;
+        let is_of_them = |other: usize| self.blocks.get(other).is_some_and(|other| other.queries == *queries);
+        let (is_begun, goes_on) = (index > 0 && is_of_them(index - 1), is_of_them(index + 1));
+        let column = group * 2 * width;
+        let rows = |holds: bool| if holds { queries.len() } else { 0 };
+        (is_begun || goes_on).then(|| AddKeyGradients {
+            dqkv: dqkv.slice((first + queries.start) * pitch, queries.len() * pitch),
+            sums: sums.slice(0, queries.len() * 2 * width),
+            pitch,
+            columns: [column, column + width],
+            width,
+            begun: rows(is_begun),
+            done: rows(!goes_on),
+        })
     }
 }
 
@@ -420,7 +471,7 @@ fn qkv_addresses(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum AttentionStep {
     Forward,
-    /// A block of queries of a part.
+    /// A block of a part.
     Backward {
         place: PartPlace,
         block: usize,
@@ -439,7 +490,7 @@ pub(super) struct AttentionCall {
 #[derive(Clone, Copy)]
 enum Direction {
     Forward,
-    /// Block by block of `block` queries.
+    /// Block by block of `block` queries and keys.
     Backward {
         dqkv: DeviceSlice,
         block: usize,
@@ -461,7 +512,7 @@ impl AttentionCall {
         Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: Direction::Forward, addresses })
     }
 
-    /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries unless the kernel says of how many.
+    /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries and keys unless the kernel says of how many.
     pub(super) fn backward(kernel: &AttentionBackward, block: usize) -> Result<Self> {
         let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape, block: said } = *kernel;
         let [q, k, v] = qkv_addresses(qkv, &shape);
@@ -477,7 +528,7 @@ impl AttentionCall {
     }
 
     /// Those of a block of the part at `place`, as large as `part`.
-    fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &QueryBlock) -> Addresses {
+    fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &Block) -> Addresses {
         let shape = &self.shape;
         let first = place.sequence * shape.seq_length;
         let (query, key) = (first + block.queries.start, first + block.keys.start);

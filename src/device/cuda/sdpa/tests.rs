@@ -57,7 +57,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     let call = AttentionCall::backward(&backward, 512).unwrap();
     let places: Vec<_> = parts_of(&SHAPE, &part).map(|place| (place.sequence, place.group)).collect();
     assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
-    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &QueryBlock { queries: 0..512, keys: 0..512 });
+    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &Block { queries: 0..512, keys: 0..512 });
     let of = |role: AttentionTensor| last[role as usize];
     // Sequence 1 begins at row 512; the second group has heads 4 to 7, and key head 1 behind eight of queries.
     assert_eq!(of(AttentionTensor::Q), qkv.addr() + (512 * 12 * 128 + 4 * 128) * 2);
@@ -65,7 +65,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     assert_eq!(of(AttentionTensor::V), qkv.addr() + (512 * 12 * 128 + (10 + 1) * 128) * 2);
     assert_eq!(of(AttentionTensor::Dout), dout.addr() + (512 * 8 * 128 + 4 * 128) * 2);
     assert_eq!(of(AttentionTensor::Lse), lse.addr() + (8 * 512 + 4 * 512) * 4);
-    let block = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &QueryBlock { queries: 256..384, keys: 128..384 });
+    let block = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &Block { queries: 256..384, keys: 128..384 });
     use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
     for (role, rows) in [(Q, 256), (Dq, 256), (Out, 256), (Dout, 256), (Lse, 256), (K, 128), (V, 128), (Dk, 128), (Dv, 128)] {
         let row = match role {
@@ -85,12 +85,17 @@ fn in_blocks(shape: AttentionShape, part: AttentionShape, block: usize) -> Backw
 #[test]
 fn every_size_of_a_block_is_wanted_once() {
     let limits = AttentionLimits::of(9);
-    let sizes = |shape, block| in_blocks(shape, shape, block).sizes();
-    assert_eq!(sizes(SHAPE, 512), [(512, 512)]);
-    assert_eq!(sizes(SHAPE, 192), [(128, 512), (192, 192), (192, 384)]);
+    let sizes = |shape, block| {
+        let sizes = in_blocks(shape, shape, block).sizes().into_iter();
+        sizes.map(|BlockSize { queries, keys, is_causal }| (queries, keys, is_causal)).collect::<Vec<_>>()
+    };
+    assert_eq!(sizes(SHAPE, 512), [(512, 512, true)]);
+    assert_eq!(sizes(SHAPE, 192), [(128, 128, true), (128, 192, false), (192, 192, false), (192, 192, true)]);
+    // However long the sequence is.
+    assert_eq!(sizes(AttentionShape { seq_length: 1 << 20, ..SHAPE }, 1 << 14).len(), 2);
     // Behind a window blocks are alike.
     let windowed = AttentionShape { seq_length: 2048, window: Some(128), ..SHAPE };
-    assert_eq!(sizes(windowed, 256), [(256, 256), (256, 384)]);
+    assert_eq!(sizes(windowed, 256), [(256, 256, true), (256, 384, true)]);
     let wanted = in_blocks(windowed, windowed, 256).wanted(limits, true).unwrap();
     assert_eq!(wanted.len(), 2);
     let odd = AttentionShape { head_dim: 100, ..SHAPE };
@@ -121,34 +126,61 @@ fn threads_compile_side_by_side() {
     assert!(two < 0.75 * one, "one thread {one:.2} s, two {two:.2} s");
 }
 
+/// What is added after block `index` of a part of one sequence of [`SHAPE`], the second, and one key head, the second.
+fn added(plans: &BackwardPlans, index: usize) -> Vec<AddKeyGradients> {
+    let [dqkv, sums] = [(SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16), (plans.sums(), Dtype::Float32)]
+        .map(|(elems, dtype)| DeviceSlice::at(1 << 32, elems, dtype));
+    plans.add_gradients(&SHAPE, PartPlace { sequence: 1, group: 1 }, index, (dqkv, sums))
+}
+
+#[test]
+fn queries_have_sums_over_blocks_of_keys() {
+    let plans = in_blocks(SHAPE, AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE }, 192);
+    // Blocks of 192, 192 and 128 queries, which see one, two and three blocks of keys.
+    assert_eq!(plans.blocks.len(), 6);
+    let rows = |add: &AddKeyGradients| (add.keys(), add.begun, add.done);
+    let of_queries = [0, 1, 2, 3, 4, 5].map(|index| added(&plans, index).get(1).map(rows));
+    assert_eq!(of_queries, [None, Some((192, 0, 0)), Some((192, 192, 192)), Some((128, 0, 0)), Some((128, 128, 0)), Some((128, 128, 128))]);
+    let of_keys = [0, 1, 2, 3, 4, 5].map(|index| rows(&added(&plans, index)[0]));
+    assert_eq!(of_keys, [(192, 0, 0), (192, 192, 0), (192, 0, 0), (192, 192, 192), (192, 192, 192), (128, 0, 128)]);
+    let last = added(&plans, 5)[1];
+    // The second four heads, in halves; behind the sums of 512 keys of one head and their values.
+    assert_eq!((last.columns, last.width), ([4 * 128, 6 * 128], 2 * 128));
+    assert_eq!(last.dqkv.addr(), (1 << 32) + (512 + 384) * 12 * 128 * 2);
+    assert_eq!((last.sums.addr(), last.sums.elems()), ((1 << 32) + 512 * 2 * 128 * 4, 128 * 4 * 128));
+    assert_eq!(plans.sums(), 512 * 2 * 128 + 192 * 4 * 128);
+}
+
 #[test]
 fn sums_begin_with_the_first_block_that_sees_a_key_and_end_with_the_last() {
     let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
     let windowed = AttentionShape { window: Some(128), ..SHAPE };
     let plans = in_blocks(windowed, part, 256);
-    let [dqkv, sums] = [(SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16), (512 * 2 * 128, Dtype::Float32)]
-        .map(|(elems, dtype)| DeviceSlice::at(1 << 32, elems, dtype));
-    let adds = |plans: &BackwardPlans, index| plans.add_key_gradients(&SHAPE, PartPlace { sequence: 1, group: 1 }, index, (dqkv, sums));
     // The second block begins at query 256, which sees keys from 129 on.
-    let [first, last] = [0, 1].map(|index| adds(&plans, index)[0]);
+    assert_eq!(added(&plans, 1).len(), 1, "keys behind a window are not cut");
+    let [first, last] = [0, 1].map(|index| added(&plans, index)[0]);
     assert_eq!((first.keys(), first.begun, first.done), (256, 0, 128));
     assert_eq!((last.keys(), last.begun, last.done), (384, 128, 384));
     assert_eq!((first.columns, first.width), ([(8 + 1) * 128, (10 + 1) * 128], 128));
-    assert_eq!((last.dqkv.addr(), last.sums.addr()), (dqkv.slice((512 + 128) * 12 * 128, 1).addr(), sums.slice(128 * 256, 1).addr()));
+    assert_eq!((last.dqkv.addr(), last.sums.addr()), ((1 << 32) + (512 + 128) * 12 * 128 * 2, (1 << 32) + 128 * 256 * 4));
     // All keys stay until the end where nothing hides them; each sequence of a part has its own.
     let plans = in_blocks(SHAPE, AttentionShape { batch: 2, ..part }, 256);
-    let sums = DeviceSlice::at(1 << 40, 2 * 512 * 2 * 128, Dtype::Float32);
-    let adds = plans.add_key_gradients(&SHAPE, PartPlace { sequence: 0, group: 0 }, 0, (dqkv, sums));
+    let dqkv = DeviceSlice::at(1 << 32, SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16);
+    let sums = DeviceSlice::at(1 << 40, plans.sums(), Dtype::Float32);
+    let adds = plans.add_gradients(&SHAPE, PartPlace { sequence: 0, group: 0 }, 0, (dqkv, sums));
     assert_eq!(adds.iter().map(|add| (add.keys(), add.begun, add.done)).collect::<Vec<_>>(), [(256, 0, 0); 2]);
     assert_eq!(adds[1].dqkv.addr() - adds[0].dqkv.addr(), 512 * 12 * 128 * 2);
     assert_eq!(adds[1].sums.addr() - adds[0].sums.addr(), 512 * 256 * 4);
+    let adds = plans.add_gradients(&SHAPE, PartPlace { sequence: 0, group: 0 }, 1, (dqkv, sums));
+    assert_eq!(adds.len(), 4, "keys and queries of two sequences");
+    assert_eq!(adds[3].sums.addr() - adds[1].sums.addr(), 256 * 4 * 128 * 4);
 }
 
 #[test]
 fn one_block_is_enqueued_whole_and_several_one_by_one() {
     let part = AttentionShape { batch: 1, heads: 4, kv_heads: 1, ..SHAPE };
     let lengths = |block| in_blocks(SHAPE, part, block).steps(&SHAPE).iter().map(Vec::len).collect::<Vec<_>>();
-    assert_eq!((lengths(512), lengths(256)), (vec![4], vec![1; 8]));
+    assert_eq!((lengths(512), lengths(256)), (vec![4], vec![1; 12]));
 }
 
 /// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that says that it has loaded what cuDNN compiled: the
