@@ -189,6 +189,9 @@ impl<D: Kernels> Engine<D> {
         }
         let at = self.model.table.module_index(module);
         let next = if let Pass::Forward = pass { at.checked_sub(1) } else { Some(at + 1) };
+        if let Pass::Forward = pass {
+            self.fill_ring(at)?;
+        }
         self.fetch_weights(at)?;
         if let Some(next) = next.filter(|_| self.exchange.fetches_ahead()) {
             self.fetch_weights(next)?;
@@ -201,6 +204,23 @@ impl<D: Kernels> Engine<D> {
             flow.leave(&mut self.dev, at)?;
         }
         next.map_or(Ok(()), |next| self.fetch_weights(next))
+    }
+
+    /// The modules that a forward pass begins with keep their weights, and the link would stand idle: those that come next are fetched, as far as
+    /// they are final and the ring has room.
+    fn fill_ring(&mut self, at: usize) -> Result<()> {
+        if !self.plan.streams_from_host() {
+            return Ok(());
+        }
+        for module in (0..at).rev() {
+            let Some(flow) = self.flow.as_ref().filter(|flow| flow.streamed(at).is_empty()) else { return Ok(()) };
+            let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
+            if !flow.has_room(module) || !buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
+                return Ok(());
+            }
+            self.fetch_weights(module)?;
+        }
+        Ok(())
     }
 
     /// Only the first forward of a step may have to wait here: the pool writes a bucket's weights after its gradient has come,

@@ -55,6 +55,11 @@ impl Window {
         self.modules.iter().enumerate().filter(move |(_, module)| in_the_way(module)).map(|(other, _)| other)
     }
 
+    /// Nothing that can still be used lies in the way of `module`.
+    fn has_room(&self, module: usize) -> bool {
+        self.has(module) || self.in_the_way(module).all(|other| self.modules[other].1 == Held::Stale)
+    }
+
     /// `module` now lies there, and what was in its way no more.
     fn put(&mut self, module: usize) {
         for other in 0..self.modules.len() {
@@ -126,6 +131,11 @@ impl WeightFlow {
         }
         self.window.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
         Ok(true)
+    }
+
+    /// Whether `module` is there, or can come without pushing out what the device can compute with.
+    pub(super) fn has_room(&self, module: usize) -> bool {
+        self.window.has_room(module)
     }
 
     fn stream(&self) -> Stream {
@@ -220,10 +230,12 @@ mod tests {
         (0..2).for_each(|module| w.put(module));
         w.forget(&(2..4));
         assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
+        assert!(w.has_room(1) && w.has_room(2), "what is stale makes room");
         w.forget(&(3..5));
         assert!(!w.has(1));
         w.put(0);
         assert!(w.has(0) && !w.has(1));
+        assert!(w.has_room(0) && w.has_room(1) && !w.has_room(2), "the third lies where the first does");
     }
 
     #[test]
