@@ -227,6 +227,7 @@ fn ways() -> impl Strategy<Value = Way> {
         "\"adaptive\"",
         "\"deadline-order\"",
         "\"adaptive\", \"deadline-order\"",
+        "\"early-commit\"",
         "\"stv\"",
         "\"grace-adam\"",
         "\"repartition\", \"mpam\"",

@@ -31,6 +31,7 @@ SETTINGS = {
     "small buckets": ["--bucket-mib=0.05"],
     "without speculation": ["--without=stv"],
     "without order": ["--without=deadline-order"],
+    "without early commits": ["--without=early-commit"],
     "without weight flow": ["--without=weight-flow"],
 }
 

@@ -273,10 +273,10 @@ mod tests {
             // Work of a step's last buckets may fall into the next step's report: over five steps less than one's.
             assert!((per_param - expected).abs() <= expected / 5.0, "{section}.{key}: {per_param}");
         }
-        // Synchronous steps move 32 bytes a parameter in fp32, deferred ones 36, commits alone 28; and what is speculated on for the first time
-        // 20, which of the step before the timed ones may come late: of one in five parameters at most.
+        // Synchronous steps move 32 bytes a parameter in fp32, deferred ones 36, or 28 in a commit and 20 in a speculation; and what is speculated on
+        // for the first time 20, which of the step before the timed ones may come late: of one in five parameters at most.
         let bytes_per_param = number("adam", "busy_gb_per_s") / number("adam", "busy_gparams_per_s");
-        assert!((26.3..36.1).contains(&bytes_per_param), "{bytes_per_param}");
+        assert!((26.3..48.1).contains(&bytes_per_param), "{bytes_per_param}");
         assert!((0.0..=1.0).contains(&number("exposed", "device_busy_share")));
         assert!(number("memory", "device_planned_bytes") > 0.0 && number("memory", "rss_peak_bytes") > 0.0);
         assert!(number("loss", "first").is_finite() && line["gpu"].is_null() && line["gpu_unwatched"].is_null());

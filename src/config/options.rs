@@ -269,6 +269,8 @@ pub enum Technique {
     WeightFlow,
     /// Speculation pauses while clips are frequent.
     Adaptive,
+    /// Updates are written to the state while no gradients come.
+    EarlyCommit,
 }
 
 /// Which checkpoint training continues from.

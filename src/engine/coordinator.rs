@@ -529,13 +529,16 @@ impl Coordinator {
         matches!(b.phase, Phase::Queued(_) | Phase::RowsArrived) || (b.phase == Phase::Arrived && may_step)
     }
 
-    /// While nothing is speculated the pool waits for the verdict: time to write pending updates into the state. It must
-    /// be done, too: slots that only a verdict would free could keep gradients, and so the verdict, from coming.
+    /// From one backward pass to the next the pool has time to write pending updates into the state: the next one's gradients find free slots
+    /// then, and less to do. While nothing is speculated it has until the verdict, and must do it: slots that only a verdict would free
+    /// could keep gradients, and so the verdict, from coming.
     fn commit_early(&mut self) {
-        if self.speculating || self.verdict.is_some() {
+        let awaits_verdict = !self.speculating && self.verdict.is_none();
+        let is_between = self.rules.early_commit && self.tally.under_way == 0;
+        if !awaits_verdict && !is_between {
             return;
         }
-        if let Some(bucket) = self.buckets.iter().position(|b| b.pending.is_some()) {
+        if let Some(bucket) = self.next_bucket(|b| b.pending.is_some()) {
             let pending = self.buckets[bucket].pending.expect("just seen");
             self.running = Some(RunningJob { bucket, params: None, speculative: false, kind: JobKind::Commit });
             self.start(Hop::Optimize, bucket, Load::Job(Work::Commit(pending), None));

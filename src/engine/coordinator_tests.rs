@@ -267,18 +267,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 3 } else { 400 }))]
     #[test]
     fn every_bucket_sees_exactly_the_decided_updates(
-        seed: u64, policy in 0..3, adaptive: bool, deadline_order: bool,
+        seed: u64, policy in 0..3, adaptive: bool, deadline_order: bool, early_commit: bool,
         buckets in 1usize..9, resident in 0usize..4, slots in 1usize..4, clip in 0u32..100, skip in 0u32..40,
     ) {
         let policy = [Policy::Deferred, Policy::Inverse, Policy::ValidateFirst][policy as usize];
-        let rules = Rules { policy, adaptive, deadline_order };
+        let rules = Rules { policy, adaptive, deadline_order, early_commit };
         run(seed, rules, buckets, resident, slots, &verdicts(seed, clip, skip, 12));
     }
 }
 
 #[test]
 fn counters_prove_that_speculation_clipping_and_skipping_happened() {
-    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
     // Under Miri one seed, of which no count is expected.
     let seeds = if cfg!(miri) { 1 } else { 50 };
     let counts = (0..seeds).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
@@ -309,7 +309,7 @@ fn started(c: &mut Coordinator, hop: Hop) -> Vec<usize> {
 #[test]
 fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     for (deadline_order, expected) in [(true, [0, 3, 2, 1]), (false, [0, 1, 2, 3])] {
-        let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order };
+        let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order, early_commit: true };
         let staging = Staging { ringed_grads: false, grad_slots: 8, param_slots: 4, streamed_weights: false };
         let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
         c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
@@ -324,7 +324,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
 #[cfg(feature = "deadline-order")]
 #[test]
 fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
-    let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true };
+    let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
@@ -340,9 +340,40 @@ fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
     assert_eq!(started(&mut c, Hop::GradsOut), [4]);
 }
 
+/// The pool waits for gradients from the verdict to the next backward pass.
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
+#[test]
+fn updates_are_written_while_nothing_is_under_way() {
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
+    let staging = Staging { ringed_grads: false, grad_slots: 4, param_slots: 3, streamed_weights: false };
+    let mut c = Coordinator::new(BucketLayout::new(3 * BLOCK, BLOCK, Tier::Host), rules, staging);
+    c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+    for b in 0..3 {
+        [Event::GradReady(b), done(Hop::GradsOut, b), done(Hop::Optimize, b)].into_iter().for_each(|event| c.handle(event));
+    }
+    let mut job = || std::iter::from_fn(|| c.next_command()).filter(|Command::Start { hop, .. }| *hop == Hop::Optimize).last();
+    assert!(!matches!(job(), Some(Command::Start { load: Load::Job(Work::Commit(_), _), .. })), "a verdict may still overturn them");
+    c.handle(Event::Validated(Verdict::Commit));
+    let commits = |c: &mut Coordinator| -> Vec<usize> {
+        let commands = std::iter::from_fn(|| c.next_command());
+        commands
+            .filter_map(|Command::Start { bucket, load, .. }| matches!(load, Load::Job(Work::Commit(_), None)).then_some(bucket))
+            .collect()
+    };
+    assert_eq!(commits(&mut c), [2], "the one that comes last in the next backward pass, and is awaited first");
+    (0..3).rev().for_each(|b| c.handle(done(Hop::ParamsIn, b)));
+    c.begin_step(Update { optimizer_step: 2, learning_rate: 0.1, scale: 1.0 });
+    c.handle(done(Hop::Optimize, 2));
+    assert_eq!((commits(&mut c), c.grad_slots.lent()), (vec![1], 2));
+    c.handle(Event::GradReady(0));
+    c.handle(done(Hop::Optimize, 1));
+    assert_eq!(commits(&mut c), [0; 0], "gradients come, with more urgent work");
+    assert_eq!(c.buckets.iter().map(|b| b.pending.is_some()).collect::<Vec<_>>(), [true, false, false]);
+}
+
 /// In the middle of a step: one bucket of four runs, one has arrived, one is being copied, one waits for the device.
 fn in_a_step(policy: Policy) -> Coordinator {
-    let rules = Rules { policy, adaptive: false, deadline_order: false };
+    let rules = Rules { policy, adaptive: false, deadline_order: false, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
     let mut c = Coordinator::new(BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
@@ -354,7 +385,7 @@ fn in_a_step(policy: Policy) -> Coordinator {
 /// In the middle of a step: of four buckets two left early, the last of which gets its rows now; the others are enqueued.
 #[cfg(feature = "stv")]
 fn with_late_rows() -> Coordinator {
-    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
     let layout = BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host).with_early(2 * BLOCK..4 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
@@ -391,7 +422,7 @@ fn rows_follow_when_they_are_computed_and_after_a_clip_the_whole_gradient_does()
 #[cfg(feature = "stv")]
 #[test]
 fn what_no_slot_has_taken_leaves_with_its_rows() {
-    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true };
+    let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
@@ -413,8 +444,10 @@ fn what_no_slot_has_taken_leaves_with_its_rows() {
 
 #[test]
 fn other_places_keep_what_was_decided_and_none_are_taken_in_a_step() {
-    let (rules, layout) =
-        (Rules { policy: Policy::ValidateFirst, adaptive: true, deadline_order: true }, BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host));
+    let (rules, layout) = (
+        Rules { policy: Policy::ValidateFirst, adaptive: true, deadline_order: true, early_commit: true },
+        BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host),
+    );
     let staging = |slots| Staging { ringed_grads: false, grad_slots: slots, param_slots: slots, streamed_weights: false };
     let mut c = Coordinator::new(layout.clone(), rules, staging(4));
     c.set_history(SpeculationHistory::of(0b101));
@@ -497,7 +530,7 @@ fn what_the_table_does_not_allow_does_not_happen() {
 #[test]
 fn what_the_device_steps_is_begun_at_the_verdict_the_first_layers_first() {
     for (away, hops) in [(Tier::Device, vec![Hop::StepOnDevice]), (Tier::Unified, vec![Hop::PageIn, Hop::StepOnDevice, Hop::PageOut])] {
-        let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true };
+        let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
         let staging = Staging { ringed_grads: false, grad_slots: 0, param_slots: 0, streamed_weights: false };
         let mut c = Coordinator::new(BucketLayout::new(3 * BLOCK, BLOCK, away), rules, staging);
         let update = Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 };

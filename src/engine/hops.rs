@@ -167,7 +167,7 @@ impl<D: Kernels> Engine<D> {
             // SAFETY: the next rows are collected in the next step, which begins when all buckets are settled.
             job = unsafe { job.with_rows(rows) };
         }
-        self.counters.adam_elems += job.elems() as u64;
+        self.counters.adam_elems += if params.is_some() { job.elems() as u64 } else { 0 };
         self.counters.adam_bytes += job.traffic_bytes();
         self.pool.submit(job);
         self.in_pool = Some(bucket);

@@ -56,6 +56,8 @@ pub struct Techniques {
     pub stv: bool,
     /// No speculation while clips are frequent.
     pub adaptive: bool,
+    /// Decided updates are written between two backward passes.
+    pub(crate) early_commit: bool,
     /// Earliest deadline first.
     pub(crate) deadline_order: bool,
     /// Resident tail buckets.
@@ -79,6 +81,7 @@ impl Techniques {
         Self {
             stv,
             adaptive: stv && on(true, Technique::Adaptive),
+            early_commit: stv && on(true, Technique::EarlyCommit),
             deadline_order: superoffload && on(cfg!(feature = "deadline-order"), Technique::DeadlineOrder),
             repartition: superoffload && on(cfg!(feature = "repartition"), Technique::Repartition),
             superchip_cast: on(cfg!(feature = "superchip-cast"), Technique::SuperchipCast),
@@ -88,10 +91,11 @@ impl Techniques {
         }
     }
 
-    fn all(self) -> [(Technique, bool); 8] {
+    fn all(self) -> [(Technique, bool); 9] {
         [
             (Technique::Stv, self.stv),
             (Technique::Adaptive, self.adaptive),
+            (Technique::EarlyCommit, self.early_commit),
             (Technique::DeadlineOrder, self.deadline_order),
             (Technique::Repartition, self.repartition),
             (Technique::SuperchipCast, self.superchip_cast),
@@ -471,7 +475,12 @@ fn workload<'a>(
         fp8,
         link_dtype,
         moments: settings.moments,
-        rules: Rules { policy, adaptive: techniques.adaptive, deadline_order: techniques.deadline_order },
+        rules: Rules {
+            policy,
+            adaptive: techniques.adaptive,
+            deadline_order: techniques.deadline_order,
+            early_commit: techniques.early_commit,
+        },
         slots: settings.slots.unwrap_or(SLOTS),
         trace_spans: if trace { spans_per_track(workers + 1 + driver_tracks(settings.ranks())) } else { 0 },
         data_bytes: settings.data_bytes as usize,

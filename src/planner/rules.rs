@@ -21,6 +21,8 @@ pub struct Rules {
     pub adaptive: bool,
     /// Take the bucket that the next forward needs first; otherwise as they arrive.
     pub(crate) deadline_order: bool,
+    /// Write what is pending while no bucket is under way; otherwise with the next step's speculation, or while a verdict is awaited.
+    pub(crate) early_commit: bool,
 }
 
 impl Rules {

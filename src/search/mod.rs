@@ -354,6 +354,7 @@ fn threads(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 
 fn techniques(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let (on, is_open) = (from.plan.techniques, query.settings.without.is_empty());
-    let off = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order)].into_iter().filter(|(_, on)| is_open && *on);
+    let all = [(Technique::Stv, on.stv), (Technique::DeadlineOrder, on.deadline_order), (Technique::EarlyCommit, on.early_commit)];
+    let off = all.into_iter().filter(|(_, on)| is_open && *on);
     off.map(|(technique, _)| Settings { without: vec![technique], ..from.settings.clone() }).collect()
 }

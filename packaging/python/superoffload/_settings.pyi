@@ -174,7 +174,7 @@ class Settings(TypedDict, total=False):
     """Partition of cache and bandwidth that the optimizer's threads join [default: auto]."""
     slots: int
     """Staging slots for gradients and as many for parameters [default: chosen with the plan]."""
-    without: Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive"] | Sequence[Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive"]]
+    without: Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive", "early-commit"] | Sequence[Literal["stv", "deadline-order", "repartition", "superchip-cast", "grace-adam", "mpam", "weight-flow", "adaptive", "early-commit"]]
     """Techniques to turn off, separated by commas [default: none]."""
     cast: Literal["auto", "device", "host"]
     """Side that converts gradients [default: auto]."""

@@ -29,6 +29,8 @@ impl Phase {
 /// How many buckets are in the phases that are looked for, so that nobody looks where none is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
+    /// Those that are not settled.
+    pub(super) under_way: usize,
     pub(super) ready: usize,
     pub(super) lacking_rows: usize,
     /// Those that the pool may be given.
@@ -37,10 +39,12 @@ pub(super) struct Tally {
 
 impl Tally {
     pub(super) fn enter(&mut self, phase: Phase) {
+        self.under_way += usize::from(phase != Settled);
         self.place(phase).into_iter().for_each(|count| *count += 1);
     }
 
     pub(super) fn leave(&mut self, phase: Phase) {
+        self.under_way -= usize::from(phase != Settled);
         self.place(phase).into_iter().for_each(|count| *count -= 1);
     }
 

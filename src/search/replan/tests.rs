@@ -3,7 +3,7 @@
 
 use super::pace::{Pace, RecentSteps, WINDOW};
 use super::{Change, Question};
-use crate::config::options::{ActivationsChoice, ResidentBuckets};
+use crate::config::options::{ActivationsChoice, ResidentBuckets, Technique};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
 use crate::device::sim::SimDevice;
@@ -44,7 +44,9 @@ impl SimulatedRun {
         let shape = presets::shape("model", Path::new("llama-8b")).unwrap().with_layers(12);
         let device = DeviceMemory::Own { bytes: 30 << 30, addressing: Addressing::Managed };
         let machine = Machine { cpus: 16, host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, rates: Rates::assumed() };
-        Self { settings: Settings { per_device_train_batch_size: 4, seq_length: 4096, ..settings }, shape, machine }
+        // Where updates are written early, its pool is not in the way.
+        let without = vec![Technique::EarlyCommit];
+        Self { settings: Settings { per_device_train_batch_size: 4, seq_length: 4096, without, ..settings }, shape, machine }
     }
 
     /// A model by name in so many GiB of an H200's memory, with the rates of its profile.
