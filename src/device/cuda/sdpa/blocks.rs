@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Queries of a sequence, and keys that some of them see.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct ScoreBlock {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
 }
@@ -19,17 +19,17 @@ pub(super) struct BlockSize {
     pub(super) is_causal: bool,
 }
 
-impl Block {
+impl ScoreBlock {
     pub(super) fn size(&self) -> BlockSize {
         BlockSize { queries: self.queries.len(), keys: self.keys.len(), is_causal: self.keys.end == self.queries.end }
     }
 }
 
 /// Blocks of `block` queries and as many keys: of each block of queries the keys in order.
-pub(super) fn blocks(shape: &AttentionShape, block: usize) -> Vec<Block> {
+pub(super) fn blocks(shape: &AttentionShape, block: usize) -> Vec<ScoreBlock> {
     let of = |queries: Range<usize>| {
         let keys = shape.key_blocks(&queries, block).into_iter();
-        keys.map(move |keys| Block { queries: queries.clone(), keys })
+        keys.map(move |keys| ScoreBlock { queries: queries.clone(), keys })
     };
     shape.query_blocks(block).flat_map(of).collect()
 }
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn keys_before_all_queries_are_seen_by_all() {
-        let sizes: Vec<_> = blocks(&SHAPE, 512).iter().map(Block::size).collect();
+        let sizes: Vec<_> = blocks(&SHAPE, 512).iter().map(ScoreBlock::size).collect();
         let size = |queries, keys, is_causal| BlockSize { queries, keys, is_causal };
         assert_eq!(sizes, [size(512, 512, true), size(488, 512, false), size(488, 488, true)]);
     }

@@ -15,7 +15,7 @@ use crate::device::{AddKeyGradients, AttentionBackward, AttentionForward, Attent
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
-use blocks::{Block, BlockSize, blocks};
+use blocks::{BlockSize, ScoreBlock, blocks};
 use compile::make_all;
 use cust::memory::DeviceBuffer;
 use cust::sys::{CUcontext, CUstream, cuCtxGetCurrent, cuCtxSetCurrent, cuMemsetD8Async, cuStreamSynchronize};
@@ -90,7 +90,7 @@ struct BackwardPlans {
     of: (AttentionShape, Dtype, usize),
     /// What is computed at a time: of this, block by block.
     part: AttentionShape,
-    blocks: Vec<Block>,
+    blocks: Vec<ScoreBlock>,
     /// One for each size of a block.
     plans: Vec<(BlockSize, ExecutionPlan)>,
 }
@@ -293,7 +293,7 @@ impl BackwardPlans {
 
     /// Sizes that blocks have, each once.
     fn sizes(&self) -> Vec<BlockSize> {
-        let mut sizes: Vec<_> = self.blocks.iter().map(Block::size).collect();
+        let mut sizes: Vec<_> = self.blocks.iter().map(ScoreBlock::size).collect();
         sizes.sort_unstable();
         sizes.dedup();
         sizes
@@ -376,7 +376,7 @@ impl BackwardPlans {
         sums: DeviceSlice,
     ) -> AddKeyGradients {
         let (pitch, width) = (shape.qkv_cols(), self.part.kv_heads * shape.head_dim);
-        let Block { queries, keys } = &self.blocks[index];
+        let ScoreBlock { queries, keys } = &self.blocks[index];
         let seen_later =
             self.blocks[index..].iter().find(|later| later.queries.start >= queries.end).map_or(keys.end, |later| later.keys.start);
         let of_keys = shape.heads * shape.head_dim + group * width;
@@ -528,7 +528,7 @@ impl AttentionCall {
     }
 
     /// Those of a block of the part at `place`, as large as `part`.
-    fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &Block) -> Addresses {
+    fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &ScoreBlock) -> Addresses {
         let shape = &self.shape;
         let first = place.sequence * shape.seq_length;
         let (query, key) = (first + block.queries.start, first + block.keys.start);

@@ -57,7 +57,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     let call = AttentionCall::backward(&backward, 512).unwrap();
     let places: Vec<_> = parts_of(&SHAPE, &part).map(|place| (place.sequence, place.group)).collect();
     assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
-    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &Block { queries: 0..512, keys: 0..512 });
+    let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &ScoreBlock { queries: 0..512, keys: 0..512 });
     let of = |role: AttentionTensor| last[role as usize];
     // Sequence 1 begins at row 512; the second group has heads 4 to 7, and key head 1 behind eight of queries.
     assert_eq!(of(AttentionTensor::Q), qkv.addr() + (512 * 12 * 128 + 4 * 128) * 2);
@@ -65,7 +65,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     assert_eq!(of(AttentionTensor::V), qkv.addr() + (512 * 12 * 128 + (10 + 1) * 128) * 2);
     assert_eq!(of(AttentionTensor::Dout), dout.addr() + (512 * 8 * 128 + 4 * 128) * 2);
     assert_eq!(of(AttentionTensor::Lse), lse.addr() + (8 * 512 + 4 * 512) * 4);
-    let block = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &Block { queries: 256..384, keys: 128..384 });
+    let block = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &ScoreBlock { queries: 256..384, keys: 128..384 });
     use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
     for (role, rows) in [(Q, 256), (Dq, 256), (Out, 256), (Dout, 256), (Lse, 256), (K, 128), (V, 128), (Dk, 128), (Dv, 128)] {
         let row = match role {
