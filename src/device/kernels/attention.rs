@@ -64,7 +64,8 @@ impl AttentionShape {
     /// The keys of each product with `queries`, a block of [`Self::query_blocks`]: the blocks up to theirs, or those that a window leaves.
     pub(crate) fn key_blocks(&self, queries: &Range<usize>, block: usize) -> Vec<Range<usize>> {
         if let Some(window) = self.hiding_window() {
-            return vec![(queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN..queries.end];
+            let first = (queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN;
+            return vec![first..queries.end; 1];
         }
         self.query_blocks(block).take_while(|keys| keys.start <= queries.start).collect()
     }

@@ -411,8 +411,8 @@ mod tests {
             of_these.for_each(|(_, (sum, x))| *sum += x.to_f32());
         };
         let is_cut = shape.hiding_window().is_none();
-        let whole = [0..shape.seq_length];
-        let key_blocks = if is_cut { blocks } else { &whole };
+        let whole = 0..shape.seq_length;
+        let key_blocks = if is_cut { blocks } else { std::slice::from_ref(&whole) };
         blocks.iter().for_each(|queries| add(run_of(shape, documents, queries.clone()), false));
         key_blocks.iter().for_each(|keys| add(run_with(shape, documents, keys.clone()), true));
         assert_rounded("dqkv", &got, &sums);
