@@ -295,20 +295,24 @@ fn copies_between_gpus_over_the_links_to_the_host_are_in_the_way() {
     assert!(own < links && links < host, "{own}, {links}, {host} ms");
 }
 
-/// Eight billion parameters at 4 x 4096 tokens on an H200: the fastest common step is that of a plan whose clipped steps take 38 %
-/// longer; another one loses 1 % and takes 13 % longer.
+/// Eight billion parameters at 4 x 4096 tokens on an H200, where updates wait for the next gradient: the fastest common step is that of a plan
+/// whose clipped steps take 38 % longer; another one loses 1 % and takes 13 % longer. Where updates are written early no such choice is left.
 #[test]
 fn a_plan_is_good_for_clipped_steps_too() {
     let (shape, machine) = (model("llama-8b", 32), h200(140, 126, (*Rates::assumed()).clone()));
-    let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, ..Settings::default() };
-    let ranking = rank(&settings, &shape, &machine).unwrap();
-    let plan = &ranking.candidates[0].plan;
-    let median_ms = |clip: &str| {
-        let steps = Steps { warmup: 1, timed: 3, clip: clip.parse().unwrap() };
-        simulate(plan, &shape, "h200", steps, 0).unwrap().0.step_ms.median
+    let planned = |without| {
+        let settings = Settings { seq_length: 4096, per_device_train_batch_size: 4, without, ..Settings::default() };
+        let plan = rank(&settings, &shape, &machine).unwrap().candidates.swap_remove(0).plan;
+        let median_ms = |clip: &str| {
+            let steps = Steps { warmup: 1, timed: 3, clip: clip.parse().unwrap() };
+            simulate(&plan, &shape, "h200", steps, 0).unwrap().0.step_ms.median
+        };
+        (median_ms("never"), median_ms("always"), plan.grad_ring.is_none(), plan.to_string())
     };
-    let (never, always) = (median_ms("never"), median_ms("always"));
-    assert!(always < 1.2 * never && never < 1400.0, "{never} ms, clipped {always} ms: {plan}");
+    let (never, always, has_no_ring, plan) = planned(vec![Technique::EarlyCommit]);
+    assert!(has_no_ring && always < 1.2 * never && never < 1400.0, "{never} ms, clipped {always} ms: {plan}");
+    let (never, always, _, plan) = planned(Vec::new());
+    assert!(always < 1.06 * never && never < 1400.0, "{never} ms, clipped {always} ms: {plan}");
 }
 
 #[test]
@@ -654,7 +658,9 @@ fn the_largest_model_is_told_by_gpus() {
 fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     let (shape, machine) = (model("qwen3-4b", 36), h200(30, 125, (*Rates::assumed()).clone()));
     let run = |weights| {
-        let settings = Settings { seq_length: 2048, weights, ..Settings::default() };
+        // Or more speculations are sent before a verdict overturns them.
+        let without = vec![Technique::EarlyCommit];
+        let settings = Settings { seq_length: 2048, weights, without, ..Settings::default() };
         let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
         let steps = Steps { warmup: 1, timed: 3, clip: "every-2".parse().unwrap() };
         let (outcome, tracks, _) = simulate(&plan, &shape, "h200", steps, 1 << 12).unwrap();
@@ -665,8 +671,7 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     assert_eq!((flow.step_ms.clone(), spans), (again.step_ms, spans_again));
     assert!(flow.verdicts.clip > 0 && flow.bucket_steps.rolled_back > 0);
     let (stationary, _) = run(WeightsChoice::Replicated);
-    // Where they stay a clipped step may send them twice.
-    assert!(flow.link.h2d_bytes > 1.1 * stationary.link.h2d_bytes, "weights come in both passes");
+    assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
 }
 
 /// Where weights fit on each device, sharing them is tried.
