@@ -242,14 +242,20 @@ impl Board {
     /// `rank` has changed its entries.
     fn ring_others(&self, rank: usize) {
         self.entry(rank).published_ns.store(now_ns(), Ordering::Release);
-        self.baton.iter().for_each(Baton::progress);
-        self.others(rank).for_each(|other| self.bells[other].ring());
+        self.wake(self.others(rank));
     }
 
     /// A device of a rank of this process has done something that it did not publish.
     pub(crate) fn ring_mates(&self) {
-        self.baton.iter().for_each(Baton::progress);
-        self.mates().for_each(|mate| self.bells[mate].ring());
+        self.wake(self.mates());
+    }
+
+    /// Lets `ranks` look again; with a baton, who has it next does anyway.
+    fn wake(&self, ranks: impl Iterator<Item = usize>) {
+        match &self.baton {
+            Some(baton) => baton.progress(),
+            None => ranks.for_each(|rank| self.bells[rank].ring()),
+        }
     }
 
     /// Tells other processes what `rank` publishes, if it is one of this process's.

@@ -27,3 +27,17 @@ fn a_queue_keeps_order_and_its_driver_waits_while_it_is_full() {
         consumer.join().unwrap();
     });
 }
+
+#[test]
+fn a_stream_that_waits_for_another_is_woken() {
+    const REACHED: Point = Point { stream: 1, ops: 1 };
+    loom::model(|| {
+        let (waits, works) = (Arc::new(OpQueue::new()), Arc::new(OpQueue::new()));
+        works.push(Op::Wait(REACHED));
+        let (its_queue, its_goal) = (waits.clone(), works.clone());
+        let waiter = thread::spawn(move || its_queue.wait_for(REACHED, || its_goal.done() == REACHED.ops));
+        works.pop();
+        OpQueue::wake(REACHED, std::iter::once(&*waits));
+        waiter.join().unwrap();
+    });
+}

@@ -295,8 +295,7 @@ fn run_stream(shared: &StreamsShared, stream: usize, mut recorder: Recorder) -> 
             return recorder;
         }
         shared.run_front(stream, &mut recorder);
-        shared.queues.iter().enumerate().filter(|(s, _)| *s != stream).for_each(|(_, r)| r.bell.ring());
-        shared.ring_peers();
+        shared.wake(stream);
         shared.driver.ring();
     }
 }
@@ -330,11 +329,12 @@ impl StreamsShared {
     /// The front operation waits for another stream.
     fn wait_for_stream(&self, stream: usize, recorder: &mut Recorder) {
         let start = now_ns();
-        let for_peers = match self.queues[stream].front() {
-            Some(Op::Wait(point)) => point.stream >= Stream::COUNT,
-            other => matches!(other, Some(Op::WaitForPeer { .. })),
+        let (point, for_peers) = match self.queues[stream].front() {
+            Some(Op::Wait(point)) => (point, point.stream >= Stream::COUNT),
+            Some(Op::WaitForPeer { point, .. }) => (point, true),
+            _ => return,
         };
-        self.queues[stream].bell.wait_until(|| self.can_run(stream) || self.stop.load(Ordering::Acquire));
+        self.queues[stream].wait_for(point, || self.can_run(stream) || self.stop.load(Ordering::Acquire));
         recorder.span("wait", u32::MAX, start);
         if stream == Stream::Compute as usize {
             let waited = now_ns() - start;

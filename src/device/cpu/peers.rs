@@ -1,7 +1,7 @@
 //! CPU devices that work beside each other: one waits for the other's streams and copies from its memory.
 #![allow(unsafe_code)]
 
-use super::stream::{Op, Point};
+use super::stream::{Op, OpQueue, Point};
 use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
 use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, Swap, no_rail, still_lent};
 use crate::error::Result;
@@ -18,10 +18,12 @@ impl StreamsShared {
         peer.is_some_and(|peer| peer.has_passed(point))
     }
 
-    /// Something was done that streams of others may wait for.
-    pub(super) fn ring_peers(&self) {
+    /// Wakes the streams, of this device and of peers, that wait for what `stream` has just done.
+    pub(super) fn wake(&self, stream: usize) {
+        let reached = Point { stream, ops: self.queues[stream].done() };
+        OpQueue::wake(reached, self.queues.iter());
         for peer in self.peers.get().into_iter().flatten().filter_map(Weak::upgrade) {
-            peer.queues.iter().for_each(|queue| queue.bell.ring());
+            OpQueue::wake(reached, peer.queues.iter());
         }
     }
 }

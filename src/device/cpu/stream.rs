@@ -4,13 +4,15 @@
 
 use crate::host::doorbell::Doorbell;
 use crate::sync::UnsafeCell;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU64, Ordering, fence};
 use std::mem::MaybeUninit;
 
 /// Operations that a stream holds before the driver has to wait: few where loom fills them in every order.
 pub(super) const QUEUE_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
 /// Room for what an operation captures.
 const CAPTURE_WORDS: usize = 32;
+/// [`OpQueue::awaited`] of a stream that waits for no other.
+const NOTHING: u64 = u64::MAX;
 
 /// A closure without a heap: its captured values and the function that runs them.
 #[derive(Clone, Copy)]
@@ -55,6 +57,11 @@ impl Point {
     pub(super) fn unpack(word: u64) -> Self {
         Self { stream: (word & 7) as usize, ops: word >> 3 }
     }
+
+    /// Whether a stream that has come to `reached` is, on whichever device, that of this point and has passed it.
+    fn is_reached_by(self, reached: Self) -> bool {
+        self.stream == reached.stream && self.ops <= reached.ops
+    }
 }
 
 /// What a stream does, in order.
@@ -76,7 +83,9 @@ pub(super) struct OpQueue {
     slots: Box<[UnsafeCell<MaybeUninit<Op>>]>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Rung when an operation is added, and by other streams when one of theirs is done.
+    /// What the stream sleeps for until another has done it: a packed [`Point`].
+    awaited: AtomicU64,
+    /// Rung when an operation is added, and when another stream has done what is awaited.
     pub(super) bell: Doorbell,
 }
 
@@ -89,7 +98,8 @@ unsafe impl Send for OpQueue {}
 impl OpQueue {
     pub(super) fn new() -> Self {
         let slots = (0..QUEUE_OPS).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
-        Self { slots, enqueued: AtomicU64::new(0), done: AtomicU64::new(0), bell: Doorbell::default() }
+        let [enqueued, done] = [AtomicU64::new(0), AtomicU64::new(0)];
+        Self { slots, enqueued, done, awaited: AtomicU64::new(NOTHING), bell: Doorbell::default() }
     }
 
     pub(super) fn enqueued(&self) -> u64 {
@@ -127,6 +137,25 @@ impl OpQueue {
     /// Marks the front operation as done.
     pub(super) fn pop(&self) {
         self.done.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Sleeps until `is_over`, to which the stream of `point` leads by reaching it. Only the consumer calls it.
+    pub(super) fn wait_for(&self, point: Point, is_over: impl FnMut() -> bool) {
+        self.awaited.store(point.pack(), Ordering::Relaxed);
+        // With the one in `wake`: either this stream sees what was done, or that one sees what is awaited.
+        fence(Ordering::SeqCst);
+        self.bell.wait_until(is_over);
+        self.awaited.store(NOTHING, Ordering::Relaxed);
+    }
+
+    /// Of a stream that has come to `reached`: wakes those of `queues` that wait for it, and lets others sleep.
+    pub(super) fn wake<'a>(reached: Point, queues: impl Iterator<Item = &'a Self>) {
+        fence(Ordering::SeqCst);
+        let is_awaited = |queue: &&Self| match queue.awaited.load(Ordering::Relaxed) {
+            NOTHING => false,
+            word => Point::unpack(word).is_reached_by(reached),
+        };
+        queues.filter(is_awaited).for_each(|queue| queue.bell.ring());
     }
 }
 
