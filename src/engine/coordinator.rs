@@ -196,6 +196,9 @@ pub(super) struct Coordinator {
     history: SpeculationHistory,
     counts: Counts,
     commands: VecDeque<Command>,
+    /// Events since all that must hold was looked at.
+    #[cfg(any(test, debug_assertions))]
+    unchecked: usize,
 }
 
 impl Coordinator {
@@ -236,6 +239,8 @@ impl Coordinator {
             counts: Counts::default(),
             layout,
             rules,
+            #[cfg(any(test, debug_assertions))]
+            unchecked: 0,
         }
     }
 
@@ -261,7 +266,7 @@ impl Coordinator {
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_often();
     }
 
     /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
@@ -289,7 +294,7 @@ impl Coordinator {
         self.copy_late_rows();
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_often();
     }
 
     /// What to do next, oldest first.
@@ -372,7 +377,7 @@ impl Coordinator {
         }
         self.run_next();
         #[cfg(any(test, debug_assertions))]
-        self.check();
+        self.check_often();
     }
 
     /// The only way from one phase to another.

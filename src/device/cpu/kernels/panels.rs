@@ -63,7 +63,8 @@ pub(crate) const fn packed_elems<const WIDTH: usize>(rows: usize, k: usize) -> u
 #[inline(always)]
 fn copy_step<T: Element, const WIDTH: usize>(data: &[T], out: &mut [f32; WIDTH]) {
     if let Some(data) = data.first_chunk::<WIDTH>() {
-        *out = data.map(T::to_f32);
+        // `map` would be a call for each element in builds that do not optimize across the parts of a crate.
+        out.iter_mut().zip(data).for_each(|(o, x)| *o = x.to_f32());
         return;
     }
     out.fill(0.0);
