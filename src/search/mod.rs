@@ -269,11 +269,11 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
 
-/// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Tried when all else of replicated
-/// ones is as good as it gets.
+/// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Also where the best so far shares
+/// because they do not fit beside its resident buckets: with fewer they would. Tried when all else is as good as it gets.
 fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let Settings { weights: asked, processes, resident_buckets, .. } = *query.settings;
-    let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes && from.plan.weight_ring.is_none();
+    let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes;
     let from = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
     if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }

@@ -3,7 +3,7 @@
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
-use super::{Ranking, Scope, SearchQuery, bucket_mib, sharing};
+use super::{Candidate, Ranking, Scope, SearchQuery, bucket_mib, sharing};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -684,13 +684,17 @@ fn weights_are_shared_for_speed_where_all_leaves_that_open() {
         let query = SearchQuery::new(&settings, &shape, &machine);
         let mut best = query.candidate(&settings).unwrap().unwrap();
         best.settings.resident_buckets = ResidentBuckets::Count(1);
-        sharing(&query, &best)
+        // Without a flag that says so: as where whole weights do not fit beside its resident buckets.
+        let shared = query.candidate(&Settings { weights: WeightsChoice::Sharded, ..settings.clone() }).unwrap().unwrap();
+        let by_need = Candidate { settings: best.settings.clone(), ..shared };
+        [best, by_need].map(|best| sharing(&query, &best))
     };
-    let shared = tried(WeightsChoice::Auto);
+    let [shared, shared_by_need] = tried(WeightsChoice::Auto);
     let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
     // From as many resident buckets as fit then, whatever was best before.
     assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
-    assert!(tried(WeightsChoice::Replicated).is_empty());
+    assert!(shared_by_need.len() > 8 && shared_by_need.iter().all(shares), "{shared_by_need:?}");
+    assert!(tried(WeightsChoice::Replicated).iter().all(Vec::is_empty));
 }
 
 /// A run of 300,000 micro-batches once planned for days: each was simulated.
