@@ -518,6 +518,20 @@ fn every_invariant_is_missed_when_it_is_broken() {
 }
 
 #[test]
+fn what_is_broken_is_missed_at_the_next_event_or_with_many_buckets_a_few_later() {
+    let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: false, early_commit: false };
+    let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
+    for (buckets, events) in [(4, 1), (64, 1), (65, 2), (300, 5)] {
+        let mut c = Coordinator::new(BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host), rules, staging);
+        c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
+        c.unchecked = 0;
+        c.tally.under_way += 1;
+        let unseen = (0..buckets).take_while(|&bucket| !panics(|| c.handle(Event::GradReady(bucket)))).count();
+        assert_eq!(unseen + 1, events, "{buckets} buckets");
+    }
+}
+
+#[test]
 fn what_the_table_does_not_allow_does_not_happen() {
     let wrong = [Event::GradReady(0), done(Hop::GradsOut, 0), done(Hop::GradsOut, 3), done(Hop::ParamsIn, 0), done(Hop::PageIn, 0)];
     for event in wrong {

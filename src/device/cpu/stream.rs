@@ -139,7 +139,7 @@ impl OpQueue {
         self.done.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Sleeps until `is_over`, to which the stream of `point` leads by reaching it. Only the consumer calls it.
+    /// Sleeps until `is_over` holds, which it does at the latest when the stream of `point` has come there. Only the consumer calls it.
     pub(super) fn wait_for(&self, point: Point, is_over: impl FnMut() -> bool) {
         self.awaited.store(point.pack(), Ordering::Relaxed);
         // With the one in `wake`: either this stream sees what was done, or that one sees what is awaited.

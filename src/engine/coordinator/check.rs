@@ -5,14 +5,14 @@ use super::law::Queued::{Commit, Redo, Restore};
 use super::law::{Late, Tally};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
-/// With fewer buckets all are looked at after every event, with N times as many after every N-th.
-const BUCKETS_AT_ONCE: usize = 16;
+/// Up to so many buckets are all looked at after every event, N times as many after every N-th.
+const BUCKETS_AT_ONCE: usize = 64;
 
 impl Coordinator {
     /// [`Coordinator::check`], in a time that the number of buckets does not change.
     pub(super) fn check_often(&mut self) {
         self.unchecked += 1;
-        if self.unchecked > self.buckets.len() / BUCKETS_AT_ONCE {
+        if self.unchecked * BUCKETS_AT_ONCE >= self.buckets.len() {
             self.unchecked = 0;
             self.check();
         }
