@@ -13,6 +13,7 @@ mod documented;
 mod evaluation;
 mod exactness;
 mod examples;
+mod export_golden;
 #[cfg(feature = "cuda")]
 mod fake_gpus;
 mod faults;

@@ -211,6 +211,32 @@ fn packed_moments_are_resumed() {
     }
 }
 
+/// Which experts a token takes, and what balances them, is computed anew from weights: nothing else of experts is kept.
+#[test]
+fn a_run_of_a_model_with_experts_is_resumed() {
+    let (workspace, golden) = (Workspace::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"));
+    // Bytes that are tokens of a vocabulary of 64.
+    workspace.write("data.txt", Vec::from_iter((0..400u32).map(|n| (n * n).to_string())).concat());
+    workspace.settings("tokenizer = 'bytes'\nrouter-aux-loss-coef = 0.01\nbucket-mib = 0.0078125");
+    for family in ["qwen3_moe", "gpt_oss"] {
+        workspace.write("model/config.json", fs::read(golden.join(family).join("config.json")).unwrap());
+        let [wide, packed] = ["float32", "bfloat16"].map(|moments| {
+            let (whole, killed) = (format!("{family}-{moments}"), format!("{family}-{moments}-killed"));
+            let flags = ["--device", "cpu", "--resident-buckets", "0", "--moments", moments];
+            let digest = run(&mut workspace.train(&whole, &flags)).digest().to_string();
+            die_after_checkpoint(&workspace, &killed, 6, &flags);
+            assert_eq!(run(&mut workspace.resume(&killed, &flags)).digest(), digest, "{killed}");
+            assert_whole(&workspace, &killed);
+            let moved = format!("{whole}-moved");
+            workspace.copy_checkpoints(&whole, &moved, &[6]);
+            let anew = ["--device", "cpu", "--strategy", "no-offload", "--moments", moments];
+            assert_eq!(run(&mut workspace.resume(&moved, &anew)).digest(), digest, "{moved}");
+            digest
+        });
+        assert_ne!(wide, packed, "{family}");
+    }
+}
+
 #[test]
 fn gradient_accumulation_and_loss_scale_are_resumed() {
     let workspace = Workspace::new();

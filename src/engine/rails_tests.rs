@@ -81,12 +81,16 @@ fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.send_weights()
 }
 
+/// What a process does with the engine of its first rank before anybody leads.
+type Beginning<'a> = &'a (dyn Fn(usize, &mut Engine<CpuDevice>) -> Result<()> + Sync);
+
 /// What the ranks of process `process` do with their engines, by rails of `key` or over TCP; the first of all leads by `course`.
 fn be<U: UseEngine>(
     process: usize,
     meeting: &Meeting,
     key: Option<RailKey>,
     (plan, shape): (&Plan, &ModelShape),
+    begin: Beginning<'_>,
     course: U,
 ) -> Result<Option<U::Output>> {
     let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, &StopFlag::default(), None)?;
@@ -94,9 +98,12 @@ fn be<U: UseEngine>(
     let adversary = plan.adversary.map(|seed| seed + process as u64);
     let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
     let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    let lead = |mut engine: Engine<CpuDevice>, seat: &Seat| match process {
-        0 => course.run(engine).map(Some),
-        _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
+    let lead = |mut engine: Engine<CpuDevice>, seat: &Seat| {
+        begin(process, &mut engine).map_err(|error| seat.blame(error))?;
+        match process {
+            0 => course.run(engine).map(Some).map_err(|error| seat.blame(error)),
+            _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
+        }
     };
     let crew = Crew { board, reaches: lanes.into_iter().map(|lanes| key.map_or(Reach::Lanes(lanes), Reach::Rail)).collect() };
     let learned = ranks::run(crew, shape, &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
@@ -123,13 +130,26 @@ fn by_way<U: UseEngine + Copy + Send>(plan: &Plan, shape: &ModelShape, course: U
 where
     U::Output: Send,
 {
+    after(&|_, _| Ok(()), (plan, shape), course, key)
+}
+
+/// The same after each process began so.
+fn after<U: UseEngine + Copy + Send>(
+    begin: Beginning<'_>,
+    (plan, shape): (&Plan, &ModelShape),
+    course: U,
+    key: Option<RailKey>,
+) -> Vec<Result<Option<U::Output>>>
+where
+    U::Output: Send,
+{
     let (processes, ranks) = (plan.processes, plan.ranks / plan.processes);
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
             let token = RunToken::new("a token that nobody guesses", "here").unwrap();
             let meeting = Meeting { address: address.clone(), process, processes, ranks, token };
-            scope.spawn(move || be(process, &meeting, key, (plan, shape), course))
+            scope.spawn(move || be(process, &meeting, key, (plan, shape), begin, course))
         };
         let threads: Vec<_> = (0..processes).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -302,4 +322,23 @@ fn the_failure_of_one_ends_all_that_wait_for_it() {
         assert!(matches!(&error, Error::Rank { name, .. } if name == "process 1 on here"), "{error}");
     }
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+/// What comes in the place of something else has its length, and nothing but the record of what was exchanged tells.
+#[test]
+fn processes_that_swap_in_another_order_end_and_say_so() {
+    let settings = settings(2);
+    let (plan, shape) = (plan(&settings), shape(&settings));
+    assert_eq!(plan.layout.range(0).len(), plan.layout.range(1).len());
+    let begun = |orders: [[usize; 2]; 2]| {
+        let begin = |process: usize, engine: &mut Engine<CpuDevice>| -> Result<()> {
+            orders[process].into_iter().try_for_each(|bucket| engine.exchange.swap_weights(&mut engine.dev, bucket))
+        };
+        after(&begin, (&plan, &shape), Course { steps: 1 }, Some(RailHub::open()))
+    };
+    begun([[0, 1], [0, 1]]).swap_remove(0).unwrap();
+    for outcome in begun([[0, 1], [1, 0]]) {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("rank 1 has another") && error.contains("swapped slices in another order"), "{error}");
+    }
 }

@@ -16,6 +16,7 @@ use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
@@ -179,6 +180,25 @@ fn mxfp4_is_read_as_transformers_widens_it() {
         *tensors = file.iter().map(|(n, t)| (n.into(), t.dtype(), t.shape().into(), t.data().into())).collect();
     });
     assert_eq!(bits(&have), bits(&want.unwrap()));
+}
+
+/// Blocks are in another shard than their scales.
+#[test]
+fn mxfp4_in_several_shards_is_read_as_from_one_file() {
+    const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());
+    let bytes = fs::read(golden.join(SINGLE)).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let place = |name: &str| SHARDS[usize::from(name.ends_with("_scales"))];
+    for shard in SHARDS {
+        let views = file.iter().filter(|(name, _)| place(name) == shard);
+        fs::write(dir.path().join(shard), serialize(views, None).unwrap()).unwrap();
+    }
+    let weight_map: BTreeMap<&str, &str> = file.iter().map(|(name, _)| (name, place(name))).collect();
+    assert_eq!(weight_map.values().filter(|shard| **shard == SHARDS[1]).count(), 2);
+    fs::write(dir.path().join(INDEX), json!({"weight_map": weight_map}).to_string()).unwrap();
+    let config: Value = serde_json::from_slice(&fs::read(golden.join(CONFIG)).unwrap()).unwrap();
+    assert_eq!(bits(&model(&config).load(dir.path()).unwrap()), bits(&packed(|_| ()).unwrap()));
 }
 
 #[test]
