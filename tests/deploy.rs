@@ -86,6 +86,7 @@ fn the_job_of_several_machines_starts_a_process_on_each_and_is_queued_again() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut job = Command::new("bash");
     job.arg(script).arg(&settings).env("SUPEROFFLOAD", env!("CARGO_BIN_EXE_superoffload")).env("REQUEUE", "echo requeued");
+    job.env("DEVICE", "cpu");
     let srun = format!("bash {}", srun.display());
     let ended = run(job.env("SRUN", srun).env("OUT", &out).env("PORT", port.to_string()));
     let words = ["all 2 processes are here", ": process 1 followed process 0\n", ": queued again\nrequeued\n"];
