@@ -111,7 +111,7 @@ fn weights_that_all_share_cross_between_processes_with_every_fetch() {
 }
 
 /// Gradients of Qwen3-30B-A3B on two H200 lie in a ring. A module once waited for all sums that were enqueued, and so for the whole layer before:
-/// 178 ms of a step. Measured: the last line of `paper-figures/results/h200-x2-step.jsonl`.
+/// 178 ms of a step. Measured: the line of b531df4 in `paper-figures/results/h200-x2-step.jsonl`.
 #[test]
 fn gpus_wait_for_no_sums_but_those_that_they_overwrite() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
