@@ -287,7 +287,7 @@ impl<D: Kernels> Engine<D> {
     /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are summed, and in the last round until
     /// they are copied.
     fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
-        let Some(ring) = self.plan.grad_ring else { return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) } };
+        let Some(ring) = self.plan.grad_ring else { return if self.streams_weights() { self.zero_padding(module) } else { Ok(()) } };
         let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
