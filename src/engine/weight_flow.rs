@@ -2,8 +2,7 @@
 //! module by module, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
 
 use super::exchange::Exchange;
-use super::shelf::Shelf;
-use crate::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream};
+use crate::device::{Device, DeviceSlice, EventId, Kernels, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
@@ -104,10 +103,6 @@ pub(super) struct WeightFlow {
     source: Source,
     /// The flat weights, whose first part is the ring.
     weights: DeviceSlice,
-    /// Where weights wait for room in the ring.
-    shelf: Shelf,
-    /// The compute stream is done with the shelf's memory.
-    shelf_free: EventId,
     /// The compute stream is done with the module's weights.
     used: Vec<EventId>,
     /// They have come.
@@ -115,56 +110,12 @@ pub(super) struct WeightFlow {
 }
 
 impl WeightFlow {
-    /// Streams the part of the flat `weights` that lies in `ring` from `source`; what comes early waits in `spare`, memory of the same format that is
-    /// used for something else from the first backward pass of a step on.
-    pub(super) fn new<D: Device>(
-        dev: &mut D,
-        table: &TensorTable,
-        ring: RingShape,
-        source: Source,
-        (weights, spare): (DeviceSlice, DeviceSlice),
-    ) -> Result<Self> {
+    /// Streams the part of the flat `weights` that lies in `ring` from `source`.
+    pub(super) fn new<D: Device>(dev: &mut D, table: &TensorTable, ring: RingShape, source: Source, weights: DeviceSlice) -> Result<Self> {
         let window = Window::new(table, ring);
         let mut events = || window.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
-        let (shelf, shelf_free) = (Shelf::new(spare, window.modules.len()), dev.event()?);
-        Ok(Self { window, source, weights, shelf, shelf_free, used, fetched })
-    }
-
-    /// A step begins: what is enqueued so far is the last that uses the spare memory, but for copies to the host.
-    pub(super) fn open_shelf<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        self.shelf.open();
-        dev.record(self.shelf_free, Stream::Compute)
-    }
-
-    /// Its first forward pass is enqueued.
-    ///
-    /// # Panics
-    /// If weights wait there: the pass did not use them.
-    pub(super) fn close_shelf(&mut self) {
-        self.shelf.close();
-    }
-
-    /// Whether `module` is on the device, though perhaps not where it is computed with.
-    pub(super) fn has(&self, module: usize) -> bool {
-        self.window.has(module) || self.awaits_room(module)
-    }
-
-    /// Whether it is, but not there: it goes into the ring when its turn has come.
-    pub(super) fn awaits_room(&self, module: usize) -> bool {
-        self.shelf.has(module)
-    }
-
-    /// Enqueues the copy of the weights of `module` to the spare memory, of which nothing is on its way to the host; returns the bytes that cross the
-    /// host's link, or none if there is no room.
-    pub(super) fn shelve<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<Option<u64>> {
-        let (Source::Host(host), range) = (self.source, self.streamed(module)) else { return Ok(None) };
-        let Some(place) = self.shelf.put(module, range.len()) else { return Ok(None) };
-        let bytes = range.len() * self.weights.dtype().bytes();
-        dev.wait(Stream::H2d, self.shelf_free)?;
-        dev.copy_h2d(Stream::H2d, host.slice(range.start * self.weights.dtype().bytes(), bytes), place)?;
-        dev.record(self.fetched[module], Stream::H2d)?;
-        Ok(Some(bytes as u64))
+        Ok(Self { window, source, weights, used, fetched })
     }
 
     /// The flat range that is streamed of `module`; empty if there is none, or no such module.
@@ -175,7 +126,7 @@ impl WeightFlow {
     /// Whether `module` has to be fetched. Then the copies of its weights wait for what is in their way, which must have been used, as far as it was
     /// enqueued to be.
     pub(super) fn make_way<D: Device>(&self, dev: &mut D, module: usize) -> Result<bool> {
-        if self.streamed(module).is_empty() || self.has(module) {
+        if self.streamed(module).is_empty() || self.window.has(module) {
             return Ok(false);
         }
         self.window.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
@@ -210,13 +161,6 @@ impl WeightFlow {
 
     /// What is computed from now on finds the weights of `module`, which was fetched.
     pub(super) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
-        if let Some(src) = self.shelf.take(module) {
-            // The compute stream is done with what lies there: a pass goes from neighbour to neighbour.
-            dev.wait(Stream::Compute, self.fetched[module])?;
-            let range = self.streamed(module);
-            dev.launch(Cast { stream: Stream::Compute, src, dst: self.weights.slice(range.start, range.len()) })?;
-            self.window.put(module);
-        }
         let (range, held) = &mut self.window.modules[module];
         if *held == Held::Fetched {
             exchange.place_own(dev, self.weights, range)?;
