@@ -530,6 +530,18 @@ fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
+#[test]
+fn a_communicator_of_nccl_that_never_ends_keeps_no_process_and_hides_no_cause() {
+    if is_emulated() {
+        return;
+    }
+    let (hangs, start) = (("FAKE_NCCL_HANGS", ""), Instant::now());
+    for outcome in train_by_nccl([&[hangs], &[hangs, ("FAKE_NCCL_FAILS", "2")]], &[]) {
+        outcome.refused(1, &["process 1 on ", "NCCL error 2 (unhandled system error)"]);
+    }
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
 /// Code 46, which a driver answers where another process has the GPU for itself, at each call by which a GPU is found and opened.
 #[test]
 fn a_gpu_that_another_process_has_is_told_by_the_drivers_code() {

@@ -84,7 +84,7 @@ impl StepBench {
         let failure = outcome.as_ref().err().map(ToString::to_string);
         // Who ends because another has failed tells nothing new.
         let failure = failure.filter(|_| self.settings.process == 0 || !matches!(outcome, Err(Error::Rank { .. })));
-        party.links.close(&EndOfRun { failure, ..EndOfRun::default() });
+        party.links.close(EndOfRun { failure, ..EndOfRun::default() });
         outcome
     }
 

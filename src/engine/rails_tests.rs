@@ -107,7 +107,7 @@ fn be<U: UseEngine>(
     };
     let crew = Crew { board, reaches: lanes.into_iter().map(|lanes| key.map_or(Reach::Lanes(lanes), Reach::Rail)).collect() };
     let learned = ranks::run(crew, shape, &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
-    links.close(&EndOfRun::default());
+    links.close(EndOfRun::default());
     learned
 }
 

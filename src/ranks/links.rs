@@ -38,6 +38,8 @@ pub(crate) struct EndOfRun {
     pub(crate) max_steps: u64,
     pub(crate) interrupted: bool,
     pub(crate) failure: Option<String>,
+    /// The process that this one ends for, and why, if there is one; [`Links::close`] finds it.
+    pub(crate) lost: Option<(usize, String)>,
 }
 
 /// Who ends this process, and prints why, where it does not end by itself.
@@ -121,7 +123,7 @@ impl Common {
             Topic::Alive => {}
             Topic::Stop => stop.ask(),
             Topic::Agreement => self.open().agreements.push_back(notice.text()),
-            Topic::Over => self.part(process, &notice.text()),
+            Topic::Over => self.part(process, &notice.text(), stop),
             Topic::Failed => self.lose(process, &notice.text()),
             _ => return self.publish(process, notice),
         }
@@ -141,21 +143,31 @@ impl Common {
     }
 
     /// `process` has said its last words.
-    fn part(&self, process: usize, words: &str) {
+    fn part(&self, process: usize, words: &str, stop: &StopFlag) {
         let end: EndOfRun = serde_json::from_str(words).unwrap_or_default();
-        if process > 0
-            && let Some(why) = &end.failure
-        {
-            return self.lose(process, why);
-        }
-        let mut state = self.open();
-        state.gone[process] = true;
         if process == 0 {
-            state.over = Some(end);
-            let board = state.board.clone();
-            drop(state);
-            board.iter().for_each(|board| board.lose(0, "its run is over"));
+            let board = {
+                let mut state = self.open();
+                state.gone[0] = true;
+                state.over = Some(end);
+                state.board.clone()
+            };
+            return board.iter().for_each(|board| board.lose(0, "its run is over"));
         }
+        match (end.failure, end.lost) {
+            (Some(why), _) => self.lose(process, &why),
+            // That one may live, and must not wait for who has given it up.
+            (None, Some((lost, why))) if lost == self.process => self.lose(process, &format!("it has given this process up: {why}")),
+            (None, Some((lost, why))) if lost < self.names.len() => self.lose(lost, &why),
+            _ if self.process == 0 && self.open().over.is_none() => {
+                if end.interrupted {
+                    stop.ask();
+                }
+                self.lose(process, if end.interrupted { "it was interrupted" } else { "it ended before the run was over" });
+            }
+            _ => {}
+        }
+        self.open().gone[process] = true;
     }
 }
 
@@ -243,7 +255,7 @@ impl Links {
                 }
                 ending += u32::from(common.open().failure.is_some());
                 if ending == LOOKS_ENDING {
-                    let why = common.failure().map_or(String::new(), |error| error.to_string());
+                    let why = common.cause(&common.open()).map_or(String::new(), |error| error.to_string());
                     last_resort.iter().for_each(|end| end(why.clone()));
                 }
             }
@@ -303,15 +315,14 @@ impl Links {
     /// How the run ended, once process 0 has said so; within a few seconds.
     ///
     /// # Errors
-    /// What ended another process, if that is all that is known.
+    /// What ended this process or another, if that is all that is known.
     pub(crate) fn end_of_run(&self) -> Result<EndOfRun> {
         let state = self.common.open();
         let unknown = |state: &mut LinkState| state.over.is_none() && state.failure.is_none();
         let (state, _) = self.common.changed.wait_timeout_while(state, PARTING_PATIENCE, unknown).unwrap_or_else(PoisonError::into_inner);
-        match (&state.over, &state.failure) {
-            (Some(end), _) => Ok(end.clone()),
-            (None, Some((process, why))) => Err(self.common.error_of(*process, why)),
-            (None, None) => Err(self.common.error_of(0, "it does not say how the run ended")),
+        match &state.over {
+            Some(end) => Ok(end.clone()),
+            None => Err(self.common.cause(&state).unwrap_or_else(|| self.common.error_of(0, "it does not say how the run ended"))),
         }
     }
 
@@ -378,10 +389,14 @@ impl Links {
     }
 
     /// Says the last words, how the run ended here, and waits a moment until the others have said theirs.
-    pub(crate) fn close(mut self, end: &EndOfRun) {
-        let words = serde_json::to_string(end).unwrap_or_default();
+    pub(crate) fn close(mut self, mut end: EndOfRun) {
+        let mut state = self.common.open();
+        end.lost = state.failure.clone();
+        let words = serde_json::to_string(&end).unwrap_or_default();
         self.common.tell(Audience::All, Notice::new(Topic::Over, &[]).saying(&words));
-        let state = self.common.open();
+        if self.common.process == 0 {
+            state.over = Some(end.clone());
+        }
         let waits = self.common.process == 0 && end.failure.is_none();
         let others_stay =
             |state: &mut LinkState| waits && state.failure.is_none() && (1..state.gone.len()).any(|process| !state.gone[process]);
@@ -410,8 +425,10 @@ impl Common {
         Error::Rank { name: self.names[process].clone(), cause: why.to_owned() }
     }
 
-    fn failure(&self) -> Option<Error> {
-        self.open().failure.as_ref().map(|(process, why)| self.error_of(*process, why))
+    /// What ended the run first: a rank of this process, which the board knows, or another process.
+    fn cause(&self, state: &LinkState) -> Option<Error> {
+        let lost = || state.failure.as_ref().map(|(process, why)| self.error_of(*process, why));
+        state.board.as_ref().and_then(|board| board.failure()).or_else(lost)
     }
 }
 
@@ -457,3 +474,7 @@ fn tell(common: &Common, process: usize, out: TcpStream, letters: &mpsc::Receive
         }
     }
 }
+
+#[cfg(test)]
+#[path = "links_tests.rs"]
+mod tests;

@@ -79,7 +79,7 @@ impl FollowEngine for Following<'_> {
 
 /// How a run that process 0 ended ends here.
 fn ended(links: &Links, end: EndOfRun) -> Result<Summary> {
-    let EndOfRun { step, max_steps, interrupted, failure } = end;
+    let EndOfRun { step, max_steps, interrupted, failure, .. } = end;
     match failure {
         Some(cause) => Err(Error::Rank { name: links.names()[0].clone(), cause }),
         None => Ok(Summary { process: links.process(), step, max_steps, interrupted, ..Summary::default() }),
@@ -100,9 +100,9 @@ pub(super) fn part(links: Links, outcome: Result<Summary>) -> Result<Summary> {
     let end = match &outcome {
         Ok(Summary { failure: Some(error), .. }) | Err(error) => failed(error),
         Ok(Summary { step, max_steps, interrupted, .. }) => {
-            EndOfRun { step: *step, max_steps: *max_steps, interrupted: *interrupted, failure: None }
+            EndOfRun { step: *step, max_steps: *max_steps, interrupted: *interrupted, ..EndOfRun::default() }
         }
     };
-    links.close(&end);
+    links.close(end);
     outcome
 }

@@ -1,0 +1,73 @@
+//! Processes that end before the run is over: the others hear of it, and of whom they ended for.
+
+use super::*;
+use crate::ranks::run_token::RunToken;
+use std::net::TcpListener;
+
+const SILENCE: &str = "nothing was heard of it for 30 s";
+
+/// All processes of a run, and who asks each of them to stop.
+fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let token = RunToken::new("a token that nobody guesses", "here").unwrap();
+    let be = |process: usize| {
+        let meeting = Meeting { address: address.clone(), process, processes, ranks: 1, token: token.clone() };
+        let stop = StopFlag::default();
+        (Links::meet(&meeting, Hello { host: "here".into(), ..Hello::default() }, &stop, None).unwrap(), stop)
+    };
+    thread::scope(|scope| {
+        let all: Vec<_> = (0..processes).map(|process| scope.spawn(move || be(process))).collect();
+        all.into_iter().map(|one| one.join().unwrap()).collect()
+    })
+}
+
+/// What ends a process, within a few seconds.
+fn told(links: &Links) -> Option<String> {
+    let state = links.common.open();
+    drop(links.common.changed.wait_timeout_while(state, PARTING_PATIENCE, |state| state.failure.is_none()));
+    links.common.cause(&links.common.open()).map(|error| error.to_string())
+}
+
+#[test]
+fn a_process_that_stood_still_hears_that_another_has_given_it_up() {
+    let mut all = meet(2);
+    let (gives_up, _) = all.pop().unwrap();
+    gives_up.common.lose(0, SILENCE);
+    gives_up.close(EndOfRun::default());
+    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
+}
+
+#[test]
+fn who_ends_for_another_names_it() {
+    let mut all = meet(3);
+    let (last, _) = all.pop().unwrap();
+    last.common.lose(1, SILENCE);
+    last.close(EndOfRun::default());
+    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
+    assert_eq!(told(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
+}
+
+#[test]
+fn process_0_does_not_wait_for_who_was_interrupted_before_it() {
+    let mut all = meet(2);
+    let (interrupted, _) = all.pop().unwrap();
+    interrupted.close(EndOfRun { interrupted: true, ..EndOfRun::default() });
+    let (first, stop) = &all[0];
+    assert_eq!(told(first).unwrap(), "process 1 on here: it was interrupted");
+    assert!(stop.is_set());
+}
+
+#[test]
+fn who_follows_to_the_end_is_no_loss() {
+    let mut all = meet(2);
+    let ((follower, _), (first, _)) = (all.pop().unwrap(), all.pop().unwrap());
+    let common = first.common.clone();
+    let end = EndOfRun { step: 3, max_steps: 3, ..EndOfRun::default() };
+    let (step, ()) = thread::scope(|scope| {
+        let first = scope.spawn(|| first.close(end));
+        let step = follower.end_of_run().unwrap().step;
+        follower.close(EndOfRun::default());
+        (step, first.join().unwrap())
+    });
+    assert_eq!((step, common.cause(&common.open()).map(|error| error.to_string())), (3, None));
+}
