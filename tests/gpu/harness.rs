@@ -6,7 +6,8 @@
 use super::bounds::Near;
 use super::formats::{decode, encode, same};
 use super::report::{Missed, Outcome};
-use std::ops::Index;
+use std::borrow::Cow;
+use std::ops::{Index, Range};
 use superoffload::internals::device::{DeviceSlice, EventId, Kernels, Stream};
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
@@ -37,6 +38,8 @@ pub enum Want {
     Bits(Vec<u8>),
     /// The bits that another buffer holds after the same call.
     As(Handle),
+    /// The bits that these elements of another buffer hold after the same call.
+    Part(Handle, Vec<Range<usize>>),
     /// Whatever it is.
     Any,
 }
@@ -267,15 +270,20 @@ impl Case {
             let fail = |e: String| Missed::Failed(format!("{}{how} {e}", b.name));
             let bits = match &b.want {
                 None | Some(Want::Any) => continue,
-                Some(Want::Bits(bits)) => Some(bits),
-                Some(Want::As(other)) => Some(&got[other.0]),
-                Some(Want::Same) => reference.map(|r| &r[i]),
+                Some(Want::Bits(bits)) => Some(Cow::Borrowed(&bits[..])),
+                Some(Want::As(other)) => Some(Cow::Borrowed(&got[other.0][..])),
+                Some(Want::Part(other, at)) => {
+                    let bytes = b.dtype.bytes();
+                    let part = at.iter().flat_map(|at| &got[other.0][at.start * bytes..at.end * bytes]);
+                    Some(Cow::Owned(part.copied().collect()))
+                }
+                Some(Want::Same) => reference.map(|r| Cow::Borrowed(&r[i][..])),
                 Some(Want::Near(near)) => {
                     worst = worst.max(compare_near(b.dtype, &got[i], near).map_err(fail)?);
-                    reference.filter(|_| same_bits).map(|r| &r[i])
+                    reference.filter(|_| same_bits).map(|r| Cow::Borrowed(&r[i][..]))
                 }
             };
-            bits.map_or(Ok(()), |bits| compare_bits(b.dtype, &got[i], bits)).map_err(fail)?;
+            bits.map_or(Ok(()), |bits| compare_bits(b.dtype, &got[i], &bits)).map_err(fail)?;
         }
         Ok(worst)
     }

@@ -8,8 +8,8 @@ use super::harness::Bench;
 use super::random::Random;
 use super::report::{Outcome, Report};
 use super::{
-    attention, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer, pointwise, products,
-    route, scales, sinks,
+    attention, attention_parts, casts, copies, cross_entropy, embed, experts, fp8, heads, key_gradients, matmul, norms, optimizer,
+    pointwise, products, route, scales, sinks,
 };
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
@@ -55,6 +55,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     cross_entropy::cases(suite);
     matmul::cases(suite);
     attention::cases(suite);
+    attention_parts::cases(suite);
     key_gradients::cases(suite);
     products::cases(suite);
     route::cases(suite);

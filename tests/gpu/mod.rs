@@ -1,6 +1,7 @@
 //! The conformance suite of devices, a part of the program (`selftest`): `run.rs` has what can be asked.
 
 mod attention;
+mod attention_parts;
 mod bounds;
 mod casts;
 mod copies;

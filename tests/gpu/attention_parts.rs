@@ -1,0 +1,92 @@
+//! Attention of a key head and the query heads that read it, alone: the bits that they have beside other heads and other sequences. A GPU
+//! computes the backward pass in parts, of sequences or of heads, so that its workspace is bounded; they change no bits.
+
+use super::harness::{Bench, Case, Handle, Slices, Want};
+use super::kernels::Suite;
+use super::random::Random;
+use super::report::Outcome;
+use std::io::Write;
+use std::ops::Range;
+use superoffload::Result;
+use superoffload::internals::device::{AttentionBackward, AttentionForward, AttentionShape, Kernels};
+use superoffload::internals::dtype::Dtype;
+
+/// A sequence at a time on a GPU whose sums keep their order, and eight query heads of one at a time.
+const FULL: [AttentionShape; 2] = [shape(2, 8192, (32, 4)), shape(1, 12_288, (32, 4))];
+
+const fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize)) -> AttentionShape {
+    AttentionShape { batch, seq_length, heads, kv_heads, head_dim: 64, scale: 0.125, window: None, softcap: None }
+}
+
+pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    for dtype in [Dtype::Float16, Dtype::Bfloat16] {
+        let full = if suite.full(dtype) { &FULL[..] } else { &[] };
+        for shape in [shape(2, 70, (8, 2))].iter().chain(full) {
+            let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, .. } = shape;
+            let of = format!("{dtype} {batch}x{seq_length} tokens, ({heads}+2x{kv_heads})x{head_dim}");
+            suite.case(&format!("attention of a head alone {of}"), |bench, random| last_head(bench, random, dtype, shape));
+        }
+    }
+}
+
+/// Both passes over one shape.
+struct Passes {
+    shape: AttentionShape,
+    inputs: [Handle; 2],
+    outputs: [Handle; 3],
+}
+
+impl Passes {
+    /// Of these queries, keys, values, and these gradients of the output; `want` is of output, log-sum-exp and gradients.
+    fn new(case: &mut Case, dtype: Dtype, shape: AttentionShape, [qkv, dout]: [&[f32]; 2], want: [Want; 3]) -> Self {
+        let inputs = [case.input("qkv", dtype, qkv), case.input("dout", dtype, dout)];
+        let [out, lse, dqkv] = want;
+        let outputs = [
+            case.output("out", dtype, dout.len(), out),
+            case.output("lse", Dtype::Float32, shape.tokens() * shape.heads, lse),
+            case.output("dqkv", dtype, qkv.len(), dqkv),
+        ];
+        Self { shape, inputs, outputs }
+    }
+
+    fn run(&self, dev: &mut dyn Kernels, at: &Slices) -> Result<()> {
+        let (shape, [qkv, dout], [out, lse, dqkv]) = (self.shape, self.inputs.map(|x| at[x]), self.outputs.map(|x| at[x]));
+        dev.launch(AttentionForward { qkv, documents: None, out, lse, shape })?;
+        dev.launch(AttentionBackward { dout, qkv, documents: None, out, lse, dqkv, shape, block: None })
+    }
+}
+
+/// The last key head of the last sequence.
+fn last_head(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: &AttentionShape) -> Outcome {
+    let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
+    let dout = random.uniform(dtype, shape.tokens() * shape.out_cols());
+    let [out_at, lse_at, qkv_at] = of_last_head(shape);
+    let alone = AttentionShape { batch: 1, heads: shape.heads / shape.kv_heads, kv_heads: 1, ..*shape };
+    let (qkv_alone, dout_alone) = (gather(&qkv, &qkv_at), gather(&dout, &out_at));
+    let mut case = Case::default();
+    case.aligned();
+    let whole = Passes::new(&mut case, dtype, *shape, [&qkv, &dout], [(); 3].map(|()| Want::Any));
+    let [out, lse, dqkv] = whole.outputs;
+    let want = [Want::Part(out, out_at), Want::Part(lse, lse_at), Want::Part(dqkv, qkv_at)];
+    let alone = Passes::new(&mut case, dtype, alone, [&qkv_alone, &dout_alone], want);
+    case.check(bench, &|dev, at| whole.run(dev, at).and_then(|()| alone.run(dev, at)))
+}
+
+/// Where the last key head of the last sequence, and the query heads that read it, lie in output, log-sum-exp, and queries, keys and values.
+fn of_last_head(shape: &AttentionShape) -> [Vec<Range<usize>>; 3] {
+    let AttentionShape { seq_length, heads, kv_heads, head_dim: d, .. } = *shape;
+    let readers = heads / kv_heads;
+    let rows = shape.tokens() - seq_length..shape.tokens();
+    // Heads of a row that has so many columns.
+    let of_row = |row: usize, cols: usize, heads: Range<usize>| row * cols + heads.start * d..row * cols + heads.end * d;
+    let out = rows.clone().map(|row| of_row(row, shape.out_cols(), heads - readers..heads));
+    let lse = shape.tokens() * heads - readers * seq_length..shape.tokens() * heads;
+    let [key, value] = [heads + kv_heads, heads + 2 * kv_heads].map(|end| end - 1..end);
+    let of_rows = [heads - readers..heads, key, value];
+    let qkv = rows.flat_map(|row| of_rows.clone().map(|heads| of_row(row, shape.qkv_cols(), heads)));
+    [out.collect(), vec![lse], qkv.collect()]
+}
+
+fn gather(whole: &[f32], at: &[Range<usize>]) -> Vec<f32> {
+    at.iter().flat_map(|at| &whole[at.clone()]).copied().collect()
+}
