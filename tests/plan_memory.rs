@@ -2,7 +2,7 @@
 //! on a GPU, too.
 
 use crate::planned;
-use crate::support::{settings, tiny_llama};
+use crate::support::{settings, tiny_llama, tiny_moe};
 use superoffload::internals::bucket::Tier;
 use superoffload::internals::device::{DeviceKind, Kernels};
 use superoffload::internals::engine::Engine;
@@ -27,8 +27,8 @@ fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
 fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
     let strategies = ["superoffload", "zero-offload", "no-offload"].map(|name| format!("{common}strategy = \"{name}\"\n"));
-    let (demo, small) = (ModelShape::demo(), tiny_llama(6, 64, 300, false));
-    for shape in [&demo, &small] {
+    let (demo, small, experts) = (ModelShape::demo(), tiny_llama(6, 64, 300, false), tiny_moe(6, 64, 300, false));
+    for shape in [&demo, &small, &experts] {
         for strategy in &strategies {
             for more in [
                 "",
@@ -82,6 +82,10 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
         assert!(!paged.layout.elems_in(Tier::Unified).is_empty(), "{paged}");
     }
     compare(&format!("{common}moments = \"bfloat16\"\n"), &shape, &gpu(2000));
+    let experts = tiny_moe(12, 1024, 256, true);
+    for mib in [1600, 2400, 4000] {
+        compare(common, &experts, &gpu(mib));
+    }
 }
 
 /// What one of several ranks takes, on a machine whose devices have memory of their own.
@@ -96,6 +100,13 @@ impl UseEngine for Compared<'_> {
     }
 }
 
+/// The plan of several, of which each takes what it says.
+fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
+    let plan = Plan::new(&settings(toml), shape, machine, false).unwrap();
+    let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
+    on_cpus(&plan, shape, &Topology::this_machine(), Compared(toml)).unwrap()
+}
+
 #[test]
 fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
     let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
@@ -103,7 +114,11 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
     // The last bucket has as many blocks for each, too.
     let shape = tiny_llama(12, 1024, 276, true);
     let common = "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n";
+    let experts = tiny_moe(12, 1024, 280, true);
     for gpus in [2, 4] {
+        for (shape, more) in [(&experts, ""), (&experts, "gradient-shares = 8\n")] {
+            planned_as_taken(&format!("{common}gpus = {gpus}\n{more}"), shape, &machine);
+        }
         for more in [
             "",
             "gradient-shares = 8\n",
@@ -126,9 +141,7 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
                 continue;
             }
             let toml = format!("{common}gpus = {gpus}\n{more}");
-            let plan = Plan::new(&settings(&toml), &shape, &machine, false).unwrap();
-            let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
-            let plan = on_cpus(&plan, &shape, &Topology::this_machine(), Compared(&toml)).unwrap();
+            let plan = planned_as_taken(&toml, &shape, &machine);
             assert_eq!(plan.weight_ring.is_some(), more.contains("sharded"), "{plan}");
         }
     }
