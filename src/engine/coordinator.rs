@@ -307,6 +307,11 @@ impl Coordinator {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase == Phase::Settled
     }
 
+    /// Whether nothing of the last step is under way, and nothing of the next one: all gradients have been copied, all weights are final.
+    pub(super) fn is_between_steps(&self) -> bool {
+        self.tally.under_way == 0
+    }
+
     /// How often a bucket was settled: while this stands still, no other is.
     pub(super) fn settlings(&self) -> u64 {
         self.settlings
@@ -539,7 +544,7 @@ impl Coordinator {
     /// could keep gradients, and so the verdict, from coming.
     fn commit_early(&mut self) {
         let awaits_verdict = !self.speculating && self.verdict.is_none();
-        let is_between = self.rules.early_commit && self.tally.under_way == 0;
+        let is_between = self.rules.early_commit && self.is_between_steps();
         if !awaits_verdict && !is_between {
             return;
         }

@@ -29,6 +29,7 @@ mod report;
 mod route;
 mod scratch;
 mod shards;
+mod shelf;
 pub(crate) mod sockets;
 mod state_io;
 mod states;

@@ -10,6 +10,7 @@ use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, Kernels, Lease};
 use crate::dtype::Dtype;
 use crate::error::Result;
+use crate::memory::RingShape;
 use crate::model::Model;
 use crate::model::activations::ActivationPlan;
 use crate::model::rope::RopeTable;
@@ -72,7 +73,9 @@ impl StepScratch {
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
-        let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, weights)).transpose()?;
+        // Other ranks may still pull gradients when this one needs none any more.
+        let spare = if slices.ranks() == 1 { distinct(grads, plan.grad_ring) } else { grads.slice(0, 0) };
+        let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
         let tokens = plan.batch * plan.seq_length;
         let rows = LateRows::take(&plan.layout, (shape, &table), tokens, (dev, host), lease)?;
         let model = Arc::new(Model::new(shape.clone(), weights, grads, activations)?);
@@ -86,6 +89,12 @@ impl StepScratch {
     pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
         self.lease.give_back(dev, host)
     }
+}
+
+/// The part of `flat`, whose first part lies in `ring`, that has all its pages, each once.
+fn distinct(flat: DeviceSlice, ring: Option<RingShape>) -> DeviceSlice {
+    let start = ring.map_or(0, |ring| ring.ringed_elems.saturating_sub(ring.period_elems));
+    flat.slice(start, flat.elems() - start)
 }
 
 fn step_memory<D: Device>(

@@ -152,8 +152,15 @@ impl<D: Kernels> Engine<D> {
 
     /// All modules but the head. Weights change between steps, and so before the `first` micro-batch of one, or of an evaluation, alone.
     pub(super) fn forward_modules(&mut self, first: bool) -> Result<()> {
+        if let Some(flow) = self.flow.as_mut().filter(|_| first) {
+            flow.open_shelf(&mut self.dev)?;
+        }
         let layers = (0..self.model.shape.layers.len()).map(Module::Layer);
-        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, first))
+        [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, first))?;
+        if let Some(flow) = &mut self.flow {
+            flow.close_shelf();
+        }
+        Ok(())
     }
 
     fn forward(&mut self, module: Module, first: bool) -> Result<()> {
@@ -189,12 +196,12 @@ impl<D: Kernels> Engine<D> {
         }
         let at = self.model.table.module_index(module);
         let next = if let Pass::Forward = pass { at.checked_sub(1) } else { Some(at + 1) };
-        if let Pass::Forward = pass {
-            self.fill_ring(at)?;
-        }
         self.fetch_weights(at)?;
         if let Some(next) = next.filter(|_| self.exchange.fetches_ahead()) {
             self.fetch_weights(next)?;
+        }
+        if let Pass::Forward = pass {
+            self.fetch_early(at)?;
         }
         if let Some(flow) = &mut self.flow {
             flow.arrive(&mut self.dev, &*self.exchange, at)?;
@@ -207,18 +214,30 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// The modules that a forward pass begins with keep their weights, and the link would stand idle: those that come next are fetched, as far as
-    /// they are final and the ring has room.
-    fn fill_ring(&mut self, at: usize) -> Result<()> {
+    /// they are final. The ring is filled first. What has no room there, and all after it, waits where gradients will be, once nothing of the last
+    /// step is under way: until then the link is for what the modules in between wait for, and gradients may still be on their way to the host.
+    fn fetch_early(&mut self, at: usize) -> Result<()> {
         if !self.plan.streams_from_host() {
             return Ok(());
         }
+        let mut is_full = false;
         for module in (0..at).rev() {
-            let Some(flow) = self.flow.as_ref().filter(|flow| flow.streamed(at).is_empty()) else { return Ok(()) };
-            let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
-            if !flow.has_room(module) || !buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
-                return Ok(());
+            let Some(flow) = self.flow.as_mut() else { return Ok(()) };
+            is_full |= flow.awaits_room(module) || !flow.streamed(at).is_empty();
+            if flow.has(module) {
+                continue;
             }
-            self.fetch_weights(module)?;
+            let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
+            if !is_full && flow.has_room(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
+                self.fetch_weights(module)?;
+                continue;
+            }
+            // The head is computed with when gradients are written.
+            let may_wait = module != self.model.table.module_index(Module::Head) && self.coordinator.is_between_steps();
+            let is_shelved = if may_wait { flow.shelve(&mut self.dev, module)? } else { None };
+            let Some(bytes) = is_shelved else { return Ok(()) };
+            self.counters.h2d_bytes += bytes;
+            is_full = true;
         }
         Ok(())
     }
@@ -268,7 +287,7 @@ impl<D: Kernels> Engine<D> {
     /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are summed, and in the last round until
     /// they are copied.
     fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
-        let Some(ring) = self.plan.grad_ring else { return Ok(()) };
+        let Some(ring) = self.plan.grad_ring else { return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) } };
         let range = self.model.table.module_range(module);
         let end = range.end.min(ring.ringed_elems).saturating_sub(ring.period_elems);
         let before = range.start.saturating_sub(ring.period_elems)..end;
@@ -282,7 +301,11 @@ impl<D: Kernels> Engine<D> {
             self.block_until(Doing::Gradient, bucket, |engine| Ok(engine.coordinator.is_copied(bucket)))?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
         }
-        // No kernel writes padding, and it counts in the norm.
+        self.zero_padding(module)
+    }
+
+    /// No kernel writes padding, and it counts in the norm: other gradients lay there, in a ring, or weights that came early.
+    fn zero_padding(&mut self, module: Module) -> Result<()> {
         let mut padding = self.model.table.padding(module);
         padding.try_for_each(|pad| self.dev.launch(Zero { x: self.model.grads.slice(pad.start, pad.len()) }))
     }

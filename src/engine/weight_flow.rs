@@ -2,7 +2,8 @@
 //! module by module, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
 
 use super::exchange::Exchange;
-use crate::device::{Device, DeviceSlice, EventId, Kernels, Stream};
+use super::shelf::Shelf;
+use crate::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
@@ -14,7 +15,7 @@ use std::ops::Range;
 enum Held {
     /// Nothing that can be used.
     Nothing,
-    /// Weights that have changed since on the host.
+    /// Weights that have changed since on the host, or others on top of them: nothing that is computed with from now on.
     Stale,
     /// Its weights, but for what this rank keeps alone of them.
     Fetched,
@@ -70,6 +71,13 @@ impl Window {
         self.modules[module].1 = Held::Fetched;
     }
 
+    /// The same on the stream that computes: what was in the way still is in that of copies, until it was computed with.
+    fn put_in_turn(&mut self, module: usize) {
+        let in_the_way: Vec<_> = self.in_the_way(module).collect();
+        in_the_way.into_iter().for_each(|other| self.modules[other].1 = Held::Stale);
+        self.modules[module].1 = Held::Fetched;
+    }
+
     /// The host writes these weights anew.
     fn forget(&mut self, flat: &Range<usize>) {
         for (range, held) in &mut self.modules {
@@ -103,6 +111,10 @@ pub(super) struct WeightFlow {
     source: Source,
     /// The flat weights, whose first part is the ring.
     weights: DeviceSlice,
+    /// Where weights wait for room in the ring.
+    shelf: Shelf,
+    /// The compute stream is done with the shelf's memory.
+    shelf_free: EventId,
     /// The compute stream is done with the module's weights.
     used: Vec<EventId>,
     /// They have come.
@@ -110,12 +122,56 @@ pub(super) struct WeightFlow {
 }
 
 impl WeightFlow {
-    /// Streams the part of the flat `weights` that lies in `ring` from `source`.
-    pub(super) fn new<D: Device>(dev: &mut D, table: &TensorTable, ring: RingShape, source: Source, weights: DeviceSlice) -> Result<Self> {
+    /// Streams the part of the flat `weights` that lies in `ring` from `source`; what comes early waits in `spare`, memory of the same format that is
+    /// used for something else from the first backward pass of a step on.
+    pub(super) fn new<D: Device>(
+        dev: &mut D,
+        table: &TensorTable,
+        ring: RingShape,
+        source: Source,
+        (weights, spare): (DeviceSlice, DeviceSlice),
+    ) -> Result<Self> {
         let window = Window::new(table, ring);
         let mut events = || window.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
-        Ok(Self { window, source, weights, used, fetched })
+        let (shelf, shelf_free) = (Shelf::new(spare, window.modules.len()), dev.event()?);
+        Ok(Self { window, source, weights, shelf, shelf_free, used, fetched })
+    }
+
+    /// A step begins: what is enqueued so far is the last that uses the spare memory, but for copies to the host.
+    pub(super) fn open_shelf<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        self.shelf.open();
+        dev.record(self.shelf_free, Stream::Compute)
+    }
+
+    /// Its first forward pass is enqueued.
+    ///
+    /// # Panics
+    /// If weights wait there: the pass did not use them.
+    pub(super) fn close_shelf(&mut self) {
+        self.shelf.close();
+    }
+
+    /// Whether `module` is on the device, though perhaps not where it is computed with.
+    pub(super) fn has(&self, module: usize) -> bool {
+        self.window.has(module) || self.awaits_room(module)
+    }
+
+    /// Whether it is, but not there: it goes into the ring when its turn has come.
+    pub(super) fn awaits_room(&self, module: usize) -> bool {
+        self.shelf.has(module)
+    }
+
+    /// Enqueues the copy of the weights of `module` to the spare memory, of which nothing is on its way to the host; returns the bytes that cross the
+    /// host's link, or none if there is no room.
+    pub(super) fn shelve<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<Option<u64>> {
+        let (Source::Host(host), range) = (self.source, self.streamed(module)) else { return Ok(None) };
+        let Some(place) = self.shelf.put(module, range.len()) else { return Ok(None) };
+        let bytes = range.len() * self.weights.dtype().bytes();
+        dev.wait(Stream::H2d, self.shelf_free)?;
+        dev.copy_h2d(Stream::H2d, host.slice(range.start * self.weights.dtype().bytes(), bytes), place)?;
+        dev.record(self.fetched[module], Stream::H2d)?;
+        Ok(Some(bytes as u64))
     }
 
     /// The flat range that is streamed of `module`; empty if there is none, or no such module.
@@ -126,7 +182,7 @@ impl WeightFlow {
     /// Whether `module` has to be fetched. Then the copies of its weights wait for what is in their way, which must have been used, as far as it was
     /// enqueued to be.
     pub(super) fn make_way<D: Device>(&self, dev: &mut D, module: usize) -> Result<bool> {
-        if self.streamed(module).is_empty() || self.window.has(module) {
+        if self.streamed(module).is_empty() || self.has(module) {
             return Ok(false);
         }
         self.window.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
@@ -161,6 +217,13 @@ impl WeightFlow {
 
     /// What is computed from now on finds the weights of `module`, which was fetched.
     pub(super) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
+        if let Some(src) = self.shelf.take(module) {
+            // The compute stream is done with what lies there: a pass goes from neighbour to neighbour.
+            dev.wait(Stream::Compute, self.fetched[module])?;
+            let range = self.streamed(module);
+            dev.launch(Cast { stream: Stream::Compute, src, dst: self.weights.slice(range.start, range.len()) })?;
+            self.window.put_in_turn(module);
+        }
         let (range, held) = &mut self.window.modules[module];
         if *held == Held::Fetched {
             exchange.place_own(dev, self.weights, range)?;
@@ -236,6 +299,17 @@ mod tests {
         w.put(0);
         assert!(w.has(0) && !w.has(1));
         assert!(w.has_room(0) && w.has_room(1) && !w.has_room(2), "the third lies where the first does");
+    }
+
+    #[test]
+    fn copies_wait_for_what_the_compute_stream_has_overwritten() {
+        let mut w = window(&[1, 4, 4, 4], 9);
+        [3, 2].into_iter().for_each(|module| w.put(module));
+        w.put_in_turn(1);
+        assert!(w.has(1) && w.has(2) && !w.has(3));
+        assert_eq!(in_the_way(&w, 0), [3], "its first element, which the next one did not overwrite");
+        w.put(0);
+        assert!(w.has(0) && w.has(1) && in_the_way(&w, 3) == [0, 1]);
     }
 
     #[test]

@@ -222,6 +222,27 @@ fn step_of_several(
     simulate(&plan, &shape, "several", steps, 0).unwrap().0.step_ms.median
 }
 
+/// Half of GPT-OSS-20B streams, for the forward pass at the pace of the link, if the first half of the layers passes without a copy: a step then
+/// waits 160 ms for weights (simulated; 179 on an H200).
+#[cfg(feature = "weight-flow")]
+#[test]
+fn weights_stream_while_layers_compute_whose_weights_stay() {
+    let (shape, machine) = (model("gpt-oss-20b", 24), Machine::of(&Profile::load("h200-pcie5").unwrap()));
+    let settings = Settings {
+        seq_length: 4096,
+        per_device_train_batch_size: 8,
+        moments: Moments::Bfloat16,
+        bucket_mib: Some(256.0),
+        resident_buckets: ResidentBuckets::Count(78),
+        ..Settings::default()
+    };
+    let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+    let (period, streamed) = plan.weight_ring.map(|ring| (ring.period_elems, ring.ringed_elems)).unwrap();
+    assert!(plan.shortage().is_none() && streamed > 5 * period, "{plan}");
+    let step = simulate(&plan, &shape, "streamed", Steps { warmup: 2, timed: 2, clip: Clip::Never }, 0).unwrap().0;
+    assert!(step.exposed.transfer_ms < 40.0, "{:?}", step.exposed);
+}
+
 /// A profile says how fast products of experts are, or the plan tells what it assumes; models without experts do not ask.
 #[test]
 fn products_of_experts_take_their_own_rate() {
