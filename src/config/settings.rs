@@ -517,7 +517,7 @@ settings! {
         /// Use no more host memory than this, for example 1.5TiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        host_limit: Bytes => "all that is free but 1/128 of the machine's", Free;
+        host_limit: Bytes => "what is free, less a reserve", Free;
         /// Host memory of offloaded states; unified needs a GPU.
         memory: HostMemoryKind = HostMemoryKind::Pinned, Free;
         /// Page sizes of host memory.

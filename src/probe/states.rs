@@ -108,7 +108,8 @@ fn bucket_params(topology: &Topology) -> usize {
     let caches = if caches == 0 { CACHE_BYTES } else { caches };
     let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_SHARE;
     let wanted = CACHES * caches / (12 * BUCKETS);
-    wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).next_multiple_of(PARAMS_MIN)
+    // Where hardly any is free, a bucket is still one: workers that have nothing to do measure nothing, for ever.
+    wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).max(1).next_multiple_of(PARAMS_MIN)
 }
 
 /// `to = from[0] + 3 from[1]`, in the manner of STREAM.
@@ -184,6 +185,7 @@ mod tests {
         assert_eq!(bucket_params(&machine(300 << 20, 128 << 30)), PARAMS_MAX);
         assert_eq!(bucket_params(&machine(64 << 20, 128 << 30)), 11 << 20);
         assert_eq!(bucket_params(&machine(64 << 20, 1 << 30)), 4 << 20);
+        assert_eq!(bucket_params(&machine(64 << 20, 0)), PARAMS_MIN, "nothing is free");
     }
 
     #[test]

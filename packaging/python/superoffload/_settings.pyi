@@ -149,7 +149,7 @@ class Settings(TypedDict, total=False):
     hbm_limit: str | int | float
     """Use no more GPU memory than this, for example 80GiB [default: all that is free]."""
     host_limit: str | int | float
-    """Use no more host memory than this, for example 1.5TiB [default: all that is free but 1/128 of the machine's]."""
+    """Use no more host memory than this, for example 1.5TiB [default: what is free, less a reserve]."""
     memory: Literal["pinned", "unified"]
     """Host memory of offloaded states; unified needs a GPU [default: pinned]."""
     huge_pages: Literal["auto", "explicit", "off"]
