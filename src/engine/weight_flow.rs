@@ -63,18 +63,20 @@ impl Window {
 
     /// `module` now lies there, and what was in its way no more.
     fn put(&mut self, module: usize) {
-        for other in 0..self.modules.len() {
-            if self.share_a_place(&self.modules[module].0, &self.modules[other].0) {
-                self.modules[other].1 = Held::Nothing;
-            }
-        }
-        self.modules[module].1 = Held::Fetched;
+        self.overwrite(module, Held::Nothing);
     }
 
     /// The same on the stream that computes: what was in the way still is in that of copies, until it was computed with.
     fn put_in_turn(&mut self, module: usize) {
-        let in_the_way: Vec<_> = self.in_the_way(module).collect();
-        in_the_way.into_iter().for_each(|other| self.modules[other].1 = Held::Stale);
+        self.overwrite(module, Held::Stale);
+    }
+
+    fn overwrite(&mut self, module: usize, remains: Held) {
+        for other in 0..self.modules.len() {
+            if self.modules[other].1 != Held::Nothing && self.share_a_place(&self.modules[module].0, &self.modules[other].0) {
+                self.modules[other].1 = remains;
+            }
+        }
         self.modules[module].1 = Held::Fetched;
     }
 
