@@ -21,6 +21,15 @@ fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
     })
 }
 
+/// All but the last process, which has given up `lost` and ended.
+fn after_the_last_gave_up(lost: usize, processes: usize) -> Vec<(Links, StopFlag)> {
+    let mut all = meet(processes);
+    let (last, _) = all.pop().unwrap();
+    last.common.lose(lost, SILENCE);
+    last.close(EndOfRun::default());
+    all
+}
+
 /// What ends a process, within a few seconds.
 fn told(links: &Links) -> Option<String> {
     let state = links.common.open();
@@ -30,19 +39,13 @@ fn told(links: &Links) -> Option<String> {
 
 #[test]
 fn a_process_that_stood_still_hears_that_another_has_given_it_up() {
-    let mut all = meet(2);
-    let (gives_up, _) = all.pop().unwrap();
-    gives_up.common.lose(0, SILENCE);
-    gives_up.close(EndOfRun::default());
+    let all = after_the_last_gave_up(0, 2);
     assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
 fn who_ends_for_another_names_it() {
-    let mut all = meet(3);
-    let (last, _) = all.pop().unwrap();
-    last.common.lose(1, SILENCE);
-    last.close(EndOfRun::default());
+    let all = after_the_last_gave_up(1, 3);
     assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
     assert_eq!(told(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
 }

@@ -1,8 +1,7 @@
 // libnccl.so.2 for the host's side of a run: nothing moves, but a group is done only when the other process has called its own, with as many
 // bytes the other way. What NCCL would not forgive ends the process with a line. At the end it counts.
 //
-// FAKE_NCCL: its release, as 22809. FAKE_NCCL_FAILS: the error of every group. FAKE_NCCL_HANGS: no
-// communicator ends.
+// FAKE_NCCL: its release, as 22809. FAKE_NCCL_FAILS: the error of every group. FAKE_NCCL_HANGS: no communicator ends.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <limits.h>
