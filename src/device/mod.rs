@@ -246,7 +246,7 @@ pub(crate) trait Peers: Device {
     /// What is enqueued on `stream` from now on runs after the point that `peer` has recorded last for its `event`.
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()>;
 
-    /// Whether a bucket's pulls can be enqueued on `stream` at once; else the host would wait in [`Peers::pull`] for earlier ones.
+    /// Whether a bucket's pulls, and their sum, can be enqueued on `stream` at once; else the host would wait for earlier ones.
     ///
     /// # Errors
     /// The device's.

@@ -408,7 +408,9 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         self.group_written(dev, grads, self.buckets_written)?;
         loop {
             if self.buckets_told == self.buckets_summed {
-                if self.buckets_summed == self.buckets_written || !self.has_parts(dev)? {
+                // While the device is far behind, the host has other things to do than to wait for it.
+                let is_next = self.buckets_summed < self.buckets_written && self.has_parts(dev)? && dev.has_room(Stream::Reduce)?;
+                if !is_next {
                     return Ok(None);
                 }
                 self.sum_next(dev, grads)?;

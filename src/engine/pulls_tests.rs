@@ -4,7 +4,7 @@
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, ROOM_OPS, Schedule};
 use crate::device::{Device, Launch, Poke};
 use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use crate::launch::open;
@@ -104,6 +104,10 @@ impl Rank {
                 self.sums.push(bucket);
             }
             self.pulls.gather(&mut self.dev, self.weights)?;
+            for stream in [Stream::Reduce, Stream::Gather] {
+                // A bucket's pulls may be the last ones for which there is room.
+                assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.pulls.peers.len() + 4, "{stream:?} has no room");
+            }
             if ready(self)? {
                 return Ok(());
             }
@@ -239,6 +243,12 @@ fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");
     board.fail(1, "it is gone");
     assert_eq!(pulls.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
+}
+
+/// A driver that waited for room would serve nothing meanwhile, its pool neither.
+#[test]
+fn what_has_no_room_waits_while_the_driver_serves() {
+    run(Case { seed: 1, ranks: 3, rounds: 2, blocks: 96, bucket_blocks: 3, ring: 0 });
 }
 
 proptest! {

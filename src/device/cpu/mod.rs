@@ -12,6 +12,8 @@ mod kernels;
 mod launch;
 mod peers;
 #[cfg(test)]
+pub(crate) use peers::ROOM_OPS;
+#[cfg(test)]
 pub(crate) mod rail;
 mod stream;
 mod team;

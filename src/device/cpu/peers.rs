@@ -11,6 +11,9 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
+/// Operations ahead of a stream that leave room for a bucket's: few, as on a GPU, though the queue takes more.
+pub(crate) const ROOM_OPS: usize = 64;
+
 impl StreamsShared {
     /// Whether a stream of `peer` has reached `point`; of a device that is gone none will.
     pub(super) fn peer_has_passed(&self, peer: usize, point: Point) -> bool {
@@ -25,6 +28,14 @@ impl StreamsShared {
         for peer in self.peers.get().into_iter().flatten().filter_map(Weak::upgrade) {
             OpQueue::wake(reached, peer.queues.iter());
         }
+    }
+}
+
+#[cfg(test)]
+impl CpuDevice {
+    /// Operations of `stream` that are not done.
+    pub(crate) fn ahead(&self, stream: Stream) -> usize {
+        self.shared.queues[stream as usize].ahead()
     }
 }
 
@@ -80,6 +91,10 @@ impl Peers for CpuDevice {
             return Ok(());
         }
         self.push(stream, Op::WaitForPeer { peer, point })
+    }
+
+    fn has_room(&mut self, stream: Stream) -> Result<bool> {
+        Ok(self.shared.queues[stream as usize].ahead() < ROOM_OPS)
     }
 
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {

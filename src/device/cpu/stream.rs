@@ -110,8 +110,13 @@ impl OpQueue {
         self.done.load(Ordering::Acquire)
     }
 
+    /// Operations that are not done.
+    pub(super) fn ahead(&self) -> usize {
+        (self.enqueued() - self.done()) as usize
+    }
+
     pub(super) fn is_full(&self) -> bool {
-        self.enqueued() - self.done() == QUEUE_OPS as u64
+        self.ahead() == QUEUE_OPS
     }
 
     /// Adds an operation. Only the driver calls it, and only when the queue is not full.

@@ -130,12 +130,12 @@ impl Peers for CudaDevice {
         self.timeline.waited_for_peers_ns()
     }
 
-    /// Where there is a direct link a copy between addresses, which is what was measured beside products; elsewhere the one that names both
-    /// contexts, which the driver then stages through page-locked memory of its own, in order of the stream all the same.
     fn has_room(&mut self, stream: Stream) -> Result<bool> {
         self.peering.as_ref().map_or(Ok(true), |peering| peering.backlogs[stream as usize].next().is_done())
     }
 
+    /// Where there is a direct link a copy between addresses, which is what was measured beside products; elsewhere the one that names both
+    /// contexts, which the driver then stages through page-locked memory of its own, in order of the stream all the same.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
         self.check_memory(dst)?;
