@@ -331,9 +331,14 @@ impl Coordinator {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
-    /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied.
+    /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied: while the pool has nothing to do,
+    /// copies do.
     pub(crate) fn waits_for_link(&self, bucket: usize) -> bool {
-        matches!(self.buckets[bucket].phase, Phase::Copying | Phase::CopyingRows)
+        match self.buckets[bucket].phase {
+            Phase::Copying | Phase::CopyingRows => true,
+            Phase::Ready => self.running.is_none(),
+            _ => false,
+        }
     }
 
     /// Whether this step's buckets are stepped before its verdict.

@@ -53,9 +53,9 @@ amounts! {
     /// Time of idle compute, by cause, in nanoseconds.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub(crate) struct Exposed {
-        /// The next forward waited for the optimizer.
+        /// A forward pass waited for the optimizer, or a backward pass for slots that it keeps.
         pub cpu_ns: u64,
-        /// It waited for a copy.
+        /// One of them waited for a copy.
         pub transfer_ns: u64,
         /// Gradients, weights or reports of other ranks were waited for.
         pub peer_ns: u64,

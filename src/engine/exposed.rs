@@ -13,6 +13,14 @@ impl<D: Kernels> Engine<D> {
         self.wait_exposed(Doing::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
     }
 
+    /// Waits until the gradient of `bucket` has left the device, which needs a slot on the host.
+    pub(super) fn wait_until_copied(&mut self, bucket: usize) -> Result<()> {
+        if self.coordinator.is_copied(bucket) {
+            return Ok(());
+        }
+        self.wait_exposed(Doing::Gradient, bucket, "await slot", |engine| Ok(engine.coordinator.is_copied(bucket)))
+    }
+
     /// Waits for other ranks until `ready`, which `doing` says, of `bucket` where one belongs.
     pub(super) fn wait_for_peers(&mut self, doing: Doing, bucket: usize, ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         if self.exchange.slices().ranks() == 1 {
@@ -47,8 +55,8 @@ impl<D: Kernels> Engine<D> {
         let now = self.dev.now_ns();
         let since = idle_since.replace(now).unwrap_or(now);
         let (exposed, until) = match doing {
-            Doing::Params if self.coordinator.waits_for_link(bucket) => (&mut self.exposed.transfer_ns, now),
-            Doing::Params => (&mut self.exposed.cpu_ns, now),
+            Doing::Params | Doing::Gradient if self.coordinator.waits_for_link(bucket) => (&mut self.exposed.transfer_ns, now),
+            Doing::Params | Doing::Gradient => (&mut self.exposed.cpu_ns, now),
             _ => (&mut self.exposed.peer_ns, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),
         };
         *exposed += until - since;

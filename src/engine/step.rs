@@ -298,7 +298,7 @@ impl<D: Kernels> Engine<D> {
         }
         let copied = if round.is_some_and(|round| self.is_last(round)) { self.plan.layout.offloaded() } else { 0 };
         for bucket in buckets.start..buckets.end.min(copied) {
-            self.block_until(Doing::Gradient, bucket, |engine| Ok(engine.coordinator.is_copied(bucket)))?;
+            self.wait_until_copied(bucket)?;
             self.dev.wait(Stream::Compute, self.transfers.event(Hop::GradsOut, bucket))?;
         }
         self.zero_padding(module)

@@ -8,6 +8,8 @@ mod network_tests;
 pub(crate) mod outcome;
 pub(crate) mod random_tokens;
 pub(crate) mod timed;
+#[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
+mod waits_tests;
 
 use crate::device::sim::SimDevice;
 use crate::engine::executor::Engine;

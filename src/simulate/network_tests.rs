@@ -14,7 +14,7 @@ use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use std::path::Path;
 
-fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -> (Plan, Outcome) {
+pub(super) fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -> (Plan, Outcome) {
     let plan = Plan::new(settings, shape, &Machine::of_run(profile, settings).unwrap(), false).unwrap();
     assert!(plan.shortage().is_none(), "{plan}");
     let steps = Steps { warmup: 2, timed: 2, clip: Clip::Never };
