@@ -192,6 +192,8 @@ pub(super) struct Coordinator {
     /// This step's update, with the scale that no clipping leaves.
     update: Update,
     speculating: bool,
+    /// The device has computed one of this step's gradients: more of them come, and the pool is for those.
+    gradients_come: bool,
     verdict: Option<Verdict>,
     history: SpeculationHistory,
     counts: Counts,
@@ -234,6 +236,7 @@ impl Coordinator {
             running: None,
             update,
             speculating: false,
+            gradients_come: false,
             verdict: None,
             history: SpeculationHistory::default(),
             counts: Counts::default(),
@@ -263,6 +266,7 @@ impl Coordinator {
         assert!(settled, "a step began before the last one was settled");
         self.update = update;
         self.verdict = None;
+        self.gradients_come = false;
         self.speculating = self.rules.may_speculate() && (!self.rules.adaptive || self.history.pays());
         self.run_next();
         #[cfg(any(test, debug_assertions))]
@@ -282,7 +286,7 @@ impl Coordinator {
             }
             Event::GradReady(bucket) if self.is_offloaded(bucket) => self.grads_enqueued(bucket, Late::Nothing),
             Event::GradReady(_) => {}
-            Event::Done { hop: Hop::Backward | Hop::HeadBackward, bucket } => self.buckets[bucket].computed = true,
+            Event::Done { hop: Hop::Backward | Hop::HeadBackward, bucket } => self.grads_computed(bucket),
             Event::Done { hop: Hop::GradsOut, bucket } => self.grad_arrived(bucket),
             Event::Done { hop: Hop::Optimize, bucket } => self.job_done(bucket),
             Event::Done { hop: Hop::RowsOut, bucket } => self.rows_arrived(bucket),
@@ -406,7 +410,13 @@ impl Coordinator {
         (self.buckets[bucket].computed, self.buckets[bucket].late) = (false, late);
     }
 
+    fn grads_computed(&mut self, bucket: usize) {
+        self.buckets[bucket].computed = true;
+        self.gradients_come = true;
+    }
+
     fn grad_arrived(&mut self, bucket: usize) {
+        self.gradients_come = true;
         self.transition(bucket, Phase::Copying, Phase::Arrived);
         self.meet_verdict(bucket);
     }
@@ -545,11 +555,12 @@ impl Coordinator {
     }
 
     /// From one backward pass to the next the pool has time to write pending updates into the state: the next one's gradients find free slots
-    /// then, and less to do. While nothing is speculated it has until the verdict, and must do it: slots that only a verdict would free
+    /// then, and less to do. The driver enqueues a backward pass long before its first gradient is computed: a large vocabulary's takes as long as
+    /// dozens of updates. While nothing is speculated it has until the verdict, and must do it: slots that only a verdict would free
     /// could keep gradients, and so the verdict, from coming.
     fn commit_early(&mut self) {
         let awaits_verdict = !self.speculating && self.verdict.is_none();
-        let is_between = self.rules.early_commit && self.is_between_steps();
+        let is_between = self.rules.early_commit && (self.is_between_steps() || !self.gradients_come);
         if !awaits_verdict && !is_between {
             return;
         }

@@ -340,35 +340,63 @@ fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
     assert_eq!(started(&mut c, Hop::GradsOut), [4]);
 }
 
-/// The pool waits for gradients from the verdict to the next backward pass.
+/// The second step has begun, and the updates of the first are pending: the pool writes that of the last bucket.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
-#[test]
-fn updates_are_written_while_nothing_is_under_way() {
+fn with_pending_updates(buckets: usize, grad_slots: usize) -> Coordinator {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
-    let staging = Staging { ringed_grads: false, grad_slots: 4, param_slots: 3, streamed_weights: false };
-    let mut c = Coordinator::new(BucketLayout::new(3 * BLOCK, BLOCK, Tier::Host), rules, staging);
+    let staging = Staging { ringed_grads: false, grad_slots, param_slots: buckets, streamed_weights: false };
+    let mut c = Coordinator::new(BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host), rules, staging);
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
-    for b in 0..3 {
+    for b in 0..buckets {
         [Event::GradReady(b), done(Hop::GradsOut, b), done(Hop::Optimize, b)].into_iter().for_each(|event| c.handle(event));
     }
-    let mut job = || std::iter::from_fn(|| c.next_command()).filter(|Command::Start { hop, .. }| *hop == Hop::Optimize).last();
-    assert!(!matches!(job(), Some(Command::Start { load: Load::Job(Work::Commit(_), _), .. })), "a verdict may still overturn them");
+    assert_eq!(commits(&mut c), [0; 0], "a verdict may still overturn them");
     c.handle(Event::Validated(Verdict::Commit));
-    let commits = |c: &mut Coordinator| -> Vec<usize> {
-        let commands = std::iter::from_fn(|| c.next_command());
-        commands
-            .filter_map(|Command::Start { bucket, load, .. }| matches!(load, Load::Job(Work::Commit(_), None)).then_some(bucket))
-            .collect()
-    };
-    assert_eq!(commits(&mut c), [2], "the one that comes last in the next backward pass, and is awaited first");
-    (0..3).rev().for_each(|b| c.handle(done(Hop::ParamsIn, b)));
+    assert_eq!(commits(&mut c), [buckets - 1], "the one that comes last in the next backward pass, and is awaited first");
+    (0..buckets).rev().for_each(|b| c.handle(done(Hop::ParamsIn, b)));
     c.begin_step(Update { optimizer_step: 2, learning_rate: 0.1, scale: 1.0 });
+    c
+}
+
+/// The buckets whose updates the pool was told to write while it is idle, in order.
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
+fn commits(c: &mut Coordinator) -> Vec<usize> {
+    let commands = std::iter::from_fn(|| c.next_command());
+    let is_commit = |load: &Load| matches!(load, Load::Job(Work::Commit(_), None));
+    commands.filter_map(|Command::Start { bucket, load, .. }| is_commit(&load).then_some(bucket)).collect()
+}
+
+/// The pool waits for gradients from the verdict to the next one that is computed, which is enqueued long before.
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
+#[test]
+fn updates_are_written_until_a_gradient_is_computed() {
+    let mut c = with_pending_updates(3, 4);
     c.handle(done(Hop::Optimize, 2));
     assert_eq!((commits(&mut c), c.grad_slots.lent()), (vec![1], 2));
     c.handle(Event::GradReady(0));
     c.handle(done(Hop::Optimize, 1));
-    assert_eq!(commits(&mut c), [0; 0], "gradients come, with more urgent work");
-    assert_eq!(c.buckets.iter().map(|b| b.pending.is_some()).collect::<Vec<_>>(), [true, false, false]);
+    assert_eq!(commits(&mut c), [0], "its next gradient is enqueued, and may take long");
+    for first in [Hop::Backward, Hop::GradsOut] {
+        let mut c = with_pending_updates(3, 4);
+        [Event::GradReady(0), done(first, 0), done(Hop::Optimize, 2)].into_iter().for_each(|event| c.handle(event));
+        assert_eq!(commits(&mut c), [0; 0], "after {first:?} gradients come, with more urgent work");
+        assert_eq!(c.buckets.iter().map(|b| b.pending.is_some()).collect::<Vec<_>>(), [true, true, false]);
+    }
+}
+
+/// A backward pass that waits for a slot waits for the pool, which keeps them all, or for copies when the pool has nothing to do.
+#[cfg(all(feature = "stv", feature = "deadline-order"))]
+#[test]
+fn a_gradient_without_a_slot_waits_for_the_pool_or_for_copies() {
+    let mut c = with_pending_updates(3, 4);
+    (0..2).for_each(|b| c.handle(Event::GradReady(b)));
+    assert_eq!([0, 1, 2].map(|b| (c.is_copied(b), c.waits_for_link(b))), [(true, true), (false, false), (true, false)]);
+    [done(Hop::Backward, 0), done(Hop::Optimize, 2)].into_iter().for_each(|event| c.handle(event));
+    assert_eq!([0, 1].map(|b| c.waits_for_link(b)), [true, true], "the slot of 2 went to 1");
+    c.handle(Event::GradReady(2));
+    assert_eq!((c.is_copied(2), c.waits_for_link(2)), (false, true), "the pool is idle");
+    c.handle(done(Hop::GradsOut, 0));
+    assert_eq!((c.is_copied(2), c.waits_for_link(2)), (false, false), "the pool works");
 }
 
 /// In the middle of a step: one bucket of four runs, one has arrived, one is being copied, one waits for the device.
