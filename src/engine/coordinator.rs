@@ -535,12 +535,15 @@ impl Coordinator {
         if self.rules.takes_earliest_deadline() { buckets.rfind(is) } else { buckets.find(is) }
     }
 
-    /// Gives an idle pool the bucket whose parameters are needed first.
+    /// Gives an idle pool the bucket whose parameters are needed first, of those that free a slot while a gradient waits for one: that keeps
+    /// the device from going on now, and not with the next forward.
     fn run_next(&mut self) {
         if self.running.is_some() {
             return;
         }
-        let runnable = (self.tally.for_pool > 0).then(|| self.next_bucket(|b| self.is_runnable(b))).flatten();
+        let next = |is: &dyn Fn(&Bucket) -> bool| self.next_bucket(|b| self.is_runnable(b) && is(b));
+        let frees_slot = (self.tally.for_pool > 0 && self.tally.ready > 0).then(|| next(&|b| b.pending.is_some())).flatten();
+        let runnable = frees_slot.or_else(|| (self.tally.for_pool > 0).then(|| next(&|_| true)).flatten());
         match runnable {
             // Rows that have come hold the slot that another bucket may wait for.
             Some(bucket) if self.run(bucket) => {}
