@@ -55,7 +55,7 @@ pub struct StepMetrics {
     /// Bucket steps since the last line, of all ranks: each steps its slice of every bucket.
     #[serde(flatten)]
     pub counts: Counts,
-    /// Compute was idle because the optimizer was not done.
+    /// Compute was idle because the optimizer was not done, or kept the slots that gradients need.
     pub exposed_cpu_ms: f64,
     /// Compute was idle because a copy was not done.
     pub exposed_transfer_ms: f64,

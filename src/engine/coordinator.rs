@@ -416,7 +416,6 @@ impl Coordinator {
     }
 
     fn grad_arrived(&mut self, bucket: usize) {
-        self.gradients_come = true;
         self.transition(bucket, Phase::Copying, Phase::Arrived);
         self.meet_verdict(bucket);
     }

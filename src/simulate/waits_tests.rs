@@ -9,7 +9,7 @@ use crate::optim::moments::Moments;
 use std::path::Path;
 
 /// GPT-OSS-20B on an H200, where gradients lie in a ring. On a slow host its backward pass waits for slots that the optimizer keeps, which once
-/// counted as computing: 147 ms of a step here.
+/// counted as computing: 322 ms of a step here.
 #[test]
 fn a_device_that_waits_for_slots_is_not_busy() {
     let shape = presets::shape("model", Path::new("gpt-oss-20b")).unwrap();
@@ -20,9 +20,12 @@ fn a_device_that_waits_for_slots_is_not_busy() {
         profile.host.adam_bytes_per_s_by_threads.value.0.iter_mut().for_each(|(_, bytes_per_s)| *bytes_per_s *= speed);
         let (plan, outcome) = step(&settings, &shape, &profile);
         assert!(plan.grad_ring.is_some(), "{plan}");
-        (outcome.step_ms.median, outcome.step_ms.median * outcome.exposed.device_busy_share, outcome.exposed.cpu_ms)
+        (outcome.step_ms.median, outcome.step_ms.median * outcome.exposed.device_busy_share)
     };
-    let [(fast_ms, fast_busy_ms, _), (slow_ms, slow_busy_ms, waits_ms)] = [1.0, 0.7].map(of);
-    assert!(slow_ms > 1.08 * fast_ms && waits_ms > 0.05 * slow_ms, "{slow_ms} ms, of which {waits_ms} for the optimizer, and {fast_ms} ms");
-    assert!((slow_busy_ms / fast_busy_ms - 1.0).abs() < 0.02, "computes for {slow_busy_ms} and {fast_busy_ms} ms");
+    let [(fast_ms, fast_busy_ms), (slow_ms, slow_busy_ms)] = [1.0, 0.7].map(of);
+    assert!(slow_ms > 1.15 * fast_ms, "{fast_ms} and {slow_ms} ms");
+    assert!(
+        (slow_busy_ms / fast_busy_ms - 1.0).abs() < 0.02,
+        "computes for {fast_busy_ms} of {fast_ms} ms, and {slow_busy_ms} of {slow_ms}"
+    );
 }
