@@ -271,6 +271,17 @@ mod tests {
         assert_eq!(part(1, 458_752, 20, 20), (1, 2, 2));
     }
 
+    /// Those of `tests/gpu/attention_parts.rs`, which would compare wholes if these did not go in parts.
+    #[test]
+    fn shapes_that_are_compared_with_a_head_alone_go_in_parts_of_sequences_and_of_heads() {
+        let part = |batch, seq_length| {
+            let shape = AttentionShape { batch, seq_length, kv_heads: 4, head_dim: 64, ..SHAPE };
+            let part = gpu::attention_part(&shape, gpu::attention_block(&shape, true), true);
+            (part.batch, part.heads, part.kv_heads)
+        };
+        assert_eq!([part(2, 8192), part(1, 12_288)], [(1, 32, 4), (1, 8, 1)]);
+    }
+
     #[test]
     fn parts_begin_where_cudnn_reads_whole_vectors() {
         // A second sequence of three heads would begin at 12 bytes, a second head at 8.

@@ -194,6 +194,8 @@ pub(super) struct Coordinator {
     speculating: bool,
     /// The device has computed one of this step's gradients: more of them come, and the pool is for those.
     gradients_come: bool,
+    /// The driver can enqueue nothing more until a gradient has a slot.
+    awaits_slot: bool,
     verdict: Option<Verdict>,
     history: SpeculationHistory,
     counts: Counts,
@@ -237,6 +239,7 @@ impl Coordinator {
             update,
             speculating: false,
             gradients_come: false,
+            awaits_slot: false,
             verdict: None,
             history: SpeculationHistory::default(),
             counts: Counts::default(),
@@ -333,6 +336,11 @@ impl Coordinator {
     /// Whether this step's gradient of `bucket` has left the device's memory, or will with a copy that is enqueued.
     pub(crate) fn is_copied(&self, bucket: usize) -> bool {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase != Phase::Ready
+    }
+
+    /// The driver begins, or ends, to wait for the slot of a gradient.
+    pub(super) fn await_slot(&mut self, awaits: bool) {
+        self.awaits_slot = awaits;
     }
 
     /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied: while the pool has nothing to do,
@@ -534,21 +542,26 @@ impl Coordinator {
         if self.rules.takes_earliest_deadline() { buckets.rfind(is) } else { buckets.find(is) }
     }
 
-    /// Gives an idle pool the bucket whose parameters are needed first, of those that free a slot while a gradient waits for one: that keeps
-    /// the device from going on now, and not with the next forward.
+    /// Gives an idle pool the bucket whose parameters are needed first; while the driver waits for a slot, one that frees it, because the device
+    /// stands still soon, and not only in the next forward.
     fn run_next(&mut self) {
         if self.running.is_some() {
             return;
         }
-        let next = |is: &dyn Fn(&Bucket) -> bool| self.next_bucket(|b| self.is_runnable(b) && is(b));
-        let frees_slot = (self.tally.for_pool > 0 && self.tally.ready > 0).then(|| next(&|b| b.pending.is_some())).flatten();
-        let runnable = frees_slot.or_else(|| (self.tally.for_pool > 0).then(|| next(&|_| true)).flatten());
-        match runnable {
+        let frees_slot = self.awaits_slot.then(|| self.next_runnable(|b| b.pending.is_some())).flatten();
+        match frees_slot.or_else(|| self.next_runnable(|_| true)) {
             // Rows that have come hold the slot that another bucket may wait for.
             Some(bucket) if self.run(bucket) => {}
             Some(_) => _ = self.next_bucket(|b| b.phase == Phase::RowsArrived).is_some_and(|bucket| self.run(bucket)),
             None => self.commit_early(),
         }
+    }
+
+    fn next_runnable(&self, is: impl Fn(&Bucket) -> bool) -> Option<usize> {
+        if self.tally.for_pool == 0 {
+            return None;
+        }
+        self.next_bucket(|b| self.is_runnable(b) && is(b))
     }
 
     fn is_runnable(&self, b: &Bucket) -> bool {

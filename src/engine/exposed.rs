@@ -13,12 +13,15 @@ impl<D: Kernels> Engine<D> {
         self.wait_exposed(Doing::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
     }
 
-    /// Waits until the gradient of `bucket` has left the device, which needs a slot on the host.
+    /// Waits until the gradient of `bucket` has a slot on the host, and so its copy is enqueued.
     pub(super) fn wait_until_copied(&mut self, bucket: usize) -> Result<()> {
         if self.coordinator.is_copied(bucket) {
             return Ok(());
         }
-        self.wait_exposed(Doing::Gradient, bucket, "await slot", |engine| Ok(engine.coordinator.is_copied(bucket)))
+        self.coordinator.await_slot(true);
+        let waited = self.wait_exposed(Doing::Gradient, bucket, "await slot", |engine| Ok(engine.coordinator.is_copied(bucket)));
+        self.coordinator.await_slot(false);
+        waited
     }
 
     /// Waits for other ranks until `ready`, which `doing` says, of `bucket` where one belongs.
