@@ -29,3 +29,14 @@ fn a_device_that_waits_for_slots_is_not_busy() {
         "computes for {fast_busy_ms} of {fast_ms} ms, and {slow_busy_ms} of {slow_ms}"
     );
 }
+
+/// Qwen3-30B-A3B on two H200, whose optimizers bind: 2773 ms a step, and 2890 where the workers take the earliest deadline also while drivers wait
+/// for slots (`paper-figures/results/simulated-slots.jsonl`).
+#[test]
+fn workers_free_the_slots_that_drivers_wait_for() {
+    let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
+    let settings = Settings { gpus: 2, seq_length: 4096, per_device_train_batch_size: 8, ..Settings::default() };
+    let settings = Settings { resident_buckets: ResidentBuckets::Count(106), bucket_mib: Some(256.0), slots: Some(32), ..settings };
+    let (plan, outcome) = step(&settings, &shape, &Profile::load("h200-x2").unwrap());
+    assert!(outcome.step_ms.median < 2830.0, "{:?}: {plan}", outcome.step_ms);
+}
