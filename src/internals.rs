@@ -47,7 +47,9 @@ pub mod device {
         Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaleCell, ScaledMatmul, ScatterRows,
         SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,
     };
-    pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, EventId, Kernel, Kernels, Launch, Stream};
+    pub use crate::device::{
+        Attention, Device, DeviceKind, DeviceSlice, Engines, EventId, ExpertProducts, Kernel, Kernels, Launch, Stream,
+    };
     #[cfg(feature = "cuda")]
     pub mod cuda {
         pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus};

@@ -4,7 +4,7 @@ use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
 use crate::checkpoint::engine_state;
 use crate::config::settings::Settings;
-use crate::device::{Attention, Kernels, Peers};
+use crate::device::{Engines, Kernels, Peers};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
@@ -194,7 +194,7 @@ impl UseEngine for Measurement<'_> {
 
 /// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan, ordinal: usize) -> Result<f64> {
-    let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Attention::Plain, 0, false)?;
+    let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Engines::OWN, 0, false)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 

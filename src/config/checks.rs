@@ -6,7 +6,7 @@ use super::options::{
     TrainDtype, TrainLength, Transport, WeightsChoice,
 };
 use super::settings::Settings;
-use crate::device::PARTS_MAX;
+use crate::device::{ExpertProducts, PARTS_MAX};
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
@@ -271,6 +271,7 @@ impl Settings {
         require(!self.all_gpus, "gpus", "all", "a number where CPUs stand for GPUs")?;
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
         require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
+        require(self.expert_products == ExpertProducts::Own, "expert-products", "cublaslt", allowed)?;
         require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
     }
 

@@ -224,7 +224,9 @@ mod tests {
 
     #[test]
     fn the_cpu_refuses_what_needs_a_gpu() {
-        for (flag, value) in [("--memory", "unified"), ("--attention", "cudnn"), ("--hbm-limit", "2.0 GiB")] {
+        for (flag, value) in
+            [("--memory", "unified"), ("--attention", "cudnn"), ("--expert-products", "cublaslt"), ("--hbm-limit", "2.0 GiB")]
+        {
             let message = resolve(&["--device=cpu", flag, value]).unwrap_err().to_string();
             assert_eq!(message, format!("{flag} {value}: allowed is only with --device cuda"));
             assert!(resolve(&["--device=cuda", flag, value]).is_ok());

@@ -18,6 +18,7 @@ use crate::data::chat::record::DataFormat;
 use crate::data::hold_out::EvalSplit;
 use crate::data::rows::{Overlong, Packing, RowRules};
 use crate::data::tokenizer::AddBos;
+use crate::device::ExpertProducts;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
@@ -524,6 +525,8 @@ settings! {
         huge_pages: HugePagesChoice = HugePagesChoice::Auto, Free;
         /// Who computes attention on a GPU.
         attention: AttentionChoice = AttentionChoice::Auto, Free;
+        /// Who computes products of experts on a GPU.
+        expert_products: ExpertProducts = ExpertProducts::Own, Free;
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         nondeterministic: bool = false, Free;

@@ -32,7 +32,7 @@ pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntrop
 pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 pub(crate) use kernels::grouped::EXPERTS_MAX;
-pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
+pub use kernels::grouped::{ExpertProducts, GroupedMatmul, GroupedShape, SegmentSums};
 pub use kernels::key_gradients::AddKeyGradients;
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
@@ -279,6 +279,18 @@ pub(crate) trait Peers: Device {
     /// # Errors
     /// As for [`Peers::pull`].
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()>;
+}
+
+/// Who computes what on a GPU, where there is a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Engines {
+    pub attention: Attention,
+    pub expert_products: ExpertProducts,
+}
+
+impl Engines {
+    /// The engine's own kernels for all.
+    pub const OWN: Self = Self { attention: Attention::Plain, expert_products: ExpertProducts::Own };
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -193,6 +193,7 @@ fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
         ("rules of the step", format!("{rules:?}")),
         ("AdamW", format!("{hyper:?}")),
         ("attention", format!("{:?}", plan.attention)),
+        ("products of experts", format!("{:?}", plan.expert_products)),
         ("router loss", plan.router_aux_loss_coef.to_string()),
     ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()

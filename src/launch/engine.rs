@@ -8,7 +8,7 @@ use super::ranks::{self, Crew};
 use super::share::{self, Share};
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
-use crate::device::{DeviceKind, Kernels};
+use crate::device::{DeviceKind, Engines, Kernels};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
@@ -162,7 +162,8 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
 
 /// The visible GPU `ordinal`.
 pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
-    gpu::open(ordinal, plan.cuda_libraries.clone(), plan.attention, plan.trace_spans, portable)
+    let engines = Engines { attention: plan.attention, expert_products: plan.expert_products };
+    gpu::open(ordinal, plan.cuda_libraries.clone(), engines, plan.trace_spans, portable)
 }
 
 /// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{self, CudaOptions};
-use crate::device::{Attention, DeviceKind};
+use crate::device::{DeviceKind, Engines};
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::topology::Topology;
@@ -23,8 +23,8 @@ pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 /// # Errors
 /// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
-pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention, trace_spans: usize, portable: bool) -> Result<GpuDevice> {
-    super::open::gpu(ordinal, &CudaOptions { libraries, attention, trace_spans, portable })
+pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, engines: Engines, trace_spans: usize, portable: bool) -> Result<GpuDevice> {
+    super::open::gpu(ordinal, &CudaOptions { libraries, engines, trace_spans, portable })
 }
 
 /// As in a build with the feature `cuda`.
@@ -32,7 +32,7 @@ pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, attention: Attention
 /// # Errors
 /// Always: this build lacks the feature.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Attention, _: usize, _: bool) -> Result<GpuDevice> {
+pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Engines, _: usize, _: bool) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 

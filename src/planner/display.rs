@@ -2,7 +2,7 @@
 
 use super::plan::Plan;
 use crate::bucket::layout::Tier;
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, ExpertProducts};
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
@@ -65,6 +65,9 @@ impl Plan {
         }
         if let Some(block) = self.attention_block {
             writeln!(f, "  attention   goes back in blocks of {block} queries and keys, whose gradients are added in fp32")?;
+        }
+        if self.expert_products == ExpertProducts::Cublaslt {
+            writeln!(f, "  experts     multiplied by cuBLASLt; simulated at the rate of the program's own kernels")?;
         }
         if let Some(tile) = self.mlp_tile {
             writeln!(f, "  MLP         goes in tiles of {tile} tokens, over which gradients of its weights add up")?;

@@ -8,7 +8,7 @@ use crate::config::options::{
 use crate::config::settings::Settings;
 use crate::data::batch;
 use crate::device::footprint::MemoryClass;
-use crate::device::{Attention, DeviceKind};
+use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::memory_policy::MemoryPolicy;
@@ -190,6 +190,8 @@ pub struct Plan {
     pub experts: usize,
     /// How attention is computed on a GPU.
     pub attention: Attention,
+    /// How products of experts are computed on a GPU.
+    pub expert_products: ExpertProducts,
     /// Queries and keys of a block of attention's backward pass, where it goes in several; of the first layer.
     pub attention_block: Option<usize>,
     /// Tokens of a tile of the MLP, where it goes in several.
@@ -283,6 +285,7 @@ impl Plan {
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
             attention: workload.attention,
+            expert_products: expert_products(settings, workload.shape, workload.dtype, workload.machine.kind)?,
             attention_block: workload.attention.block(&workload.attention_shapes()[0]),
             mlp_tile: workload.mlp_tile(),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
@@ -313,7 +316,10 @@ impl Plan {
         let ranks = |plan: &Self| (plan.shares, plan.group, plan.ranks, plan.sequence_ranks);
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
-        let bits = |plan: &Self| (plan.loss_tile, plan.attention_block, plan.mlp_tile, plan.rules, plan.moments, plan.fp8);
+        let bits = |plan: &Self| {
+            let engines = (plan.attention, plan.expert_products);
+            (plan.loss_tile, plan.attention_block, plan.mlp_tile, plan.rules, plan.moments, plan.fp8, engines)
+        };
         assert_eq!(bits(self), bits(&other), "another plan, not other places");
         Self {
             layout: other.layout,
@@ -653,6 +659,20 @@ fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: Device
     }
 }
 
+/// cuBLASLt's are for 16-bit formats and rows of whole vectors of 16 bytes, and on GPUs only.
+fn expert_products(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<ExpertProducts> {
+    if settings.expert_products == ExpertProducts::Own || kind == DeviceKind::Cpu || shape.experts() == 0 {
+        return Ok(ExpertProducts::Own);
+    }
+    let sizes = || shape.layers.iter().filter_map(|layer| layer.mlp.moe()).flat_map(|moe| [shape.channels, moe.ffn.width]);
+    let obstacle = match dtype {
+        Dtype::Float32 => "they are for 16-bit formats; use --dtype bfloat16",
+        _ if sizes().any(|size| !size.is_multiple_of(8)) => "they take multiples of 8 channels, in a token and in an expert",
+        _ => return Ok(ExpertProducts::Cublaslt),
+    };
+    Err(Error::usage(format!("--expert-products cublaslt: {obstacle}")))
+}
+
 /// State passes through one fp32 buffer, a piece of a tensor at a time: first weights as well as checkpoints.
 fn transient_bytes(table: &TensorTable) -> u64 {
     let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
@@ -740,6 +760,20 @@ mod tests {
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, bytes * plan.layout.flat_elems() + last_slot_excess);
+    }
+
+    #[test]
+    fn cublaslt_multiplies_by_experts_in_16_bits_and_whole_vectors() {
+        let mut olmoe = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
+        let settings = Settings { expert_products: ExpertProducts::Cublaslt, ..Settings::demo() };
+        let chosen = |shape: &ModelShape, dtype, kind| expert_products(&settings, shape, dtype, kind).map_err(|e| e.to_string());
+        let (narrow, gpu) = (Dtype::Bfloat16, DeviceKind::Gpu);
+        assert_eq!(chosen(&olmoe, narrow, gpu), Ok(ExpertProducts::Cublaslt));
+        assert_eq!(chosen(&ModelShape::demo(), narrow, gpu), Ok(ExpertProducts::Own), "it has no experts");
+        assert_eq!(expert_products(&Settings::demo(), &olmoe, narrow, gpu).unwrap(), ExpertProducts::Own);
+        assert!(chosen(&olmoe, Dtype::Float32, gpu).unwrap_err().contains("--expert-products cublaslt: they are for 16-bit formats"));
+        olmoe.channels += 4;
+        assert!(chosen(&olmoe, narrow, gpu).unwrap_err().contains("multiples of 8 channels"));
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub(crate) mod workers;
 use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
 use crate::device::cpu::Schedule;
-use crate::device::{Attention, DeviceKind, Kernels};
+use crate::device::{Attention, DeviceKind, Engines, Kernels};
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
@@ -174,7 +174,8 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
         }
         (DeviceKind::Gpu, DeviceMemory::Own { bytes, addressing }) => {
             let pool = Workers::new(&topology, workers_beside_others(cpus))?.pool;
-            let mut dev = gpu::open(0, options.libraries(), Attention::Cudnn { deterministic: true }, 0, false)?;
+            let engines = Engines { attention: Attention::Cudnn { deterministic: true }, ..Engines::OWN };
+            let mut dev = gpu::open(0, options.libraries(), engines, 0, false)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let share = if gpus.len() > 1 { 0.5 } else { 0.7 };
             let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, share * time_s, log)?;
@@ -262,7 +263,7 @@ fn measure_together(
     let company =
         JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
     let make = |part: &RankPart| {
-        let dev = gpu::open(part.rank, options.libraries(), Attention::Plain, 0, false)?;
+        let dev = gpu::open(part.rank, options.libraries(), Engines::OWN, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     };
     together::measure(&company, make)

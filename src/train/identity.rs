@@ -6,6 +6,7 @@ use crate::data::checksum::{self, Fingerprint};
 use crate::data::demo::DEMO_TEXT;
 use crate::data::known_sources::KnownSources;
 use crate::data::tokenizer::Tokenizer;
+use crate::device::ExpertProducts;
 use crate::error::Result;
 use crate::hub::cache::Snapshot;
 use crate::model::shape::ModelShape;
@@ -19,6 +20,8 @@ pub(super) type Run = Map<String, Value>;
 /// In [`RunPart::Numerics`], key of the recipe of layers' matrix products, and what it is where they are in the format of weights.
 pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
+/// Key there of who computes products of experts, the program's own kernels before there was a choice.
+pub(super) const EXPERT_PRODUCTS: &str = "expert_products";
 /// Key there of the queries of a block of attention's backward pass; null where all are one.
 pub(super) const ATTENTION_BLOCK: &str = "attention_block";
 /// Key there of the tokens of a tile of the MLP; null where all are one.
@@ -76,13 +79,14 @@ fn data_identity(mut files: Vec<Value>) -> Value {
     json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
 }
 
-/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, all
-/// queries one block, all tokens one tile of the MLP, sequences on one rank, and shares in no groups.
+/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, those
+/// of experts by own kernels, all queries one block, all tokens one tile of the MLP, sequences on one rank, and shares in no groups.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
     then.entry(RunPart::Moments.name()).or_insert(json!(Moments::Float32));
     if let Some(numerics) = then.get_mut(RunPart::Numerics.name()).and_then(Value::as_object_mut) {
         numerics.entry(MATMUL).or_insert(json!(PLAIN_MATMUL));
+        numerics.entry(EXPERT_PRODUCTS).or_insert(json!(ExpertProducts::Own));
         numerics.entry(ATTENTION_BLOCK).or_insert(Value::Null);
         numerics.entry(MLP_TILE).or_insert(Value::Null);
         numerics.entry(SEQUENCE_RANKS).or_insert(json!(1));
@@ -265,6 +269,8 @@ mod tests {
         let now = |matmul: &str| then_or(MATMUL, json!(matmul));
         let named = |name: &str, words: &str| [(RunPart::Numerics, format!("{name} {words}"))];
         assert_eq!(changes(&then, &then_or(ATTENTION_BLOCK, json!(8192))), named(ATTENTION_BLOCK, "was null and is 8192"));
+        let by_cublaslt = then_or(EXPERT_PRODUCTS, json!(ExpertProducts::Cublaslt));
+        assert_eq!(changes(&then, &by_cublaslt), named(EXPERT_PRODUCTS, "was \"own\" and is \"cublaslt\""));
         assert_eq!(changes(&then, &then_or(MLP_TILE, json!(32768))), named(MLP_TILE, "was null and is 32768"));
         assert_eq!(changes(&then, &then_or(GRADIENT_GROUP, json!(2))), named(GRADIENT_GROUP, "was 1 and is 2"));
         assert_eq!(changes(&then, &now(PLAIN_MATMUL)), []);

@@ -1,7 +1,7 @@
 //! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
 //! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
 
-use super::identity::{ATTENTION_BLOCK, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
+use super::identity::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
 use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
@@ -46,6 +46,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     let numerics = json!({
         LOSS_TILE: plan.loss_tile,
         "attention": attention,
+        EXPERT_PRODUCTS: plan.expert_products,
         // Queries and keys; blocks that had all keys were a number.
         ATTENTION_BLOCK: plan.attention_block.map(|block| [block; 2]),
         MLP_TILE: plan.mlp_tile,

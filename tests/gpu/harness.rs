@@ -109,6 +109,8 @@ pub struct Bench {
     pub same_bits: bool,
     /// The sizes of real workloads.
     pub full: bool,
+    /// cuBLASLt computes products of experts.
+    pub by_cublaslt: bool,
 }
 
 /// One call with its inputs and what must come out.

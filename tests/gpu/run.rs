@@ -11,8 +11,9 @@ use super::peers::{self, Ranks};
 use super::report::Report;
 use super::training::{self, Subject};
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, DeviceKind, Kernels, Schedule};
+use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, Schedule};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -50,6 +51,14 @@ pub struct Request {
     /// Who computes attention on the GPU.
     #[arg(long, value_enum, default_value_t = GpuAttention::Cudnn)]
     attention: GpuAttention,
+
+    /// Who computes products of experts on the GPU.
+    #[arg(long, value_enum, default_value_t = ExpertProducts::Own)]
+    expert_products: ExpertProducts,
+
+    /// Look for NVIDIA's libraries here first.
+    #[arg(long, value_name = "DIR")]
+    cuda_libraries: Option<PathBuf>,
 
     /// Only kernels that every GPU since Ampere takes.
     #[arg(long)]
@@ -93,6 +102,15 @@ enum GpuAttention {
 }
 
 impl Request {
+    /// The settings of trainings on the GPU, as a file says them.
+    #[cfg(feature = "cuda")]
+    fn said(&self) -> String {
+        let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
+        let by_cublaslt = (self.expert_products == ExpertProducts::Cublaslt).then(|| "expert_products = \"cublaslt\"\n".into());
+        let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda_libraries = {:?}\n", dir.display().to_string()));
+        ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(by_cublaslt).chain(libraries).collect()
+    }
+
     fn wants(&self, device: Tested) -> bool {
         self.device.is_none_or(|wanted| wanted == device)
     }
@@ -135,13 +153,13 @@ fn find_gpu() -> Result<()> {
 #[cfg(feature = "cuda")]
 fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     use superoffload::internals::device::{
-        Attention,
+        Attention, Engines,
         cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
     };
     use superoffload::internals::memory::DeviceMemory;
     let is_plain = request.attention == GpuAttention::Plain;
     let attention = if is_plain { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
-    let settings = if is_plain { "device = \"cuda\"\nattention = \"plain\"\n" } else { "device = \"cuda\"\n" };
+    let settings = &request.said();
     let machine =
         Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
     let subject = Subject {
@@ -152,7 +170,9 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
         overlaps: true,
         steps: if request.small { STEPS } else { FULL_STEPS },
     };
-    let options = CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: request.portable };
+    let engines = Engines { attention, expert_products: request.expert_products };
+    let libraries = request.cuda_libraries.iter().cloned().collect();
+    let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable };
     let open_at = |ordinal| -> Result<Box<dyn Kernels>> {
         // SAFETY: as for the CPU, and tokens lie inside of their tables.
         Ok(Box::new(unsafe { CudaDevice::new(ordinal, &options) }?))
@@ -191,8 +211,8 @@ fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Distu
 #[cfg(feature = "cuda")]
 fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
-    let attention = superoffload::internals::device::Attention::Plain;
-    let options = CudaOptions { libraries: Vec::new(), attention, trace_spans: 0, portable: false };
+    let engines = superoffload::internals::device::Engines::OWN;
+    let options = CudaOptions { libraries: Vec::new(), engines, trace_spans: 0, portable: false };
     // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
     let gpu = unsafe { CudaDevice::new(0, &options) }?;
     faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
@@ -266,7 +286,8 @@ fn conform<D: Kernels, W: Write>(
     // The sizes of real workloads take the reference a while.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
-    let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full };
+    let by_cublaslt = request.expert_products == ExpertProducts::Cublaslt && subject.machine.kind == DeviceKind::Gpu;
+    let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full, by_cublaslt };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };
     report.begin(&format!("{}: {}{kernels}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });

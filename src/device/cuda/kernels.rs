@@ -33,11 +33,12 @@ pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
 }
 
 /// Those of documents, of mixtures of experts, of blocks of queries, of FP8 and of sinks: a megabyte, loaded when it is first needed.
-pub(super) static LATER: [&PtxSource; 8] = [
+pub(super) static LATER: [&PtxSource; 9] = [
     &documents::SOURCE,
     &experts::SOURCE,
     &grouped::SOURCE,
     &grouped::HOPPER_SOURCE,
+    &grouped::TABLES_SOURCE,
     &key_gradients::SOURCE,
     &quantize::SOURCE,
     &route::SOURCE,

@@ -2,7 +2,8 @@
 
 use super::CudaDevice;
 use super::error::check;
-use crate::device::{Checked, Device, DeviceSlice, Kernel, Launch, Stream};
+use super::group_tables::GroupTables;
+use crate::device::{Checked, Device, DeviceSlice, GroupedMatmul, GroupedShape, Kernel, Launch, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
@@ -85,6 +86,12 @@ pub(super) trait Queue {
     /// Whether kernels for Hopper alone (`sm_90a`) may be launched.
     fn is_hopper(&self) -> bool;
 
+    /// Where to write what cuBLASLt reads of products of experts; `None` unless it computes them.
+    fn group_tables(&self) -> Option<GroupTables>;
+
+    /// Has cuBLASLt compute the products that the tables describe, of 16-bit `dtype`, on the compute stream.
+    fn multiply_groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<()>;
+
     /// Enqueues the kernel `name` on `stream`: `name_bf16` and so on when there is a `dtype`. Nothing to do is no launch.
     fn launch<const N: usize>(
         &mut self,
@@ -120,6 +127,15 @@ impl<K: GpuKernel> Launch<K> for CudaDevice {
 impl Queue for CudaDevice {
     fn is_hopper(&self) -> bool {
         self.hopper
+    }
+
+    fn group_tables(&self) -> Option<GroupTables> {
+        self.gemm.group_tables()
+    }
+
+    fn multiply_groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<()> {
+        let products = self.gemm.groups(shape, dtype)?;
+        self.timed(Stream::Compute, GroupedMatmul::NAME, products)
     }
 
     fn launch<const N: usize>(

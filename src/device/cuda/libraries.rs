@@ -188,10 +188,10 @@ macro_rules! functions {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         $visibility struct $table {
-            $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            $($visibility $field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
         impl $table {
-            fn bind(library: &$crate::device::cuda::libraries::Library) -> $crate::error::Result<Self> {
+            $visibility fn bind(library: &$crate::device::cuda::libraries::Library) -> $crate::error::Result<Self> {
                 Ok(Self {
                     // SAFETY: the library's headers declare this name with this signature.
                     $($field: unsafe {

@@ -9,6 +9,7 @@ mod driver;
 mod error;
 mod gemm;
 mod graph;
+mod group_tables;
 mod kernels;
 mod launch;
 mod lent;
@@ -27,7 +28,7 @@ mod unified;
 use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
-use super::{Attention, AttentionShape, Device, DeviceSlice, EventId, MatmulShape, ProductAlgorithm, Stream};
+use super::{Attention, AttentionShape, Device, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
@@ -60,7 +61,7 @@ use timeline::{StreamWait, Timeline};
 pub struct CudaOptions {
     /// Folders to search for NVIDIA's libraries before the usual ones.
     pub libraries: Vec<PathBuf>,
-    pub attention: Attention,
+    pub engines: Engines,
     /// Room for spans on each stream's track; 0 records none.
     pub trace_spans: usize,
     /// Only kernels that every GPU since Ampere takes, so that these can be tested on a newer one.
@@ -180,11 +181,14 @@ impl CudaDevice {
         let name = name(gpu.as_raw())?;
         let modules = Modules::load(kernels::sources(), &kernels::LATER)?;
         let libraries = Libraries::new(&options.libraries, newest_cuda()?);
-        let gemm = Gemm::new(&libraries)?;
+        let mut gemm = Gemm::new(&libraries)?;
+        if options.engines.expert_products == ExpertProducts::Cublaslt {
+            gemm.open_groups(&libraries, generation(gpu.as_raw())?)?;
+        }
         let (least, most) = priorities()?;
         let open = |stream: Stream| RawStream::new(if stream.is_urgent() { most } else { least });
         let streams = Stream::ALL.into_iter().map(open).collect::<Result<Vec<_>>>()?;
-        let sdpa = match options.attention {
+        let sdpa = match options.engines.attention {
             Attention::Cudnn { deterministic } => {
                 let on = (streams[Stream::Compute as usize].0, generation(gpu.as_raw())?);
                 Some(Sdpa::new(&libraries, on, deterministic)?)

@@ -20,7 +20,7 @@ use load::small_caches;
 use microbench::facts::Facts;
 use superoffload::internals::config::DeviceChoice;
 use superoffload::internals::device::{
-    Attention, CpuDevice, Kernels, Schedule,
+    CpuDevice, Engines, ExpertProducts, Kernels, Schedule,
     cuda::{CudaDevice, CudaOptions},
 };
 use superoffload::internals::dtype::Dtype;
@@ -66,6 +66,9 @@ struct Options {
     /// Time for each case [default: 0.2; 0.002 with --quick].
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<f64>,
+    /// Who computes grouped products on a GPU.
+    #[arg(long, value_enum, default_value_t = ExpertProducts::Own)]
+    expert_products: ExpertProducts,
     /// Folder to search for NVIDIA's libraries before the usual ones.
     #[arg(long, value_name = "DIR")]
     #[serde(skip)]
@@ -95,9 +98,10 @@ fn start(options: &Options) -> Result<()> {
         }
         DeviceMemory::Own { addressing, .. } => {
             let libraries = options.cuda_libraries.iter().cloned().collect();
+            let engines = Engines { expert_products: options.expert_products, ..Engines::OWN };
+            let gpu = CudaOptions { libraries, engines, trace_spans: 0, portable: false };
             // SAFETY: as above; no kernel here reads an index.
-            let mut dev =
-                unsafe { CudaDevice::new(0, &CudaOptions { libraries, attention: Attention::Plain, trace_spans: 0, portable: false }) }?;
+            let mut dev = unsafe { CudaDevice::new(0, &gpu) }?;
             measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)
         }
     }

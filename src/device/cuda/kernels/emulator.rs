@@ -40,6 +40,12 @@ impl EmulatedMemory {
         self.bytes[start..start + slice.bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
+    /// Writes `values` where `slice` begins.
+    pub(super) fn write<T: bytemuck::Pod>(&mut self, slice: DeviceSlice, values: &[T]) {
+        let start = (slice.addr() - BASE) as usize;
+        self.bytes[start..start + size_of_val(values)].copy_from_slice(bytemuck::cast_slice(values));
+    }
+
     fn at(&mut self, addr: u64, bytes: usize) -> &mut [u8] {
         let start = addr.checked_sub(BASE).expect("an address below all memory") as usize;
         let inside = |owned: &Range<usize>| owned.start <= start && start + bytes <= owned.end;

@@ -1,5 +1,6 @@
 //! Products of experts, whose segments only the GPU knows: grids follow from sizes alone.
 
+use super::super::group_tables::GroupTables;
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::grid::{MULTIPROCESSORS, WARP, whole_vectors};
@@ -37,6 +38,10 @@ pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
     ],
 };
 
+/// What cuBLASLt's grouped layouts read.
+pub(super) const TABLES_SOURCE: PtxSource =
+    PtxSource { file: ptx_file!("groups.ptx"), typed: &[], plain: &["group_tables", "zero_groups"] };
+
 /// Threads of every block, as in `grouped.cu`.
 const THREADS: u32 = 256;
 
@@ -44,11 +49,23 @@ const THREADS: u32 = 256;
 const HOPPER_THREADS: u32 = 384;
 const HOPPER_SHARED_BYTES: u32 = 4 * (128 + 256) * 128 + 1024;
 
+/// As in `groups.ptx`: blocks that fill one expert's weight with zeros, and bytes of what they write at once.
+const ZERO_BLOCKS: usize = 32;
+const ZERO_BYTES: usize = 16;
+
 impl GpuKernel for GroupedMatmul {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
         let dtype = self.float_format()?;
         let vectors = [outs, ins].into_iter().all(|cols| whole_vectors(cols, &[a, b]));
+        if let Some(tables) = queue.group_tables() {
+            if !vectors || !whole_vectors(ins, &[c]) || dtype == Dtype::Float32 {
+                return Err(Error::Unsupported(format!(
+                    "products of experts of {outs} x {ins} in {dtype} by cuBLASLt: it takes 16-bit formats, rows of whole vectors of 16 bytes"
+                )));
+            }
+            return self.enqueue_for_cublaslt(queue, tables, dtype);
+        }
         if vectors && whole_vectors(ins, &[c]) && queue.is_hopper() && dtype != Dtype::Float32 {
             return self.enqueue_on_hopper(queue, dtype);
         }
@@ -72,6 +89,26 @@ impl GpuKernel for GroupedMatmul {
 }
 
 impl GroupedMatmul {
+    /// Tables first, which the products read. Weights of experts without rows become zeros here, whatever the library makes of sums of no terms.
+    fn enqueue_for_cublaslt(self, queue: &mut impl Queue, tables: GroupTables, dtype: Dtype) -> Result<()> {
+        let Self { shape, a, b, bounds, c, accumulate } = self;
+        let GroupedShape { layout, experts, rows, outs, ins } = shape;
+        let [x, y, weights] = match layout {
+            MatmulLayout::Nt => [a, c, b],
+            MatmulLayout::Nn => [c, a, b],
+            MatmulLayout::Tn => [b, a, c],
+        };
+        let blocks = LaunchConfig::new(size(experts.div_ceil(THREADS as usize))?, THREADS);
+        let args = args![bounds, x, y, weights, tables.0, size(experts)?, size(outs)?, size(ins)?, accumulate];
+        queue.launch(Stream::Compute, "group_tables", None, blocks, args)?;
+        if layout == MatmulLayout::Tn && !accumulate {
+            let blocks = LaunchConfig::new(size(experts * ZERO_BLOCKS)?, THREADS);
+            let vectors = (outs * ins * dtype.bytes() / ZERO_BYTES) as u64;
+            queue.launch(Stream::Compute, "zero_groups", None, blocks, args![bounds, weights, vectors])?;
+        }
+        if rows * outs * ins == 0 { Ok(()) } else { queue.multiply_groups(shape, dtype) }
+    }
+
     /// A block for each multiprocessor: it takes tile after tile, or none.
     fn enqueue_on_hopper(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
@@ -128,6 +165,10 @@ fn blocks(grid: [usize; 3]) -> Result<LaunchConfig> {
     let [x, y, z] = grid;
     Ok(LaunchConfig { grid: [size(x)?, size(y)?, size(z)?], block: [THREADS, 1, 1], shared_bytes: 0 })
 }
+
+#[cfg(test)]
+#[path = "grouped_tests.rs"]
+mod products;
 
 #[cfg(test)]
 mod tests {

@@ -3,6 +3,7 @@
 //! A GPU runs what this list says. A change of the list is a change of grids, of arguments or of their order; with
 //! `SUPEROFFLOAD_WRITE_LAUNCHES=1` the test writes it.
 
+use super::super::group_tables::GroupTables;
 use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue};
 use super::attention::{plain, plain_backward};
 use super::documents::DocumentCopies;
@@ -20,6 +21,8 @@ const LISTED: &str = include_str!("launches.txt");
 struct List {
     lines: String,
     is_hopper: bool,
+    /// cuBLASLt multiplies by experts.
+    by_cublaslt: bool,
 }
 
 impl List {
@@ -34,6 +37,14 @@ impl List {
 impl Queue for List {
     fn is_hopper(&self) -> bool {
         self.is_hopper
+    }
+
+    fn group_tables(&self) -> Option<GroupTables> {
+        self.by_cublaslt.then_some(GroupTables(0x6666_0000_0000))
+    }
+
+    fn multiply_groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<()> {
+        self.add(Stream::Compute, &format!("cuBLASLt {dtype} {shape:?}"), &[])
     }
 
     fn launch<const N: usize>(
@@ -349,6 +360,8 @@ fn listing() -> Result<String> {
     for (dtype, skew) in [(Dtype::Bfloat16, 0), (Dtype::Float16, 1), (Dtype::Float32, 0)] {
         key_gradients(&mut list, &mut Room { dtype, skew, given: 0 })?;
     }
+    list.by_cublaslt = true;
+    experts(&mut list, &mut Room { dtype: Dtype::Bfloat16, skew: 0, given: 0 }, 600, 2560)?;
     Ok(list.lines)
 }
 

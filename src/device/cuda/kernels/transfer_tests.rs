@@ -2,6 +2,8 @@
 
 use super::super::emulator::{EmulatedMemory, run};
 use super::*;
+use crate::device::GroupedShape;
+use crate::device::cuda::group_tables::GroupTables;
 use crate::device::cuda::launch::Arg;
 use crate::dtype::Element;
 use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
@@ -13,6 +15,14 @@ use half::{bf16, f16};
 impl Queue for EmulatedMemory {
     fn is_hopper(&self) -> bool {
         false
+    }
+
+    fn group_tables(&self) -> Option<GroupTables> {
+        None
+    }
+
+    fn multiply_groups(&mut self, _: GroupedShape, _: Dtype) -> Result<()> {
+        unreachable!("the transfer path knows no experts")
     }
 
     fn launch<const N: usize>(

@@ -1,0 +1,188 @@
+//! Products of experts by cuBLASLt's grouped layouts, which read addresses and sizes on the GPU: nobody waits for them on the host.
+//!
+//! Kernels write both into tables just before (`ptx/groups.ptx`). Which algorithm is taken follows from sizes that the host knows, the
+//! mean rows of an expert among them, never from how many an expert has: it is the same in every step and process.
+
+use super::parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
+use crate::device::GroupedShape;
+use crate::device::cuda::driver::RawStream;
+use crate::device::cuda::error::failed;
+use crate::device::cuda::group_tables::{GroupRoles, GroupSize, GroupTables};
+use crate::device::cuda::libraries::{CUBLASLT, Libraries, functions};
+use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use cust::memory::DeviceBuffer;
+use std::collections::HashMap;
+use std::ops::RangeInclusive;
+
+/// The oldest cuBLAS whose grouped layouts are used. NVIDIA's release notes list products that are wrong on Hopper, and calls that hang, before it.
+const OLDEST: usize = 130_800;
+
+/// Generations of GPUs that have them: Hopper, and Blackwell in data centres.
+const GENERATIONS: RangeInclusive<i32> = 9..=11;
+
+const DESC_POINTER_MODE: i32 = 2;
+const POINTER_MODE_DEVICE: i32 = 1;
+/// Of the terms of a sum; those of the result's rows and columns follow.
+const PREFERENCE_MEANS: i32 = 13;
+/// Bytes to which every matrix is aligned.
+const ALIGNMENT: u16 = 16;
+
+functions! {
+    /// What only newer releases have.
+    GroupedLayouts {
+        create = c"cublasLtGroupedMatrixLayoutCreate"(*mut Opaque, i32, i32, u64, u64, u64) -> i32;
+    }
+}
+
+/// What only products of experts need.
+pub(super) struct GroupProducts {
+    layouts: GroupedLayouts,
+    tables: DeviceBuffer<u8>,
+    plans: HashMap<(GroupedShape, Dtype), MatmulPlan>,
+}
+
+impl GroupProducts {
+    /// For a GPU of `generation`, with cuBLASLt as `version` says.
+    ///
+    /// # Errors
+    /// `Unsupported` when either lacks grouped layouts, with what has them; `Resource` when there is no memory.
+    pub(super) fn new(libraries: &Libraries, version: usize, generation: i32) -> Result<Self> {
+        check_support(version, generation)?;
+        let layouts = GroupedLayouts::bind(&libraries.open(&CUBLASLT)?)?;
+        // SAFETY: kernels write what is read.
+        let tables = unsafe { DeviceBuffer::uninitialized(GroupTables::BYTES) }
+            .map_err(|e| failed(e as u32, "allocate GPU memory for tables of experts".into()))?;
+        Ok(Self { layouts, tables, plans: HashMap::new() })
+    }
+
+    pub(super) fn tables(&self) -> GroupTables {
+        GroupTables(self.tables.as_device_ptr().as_raw())
+    }
+
+    pub(super) fn plans(&self) -> impl Iterator<Item = &MatmulPlan> {
+        self.plans.values()
+    }
+
+    /// What enqueues the products that the tables describe, by a library, its handle and its workspace.
+    pub(super) fn product(
+        &mut self,
+        (lt, handle, workspace): (CublasLt, Opaque, u64),
+        shape: GroupedShape,
+        dtype: Dtype,
+    ) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
+        let tables = self.tables();
+        let plan = match self.plans.get(&(shape, dtype)) {
+            Some(plan) => *plan,
+            None => {
+                let plan = plan((lt, handle), &self.layouts, tables, shape, dtype)?;
+                self.plans.insert((shape, dtype), plan);
+                plan
+            }
+        };
+        let GroupRoles { factors: [(a, _), (b, _)], result, .. } = GroupRoles::of(shape.layout);
+        let [a, b, c] = [a, b, result].map(|of| tables.addresses(of));
+        let [first, second, layout] = plan.layouts;
+        let [one, beta] = tables.factors().map(|address| address as *const f32);
+        Ok(move |raw: &RawStream| {
+            // SAFETY: the layouts describe what the tables name; these and the factors are in the GPU's memory, as the plan says.
+            let status = unsafe {
+                (lt.matmul)(
+                    handle,
+                    plan.description,
+                    one,
+                    a,
+                    first,
+                    b,
+                    second,
+                    beta,
+                    c,
+                    layout,
+                    c,
+                    layout,
+                    &plan.algorithm,
+                    workspace,
+                    WORKSPACE_BYTES,
+                    raw.0.cast(),
+                )
+            };
+            lt.check(status, || format!("multiply experts' matrices, {shape:?} on {dtype}"))
+        })
+    }
+}
+
+/// The products of `shape` ready to run.
+fn plan(
+    (lt, handle): (CublasLt, Opaque),
+    layouts: &GroupedLayouts,
+    tables: GroupTables,
+    shape: GroupedShape,
+    dtype: Dtype,
+) -> Result<MatmulPlan> {
+    let GroupRoles { factors: [(a, transpose_a), (b, transpose_b)], result, terms } = GroupRoles::of(shape.layout);
+    let mut parts = Parts::new(lt);
+    for (out, of) in parts.layouts.iter_mut().zip([a, b, result]) {
+        let [rows, columns] = of.sizes().map(|size| tables.sizes(size));
+        // SAFETY: writes one handle; the addresses are read on the GPU, when a product runs.
+        let status = unsafe { (layouts.create)(out, data_type(dtype)?, shape.experts as i32, rows, columns, rows) };
+        lt.check(status, || format!("describe matrices of {} experts", shape.experts))?;
+    }
+    parts.describe_product([transpose_a, transpose_b])?;
+    parts.describe(DESC_POINTER_MODE, POINTER_MODE_DEVICE)?;
+    parts.prefer_all([ALIGNMENT; 4])?;
+    let [rows, columns] = result.sizes();
+    for (size, attribute) in [terms, rows, columns].into_iter().zip(PREFERENCE_MEANS..) {
+        parts.prefer(attribute, mean(shape, size))?;
+    }
+    let (suggestion, chosen) = parts.choose(handle, || format!("choose an algorithm for products of experts, {shape:?} on {dtype}"))?;
+    Ok(parts.keep(suggestion, chosen))
+}
+
+/// Of all experts. The header says 32 bits; 13.8.2 takes 64 and refuses 32.
+fn mean(shape: GroupedShape, size: GroupSize) -> i64 {
+    let GroupedShape { experts, rows, outs, ins, .. } = shape;
+    let mean = match size {
+        GroupSize::Rows => rows.div_ceil(experts),
+        GroupSize::Outs => outs,
+        GroupSize::Ins => ins,
+    };
+    mean as i64
+}
+
+/// # Errors
+/// `Unsupported` when this cuBLASLt, or a GPU of this generation, has no grouped layouts that are used here.
+fn check_support(version: usize, generation: i32) -> Result<()> {
+    let unsupported = |what: String| {
+        Err(Error::Unsupported(format!(
+            "products of experts by cuBLASLt: {what}; or leave out --expert-products, for the program's own kernels"
+        )))
+    };
+    if version < OLDEST {
+        return unsupported(format!("this is {version}, they need {OLDEST} or newer (pip install 'nvidia-cublas>=13.8')"));
+    }
+    if !GENERATIONS.contains(&generation) {
+        return unsupported(format!("they need Hopper, or Blackwell in data centres, not a GPU of compute capability {generation}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::MatmulLayout;
+
+    #[test]
+    fn old_libraries_and_other_gpus_are_told_what_is_needed() {
+        assert!(check_support(130_800, 9).is_ok() && check_support(131_000, 10).is_ok());
+        let refused = |version, generation| check_support(version, generation).unwrap_err().to_string();
+        assert!(refused(130_799, 9).contains("this is 130799, they need 130800 or newer"), "{}", refused(130_799, 9));
+        assert!(refused(130_800, 8).contains("compute capability 8") && refused(130_800, 12).contains("leave out --expert-products"));
+    }
+
+    #[test]
+    fn means_follow_from_sizes_that_the_host_knows() {
+        let shape = GroupedShape { layout: MatmulLayout::Tn, experts: 3, rows: 10, outs: 24, ins: 8 };
+        assert_eq!([GroupSize::Rows, GroupSize::Outs, GroupSize::Ins].map(|size| mean(shape, size)), [4, 24, 8]);
+    }
+}

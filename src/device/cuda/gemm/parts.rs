@@ -1,0 +1,275 @@
+//! cuBLASLt's functions, and what a product needs before it runs: descriptors, and the algorithm.
+
+use crate::device::cuda::libraries::functions;
+use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+
+/// Suggestions to choose from: the first may need what is excluded.
+const SUGGESTIONS: usize = 8;
+
+/// cuBLASLt's numbers, from `cublasLt.h` of CUDA 13.0; they are the same in 12.
+const COMPUTE_32F: i32 = 68;
+const TYPE_F32: i32 = 0;
+const TYPE_F16: i32 = 2;
+const TYPE_BF16: i32 = 14;
+const TYPE_E4M3: i32 = 28;
+const TYPE_E5M2: i32 = 29;
+const DESC_TRANSPOSE_A: i32 = 3;
+const DESC_TRANSPOSE_B: i32 = 4;
+const PREFERENCE_WORKSPACE_BYTES: i32 = 1;
+const PREFERENCE_REDUCTION_SCHEMES: i32 = 3;
+/// Of A; those of B, C and D follow.
+const PREFERENCE_ALIGNMENT: i32 = 5;
+/// Parts of a split product are kept in fp32 and added in a pass of their own; no split is always allowed. The others
+/// add in the output's format, in place.
+const REDUCTION_IN_FP32: u32 = 2;
+/// No product is split.
+const NO_REDUCTION: u32 = 0;
+const CONFIG_ALGORITHM: i32 = 0;
+const CONFIG_SPLIT_K: i32 = 2;
+
+/// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is passed over in
+/// every version and on every GPU: a library that has it mended has others that are as fast.
+const WRONG_WITH_SPLIT_K: i32 = 66;
+
+pub(super) type Opaque = *mut c_void;
+
+/// `cublasLtMatmulAlgo_t`
+pub(super) type Algorithm = [u64; 8];
+
+/// `cublasLtMatmulHeuristicResult_t`
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Suggestion {
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+    status: i32,
+    waves: f32,
+    reserved: [i32; 4],
+}
+
+functions! {
+    /// The part of cuBLASLt used here.
+    pub(super) CublasLt {
+        version = c"cublasLtGetVersion"() -> usize;
+        status_name = c"cublasLtGetStatusName"(i32) -> *const c_char;
+        create = c"cublasLtCreate"(*mut Opaque) -> i32;
+        destroy = c"cublasLtDestroy"(Opaque) -> i32;
+        layout_create = c"cublasLtMatrixLayoutCreate"(*mut Opaque, i32, u64, u64, i64) -> i32;
+        layout_destroy = c"cublasLtMatrixLayoutDestroy"(Opaque) -> i32;
+        desc_create = c"cublasLtMatmulDescCreate"(*mut Opaque, i32, i32) -> i32;
+        desc_set = c"cublasLtMatmulDescSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
+        desc_destroy = c"cublasLtMatmulDescDestroy"(Opaque) -> i32;
+        preference_create = c"cublasLtMatmulPreferenceCreate"(*mut Opaque) -> i32;
+        preference_set = c"cublasLtMatmulPreferenceSetAttribute"(Opaque, i32, *const c_void, usize) -> i32;
+        preference_destroy = c"cublasLtMatmulPreferenceDestroy"(Opaque) -> i32;
+        suggest = c"cublasLtMatmulAlgoGetHeuristic"(
+            Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, Opaque, i32, *mut Suggestion, *mut i32
+        ) -> i32;
+        algorithm_get = c"cublasLtMatmulAlgoConfigGetAttribute"(*const Algorithm, i32, *mut c_void, usize, *mut usize) -> i32;
+        matmul = c"cublasLtMatmul"(
+            Opaque, Opaque, *const f32, u64, Opaque, u64, Opaque, *const f32, u64, Opaque, u64, Opaque,
+            *const Algorithm, u64, usize, Opaque
+        ) -> i32;
+    }
+}
+
+impl CublasLt {
+    pub(super) fn check(&self, status: i32, operation: impl FnOnce() -> String) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the name is a constant of the library.
+        let name = unsafe { CStr::from_ptr((self.status_name)(status)) };
+        Err(Error::resource(operation(), format!("cuBLASLt status {status} ({})", name.to_string_lossy())))
+    }
+}
+
+/// A product that is ready to run.
+#[derive(Clone, Copy)]
+pub(super) struct MatmulPlan {
+    pub(super) description: Opaque,
+    /// Of the first and the second factor as cuBLASLt sees them, and of the result.
+    pub(super) layouts: [Opaque; 3],
+    pub(super) algorithm: Algorithm,
+    pub(super) chosen: AlgorithmChoice,
+}
+
+impl MatmulPlan {
+    /// Sets anew what a description says.
+    pub(super) fn describe<T>(&self, lt: &CublasLt, attribute: i32, value: T) -> Result<()> {
+        set_attribute(lt, lt.desc_set, self.description, attribute, value)
+    }
+
+    /// Destroys what running needed.
+    pub(super) fn destroy(self, lt: CublasLt) {
+        drop(Parts { description: self.description, layouts: self.layouts, ..Parts::new(lt) });
+    }
+}
+
+/// What is known of a plan's algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AlgorithmChoice {
+    pub(super) algorithm: i32,
+    pub(super) split_k: i32,
+    pub(super) passed_over: usize,
+}
+
+/// Descriptors of a plan in the making; those that are not null are destroyed with it.
+pub(super) struct Parts {
+    lt: CublasLt,
+    description: Opaque,
+    pub(super) layouts: [Opaque; 3],
+    preference: Opaque,
+}
+
+impl Drop for Parts {
+    fn drop(&mut self) {
+        // SAFETY: made for these parts, destroyed once; cuBLASLt ignores null.
+        unsafe {
+            for layout in self.layouts {
+                (self.lt.layout_destroy)(layout);
+            }
+            (self.lt.desc_destroy)(self.description);
+            (self.lt.preference_destroy)(self.preference);
+        }
+    }
+}
+
+impl Parts {
+    pub(super) fn new(lt: CublasLt) -> Self {
+        Self { lt, description: ptr::null_mut(), layouts: [ptr::null_mut(); 3], preference: ptr::null_mut() }
+    }
+
+    /// Of factors that are transposed so, which are summed in fp32.
+    pub(super) fn describe_product(&mut self, transposed: [bool; 2]) -> Result<()> {
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.lt.desc_create)(&mut self.description, COMPUTE_32F, TYPE_F32) };
+        self.lt.check(status, || "describe a matrix product".into())?;
+        let mut attributes = [DESC_TRANSPOSE_A, DESC_TRANSPOSE_B].into_iter().zip(transposed);
+        attributes.try_for_each(|(attribute, transposed)| self.describe(attribute, i32::from(transposed)))
+    }
+
+    /// What algorithms may do; `alignments` are those of both factors, of what is added to and of the result, in bytes.
+    pub(super) fn prefer_all(&mut self, alignments: [u16; 4]) -> Result<()> {
+        // SAFETY: writes one handle.
+        let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
+        self.lt.check(status, || "describe what algorithms may do".into())?;
+        self.prefer(PREFERENCE_WORKSPACE_BYTES, WORKSPACE_BYTES as u64)?;
+        self.prefer(PREFERENCE_REDUCTION_SCHEMES, REDUCTION_IN_FP32)?;
+        alignments.into_iter().zip(PREFERENCE_ALIGNMENT..).try_for_each(|(bytes, which)| self.prefer(which, u32::from(bytes)))
+    }
+
+    pub(super) fn describe<T>(&self, attribute: i32, value: T) -> Result<()> {
+        set_attribute(&self.lt, self.lt.desc_set, self.description, attribute, value)
+    }
+
+    pub(super) fn prefer<T>(&self, attribute: i32, value: T) -> Result<()> {
+        set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
+    }
+
+    /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order. Where all
+    /// are of the algorithm that is passed over, it is asked for those that do not split.
+    pub(super) fn choose(&self, handle: Opaque, operation: impl Fn() -> String) -> Result<(Suggestion, AlgorithmChoice)> {
+        let none = || Error::resource(operation(), "cuBLASLt has none");
+        let (found, passed_over) = self.first_right(&self.suggestions(handle, &operation)?)?;
+        let (suggestion, chosen) = match found {
+            None if passed_over > 0 => {
+                self.prefer(PREFERENCE_REDUCTION_SCHEMES, NO_REDUCTION)?;
+                self.first_right(&self.suggestions(handle, &operation)?)?.0.ok_or_else(none)?
+            }
+            found => found.ok_or_else(none)?,
+        };
+        Ok((suggestion, AlgorithmChoice { passed_over, ..chosen }))
+    }
+
+    /// What the library suggests by the present preferences.
+    fn suggestions(&self, handle: Opaque, operation: impl FnOnce() -> String) -> Result<Vec<Suggestion>> {
+        let mut suggestions = [Suggestion::default(); SUGGESTIONS];
+        let mut count = 0;
+        let [first, second, result] = self.layouts;
+        // SAFETY: all are live; writes at most as many suggestions as there are.
+        let status = unsafe {
+            let most = SUGGESTIONS as i32;
+            let to = suggestions.as_mut_ptr();
+            (self.lt.suggest)(handle, self.description, first, second, result, result, self.preference, most, to, &mut count)
+        };
+        self.lt.check(status, operation)?;
+        Ok(suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0).copied().collect())
+    }
+
+    /// The first of `suggestions` that is right, and how many before it were not.
+    fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, AlgorithmChoice)>, usize)> {
+        for (passed_over, suggestion) in suggestions.iter().enumerate() {
+            let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
+            let chosen = AlgorithmChoice { algorithm: algorithm?, split_k: split_k?, passed_over };
+            if !may_be_wrong(chosen) {
+                return Ok((Some((*suggestion, chosen)), passed_over));
+            }
+        }
+        Ok((None, suggestions.len()))
+    }
+
+    /// One number of a suggested algorithm's configuration.
+    fn configured(&self, suggestion: &Suggestion, attribute: i32) -> Result<i32> {
+        let (mut value, mut written) = (0i32, 0);
+        // SAFETY: the algorithm is one that the library made; it writes at most the size of the number.
+        let status =
+            unsafe { (self.lt.algorithm_get)(&suggestion.algorithm, attribute, (&raw mut value).cast(), size_of::<i32>(), &mut written) };
+        self.lt.check(status, || format!("read attribute {attribute} of an algorithm"))?;
+        Ok(value)
+    }
+
+    /// Keeps what running needs.
+    pub(super) fn keep(mut self, suggestion: Suggestion, chosen: AlgorithmChoice) -> MatmulPlan {
+        let algorithm = suggestion.algorithm;
+        let description = std::mem::replace(&mut self.description, ptr::null_mut());
+        let layouts = std::mem::replace(&mut self.layouts, [ptr::null_mut(); 3]);
+        MatmulPlan { description, layouts, algorithm, chosen }
+    }
+}
+
+/// See [`WRONG_WITH_SPLIT_K`].
+fn may_be_wrong(chosen: AlgorithmChoice) -> bool {
+    chosen.algorithm == WRONG_WITH_SPLIT_K && !matches!(chosen.split_k, 0 | 1)
+}
+
+type SetAttribute = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
+
+/// `T` is the type that the header names for the attribute.
+fn set_attribute<T>(lt: &CublasLt, set: SetAttribute, object: Opaque, attribute: i32, value: T) -> Result<()> {
+    // SAFETY: the object is live; the value is read during the call.
+    let status = unsafe { set(object, attribute, (&raw const value).cast(), size_of::<T>()) };
+    lt.check(status, || format!("set attribute {attribute} of a matrix product"))
+}
+
+pub(super) fn data_type(dtype: Dtype) -> Result<i32> {
+    match dtype {
+        Dtype::Bfloat16 => Ok(TYPE_BF16),
+        Dtype::Float16 => Ok(TYPE_F16),
+        Dtype::Float32 => Ok(TYPE_F32),
+        Dtype::Float8E4m3 => Ok(TYPE_E4M3),
+        Dtype::Float8E5m2 => Ok(TYPE_E5M2),
+        Dtype::Int32 => Err(Error::Unsupported("a matrix product of int32".into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_algorithm_is_passed_over_where_it_splits_its_sums() {
+        let may_be_wrong = |algorithm, split_k| may_be_wrong(AlgorithmChoice { algorithm, split_k, passed_over: 0 });
+        assert!(may_be_wrong(66, 2) && may_be_wrong(66, -1));
+        assert!(!may_be_wrong(66, 1) && !may_be_wrong(66, 0) && !may_be_wrong(67, 4));
+    }
+
+    #[test]
+    fn int32_has_no_products() {
+        assert!(data_type(Dtype::Int32).is_err());
+    }
+}
