@@ -65,7 +65,8 @@ mod tests {
     #[test]
     fn algorithms_are_counted_with_their_parts() {
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 8, k: 8 };
-        let product = |algorithm, split_k, passed_over| ProductAlgorithm { shape, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over };
+        let dtype = Dtype::Bfloat16;
+        let product = |algorithm, split_k, passed_over| ProductAlgorithm { shape, experts: None, dtype, algorithm, split_k, passed_over };
         let products = vec![product(66, 1, 0), product(66, 0, 0), product(71, 4, 2)];
         let line = ModelProducts { model: "m", products }.to_string();
         assert_eq!(line, "m, 3 products: algorithm 66 for 2, 71 in 4 parts for 1; 2 suggestions passed over: their results may be wrong");

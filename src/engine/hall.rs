@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn ranks_that_would_compute_other_bits_are_refused_by_product() {
         let shape = MatmulShape { layout: MatmulLayout::Tn, m: 8, n: 16, k: 32 };
-        let by = |algorithm, split_k| ProductAlgorithm { shape, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
+        let by = |algorithm, split_k| ProductAlgorithm { shape, experts: None, dtype: Dtype::Bfloat16, algorithm, split_k, passed_over: 0 };
         check_same_bits(&[], &[]).unwrap();
         check_same_bits(&[by(66, 1), by(71, 4)], &[by(66, 1), by(71, 4)]).unwrap();
         let refused = |own: &[_], first: &[_]| check_same_bits(own, first).unwrap_err().to_string();
@@ -164,6 +164,9 @@ mod tests {
             assert!(other.contains(part), "{other}");
         }
         assert!(refused(&[by(66, 1)], &[]).contains("it prepared 0 products, this one 1"));
+        let of_experts = ProductAlgorithm { experts: Some(4), ..by(66, 1) };
+        let other = refused(&[of_experts], &[ProductAlgorithm { algorithm: 72, ..of_experts }]);
+        assert!(other.contains("by algorithm 72 for 8 x 16 x 32 (Tn) on bfloat16 of 4 experts, here by algorithm 66"), "{other}");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::units::Bytes;
 use cust::memory::DeviceBuffer;
 use groups::GroupProducts;
-use parts::{AlgorithmChoice, CublasLt, MatmulPlan, Opaque, Parts, data_type};
+use parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
 use std::collections::HashMap;
 use std::ptr;
 
@@ -238,11 +238,8 @@ impl Gemm {
 
     /// The algorithms of all plans so far, in an order of their own: that of every process.
     pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
-        let all = self.plans.iter().map(|(&MatmulKey { shape, formats, .. }, plan)| {
-            let AlgorithmChoice { algorithm, split_k, passed_over } = plan.chosen;
-            ProductAlgorithm { shape, dtype: formats.a, algorithm, split_k, passed_over }
-        });
-        let mut all: Vec<_> = all.collect();
+        let single = self.plans.iter().map(|(key, plan)| plan.algorithm(key.shape, None, key.formats.a));
+        let mut all: Vec<_> = single.chain(self.groups.iter().flat_map(GroupProducts::algorithms)).collect();
         all.sort_unstable();
         all
     }
@@ -250,8 +247,7 @@ impl Gemm {
     /// The algorithm of a product of well aligned matrices without bias; runs nothing.
     pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
         let key = MatmulKey { shape, formats: Formats::one(dtype), alignments: [256, 256, 256, 256, 0] };
-        let AlgorithmChoice { algorithm, split_k, passed_over } = self.plan(key, Pointers::NONE)?.chosen;
-        Ok(ProductAlgorithm { shape, dtype, algorithm, split_k, passed_over })
+        Ok(self.plan(key, Pointers::NONE)?.algorithm(shape, None, dtype))
     }
 }
 

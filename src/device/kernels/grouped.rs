@@ -1,6 +1,6 @@
 //! Products of experts: the rows of a matrix belong to experts, segment by segment, and each expert has a weight of its own.
 
-use super::product::MatmulLayout;
+use super::product::{MatmulLayout, MatmulShape};
 use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
@@ -34,6 +34,17 @@ pub struct GroupedShape {
 }
 
 impl GroupedShape {
+    /// The product of all experts together, as if they had one weight.
+    pub(crate) fn together(&self) -> MatmulShape {
+        let Self { layout, rows, outs, ins, .. } = *self;
+        let (m, n, k) = match layout {
+            MatmulLayout::Nt => (rows, outs, ins),
+            MatmulLayout::Nn => (rows, ins, outs),
+            MatmulLayout::Tn => (outs, ins, rows),
+        };
+        MatmulShape { layout, m, n, k }
+    }
+
     /// Elements of `a`, `b` and `c`.
     fn elems(&self) -> [usize; 3] {
         let Self { layout, experts, rows, outs, ins } = *self;
@@ -81,8 +92,7 @@ impl Kernel for GroupedMatmul {
     }
 
     fn flops(&self) -> f64 {
-        let GroupedShape { rows, outs, ins, .. } = self.shape;
-        2.0 * rows as f64 * outs as f64 * ins as f64
+        self.shape.together().flops()
     }
 
     fn flops_per_s(&self, rates: &Rates) -> f64 {

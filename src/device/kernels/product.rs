@@ -48,6 +48,9 @@ impl MatmulShape {
 pub struct ProductAlgorithm {
     #[serde(flatten)]
     pub shape: MatmulShape,
+    /// Of which one factor is in as many parts, where it is a product of experts; the shape is then that of all together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) experts: Option<usize>,
     pub dtype: Dtype,
     /// The library's number for the algorithm.
     pub(crate) algorithm: i32,
@@ -58,11 +61,12 @@ pub struct ProductAlgorithm {
 }
 
 impl fmt::Display for ProductAlgorithm {
-    /// `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`.
+    /// `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`, and then `of 32 experts`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MatmulShape { layout, m, n, k } = self.shape;
         let parts = if self.split_k > 1 { format!(" in {} parts", self.split_k) } else { String::new() };
-        write!(f, "algorithm {}{parts} for {m} x {n} x {k} ({layout:?}) on {}", self.algorithm, self.dtype)
+        write!(f, "algorithm {}{parts} for {m} x {n} x {k} ({layout:?}) on {}", self.algorithm, self.dtype)?;
+        self.experts.map_or(Ok(()), |experts| write!(f, " of {experts} experts"))
     }
 }
 

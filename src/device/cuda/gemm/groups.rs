@@ -4,12 +4,12 @@
 //! mean rows of an expert among them, never from how many an expert has: it is the same in every step and process.
 
 use super::parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
-use crate::device::GroupedShape;
 use crate::device::cuda::driver::RawStream;
 use crate::device::cuda::error::failed;
 use crate::device::cuda::group_tables::{GroupRoles, GroupSize, GroupTables};
 use crate::device::cuda::libraries::{CUBLASLT, Libraries, functions};
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
+use crate::device::{GroupedShape, ProductAlgorithm};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use cust::memory::DeviceBuffer;
@@ -63,6 +63,11 @@ impl GroupProducts {
 
     pub(super) fn plans(&self) -> impl Iterator<Item = &MatmulPlan> {
         self.plans.values()
+    }
+
+    /// By which algorithms.
+    pub(super) fn algorithms(&self) -> impl Iterator<Item = ProductAlgorithm> {
+        self.plans.iter().map(|((shape, dtype), plan)| plan.algorithm(shape.together(), Some(shape.experts), *dtype))
     }
 
     /// What enqueues the products that the tables describe, by a library, its handle and its workspace.

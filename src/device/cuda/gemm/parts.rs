@@ -2,6 +2,7 @@
 
 use crate::device::cuda::libraries::functions;
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
+use crate::device::{MatmulShape, ProductAlgorithm};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
@@ -95,10 +96,16 @@ pub(super) struct MatmulPlan {
     /// Of the first and the second factor as cuBLASLt sees them, and of the result.
     pub(super) layouts: [Opaque; 3],
     pub(super) algorithm: Algorithm,
-    pub(super) chosen: AlgorithmChoice,
+    chosen: AlgorithmChoice,
 }
 
 impl MatmulPlan {
+    /// What is told of its algorithm.
+    pub(super) fn algorithm(&self, shape: MatmulShape, experts: Option<usize>, dtype: Dtype) -> ProductAlgorithm {
+        let AlgorithmChoice { algorithm, split_k, passed_over } = self.chosen;
+        ProductAlgorithm { shape, experts, dtype, algorithm, split_k, passed_over }
+    }
+
     /// Sets anew what a description says.
     pub(super) fn describe<T>(&self, lt: &CublasLt, attribute: i32, value: T) -> Result<()> {
         set_attribute(lt, lt.desc_set, self.description, attribute, value)
@@ -113,9 +120,9 @@ impl MatmulPlan {
 /// What is known of a plan's algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AlgorithmChoice {
-    pub(super) algorithm: i32,
-    pub(super) split_k: i32,
-    pub(super) passed_over: usize,
+    algorithm: i32,
+    split_k: i32,
+    passed_over: usize,
 }
 
 /// Descriptors of a plan in the making; those that are not null are destroyed with it.

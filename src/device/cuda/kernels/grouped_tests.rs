@@ -170,6 +170,17 @@ fn products_by_cublaslt_are_those_of_each_expert() {
 }
 
 #[test]
+fn all_experts_together_are_as_many_operations() {
+    let together = |layout| GroupedShape { layout, experts: 4, rows: 9, outs: OUTS, ins: INS }.together();
+    let sizes = MatmulLayout::ALL.map(|layout| {
+        let MatmulShape { m, n, k, .. } = together(layout);
+        assert_eq!((together(layout).layout, m * n * k), (layout, 9 * OUTS * INS));
+        [m, n, k]
+    });
+    assert_eq!(sizes, [[9, OUTS, INS], [9, INS, OUTS], [OUTS, INS, 9]]);
+}
+
+#[test]
 fn more_experts_than_a_block_has_threads_have_tables_too() {
     let load: Vec<usize> = (0..300).map(|expert| expert % 3).collect();
     product_matches(MatmulLayout::Nt, &load, false, false);
