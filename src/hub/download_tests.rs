@@ -84,9 +84,8 @@ impl Case {
     }
 
     /// Bytes of the weights' parts that are kept.
-    fn parts(&self) -> Vec<u64> {
-        let name = |part: u64| if part == 0 { self.partial() } else { self.partial().with_extension(format!("incomplete-{part}")) };
-        (0..4).map(|part| fs::metadata(name(part)).map_or(0, |file| file.len())).collect()
+    fn parts(&self) -> [u64; 4] {
+        kept(&self.partial())
     }
 
     fn run(&self, endpoint: &str) -> Result<PathBuf> {
@@ -178,6 +177,12 @@ fn what_breaks_off_is_resumed_where_it_stopped() {
     assert_eq!(asked.len(), 2, "a hub that knows no ranges");
 }
 
+/// Bytes of the parts of what is `partial`.
+fn kept(partial: &Path) -> [u64; 4] {
+    let name = |part: u64| if part == 0 { partial.into() } else { partial.with_extension(format!("incomplete-{part}")) };
+    [0, 1, 2, 3].map(|part| fs::metadata(name(part)).map_or(0, |file| file.len()))
+}
+
 /// The ranges that were asked for, in order of their bytes.
 fn ranges(asked: &[Asked]) -> Vec<&str> {
     let mut ranges: Vec<_> = asked.iter().map(|asked| asked.range.as_deref().unwrap_or("all")).collect();
@@ -202,15 +207,22 @@ fn a_large_file_comes_in_four_ranges() {
 #[test]
 fn what_a_download_in_ranges_leaves_is_gone_on_with() {
     let case = Case::in_parts();
-    let message = case.refused(but(|asked, reply, _| match asked.range.as_deref() {
+    let (partial, least) = (case.partial(), [100_000, 100_000, 100_000, 225_000]);
+    // The first range that fails for good ends all: none does before each has left its part. Until then another try brings a byte.
+    let have_all = move || kept(&partial).iter().zip(least).all(|(kept, least)| *kept >= least);
+    let message = case.refused(but(move |asked, reply, _| match asked.range.as_deref() {
         Some("bytes=675000-") => reply,
         Some(range) if QUARTERS.contains(&range) => reply.cut(100_000),
-        _ => Reply::status(500),
+        _ if have_all() => Reply::status(500),
+        _ => reply.cut(1),
     }));
-    assert!(message.contains("status 500, 5 times in a row; 100000 of 225000 bytes are kept for the next run"), "{message}");
-    assert_eq!(case.parts(), [100_000, 100_000, 100_000, 225_000]);
+    let parts = case.parts();
+    assert!(parts.iter().zip(least).all(|(kept, least)| *kept >= least) && parts[3] == 225_000, "{parts:?}");
+    let told = |kept: &u64| message.contains(&format!("status 500, 5 times in a row; {kept} of 225000 bytes are kept for the next run"));
+    assert!(parts[..3].iter().any(told), "{message}");
     let asked = case.good(|asked, _| repo().answer(asked));
-    assert_eq!(ranges(&asked), ["bytes=100000-224999", "bytes=325000-449999", "bytes=550000-674999"]);
+    let rest = |part: usize| format!("bytes={}-{}", 225_000 * part as u64 + parts[part], 225_000 * (part + 1) - 1);
+    assert_eq!(ranges(&asked), [0, 1, 2].map(rest));
 }
 
 #[test]
