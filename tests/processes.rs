@@ -21,10 +21,13 @@ const ALL_END: Duration = Duration::from_secs(10);
 const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1"];
 
 /// Weights over the ranks of each process, and over those of all.
+#[cfg(feature = "weight-flow")]
 const PARTLY: &str = "--weights=sharded";
+#[cfg(feature = "weight-flow")]
 const FULLY: &str = "--weights=fully-sharded";
 
 /// Numbers of processes, and of ranks in each, that share weights so.
+#[cfg(feature = "weight-flow")]
 const SHARED: [(&str, [usize; 2]); 7] =
     [(PARTLY, [2, 2]), (PARTLY, [2, 3]), (PARTLY, [3, 2]), (FULLY, [2, 2]), (FULLY, [2, 3]), (FULLY, [3, 2]), (FULLY, [2, 1])];
 

@@ -66,9 +66,6 @@ impl Plan {
         if let Some(block) = self.attention_block {
             writeln!(f, "  attention   goes back in blocks of {block} queries and keys, whose gradients are added in fp32")?;
         }
-        if self.expert_products == ExpertProducts::Cublaslt {
-            writeln!(f, "  experts     multiplied by cuBLASLt; simulated at the rate of the program's own kernels")?;
-        }
         if let Some(tile) = self.mlp_tile {
             writeln!(f, "  MLP         goes in tiles of {tile} tokens, over which gradients of its weights add up")?;
         }
@@ -134,6 +131,9 @@ impl Plan {
             let assumed = self.machine.rates.unknown_fp8().filter(|_| self.machine.kind == DeviceKind::Gpu);
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
+        }
+        if self.expert_products == ExpertProducts::Cublaslt {
+            writeln!(f, "  experts     multiplied by cuBLASLt; planned at the rate of the program's own kernels")?;
         }
         if let Some(assumed) = self.unknown_grouped() {
             writeln!(f, "  experts     {assumed}")?;

@@ -774,6 +774,9 @@ mod tests {
         assert!(chosen(&olmoe, Dtype::Float32, gpu).unwrap_err().contains("--expert-products cublaslt: they are for 16-bit formats"));
         olmoe.channels += 4;
         assert!(chosen(&olmoe, narrow, gpu).unwrap_err().contains("multiples of 8 channels"));
+        let demo = plan(Settings::demo()).unwrap();
+        let [own, by_cublaslt] = [demo.clone(), Plan { expert_products: ExpertProducts::Cublaslt, ..demo }].map(|plan| plan.to_string());
+        assert!(by_cublaslt.contains("experts     multiplied by cuBLASLt") && !own.contains("cuBLASLt"), "{by_cublaslt}");
     }
 
     #[test]

@@ -62,6 +62,7 @@ impl AttentionShape {
     }
 
     /// The keys of each product with `queries`, a block of [`Self::query_blocks`]: the blocks up to theirs, or those that a window leaves.
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn key_blocks(&self, queries: &Range<usize>, block: usize) -> Vec<Range<usize>> {
         if let Some(window) = self.hiding_window() {
             let first = (queries.start + 1).saturating_sub(window) / KEY_GRAIN * KEY_GRAIN;
