@@ -99,6 +99,9 @@ pub mod launch {
     pub mod devices {
         pub use crate::launch::devices::choose;
     }
+    pub mod gpu {
+        pub use crate::launch::gpu::grouped_layouts;
+    }
 }
 
 pub mod memory {
@@ -134,7 +137,7 @@ pub mod optim {
 }
 
 pub mod planner {
-    pub use crate::planner::machine::Machine;
+    pub use crate::planner::machine::{GroupedLayouts, Machine};
 }
 
 pub mod probe {

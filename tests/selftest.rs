@@ -14,6 +14,11 @@ fn kernels_compute_what_the_reference_does() {
 }
 
 #[test]
+fn what_is_said_of_a_gpu_is_spelled_as_settings_are() {
+    conforms(&["--cuda-libraries", "/opt/nvidia", "--attention", "plain", "--expert-products", "own", "kernels/copy"]);
+}
+
+#[test]
 fn trainings_on_one_device_and_several_and_what_fails_there_conform() {
     conforms(&["--skip", "kernels/"]);
 }

@@ -2,11 +2,11 @@
 
 use super::describe;
 use super::options::{
-    AttentionChoice, DeviceChoice, EvalStrategy, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback, Strategy, Technique,
-    TrainDtype, TrainLength, Transport, WeightsChoice,
+    AttentionChoice, DeviceChoice, EvalStrategy, ExpertProductsChoice, HostMemoryKind, InitChoice, ReplanChoice, Resume, Rollback,
+    Strategy, Technique, TrainDtype, TrainLength, Transport, WeightsChoice,
 };
 use super::settings::Settings;
-use crate::device::{ExpertProducts, PARTS_MAX};
+use crate::device::PARTS_MAX;
 use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
@@ -271,7 +271,7 @@ impl Settings {
         require(!self.all_gpus, "gpus", "all", "a number where CPUs stand for GPUs")?;
         require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
         require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
-        require(self.expert_products == ExpertProducts::Own, "expert-products", "cublaslt", allowed)?;
+        require(self.expert_products != ExpertProductsChoice::Cublaslt, "expert-products", "cublaslt", allowed)?;
         require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
     }
 

@@ -1,5 +1,6 @@
 //! Types of settings whose values are words, and how values are read from a file.
 
+use crate::device::ExpertProducts;
 use crate::model::policy::LayerPolicy;
 use clap::ValueEnum;
 use serde::de::value::StrDeserializer;
@@ -236,6 +237,27 @@ pub enum AttentionChoice {
     Cudnn,
     /// The engine's own kernel.
     Plain,
+}
+
+/// Who computes products of experts on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExpertProductsChoice {
+    /// cuBLASLt where it can, else the engine's own kernels; a run that goes on keeps what it began with.
+    Auto,
+    /// The engine's own kernels.
+    Own,
+    /// cuBLASLt's grouped layouts, from 13.8 on.
+    Cublaslt,
+}
+
+impl From<ExpertProducts> for ExpertProductsChoice {
+    fn from(by: ExpertProducts) -> Self {
+        match by {
+            ExpertProducts::Own => Self::Own,
+            ExpertProducts::Cublaslt => Self::Cublaslt,
+        }
+    }
 }
 
 /// Kind of host memory that holds the offloaded states.

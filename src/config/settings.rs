@@ -9,16 +9,15 @@
 
 use super::describe;
 use super::options::{
-    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, GpuCount, HostMemoryKind, InitChoice, Injection,
-    IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy, Technique,
-    TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_scalar,
+    ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, ExpertProductsChoice, GpuCount, HostMemoryKind,
+    InitChoice, Injection, IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy,
+    Technique, TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
 use crate::data::hold_out::EvalSplit;
 use crate::data::rows::{Overlong, Packing, RowRules};
 use crate::data::tokenizer::AddBos;
-use crate::device::ExpertProducts;
 use crate::hardware::selected_profile;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::host::resctrl_group::ResctrlGroup;
@@ -526,7 +525,7 @@ settings! {
         /// Who computes attention on a GPU.
         attention: AttentionChoice = AttentionChoice::Auto, Free;
         /// Who computes products of experts on a GPU.
-        expert_products: ExpertProducts = ExpertProducts::Own, Free;
+        expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free;
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         nondeterministic: bool = false, Free;

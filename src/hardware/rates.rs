@@ -1,8 +1,10 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
+use crate::device::ExpertProducts;
+use crate::hardware::grouped_rates::GroupedRates;
 use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Network, Profile};
-use crate::hardware::sourced::{Curve, Number, Points};
+use crate::hardware::sourced::{Number, Points};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
@@ -13,40 +15,6 @@ const PACKED_SHARE: f64 = 0.93;
 
 /// How many times as fast as in bfloat16 large products in FP8 are taken to be until a profile says it: what NVIDIA names for Hopper.
 const FP8_SPEEDUP: f64 = 1.75;
-
-/// Share of a GPU's single products that its products of experts are taken to reach until a profile says it. Assumed: on an H200, whose kernels
-/// are Hopper's own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
-const GROUPED_SHARE: f64 = 0.55;
-/// On CPUs they are single products, one after the other.
-const GROUPED_SHARE_OF_CPUS: f64 = 1.0;
-
-/// How fast products of experts are.
-#[derive(Clone, Debug, PartialEq)]
-enum GroupedRate {
-    /// FLOPs a second by the mean rows of an expert.
-    Measured(Points),
-    /// A share of what single products of an expert's size get.
-    Assumed(f64),
-}
-
-impl GroupedRate {
-    /// What was measured, else the share that is assumed.
-    fn new(measured: Option<&Curve>, assumed: f64) -> Self {
-        measured.map_or(Self::Assumed(assumed), |curve| Self::Measured(curve.value.clone()))
-    }
-
-    fn faster(&self, factor: f64) -> Self {
-        match self {
-            Self::Measured(curve) => Self::Measured(faster(curve, factor)),
-            Self::Assumed(share) => Self::Assumed(*share),
-        }
-    }
-}
-
-/// `curve` with `factor` times its rates.
-fn faster(Points(points): &Points, factor: f64) -> Points {
-    Points(points.iter().map(|(x, rate)| (*x, rate * factor)).collect())
-}
 
 /// What passes between processes, each way, while all of their GPUs exchange.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -72,7 +40,7 @@ pub struct Rates {
     matmul_share_by_least_dim: Points,
     /// How many times as fast products in FP8 are, where the profile says it.
     fp8_speedup: Option<f64>,
-    grouped: GroupedRate,
+    grouped: GroupedRates,
     /// FLOPs a second of attention's forward pass.
     pub(crate) attention_forward_flops: f64,
     /// FLOPs a second of attention's backward pass, counted as twice the forward pass.
@@ -120,7 +88,7 @@ pub struct Rates {
 /// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
 /// machine without a link: they read and write the host's memory.
 macro_rules! computing {
-    ($profile:expr, $device:expr, $fp8_speedup:expr, $grouped_share:expr) => {{
+    ($profile:expr, $device:expr, $fp8_speedup:expr, $grouped:expr) => {{
         let (host, device, whole) = (&$profile.host, $device, Points(vec![(1.0, 1.0)]));
         let memory = host.memory_bytes_per_s.value;
         let scalar = host.adam_scalar_bytes_per_s_by_threads.as_ref().unwrap_or(&host.adam_bytes_per_s_by_threads);
@@ -129,7 +97,7 @@ macro_rules! computing {
             large_matmul_flops: device.matmul_flops.value,
             matmul_share_by_least_dim: device.matmul_share_by_least_dim.value.clone(),
             fp8_speedup: $fp8_speedup,
-            grouped: GroupedRate::new(device.grouped_flops_by_rows.as_ref(), $grouped_share),
+            grouped: $grouped,
             attention_forward_flops: device.attention_forward_flops.value,
             attention_backward_flops: device.attention_backward_flops.value,
             device_bytes_per_s: device.memory_bytes_per_s.value,
@@ -168,8 +136,8 @@ impl Rates {
     /// If nothing in it computes; [`Profile::parse`] refuses that.
     pub fn of(profile: &Profile) -> Self {
         let computing = match (&profile.gpu, &profile.cpu_device) {
-            (Some(gpu), _) => computing!(profile, gpu, fp8_speedup(gpu), GROUPED_SHARE),
-            (None, Some(cpus)) => computing!(profile, cpus, Some(1.0), GROUPED_SHARE_OF_CPUS).with_sharing(cpus),
+            (Some(gpu), _) => computing!(profile, gpu, fp8_speedup(gpu), GroupedRates::of_gpu(gpu)),
+            (None, Some(cpus)) => computing!(profile, cpus, Some(1.0), GroupedRates::of_cpus(cpus)).with_sharing(cpus),
             (None, None) => panic!("{}: neither GPU nor CPUs compute", profile.name),
         };
         let linked = profile.link.as_ref().map_or(computing.clone(), |link| computing.with_link(link));
@@ -272,8 +240,8 @@ impl Rates {
     /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
     pub(crate) fn with_faster_host(&self, factor: f64) -> Self {
         Self {
-            adam_bytes_per_s_by_threads: faster(&self.adam_bytes_per_s_by_threads, factor),
-            adam_scalar_bytes_per_s_by_threads: faster(&self.adam_scalar_bytes_per_s_by_threads, factor),
+            adam_bytes_per_s_by_threads: self.adam_bytes_per_s_by_threads.faster(factor),
+            adam_scalar_bytes_per_s_by_threads: self.adam_scalar_bytes_per_s_by_threads.faster(factor),
             ..self.clone()
         }
     }
@@ -326,10 +294,12 @@ impl Rates {
 
     /// FLOPs a second of products of experts with `rows` each on average, whose weights' smaller dimension is `width`.
     pub(crate) fn grouped_flops(&self, rows: usize, width: usize) -> f64 {
-        match &self.grouped {
-            GroupedRate::Measured(by_rows) => by_rows.at(rows as f64),
-            GroupedRate::Assumed(share) => share * self.matmul_flops(rows.min(width)),
-        }
+        self.grouped.flops(rows, self.matmul_flops(rows.min(width)))
+    }
+
+    /// The same device with `by` multiplying by experts.
+    pub(crate) fn multiplying_experts_by(&self, by: ExpertProducts) -> Self {
+        Self { grouped: self.grouped.clone().by(by), ..self.clone() }
     }
 
     /// What is assumed of products in FP8, where nobody measured them.
@@ -340,14 +310,10 @@ impl Rates {
 
     /// What is assumed of products of experts, where nobody measured them.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
-        match self.grouped {
-            GroupedRate::Measured(_) => None,
-            GroupedRate::Assumed(share) => Some(format!(
-                "products of experts at {:.0} % of the rate of single ones, assumed: {} does not say",
-                100.0 * share,
-                self.profile
-            )),
-        }
+        let said = |share: f64| {
+            format!("products of experts at {:.0} % of the rate of single ones, assumed: {} does not say", 100.0 * share, self.profile)
+        };
+        self.grouped.assumed_share().map(said)
     }
 
     /// Seconds of a copy of `bytes` to the host, alone.
@@ -375,7 +341,6 @@ impl Rates {
 pub(crate) mod tests {
     use super::*;
     use crate::hardware::profile::Gpu;
-    use std::path::Path;
 
     /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
     /// link and for the optimizer, half of that when both ways are busy.
@@ -386,7 +351,7 @@ pub(crate) mod tests {
             large_matmul_flops: 1e12,
             matmul_share_by_least_dim: whole.clone(),
             fp8_speedup: Some(2.0),
-            grouped: GroupedRate::Assumed(1.0),
+            grouped: GroupedRates::whole(),
             attention_forward_flops: 1e12,
             attention_backward_flops: 1e12,
             device_bytes_per_s: 1e12,
@@ -459,25 +424,6 @@ pub(crate) mod tests {
         assert_eq!(rates(&joined), [25e9; 2]);
         assert_eq!(joined.between_processes().exchange_s(25_000_000), 18e-6 + 1e-3);
         assert_eq!(rates(&joined.with_faster_network(2.0)), [50e9; 2]);
-    }
-
-    #[test]
-    fn products_of_experts_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
-        let mut profile = Profile::load(ASSUMED).unwrap();
-        profile.gpu.as_mut().unwrap().grouped_flops_by_rows = None;
-        let assumed = Rates::of(&profile);
-        assert_eq!(assumed.grouped_flops(2048, 512), GROUPED_SHARE * assumed.matmul_flops(512));
-        assert_eq!(assumed.grouped_flops(64, 512), GROUPED_SHARE * assumed.matmul_flops(64));
-        let said = "products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say";
-        assert_eq!(assumed.unknown_grouped().as_deref(), Some(said));
-        let curve = Points(vec![(128.0, 1e14), (2048.0, 3e14)]);
-        let measured = Curve { value: curve, source: String::new(), spread: None, others: Vec::new() };
-        profile.gpu.as_mut().unwrap().grouped_flops_by_rows = Some(measured);
-        let measured = Rates::of(&Profile::parse(&profile.to_string(), Path::new("x")).unwrap());
-        assert_eq!([128, 512, 4096].map(|rows| measured.grouped_flops(rows, 512)), [1e14, 2e14, 3e14]);
-        assert_eq!(measured.unknown_grouped(), None);
-        assert_eq!(measured.with_faster_device(2.0).grouped_flops(128, 512), 2e14);
-        assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::engine::Launcher;
 use super::partners::{Belongings, Partner};
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::{CastSide, Technique};
+use crate::config::options::{CastSide, ExpertProductsChoice, Technique};
 use crate::config::settings::Settings;
 use crate::data::checksum::hex;
 use crate::data::rows::Packing;
@@ -73,6 +73,7 @@ pub(crate) struct Proposal {
     cast: CastSide,
     without: Vec<Technique>,
     loss_tile: Option<LossTile>,
+    expert_products: ExpertProductsChoice,
     /// What a plan that obeys comes to: names and values.
     facts: Vec<(String, String)>,
     /// What shows that output directories are one, where there are any.
@@ -153,6 +154,7 @@ impl Proposal {
             cast: fixed.cast,
             without: fixed.without,
             loss_tile: fixed.loss_tile,
+            expert_products: fixed.expert_products,
             facts: facts(plan, shape),
             meeting_place,
         }
@@ -169,6 +171,7 @@ impl Proposal {
             cast: self.cast,
             without: self.without.clone(),
             loss_tile: self.loss_tile,
+            expert_products: self.expert_products,
             is_batch_open: false,
             ..own.clone()
         }

@@ -15,7 +15,7 @@ use crate::hardware::selected_profile::{AUTO, MachineId, SelectedProfile};
 use crate::hardware::topology::Topology;
 use crate::host::memory_policy::HugePagesChoice;
 use crate::memory::{Addressing, DeviceMemory};
-use crate::planner::machine::Machine;
+use crate::planner::machine::{GroupedLayouts, Machine};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -115,7 +115,8 @@ fn select(
     let rates = rates_from.as_ref().map_or_else(Rates::assumed, |rates_from| of_each(&rates_from.profile));
     let mut peers = links.lines();
     peers.extend(rates_from.as_ref().and_then(|rates_from| rates_from.unknown_together(together)));
-    Ok(SelectedDevice { machine: Machine { cpus, host_bytes, kind, device, rates }, gpus, peers, note: None, warning, rates_from })
+    let machine = Machine { cpus, host_bytes, kind, device, rates, grouped_layouts: GroupedLayouts::Unknown };
+    Ok(SelectedDevice { machine, gpus, peers, note: None, warning, rates_from })
 }
 
 /// What a person is told where a process has more threads than its part of the machine has CPUs.

@@ -22,6 +22,7 @@ use crate::host::partition;
 use crate::host::perf::WORKER_ROLE;
 use crate::host::pool::Threads;
 use crate::model::shape::ModelShape;
+use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::ranks::Seat;
 use crate::search::best_plan;
@@ -70,9 +71,18 @@ impl Launcher {
     /// # Errors
     /// Those of [`best_plan`]; `Resource` when `--huge-pages explicit` cannot be had.
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
-        let plan = best_plan(settings, shape, &self.chosen.machine, trace)?;
+        let plan = best_plan(settings, shape, &self.machine_for(settings, shape), trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(Plan { host_memory, ..plan })
+    }
+
+    /// The machine, of which is known who can multiply by the experts of a model of `shape`, if it has any: others need not open cuBLASLt yet.
+    fn machine_for(&self, settings: &Settings, shape: &ModelShape) -> Machine {
+        let machine = self.chosen.machine.clone();
+        if !self.chosen.is_gpu() || shape.experts() == 0 {
+            return machine;
+        }
+        Machine { grouped_layouts: gpu::grouped_layouts(settings.cuda_libraries.as_slice()), ..machine }
     }
 
     /// Makes the engine of `plan` and hands it to `user`. This is where a run learns which device it has.

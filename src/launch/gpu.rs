@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::topology::Topology;
 use crate::memory::DeviceMemory;
+use crate::planner::machine::GroupedLayouts;
 use crate::ranks::RailKey;
 use std::path::PathBuf;
 
@@ -82,6 +83,18 @@ pub(super) fn free_memory(gpus: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> 
 #[cfg(not(feature = "cuda"))]
 pub(super) fn free_memory(_: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     Err(no_cuda())
+}
+
+/// Whether cuBLASLt, found in `libraries` or the usual places, multiplies by experts on the first GPU.
+pub fn grouped_layouts(libraries: &[PathBuf]) -> GroupedLayouts {
+    #[cfg(feature = "cuda")]
+    let obstacle = cuda::grouped_obstacle(libraries).unwrap_or_else(|error| Some(error.to_string()));
+    #[cfg(not(feature = "cuda"))]
+    let obstacle = {
+        let _ = libraries;
+        Some(no_cuda().to_string())
+    };
+    obstacle.map_or(GroupedLayouts::Usable, GroupedLayouts::Unusable)
 }
 
 /// The release of the NCCL that is found in `libraries` or the usual places.

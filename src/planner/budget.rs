@@ -1,5 +1,6 @@
 //! The memory of a run by class and place, known before anything is allocated.
 
+use super::experts::ExpertEngine;
 use super::machine::Machine;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
@@ -140,6 +141,8 @@ pub(crate) struct Workload<'a> {
     /// Bytes of the data that is kept in memory, and of its order.
     pub data_bytes: usize,
     pub attention: Attention,
+    /// Who multiplies by experts.
+    pub(super) expert_engine: ExpertEngine,
     /// Optimizer workers.
     pub workers: usize,
     pub isa: Isa,

@@ -2,7 +2,7 @@
 
 use super::plan::Plan;
 use crate::bucket::layout::Tier;
-use crate::device::{DeviceKind, ExpertProducts};
+use crate::device::DeviceKind;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
@@ -132,11 +132,8 @@ impl Plan {
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
         }
-        if self.expert_products == ExpertProducts::Cublaslt {
-            writeln!(f, "  experts     multiplied by cuBLASLt; planned at the rate of the program's own kernels")?;
-        }
-        if let Some(assumed) = self.unknown_grouped() {
-            writeln!(f, "  experts     {assumed}")?;
+        for line in self.experts_told.iter().chain(&self.unknown_grouped()) {
+            writeln!(f, "  experts     {line}")?;
         }
         Ok(())
     }

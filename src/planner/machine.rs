@@ -1,7 +1,7 @@
 //! What the planner knows about a machine.
 
 use crate::config::settings::Settings;
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, ExpertProducts};
 use crate::error::{Error, Result};
 use crate::hardware::profile::{Gpu, Profile};
 use crate::hardware::rates::Rates;
@@ -9,6 +9,16 @@ use crate::host::affinity::workers_beside_others;
 use crate::memory::DeviceMemory;
 use crate::units::Bytes;
 use std::sync::Arc;
+
+/// Whether a machine's cuBLASLt multiplies by experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GroupedLayouts {
+    Usable,
+    /// And why not, in words.
+    Unusable(String),
+    /// Nobody asked: the machine is not here, or has no GPU.
+    Unknown,
+}
 
 /// What a plan may use: the whole host, and GPUs of one kind.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,12 +32,14 @@ pub struct Machine {
     pub device: DeviceMemory,
     /// What each GPU gets of everything while all that train together are busy.
     pub rates: Arc<Rates>,
+    pub grouped_layouts: GroupedLayouts,
 }
 
 impl Machine {
     /// A machine without a GPU and with as much memory as anyone asks for.
     pub fn cpu(cpus: usize) -> Self {
-        Self { cpus, host_bytes: u64::MAX, kind: DeviceKind::Cpu, device: DeviceMemory::Shared, rates: Rates::assumed() }
+        let (kind, device, grouped_layouts) = (DeviceKind::Cpu, DeviceMemory::Shared, GroupedLayouts::Unknown);
+        Self { cpus, host_bytes: u64::MAX, kind, device, rates: Rates::assumed(), grouped_layouts }
     }
 
     /// The machine that `profile` describes, for one of its GPUs.
@@ -68,7 +80,12 @@ impl Machine {
         };
         let kind = if profile.gpu.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu };
         let (cpus, host_bytes) = (profile.host.cpus.value as usize, profile.host.memory_bytes.value as u64);
-        Self { cpus, host_bytes, kind, device, rates: Arc::new(rates) }
+        Self { cpus, host_bytes, kind, device, rates: Arc::new(rates), grouped_layouts: GroupedLayouts::Unknown }
+    }
+
+    /// The same where `by` multiplies by experts, at its rates.
+    pub(super) fn multiplying_experts_by(self, by: ExpertProducts) -> Self {
+        Self { rates: Arc::new(self.rates.multiplying_experts_by(by)), ..self }
     }
 
     /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.

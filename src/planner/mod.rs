@@ -7,6 +7,7 @@ pub(crate) mod choice;
 pub(crate) mod crossing;
 pub(crate) mod display;
 mod early;
+mod experts;
 pub(crate) mod machine;
 mod passes;
 pub(crate) mod plan;

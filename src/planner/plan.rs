@@ -31,6 +31,7 @@ use crate::planner::budget::{
 use crate::planner::choice::{Request, Residency, choose};
 use crate::planner::crossing::Crossing;
 use crate::planner::early::{check_early, early_table};
+use crate::planner::experts::ExpertEngine;
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
@@ -192,6 +193,8 @@ pub struct Plan {
     pub attention: Attention,
     /// How products of experts are computed on a GPU.
     pub expert_products: ExpertProducts,
+    /// Who that is and why, in words; nothing where there are no experts.
+    pub experts_told: Option<String>,
     /// Queries and keys of a block of attention's backward pass, where it goes in several; of the first layer.
     pub attention_block: Option<usize>,
     /// Tokens of a tile of the MLP, where it goes in several.
@@ -285,7 +288,7 @@ impl Plan {
             caps_scores: workload.shape.caps_scores(),
             experts: workload.shape.experts(),
             attention: workload.attention,
-            expert_products: expert_products(settings, workload.shape, workload.dtype, workload.machine.kind)?,
+            expert_products: workload.expert_engine.by,
             attention_block: workload.attention.block(&workload.attention_shapes()[0]),
             mlp_tile: workload.mlp_tile(),
             cuda_libraries: settings.cuda_libraries.iter().cloned().collect(),
@@ -298,6 +301,7 @@ impl Plan {
             trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
             machine: workload.machine,
+            experts_told: workload.expert_engine.told,
             memory: choice.memory,
             transient_bytes: workload.transient_bytes,
             predicted: choice.predicted,
@@ -396,6 +400,7 @@ impl Plan {
             cast: if self.device_casts() { CastSide::Device } else { CastSide::Host },
             without: self.techniques.off(),
             loss_tile: Some(self.loss_tile),
+            expert_products: self.expert_products.into(),
             ..self.settle(settings)
         }
     }
@@ -460,6 +465,7 @@ fn workload<'a>(
         fp8::check(shape, settings.per_device_train_batch_size * settings.seq_length / settings.sequence_ranks)?;
     }
     let workers = settings.threads.unwrap_or(machine.workers());
+    let expert_engine = ExpertEngine::of(settings, shape, dtype, machine)?;
     Ok(Workload {
         shape,
         batch: settings.per_device_train_batch_size,
@@ -493,7 +499,8 @@ fn workload<'a>(
         attention: attention(settings, shape, dtype, machine.kind)?,
         workers,
         isa: isa(settings, techniques)?,
-        machine: machine.limited(settings),
+        machine: machine.limited(settings).multiplying_experts_by(expert_engine.by),
+        expert_engine,
         transient_bytes: transient_bytes(table),
     })
 }
@@ -659,20 +666,6 @@ fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: Device
     }
 }
 
-/// cuBLASLt's are for 16-bit formats and rows of whole vectors of 16 bytes, and on GPUs only.
-fn expert_products(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<ExpertProducts> {
-    if settings.expert_products == ExpertProducts::Own || kind == DeviceKind::Cpu || shape.experts() == 0 {
-        return Ok(ExpertProducts::Own);
-    }
-    let sizes = || shape.layers.iter().filter_map(|layer| layer.mlp.moe()).flat_map(|moe| [shape.channels, moe.ffn.width]);
-    let obstacle = match dtype {
-        Dtype::Float32 => "they are for 16-bit formats; use --dtype bfloat16",
-        _ if sizes().any(|size| !size.is_multiple_of(8)) => "they take multiples of 8 channels, in a token and in an expert",
-        _ => return Ok(ExpertProducts::Cublaslt),
-    };
-    Err(Error::usage(format!("--expert-products cublaslt: {obstacle}")))
-}
-
 /// State passes through one fp32 buffer, a piece of a tensor at a time: first weights as well as checkpoints.
 fn transient_bytes(table: &TensorTable) -> u64 {
     let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
@@ -760,23 +753,6 @@ mod tests {
         // A slot is as long as a whole bucket, also for the last one.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, bytes * plan.layout.flat_elems() + last_slot_excess);
-    }
-
-    #[test]
-    fn cublaslt_multiplies_by_experts_in_16_bits_and_whole_vectors() {
-        let mut olmoe = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
-        let settings = Settings { expert_products: ExpertProducts::Cublaslt, ..Settings::demo() };
-        let chosen = |shape: &ModelShape, dtype, kind| expert_products(&settings, shape, dtype, kind).map_err(|e| e.to_string());
-        let (narrow, gpu) = (Dtype::Bfloat16, DeviceKind::Gpu);
-        assert_eq!(chosen(&olmoe, narrow, gpu), Ok(ExpertProducts::Cublaslt));
-        assert_eq!(chosen(&ModelShape::demo(), narrow, gpu), Ok(ExpertProducts::Own), "it has no experts");
-        assert_eq!(expert_products(&Settings::demo(), &olmoe, narrow, gpu).unwrap(), ExpertProducts::Own);
-        assert!(chosen(&olmoe, Dtype::Float32, gpu).unwrap_err().contains("--expert-products cublaslt: they are for 16-bit formats"));
-        olmoe.channels += 4;
-        assert!(chosen(&olmoe, narrow, gpu).unwrap_err().contains("multiples of 8 channels"));
-        let demo = plan(Settings::demo()).unwrap();
-        let [own, by_cublaslt] = [demo.clone(), Plan { expert_products: ExpertProducts::Cublaslt, ..demo }].map(|plan| plan.to_string());
-        assert!(by_cublaslt.contains("experts     multiplied by cuBLASLt") && !own.contains("cuBLASLt"), "{by_cublaslt}");
     }
 
     #[test]

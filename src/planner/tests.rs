@@ -13,7 +13,6 @@ use crate::config::settings::Settings;
 use crate::data::rows::Packing;
 use crate::device::{Attention, DeviceKind};
 use crate::hardware::profile::Profile;
-use crate::hardware::rates::Rates;
 use crate::memory::{Addressing, DeviceMemory, MemorySpace};
 use crate::model::policy::LayerPolicy;
 use crate::model::presets;
@@ -30,7 +29,7 @@ const GIB: u64 = 1 << 30;
 /// One H200 and 16 cores with 128 GB: what is free on it.
 fn h200() -> Machine {
     let device = DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed };
-    Machine { cpus: 16, host_bytes: 125 * GIB, kind: DeviceKind::Gpu, device, rates: Rates::assumed() }
+    Machine { host_bytes: 125 * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) }
 }
 
 /// Layers, channels, heads, kv heads, ffn, vocabulary, tied.
@@ -784,7 +783,7 @@ proptest! {
         let settings = Settings { per_device_train_batch_size: batch, seq_length: tokens * 512, ..Settings::default() };
         let plan_with = |hbm: u64| {
             let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-            let machine = Machine { cpus: 16, host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Rates::assumed() };
+            let machine = Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
             Plan::new(&settings, &shape, &machine, false).unwrap()
         };
         let (small, large) = (plan_with(hbm), plan_with(hbm + more));

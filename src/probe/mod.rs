@@ -34,13 +34,15 @@ pub(crate) mod workers;
 use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
 use crate::device::cpu::Schedule;
-use crate::device::{Attention, DeviceKind, Engines, Kernels};
+use crate::device::{Attention, DeviceKind, Engines, ExpertProducts, Kernels};
+use crate::dtype::Dtype;
 use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::hardware::gpu::GpuId;
 use crate::hardware::profile::{Contention, CpuDevice as CpuRates, Gpu, Host, Link, Profile, Together, VERSION};
 use crate::hardware::selected_profile::MachineId;
+use crate::hardware::sourced::Curve;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::workers_beside_others;
 use crate::host::doorbell::Doorbell;
@@ -48,10 +50,12 @@ use crate::host::pinned::HostMemory;
 use crate::launch::peer_links::PeerLinks;
 use crate::launch::{devices, gpu, open};
 use crate::memory::{Addressing, DeviceMemory};
+use crate::planner::machine::GroupedLayouts;
 use arithmetic::Arithmetic;
 use contention::Contenders;
 use copies::Copies;
 use facts::ProfileFacts;
+use product::Product;
 use samples::sourced;
 use sharing::Sharers;
 pub(crate) use sizes::ProbeSizes;
@@ -178,9 +182,10 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
             let mut dev = gpu::open(0, options.libraries(), engines, 0, false)?;
             let context = ProbeContext { free_bytes: bytes, addressing, memory: &mut memory, states: &states, pool };
             let share = if gpus.len() > 1 { 0.5 } else { 0.7 };
-            let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, share * time_s, log)?;
+            let (mut gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, share * time_s, log)?;
             let device = crate::device::Device::describe(&dev);
             drop(dev);
+            gpu.cublaslt_grouped_flops_by_rows = measure_grouped_layouts(options, 0.04 * time_s, log)?;
             let together = if gpus.len() > 1 { Some(measure_together(options, &topology, &gpus, 0.2 * time_s, log)?) } else { None };
             (device, Sections { gpu: Some(gpu), link: Some(link), contention: Some(contention), cpu_device: None, together })
         }
@@ -241,12 +246,29 @@ pub(crate) fn measure_device<D: Kernels>(
         matmul_share_by_least_dim: products.share_by_least_dim,
         fp8_matmul_flops: in_fp8.map(|samples| samples.sourced()),
         grouped_flops_by_rows: Some(grouped_by_rows),
+        cublaslt_grouped_flops_by_rows: None,
         attention_forward_flops: attention.forward.sourced(),
         attention_backward_flops: attention.backward.sourced(),
         launch_s: small.launch_s.sourced(),
         kernel_s: small.kernel_s.sourced(),
     };
     Ok((gpu, link, contention))
+}
+
+/// How fast cuBLASLt multiplies by experts on the first GPU, where it can.
+///
+/// # Errors
+/// The device's.
+fn measure_grouped_layouts(options: &ProbeOptions, time_s: f64, log: &mut dyn FnMut(&dyn Display)) -> Result<Option<Curve>> {
+    if let GroupedLayouts::Unusable(why) = gpu::grouped_layouts(&options.libraries()) {
+        log(&format_args!("gpu: products of experts by this program's kernels alone: {why}"));
+        return Ok(None);
+    }
+    log(&format_args!("gpu: products of experts by cuBLASLt"));
+    let engines = Engines { expert_products: ExpertProducts::Cublaslt, ..Engines::OWN };
+    let mut dev = gpu::open(0, options.libraries(), engines, 0, false)?;
+    let room = Product::new(&mut dev, Dtype::Bfloat16, ProbeSizes::GPU.product)?;
+    grouped::measure(&mut Timer::new(&mut dev)?, room, time_s).map(Some)
 }
 
 /// Measures `gpus` of the machine of `topology`, all busy at once, for about `time_s`.

@@ -44,7 +44,7 @@ fn model(name: &str, layers: usize) -> ModelShape {
 
 fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
     let device = DeviceMemory::Own { bytes: hbm * GIB, addressing: Addressing::Managed };
-    Machine { cpus: 16, host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Arc::new(rates) }
+    Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Arc::new(rates), ..Machine::cpu(16) }
 }
 
 /// A simulated schedule may be a little longer where everything is faster: work that ends earlier lets other work begin first

@@ -6,9 +6,9 @@ use super::observer::Observer;
 use crate::checkpoint::Loaded;
 use crate::config::checks::STEP_TOKENS_MAX;
 use crate::config::describe;
-use crate::config::options::RunPart;
+use crate::config::options::{ExpertProductsChoice, RunPart};
 use crate::config::settings::Settings;
-use crate::device::{Attention, DeviceKind};
+use crate::device::{Attention, DeviceKind, ExpertProducts};
 use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::model::fp8;
@@ -72,11 +72,12 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
     run.insert(COMPUTED_WITH.into(), now);
 }
 
-/// `settings`, and what the checkpoint says where they say nothing; a person is told where they say something else.
+/// `settings`, and what the checkpoint says where they say nothing; a person is told where they say something else. `on_gpu`: whether the run goes
+/// on there.
 ///
 /// # Errors
 /// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
-pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn Observer) -> Result<Settings> {
+pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, observer: &mut dyn Observer) -> Result<Settings> {
     let (then, sequence_ranks) = (step_shape(loaded)?, numeric(loaded, SEQUENCE_RANKS));
     let is_allowed = settings.allow_changed.contains(&RunPart::Numerics);
     expect_same_degree(settings, sequence_ranks)?;
@@ -95,6 +96,11 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, observer: &mut dyn 
         gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
         gradient_accumulation_steps: Some(accumulation),
         loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
+        expert_products: match settings.expert_products {
+            asked if is_allowed || !on_gpu => asked,
+            asked => expert_products(asked, said(loaded, EXPERT_PRODUCTS))
+                .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{EXPERT_PRODUCTS}: {e}")))?,
+        },
         ..settings.clone()
     };
     if settings.gradient_accumulation_steps.is_none() && kept.splits().is_err() {
@@ -129,8 +135,7 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
 
 /// The number that the checkpoint's numerics say of `what`, which was 1 before they did; another than any run has where that makes no sense.
 fn numeric(loaded: &Loaded, what: &str) -> usize {
-    let said = loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what));
-    said.map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
+    said(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
 }
 
 /// Checkpoints of before there were shares say the micro-batches among their settings.
@@ -151,9 +156,22 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     Ok(shape)
 }
 
+/// What the checkpoint's numerics say of `what`.
+fn said<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
+    loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
+}
+
+/// Who multiplies by experts: who did `then`, unless another is `asked` for. Own kernels did before there was a choice.
+fn expert_products(asked: ExpertProductsChoice, then: Option<&Value>) -> serde_json::Result<ExpertProductsChoice> {
+    match (asked, then) {
+        (ExpertProductsChoice::Auto, Some(then)) => ExpertProducts::deserialize(then).map(ExpertProductsChoice::from),
+        (ExpertProductsChoice::Auto, None) => Ok(ExpertProductsChoice::Own),
+        (asked, _) => Ok(asked),
+    }
+}
+
 fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
-    let numerics = loaded.manifest().run.get(RunPart::Numerics.name());
-    let Some(tile) = numerics.and_then(|numerics| numerics.get(LOSS_TILE)) else { return Ok(None) };
+    let Some(tile) = said(loaded, LOSS_TILE) else { return Ok(None) };
     let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
     let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
     if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
@@ -163,6 +181,17 @@ fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
 mod tests {
     use super::*;
     use crate::train::tests::Heard;
+
+    #[test]
+    fn a_run_goes_on_with_who_multiplied_by_experts_unless_another_is_asked_for() {
+        let asked = |asked, then: Option<Value>| expert_products(asked, then.as_ref());
+        let (auto, own, cublaslt) = (ExpertProductsChoice::Auto, ExpertProductsChoice::Own, ExpertProductsChoice::Cublaslt);
+        assert_eq!(asked(auto, Some(json!(ExpertProducts::Cublaslt))).unwrap(), cublaslt);
+        assert_eq!(asked(auto, Some(json!(ExpertProducts::Own))).unwrap(), own);
+        assert_eq!(asked(auto, None).unwrap(), own, "a checkpoint of before");
+        assert_eq!(asked(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
+        assert!(asked(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+    }
 
     #[test]
     fn another_driver_is_told_and_kept_and_no_change_is_not() {

@@ -101,7 +101,7 @@ pub(super) fn prepare<'a>(
         .iter()
         .for_each(|line| observer.warn(line));
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
-    let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, observer)).transpose()?;
+    let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
     let mut known = known_sources(settings, resumed.as_ref());

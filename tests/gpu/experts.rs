@@ -21,28 +21,33 @@ const ACTIVATIONS: [ExpertActivation; 2] = [ExpertActivation::Swiglu, ExpertActi
 /// Beyond the fp32 sum of a row: its terms are activations, some roundings and an exponential from the exact ones.
 const ACTIVATION_ROUNDINGS: f64 = 40.0;
 
+/// Products alone, by whoever multiplies by experts on the device of the suite.
+pub fn products<W: Write>(suite: &mut Suite<'_, W>) {
+    let by_cublaslt = suite.bench.by_cublaslt;
+    let by = if by_cublaslt { ", by cuBLASLt" } else { "" };
+    // It takes narrow formats and rows of whole vectors alone.
+    let takes = |dtype: Dtype, outs: usize, ins: usize| !by_cublaslt || (dtype != FP32 && outs.is_multiple_of(8) && ins.is_multiple_of(8));
+    for (dtype, layout) in FLOATS.into_iter().flat_map(|dtype| MatmulLayout::ALL.map(|layout| (dtype, layout))) {
+        for (outs, ins) in [(1, 1), (7, 5), (40, 64), (136, 200), (130, 33)].into_iter().filter(|(outs, ins)| takes(dtype, *outs, *ins)) {
+            for bounds in BOUNDS {
+                let name = format!("grouped_matmul {layout:?} {dtype} {outs}x{ins}, segments {bounds:?}{by}");
+                suite.case(&name, |bench, random| product(bench, random, dtype, (layout, outs, ins), bounds));
+            }
+        }
+        if suite.full(dtype) && takes(dtype, 1536, 2048) {
+            let bounds: Vec<i32> = (0..=8).map(|e| e * e * 64).collect();
+            let name = format!("grouped_matmul {layout:?} {dtype} 1536x2048, 8 experts{by}");
+            suite.case(&name, |bench, random| product(bench, random, dtype, (layout, 1536, 2048), &bounds));
+        }
+    }
+}
+
 /// Where segments begin: one row, no row in front, between and behind, rows that fill no tile, one expert for all.
 const BOUNDS: [&[i32]; 5] = [&[0, 1], &[0, 0, 3, 3, 70, 199, 200, 200], &[0, 200], &[0, 0, 0, 300], &[0, 128, 129, 257, 300]];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
+    products(suite);
     for dtype in FLOATS {
-        for layout in MatmulLayout::ALL {
-            for (outs, ins) in [(1, 1), (7, 5), (40, 64), (136, 200), (130, 33)] {
-                // cuBLASLt takes narrow formats and rows of whole vectors alone.
-                if suite.bench.by_cublaslt && (dtype == FP32 || outs % 8 + ins % 8 > 0) {
-                    continue;
-                }
-                for bounds in BOUNDS {
-                    let name = format!("grouped_matmul {layout:?} {dtype} {outs}x{ins}, segments {bounds:?}");
-                    suite.case(&name, |bench, random| product(bench, random, dtype, (layout, outs, ins), bounds));
-                }
-            }
-            if suite.full(dtype) && !(suite.bench.by_cublaslt && dtype == FP32) {
-                let bounds: Vec<i32> = (0..=8).map(|e| e * e * 64).collect();
-                let name = format!("grouped_matmul {layout:?} {dtype} 1536x2048, 8 experts");
-                suite.case(&name, |bench, random| product(bench, random, dtype, (layout, 1536, 2048), &bounds));
-            }
-        }
         for (tokens, top_k, cols) in [(1, 1, 1), (5, 2, 7), (33, 3, 64), (300, 4, 45)] {
             let shape = RouteShape { tokens, experts: 6, top_k, rule: RouterRule::Chosen };
             for (kind, choices) in [("spread", spread as fn(&mut Random, RouteShape) -> Vec<i32>), ("all to one", to_one)] {

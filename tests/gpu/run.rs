@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::experts;
 use super::faults;
 use super::harness::{Bench, Harness};
 use super::kernels::{self, Suite};
@@ -18,11 +19,13 @@ use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Ker
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
 use superoffload::internals::dtype::Dtype;
+#[cfg(feature = "cuda")]
+use superoffload::internals::launch::gpu::grouped_layouts;
 use superoffload::internals::launch::{cpu_engine, on_cpus};
 #[cfg(feature = "cuda")]
 use superoffload::internals::launch::{gpu_engine, on_gpus};
-use superoffload::internals::planner::Machine;
-use superoffload::{Error, Result};
+use superoffload::internals::planner::{GroupedLayouts, Machine};
+use superoffload::{Error, Result, TrainOptions};
 
 /// Steps of a training run, and of one on the CPU device, of which tests/exactness.rs has many more.
 #[cfg(feature = "cuda")]
@@ -52,9 +55,9 @@ pub struct Request {
     #[arg(long, value_enum, default_value_t = GpuAttention::Cudnn)]
     attention: GpuAttention,
 
-    /// Who computes products of experts on the GPU.
-    #[arg(long, value_enum, default_value_t = ExpertProducts::Own)]
-    expert_products: ExpertProducts,
+    /// Who computes products of experts on the GPU [default: cuBLASLt where it can, as in training].
+    #[arg(long, value_enum)]
+    expert_products: Option<ExpertProducts>,
 
     /// Look for NVIDIA's libraries here first.
     #[arg(long, value_name = "DIR")]
@@ -103,12 +106,25 @@ enum GpuAttention {
 
 impl Request {
     /// The settings of trainings on the GPU, as a file says them.
-    #[cfg(feature = "cuda")]
-    fn said(&self) -> String {
+    ///
+    /// # Errors
+    /// `Usage` when that file would be refused: found out where there is no GPU, too.
+    fn said(&self) -> Result<String> {
         let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
-        let by_cublaslt = (self.expert_products == ExpertProducts::Cublaslt).then(|| "expert_products = \"cublaslt\"\n".into());
-        let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda_libraries = {:?}\n", dir.display().to_string()));
-        ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(by_cublaslt).chain(libraries).collect()
+        let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
+        let said: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
+        toml::from_str::<TrainOptions>(&said).map_err(Error::usage)?;
+        Ok(said)
+    }
+
+    /// Whether cuBLASLt multiplies by experts on the GPU: as asked for, or as in training.
+    #[cfg(feature = "cuda")]
+    fn grouped_layouts(&self) -> GroupedLayouts {
+        match self.expert_products {
+            None => grouped_layouts(self.cuda_libraries.as_slice()),
+            Some(ExpertProducts::Cublaslt) => GroupedLayouts::Usable,
+            Some(ExpertProducts::Own) => GroupedLayouts::Unknown,
+        }
     }
 
     fn wants(&self, device: Tested) -> bool {
@@ -125,6 +141,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     if request.lose_gpu {
         return lose_gpu().map(|()| report);
     }
+    let said = request.said()?;
     if request.wants(Tested::Cpu) {
         // More threads than cores and than the reference has; then streams that run in any order that their events allow.
         cpu(&mut report, request, 5, Schedule::Threads)?;
@@ -132,7 +149,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     }
     let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
     match gpu {
-        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request)?,
+        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &said)?,
         Ok(()) => {}
         Err(why) if request.require_gpu => return Err(why),
         Err(why) => report.say(&format!("cuda: skipped ({why})")),
@@ -151,7 +168,7 @@ fn find_gpu() -> Result<()> {
 }
 
 #[cfg(feature = "cuda")]
-fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
+fn cuda<W: Write>(report: &mut Report<W>, request: &Request, settings: &str) -> Result<()> {
     use superoffload::internals::device::{
         Attention, Engines,
         cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus},
@@ -159,9 +176,8 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
     use superoffload::internals::memory::DeviceMemory;
     let is_plain = request.attention == GpuAttention::Plain;
     let attention = if is_plain { Attention::Plain } else { Attention::Cudnn { deterministic: true } };
-    let settings = &request.said();
-    let machine =
-        Machine { kind: DeviceKind::Gpu, device: DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? }, ..Machine::cpu(4) };
+    let device = DeviceMemory::Own { bytes: free_bytes(0)?, addressing: probe(0)? };
+    let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: request.grouped_layouts(), ..Machine::cpu(4) };
     let subject = Subject {
         engine: &|plan, shape, topology| gpu_engine(plan, shape, topology, request.portable),
         machine,
@@ -170,21 +186,20 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request) -> Result<()> {
         overlaps: true,
         steps: if request.small { STEPS } else { FULL_STEPS },
     };
-    let engines = Engines { attention, expert_products: request.expert_products };
-    let libraries = request.cuda_libraries.iter().cloned().collect();
-    let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable };
-    let open_at = |ordinal| -> Result<Box<dyn Kernels>> {
+    let open_at = |ordinal, expert_products| -> Result<Box<dyn Kernels>> {
+        let (libraries, engines) = (request.cuda_libraries.iter().cloned().collect(), Engines { attention, expert_products });
+        let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable };
         // SAFETY: as for the CPU, and tokens lie inside of their tables.
         Ok(Box::new(unsafe { CudaDevice::new(ordinal, &options) }?))
     };
-    conform(report, request, &|| open_at(0), &subject, !request.small)?;
+    conform(report, request, &|by| open_at(0, by), &subject, !request.small)?;
     let ranks = Ranks {
         launch: &|plan, shape, topology, training| on_gpus(plan, shape, topology, request.portable, training),
         machine: subject.machine.clone(),
         settings,
         devices: visible_gpus()?.len(),
         overlaps: true,
-        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank)?, rank, disturbance),
+        disturb: &|rank, disturbance| multiply_now_and_then(&mut *open_at(rank, ExpertProducts::Own)?, rank, disturbance),
         steps: STEPS,
         late_runs: if request.small { 5 } else { 100 },
     };
@@ -224,7 +239,7 @@ fn lose_gpu() -> Result<()> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda<W: Write>(_: &mut Report<W>, _: &Request) -> Result<()> {
+fn cuda<W: Write>(_: &mut Report<W>, _: &Request, _: &str) -> Result<()> {
     find_gpu()
 }
 
@@ -248,7 +263,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         overlaps: false,
         steps: if request.full { FULL_STEPS } else { CPU_STEPS },
     };
-    let open = || cpu_device(threads, schedule);
+    let open = |_| cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;
     if schedule != Schedule::Threads {
         // tests/exactness.rs has the adversary meet up to four devices.
@@ -274,11 +289,11 @@ fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
     Ok(Box::new(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }?))
 }
 
-/// Everything that is asked for, on the device that `open` opens. The engines of `subject` open their own.
+/// Everything that is asked for, on devices that `open` opens. The engines of `subject` open their own.
 fn conform<D: Kernels, W: Write>(
     report: &mut Report<W>,
     request: &Request,
-    open: &dyn Fn() -> Result<Box<dyn Kernels>>,
+    open: &dyn Fn(ExpertProducts) -> Result<Box<dyn Kernels>>,
     subject: &Subject<'_, D>,
     full: bool,
 ) -> Result<()> {
@@ -286,12 +301,16 @@ fn conform<D: Kernels, W: Write>(
     // The sizes of real workloads take the reference a while.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
-    let by_cublaslt = request.expert_products == ExpertProducts::Cublaslt && subject.machine.kind == DeviceKind::Gpu;
-    let mut bench = Bench { subject: Harness::new(open()?, bytes)?, reference, same_bits: subject.same_bits, full, by_cublaslt };
+    let own = Harness::new(open(ExpertProducts::Own)?, bytes)?;
+    let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };
     report.begin(&format!("{}: {}{kernels}", bench.subject.dev.describe(), subject.settings.trim_end().replace('\n', ", ")));
     kernels::run(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
     faults::run(report, &mut bench.subject);
+    if subject.machine.grouped_layouts == GroupedLayouts::Usable {
+        (bench.subject, bench.by_cublaslt) = (Harness::new(open(ExpertProducts::Cublaslt)?, bytes)?, true);
+        experts::products(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
+    }
     // A GPU has no room for two who take what they find.
     drop(bench);
     training::run(report, subject);

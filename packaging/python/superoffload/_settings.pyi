@@ -156,8 +156,8 @@ class Settings(TypedDict, total=False):
     """Page sizes of host memory [default: auto]."""
     attention: Literal["auto", "cudnn", "plain"]
     """Who computes attention on a GPU [default: auto]."""
-    expert_products: Literal["own", "cublaslt"]
-    """Who computes products of experts on a GPU [default: own]."""
+    expert_products: Literal["auto", "own", "cublaslt"]
+    """Who computes products of experts on a GPU [default: auto]."""
     nondeterministic: bool
     """Allow GPU kernels whose results may differ between runs in the last bit [default: false]."""
     cuda_libraries: str | PathLike[str]

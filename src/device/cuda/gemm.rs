@@ -111,6 +111,16 @@ struct MatmulKey {
     alignments: [u16; 5],
 }
 
+/// Why the cuBLASLt that is found does not multiply by experts on a GPU of this generation, if it does not.
+///
+/// # Errors
+/// `Resource` when there is none.
+pub(super) fn grouped_obstacle(libraries: &Libraries, generation: i32) -> Result<Option<String>> {
+    let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
+    // SAFETY: takes nothing, and needs no context.
+    Ok(groups::obstacle(unsafe { (lt.version)() }, generation))
+}
+
 /// The library, the plans made so far, and the memory that they share.
 pub(super) struct Gemm {
     lt: CublasLt,

@@ -166,6 +166,14 @@ pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
 
+/// Why cuBLASLt, found in the folders `named` or the usual places, does not multiply by experts on the first visible GPU, if it does not.
+///
+/// # Errors
+/// `Resource` when there is no GPU or no cuBLASLt.
+pub(crate) fn grouped_obstacle(named: &[PathBuf]) -> Result<Option<String>> {
+    gemm::grouped_obstacle(&Libraries::new(named, newest_cuda()?), generation(visible_gpu(0)?.as_raw())?)
+}
+
 impl CudaDevice {
     /// Opens the visible GPU `ordinal`, counted from 0, and loads the kernels.
     ///

@@ -43,7 +43,7 @@ impl SimulatedRun {
     pub(crate) fn new(settings: Settings) -> Self {
         let shape = presets::shape("model", Path::new("llama-8b")).unwrap().with_layers(12);
         let device = DeviceMemory::Own { bytes: 30 << 30, addressing: Addressing::Managed };
-        let machine = Machine { cpus: 16, host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, rates: Rates::assumed() };
+        let machine = Machine { host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
         // Where updates are written early, its pool is not in the way.
         let without = vec![Technique::EarlyCommit];
         Self { settings: Settings { per_device_train_batch_size: 4, seq_length: 4096, without, ..settings }, shape, machine }

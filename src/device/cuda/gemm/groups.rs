@@ -47,9 +47,14 @@ impl GroupProducts {
     /// For a GPU of `generation`, with cuBLASLt as `version` says.
     ///
     /// # Errors
-    /// `Unsupported` when either lacks grouped layouts, with what has them; `Resource` when there is no memory.
+    /// `Unsupported` with the [`obstacle`]; `Resource` when there is no memory.
     pub(super) fn new(libraries: &Libraries, version: usize, generation: i32) -> Result<Self> {
-        check_support(version, generation)?;
+        if let Some(obstacle) = obstacle(version, generation) {
+            return Err(Error::Unsupported(format!(
+                "--expert-products cublaslt: {obstacle}; or use --expert-products own (where the run began otherwise with --allow-changed \
+                 numerics)"
+            )));
+        }
         let layouts = GroupedLayouts::bind(&libraries.open(&CUBLASLT)?)?;
         // SAFETY: kernels write what is read.
         let tables = unsafe { DeviceBuffer::uninitialized(GroupTables::BYTES) }
@@ -155,21 +160,13 @@ fn mean(shape: GroupedShape, size: GroupSize) -> i64 {
     mean as i64
 }
 
-/// # Errors
-/// `Unsupported` when this cuBLASLt, or a GPU of this generation, has no grouped layouts that are used here.
-fn check_support(version: usize, generation: i32) -> Result<()> {
-    let unsupported = |what: String| {
-        Err(Error::Unsupported(format!(
-            "products of experts by cuBLASLt: {what}; or leave out --expert-products, for the program's own kernels"
-        )))
-    };
-    if version < OLDEST {
-        return unsupported(format!("this is {version}, they need {OLDEST} or newer (pip install 'nvidia-cublas>=13.8')"));
-    }
+/// Why no grouped layouts of cuBLASLt are used in this `version` of it, on a GPU of this generation.
+pub(super) fn obstacle(version: usize, generation: i32) -> Option<String> {
     if !GENERATIONS.contains(&generation) {
-        return unsupported(format!("they need Hopper, or Blackwell in data centres, not a GPU of compute capability {generation}"));
+        return Some(format!("cuBLASLt does it on Hopper and Blackwell in data centres, this GPU's compute capability is {generation}"));
     }
-    Ok(())
+    (version < OLDEST)
+        .then(|| format!("cuBLASLt does it from {OLDEST} on, and faster, this is {version} (pip install 'nvidia-cublas>=13.8')"))
 }
 
 #[cfg(test)]
@@ -179,10 +176,10 @@ mod tests {
 
     #[test]
     fn old_libraries_and_other_gpus_are_told_what_is_needed() {
-        assert!(check_support(130_800, 9).is_ok() && check_support(131_000, 10).is_ok());
-        let refused = |version, generation| check_support(version, generation).unwrap_err().to_string();
-        assert!(refused(130_799, 9).contains("this is 130799, they need 130800 or newer"), "{}", refused(130_799, 9));
-        assert!(refused(130_800, 8).contains("compute capability 8") && refused(130_800, 12).contains("leave out --expert-products"));
+        assert_eq!([obstacle(130_800, 9), obstacle(131_000, 10)], [None, None]);
+        let said = |version, generation| obstacle(version, generation).unwrap();
+        assert!(said(130_799, 9).starts_with("cuBLASLt does it from 130800 on, and faster, this is 130799"), "{}", said(130_799, 9));
+        assert!(said(130_800, 8).contains("compute capability is 8") && said(130_800, 12).contains("compute capability is 12"));
     }
 
     #[test]

@@ -1,0 +1,142 @@
+//! How fast a device multiplies by experts, by each of those who can.
+
+use super::profile::{CpuDevice, Gpu};
+use super::sourced::{Curve, Points};
+use crate::device::ExpertProducts;
+
+/// Share of a GPU's single products that own kernels are taken to reach until a profile says it. Assumed: on an H200, whose kernels are Hopper's
+/// own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
+const OWN_SHARE: f64 = 0.55;
+/// The same of cuBLASLt's grouped layouts: on an H200 0.96 and more at the shapes of three models (`paper-figures/results/h200-grouped.jsonl`).
+const CUBLASLT_SHARE: f64 = 0.9;
+/// On CPUs they are single products, one after the other.
+const SHARE_OF_CPUS: f64 = 1.0;
+
+/// How fast one of them is.
+#[derive(Clone, Debug, PartialEq)]
+enum GroupedRate {
+    /// FLOPs a second by the mean rows of an expert.
+    Measured(Points),
+    /// A share of what single products of an expert's size get.
+    Assumed(f64),
+}
+
+impl GroupedRate {
+    /// What was measured, else the share that is assumed.
+    fn new(measured: Option<&Curve>, assumed: f64) -> Self {
+        measured.map_or(Self::Assumed(assumed), |curve| Self::Measured(curve.value.clone()))
+    }
+
+    fn faster(&self, factor: f64) -> Self {
+        match self {
+            Self::Measured(curve) => Self::Measured(curve.faster(factor)),
+            Self::Assumed(share) => Self::Assumed(*share),
+        }
+    }
+}
+
+/// All rates, and who does it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct GroupedRates {
+    own: GroupedRate,
+    cublaslt: GroupedRate,
+    by: ExpertProducts,
+}
+
+impl GroupedRates {
+    pub(super) fn of_gpu(gpu: &Gpu) -> Self {
+        let own = GroupedRate::new(gpu.grouped_flops_by_rows.as_ref(), OWN_SHARE);
+        let cublaslt = GroupedRate::new(gpu.cublaslt_grouped_flops_by_rows.as_ref(), CUBLASLT_SHARE);
+        Self { own, cublaslt, by: ExpertProducts::Own }
+    }
+
+    pub(super) fn of_cpus(cpus: &CpuDevice) -> Self {
+        let own = GroupedRate::new(cpus.grouped_flops_by_rows.as_ref(), SHARE_OF_CPUS);
+        Self { cublaslt: own.clone(), own, by: ExpertProducts::Own }
+    }
+
+    /// As fast as single products.
+    #[cfg(test)]
+    pub(super) fn whole() -> Self {
+        let [own, cublaslt] = [GroupedRate::Assumed(1.0), GroupedRate::Assumed(1.0)];
+        Self { own, cublaslt, by: ExpertProducts::Own }
+    }
+
+    /// The same where another multiplies.
+    pub(super) fn by(self, by: ExpertProducts) -> Self {
+        Self { by, ..self }
+    }
+
+    /// Of a device that computes `factor` times as fast.
+    pub(super) fn faster(&self, factor: f64) -> Self {
+        Self { own: self.own.faster(factor), cublaslt: self.cublaslt.faster(factor), by: self.by }
+    }
+
+    fn chosen(&self) -> &GroupedRate {
+        match self.by {
+            ExpertProducts::Own => &self.own,
+            ExpertProducts::Cublaslt => &self.cublaslt,
+        }
+    }
+
+    /// FLOPs a second where experts have `rows` each on average; `single` is what a single product of an expert gets.
+    pub(super) fn flops(&self, rows: usize, single: f64) -> f64 {
+        match self.chosen() {
+            GroupedRate::Measured(by_rows) => by_rows.at(rows as f64),
+            GroupedRate::Assumed(share) => share * single,
+        }
+    }
+
+    /// The share of single products' rate that is assumed, where nobody measured it.
+    pub(super) fn assumed_share(&self) -> Option<f64> {
+        match self.chosen() {
+            GroupedRate::Measured(_) => None,
+            GroupedRate::Assumed(share) => Some(*share),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::ExpertProducts;
+    use crate::hardware::profile::{ASSUMED, Gpu, Profile};
+    use crate::hardware::rates::Rates;
+    use crate::hardware::sourced::{Curve, Points};
+    use std::path::Path;
+
+    /// The assumed machine's rates where its GPU's profile says `own` and `cublaslt`, after a way through a file.
+    fn rates(own: Option<Points>, cublaslt: Option<Points>) -> Rates {
+        let mut profile = Profile::load(ASSUMED).unwrap();
+        let curve = |value| Curve { value, source: String::new(), spread: None, others: Vec::new() };
+        let gpu = profile.gpu.take().unwrap();
+        let gpu = Gpu { grouped_flops_by_rows: own.map(curve), cublaslt_grouped_flops_by_rows: cublaslt.map(curve), ..gpu };
+        profile.gpu = Some(gpu);
+        Rates::of(&Profile::parse(&profile.to_string(), Path::new("x")).unwrap())
+    }
+
+    #[test]
+    fn products_of_experts_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
+        let assumed = rates(None, None);
+        for (by, share) in [(ExpertProducts::Own, 0.55), (ExpertProducts::Cublaslt, 0.9)] {
+            let assumed = assumed.multiplying_experts_by(by);
+            assert_eq!(assumed.grouped_flops(2048, 512), share * assumed.matmul_flops(512));
+            assert_eq!(assumed.grouped_flops(64, 512), share * assumed.matmul_flops(64));
+            let said =
+                format!("products of experts at {:.0} % of the rate of single ones, assumed: h200-pcie5 does not say", 100.0 * share);
+            assert_eq!(assumed.unknown_grouped(), Some(said));
+            assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
+        }
+    }
+
+    #[test]
+    fn each_of_those_who_multiply_has_a_rate_of_its_own() {
+        let curve = |few, many| Some(Points(vec![(128.0, few), (2048.0, many)]));
+        let own = rates(curve(1e14, 3e14), curve(2e14, 4e14));
+        let by_cublaslt = own.multiplying_experts_by(ExpertProducts::Cublaslt);
+        assert_eq!([128, 512, 4096].map(|rows| own.grouped_flops(rows, 512)), [1e14, 2e14, 3e14]);
+        assert_eq!([128, 512, 4096].map(|rows| by_cublaslt.grouped_flops(rows, 512)), [2e14, 3e14, 4e14]);
+        assert_eq!([&own, &by_cublaslt].map(Rates::unknown_grouped), [None, None]);
+        assert_eq!(by_cublaslt.with_faster_device(2.0).grouped_flops(128, 512), 4e14);
+        assert_eq!(by_cublaslt.multiplying_experts_by(ExpertProducts::Own), own);
+    }
+}

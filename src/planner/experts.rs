@@ -1,0 +1,118 @@
+//! Who multiplies by experts: cuBLASLt where it can, which is faster, else own kernels.
+
+use super::machine::{GroupedLayouts, Machine};
+use crate::config::options::ExpertProductsChoice;
+use crate::config::settings::Settings;
+use crate::device::{DeviceKind, ExpertProducts};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::model::shape::ModelShape;
+
+/// Who does it, and what a person is told of it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ExpertEngine {
+    pub(crate) by: ExpertProducts,
+    pub(crate) told: Option<String>,
+}
+
+impl ExpertEngine {
+    /// Own kernels, and nothing to tell.
+    const OWN: Self = Self { by: ExpertProducts::Own, told: None };
+
+    /// What `settings` ask for; `auto` is by what the machine has.
+    ///
+    /// # Errors
+    /// `Usage` when cuBLASLt is asked for what it has not.
+    pub(super) fn of(settings: &Settings, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<Self> {
+        if machine.kind == DeviceKind::Cpu || shape.experts() == 0 {
+            return Ok(Self::OWN);
+        }
+        let by_cublaslt = Self { by: ExpertProducts::Cublaslt, told: Some("multiplied by cuBLASLt".into()) };
+        let own = |why: &str| Self { told: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
+        Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
+            (ExpertProductsChoice::Own, ..) => Self { told: Some("multiplied by this program's kernels".into()), ..Self::OWN },
+            (ExpertProductsChoice::Cublaslt, Some(obstacle), _) => {
+                return Err(Error::usage(format!("--expert-products cublaslt: {obstacle}; or use --expert-products own")));
+            }
+            (ExpertProductsChoice::Auto, Some(obstacle), _) => own(obstacle),
+            (ExpertProductsChoice::Cublaslt, None, _) | (_, None, GroupedLayouts::Usable) => by_cublaslt,
+            (_, None, GroupedLayouts::Unusable(why)) => own(why),
+            (_, None, GroupedLayouts::Unknown) => {
+                own("a run has cuBLASLt do it, which is faster, where that is 13.8 or newer on Hopper or Blackwell; \
+                 --expert-products cublaslt plans so")
+            }
+        })
+    }
+}
+
+/// cuBLASLt's are for 16-bit formats and rows of whole vectors of 16 bytes.
+fn obstacle(shape: &ModelShape, dtype: Dtype) -> Option<&'static str> {
+    let mut sizes = shape.layers.iter().filter_map(|layer| layer.mlp.moe()).flat_map(|moe| [shape.channels, moe.ffn.width]);
+    match dtype {
+        Dtype::Float32 => Some("cuBLASLt's are for 16-bit formats; use --dtype bfloat16"),
+        _ if sizes.any(|size| !size.is_multiple_of(8)) => Some("cuBLASLt's take multiples of 8 channels, in a token and in an expert"),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::plan::Plan;
+
+    fn olmoe() -> ModelShape {
+        crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap()
+    }
+
+    fn gpu(grouped_layouts: GroupedLayouts) -> Machine {
+        Machine { kind: DeviceKind::Gpu, grouped_layouts, ..Machine::cpu(4) }
+    }
+
+    fn engine(choice: ExpertProductsChoice, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<ExpertEngine> {
+        ExpertEngine::of(&Settings { expert_products: choice, ..Settings::demo() }, shape, dtype, machine)
+    }
+
+    #[test]
+    fn cublaslt_multiplies_by_experts_in_16_bits_and_whole_vectors() {
+        let (mut shape, machine, narrow) = (olmoe(), gpu(GroupedLayouts::Usable), Dtype::Bfloat16);
+        let by = |choice, shape: &ModelShape, dtype| engine(choice, shape, dtype, &machine).map(|engine| engine.by);
+        for choice in [ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt] {
+            assert_eq!(by(choice, &shape, narrow).unwrap(), ExpertProducts::Cublaslt);
+            assert_eq!(engine(choice, &ModelShape::demo(), narrow, &machine).unwrap(), ExpertEngine::OWN, "it has no experts");
+            assert_eq!(engine(choice, &shape, narrow, &Machine::cpu(4)).unwrap(), ExpertEngine::OWN);
+        }
+        assert_eq!(by(ExpertProductsChoice::Own, &shape, narrow).unwrap(), ExpertProducts::Own);
+        let refused = |shape: &ModelShape, dtype| by(ExpertProductsChoice::Cublaslt, shape, dtype).unwrap_err().to_string();
+        assert!(refused(&shape, Dtype::Float32).contains("--expert-products cublaslt: cuBLASLt's are for 16-bit formats"));
+        assert_eq!(by(ExpertProductsChoice::Auto, &shape, Dtype::Float32).unwrap(), ExpertProducts::Own);
+        shape.channels += 4;
+        assert!(refused(&shape, narrow).contains("multiples of 8 channels"));
+        assert_eq!(by(ExpertProductsChoice::Auto, &shape, narrow).unwrap(), ExpertProducts::Own);
+    }
+
+    #[test]
+    fn auto_takes_what_the_machine_has_and_says_why() {
+        let of = |choice, layouts| engine(choice, &olmoe(), Dtype::Bfloat16, &gpu(layouts)).unwrap();
+        let old = || GroupedLayouts::Unusable("cuBLASLt is 13.1".into());
+        let auto = of(ExpertProductsChoice::Auto, old());
+        assert_eq!(auto.told.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
+        let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
+        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("--expert-products cublaslt plans so"));
+        // Who asks for it is told by the device where it is missing.
+        let asked = of(ExpertProductsChoice::Cublaslt, old());
+        assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, told: Some("multiplied by cuBLASLt".into()) });
+    }
+
+    #[test]
+    fn plans_are_made_at_the_rate_of_whoever_multiplies() {
+        let device = crate::memory::DeviceMemory::Own { bytes: 1 << 40, addressing: crate::memory::Addressing::Separate };
+        let machine = Machine { device, ..gpu(GroupedLayouts::Usable) };
+        let settings = Settings { per_device_train_batch_size: 8, seq_length: 4096, ..Settings::demo() };
+        let plan = |expert_products| Plan::new(&Settings { expert_products, ..settings.clone() }, &olmoe(), &machine, false).unwrap();
+        let [own, by_cublaslt] = [ExpertProductsChoice::Own, ExpertProductsChoice::Auto].map(plan);
+        let step_s = |plan: &Plan| plan.predicted.as_ref().unwrap().step_s;
+        assert!(step_s(&by_cublaslt) < step_s(&own));
+        assert!(by_cublaslt.to_string().contains("  experts     multiplied by cuBLASLt"), "{by_cublaslt}");
+        assert!(own.to_string().contains("  experts     multiplied by this program's kernels"), "{own}");
+    }
+}
