@@ -3,6 +3,7 @@
 use crate::bucket::layout::Tier;
 use crate::config::options::Strategy;
 use crate::data::packing::Dataset;
+use crate::device::ExpertProducts;
 use crate::hardware::gpu::GpuFacts;
 use crate::hardware::profile::Profile;
 use crate::hardware::topology::Topology;
@@ -211,6 +212,8 @@ pub(crate) struct PlanFacts {
     /// Layers whose forward pass runs again in the backward pass.
     pub(crate) recomputed_layers: usize,
     pub attention: String,
+    /// Who multiplies by experts on a GPU.
+    pub expert_products: ExpertProducts,
     /// Bytes of gradients and weights that come to each device from other processes in a step; as many leave it.
     pub(crate) network_bytes: usize,
     /// The planner's guess, where it has rates to guess from.
@@ -248,6 +251,7 @@ impl PlanFacts {
             layer_policies,
             recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
             attention: format!("{:?}", plan.attention),
+            expert_products: plan.expert_products,
             network_bytes: plan.crossing.far,
             predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
         }

@@ -15,7 +15,7 @@ fn kernels_compute_what_the_reference_does() {
 
 #[test]
 fn what_is_said_of_a_gpu_is_spelled_as_settings_are() {
-    conforms(&["--cuda-libraries", "/opt/nvidia", "--attention", "plain", "--expert-products", "own", "kernels/copy"]);
+    conforms(&["--cuda-libraries", "/opt/nvidia", "--attention", "plain", "--expert-products", "own", "kernels/alloc"]);
 }
 
 #[test]

@@ -24,6 +24,7 @@ use crate::ranks::{RailKey, Seat};
 use crate::trace::{self, Recorder};
 use std::path::PathBuf;
 
+pub use crate::hardware::grouped_rates::ExpertProducts;
 pub use footprint::DeviceKind;
 pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
@@ -32,7 +33,7 @@ pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntrop
 pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
 pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
 pub(crate) use kernels::grouped::EXPERTS_MAX;
-pub use kernels::grouped::{ExpertProducts, GroupedMatmul, GroupedShape, SegmentSums};
+pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
 pub use kernels::key_gradients::AddKeyGradients;
 pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
 pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};

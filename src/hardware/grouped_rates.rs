@@ -1,8 +1,18 @@
-//! How fast a device multiplies by experts, by each of those who can.
+//! Who multiplies by experts on a device, and how fast each of them does.
 
 use super::profile::{CpuDevice, Gpu};
 use super::sourced::{Curve, Points};
-use crate::device::ExpertProducts;
+use clap::ValueEnum;
+
+/// Who computes products of experts on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExpertProducts {
+    /// The engine's own kernels.
+    Own,
+    /// cuBLASLt's grouped layouts, from 13.8 on.
+    Cublaslt,
+}
 
 /// Share of a GPU's single products that own kernels are taken to reach until a profile says it. Assumed: on an H200, whose kernels are Hopper's
 /// own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
@@ -98,7 +108,7 @@ impl GroupedRates {
 
 #[cfg(test)]
 mod tests {
-    use crate::device::ExpertProducts;
+    use super::ExpertProducts;
     use crate::hardware::profile::{ASSUMED, Gpu, Profile};
     use crate::hardware::rates::Rates;
     use crate::hardware::sourced::{Curve, Points};

@@ -3,7 +3,7 @@
 pub(crate) mod cgroup;
 pub(crate) mod cpu_list;
 pub(crate) mod gpu;
-mod grouped_rates;
+pub(crate) mod grouped_rates;
 pub(crate) mod limits;
 pub(crate) mod parse;
 pub(crate) mod peer_route;

@@ -1,7 +1,6 @@
 //! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
 
-use crate::device::ExpertProducts;
-use crate::hardware::grouped_rates::GroupedRates;
+use crate::hardware::grouped_rates::{ExpertProducts, GroupedRates};
 use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::profile::{ASSUMED, Contention, CpuDevice, Gpu, Link, Network, Profile};
 use crate::hardware::sourced::{Number, Points};

@@ -262,6 +262,9 @@ fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
 mod tests {
     use super::*;
     use crate::config::settings::KEYS;
+    use crate::device::DeviceKind;
+    use crate::memory::{Addressing, DeviceMemory};
+    use crate::planner::machine::{GroupedLayouts, Machine};
 
     #[test]
     fn a_fact_that_only_one_process_has_is_a_difference() {
@@ -271,6 +274,23 @@ mod tests {
         assert_eq!(told(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
         assert_eq!(told(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
         assert_eq!(told(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
+    }
+
+    /// What another machine's library can do is not asked.
+    #[test]
+    fn whoever_multiplies_by_experts_in_process_0_does_so_in_all() {
+        let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
+        let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
+        let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
+        for (asked, says) in
+            [(ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt), (ExpertProductsChoice::Own, ExpertProductsChoice::Own)]
+        {
+            let settings = Settings { expert_products: asked, ..Settings::demo() };
+            let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
+            let sent = serde_json::to_string(&Proposal::new(&plan, &shape, &settings, String::new())).unwrap();
+            let proposal: Proposal = serde_json::from_str(&sent).unwrap();
+            assert_eq!(proposal.over(&Settings::demo()).expert_products, says);
+        }
     }
 
     #[test]

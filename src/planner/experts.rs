@@ -8,6 +8,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 
+const BY_CUBLASLT: &str = "multiplied by cuBLASLt, 13.8 or newer";
+
 /// Who does it, and what a person is told of it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ExpertEngine {
@@ -27,7 +29,7 @@ impl ExpertEngine {
         if machine.kind == DeviceKind::Cpu || shape.experts() == 0 {
             return Ok(Self::OWN);
         }
-        let by_cublaslt = Self { by: ExpertProducts::Cublaslt, told: Some("multiplied by cuBLASLt".into()) };
+        let by_cublaslt = Self { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) };
         let own = |why: &str| Self { told: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
         Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
             (ExpertProductsChoice::Own, ..) => Self { told: Some("multiplied by this program's kernels".into()), ..Self::OWN },
@@ -37,10 +39,10 @@ impl ExpertEngine {
             (ExpertProductsChoice::Auto, Some(obstacle), _) => own(obstacle),
             (ExpertProductsChoice::Cublaslt, None, _) | (_, None, GroupedLayouts::Usable) => by_cublaslt,
             (_, None, GroupedLayouts::Unusable(why)) => own(why),
-            (_, None, GroupedLayouts::Unknown) => {
-                own("a run has cuBLASLt do it, which is faster, where that is 13.8 or newer on Hopper or Blackwell; \
-                 --expert-products cublaslt plans so")
-            }
+            (_, None, GroupedLayouts::Unknown) => own(
+                "nobody measured cuBLASLt's there, which a run takes from 13.8 on, on Hopper and Blackwell in data centres (--expert-products \
+                 cublaslt plans so)",
+            ),
         })
     }
 }
@@ -97,10 +99,22 @@ mod tests {
         let auto = of(ExpertProductsChoice::Auto, old());
         assert_eq!(auto.told.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
-        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("--expert-products cublaslt plans so"));
+        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("nobody measured cuBLASLt's there"));
         // Who asks for it is told by the device where it is missing.
         let asked = of(ExpertProductsChoice::Cublaslt, old());
-        assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, told: Some("multiplied by cuBLASLt".into()) });
+        assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) });
+    }
+
+    #[test]
+    fn elsewhere_it_is_cublaslt_where_a_profile_says_how_fast_that_is() {
+        let by = |profile: &str| {
+            let machine = Machine::of(&crate::hardware::profile::Profile::load(profile).unwrap());
+            engine(ExpertProductsChoice::Auto, &olmoe(), Dtype::Bfloat16, &machine).unwrap().by
+        };
+        assert_eq!(
+            ["h200-pcie5", "h200-x4", "gh200-96"].map(by),
+            [ExpertProducts::Cublaslt, ExpertProducts::Cublaslt, ExpertProducts::Own]
+        );
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub enum GroupedLayouts {
     Usable,
     /// And why not, in words.
     Unusable(String),
-    /// Nobody asked: the machine is not here, or has no GPU.
+    /// Nobody asked: the machine is not here, and its profile does not say how fast that is.
     Unknown,
 }
 
@@ -80,7 +80,9 @@ impl Machine {
         };
         let kind = if profile.gpu.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu };
         let (cpus, host_bytes) = (profile.host.cpus.value as usize, profile.host.memory_bytes.value as u64);
-        Self { cpus, host_bytes, kind, device, rates: Arc::new(rates), grouped_layouts: GroupedLayouts::Unknown }
+        let has_grouped = profile.gpu.as_ref().is_some_and(|gpu| gpu.cublaslt_grouped_flops_by_rows.is_some());
+        let grouped_layouts = if has_grouped { GroupedLayouts::Usable } else { GroupedLayouts::Unknown };
+        Self { cpus, host_bytes, kind, device, rates: Arc::new(rates), grouped_layouts }
     }
 
     /// The same where `by` multiplies by experts, at its rates.

@@ -240,11 +240,8 @@ impl Plan {
     /// # Errors
     /// `Usage` when a setting asks for what is not compiled in or makes no sense for this model or machine.
     pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
-        if machine.kind == DeviceKind::Cpu {
-            settings.check_needs_no_gpu()?;
-        }
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
-        check_model(settings, shape, &table)?;
+        check(settings, (shape, &table), machine.kind)?;
         let workload = workload(settings, techniques, (shape, &table), machine, trace)?;
         let request = request(settings, techniques)?;
         let cut = cut(settings, &table, workload.dtype).with_early(early_table(settings.early_rows, &workload, &table)?);
@@ -615,8 +612,11 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     Ok(())
 }
 
-/// Whether the model has what `settings` ask of it.
-fn check_model(settings: &Settings, shape: &ModelShape, table: &TensorTable) -> Result<()> {
+/// Whether model and device have what `settings` ask of them.
+fn check(settings: &Settings, (shape, table): (&ModelShape, &TensorTable), kind: DeviceKind) -> Result<()> {
+    if kind == DeviceKind::Cpu {
+        settings.check_needs_no_gpu()?;
+    }
     check_inject(settings, table)?;
     check_balance(settings, shape)?;
     check_sequences(settings, shape)

@@ -4,7 +4,7 @@ use super::clip::Clip;
 use super::outcome::Outcome;
 use super::simulate;
 use super::timed::Steps;
-use crate::config::options::{ResidentBuckets, Transport, WeightsChoice};
+use crate::config::options::{ExpertProductsChoice, ResidentBuckets, Transport, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::model::presets;
@@ -115,8 +115,14 @@ fn weights_that_all_share_cross_between_processes_with_every_fetch() {
 #[test]
 fn gpus_wait_for_no_sums_but_those_that_they_overwrite() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
-    let settings =
-        Settings { gpus: 2, seq_length: 4096, per_device_train_batch_size: 8, moments: Moments::Bfloat16, ..Settings::default() };
+    let settings = Settings {
+        gpus: 2,
+        seq_length: 4096,
+        per_device_train_batch_size: 8,
+        moments: Moments::Bfloat16,
+        expert_products: ExpertProductsChoice::Own,
+        ..Settings::default()
+    };
     let timed = |mib, resident| {
         let resident_buckets = ResidentBuckets::Count(resident);
         let settings = Settings { resident_buckets, bucket_mib: Some(mib), slots: Some(64), ..settings.clone() };

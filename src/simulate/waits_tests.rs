@@ -1,7 +1,7 @@
 //! What a simulated device waits for: all of it is told, and so what it computes takes as long however long it waits.
 
 use super::network_tests::step;
-use crate::config::options::ResidentBuckets;
+use crate::config::options::{ExpertProductsChoice, ResidentBuckets};
 use crate::config::settings::Settings;
 use crate::hardware::profile::Profile;
 use crate::model::presets;
@@ -13,7 +13,13 @@ use std::path::Path;
 #[test]
 fn a_device_that_waits_for_slots_is_not_busy() {
     let shape = presets::shape("model", Path::new("gpt-oss-20b")).unwrap();
-    let settings = Settings { seq_length: 4096, per_device_train_batch_size: 8, moments: Moments::Bfloat16, ..Settings::default() };
+    let settings = Settings {
+        seq_length: 4096,
+        per_device_train_batch_size: 8,
+        moments: Moments::Bfloat16,
+        expert_products: ExpertProductsChoice::Own,
+        ..Settings::default()
+    };
     let settings = Settings { resident_buckets: ResidentBuckets::Count(78), bucket_mib: Some(256.0), slots: Some(16), ..settings };
     let of = |speed: f64| {
         let mut profile = Profile::load("h200-pcie5").unwrap();
@@ -35,7 +41,13 @@ fn a_device_that_waits_for_slots_is_not_busy() {
 #[test]
 fn workers_free_the_slots_that_drivers_wait_for() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
-    let settings = Settings { gpus: 2, seq_length: 4096, per_device_train_batch_size: 8, ..Settings::default() };
+    let settings = Settings {
+        gpus: 2,
+        seq_length: 4096,
+        per_device_train_batch_size: 8,
+        expert_products: ExpertProductsChoice::Own,
+        ..Settings::default()
+    };
     let settings = Settings { resident_buckets: ResidentBuckets::Count(106), bucket_mib: Some(256.0), slots: Some(32), ..settings };
     let (plan, outcome) = step(&settings, &shape, &Profile::load("h200-x2").unwrap());
     assert!(outcome.step_ms.median < 2830.0, "{:?}: {plan}", outcome.step_ms);

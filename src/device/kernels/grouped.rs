@@ -5,17 +5,6 @@ use crate::device::kernel::{Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 use crate::hardware::rates::Rates;
-use clap::ValueEnum;
-
-/// Who computes products of experts on a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ExpertProducts {
-    /// The engine's own kernels.
-    Own,
-    /// cuBLASLt's grouped layouts, from 13.8 on.
-    Cublaslt,
-}
 
 /// Experts that a layer may have: kernels keep a number for each.
 pub(crate) const EXPERTS_MAX: usize = 1024;
