@@ -32,6 +32,9 @@ impl ExpertEngine {
         let by_cublaslt = Self { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) };
         let own = |why: &str| Self { told: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
         Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
+            (ExpertProductsChoice::Own, None, GroupedLayouts::Usable) => {
+                own("as asked for or begun with; cuBLASLt's are faster (--expert-products cublaslt)")
+            }
             (ExpertProductsChoice::Own, ..) => Self { told: Some("multiplied by this program's kernels".into()), ..Self::OWN },
             (ExpertProductsChoice::Cublaslt, Some(obstacle), _) => {
                 return Err(Error::usage(format!("--expert-products cublaslt: {obstacle}; or use --expert-products own")));
@@ -98,6 +101,9 @@ mod tests {
         let old = || GroupedLayouts::Unusable("cuBLASLt is 13.1".into());
         let auto = of(ExpertProductsChoice::Auto, old());
         assert_eq!(auto.told.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
+        let slower = of(ExpertProductsChoice::Own, GroupedLayouts::Usable).told.unwrap();
+        assert!(slower.ends_with("cuBLASLt's are faster (--expert-products cublaslt)"), "{slower}");
+        assert_eq!(of(ExpertProductsChoice::Own, old()).told.as_deref(), Some("multiplied by this program's kernels"));
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
         assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("nobody measured cuBLASLt's there"));
         // Who asks for it is told by the device where it is missing.
