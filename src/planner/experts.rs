@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 
-const BY_CUBLASLT: &str = "multiplied by cuBLASLt, 13.8 or newer";
+const BY_CUBLASLT: &str = "multiplied by cuBLASLt (13.8 or newer, on Hopper or Blackwell in data centres)";
 
 /// Who does it, and what a person is told of it.
 #[derive(Clone, Debug, PartialEq)]
