@@ -16,6 +16,8 @@ use crate::device::{DeviceSlice, GroupedShape, Kernel, Matmul, MatmulLayout, Mat
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::units::Bytes;
+use cust::context::CurrentContext;
+use cust::error::CudaError;
 use cust::memory::DeviceBuffer;
 use groups::GroupProducts;
 use parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
@@ -151,7 +153,11 @@ impl Gemm {
     /// `Unsupported` when the library or the GPU cannot.
     pub(super) fn open_groups(&mut self, libraries: &Libraries, generation: i32) -> Result<()> {
         self.groups = Some(GroupProducts::new(libraries, self.version(), generation)?);
-        Ok(())
+        let clear = |e: CudaError| failed(e as u32, "clear cuBLASLt's memory for products of experts".into());
+        // These kernels read more of it than they have written (13.8, by initcheck): it is the same in every process.
+        self.workspace.set_zero().map_err(clear)?;
+        // The streams that products run on do not wait for what is set here.
+        CurrentContext::synchronize().map_err(clear)
     }
 
     /// Where kernels write what products of experts read; `None` unless they were asked for.
