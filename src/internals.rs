@@ -41,8 +41,8 @@ pub mod device {
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
         AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
-        Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Embed, EmbedBackward, ExpertActivation, ExpertBackward, ExpertBias,
-        ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
+        Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Dispatch, Embed, EmbedBackward, ExpertActivation, ExpertBackward,
+        ExpertBias, ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
         LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
         Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaleCell, ScaledMatmul, ScatterRows,
         SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,

@@ -81,26 +81,46 @@ __device__ __forceinline__ f16 narrow<f16>(float x) {
 template <typename T>
 constexpr int WIDE = 16 / sizeof(T);
 
-// Neighbours as they lie in memory: WIDE of them at an address divisible by 16, or one anywhere.
+// As many 32-bit words as a vector has.
+template <int WORDS>
+struct Raw;
+template <>
+struct Raw<4> {
+    typedef uint4 Bits;
+    static __device__ __forceinline__ void split(uint4 bits, unsigned (&words)[4]) {
+        words[0] = bits.x, words[1] = bits.y, words[2] = bits.z, words[3] = bits.w;
+    }
+    static __device__ __forceinline__ uint4 join(const unsigned (&words)[4]) { return make_uint4(words[0], words[1], words[2], words[3]); }
+};
+template <>
+struct Raw<2> {
+    typedef uint2 Bits;
+    static __device__ __forceinline__ void split(uint2 bits, unsigned (&words)[2]) { words[0] = bits.x, words[1] = bits.y; }
+    static __device__ __forceinline__ uint2 join(const unsigned (&words)[2]) { return make_uint2(words[0], words[1]); }
+};
+
+// Neighbours as they lie in memory: WIDE of them at an address divisible by 16, half as many at one divisible by 8, or one anywhere.
 template <typename T, int LANES = WIDE<T>>
 struct Vec {
-    static_assert(LANES == WIDE<T>, "16 bytes or one element");
-    static constexpr int N = LANES;
-    uint4 bits;
+    static_assert(LANES == WIDE<T> || 2 * LANES == WIDE<T>, "16 bytes, 8 bytes or one element");
+    static constexpr int N = LANES, EACH = Word<T>::N, WORDS = N / EACH;
+    typedef typename Raw<WORDS>::Bits Bits;
+    Bits bits;
 
-    static __device__ __forceinline__ Vec load(const T* p) { return {*reinterpret_cast<const uint4*>(p)}; }
-    __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<uint4*>(p) = bits; }
+    static __device__ __forceinline__ Vec load(const T* p) { return {*reinterpret_cast<const Bits*>(p)}; }
+    __device__ __forceinline__ void store(T* p) const { *reinterpret_cast<Bits*>(p) = bits; }
 
     __device__ __forceinline__ void widen(float (&x)[N]) const {
-        const unsigned words[4] = {bits.x, bits.y, bits.z, bits.w};
+        unsigned words[WORDS];
+        Raw<WORDS>::split(bits, words);
 #pragma unroll
-        for (int w = 0; w < 4; w++) Word<T>::widen(words[w], x + w * Word<T>::N);
+        for (int w = 0; w < WORDS; w++) Word<T>::widen(words[w], x + w * EACH);
     }
     static __device__ __forceinline__ Vec narrow(const float (&x)[N]) {
-        unsigned words[4];
+        unsigned words[WORDS];
 #pragma unroll
-        for (int w = 0; w < 4; w++) words[w] = Word<T>::narrow(x + w * Word<T>::N);
-        return {make_uint4(words[0], words[1], words[2], words[3])};
+        for (int w = 0; w < WORDS; w++) words[w] = Word<T>::narrow(x + w * EACH);
+        return {Raw<WORDS>::join(words)};
     }
 };
 

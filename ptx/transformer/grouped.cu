@@ -252,30 +252,50 @@ __device__ __forceinline__ void by_weights(
     product<T, T, true, true, VECTORS>(left, right, result);
 }
 
-// Where a segment of SegmentSums is summed: warps of a block, and columns that one block has.
-constexpr unsigned SUM_WARPS = 8;
+// Warps of a block of SegmentSums, which has all rows of an expert, and rows whose loads a warp has in flight; the launcher knows the first.
+constexpr unsigned SUM_WARPS = 32;
+constexpr unsigned SUM_BATCH = 4;
 
-// out_e[c] (+)= the sum over the rows of expert e of x[row, c], each times weights[entries[row]] where there are weights. Block (x, e) has
-// columns [32 x, 32 (x + 1)) of expert e; warp w of it the rows w, w + 8, ... of the segment.
-template <typename T>
+// out_e[c] (+)= the sum over the rows of expert e of x[row, c], each times weights[entries[row]] where there are weights. Block (x, e) has N
+// columns a lane of expert e; warp w of it the rows w, w + 32, ... of the segment.
+// Reads x: 65536 x 5760 in bf16 are 755 MB, 0.18 ms at 4.3 TB/s.
+template <typename T, int N>
 __device__ __forceinline__ void segment_sums(
     const T* x, const float* weights, const int* entries, const int* bounds, T* out, unsigned cols, bool accumulate) {
-    __shared__ float shared[SUM_WARPS][WARP];
-    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, col = blockIdx.x * WARP + lane;
-    float sum = 0.0f;
+    __shared__ float shared[SUM_WARPS][WARP * N];
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = blockIdx.x * WARP * N, end = bounds[blockIdx.y + 1];
+    const unsigned col = first + lane * N;
+    float sums[N] = {};
     if (col < cols) {
-        for (unsigned row = bounds[blockIdx.y] + warp; row < bounds[blockIdx.y + 1]; row += SUM_WARPS) {
-            const float weight = weights == nullptr ? 1.0f : weights[entries[row]];
-            sum = fmaf(weight, widen(x[(size_t)row * cols + col]), sum);
+        for (unsigned start = bounds[blockIdx.y] + warp; start < end; start += SUM_BATCH * SUM_WARPS) {
+            Vec<T, N> held[SUM_BATCH];
+            float factors[SUM_BATCH];
+#pragma unroll
+            for (unsigned b = 0; b < SUM_BATCH; b++) {
+                const unsigned row = start + b * SUM_WARPS;
+                if (row >= end) break;
+                held[b] = Vec<T, N>::load(x + (size_t)row * cols + col);
+                factors[b] = weights == nullptr ? 1.0f : weights[entries[row]];
+            }
+#pragma unroll
+            for (unsigned b = 0; b < SUM_BATCH; b++) {
+                if (start + b * SUM_WARPS >= end) break;
+                float values[N];
+                held[b].widen(values);
+#pragma unroll
+                for (int i = 0; i < N; i++) sums[i] = fmaf(factors[b], values[i], sums[i]);
+            }
         }
     }
-    shared[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || col >= cols) return;
-    float total[1] = {0.0f};
 #pragma unroll
-    for (unsigned w = 0; w < SUM_WARPS; w++) total[0] += shared[w][lane];
-    store_sums<T, 1>(total, out + (size_t)blockIdx.y * cols + col, accumulate);
+    for (int i = 0; i < N; i++) shared[warp][lane * N + i] = sums[i];
+    __syncthreads();
+    for (unsigned c = threadIdx.x; c < WARP * N && first + c < cols; c += SUM_WARPS * WARP) {
+        float total[1] = {0.0f};
+#pragma unroll
+        for (unsigned w = 0; w < SUM_WARPS; w++) total[0] += shared[w][c];
+        store_sums<T, 1>(total, out + (size_t)blockIdx.y * cols + first + c, accumulate);
+    }
 }
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
@@ -296,10 +316,12 @@ __device__ __forceinline__ void segment_sums(
         const T* a, const T* b, const T* bias, float* c, unsigned rows, unsigned outs, unsigned ins) {                        \
         by_rows<T, float, NT, VECTORS>(a, b, nullptr, bias, c, 1, rows, outs, ins);                                           \
     }
+#define SEGMENT_SUMS_OF(NAME, T, N)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(SUM_WARPS* WARP) segment_sums##NAME(const T* x, const float* weights,        \
+        const int* entries, const int* bounds, T* out, unsigned cols, unsigned accumulate) {                                  \
+        segment_sums<T, N>(x, weights, entries, bounds, out, cols, accumulate != 0);                                          \
+    }
 #define GROUPED(NAME, T)                                                                                                      \
     GROUPED_OF(_##NAME, T, true) GROUPED_OF(_any_##NAME, T, false)                                                            \
-    KERNEL segment_sums_##NAME(const T* x, const float* weights, const int* entries, const int* bounds, T* out,               \
-        unsigned cols, unsigned accumulate) {                                                                                 \
-        segment_sums(x, weights, entries, bounds, out, cols, accumulate != 0);                                                \
-    }
+    SEGMENT_SUMS_OF(_##NAME, T, WIDE<T>) SEGMENT_SUMS_OF(_any_##NAME, T, 1)
 FOR_EACH_FORMAT(GROUPED)

@@ -272,8 +272,9 @@ __device__ __forceinline__ void rope_neighbours(
 }
 
 // Norms whose span is all queries of a token, or all its keys: block (token, 0) takes the queries, (token, 1) the keys, and (token, 2)
-// copies the values.
-template <typename T, bool PLUS_ONE>
+// copies the values; N elements at a time. What is read twice comes from the cache.
+// Reads and writes qkv once: 32768 tokens of 48 heads of 128 in bf16 are 805 MB, 0.19 ms at 4.3 TB/s.
+template <typename T, bool PLUS_ONE, int N>
 __device__ __forceinline__ void qk_norm_whole(
     const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned q_cols, unsigned k_cols) {
     __shared__ float shared[1][WARP];
@@ -282,22 +283,76 @@ __device__ __forceinline__ void qk_norm_whole(
     qkv += start;
     out += start;
     if (part == 2) {
-        for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) out[c] = qkv[c];
+        for (unsigned c = threadIdx.x * N; c < cols; c += blockDim.x * N) Vec<T, N>::load(qkv + c).store(out + c);
         return;
     }
     float sum[1] = {0.0f};
-    for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) sum[0] = fmaf(widen(qkv[c]), widen(qkv[c]), sum[0]);
+    for (unsigned c = threadIdx.x * N; c < cols; c += blockDim.x * N) {
+        float x[N];
+        Vec<T, N>::load(qkv + c).widen(x);
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[0] = fmaf(x[i], x[i], sum[0]);
+    }
     block_sum(sum, shared);
     const float scale = 1.0f / sqrtf(sum[0] / cols + eps);
     const T* weight = part == 0 ? q_weight : k_weight;
-    for (unsigned c = threadIdx.x; c < cols; c += blockDim.x) out[c] = narrow<T>(widen(qkv[c]) * scale * factor<PLUS_ONE>(widen(weight[c])));
+    for (unsigned c = threadIdx.x * N; c < cols; c += blockDim.x * N) {
+        float x[N], w[N];
+        Vec<T, N>::load(qkv + c).widen(x);
+        Vec<T, N>::load(weight + c).widen(w);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = x[i] * scale * factor<PLUS_ONE>(w[i]);
+        Vec<T, N>::narrow(x).store(out + c);
+    }
     if (threadIdx.x == 0) rstd[2 * (size_t)token + part] = scale;
 }
 
-// Columns [first, first + cols) of every token, the span `part` of it: dqkv becomes the gradient of the norm's input. A block takes the
-// tokens b, b + gridDim.x, ... and sums the weight's gradient over them, in that order, into its row of partials [gridDim.x, cols].
+// Columns [first, first + cols) of every token, the span `part` of it, a vector each thread: dqkv becomes the gradient of the norm's input. A block
+// takes the tokens b, b + gridDim.x, ... and sums the weight's gradient over them, in that order, into its row of partials [gridDim.x, cols].
+// Reads dqkv and qkv and writes dqkv once: 32768 tokens of 16 heads of 128 in bf16 are 403 MB, 94 us at 4.3 TB/s.
 template <typename T, bool PLUS_ONE>
 __device__ __forceinline__ void qk_norm_whole_backward(
+    T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first, unsigned cols,
+    unsigned per_token, unsigned part) {
+    constexpr int N = WIDE<T>;
+    __shared__ float shared[2][1][WARP];
+    const unsigned c = threadIdx.x * N;
+    const bool has_cols = c < cols;
+    float sums[N] = {}, w[N] = {};
+    if (has_cols) Vec<T>::load(weight + c).widen(w);
+#pragma unroll
+    for (int i = 0; i < N; i++) w[i] = factor<PLUS_ONE>(w[i]);
+    unsigned turn = 0;
+    for (unsigned token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
+        const size_t at = (size_t)token * per_token + first + c;
+        const float scale = rstd[2 * (size_t)token + part];
+        float d[N] = {}, xhat[N] = {}, sum[1] = {0.0f};
+        if (has_cols) {
+            Vec<T>::load(dqkv + at).widen(d);
+            Vec<T>::load(qkv + at).widen(xhat);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            xhat[i] *= scale;
+            sum[0] = fmaf(d[i] * w[i], xhat[i], sum[0]);
+        }
+        block_sum(sum, shared[turn]);
+        const float mean = sum[0] / cols;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            sums[i] = fmaf(d[i], xhat[i], sums[i]);
+            d[i] = rms_gradient(d[i] * w[i], xhat[i], scale, mean);
+        }
+        if (has_cols) Vec<T>::narrow(d).store(dqkv + at);
+    }
+    if (!has_cols) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) partials[(size_t)blockIdx.x * cols + c + i] = sums[i];
+}
+
+// As above; a thread takes one column after the other, and keeps its sums in the partials.
+template <typename T, bool PLUS_ONE>
+__device__ __forceinline__ void qk_norm_whole_backward_any(
     T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first, unsigned cols,
     unsigned per_token, unsigned part) {
     __shared__ float shared[2][1][WARP];
@@ -327,6 +382,12 @@ __device__ __forceinline__ void qk_norm_whole_backward(
         unsigned head_dim, unsigned half, unsigned groups, unsigned inverse) {                                          \
         rope<T, N>(qkv, positions, table, tokens, heads, per_token, head_dim, half, groups, inverse != 0);              \
     }
+#define QK_NORM_WHOLE_OF(NAME, T, PLUS_ONE, N)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256) NAME(                                                             \
+        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned q_cols,            \
+        unsigned k_cols) {                                                                                              \
+        qk_norm_whole<T, PLUS_ONE, N>(qkv, q_weight, k_weight, eps, out, rstd, q_cols, k_cols);                         \
+    }
 #define QK_NORM_OF(KIND, NAME, T, PLUS_ONE)                                                                             \
     extern "C" __global__ void __launch_bounds__(WARP * HEAD_WARPS) qk_norm##KIND##_##NAME(                             \
         const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned all_heads,         \
@@ -352,15 +413,18 @@ __device__ __forceinline__ void qk_norm_whole_backward(
         qk_norm_backward_any<T, PLUS_ONE>(                                                                              \
             dqkv, qkv, weight, rstd, partials, tokens, first, count, normed, per_token, head_dim);                      \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256) qk_norm##KIND##_whole_##NAME(                                     \
-        const T* qkv, const T* q_weight, const T* k_weight, float eps, T* out, float* rstd, unsigned q_cols,            \
-        unsigned k_cols) {                                                                                              \
-        qk_norm_whole<T, PLUS_ONE>(qkv, q_weight, k_weight, eps, out, rstd, q_cols, k_cols);                            \
-    }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(256) qk_norm##KIND##_whole_backward_##NAME(                            \
+    QK_NORM_WHOLE_OF(qk_norm##KIND##_whole_##NAME, T, PLUS_ONE, WIDE<T>)                                                \
+    QK_NORM_WHOLE_OF(qk_norm##KIND##_whole_any_##NAME, T, PLUS_ONE, 1)                                                  \
+    extern "C" __global__ void __launch_bounds__(1024) qk_norm##KIND##_whole_backward_##NAME(                           \
         T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
         unsigned cols, unsigned per_token, unsigned part) {                                                             \
         qk_norm_whole_backward<T, PLUS_ONE>(dqkv, qkv, weight, rstd, partials, tokens, first, cols, per_token, part);   \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) qk_norm##KIND##_whole_backward_any_##NAME(                        \
+        T* dqkv, const T* qkv, const T* weight, const float* rstd, float* partials, unsigned tokens, unsigned first,    \
+        unsigned cols, unsigned per_token, unsigned part) {                                                             \
+        qk_norm_whole_backward_any<T, PLUS_ONE>(                                                                        \
+            dqkv, qkv, weight, rstd, partials, tokens, first, cols, per_token, part);                                   \
     }
 #define ROPE(NAME, T)                                                                                                   \
     ROPE_OF(_##NAME, T, WIDE<T>)                                                                                        \

@@ -107,17 +107,27 @@ extern "C" __global__ void __launch_bounds__(EXPERTS_MAX) segment_starts(
     }
 }
 
-// The row of each choice, and the choice and the token of each row; one block a chunk, as segment_counts.
+// The row of each choice, and the choice of each row; one block a chunk, as segment_counts.
 extern "C" __global__ void __launch_bounds__(THREADS) segment_rows(
-    const int* chosen, const unsigned* starts, int* slots, int* row_tokens, int* entries, unsigned rows, unsigned experts, unsigned top_k) {
+    const int* chosen, const unsigned* starts, int* slots, int* entries, unsigned rows, unsigned experts) {
     __shared__ int chunk[CHUNK];
     const unsigned* const own = starts + (size_t)blockIdx.x * experts;
     const unsigned lower = (1u << threadIdx.x % WARP) - 1;
     for_each_choice(chosen, rows, experts, chunk, [=](unsigned expert, unsigned i, unsigned before, unsigned mask) {
         if (!(mask >> threadIdx.x % WARP & 1)) return;
         const unsigned row = own[expert] + before + __popc(mask & lower);
-        slots[i] = row, entries[row] = i, row_tokens[row] = i / top_k;
+        slots[i] = row, entries[row] = i;
     });
+}
+
+// out[slots[t,j]] = x[t]: a token's rows, to the bit. Block (t, y) has a part of the columns, which it reads once.
+// Writes k rows for each that it reads: 16384 x 4 x 2880 in bf16 are 472 MB, 0.11 ms at 4.3 TB/s.
+template <typename T, int N>
+__device__ __forceinline__ void dispatch(const T* x, const int* slots, T* out, unsigned cols, unsigned top_k) {
+    const unsigned token = blockIdx.x, col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
+    if (col >= cols) return;
+    const Vec<T, N> held = Vec<T, N>::load(x + (size_t)token * cols + col);
+    for (unsigned j = 0; j < top_k; j++) held.store(out + (size_t)slots[(size_t)token * top_k + j] * cols + col);
 }
 
 // out[t] = base[t] + the sum of weights[t,j] x[slots[t,j]] in the order of j. Block (t, y) has a part of the columns.
@@ -194,15 +204,17 @@ __device__ __forceinline__ void router_balance(
     }
 }
 
-#define ROUTE(NAME, T)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS) combine_##NAME(const T* x, const int* slots, const float* weights,  \
+#define ROUTE_OF(NAME, T, N)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS) dispatch##NAME(                                                     \
+        const T* x, const int* slots, T* out, unsigned cols, unsigned top_k) {                                                \
+        dispatch<T, N>(x, slots, out, cols, top_k);                                                                           \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) combine##NAME(const T* x, const int* slots, const float* weights,   \
         const T* base, T* out, unsigned cols, unsigned top_k) {                                                               \
-        combine<T, WIDE<T>>(x, slots, weights, base, out, cols, top_k);                                                       \
-    }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS) combine_any_##NAME(const T* x, const int* slots,                    \
-        const float* weights, const T* base, T* out, unsigned cols, unsigned top_k) {                                         \
-        combine<T, 1>(x, slots, weights, base, out, cols, top_k);                                                             \
-    }                                                                                                                         \
+        combine<T, N>(x, slots, weights, base, out, cols, top_k);                                                             \
+    }
+#define ROUTE(NAME, T)                                                                                                        \
+    ROUTE_OF(_##NAME, T, WIDE<T>) ROUTE_OF(_any_##NAME, T, 1)                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS) router_backward_##NAME(const float* logits, const int* chosen,      \
         const float* weights, const int* slots, const float* dweights, T* dlogits, unsigned tokens, unsigned experts,         \
         unsigned top_k, unsigned all) {                                                                                       \

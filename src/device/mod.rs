@@ -44,7 +44,7 @@ pub(crate) use kernels::quantize::largest_exponent;
 pub use kernels::quantize::{AbsMaxScale, Quantize, ScaleCell, WithScale};
 pub(crate) use kernels::quantize::{FP8_GRAIN, WritesMatrix, scale_of};
 pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
-pub use kernels::route::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
+pub use kernels::route::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 pub use kernels::sinks::{Sinks, SinksBackward};
 pub(crate) use kernels::transfer::PARTS_MAX;
 pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};

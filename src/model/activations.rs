@@ -326,17 +326,8 @@ impl ActivationPlan {
             let (range, stride) = (bounds_of.next()?, bounds_stride(moe));
             let (bounds, all_bounds) = (all.slice(range.start, range.len()), (all, stride));
             let choice = |array: usize| choices.at(l).slice(array * tokens * moe.top_k, tokens * moe.top_k);
-            let [experts, slots, row_tokens, entries] = [0, 1, 2, 3].map(choice);
-            Some(RoutedActivations {
-                logits: logits.at(l),
-                experts,
-                weights: weights.at(l),
-                bounds,
-                all_bounds,
-                slots,
-                row_tokens,
-                entries,
-            })
+            let [experts, slots, entries] = [0, 1, 2].map(choice);
+            Some(RoutedActivations { logits: logits.at(l), experts, weights: weights.at(l), bounds, all_bounds, slots, entries })
         };
         Ok(layers.iter().enumerate().map(layer).collect())
     }
@@ -555,8 +546,8 @@ pub(super) struct RawActivations {
     pub stats: DeviceSlice,
 }
 
-/// Of `layers.choices`: the experts, and three orders of them.
-const CHOICE_ARRAYS: usize = 4;
+/// Of `layers.choices`: the experts, and two orders of them.
+const CHOICE_ARRAYS: usize = 3;
 
 /// What a router chose, as [`crate::device::Route`] and [`crate::device::Segments`] leave it.
 #[derive(Clone, Copy, Debug)]
@@ -568,7 +559,6 @@ pub(super) struct RoutedActivations {
     /// Of every layer with experts, so many elements apart.
     pub(crate) all_bounds: (DeviceSlice, usize),
     pub slots: DeviceSlice,
-    pub(crate) row_tokens: DeviceSlice,
     pub entries: DeviceSlice,
 }
 

@@ -1,8 +1,8 @@
 //! A layer of experts: a router chooses some of them for every token, and each computes its rows alone.
 //!
-//! Everything is a gather: a row of an expert is a copy of its token, and a token is the sum of its rows in the order of its choices. So no
-//! sum depends on timing, no token is left out, and nothing of it is known to the host. What the router has chosen is always kept, so that
-//! what is computed again goes the same way.
+//! A row of an expert is a copy of its token, and a token is the sum of its rows in the order of its choices. So no sum depends on timing, no
+//! token is left out, and nothing of it is known to the host. What the router has chosen is always kept, so that what is computed again goes
+//! the same way.
 
 use super::Model;
 use super::activations::{Activations, ExpertWork, LayerActivations, RoutedActivations};
@@ -10,9 +10,9 @@ use super::head::MicroStep;
 use super::layer_shape::Moe;
 use super::params::{LayerParams, LinearParams, Param};
 use crate::device::{
-    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Embed, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, GroupedMatmul,
-    GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, SegmentSums,
-    Segments, Swiglu,
+    BiasBackward, ClampedSwiglu, Combine, DeviceSlice, Dispatch, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot,
+    GroupedMatmul, GroupedShape, Kernels, Matmul, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance,
+    RouterLogits, SegmentSums, Segments, Swiglu,
 };
 use crate::error::Result;
 
@@ -59,17 +59,17 @@ impl MoeLayer<'_> {
 
     /// Chooses the experts of every token.
     pub(super) fn route<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        let RoutedActivations { logits, experts, weights, bounds, slots, row_tokens, entries, .. } = self.kept;
+        let RoutedActivations { logits, experts, weights, bounds, slots, entries, .. } = self.kept;
         let LinearParams { weight, bias, in_cols, .. } = self.router;
         let bias = bias.map(|bias| bias.value);
         dev.launch(RouterLogits { x: self.act.mlp_norm.out, weight: weight.value, bias, logits, channels: in_cols })?;
         dev.launch(Route { logits, experts, weights, shape: self.shape() })?;
-        dev.launch(Segments { experts, bounds, slots, row_tokens, entries, shape: self.shape() })
+        dev.launch(Segments { experts, bounds, slots, entries, shape: self.shape() })
     }
 
     /// From what the router saw to what leaves the experts' first matrix.
     pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
-        self.gather(dev, self.act.mlp_norm.out)?;
+        self.dispatch(dev, self.act.mlp_norm.out)?;
         let (mlp_in, out) = (&self.params.mlp_in, self.act.mlp_in);
         self.product(dev, MatmulLayout::Nt, mlp_in, [self.work.rows, mlp_in.weight.value, out], false)?;
         self.add_bias(dev, mlp_in, out)
@@ -108,12 +108,12 @@ impl MoeLayer<'_> {
         let (ExpertWork { rows, act, .. }, LayerParams { mlp_in, mlp_out, .. }) = (self.work, self.params);
         let Activations { dresidual, dnorm, .. } = *all;
         let (dinner, dfused) = (all.dinner.slice(0, act.elems()), all.dfused.slice(0, 2 * act.elems()));
-        self.gather(dev, dresidual)?;
+        self.dispatch(dev, dresidual)?;
         self.product(dev, MatmulLayout::Nn, mlp_out, [rows, mlp_out.weight.value, dinner], false)?;
         self.activation_backward(dev, dinner, dfused)?;
         self.bias_out_backward(dev, rows, first)?;
         self.product(dev, MatmulLayout::Tn, mlp_out, [rows, act, mlp_out.weight.grad], !first)?;
-        self.gather(dev, self.act.mlp_norm.out)?;
+        self.dispatch(dev, self.act.mlp_norm.out)?;
         self.product(dev, MatmulLayout::Tn, mlp_in, [dfused, rows, mlp_in.weight.grad], !first)?;
         let (RoutedActivations { entries, bounds, .. }, accumulate, cols) = (self.kept, !first, 2 * self.moe.ffn.width);
         mlp_in.bias.map_or(Ok(()), |Param { grad: out, .. }| {
@@ -170,9 +170,8 @@ impl MoeLayer<'_> {
     }
 
     /// A copy of its token for each row.
-    fn gather<D: Kernels>(&self, dev: &mut D, x: DeviceSlice) -> Result<()> {
-        let (tokens, channels) = (self.kept.row_tokens, self.params.mlp_in.in_cols);
-        dev.launch(Embed { tokens, positions: tokens, wte: x, wpe: None, out: self.work.rows, channels })
+    fn dispatch<D: Kernels>(&self, dev: &mut D, x: DeviceSlice) -> Result<()> {
+        dev.launch(Dispatch { x, slots: self.kept.slots, out: self.work.rows, cols: self.params.mlp_in.in_cols })
     }
 
     fn product<D: Kernels>(

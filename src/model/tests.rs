@@ -434,7 +434,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     for (name, elems) in [
         ("layers.router_logits", 2 * aligned(tokens * 8)),
         ("layers.expert_weights", 2 * aligned(tokens * 3)),
-        ("layers.choices", 2 * aligned(tokens * 3 * 4)),
+        ("layers.choices", 2 * aligned(tokens * 3 * 3)),
         ("layers.expert_bounds", 2 * 128),
         // Of the one that is computed again: gate and up, 72 columns; the dense layer has more.
         ("layers.mlp_in", aligned(tokens * 2 * 40)),

@@ -48,7 +48,8 @@ const BOUNDS: [&[i32]; 5] = [&[0, 1], &[0, 0, 3, 3, 70, 199, 200, 200], &[0, 200
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     products(suite);
     for dtype in FLOATS {
-        for (tokens, top_k, cols) in [(1, 1, 1), (5, 2, 7), (33, 3, 64), (300, 4, 45)] {
+        let full = suite.full(dtype).then_some((4096, 4, 2880));
+        for (tokens, top_k, cols) in [(1, 1, 1), (5, 2, 7), (33, 3, 64), (300, 4, 45), (71, 3, 2888)].into_iter().chain(full) {
             let shape = RouteShape { tokens, experts: 6, top_k, rule: RouterRule::Chosen };
             for (kind, choices) in [("spread", spread as fn(&mut Random, RouteShape) -> Vec<i32>), ("all to one", to_one)] {
                 let name = |kernel: &str| format!("{kernel} {dtype} {tokens}x{top_k} rows of {cols}, {kind}");
@@ -141,7 +142,7 @@ fn product(
 }
 
 fn sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape, choices: &[i32], cols: usize) -> Outcome {
-    let [bounds, _, _, entries] = sorted(shape, choices);
+    let [bounds, _, entries] = sorted(shape, choices);
     let (rows, by_choice) = (random.uniform(dtype, shape.rows() * cols), random.uniform(FP32, shape.rows()));
     let before = random.uniform(dtype, shape.experts * cols);
     for (weighted, accumulate) in [(false, false), (true, false), (true, true)] {

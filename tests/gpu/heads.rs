@@ -23,6 +23,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         shape(2, 13, 8, 8, 96),
         shape(1, 20, 32, 8, 128),
         shape(3, 65, 2, 1, 40),
+        // More queries than a block has vectors of.
+        shape(1, 13, 80, 8, 128),
     ];
     for dtype in FLOATS {
         let full = suite.full(dtype).then(|| shape(1, 2048, 32, 8, 128));

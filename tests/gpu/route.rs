@@ -9,7 +9,7 @@ use super::random::Random;
 use super::report::Outcome;
 use std::io::Write;
 use superoffload::internals::device::{
-    Combine, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments,
+    Combine, Dispatch, MatmulLayout, MatmulShape, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments,
 };
 use superoffload::internals::dtype::Dtype;
 
@@ -49,6 +49,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         for (tokens, top_k, cols) in [(1, 1, 1), (5, 3, 7), (33, 8, 64), (9, 4, 2880)] {
             let name = format!("combine {dtype} {tokens}x{cols}, {top_k} rows each");
             suite.case(&name, |bench, random| combine(bench, random, dtype, [tokens, top_k, cols]));
+            let name = format!("dispatch {dtype} {tokens}x{cols}, {top_k} rows each");
+            suite.case(&name, |bench, random| dispatch(bench, random, dtype, [tokens, top_k, cols]));
         }
     }
 }
@@ -73,15 +75,14 @@ pub fn to_one(_: &mut Random, shape: RouteShape) -> Vec<i32> {
     (0..shape.tokens).flat_map(|_| (0..shape.top_k).map(|j| (shape.experts - 1 - j) as i32)).collect()
 }
 
-/// What [`Segments`] makes of `experts`: bounds, slots, tokens of rows, entries.
-pub fn sorted(shape: RouteShape, experts: &[i32]) -> [Vec<i32>; 4] {
+/// What [`Segments`] makes of `experts`: bounds, slots, entries.
+pub fn sorted(shape: RouteShape, experts: &[i32]) -> [Vec<i32>; 3] {
     let mut entries: Vec<i32> = (0..experts.len() as i32).collect();
     entries.sort_by_key(|&entry| experts[entry as usize]);
     let mut slots = vec![0; experts.len()];
     entries.iter().zip(0..).for_each(|(&entry, row)| slots[entry as usize] = row);
     let bounds = (0..=shape.experts as i32).map(|expert| experts.iter().filter(|&&e| e < expert).count() as i32).collect();
-    let row_tokens = entries.iter().map(|entry| entry / shape.top_k as i32).collect();
-    [bounds, slots, row_tokens, entries]
+    [bounds, slots, entries]
 }
 
 fn route(bench: &mut Bench, shape: RouteShape, logits: &[f32]) -> Outcome {
@@ -95,13 +96,11 @@ fn route(bench: &mut Bench, shape: RouteShape, logits: &[f32]) -> Outcome {
 fn segments(bench: &mut Bench, shape: RouteShape, choices: &[i32]) -> Outcome {
     let mut case = Case::default();
     let experts = case.ints("experts", choices);
-    let [bounds, slots, row_tokens, entries] = sorted(shape, choices);
+    let [bounds, slots, entries] = sorted(shape, choices);
     let mut output = |name, want: Vec<i32>| case.output(name, Dtype::Int32, want.len(), Want::Bits(bytemuck::cast_slice(&want).to_vec()));
-    let (bounds, slots) = (output("bounds", bounds), output("slots", slots));
-    let (row_tokens, entries) = (output("row_tokens", row_tokens), output("entries", entries));
+    let (bounds, slots, entries) = (output("bounds", bounds), output("slots", slots), output("entries", entries));
     case.check(bench, &|dev, at| {
-        let (experts, bounds, slots) = (at[experts], at[bounds], at[slots]);
-        dev.launch(Segments { experts, bounds, slots, row_tokens: at[row_tokens], entries: at[entries], shape })
+        dev.launch(Segments { experts: at[experts], bounds: at[bounds], slots: at[slots], entries: at[entries], shape })
     })
 }
 
@@ -121,10 +120,20 @@ fn logits(bench: &mut Bench, random: &mut Random, dtype: Dtype, [m, k, n]: [usiz
     Ok(0.0)
 }
 
+fn dispatch(bench: &mut Bench, random: &mut Random, dtype: Dtype, [tokens, top_k, cols]: [usize; 3]) -> Outcome {
+    let shape = RouteShape { tokens, experts: 9, top_k, rule: RouterRule::Chosen };
+    let choices = spread(random, shape);
+    let [_, slots, _] = sorted(shape, &choices);
+    let mut case = Case::default();
+    let (x, slots) = (case.input("x", dtype, &random.wild(dtype, tokens * cols)), case.ints("slots", &slots));
+    let out = case.output("out", dtype, shape.rows() * cols, Want::Same);
+    case.check(bench, &|dev, at| dev.launch(Dispatch { x: at[x], slots: at[slots], out: at[out], cols }))
+}
+
 fn combine(bench: &mut Bench, random: &mut Random, dtype: Dtype, [tokens, top_k, cols]: [usize; 3]) -> Outcome {
     let shape = RouteShape { tokens, experts: 9, top_k, rule: RouterRule::Chosen };
     let choices = spread(random, shape);
-    let [_, slots, ..] = sorted(shape, &choices);
+    let [_, slots, _] = sorted(shape, &choices);
     let (rows, weights) = (random.uniform(dtype, shape.rows() * cols), random.uniform(FP32, shape.rows()));
     let residual = random.uniform(dtype, tokens * cols);
     for (weighted, based) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -142,7 +151,7 @@ fn combine(bench: &mut Bench, random: &mut Random, dtype: Dtype, [tokens, top_k,
 
 fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape) -> Outcome {
     let choices = spread(random, shape);
-    let [_, slots, ..] = sorted(shape, &choices);
+    let [_, slots, _] = sorted(shape, &choices);
     let mut case = Case::default();
     let logits = case.input("logits", FP32, &random.scaled(FP32, shape.tokens * shape.experts, 4.0));
     let (experts, slots) = (case.ints("experts", &choices), case.ints("slots", &slots));

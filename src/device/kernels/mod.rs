@@ -66,7 +66,7 @@ sum! {
         product::{Matmul, ScaledMatmul, BiasBackward},
         quantize::{AbsMaxScale, Quantize},
         rope::{QkNorm, QkNormBackward, Rope},
-        route::{RouterLogits, Route, Segments, Combine, RouterBackward, RouterBalance},
+        route::{RouterLogits, Route, Segments, Dispatch, Combine, RouterBackward, RouterBalance},
         sinks::{Sinks, SinksBackward},
         transfer::{Zero, Cast, SumSlices, GradNormPartials, Adam, Poke};
         norm::{RmsNorm, RmsNormBackward, LayerNorm, LayerNormBackward},

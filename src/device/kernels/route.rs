@@ -117,8 +117,6 @@ pub struct Segments {
     pub bounds: DeviceSlice,
     /// The row of each choice: int32 `[T, k]`.
     pub slots: DeviceSlice,
-    /// The token of each row: int32 `[rows]`.
-    pub row_tokens: DeviceSlice,
     /// Which choice each row is, `t * k + j`: int32 `[rows]`.
     pub entries: DeviceSlice,
     pub shape: RouteShape,
@@ -135,10 +133,44 @@ impl Kernel for Segments {
         let rows = self.shape.rows();
         operands![
             self;
-            Read experts[rows] Int32, Write slots[rows] Int32, Write row_tokens[rows] Int32, Write entries[rows] Int32;
+            Read experts[rows] Int32, Write slots[rows] Int32, Write entries[rows] Int32;
             Write bounds[self.shape.experts + 1] Int32,
         ]
     }
+}
+
+/// `out[slots[t,j]] = x[t]`: a copy of a token for each of its choices.
+#[derive(Clone, Copy, Debug)]
+pub struct Dispatch {
+    /// `[T, cols]`
+    pub x: DeviceSlice,
+    /// int32 `[T, k]`: every row once.
+    pub slots: DeviceSlice,
+    /// `[rows, cols]`
+    pub out: DeviceSlice,
+    pub cols: usize,
+}
+
+impl Kernel for Dispatch {
+    const NAME: &'static str = "dispatch";
+
+    fn check_shape(&self) -> Result<()> {
+        check_shares(Self::NAME, self.slots, rows(self.x, self.cols))
+    }
+
+    fn operands(&self) -> impl AsRef<[Operand]> {
+        let (rows, n) = (self.slots.elems(), rows(self.x, self.cols) * self.cols);
+        operands![self; Read x[n], Write out[rows * self.cols]; Read slots[rows] Int32]
+    }
+}
+
+/// Whether every token has as many of the rows in `slots`.
+fn check_shares(kernel: &'static str, slots: DeviceSlice, tokens: usize) -> Result<()> {
+    let rows = slots.elems();
+    if tokens > 0 && rows.is_multiple_of(tokens) {
+        return Ok(());
+    }
+    Err(refused(kernel, format!("{rows} rows cannot be shared out among {tokens} tokens")))
 }
 
 /// `out[t] =` the sum over the choices `j` of token `t`, in ascending order, of `weights[t,j] * x[slots[t,j]]`, plus `base[t]`; rounded once.
@@ -161,11 +193,7 @@ impl Kernel for Combine {
     const NAME: &'static str = "combine";
 
     fn check_shape(&self) -> Result<()> {
-        let (tokens, rows) = (rows(self.out, self.cols), self.slots.elems());
-        if tokens > 0 && rows.is_multiple_of(tokens) {
-            return Ok(());
-        }
-        Err(refused(Self::NAME, format!("{rows} rows cannot be shared out among {tokens} tokens")))
+        check_shares(Self::NAME, self.slots, rows(self.out, self.cols))
     }
 
     fn operands(&self) -> impl AsRef<[Operand]> {

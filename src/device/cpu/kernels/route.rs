@@ -6,7 +6,7 @@ use super::matmul::matmul;
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK, SUMS};
 use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
-use crate::device::{Combine, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
+use crate::device::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 use crate::dtype::Element;
 
 /// Lanes of a sum over all experts, a warp's: with them a GPU gives the same bits.
@@ -88,20 +88,13 @@ fn lane_sum(count: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
 
 impl CpuArithmetic for Segments {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
-        let rows = (memory.write(self.row_tokens), memory.write(self.entries));
-        segments(cx, self.shape.top_k, memory.read(self.experts), memory.write(self.bounds), memory.write(self.slots), rows);
+        let (slots, entries) = (memory.write(self.slots), memory.write(self.entries));
+        segments(cx, memory.read(self.experts), memory.write(self.bounds), slots, entries);
     }
 }
 
 /// See [`Segments`]: a stable counting sort.
-pub(crate) fn segments(
-    cx: &mut Compute,
-    top_k: usize,
-    experts: &[i32],
-    bounds: &mut [i32],
-    slots: &mut [i32],
-    (row_tokens, entries): (&mut [i32], &mut [i32]),
-) {
+pub(crate) fn segments(cx: &mut Compute, experts: &[i32], bounds: &mut [i32], slots: &mut [i32], entries: &mut [i32]) {
     bounds.fill(0);
     experts.iter().for_each(|&expert| bounds[expert as usize + 1] += 1);
     (1..bounds.len()).for_each(|end| bounds[end] += bounds[end - 1]);
@@ -111,8 +104,25 @@ pub(crate) fn segments(
     for (entry, (&expert, slot)) in experts.iter().zip(slots).enumerate() {
         let row = next[expert as usize] as usize;
         next[expert as usize] += 1;
-        (*slot, row_tokens[row], entries[row]) = (row as i32, (entry / top_k) as i32, entry as i32);
+        (*slot, entries[row]) = (row as i32, entry as i32);
     }
+}
+
+impl CpuArithmetic for Dispatch {
+    fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>) {
+        dispatch::<T>(cx, memory.read(self.x), memory.read(self.slots), memory.write(self.out), self.cols);
+    }
+}
+
+/// See [`Dispatch`]. Threads share out rows, so they need to know the token of each.
+pub(crate) fn dispatch<T: Element>(cx: &mut Compute, x: &[T], slots: &[i32], out: &mut [T], cols: usize) {
+    let top_k = slots.len() * cols / x.len();
+    let tokens = &mut cx.sorted;
+    tokens.clear();
+    tokens.resize(slots.len(), 0);
+    slots.iter().enumerate().for_each(|(entry, &row)| tokens[row as usize] = (entry / top_k) as u64);
+    let tokens = &*tokens;
+    cx.team.for_each(Chunks::new(out, cols), |row, out| out.copy_from_slice(&x[tokens[row] as usize * cols..][..cols]));
 }
 
 impl CpuArithmetic for Combine {
@@ -300,11 +310,10 @@ mod tests {
         assert_eq!(chosen(&[f32::NAN, -f32::NAN, f32::NEG_INFINITY, 1.0]), [3, 2, 0]);
     }
 
-    fn sort(cx: &mut Compute, experts: &[i32], count: usize, top_k: usize) -> [Vec<i32>; 4] {
-        let rows = experts.len();
-        let (mut bounds, [mut slots, mut tokens, mut entries]) = (vec![-1; count + 1], [(); 3].map(|()| vec![-1; rows]));
-        segments(cx, top_k, experts, &mut bounds, &mut slots, (&mut tokens, &mut entries));
-        [bounds, slots, tokens, entries]
+    fn sort(cx: &mut Compute, experts: &[i32], count: usize) -> [Vec<i32>; 3] {
+        let (mut bounds, [mut slots, mut entries]) = (vec![-1; count + 1], [(); 2].map(|()| vec![-1; experts.len()]));
+        segments(cx, experts, &mut bounds, &mut slots, &mut entries);
+        [bounds, slots, entries]
     }
 
     #[test]
@@ -312,11 +321,10 @@ mod tests {
         let routed = run(&mut fastest(), shape(TOKENS, COUNT, 3, Chosen), &values(1, TOKENS * COUNT)).0;
         let one: Vec<i32> = (0..TOKENS as i32).flat_map(|_| [7, 0, 40]).collect();
         for experts in [routed, one, vec![5, 6, 7]] {
-            let [bounds, slots, tokens, entries] = sort(&mut fastest(), &experts, COUNT, 3);
+            let [bounds, slots, entries] = sort(&mut fastest(), &experts, COUNT);
             let mut want: Vec<i32> = (0..experts.len() as i32).collect();
             want.sort_by_key(|&entry| experts[entry as usize]);
             assert_eq!(entries, want);
-            assert_eq!(tokens, want.iter().map(|entry| entry / 3).collect::<Vec<_>>());
             for (row, &entry) in entries.iter().enumerate() {
                 assert_eq!(slots[entry as usize], row as i32);
                 let expert = experts[entry as usize] as usize;
@@ -327,10 +335,22 @@ mod tests {
     }
 
     #[test]
+    fn every_row_is_a_copy_of_its_token() {
+        let (tokens, top_k, cols) = (19, 3, 133);
+        let experts = run(&mut fastest(), shape(tokens, 7, top_k, Chosen), &values(1, tokens * 7)).0;
+        let [_, slots, entries] = sort(&mut fastest(), &experts, 7);
+        let (x, mut out) = (values::<bf16>(2, tokens * cols), vec![bf16::NAN; tokens * top_k * cols]);
+        dispatch(&mut fastest(), &x, &slots, &mut out, cols);
+        for (out, entry) in out.chunks(cols).zip(entries) {
+            assert_eq!(out, &x[entry as usize / top_k * cols..][..cols]);
+        }
+    }
+
+    #[test]
     fn a_token_is_the_weighted_sum_of_its_rows() {
         let (tokens, top_k, cols) = (19, 3, 133);
         let experts = run(&mut fastest(), shape(tokens, 7, top_k, Chosen), &values(1, tokens * 7)).0;
-        let [_, slots, ..] = sort(&mut fastest(), &experts, 7, top_k);
+        let [_, slots, _] = sort(&mut fastest(), &experts, 7);
         let (x, weights, base) =
             (values::<f32>(2, tokens * top_k * cols), values::<f32>(3, tokens * top_k), values::<f32>(4, tokens * cols));
         for (weighted, based) in [(false, false), (true, false), (false, true), (true, true)] {
@@ -351,7 +371,7 @@ mod tests {
 
     fn backward<T: Element>(cx: &mut Compute, shape: RouteShape, logits: &[f32]) -> Vec<T> {
         let (experts, weights) = run(cx, shape, logits);
-        let [_, slots, ..] = sort(cx, &experts, shape.experts, shape.top_k);
+        let [_, slots, _] = sort(cx, &experts, shape.experts);
         let mut dlogits = vec![T::from_f32(f32::NAN); logits.len()];
         let choices = Choices { logits, experts: &experts, weights: &weights, slots: &slots };
         router_backward(cx, shape, choices, &values(2, shape.rows()), &mut dlogits);
@@ -365,7 +385,7 @@ mod tests {
                 let one = shape(1, experts, top_k, rule);
                 let logits: Vec<f32> = values::<f32>(5, experts).iter().map(|x| 3.0 * x).collect();
                 let (chosen, _) = run(&mut fastest(), one, &logits);
-                let [_, slots, ..] = sort(&mut fastest(), &chosen, experts, top_k);
+                let [_, slots, _] = sort(&mut fastest(), &chosen, experts);
                 let by_row = values::<f32>(2, top_k);
                 let by_choice: Vec<f64> = slots.iter().map(|&slot| f64::from(by_row[slot as usize])).collect();
                 let want = slopes(&wide(&logits), |logits| dot(&reference(one, logits, &chosen), &by_choice));

@@ -2,7 +2,7 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use super::grid::{WARP, threads, whole_vectors, wide};
+use super::grid::{WARP, rows_blocks, threads, whole_vectors, wide};
 use crate::device::{DeviceSlice, Embed, EmbedBackward, Kernel, ScatterRows, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -80,36 +80,9 @@ impl Table {
         let sorted = queue.scratch(2 * t)?;
         let blocks = LaunchConfig::new(size(t.div_ceil(WARP))?, SORT_THREADS);
         queue.launch(Stream::Compute, "sort_entries", None, blocks, args![entries, sorted, size(t)?])?;
-        let (vectors, blocks) = rows_blocks(t, channels, &[dout, dtable])?;
+        let (vectors, blocks) = rows_blocks(t, channels, BACKWARD_THREADS, &[dout, dtable])?;
         let name = if vectors { "embed_backward" } else { "embed_backward_any" };
         let args = args![sorted, dout, dtable, size(t)?, size(channels)?, accumulate];
         queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
-    }
-}
-
-/// Whether `channels` are taken by vectors; blocks for `rows`, each over a part of the channels.
-fn rows_blocks(rows: usize, channels: usize, slices: &[DeviceSlice]) -> Result<(bool, LaunchConfig)> {
-    let vectors = whole_vectors(channels, slices);
-    let items = if vectors { channels / wide(slices[0].dtype()) } else { channels };
-    let threads = threads(items, 1).min(BACKWARD_THREADS);
-    let grid = [size(rows)?, size(items.div_ceil(threads))?, 1];
-    Ok((vectors, LaunchConfig { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 }))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_cut_into_parts_of_at_most_one_block() {
-        let x = DeviceSlice::at(0, 1 << 20, Dtype::Bfloat16);
-        let shape = |rows, channels| {
-            let (vectors, blocks) = rows_blocks(rows, channels, &[x]).unwrap();
-            (vectors, blocks.grid, blocks.block[0])
-        };
-        assert_eq!(shape(7, 2560), (true, [7, 3, 1], 128));
-        assert_eq!(shape(7, 64), (true, [7, 1, 1], 32));
-        assert_eq!(shape(7, 70), (false, [7, 1, 1], 96));
-        assert_eq!(shape(0, 129), (false, [0, 2, 1], 128));
     }
 }

@@ -2,57 +2,74 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use super::grid::{whole_vectors, wide};
+use super::grid::{WARP, rows_blocks, threads, whole_vectors, wide};
 use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("transformer/experts.ptx"),
-    typed: &["clamped_swiglu", "expert_bias", "expert_bias_any", "expert_backward", "expert_bias_dot"],
+    typed: &[
+        "clamped_swiglu",
+        "clamped_swiglu_any",
+        "expert_bias",
+        "expert_bias_any",
+        "expert_backward",
+        "expert_backward_any",
+        "expert_bias_dot",
+        "expert_bias_dot_any",
+    ],
     plain: &[],
 };
 
-/// Threads of every block, as in `experts.cu`.
+/// As in `experts.cu`: most threads of a block, rows of one of `expert_bias`.
 const THREADS: usize = 256;
+const BIAS_ROWS: usize = 4;
 
 impl GpuKernel for ClampedSwiglu {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { gate_up, out, alpha, limit } = self;
-        let blocks = LaunchConfig::new(size(out.elems().div_ceil(THREADS))?, THREADS as u32);
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args![gate_up, out, out.elems() as u64, alpha, limit])
+        let elems = out.elems();
+        // Gate and up together are a vector.
+        let vectors = whole_vectors(elems, &[gate_up, out]);
+        let (name, each) = if vectors { (Self::NAME, wide(out.dtype()) / 2) } else { ("clamped_swiglu_any", 1) };
+        let blocks = LaunchConfig::new(size(elems.div_ceil(THREADS * each))?, THREADS as u32);
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args![gate_up, out, elems as u64, alpha, limit])
     }
 }
 
 impl GpuKernel for ExpertBias {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, bias, experts, entries, cols } = self;
-        let vectors = whole_vectors(cols, &[x, bias]);
-        let (name, each) = if vectors { (Self::NAME, wide(x.dtype())) } else { ("expert_bias_any", 1) };
-        let grid = [size(entries.elems())?, size(cols.div_ceil(THREADS * each))?, 1];
-        let blocks = LaunchConfig { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 };
-        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args![bias, experts, entries, x, size(cols)?])
+        let rows = entries.elems();
+        let (vectors, blocks) = rows_blocks(rows.div_ceil(BIAS_ROWS), cols, THREADS, &[x, bias])?;
+        let name = if vectors { Self::NAME } else { "expert_bias_any" };
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args![bias, experts, entries, x, size(rows)?, size(cols)?])
     }
 }
 
 impl GpuKernel for ExpertBackward {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { da, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols } = self;
-        // No limit is 0: a positive one clamps.
-        let (alpha, limit) = match activation {
-            ExpertActivation::Swiglu => (0.0, 0.0),
-            ExpertActivation::Clamped { alpha, limit } => (alpha, limit),
+        let vectors = whole_vectors(cols, &[da, gate_up, dgate_up, weighted]);
+        let (name, each) = if vectors { (Self::NAME, wide(da.dtype())) } else { ("expert_backward_any", 1) };
+        // No limit is 0: a positive one clamps, and a thread takes half as much.
+        let (alpha, limit, each) = match activation {
+            ExpertActivation::Swiglu => (0.0, 0.0, each),
+            ExpertActivation::Clamped { alpha, limit } => (alpha, limit, each.div_ceil(2)),
         };
         let args = args![da, gate_up, weights, entries, dgate_up, weighted, dweights, size(cols)?, alpha, limit];
-        let blocks = LaunchConfig::new(size(entries.elems())?, THREADS as u32);
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+        let blocks = LaunchConfig::new(size(entries.elems())?, size(threads(cols, each).min(THREADS))?);
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
     }
 }
 
 impl GpuKernel for ExpertBiasDot {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { dout, bias, experts, entries, dweights, cols } = self;
-        let blocks = LaunchConfig::new(size(entries.elems())?, THREADS as u32);
-        let args = args![dout, bias, experts, entries, dweights, size(cols)?];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+        let (rows, vectors) = (entries.elems(), whole_vectors(cols, &[dout, bias]));
+        let name = if vectors { Self::NAME } else { "expert_bias_dot_any" };
+        let blocks = LaunchConfig::new(size(rows.div_ceil(THREADS / WARP))?, THREADS as u32);
+        let args = args![dout, bias, experts, entries, dweights, size(rows)?, size(cols)?];
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
     }
 }

@@ -3,7 +3,7 @@
 use super::super::group_tables::GroupTables;
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use super::grid::{MULTIPROCESSORS, WARP, whole_vectors};
+use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
 use crate::device::{GroupedMatmul, GroupedShape, Kernel, MatmulLayout, MatmulShape, RouterLogits, SegmentSums, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -20,6 +20,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
         "router_logits",
         "router_logits_any",
         "segment_sums",
+        "segment_sums_any",
     ],
     plain: &[],
 };
@@ -42,8 +43,9 @@ pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
 pub(super) const TABLES_SOURCE: PtxSource =
     PtxSource { file: ptx_file!("groups.ptx"), typed: &[], plain: &["group_tables", "zero_groups"] };
 
-/// Threads of every block, as in `grouped.cu`.
+/// Threads of a block, as in `grouped.cu`, and of one that sums an expert's rows.
 const THREADS: u32 = 256;
+const SUM_THREADS: u32 = 1024;
 
 /// As in `grouped_sm90a.cu`: threads of a block; four slots of 128 and 256 rows of 128 bytes, and what aligns them.
 const HOPPER_THREADS: u32 = 384;
@@ -145,9 +147,10 @@ impl GpuKernel for RouterLogits {
 impl GpuKernel for SegmentSums {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, weights, entries, bounds, out, accumulate, cols } = self;
-        let blocks = blocks([cols.div_ceil(WARP), bounds.elems() - 1, 1])?;
+        let (name, each) = if whole_vectors(cols, &[x]) { (Self::NAME, wide(x.dtype())) } else { ("segment_sums_any", 1) };
+        let blocks = LaunchConfig { block: [SUM_THREADS, 1, 1], ..blocks([cols.div_ceil(WARP * each), bounds.elems() - 1, 1])? };
         let args = args![x, weights, entries, bounds, out, size(cols)?, accumulate];
-        queue.launch(Stream::Compute, Self::NAME, Some(self.float_format()?), blocks, args)
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
     }
 }
 

@@ -228,8 +228,8 @@ fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<
     RouterLogits { x: r.x(tokens * cols), weight: r.x(10 * cols), bias: None, logits: r.f(tokens * 10), channels: cols }.enqueue(list)?;
     let (logits, chosen, weights) = (r.f(tokens * 10), r.i(rows), r.f(rows));
     Route { logits, experts: chosen, weights, shape }.enqueue(list)?;
-    let (bounds, slots, row_tokens, entries) = (r.i(11), r.i(rows), r.i(rows), r.i(rows));
-    Segments { experts: chosen, bounds, slots, row_tokens, entries, shape }.enqueue(list)?;
+    let (bounds, slots, entries) = (r.i(11), r.i(rows), r.i(rows));
+    Segments { experts: chosen, bounds, slots, entries, shape }.enqueue(list)?;
     let mut product = |layout, a, b, c, accumulate| {
         let shape = GroupedShape { layout, experts: 10, rows, outs: width, ins: cols };
         GroupedMatmul { shape, a, b, bounds, c, accumulate }.enqueue(list)
@@ -238,6 +238,7 @@ fn experts(list: &mut List, r: &mut Room, tokens: usize, cols: usize) -> Result<
     product(MatmulLayout::Nt, x, w, y, false)?;
     product(MatmulLayout::Nn, y, w, x, false)?;
     product(MatmulLayout::Tn, y, x, w, true)?;
+    Dispatch { x: r.x(tokens * cols), slots, out: x, cols }.enqueue(list)?;
     let (base, out) = (Some(r.x(tokens * cols)), r.x(tokens * cols));
     Combine { x, slots, weights: Some(weights), base, out, cols }.enqueue(list)?;
     Combine { x, slots, weights: None, base: None, out, cols }.enqueue(list)?;

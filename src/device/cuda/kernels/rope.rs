@@ -3,7 +3,7 @@
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
 use super::bias::fold_columns;
-use super::grid::{MULTIPROCESSORS, WARP, whole_vectors, wide};
+use super::grid::{MULTIPROCESSORS, WARP, threads, whole_vectors, wide};
 use crate::device::kernels::rope::Spans;
 use crate::device::{AttentionShape, DeviceSlice, Kernel, QkNorm, QkNormBackward, Rope, Stream};
 use crate::error::Result;
@@ -14,15 +14,19 @@ pub(super) const SOURCE: PtxSource = PtxSource {
         "qk_norm",
         "qk_norm_any",
         "qk_norm_whole",
+        "qk_norm_whole_any",
         "qk_norm_backward",
         "qk_norm_backward_any",
         "qk_norm_whole_backward",
+        "qk_norm_whole_backward_any",
         "qk_norm_plus_one",
         "qk_norm_plus_one_any",
         "qk_norm_plus_one_whole",
+        "qk_norm_plus_one_whole_any",
         "qk_norm_plus_one_backward",
         "qk_norm_plus_one_backward_any",
         "qk_norm_plus_one_whole_backward",
+        "qk_norm_plus_one_whole_backward_any",
         "rope",
         "rope_any",
         "rope_neighbours",
@@ -30,8 +34,9 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// Threads of every block here.
+/// Threads of every block here, but for those of the backward pass of whole tokens: most of these.
 const THREADS: usize = 256;
+const WHOLE_THREADS: usize = 1024;
 /// 16-byte vectors of a head that a lane keeps.
 const HEAD_VECS: usize = 2;
 /// Blocks of `qk_norm_backward` that run at a time.
@@ -39,21 +44,37 @@ const BACKWARD_BLOCKS: usize = 4 * MULTIPROCESSORS;
 /// Heads that a thread of `rope` rotates.
 const ROPE_HEADS: usize = 4;
 
-/// The kernels of a norm of queries and keys: for heads of whole vectors, for any, and for a token's heads together.
+/// The kernels of a norm of queries and keys: for heads of whole vectors, for any, and for a token's heads together, likewise.
 struct QkNormNames {
     vectors: &'static str,
     any: &'static str,
     whole: &'static str,
+    whole_any: &'static str,
 }
 
 /// Those of a pass, and those whose factors are the weights plus one.
 const FORWARD: [QkNormNames; 2] = [
-    QkNormNames { vectors: "qk_norm", any: "qk_norm_any", whole: "qk_norm_whole" },
-    QkNormNames { vectors: "qk_norm_plus_one", any: "qk_norm_plus_one_any", whole: "qk_norm_plus_one_whole" },
+    QkNormNames { vectors: "qk_norm", any: "qk_norm_any", whole: "qk_norm_whole", whole_any: "qk_norm_whole_any" },
+    QkNormNames {
+        vectors: "qk_norm_plus_one",
+        any: "qk_norm_plus_one_any",
+        whole: "qk_norm_plus_one_whole",
+        whole_any: "qk_norm_plus_one_whole_any",
+    },
 ];
 const BACKWARD: [QkNormNames; 2] = [
-    QkNormNames { vectors: "qk_norm_backward", any: "qk_norm_backward_any", whole: "qk_norm_whole_backward" },
-    QkNormNames { vectors: "qk_norm_plus_one_backward", any: "qk_norm_plus_one_backward_any", whole: "qk_norm_plus_one_whole_backward" },
+    QkNormNames {
+        vectors: "qk_norm_backward",
+        any: "qk_norm_backward_any",
+        whole: "qk_norm_whole_backward",
+        whole_any: "qk_norm_whole_backward_any",
+    },
+    QkNormNames {
+        vectors: "qk_norm_plus_one_backward",
+        any: "qk_norm_plus_one_backward_any",
+        whole: "qk_norm_plus_one_whole_backward",
+        whole_any: "qk_norm_plus_one_whole_backward_any",
+    },
 ];
 
 /// The base-2 logarithm of the lanes that keep a head in registers, if its rows in `slices` are whole vectors and few enough.
@@ -67,9 +88,13 @@ impl GpuKernel for QkNorm {
         let Self { qkv, q_weight, k_weight, plus_one, eps, out, rstd, shape } = self;
         let names = &FORWARD[usize::from(plus_one)];
         if let Some([q, k]) = whole(&shape, q_weight) {
-            let blocks = LaunchConfig { grid: [size(shape.tokens())?, 3, 1], block: [THREADS as u32, 1, 1], shared_bytes: 0 };
+            let slices = [qkv, q_weight, k_weight, out];
+            let vectors = [q, k].into_iter().all(|cols| whole_vectors(cols, &slices));
+            let (name, each) = if vectors { (names.whole, wide(qkv.dtype())) } else { (names.whole_any, 1) };
+            let threads = size(threads(q, each).min(THREADS))?;
+            let blocks = LaunchConfig { grid: [size(shape.tokens())?, 3, 1], block: [threads, 1, 1], shared_bytes: 0 };
             let args = args![qkv, q_weight, k_weight, eps, out, rstd, size(q)?, size(k)?];
-            return queue.launch(Stream::Compute, names.whole, Some(self.float_format()?), blocks, args);
+            return queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args);
         }
         let (normed, d) = (shape.heads + shape.kv_heads, shape.head_dim);
         let per_token = normed + shape.kv_heads;
@@ -116,11 +141,15 @@ fn whole_backward(
 ) -> Result<()> {
     let QkNormBackward { dqkv, qkv, plus_one, rstd, accumulate, shape, .. } = *kernel;
     let (tokens, per_token) = (shape.tokens(), shape.qkv_cols());
+    let (names, by_vectors) = (&BACKWARD[usize::from(plus_one)], threads(cols, wide(qkv.dtype())));
+    // A thread has one vector, of which all spans begin at one.
+    let vectors = [first, cols, per_token].into_iter().all(|cols| whole_vectors(cols, &[dqkv, qkv, weight]));
+    let (name, threads) = if vectors && by_vectors <= WHOLE_THREADS { (names.whole, by_vectors) } else { (names.whole_any, THREADS) };
     let blocks = tokens.min(BACKWARD_BLOCKS);
     let partials = queue.scratch(blocks * cols)?;
     let args = args![dqkv, qkv, weight, rstd, partials, size(tokens)?, size(first)?, size(cols)?, size(per_token)?, size(part)?];
-    let config = LaunchConfig::new(size(blocks)?, THREADS as u32);
-    queue.launch(Stream::Compute, BACKWARD[usize::from(plus_one)].whole, Some(kernel.float_format()?), config, args)?;
+    let config = LaunchConfig::new(size(blocks)?, size(threads)?);
+    queue.launch(Stream::Compute, name, Some(kernel.float_format()?), config, args)?;
     fold_columns(queue, partials, blocks, (dweight, None), accumulate)
 }
 

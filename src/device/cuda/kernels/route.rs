@@ -2,14 +2,14 @@
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
-use super::grid::{WARP, threads, whole_vectors, wide};
+use super::grid::{WARP, rows_blocks};
 use crate::device::kernel::rows;
-use crate::device::{Combine, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, Stream};
+use crate::device::{Combine, Dispatch, Kernel, Route, RouteShape, RouterBackward, RouterBalance, RouterRule, Segments, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
     file: ptx_file!("transformer/route.ptx"),
-    typed: &["combine", "combine_any", "router_backward", "router_balance"],
+    typed: &["dispatch", "dispatch_any", "combine", "combine_any", "router_backward", "router_balance"],
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };
 
@@ -29,8 +29,8 @@ impl GpuKernel for Route {
 
 impl GpuKernel for Segments {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
-        let Self { experts, bounds, slots, row_tokens, entries, shape } = self;
-        let [_, count, top_k] = sizes(&shape)?;
+        let Self { experts, bounds, slots, entries, shape } = self;
+        let [_, count, _] = sizes(&shape)?;
         let (rows, chunks) = (size(shape.rows())?, size(shape.rows().div_ceil(CHUNK))?);
         // fp32 numbers and counts have one size.
         let counts = queue.scratch(chunks as usize * shape.experts)?;
@@ -38,8 +38,19 @@ impl GpuKernel for Segments {
         queue.launch(Stream::Compute, "segment_counts", None, blocks, args![experts, counts, rows, count])?;
         let one = LaunchConfig::new(1, STARTS_THREADS);
         queue.launch(Stream::Compute, "segment_starts", None, one, args![counts, bounds, chunks, count])?;
-        let args = args![experts, counts, slots, row_tokens, entries, rows, count, top_k];
+        let args = args![experts, counts, slots, entries, rows, count];
         queue.launch(Stream::Compute, "segment_rows", None, blocks, args)
+    }
+}
+
+impl GpuKernel for Dispatch {
+    fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
+        let Self { x, slots, out, cols } = self;
+        let tokens = rows(x, cols);
+        let (vectors, blocks) = rows_blocks(tokens, cols, THREADS, &[x, out])?;
+        let name = if vectors { "dispatch" } else { "dispatch_any" };
+        let args = args![x, slots, out, size(cols)?, size(slots.elems() / tokens)?];
+        queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
     }
 }
 
@@ -47,11 +58,8 @@ impl GpuKernel for Combine {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { x, slots, weights, base, out, cols } = self;
         let (dtype, tokens) = (self.float_format()?, rows(out, cols));
-        let vectors = whole_vectors(cols, &[x, base.unwrap_or(x), out]);
-        let (name, items) = if vectors { ("combine", cols / wide(dtype)) } else { ("combine_any", cols) };
-        let threads = threads(items, 1).min(THREADS);
-        let grid = [size(tokens)?, size(items.div_ceil(threads))?, 1];
-        let blocks = LaunchConfig { grid, block: [size(threads)?, 1, 1], shared_bytes: 0 };
+        let (vectors, blocks) = rows_blocks(tokens, cols, THREADS, &[x, base.unwrap_or(x), out])?;
+        let name = if vectors { "combine" } else { "combine_any" };
         let args = args![x, slots, weights, base, out, size(cols)?, size(slots.elems() / tokens)?];
         queue.launch(Stream::Compute, name, Some(dtype), blocks, args)
     }
