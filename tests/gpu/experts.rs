@@ -42,8 +42,8 @@ pub fn products<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Where segments begin: one row, no row in front, between and behind, rows that fill no tile, one expert for all.
-const BOUNDS: [&[i32]; 5] = [&[0, 1], &[0, 0, 3, 3, 70, 199, 200, 200], &[0, 200], &[0, 0, 0, 300], &[0, 128, 129, 257, 300]];
+/// Where segments begin: no row at all, one row, no row in front, between and behind, rows that fill no tile, one expert for all.
+const BOUNDS: [&[i32]; 6] = [&[0, 0, 0], &[0, 1], &[0, 0, 3, 3, 70, 199, 200, 200], &[0, 200], &[0, 0, 0, 300], &[0, 128, 129, 257, 300]];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     products(suite);

@@ -8,12 +8,12 @@
 # memory; kernels in small sizes, and all GPUs, under tools of compute-sanitizer; trainings on the GPU that are killed and go on to the same
 # bits; and, where there are four GPUs, the program on one, two and four, whose ranks fail, stand still and are stopped. Prints a line for each;
 # exits 1 if one failed or could not be run. CHECK: only those of conformance, peers, peers-staged, memcheck, memcheck-peers, initcheck,
-# racecheck, racecheck-attention, killed-runs, ranks.
+# racecheck, racecheck-attention, racecheck-tables, killed-runs, ranks.
 # SECONDS_EACH=N ends each after N seconds (600). CUDA_LIBRARIES=DIR has NVIDIA's libraries there, a newer cuBLAS for example, come first.
 set -euo pipefail
 
 dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR [CHECK...]}" && pwd)
-all=(conformance peers peers-staged memcheck memcheck-peers initcheck racecheck racecheck-attention killed-runs ranks)
+all=(conformance peers peers-staged memcheck memcheck-peers initcheck racecheck racecheck-attention racecheck-tables killed-runs ranks)
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${all[@]}")
 for name in "${wanted[@]}"; do
@@ -54,6 +54,8 @@ sanitize initcheck kernels
 # of which it gets two shapes.
 sanitize racecheck kernels --skip kernels/matmul --skip kernels/attention --skip "by cuBLASLt"
 sanitize racecheck-attention --attention plain "2x64 tokens" "3x70 tokens"
+# It ends in cuBLASLt's products of experts with an error of its own (2025.3): the kernels that write their tables run alone where there is no row.
+[ -z "${CUDA_LIBRARIES:-}" ] || sanitize racecheck-tables "segments [0, 0, 0], by cuBLASLt"
 
 # Of the tests that start the program those that compare a device with itself.
 export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda
