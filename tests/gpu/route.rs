@@ -1,6 +1,6 @@
 //! The router: its logits within their bound, choices and weights with the CPU's bits, whatever the logits are; the order of rows.
 
-use super::bounds::{U, product_growth};
+use super::bounds::{Near, U, product_growth};
 use super::formats::FLOATS;
 use super::harness::{Bench, Case, Want};
 use super::kernels::Suite;
@@ -123,10 +123,13 @@ fn logits(bench: &mut Bench, random: &mut Random, dtype: Dtype, [m, k, n]: [usiz
 fn dispatch(bench: &mut Bench, random: &mut Random, dtype: Dtype, [tokens, top_k, cols]: [usize; 3]) -> Outcome {
     let shape = RouteShape { tokens, experts: 9, top_k, rule: RouterRule::Chosen };
     let choices = spread(random, shape);
-    let [_, slots, _] = sorted(shape, &choices);
+    let [_, slots, entries] = sorted(shape, &choices);
+    let values = random.uniform(dtype, tokens * cols);
+    let copy = |i: usize| Near::exact(f64::from(values[entries[i / cols] as usize / top_k * cols + i % cols]));
+    let want = Want::Near((0..shape.rows() * cols).map(copy).collect());
     let mut case = Case::default();
-    let (x, slots) = (case.input("x", dtype, &random.wild(dtype, tokens * cols)), case.ints("slots", &slots));
-    let out = case.output("out", dtype, shape.rows() * cols, Want::Same);
+    let (x, slots, out) =
+        (case.input("x", dtype, &values), case.ints("slots", &slots), case.output("out", dtype, shape.rows() * cols, want));
     case.check(bench, &|dev, at| dev.launch(Dispatch { x: at[x], slots: at[slots], out: at[out], cols }))
 }
 
