@@ -55,7 +55,11 @@ sanitize initcheck kernels
 sanitize racecheck kernels --skip kernels/matmul --skip kernels/attention --skip "by cuBLASLt"
 sanitize racecheck-attention --attention plain "2x64 tokens" "3x70 tokens"
 # It ends in cuBLASLt's products of experts with an error of its own (2025.3): the kernels that write their tables run alone where there is no row.
-[ -z "${CUDA_LIBRARIES:-}" ] || sanitize racecheck-tables "segments [0, 0, 0], by cuBLASLt"
+if [ -n "${CUDA_LIBRARIES:-}" ]; then
+  sanitize racecheck-tables "segments [0, 0, 0], by cuBLASLt"
+elif [[ " ${wanted[*]} " == *" racecheck-tables "* ]]; then
+  echo "skipped racecheck-tables: CUDA_LIBRARIES names no cuBLASLt from 13.8 on"
+fi
 
 # Of the tests that start the program those that compare a device with itself.
 export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda

@@ -136,7 +136,7 @@ impl Gemm {
     /// Opens the library for the current context.
     pub(super) fn new(libraries: &Libraries) -> Result<Self> {
         let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
-        // SAFETY: written before it is read: cuBLASLt clears what it counts on.
+        // SAFETY: single products read what they have written; for those of experts it is cleared when they are opened.
         let workspace = unsafe { DeviceBuffer::uninitialized(WORKSPACE_BYTES) }.map_err(|e| {
             let operation = format!("allocate {} of GPU memory for cuBLASLt", Bytes(WORKSPACE_BYTES as u64));
             failed(e as u32, operation)
