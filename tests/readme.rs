@@ -1,5 +1,5 @@
-//! What README and the guide show is what the program prints: the sample run's loss lines, bit for bit as far as they are printed; the
-//! table of what fits; the sample of `bench step`. And every link between documents leads somewhere.
+//! README and the guide show output that the program prints: the sample run's loss lines, bit for bit as far as they are printed; the
+//! table of models that fit; the sample of `bench step`. Every link between documents leads somewhere.
 
 use crate::program::{program, run};
 use crate::support::emulator;
@@ -71,11 +71,24 @@ fn the_help_of_train_says_how_the_built_in_model_runs() {
     assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
 }
 
-/// Model, flags of the machine, GPU and host memory, tokens per second, or that it does not fit: the rows of README's table.
-fn fits(readme: &str) -> Vec<[String; 5]> {
-    let rows = readme.lines().filter(|line| line.starts_with("| `") && line.contains("--hardware "));
-    let cells = |row: &str| row.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`').to_string()).collect::<Vec<_>>();
+/// Model, flags of the machine, GPU and host memory, tokens per second, or that it does not fit: the rows of a document's table. README has a
+/// sixth column, which says whether the row was measured.
+fn fits(document: &str) -> Vec<[String; 5]> {
+    let rows = document.lines().filter(|line| line.starts_with("| `") && line.contains("--hardware "));
+    let cells = |row: &str| row.trim_matches('|').split('|').take(5).map(|cell| cell.trim().trim_matches('`').to_string()).collect::<Vec<_>>();
     rows.map(|row| cells(row).try_into().unwrap()).collect()
+}
+
+/// README is short enough to be read, and its rows are rows of the guide's table.
+#[test]
+fn readme_is_short_and_its_rows_are_the_guides() {
+    let readme = text_of("README.md");
+    assert!(readme.lines().count() <= 130 && readme.len() <= 8 << 10, "{} lines, {} bytes", readme.lines().count(), readme.len());
+    let (guide, rows) = (fits(&text_of("docs/guide/what-fits.md")), fits(&readme));
+    assert_eq!(rows.len(), 7);
+    for row in rows {
+        assert!(guide.contains(&row), "docs/guide/what-fits.md lacks {row:?}");
+    }
 }
 
 /// The same cells, from a simulation of the plan that the search prefers: `plan` prefers the same, and then searches three times more.
@@ -95,7 +108,7 @@ fn fit(model: &str, machine: &str) -> [String; 5] {
 /// One row; `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
 #[test]
 fn what_fits_is_what_the_planner_says() {
-    let rows = fits(&text_of("README.md"));
+    let rows = fits(&text_of("docs/guide/what-fits.md"));
     assert_eq!(rows.len(), 21);
     let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");
     let asked = match all {
@@ -105,7 +118,7 @@ fn what_fits_is_what_the_planner_says() {
         false => 1,
     };
     for row in rows.iter().take(asked) {
-        assert_eq!(&fit(&row[0], &row[1]), row, "README.md: {} on {}", row[0], row[1]);
+        assert_eq!(&fit(&row[0], &row[1]), row, "docs/guide/what-fits.md: {} on {}", row[0], row[1]);
     }
 }
 
