@@ -75,7 +75,8 @@ fn the_help_of_train_says_how_the_built_in_model_runs() {
 /// sixth column, which says whether the row was measured.
 fn fits(document: &str) -> Vec<[String; 5]> {
     let rows = document.lines().filter(|line| line.starts_with("| `") && line.contains("--hardware "));
-    let cells = |row: &str| row.trim_matches('|').split('|').take(5).map(|cell| cell.trim().trim_matches('`').to_string()).collect::<Vec<_>>();
+    let cells =
+        |row: &str| row.trim_matches('|').split('|').take(5).map(|cell| cell.trim().trim_matches('`').to_string()).collect::<Vec<_>>();
     rows.map(|row| cells(row).try_into().unwrap()).collect()
 }
 

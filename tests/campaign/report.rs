@@ -1,4 +1,4 @@
-//! `docs/reliability.md` from the records: every line of every file, nothing left out.
+//! `docs/reliability.md` from the records: a row a campaign, every failure of every record.
 
 use crate::list::CAMPAIGNS;
 use serde_json::Value;
@@ -28,11 +28,15 @@ const NOT_RUN: [(&str, &str); 11] = [
     ("R30", "states on an NVMe disk: there is no such tier"),
 ];
 
-/// A row of the table.
+/// One record.
 struct Row {
     id: String,
     what: String,
-    runs: String,
+    /// The part of `what` in which records of one row differ: a fuzz target, an instruction set, a check.
+    detail: String,
+    runs: u64,
+    /// The reason for which there was no run.
+    not_run: Option<String>,
     failures: u64,
     commit: String,
     machine: String,
@@ -63,7 +67,7 @@ fn page() -> Result<String, String> {
     for (name, row) in RECORDS {
         rows.extend(lines(name)?.iter().map(row));
     }
-    rows.sort_by_key(|row| rank(&row.id));
+    rows.sort_by_key(|row| (rank(&row.id), row.what.clone(), row.command.clone()));
     Ok([HEAD, &table(&rows), &failures(&rows), &missing(&rows)].concat())
 }
 
@@ -80,25 +84,48 @@ fn rank(id: &str) -> (u32, String) {
     (digits.parse().unwrap_or(u32::MAX), id.to_string())
 }
 
-const HEAD: &str = "# Reliability: what was tried, how often, and what failed
+const HEAD: &str = "# Reliability: runs that were tried, and runs that failed
 
-Made by `superoffload-campaign --report` from the records in `tests/campaigns/`; a test compares. Every record is a row, all of one fuzzer
-are one together: a run that failed stays here until its record is replaced by one of a later commit. `tests/campaign/run-all.sh OUT` makes the records anew;
-`tests/campaign/` says what a campaign does, to the line. Ids are those of a list of what trusted training stacks promise and test.
-*(changes)* beside a commit: files of the working tree that the campaign ran in were not committed.
+`superoffload-campaign --report` makes this page from the records in `tests/campaigns/`, and a test compares the two. A row adds up all records of one
+campaign. A failure stays on this page until a later commit replaces its record. `tests/campaign/run-all.sh OUT` repeats the campaigns, and the sources in
+`tests/campaign/` define each of them. *(changes)* beside a commit: the working tree had uncommitted changes.
 
 ";
 
 fn table(rows: &[Row]) -> String {
-    let mut text = "| id | what | runs | failures | commit | machine | command |\n|---|---|---:|---:|---|---|---|\n".to_string();
-    for row in rows {
-        let (hash, changes) = row.commit.split_once(' ').unwrap_or((&row.commit, ""));
-        let commit = format!("{} {changes}", hash.chars().take(10).collect::<String>());
-        let Row { id, what, runs, failures, machine, command, .. } = row;
-        text +=
-            &format!("| {id} | {} | {runs} | {failures} | {} | {machine} | `{command}` |\n", what.replace('|', "\\|"), commit.trim_end());
+    let mut text =
+        "| id | campaign | runs | failures | newest commit | machines | command |\n|---|---|---:|---:|---|---|---|\n".to_string();
+    for group in rows.chunk_by(|one, other| (&one.id, &one.what, &one.command) == (&other.id, &other.what, &other.command)) {
+        text += &line_of(group);
     }
     text
+}
+
+/// The line of the table that adds up `records`, which are of one campaign.
+fn line_of(records: &[Row]) -> String {
+    let Row { id, what, command, .. } = &records[0];
+    let newest = &records[records.len() - 1].commit;
+    let (hash, changes) = newest.split_once(' ').unwrap_or((newest, ""));
+    let commit = format!("{} {changes}", hash.chars().take(10).collect::<String>());
+    let runs: u64 = records.iter().map(|record| record.runs).sum();
+    let not_run = records.iter().find_map(|record| record.not_run.as_ref()).filter(|_| runs == 0);
+    let runs = not_run.map_or_else(|| runs.to_string(), |why| format!("not run: {why}"));
+    let failures: u64 = records.iter().map(|record| record.failures).sum();
+    let details = distinct(records.iter().map(|record| &record.detail)).join("; ");
+    let what = if details.is_empty() { what.clone() } else { format!("{what}: {details}") };
+    let machines = distinct(records.iter().map(|record| &record.machine)).join("; ");
+    format!("| {id} | {} | {runs} | {failures} | {} | {machines} | `{command}` |\n", what.replace('|', "\\|"), commit.trim_end())
+}
+
+/// The texts without repetitions and empty ones, in their order.
+fn distinct<'a>(texts: impl Iterator<Item = &'a String>) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    for text in texts.filter(|text| !text.is_empty()) {
+        if !found.contains(text) {
+            found.push(text.clone());
+        }
+    }
+    found
 }
 
 fn failures(rows: &[Row]) -> String {
@@ -140,28 +167,21 @@ fn short(message: &str) -> String {
 fn campaign(line: &Value) -> Row {
     let failed = line["failed"].as_array().cloned().unwrap_or_default();
     let shown = failed.iter().map(|f| format!("run {} ({}): `{}`", f["run"], text(&f["kind"]), short(&text(&f["message"]))));
-    let (runs, complete) = (line["runs"].as_u64().unwrap_or(0), line["complete"].as_u64().unwrap_or(0));
-    let runs = match &line["not_run"] {
-        Value::String(why) => format!("not run: {why}"),
-        _ if runs < complete => format!("{runs} of {complete}"),
-        _ => runs.to_string(),
-    };
     Row {
         id: text(&line["id"]),
         what: text(&line["what"]),
-        runs,
+        detail: String::new(),
+        runs: line["runs"].as_u64().unwrap_or(0),
+        not_run: line["not_run"].as_str().map(str::to_owned),
         failures: line["failures"].as_u64().unwrap_or(0),
         commit: text(&line["commit"]) + if line["dirty"] == true { " (changes)" } else { "" },
         machine: format!(
-            "{}{}, {} cores, {} GiB, Linux {}, {}",
+            "{}{}, {} cores",
             line["gpu"].as_str().filter(|gpu| !gpu.is_empty()).map_or(String::new(), |gpu| format!("{gpu} beside ")),
             text(&line["cpu"]),
             line["cores"],
-            line["memory_gib"],
-            text(&line["kernel"]),
-            text(&line["build"])
         ),
-        command: text(&line["command"]),
+        command: text(&line["command"]).split(" --seed ").next().unwrap_or_default().to_owned(),
         shown: shown.collect(),
     }
 }
@@ -188,16 +208,14 @@ fn fuzz(target: &str, runs: &[&Value]) -> Row {
     let causes = runs.iter().filter_map(|run| Some(format!("{target}: {}", run["cause"].as_str()?)));
     Row {
         id: id.into(),
-        what: format!(
-            "fuzzed by coverage, with the address sanitizer: {target}, {} s, at most {} MiB",
-            sum("seconds"),
-            most("peak_rss_mb")
-        ),
-        runs: sum("executions").to_string(),
+        what: "fuzzed by coverage, with the address sanitizer".into(),
+        detail: format!("{target}, {} s, at most {} MiB", sum("seconds"), most("peak_rss_mb")),
+        runs: sum("executions"),
+        not_run: None,
         failures: sum("failures"),
         commit: text(&last["commit"]),
         machine: text(&last["compiler"]),
-        command: format!("fuzz/run.sh {target} {}", sum("seconds")),
+        command: "fuzz/run.sh TARGET SECONDS".into(),
         shown: causes.collect(),
     }
 }
@@ -209,7 +227,9 @@ fn mutants(lines: &[Value]) -> Option<Row> {
     Some(Row {
         id: "R24".into(),
         what: "mistakes that the protocol of ranks could make, each made: failures are those that no test of it notices".into(),
-        runs: lines.len().to_string(),
+        detail: String::new(),
+        runs: lines.len() as u64,
+        not_run: None,
         failures: unnoticed.len() as u64,
         commit: text(&last["commit"]),
         machine: format!("{}, {} cores, {}", text(&last["cpu"]), last["cores"], text(&last["profile"])),
@@ -227,11 +247,11 @@ fn adam(line: &Value) -> Row {
         passes.values().next().and_then(Value::as_object).map(|sets| sets.keys().cloned().collect()).unwrap_or_default();
     Row {
         id: "R8".into(),
-        what: format!(
-            "random states through each pass of Adam, rolled back and redone, on {}, against the specification: failures are differing bits",
-            sets.join(", ")
-        ),
-        runs: line["vectors"].to_string(),
+        what: "random states through each pass of Adam, rolled back and redone, against the specification; failures are differing bits"
+            .into(),
+        detail: sets.join(", "),
+        runs: line["vectors"].as_u64().unwrap_or(0),
+        not_run: None,
         failures: bits.sum(),
         commit: text(&line["commit"]),
         machine: format!("{}, {} cores, {}", text(&line["cpu"]), line["cores"], text(&line["target"])),
@@ -245,7 +265,9 @@ fn exactness(line: &Value) -> Row {
     Row {
         id: "R8c".into(),
         what: "random models, settings, spikes and timings, speculating, against the synchronous step: the same digest".into(),
-        runs: equal.to_string(),
+        detail: String::new(),
+        runs: equal,
+        not_run: None,
         failures: u64::from(line["passed"] != true),
         commit: text(&line["commit"]),
         machine: format!("{}, {} cores, {}", text(&line["cpu"]), line["cores"], text(&line["profile"])),
@@ -262,8 +284,10 @@ fn threads(line: &Value) -> Row {
     };
     Row {
         id: "R24".into(),
-        what: format!("{} {how}, by {tool} with {with}", text(&line["tests"])),
-        runs: line["runs"].to_string(),
+        what: format!("by {tool} with {with}, {how}"),
+        detail: text(&line["tests"]),
+        runs: line["runs"].as_u64().unwrap_or(0),
+        not_run: None,
         failures: line["failures"].as_u64().unwrap_or(0),
         commit: text(&line["commit"]),
         machine: text(&line["rust"]),
@@ -277,8 +301,10 @@ fn gpu(line: &Value) -> Row {
     let number = |key: &str| line[key].as_u64().unwrap_or(0);
     Row {
         id: if check == "killed-runs" { "R1" } else { "R24" }.into(),
-        what: format!("on a GPU: {check}"),
-        runs: (number("passed") + number("failed")).to_string(),
+        what: "on a GPU".into(),
+        detail: check,
+        runs: number("passed") + number("failed"),
+        not_run: None,
         failures: number("failed") + number("errors") + number("hazards"),
         commit: text(&line["commit"]),
         machine: format!("{}, driver {}", text(&line["gpu"]), text(&line["driver"])),
