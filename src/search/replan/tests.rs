@@ -176,7 +176,7 @@ fn what_a_person_asked_for_stays() {
 /// Bytes that Adam reads and writes for a parameter where it commits one step and speculates on the next.
 const FUSED_BYTES: f64 = 30.0;
 
-/// With `SUPEROFFLOAD_SWEEP=all` in buckets of the usual size, and compared with the line that docs/performance-log.md tells of;
+/// With `SUPEROFFLOAD_SWEEP=all` in buckets of the usual size, and compared with the line that paper-figures/log/2026-11.md tells of;
 /// `SUPEROFFLOAD_SWEEP=all SUPEROFFLOAD_RECORD=1 cargo test --release --lib 4_gparam` writes it.
 #[test]
 fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
