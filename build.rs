@@ -1,5 +1,5 @@
 //! Tells the program its features and its commit: `SUPEROFFLOAD_COMMIT` if it is set, otherwise what the clone's `.git` says. No git is run.
-//! Packs the kernels, whose text would be a fifth of the program.
+//! Packs the kernels by hand, and takes the generated ones as they are packed in `ptx/generated`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ fn main() {
     }
 }
 
-/// Writes `NAME.ptx.zst` below `out` for each `NAME.ptx` in `dir` and below, without lines that are comments: these would be 2 % of what is packed.
+/// Writes `NAME.ptx.zst` below `out` for each kernel in `dir` and below: packs `NAME.ptx` without comment lines, and copies `NAME.ptx.zst`.
 fn pack_ptx(dir: &Path, out: &Path) -> std::io::Result<()> {
     println!("cargo:rerun-if-changed={}", dir.display());
     fs::create_dir_all(out.join(dir))?;
@@ -40,6 +40,8 @@ fn pack_ptx(dir: &Path, out: &Path) -> std::io::Result<()> {
             let text = fs::read_to_string(&path)?;
             let code: String = text.split_inclusive('\n').filter(|line| !line.trim_start().starts_with("//")).collect();
             fs::write(out.join(format!("{}.zst", path.display())), zstd::encode_all(code.as_bytes(), LEVEL)?)?;
+        } else if path.extension().is_some_and(|extension| extension == "zst") {
+            fs::copy(&path, out.join(&path))?;
         }
     }
     Ok(())

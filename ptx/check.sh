@@ -14,10 +14,19 @@ generations='sm_80 sm_86 sm_89 sm_90 sm_100 sm_120'
 update=
 if [ "${1-}" = --update ]; then update=1; shift; fi
 ptxas=${1-$(command -v ptxas || true)}
-[ -n "$ptxas" ] || ptxas=$("$here/install-tools.sh")/ptxas
 
-cd "$here"
-if grep -nE '\b(add|sub|mul|fma|mad|div|sqrt)\.(f16|f32|f64|ftz|sat|approx|full)' ./*.ptx transformer/*.ptx; then
+# Generated kernels are unpacked beside those by hand.
+made=$(mktemp -d)
+trap 'rm -rf "$made"' EXIT
+tools=$("$here/install-tools.sh")
+[ -n "$ptxas" ] || ptxas=$tools/ptxas
+mkdir "$made/generated"
+for packed in "$here"/generated/*.ptx.zst; do
+  "$here/../target/cuda-tools/bin/python3" "$here/pack.py" unpack "$packed" "$made/generated/$(basename "$packed" .zst)"
+done
+cp "$here"/*.ptx "$made"
+cd "$made"
+if grep -nE '\b(add|sub|mul|fma|mad|div|sqrt)\.(f16|f32|f64|ftz|sat|approx|full)' ./*.ptx generated/*.ptx; then
   echo "these must say how they round, and flush nothing" >&2
   exit 1
 fi
@@ -39,18 +48,16 @@ resources() {
 }
 export ptxas
 export -f resources
-made=$(mktemp)
-trap 'rm -f "$made"*' EXIT
-for file in *.ptx transformer/*.ptx; do
+for file in *.ptx generated/*.ptx; do
   if [[ $file = *_sm90a.ptx ]]; then echo "$file sm_90a"; continue; fi
   among=$generations
   [[ $file != *_sm89.ptx ]] || among=${generations#*sm_86}
   for arch in $among; do echo "$file $arch"; done
-done | xargs -P "$(nproc)" -L 1 bash -c 'resources "$@"' resources >"$made"
-if awk '$6 + $7 > 0 { print "spills, or has a stack: " $2 " on " $3; found = 1 } END { exit !found }' "$made" >&2; then exit 1; fi
+done | xargs -P "$(nproc)" -L 1 bash -c 'resources "$@"' resources >"$made/needs"
+if awk '$6 + $7 > 0 { print "spills, or has a stack: " $2 " on " $3; found = 1 } END { exit !found }' "$made/needs" >&2; then exit 1; fi
 
 # One line a kernel: shared memory, and registers by generation.
-LC_ALL=C sort "$made" | awk -v generations="$generations" '
+LC_ALL=C sort "$made/needs" | awk -v generations="$generations" '
   function line(file, kernel, shared) {
     printf "%-30s %-34s %6s", file, kernel, shared
     for (i = 1; i <= n; i++) printf " %6s", names[i] in registers ? registers[names[i]] : "-"
@@ -62,10 +69,10 @@ LC_ALL=C sort "$made" | awk -v generations="$generations" '
   NR > 1 && id != last { line(file, kernel, shared); shared = 0 }
   { last = id; file = $1; kernel = $2; registers[$3] = $4; if ($5 > shared) shared = $5 }
   END { line(file, kernel, shared) }
-' | tee "$made.table"
+' | tee "$made/table"
 if [ -n "$update" ]; then
-  cp "$made.table" resources.golden
-elif ! diff -u resources.golden "$made.table" >&2; then
+  cp "$made/table" "$here/resources.golden"
+elif ! diff -u "$here/resources.golden" "$made/table" >&2; then
   echo "not what resources.golden says: if it should be, run ptx/check.sh --update" >&2
   exit 1
 fi

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the pinned CUDA compiler and assembler from Python wheels below target/, and prints the folder that holds them.
+# Installs the pinned CUDA compiler, the assembler and the packer of generated PTX from Python wheels below target/, and prints the folder that
+# holds compiler and assembler.
 # Needs python3 with venv, and a package index the first time; no GPU, no driver, no CUDA toolkit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +12,7 @@ wheels=(
   nvidia-cuda-crt==13.0.88
   nvidia-cuda-runtime==13.0.96
   nvidia-cuda-cccl==13.0.85
+  zstandard==0.25.0
 )
 venv=$PWD/target/cuda-tools
 

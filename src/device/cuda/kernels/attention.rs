@@ -8,7 +8,7 @@ use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Checked
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/attention.ptx"),
+    file: ptx_file!("generated/attention.ptx"),
     typed: &[
         "attention",
         "attention_delta",

@@ -8,7 +8,7 @@ use crate::device::{BiasBackward, DeviceSlice, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource =
-    PtxSource { file: ptx_file!("transformer/bias.ptx"), typed: &["column_sums", "column_sums_any", "fold_columns"], plain: &[] };
+    PtxSource { file: ptx_file!("generated/bias.ptx"), typed: &["column_sums", "column_sums_any", "fold_columns"], plain: &[] };
 
 /// Warps of a block of `column_sums`; six such blocks fit on a multiprocessor.
 const SLICE_WARPS: usize = 8;

@@ -7,7 +7,7 @@ use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Kerne
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/cross_entropy.ptx"),
+    file: ptx_file!("generated/cross_entropy.ptx"),
     typed: &["cross_entropy_stats", "cross_entropy_grad", "cross_entropy_stats_capped", "cross_entropy_grad_capped"],
     plain: &["cross_entropy_loss"],
 };

@@ -8,7 +8,7 @@ use crate::device::{AttentionShape, DeviceSlice, Stream};
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/documents.ptx"),
+    file: ptx_file!("generated/documents.ptx"),
     typed: &[],
     plain: &["gather_documents", "scatter_documents", "gather_lse", "scatter_lse"],
 };

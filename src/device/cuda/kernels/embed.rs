@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/embed.ptx"),
+    file: ptx_file!("generated/embed.ptx"),
     typed: &["embed", "embed_any", "embed_backward", "embed_backward_any", "scatter_rows", "scatter_rows_any"],
     plain: &["sort_entries"],
 };

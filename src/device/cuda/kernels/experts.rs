@@ -7,7 +7,7 @@ use crate::device::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias,
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/experts.ptx"),
+    file: ptx_file!("generated/experts.ptx"),
     typed: &[
         "clamped_swiglu",
         "clamped_swiglu_any",

@@ -9,7 +9,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/grouped.ptx"),
+    file: ptx_file!("generated/grouped.ptx"),
     typed: &[
         "grouped_nt",
         "grouped_nt_any",
@@ -27,7 +27,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 
 /// The same products by instructions that only Hopper has.
 pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/grouped_sm90a.ptx"),
+    file: ptx_file!("generated/grouped_sm90a.ptx"),
     typed: &[],
     plain: &[
         "grouped_nt_sm90a_bf16",

@@ -7,7 +7,7 @@ use crate::device::{AddKeyGradients, Kernel, Stream};
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource =
-    PtxSource { file: ptx_file!("transformer/key_gradients.ptx"), typed: &["add_key_gradients"], plain: &[] };
+    PtxSource { file: ptx_file!("generated/key_gradients.ptx"), typed: &["add_key_gradients"], plain: &[] };
 
 /// As in `key_gradients.cu`.
 const THREADS: usize = 256;

@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/norm.ptx"),
+    file: ptx_file!("generated/norm.ptx"),
     typed: &[
         "rms_norm",
         "rms_norm_any",

@@ -8,7 +8,7 @@ use crate::device::{DeviceSlice, Geglu, GegluBackward, Gelu, GeluBackward, Kerne
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/pointwise.ptx"),
+    file: ptx_file!("generated/pointwise.ptx"),
     typed: &["swiglu", "swiglu_backward", "geglu", "geglu_backward", "gelu", "gelu_backward", "scale_add"],
     plain: &[],
 };

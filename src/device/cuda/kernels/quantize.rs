@@ -8,7 +8,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
 pub(super) const SOURCE: PtxSource =
-    PtxSource { file: ptx_file!("transformer/quantize_sm89.ptx"), typed: &[], plain: &["abs_max_scale", "quantize_e4m3", "quantize_e5m2"] };
+    PtxSource { file: ptx_file!("generated/quantize_sm89.ptx"), typed: &[], plain: &["abs_max_scale", "quantize_e4m3", "quantize_e5m2"] };
 
 /// As in `quantize_sm89.cu`: threads of a block, rows and columns of its tile.
 const THREADS: usize = 256;

@@ -9,7 +9,7 @@ use crate::device::{AttentionShape, DeviceSlice, Kernel, QkNorm, QkNormBackward,
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/rope.ptx"),
+    file: ptx_file!("generated/rope.ptx"),
     typed: &[
         "qk_norm",
         "qk_norm_any",

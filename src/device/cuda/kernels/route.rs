@@ -8,7 +8,7 @@ use crate::device::{Combine, Dispatch, Kernel, Route, RouteShape, RouterBackward
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/route.ptx"),
+    file: ptx_file!("generated/route.ptx"),
     typed: &["dispatch", "dispatch_any", "combine", "combine_any", "router_backward", "router_balance"],
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };

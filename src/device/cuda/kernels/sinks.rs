@@ -8,7 +8,7 @@ use crate::device::{AttentionShape, DeviceSlice, Kernel, Sinks, SinksBackward, S
 use crate::error::Result;
 
 pub(super) const SOURCE: PtxSource = PtxSource {
-    file: ptx_file!("transformer/sinks.ptx"),
+    file: ptx_file!("generated/sinks.ptx"),
     typed: &["sinks", "sinks_any", "sinks_backward", "sinks_backward_any"],
     plain: &[],
 };
