@@ -31,6 +31,7 @@ use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
 use crate::report::write_report;
 use crate::search::SearchQuery;
+use crate::search::progress;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag};
 use crate::train::{Observer, ahead, packing, text};
@@ -121,7 +122,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let settings = packing::settle_for_plan(&settings, &mut |line| tell(&line));
     let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
-    SearchReport::of(query, &model.display().to_string(), &profile)
+    progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 
 /// Times training steps on random weights and tokens. `options.out`, if there is one, gets the record as a line of JSON. Of several processes
@@ -153,7 +154,7 @@ pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Res
     let profile = profile(&options.train, tell)?;
     let simulation = Simulation::new(options, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
-    let record = simulation.run()?;
+    let record = progress::told(tell, || simulation.run())?;
     file.map_or(Ok(()), |mut file| file.append(&record))?;
     Ok(record)
 }

@@ -1,7 +1,10 @@
 //! One error type: it names the operation, the subject and the cause, in one line.
 
+pub(crate) mod terminal;
+
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
+pub(crate) use terminal::printable;
 
 /// Exit code of a run that was interrupted and can be resumed: EX_TEMPFAIL.
 pub(crate) const EXIT_INTERRUPTED: i32 = 75;
@@ -99,14 +102,6 @@ impl Error {
             _ => 1,
         }
     }
-}
-
-/// `text` on one line and without what a terminal would obey: control characters, and marks that turn the direction of writing, are
-/// escaped. Names and values from files stand in errors.
-pub(crate) fn printable(text: impl Display) -> String {
-    let obeyed = |c: char| c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let escape = |c: char| if obeyed(c) { c.escape_default().to_string() } else { c.to_string() };
-    text.to_string().chars().map(escape).collect()
 }
 
 #[cfg(test)]

@@ -71,6 +71,10 @@ pub mod engine {
     pub use crate::engine::watchdog::Watchdog;
 }
 
+pub mod error {
+    pub use crate::error::terminal::{printable_json, printable_lines};
+}
+
 pub mod facts {
     pub use crate::facts::{BuildFacts, MachineFacts};
 }

@@ -15,6 +15,7 @@ use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use superoffload::internals::commands::{self, ProbeOptions, StepOptions};
+use superoffload::internals::error::{printable_json, printable_lines};
 use superoffload::{Alarm, Error, ExportOptions, Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
 
 /// Trains language models with the optimizer on the CPU: exact speculative offload.
@@ -179,10 +180,25 @@ fn one_line(message: &str) -> String {
     joined.trim_start_matches("error: ").to_string()
 }
 
+/// Writes lines as a terminal may have them: every line for people goes through here, but for those of a progress bar.
+fn put(mut out: impl Write, text: impl Display) -> std::io::Result<()> {
+    writeln!(out, "{}", printable_lines(text)).and_then(|()| out.flush())
+}
+
 /// Prints what was asked for. `println!` would panic when nobody reads it.
 fn answer(text: impl Display) -> Result<()> {
+    put(std::io::stdout(), text).map_err(|e| Error::io("write", "standard output", e))
+}
+
+/// Prints what was asked for as a line of JSON.
+fn answer_json(record: &impl Serialize) -> Result<()> {
+    answer(printable_json(serde_json::to_string(record).map_err(|e| Error::format("the result", e))?))
+}
+
+/// Prints a view of data, which may set colours and escapes what is not its own.
+fn show(view: impl Display) -> Result<()> {
     let mut out = std::io::stdout();
-    writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", e))
+    writeln!(out, "{view}").and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", e))
 }
 
 /// Prints what a training run tells on its way. A reader who has gone (`| head`) must not end it: its results are files.
@@ -199,7 +215,7 @@ fn announce(text: impl Display) {
 
 /// Prints a line to standard error; if that is gone, too, there is nobody left to tell.
 fn remark(text: impl Display) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = put(std::io::stderr(), text);
 }
 
 fn complain(kind: &str, text: impl Display) {
@@ -213,7 +229,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Digest { dir } => run_digest(&dir)?,
         CliCommand::Doctor { json: is_json } => {
             let found = commands::doctor();
-            if is_json { answer(json(&found)?)? } else { answer(found)? }
+            if is_json { answer_json(&found)? } else { answer(found)? }
         }
         CliCommand::Selftest { json: is_json, request } => return run_selftest(is_json, &request),
         CliCommand::Plan(options) => run_plan(*options)?,
@@ -239,16 +255,12 @@ fn over_file(options: TrainOptions) -> Result<TrainOptions> {
     Ok(options)
 }
 
-fn json(record: &impl Serialize) -> Result<String> {
-    serde_json::to_string(record).map_err(|e| Error::format("the result", e))
-}
-
 fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
     let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
     let settings = Settings::resolve(commands::under_launcher(over_file(options)?)?)?;
     let stop = StopFlag::on_signals()?;
     if settings.dry_run {
-        answer(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
+        show(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
     }
     let mut person = Person::new();
     let mut summary = superoffload::train(&settings, &stop, &mut person)?;
@@ -265,7 +277,7 @@ fn run_selftest(is_json: bool, request: &Request) -> Result<i32> {
     let out: Box<dyn Write> = if is_json { Box::new(std::io::stderr()) } else { Box::new(std::io::stdout()) };
     let report = conduct(request, out)?;
     if is_json {
-        answer(report.json())?;
+        answer_json(&report.json())?;
     }
     Ok(i32::from(report.has_failed()))
 }
@@ -284,7 +296,7 @@ fn run_data(DataOptions { paths, first, json: is_json, train }: DataOptions) -> 
     let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
     let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
     let view = superoffload::view_data(&settings, first, std::io::stdout().is_terminal(), &StopFlag::on_signals()?)?;
-    if is_json { answer(json(&view)?) } else { answer(view) }
+    if is_json { answer_json(&view) } else { show(view) }
 }
 
 fn run_prepare(PrepareOptions { paths, train }: PrepareOptions) -> Result<()> {
@@ -309,7 +321,7 @@ fn bench_step(options: StepOptions) -> Result<()> {
     let is_printed = options.out.is_none();
     let options = StepOptions { train: commands::under_launcher(over_file(options.train)?)?, ..options };
     let record = commands::bench_step(options, Box::new(end_on_alarm(ProgressBar::hidden())), &mut |line| remark(line))?;
-    if let Some(record) = record.filter(|_| is_printed) { answer(json(&record)?) } else { Ok(()) }
+    record.filter(|_| is_printed).map_or(Ok(()), |record| answer_json(&record))
 }
 
 fn run_plan(options: PlanOptions) -> Result<()> {
@@ -317,7 +329,7 @@ fn run_plan(options: PlanOptions) -> Result<()> {
     let options = over_file(TrainOptions { model: None, ..train.clone() })?;
     let model = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
     let chosen = superoffload::plan(&model, options, &mut |line| remark(line))?;
-    if is_json { answer(json(&chosen)?) } else { answer(chosen) }
+    if is_json { answer_json(&chosen) } else { answer(chosen) }
 }
 
 /// The table goes to standard output, the profile to a file.
@@ -329,7 +341,7 @@ fn run_simulate(options: SimulateOptions) -> Result<()> {
     let SimulateOptions { json: is_json, step } = options;
     let options = StepOptions { train: over_file(step.train)?, ..step };
     let record = commands::simulate(options, &mut |line| remark(line))?;
-    if is_json { answer(json(&record)?) } else { answer(record) }
+    if is_json { answer_json(&record) } else { answer(record) }
 }
 
 /// Time between lines that say how far the data is, where there is no bar.
@@ -404,7 +416,7 @@ impl Observer for Person {
                 self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             }
             self.bar.set_length(all);
-            self.bar.set_message(what.to_string());
+            self.bar.set_message(printable_lines(what));
             self.bar.set_position(done);
         } else if self.last_progress.elapsed() >= PROGRESS_INTERVAL {
             self.last_progress = Instant::now();

@@ -14,6 +14,11 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 pub(crate) const INDEX_BYTES_MAX: u64 = 64 << 20;
 
+/// Names are alike from here on, where 1 is the same: one letter more, less or another in a word of four.
+const ALIKE: f64 = 0.85;
+/// More names than a person looks through.
+const NAMES_MAX: usize = 10_000;
+
 /// A directory whose files are opened by name.
 #[derive(Debug)]
 pub struct ModelDir {
@@ -73,9 +78,52 @@ impl ModelDir {
     }
 }
 
+/// Refuses a path that `--model` names and nothing lies at.
+///
+/// # Errors
+/// `Usage` with the nearest name beside it, and the form of a name on the hub.
+pub(crate) fn expect_there(model: &Path) -> Result<()> {
+    if model.symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    let meant = nearest(model).map_or(String::new(), |near| format!("; did you mean {}?", near.display()));
+    let allowed = "a directory with config.json, or a name on the hub as org/model";
+    Err(Error::usage(format!("--model {}: no such directory{meant}; expected {allowed}", model.display())))
+}
+
+/// The name beside `path` that is most like its own, where one is like it.
+fn nearest(path: &Path) -> Option<PathBuf> {
+    let (parent, name) = (path.parent()?, path.file_name()?.to_str()?);
+    let dir = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    let entries = std::fs::read_dir(dir).ok()?.flatten().take(NAMES_MAX).filter(|entry| entry.path().is_dir());
+    let likeness = |other: &str| strsim::jaro_winkler(other, name);
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|other| likeness(other) >= ALIKE);
+    names.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).map(|near| parent.join(near))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_model_that_is_not_there_is_named_with_its_nearest_neighbour() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["tiny", "other", "tinyy.txt"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        fs::remove_dir(dir.path().join("tinyy.txt")).unwrap();
+        fs::write(dir.path().join("tinyy.txt"), "a file").unwrap();
+        let refused = |name: &str| expect_there(&dir.path().join(name)).unwrap_err();
+        let here = dir.path().display();
+        let expected = "expected a directory with config.json, or a name on the hub as org/model";
+        assert_eq!(refused("tinyy").to_string(), format!("--model {here}/tinyy: no such directory; did you mean {here}/tiny?; {expected}"));
+        assert_eq!(refused("xxxx").to_string(), format!("--model {here}/xxxx: no such directory; {expected}"));
+        assert_eq!(refused("tinyy").exit_code(), 2);
+        for path in ["/no/where/at/all", "..x", "nowhere-at-all", "", "a/.."] {
+            assert!(expect_there(Path::new(path)).unwrap_err().to_string().starts_with(&format!("--model {path}: no such")), "{path}");
+        }
+        assert!(expect_there(&dir.path().join("tiny")).is_ok());
+    }
     use std::fs;
     use std::os::unix::fs::symlink;
 

@@ -118,10 +118,15 @@ fn words(count: u32, post_processor: Value) -> String {
 #[test]
 fn models_that_are_not_there_or_not_ready_are_answered_with_the_way_to_get_them() {
     let workspace = Workspace::new();
-    run(&mut program(&["train", "--model", "x"])).refused(2, &["--model", "--data"]);
+    run(&mut program(&["train", "--model", "x"])).refused(2, &["--model x: no such directory"]);
+    run(&mut program(&["train", "--model", "org/x"])).refused(2, &["--model: --data is missing"]);
     let unknown = ["owner/name-7B: no such directory, and not in the Hugging Face cache", "hf download owner/name-7B"];
     run(workspace.train("out", &["--model", "owner/name-7B"]).env("HF_HUB_OFFLINE", "1")).refused(2, &unknown);
-    run(&mut workspace.train("out", &["--model", "/nowhere"])).refused(1, &["read /nowhere: No such file"]);
+    run(&mut workspace.train("out", &["--model", "/nowhere"])).refused(2, &["--model /nowhere: no such directory"]);
+    let near = |args: &[&str]| run(program(args).current_dir(workspace.path("")));
+    for args in [&["train", "--model=modle"][..], &["train", "--model=modle", "--data=data.txt"], &["data", "--model=modle", "data.txt"]] {
+        near(args).refused(2, &["--model modle: no such directory; did you mean model?", "org/model"]);
+    }
     workspace.write("model/pytorch_model.bin", "");
     run(&mut workspace.train("out", &["--init", "checkpoint"])).refused(1, &["pytorch_model.bin", "only safetensors", "save_pretrained"]);
     workspace.write("secret", "s");

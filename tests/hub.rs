@@ -62,9 +62,10 @@ fn data_and_plan_take_the_name_and_a_directory_wins_over_the_cache() {
 #[cfg(feature = "hub")]
 mod download {
     use super::*;
-    use crate::hub_server::{Asked, HubRepo, HubServer, Reply};
+    use crate::hub_server::{Asked, Drip, HubRepo, HubServer, Reply};
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
+    use std::sync::mpsc;
     use std::time::{Duration, Instant};
 
     /// A run of `model` that has the hub at `endpoint`.
@@ -117,6 +118,40 @@ mod download {
         assert_eq!((again.digest(), server.asked().len()), (trained.digest(), 2), "the second run asks nobody");
         by_name("http://127.0.0.1:1", "org/tiny:default:test").refused(1, &["download org/tiny:default:test, which is not here, from "]);
         by_name("http://127.0.0.1:1", "org/tiny.jsonl").refused(1, &["read org/tiny.jsonl: No such file"]);
+    }
+
+    /// A run of `model` ends soon, as interrupted, when it is asked to while the hub answers `wrong` to the list of files.
+    fn interrupted_at_the_list(wrong: fn(Reply) -> Reply) {
+        let (workspace, (asked, is_asked)) = (Workspace::new(), mpsc::channel());
+        let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
+        let server = HubServer::start(move |request, _| {
+            asked.send(()).unwrap();
+            wrong(repo.answer(request))
+        });
+        let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();
+        is_asked.recv_timeout(Duration::from_secs(60)).unwrap();
+        let began = Instant::now();
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
+        let ended: Outcome = child.wait_with_output().unwrap().into();
+        assert!(ended.code == 75 && ended.stdout.contains("interrupted while files were being downloaded"), "{ended:?}");
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    }
+
+    const PAUSE: Duration = Duration::from_secs(8);
+
+    #[test]
+    fn a_signal_ends_a_wait_for_a_list_that_drips() {
+        interrupted_at_the_list(|reply| reply.dripping(Drip::Body(PAUSE)));
+    }
+
+    #[test]
+    fn a_signal_ends_a_wait_for_a_head_that_drips() {
+        interrupted_at_the_list(|reply| reply.dripping(Drip::All(PAUSE)));
+    }
+
+    #[test]
+    fn a_signal_ends_a_wait_for_a_hub_that_is_silent_behind_its_head() {
+        interrupted_at_the_list(|reply| Reply { silence: PAUSE, ..reply.cut(0) });
     }
 
     #[test]

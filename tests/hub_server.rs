@@ -26,6 +26,14 @@ pub struct Reply {
     pub head: String,
     pub body: Vec<u8>,
     pub silence: Duration,
+    pub drip: Option<Drip>,
+}
+
+/// Bytes that come one by one, each after a pause.
+#[derive(Clone, Copy)]
+pub enum Drip {
+    All(Duration),
+    Body(Duration),
 }
 
 /// Answers one request after the other until it is asked what it was asked.
@@ -47,7 +55,7 @@ impl Reply {
     }
 
     pub fn ok(body: Vec<u8>) -> Self {
-        Self { head: format!("HTTP/1.1 200 OK\r\nContent-Length: {}", body.len()), body, silence: Duration::ZERO }
+        Self { head: format!("HTTP/1.1 200 OK\r\nContent-Length: {}", body.len()), body, silence: Duration::ZERO, drip: None }
     }
 
     pub fn redirect(to: &str) -> Self {
@@ -57,6 +65,11 @@ impl Reply {
     pub fn with_head(mut self, head: &str) -> Self {
         self.head = head.into();
         self
+    }
+
+    /// Comes one byte at a time.
+    pub fn dripping(self, drip: Drip) -> Self {
+        Self { drip: Some(drip), ..self }
     }
 
     /// Ends after `bytes`.
@@ -111,11 +124,23 @@ fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Aske
             _ => {}
         }
     }
-    let Reply { head, body, silence } = answer(&asked);
+    let Reply { head, body, silence, drip } = answer(&asked);
+    let head = format!("{head}\r\nConnection: close\r\n\r\n").into_bytes();
+    let (at_once, pause) = match drip {
+        None => (head.len() + body.len(), Duration::ZERO),
+        Some(Drip::All(pause)) => (0, pause),
+        Some(Drip::Body(pause)) => (head.len(), pause),
+    };
+    let sent = [head, body].concat();
     // A client that has gone has its reasons.
-    let _ = (&stream).write_all(format!("{head}\r\nConnection: close\r\n\r\n").as_bytes()).and_then(|()| (&stream).write_all(&body));
-    if !silence.is_zero() {
+    let _ = (&stream).write_all(&sent[..at_once]);
+    if drip.is_some() || !silence.is_zero() {
         thread::spawn(move || {
+            let mut one_by_one = sent[at_once..].iter();
+            while one_by_one.next().is_some_and(|byte| {
+                thread::sleep(pause);
+                (&stream).write_all(&[*byte]).is_ok()
+            }) {}
             thread::sleep(silence);
             drop(stream);
         });

@@ -53,6 +53,7 @@ mod support;
 #[path = "../src/sweep.rs"]
 mod sweep;
 mod tensorboard;
+mod terminal;
 mod tokenizers;
 mod tokens_per_step;
 mod trl;

@@ -5,6 +5,8 @@
 
 pub(crate) mod ceiling;
 pub(crate) mod gantt;
+#[cfg(test)]
+mod numbers_tests;
 pub(crate) mod options;
 pub(crate) mod record;
 pub(crate) mod simulate;

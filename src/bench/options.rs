@@ -1,5 +1,6 @@
 //! The flags of `bench step`: those of `train` that say how a step runs, and what is measured.
 
+use crate::config::checks::require;
 use crate::config::describe::flag_name;
 use crate::config::settings::TrainOptions;
 use crate::data::rows::Packing;
@@ -22,7 +23,7 @@ pub struct StepOptions {
     pub warmup: u64,
 
     /// Steps that are timed.
-    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 10)]
     pub steps: u64,
 
     /// Which steps have their gradients clipped.
@@ -43,11 +44,14 @@ pub struct StepOptions {
 }
 
 impl StepOptions {
-    /// Refuses flags of `train` that mean nothing here.
+    /// Refuses flags of `train` that mean nothing here, and more steps than anyone waits for.
     ///
     /// # Errors
     /// `Usage` that names the first one.
     pub fn check(&self) -> Result<()> {
+        for (flag, steps, least) in [("warmup", self.warmup, 0), ("steps", self.steps, 1)] {
+            require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("{least} to {STEPS_MAX}"))?;
+        }
         if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
             return Err(Error::usage("--documents: only rows of --packing bfd hold documents that are kept apart"));
         }
@@ -61,6 +65,9 @@ impl StepOptions {
         }
     }
 }
+
+/// A record holds the time of each step that is timed, and memory for all of them is taken before the first.
+const STEPS_MAX: u64 = 100_000;
 
 /// Options of `train` that a benchmark has no use for.
 #[rustfmt::skip]
@@ -96,6 +103,18 @@ mod tests {
         let refused = parse(&["--save-steps=5"]).check().unwrap_err().to_string();
         assert!(refused.starts_with("--save-steps"), "{refused}");
         assert!(parse(&["--max-grad-norm=1"]).check().unwrap_err().to_string().contains("--clip"));
+    }
+
+    #[test]
+    fn steps_that_nobody_waits_for_are_refused_and_nothing_is_taken_for_them() {
+        for flag in ["--steps", "--warmup"] {
+            for count in [100_001, 1 << 32, 1 << 63, u64::MAX] {
+                let refused = parse(&[&format!("{flag}={count}")]).check().unwrap_err().to_string();
+                assert!(refused.starts_with(&format!("{flag} {count}: allowed is ")), "{refused}");
+            }
+        }
+        assert_eq!(parse(&["--steps=0"]).check().unwrap_err().to_string(), "--steps 0: allowed is 1 to 100000");
+        assert!(parse(&["--steps=100000", "--warmup=0"]).check().is_ok());
     }
 
     #[test]

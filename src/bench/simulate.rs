@@ -90,6 +90,13 @@ impl Simulation {
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
     }
 
+    /// Tokens of a step, as far as they are settled before a plan is made.
+    #[cfg(test)]
+    pub(super) fn tokens(&self) -> usize {
+        let Settings { per_device_train_batch_size: batch, seq_length, tokens_per_step, .. } = self.settings;
+        tokens_per_step.unwrap_or_else(|| batch.saturating_mul(seq_length).saturating_mul(self.settings.micro_batches()))
+    }
+
     /// Runs it.
     ///
     /// # Errors

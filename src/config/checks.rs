@@ -313,7 +313,7 @@ fn check_path(flag: &str, path: &Path) -> Result<()> {
     require(path.to_str().is_some(), flag, path.display(), "a path in UTF-8")
 }
 
-pub(super) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
+pub(crate) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
 }
 

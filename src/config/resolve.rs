@@ -4,6 +4,8 @@ use super::checks::require;
 use super::options::{GpuCount, InitChoice, TrainLength};
 use super::settings::{Settings, TrainOptions};
 use crate::error::{Error, Result};
+use crate::hub::is_model_name;
+use crate::model_dir::expect_there;
 use crate::optim::schedule::LrScheduler;
 
 impl TrainOptions {
@@ -33,10 +35,13 @@ impl Settings {
     /// and checks everything.
     ///
     /// # Errors
-    /// `Usage` that names flag, value and what is allowed; a model without data.
+    /// `Usage` that names flag, value and what is allowed; a model that is not there, or without data.
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
-        if options.model.is_some() && options.data.is_none() {
+        if let Some(model) = options.model.as_ref().filter(|_| options.data.is_none()) {
+            if !is_model_name(model) {
+                expect_there(model)?;
+            }
             return Err(Error::usage(
                 "--model: --data is missing; name the text to train on (only the built-in model has text of its own)",
             ));
@@ -275,8 +280,12 @@ mod tests {
         let model = resolve(&["--model", "gpt2", "--data", "corpus.txt"]).unwrap();
         assert_eq!((model.init, model.seq_length, model.output_dir), (InitChoice::Checkpoint, 1024, "runs/train".into()));
         assert_eq!(resolve(&["--model", "gpt2", "--data", "corpus.txt", "--init=random"]).unwrap().init, InitChoice::Random);
-        let refused = resolve(&["--model", "gpt2"]).unwrap_err();
-        assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
+        for model in ["src", "openai-community/gpt2"] {
+            let refused = resolve(&["--model", model]).unwrap_err();
+            assert!(refused.exit_code() == 2 && refused.to_string().starts_with("--model: --data is missing"), "{refused}");
+        }
+        let refused = resolve(&["--model", "srcc"]).unwrap_err().to_string();
+        assert!(refused.starts_with("--model srcc: no such directory; did you mean src?"), "the model comes first: {refused}");
     }
 
     #[test]

@@ -11,6 +11,8 @@ use super::shown::{ShownDocument, TextPiece};
 use super::source;
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
+use crate::error::printable;
+use crate::error::terminal::printable_lines;
 use serde::Serialize;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -100,27 +102,18 @@ impl DataView {
         let [begin, end] = if self.in_colour { COLOURS } else { MARKS };
         for TextPiece { text, trained } in pieces {
             let (begin, end) = if *trained { (begin, end) } else { ("", "") };
-            write!(f, "{begin}{}{end}", printable(text))?;
+            write!(f, "{begin}{}{end}", printable_lines(text))?;
         }
         f.write_str("\n\n")
     }
 }
 
-/// Text as a terminal may have it: what would move its cursor or set its colours is written out.
-fn printable(text: &str) -> String {
-    let mut printable = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() && c != '\n' && c != '\t' { printable.extend(c.escape_default()) } else { printable.push(c) }
-    }
-    printable
-}
-
 impl fmt::Display for DataView {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.first.iter().try_for_each(|document| self.write_document(f, document))?;
-        self.notes.iter().try_for_each(|note| writeln!(f, "note       {}", printable(note)))?;
+        self.notes.iter().try_for_each(|note| writeln!(f, "note       {}", printable_lines(note)))?;
         let share = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
-        writeln!(f, "tokenizer  {}", self.tokenizer)?;
+        writeln!(f, "tokenizer  {}", printable(&self.tokenizer))?;
         write!(f, "documents  {}", self.documents)?;
         if self.held_out > 0 {
             write!(f, ", {} of them held out to evaluate on", self.held_out)?;
@@ -139,7 +132,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_of_data_does_not_steer_a_terminal() {
-        assert_eq!(printable("a\x1b[31mb\r\u{9b}\n\tc"), "a\\u{1b}[31mb\\r\\u{9b}\n\tc");
+    fn text_of_data_does_not_steer_a_terminal_in_colour_either() {
+        let evil = "a\x1b[31mb\r\u{9b}\u{202e}\n\tc";
+        let piece = TextPiece { text: evil.into(), trained: true };
+        let view = DataView {
+            tokenizer: evil.into(),
+            documents: 1,
+            held_out: 0,
+            tokens: 1,
+            trained_tokens: 1,
+            skipped_records: 0,
+            lengths: DocumentLengths::default(),
+            packing: "wrapped".into(),
+            seq_length: 1,
+            sequences: 1,
+            notes: vec![evil.into()],
+            first: vec![ShownDocument { file: evil.into(), line: Some(1), tokens: Some(1), pieces: vec![piece] }],
+            in_colour: true,
+        };
+        let shown = view.to_string();
+        let escaped = "a\\u{1b}[31mb\\r\\u{9b}\\u{202e}\n\tc";
+        assert!(shown.contains(&format!("{}{escaped}{}", COLOURS[0], COLOURS[1])), "{shown:?}");
+        let plain = COLOURS.iter().fold(shown, |shown, colour| shown.replace(colour, ""));
+        assert_eq!(printable_lines(&plain), plain);
     }
 }

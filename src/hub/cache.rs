@@ -33,7 +33,7 @@ impl HubCache {
     /// The directory with the files of `name`; `None` if its revision is not here.
     ///
     /// # Errors
-    /// `Io`, and `Format` for a revision that is no commit.
+    /// `Io`, and `Format` for a revision that is no commit, and for a commit that is said to be another one.
     pub(super) fn find(&self, name: &HubName) -> Result<Option<PathBuf>> {
         let repo = self.repo(name);
         let Some(commit) = commit(&repo, &name.revision)? else { return Ok(None) };
@@ -85,7 +85,7 @@ pub(super) fn one_of(configs: impl Iterator<Item = String>) -> Option<String> {
     if configs.len() == 1 { configs.pop() } else { configs.into_iter().find(|config| config == "default") }
 }
 
-/// The commit that a revision is in `repo`; a commit is its own name.
+/// The commit that a revision is in `repo`; a commit is its own name, and no other commit's.
 fn commit(repo: &Path, revision: &str) -> Result<Option<String>> {
     let path = repo.join("refs").join(revision);
     // Revisions may be folders of others.
@@ -93,7 +93,14 @@ fn commit(repo: &Path, revision: &str) -> Result<Option<String>> {
     let Some(bytes) = named else { return Ok(is_commit(revision).then(|| revision.into())) };
     let text = String::from_utf8_lossy(&bytes);
     let commit = text.trim();
-    if is_commit(commit) { Ok(Some(commit.into())) } else { Err(Error::format(path, format_args!("no commit: {commit:?}"))) }
+    if !is_commit(commit) {
+        return Err(Error::format(path, format_args!("no commit: {commit:?}")));
+    }
+    if is_commit(revision) && revision != commit {
+        let cause = format!("it says that commit {revision} is commit {commit}, which no commit is: remove this file");
+        return Err(Error::format(path, cause));
+    }
+    Ok(Some(commit.into()))
 }
 
 pub(super) fn is_commit(text: &str) -> bool {
@@ -148,6 +155,12 @@ mod tests {
         }
         fs::write(repo.join("refs/bad"), "../../elsewhere").unwrap();
         assert!(find("org/name@bad").unwrap_err().to_string().contains("refs/bad: no commit: \"../../elsewhere\""));
+        let other = "a".repeat(40);
+        fs::write(repo.join("refs").join(&other), COMMIT).unwrap();
+        let refused = find(&format!("org/name@{other}")).unwrap_err().to_string();
+        assert!(refused.contains(&format!("refs/{other}: it says that commit {other} is commit {COMMIT}")), "{refused}");
+        fs::write(repo.join("refs").join(COMMIT), COMMIT).unwrap();
+        assert_eq!(find(&by_commit).unwrap().as_ref(), Some(&snapshot), "an entry that is right");
         assert_eq!(Snapshot::at(&snapshot), Some(Snapshot { repo: "org/name".into(), commit: COMMIT.into() }));
         for path in [dir.path(), &repo, Path::new("/models--a--b/snapshots/main"), Path::new("/a/snapshots").join(COMMIT).as_path()] {
             assert_eq!(Snapshot::at(path), None, "{}", path.display());

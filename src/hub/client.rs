@@ -5,18 +5,40 @@ use super::roots::{Trusted, VARIABLES};
 use crate::disk;
 use crate::error::{Error, Result};
 use std::path::PathBuf;
-use std::time::Duration;
-use ureq::Agent;
+use std::time::{Duration, Instant};
 use ureq::http::Response;
 use ureq::tls::TlsConfig;
+use ureq::typestate::WithoutBody;
+use ureq::{Agent, RequestBuilder};
 
 const PUBLIC_HUB: &str = "https://huggingface.co";
 const REDIRECTS_MAX: usize = 8;
 /// Attempts in a row that may bring nothing.
 pub(super) const ATTEMPTS: u32 = 5;
 const TOKEN_BYTES_MAX: u64 = 4096;
-/// The longest that nothing may come.
-const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// How long answers may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// The longest that nothing may come, and that a connection or the head of an answer may take.
+    pub(super) silence: Duration,
+    /// The longest that redirections, or a whole list of files, may take.
+    pub(super) answer: Duration,
+    /// In each such time a file has to grow by [`Patience::WINDOW_BYTES`].
+    pub(super) window: Duration,
+}
+
+impl Patience {
+    /// The least of a file that a connection worth waiting for brings in a window: 0.5 KiB/s of [`Patience::default`].
+    pub(super) const WINDOW_BYTES: u64 = 64 << 10;
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        let [silence, answer, window] = [10, 60, 120].map(Duration::from_secs);
+        Self { silence, answer, window }
+    }
+}
 
 pub(super) type HubAnswer = Response<ureq::Body>;
 
@@ -28,6 +50,7 @@ pub(super) struct HubClient {
     /// Without a slash at its end.
     endpoint: String,
     token: Option<HubToken>,
+    pub(super) patience: Patience,
 }
 
 /// It has no way to be printed.
@@ -51,10 +74,10 @@ impl HubClient {
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
-        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, SILENCE_MAX)
+        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, Patience::default())
     }
 
-    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, silence_max: Duration) -> Result<Self> {
+    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, patience: Patience) -> Result<Self> {
         let endpoint = endpoint.trim_end_matches('/');
         if origin(endpoint).is_none() {
             return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
@@ -63,6 +86,7 @@ impl HubClient {
             return Err(Error::usage("the Hugging Face token: empty, or with characters that no token has"));
         }
         let Trusted { roots, origin } = trusted;
+        let silence = Some(patience.silence);
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(roots).build())
             .http_status_as_error(false)
@@ -70,22 +94,43 @@ impl HubClient {
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent(concat!("superoffload/", env!("CARGO_PKG_VERSION")))
-            .timeout_resolve(Some(silence_max))
-            .timeout_connect(Some(silence_max))
-            .timeout_recv_response(Some(silence_max))
-            .timeout_per_read(Some(silence_max));
-        Ok(Self { agent: config.build().new_agent(), trusted: origin, endpoint: endpoint.into(), token: token.map(HubToken) })
+            .timeout_resolve(silence)
+            .timeout_connect(silence)
+            .timeout_send_request(silence)
+            .timeout_recv_response(silence)
+            .timeout_per_read(silence);
+        let (agent, endpoint, token) = (config.build().new_agent(), endpoint.into(), token.map(HubToken));
+        Ok(Self { agent, trusted: origin, endpoint, token, patience })
     }
 
     pub(super) fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// What lies at `path`, from byte `from` on, up to `end` where there is one.
+    /// The bytes at `path` from byte `from` on, up to `end` where there is one. The body of the answer may take as long as it does.
     pub(super) fn get(&self, path: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
-        let mut url = format!("{}{path}", self.endpoint);
+        self.follow(path, |url| self.request(url, from, end))
+    }
+
+    /// At most `bytes_max` bytes at `path`, all of them within [`Patience::answer`].
+    pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
+        let until = Instant::now() + self.patience.answer;
+        let limited = |url: &str| {
+            let left = Some(until.saturating_duration_since(Instant::now()));
+            self.request(url, 0, None).config().timeout_global(left).build()
+        };
+        let read = self.follow(path, limited)?.body_mut().with_config().limit(bytes_max).read_to_vec();
+        read.map_err(|e| HttpFailure::Passing(e.to_string()))
+    }
+
+    /// The answer to `request` where the redirections from `path` end.
+    fn follow(&self, path: &str, request: impl Fn(&str) -> RequestBuilder<WithoutBody>) -> std::result::Result<HubAnswer, HttpFailure> {
+        let (mut url, until) = (format!("{}{path}", self.endpoint), Instant::now() + self.patience.answer);
         for _ in 0..REDIRECTS_MAX {
-            let answer = self.ask(&url, from, end)?;
+            if Instant::now() >= until {
+                return Err(HttpFailure::Passing(format!("redirections take longer than {:?}", self.patience.answer)));
+            }
+            let answer = request(&url).call().map_err(|e| self.failure(&url, &e))?;
             url = match answer.status().as_u16() {
                 200 | 206 => return Ok(answer),
                 301 | 302 | 303 | 307 | 308 => next_url(&url, &answer).map_err(HttpFailure::Lasting)?,
@@ -95,13 +140,7 @@ impl HubClient {
         Err(HttpFailure::Lasting(format!("more than {REDIRECTS_MAX} redirections")))
     }
 
-    /// What lies at `path`, at most `bytes_max` of it.
-    pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
-        let read = self.get(path, 0, None)?.body_mut().with_config().limit(bytes_max).read_to_vec();
-        read.map_err(|e| HttpFailure::Passing(e.to_string()))
-    }
-
-    fn ask(&self, url: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
+    fn request(&self, url: &str, from: u64, end: Option<u64>) -> RequestBuilder<WithoutBody> {
         let mut request = self.agent.get(url);
         if from > 0 || end.is_some() {
             let last = end.map_or(String::new(), |end| (end - 1).to_string());
@@ -110,12 +149,16 @@ impl HubClient {
         if let Some(HubToken(token)) = self.token.as_ref().filter(|_| self.is_hub(url)) {
             request = request.header("Authorization", format!("Bearer {token}"));
         }
-        request.call().map_err(|e| match e {
+        request
+    }
+
+    fn failure(&self, url: &str, e: &ureq::Error) -> HttpFailure {
+        match e {
             // The address may hold a signature.
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to what is no address".into()),
-            e if e.to_string().contains("invalid peer certificate") => HttpFailure::Lasting(self.distrust(url, &e)),
+            e if e.to_string().contains("invalid peer certificate") => HttpFailure::Lasting(self.distrust(url, e)),
             e => HttpFailure::Passing(e.to_string()),
-        })
+        }
     }
 
     fn is_hub(&self, url: &str) -> bool {

@@ -1,8 +1,8 @@
 //! A repository's files from the hub into the cache: their list, the room for them, several at a time, and at last their names.
 
-use super::cache::{HubCache, SNAPSHOTS, folder};
+use super::cache::{HubCache, SNAPSHOTS, folder, is_commit};
 use super::client::{ATTEMPTS, HttpFailure, HubClient, file_path, listing_path};
-use super::fetch::{Fetcher, interrupted, sleep};
+use super::fetch::{Fetcher, NAP, go_on, interrupted, sleep};
 use super::listing::{HubListing, RemoteFile};
 use super::name::{HubName, RepoKind};
 use super::parts::FileInParts;
@@ -12,9 +12,11 @@ use crate::model_dir::CONFIG;
 use crate::news::News;
 use crate::signals::StopFlag;
 use crate::units::Bytes;
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -54,9 +56,10 @@ impl Download<'_> {
     /// `Resource` for what the hub answers, and for a full disk; `Io`; `Interrupted`.
     pub(super) fn run(self, client: HubClient) -> Result<PathBuf> {
         let Self { cache, name, .. } = &self;
-        let (repo, endpoint) = (cache.repo(name), client.endpoint().to_string());
+        let (repo, endpoint, client) = (cache.repo(name), client.endpoint().to_string(), Arc::new(client));
         let refused = |cause| Error::resource(format_args!("download {name}, which is not here, from {endpoint}"), cause);
         let listing = self.listing(&client, &refused)?;
+        expect_commit(name, &listing.commit).map_err(refused)?;
         let snapshot = repo.join(SNAPSHOTS).join(&listing.commit);
         let (files, dir) = match name.kind {
             RepoKind::Model => (listing.model(self.with_weights).map_err(refused)?, snapshot.clone()),
@@ -79,16 +82,32 @@ impl Download<'_> {
         Ok(dir)
     }
 
-    fn listing(&self, client: &HubClient, refused: &impl Fn(String) -> Error) -> Result<HubListing> {
+    fn listing(&self, client: &Arc<HubClient>, refused: &impl Fn(String) -> Error) -> Result<HubListing> {
         let (path, mut attempt) = (listing_path(self.name), 1);
         loop {
-            match client.get_bytes(&path, LISTING_BYTES_MAX) {
+            match self.get_bytes(client, &path)? {
                 Ok(json) => return HubListing::parse(&json).map_err(refused),
                 Err(HttpFailure::Passing(_)) if attempt < ATTEMPTS => sleep(self.stop, self.pause * attempt)?,
                 Err(HttpFailure::Passing(cause)) => return Err(refused(format!("{cause}, {ATTEMPTS} times in a row"))),
                 Err(HttpFailure::Lasting(cause)) => return Err(refused(cause)),
             }
             attempt += 1;
+        }
+    }
+
+    /// The bytes at `path`, awaited on a thread of its own: no step of a request sees the stop flag. The outer error is this machine's.
+    fn get_bytes(&self, client: &Arc<HubClient>, path: &str) -> Result<std::result::Result<Vec<u8>, HttpFailure>> {
+        let (client, path, (answer, come)) = (client.clone(), path.to_owned(), mpsc::channel());
+        let failed = |cause: &dyn fmt::Display| Error::resource("ask for the list of files on a thread of its own", cause);
+        // Nobody may wait for the answer any more.
+        let ask = move || drop(answer.send(client.get_bytes(&path, LISTING_BYTES_MAX)));
+        thread::Builder::new().spawn(ask).map_err(|e| failed(&e))?;
+        loop {
+            match come.recv_timeout(NAP) {
+                Ok(answer) => return Ok(answer),
+                Err(RecvTimeoutError::Timeout) => go_on(self.stop)?,
+                Err(e) => return Err(failed(&e)),
+            }
         }
     }
 
@@ -194,9 +213,19 @@ fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
     tmp.publish(name)
 }
 
+/// Whether the hub lists `commit` where a branch, a tag or this commit was asked for.
+fn expect_commit(name: &HubName, commit: &str) -> std::result::Result<(), String> {
+    match name.revision.as_str() {
+        asked if is_commit(asked) && asked != commit => {
+            Err(format!("its list of files is of commit {commit} where commit {asked} was asked for"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Says which commit a branch or tag is.
 fn record_revision(repo: &Path, revision: &str, commit: &str) -> Result<()> {
-    if revision == commit {
+    if is_commit(revision) {
         return Ok(());
     }
     let path = repo.join("refs").join(revision);

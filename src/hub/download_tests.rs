@@ -5,7 +5,7 @@
 pub(super) mod hub_server;
 
 use super::cache::HubCache;
-use super::client::HubClient;
+use super::client::{HubClient, Patience};
 use super::download::Download;
 use super::name::HubName;
 use super::parts::LARGE_BYTES;
@@ -13,16 +13,17 @@ use super::roots::Trusted;
 use crate::error::Result;
 use crate::news::News;
 use crate::signals::StopFlag;
-use hub_server::{Asked, COMMIT, HubRepo, HubServer, Reply};
+use hub_server::{Asked, COMMIT, Drip, HubRepo, HubServer, Reply};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const WEIGHTS: &str = "model.safetensors";
 const TOKEN: &str = "hf_secret";
 const SILENCE_MAX: Duration = Duration::from_millis(200);
+const ANSWER_MAX: Duration = Duration::from_millis(600);
 
 fn repo() -> &'static HubRepo {
     static REPO: OnceLock<HubRepo> = OnceLock::new();
@@ -50,6 +51,7 @@ struct Case {
     stop: StopFlag,
     with_weights: bool,
     large_bytes: u64,
+    patience: Patience,
     name: HubName,
     said: Mutex<String>,
     /// How far it was last, the most that was told, and how far it goes.
@@ -64,6 +66,7 @@ impl Case {
             stop: StopFlag::default(),
             with_weights: true,
             large_bytes: LARGE_BYTES,
+            patience: Patience { silence: SILENCE_MAX, answer: ANSWER_MAX, ..Patience::default() },
             name,
             said: Mutex::default(),
             told: Mutex::default(),
@@ -106,7 +109,7 @@ impl Case {
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,
         };
-        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), SILENCE_MAX)?)
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), self.patience)?)
     }
 
     /// Downloads from a hub that answers so, which must succeed; tells the requests for the weights.
@@ -338,6 +341,65 @@ fn silence_is_waited_out_and_not_for_ever() {
     Case::new().good(but(move |asked, reply, _| if asked.range.is_none() { silent(reply, 100_000) } else { reply }));
     let message = Case::new().refused(but(move |_, reply, _| silent(reply, 0)));
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
+}
+
+/// A hub that answers every list of files by `wrong`.
+fn list(wrong: impl Fn(Reply) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
+    move |asked, _| if asked.path.starts_with("/api/") { wrong(repo().answer(asked)) } else { repo().answer(asked) }
+}
+
+#[test]
+fn an_answer_that_drips_is_not_awaited_for_ever() {
+    let pause = SILENCE_MAX / 4;
+    let began = Instant::now();
+    let refused = |answer: Box<dyn Fn(&Asked, usize) -> Reply + Send>| Case::new().refused(answer);
+    for drip in [Drip::All(pause), Drip::Body(pause)] {
+        let message = refused(Box::new(list(move |reply| reply.dripping(drip))));
+        assert!(message.contains("which is not here, from") && message.ends_with(", 5 times in a row"), "{message}");
+    }
+    let message = refused(Box::new(list(move |reply| Reply { silence: SILENCE_MAX * 2, ..reply.cut(0) })));
+    assert!(message.contains("timeout") && message.ends_with(", 5 times in a row"), "{message}");
+    let message = refused(Box::new(but(move |_, reply, _| reply.dripping(Drip::All(pause)))));
+    assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
+    // Each redirection comes in time, and all of them together do not.
+    let patient = || Case { patience: Patience { silence: Duration::from_secs(5), ..Case::new().patience }, ..Case::new() };
+    let away = |asked: &Asked| Reply::redirect(&asked.path).dripping(Drip::All(Duration::from_millis(1)));
+    let message = patient().refused(move |asked, _| away(asked));
+    assert!(message.ends_with("redirections take longer than 600ms, 5 times in a row") || message.contains("timeout: global"), "{message}");
+    let message = patient().refused(but(move |asked, _, _| away(asked)));
+    assert!(message.contains("redirections take longer than 600ms, 5 times in a row; 0 of 900000 bytes"), "{message}");
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_file_that_comes_too_slowly_is_given_up_in_whatever_attempts_it_comes() {
+    let window = Duration::from_millis(500);
+    let case = || Case { patience: Patience { window, ..Case::new().patience }, ..Case::new() };
+    let drips = case().refused(but(|_, reply, _| reply.dripping(Drip::Body(SILENCE_MAX / 4))));
+    let breaks_off = case().refused(but(|_, reply, _| reply.cut(1)));
+    for message in [drips, breaks_off] {
+        let words = " bytes came in 500ms, at least 65536 were expected; ";
+        assert!(message.contains(words) && message.ends_with(" of 900000 bytes are kept for the next run"), "{message}");
+    }
+    // Slow, but not too slow: 70,000 bytes in every window.
+    let begun = Instant::now();
+    case().good(but(move |_, reply, _| {
+        thread::sleep(window / 4);
+        reply.cut(70_000)
+    }));
+    assert!(begun.elapsed() > window * 2);
+}
+
+#[test]
+fn a_commit_that_was_asked_for_is_the_one_that_comes() {
+    let asked = "a".repeat(40);
+    let case = Case { name: HubName::model(&format!("org/tiny@{asked}")).unwrap(), ..Case::new() };
+    let message = case.refused(|asked, _| repo().answer(asked));
+    assert!(message.ends_with(&format!("its list of files is of commit {COMMIT} where commit {asked} was asked for")), "{message}");
+    assert!(!case.path("snapshots").exists(), "nothing of another commit is kept");
+    let case = Case { name: HubName::model(&format!("org/tiny@{COMMIT}")).unwrap(), ..Case::new() };
+    case.good(|asked, _| repo().answer(asked));
+    assert!(!case.path("refs").exists(), "a commit is its own name");
 }
 
 #[test]

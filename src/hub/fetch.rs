@@ -1,6 +1,6 @@
 //! One file into the cache's blobs: resumed where it stopped, checked, and given its name only when it is whole.
 
-use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient};
+use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient, Patience};
 use super::listing::{ChecksumSoFar, RemoteFile};
 use super::parts::{FileInParts, PartialFile, PartsState, partial_name};
 use crate::disk::{Dir, FileKind, Lock, try_lock};
@@ -10,17 +10,17 @@ use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const BLOCK_BYTES: usize = 256 << 10;
 /// How long a wait goes on before it looks whether to stop.
-const NAP: Duration = Duration::from_millis(50);
+pub(super) const NAP: Duration = Duration::from_millis(50);
 
 /// Where files of a repository go, and who watches.
 pub(super) struct Fetcher {
-    pub(super) client: HubClient,
+    pub(super) client: Arc<HubClient>,
     pub(super) blobs: Dir,
     /// Of all that use the cache: a file is downloaded once.
     pub(super) locks: Dir,
@@ -29,6 +29,35 @@ pub(super) struct Fetcher {
     pub(super) pause: Duration,
     /// What people are to hear.
     pub(super) said: Mutex<Vec<String>>,
+}
+
+/// Whether a file comes fast enough to be waited for, however many attempts it takes.
+struct Pace {
+    window: Duration,
+    begun: Instant,
+    /// Bytes that have come in this window.
+    come: u64,
+}
+
+impl Pace {
+    fn new(window: Duration) -> Self {
+        Self { window, begun: Instant::now(), come: 0 }
+    }
+
+    /// # Errors
+    /// In words, when a window is over in which too little came.
+    fn expect(&mut self) -> std::result::Result<(), String> {
+        if self.begun.elapsed() < self.window {
+            return Ok(());
+        }
+        let last = std::mem::replace(self, Self::new(self.window));
+        let least = Patience::WINDOW_BYTES;
+        if last.come >= least {
+            Ok(())
+        } else {
+            Err(format!("{} bytes came in {:?}, at least {least} were expected", last.come, last.window))
+        }
+    }
 }
 
 impl Fetcher {
@@ -193,22 +222,21 @@ impl Fetcher {
         self.bring(whole, partial, &|_| false)
     }
 
-    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something.
+    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something and the [`Pace`] is kept.
     fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
-        let (file, mut in_vain) = (&whole.file, 0);
+        let (file, mut pace, mut in_vain) = (&whole.file, Pace::new(self.client.patience.window), 0);
         while partial.at < partial.range.end && !ends(partial) {
             self.go_on()?;
             let before = partial.at;
-            match self.attempt(whole, partial)? {
+            match self.attempt(whole, partial, &mut pace)? {
                 Ok(()) => {}
                 Err(HttpFailure::Lasting(cause)) => return Err(self.error(file, cause)),
                 Err(HttpFailure::Passing(cause)) => {
                     in_vain = if partial.at > before { 1 } else { in_vain + 1 };
                     if in_vain == ATTEMPTS {
-                        let (come, bytes) = (partial.at - partial.range.start, partial.range.end - partial.range.start);
-                        let cause = format!("{cause}, {ATTEMPTS} times in a row; {come} of {bytes} bytes are kept for the next run");
-                        return Err(self.error(file, cause));
+                        return Err(self.error(file, format!("{cause}, {ATTEMPTS} times in a row; {}", partial.kept())));
                     }
+                    pace.expect().map_err(|cause| self.error(file, format!("{cause}; {}", partial.kept())))?;
                     sleep(&self.stop, self.pause * in_vain)?;
                 }
             }
@@ -217,7 +245,7 @@ impl Fetcher {
     }
 
     /// One request, and what it brings. The outer error is this machine's, the inner one the hub's.
-    fn attempt(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<std::result::Result<(), HttpFailure>> {
+    fn attempt(&self, whole: &FileInParts, partial: &mut PartialFile, pace: &mut Pace) -> Result<std::result::Result<(), HttpFailure>> {
         let file = &whole.file;
         let asked = partial.at..partial.range.end;
         let mut answer = match self.client.get(&whole.path, asked.start, (asked.end < file.bytes).then_some(asked.end)) {
@@ -240,7 +268,10 @@ impl Fetcher {
         let (mut reader, mut block) = (answer.body_mut().as_reader(), vec![0; BLOCK_BYTES]);
         while partial.at < partial.range.end {
             self.go_on()?;
-            let (come, bytes) = (partial.at - partial.range.start, partial.range.end - partial.range.start);
+            if let Err(cause) = pace.expect() {
+                return Ok(Err(HttpFailure::Lasting(format!("{cause}; {}", partial.kept()))));
+            }
+            let (come, bytes) = (partial.come(), partial.bytes());
             let read = match reader.read(&mut block) {
                 Ok(0) => return Ok(Err(HttpFailure::Passing(format!("it ends after {come} of {bytes} bytes")))),
                 Ok(read) => read,
@@ -251,6 +282,7 @@ impl Fetcher {
             }
             partial.put(&block[..read])?;
             whole.count(partial.range.start, read as u64);
+            pace.come += read as u64;
         }
         Ok(Ok(()))
     }
@@ -264,7 +296,7 @@ impl Fetcher {
     }
 }
 
-fn go_on(stop: &StopFlag) -> Result<()> {
+pub(super) fn go_on(stop: &StopFlag) -> Result<()> {
     if stop.is_set() { Err(interrupted()) } else { Ok(()) }
 }
 

@@ -84,6 +84,11 @@ impl HubQuery<'_> {
     }
 }
 
+/// Whether `path` has the form of a model's name on the hub.
+pub(crate) fn is_model_name(path: &Path) -> bool {
+    path.to_str().and_then(HubName::model).is_some()
+}
+
 /// What the environment says.
 type Variable<'a> = dyn Fn(&str) -> Option<PathBuf> + 'a;
 

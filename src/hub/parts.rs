@@ -110,6 +110,21 @@ impl FileInParts {
 }
 
 impl PartialFile {
+    /// Bytes of its range that have come.
+    pub(super) fn come(&self) -> u64 {
+        self.at - self.range.start
+    }
+
+    /// Bytes of its range.
+    pub(super) fn bytes(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// For the end of a refusal.
+    pub(super) fn kept(&self) -> String {
+        format!("{} of {} bytes are kept for the next run", self.come(), self.bytes())
+    }
+
     pub(super) fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.count(bytes);

@@ -61,7 +61,7 @@ fn read(path: &Path) -> Result<RootCerts> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hub::client::{HttpFailure, HubClient};
+    use crate::hub::client::{HttpFailure, HubClient, Patience};
     use crate::hub::download_tests::hub_server::{HubServer, Reply};
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -70,7 +70,6 @@ mod tests {
     use std::net::{SocketAddr, TcpListener, TcpStream};
     use std::sync::Arc;
     use std::thread;
-    use std::time::Duration;
 
     fn golden(name: &str) -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tls").join(name)
@@ -117,7 +116,7 @@ mod tests {
     fn a_hub_of_a_companys_authority_is_trusted_where_a_variable_names_it() {
         let (authority, server) = (golden("authority.pem"), HubServer::start(|_, _| Reply::ok(b"here".to_vec())));
         let endpoint = behind_tls(server.address);
-        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, Duration::from_secs(5)).unwrap().get_bytes("/", 99);
+        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, Patience::default()).unwrap().get_bytes("/", 99);
         for name in VARIABLES {
             assert_eq!(ask(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
         }

@@ -6,6 +6,7 @@
 
 use crate::planner::machine::Machine;
 pub(crate) mod limits;
+pub(crate) mod progress;
 pub(crate) mod replan;
 pub(crate) mod report;
 // Of the whole program: what is measured had every technique.
@@ -204,6 +205,7 @@ impl SearchQuery<'_> {
             return Ok(None);
         }
         let (outcome, ..) = simulate(&plan, self.shape, &self.machine.rates.profile, self.scope.steps, 0)?;
+        progress::count();
         let plan = Plan { simulated_step_ms: Some(outcome.step_ms.median), ..plan };
         Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }

@@ -129,6 +129,15 @@ pub(crate) struct WhatIf {
     pub(crate) changes_plan: bool,
 }
 
+impl WhatIf {
+    /// The better of `there`, the plan that the search finds with more of one thing, and `in_hand`, which runs there as it does here.
+    fn new(change: &str, there: &Candidate, in_hand: &Candidate) -> Self {
+        let median = |candidate: &Candidate| candidate.outcome.step_ms.median;
+        let changes_plan = differ(&there.plan, &in_hand.plan) && median(there) <= median(in_hand);
+        Self { change: format!("{change} by half"), step_ms: median(there).min(median(in_hand)), changes_plan }
+    }
+}
+
 impl SearchReport {
     /// The answer to `query` for the model named `config` on the machine of `profile`.
     ///
@@ -223,9 +232,7 @@ fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
     }
     let what_if = |(change, machine): (&str, Machine)| -> Result<WhatIf> {
         let ranking = SearchQuery { settings: &settings, machine: &machine, ..query }.rank()?;
-        let there = &ranking.candidates[0];
-        let changes_plan = differ(&there.plan, &best.plan);
-        Ok(WhatIf { change: format!("{change} by half"), step_ms: there.outcome.step_ms.median, changes_plan })
+        Ok(WhatIf::new(change, &ranking.candidates[0], best))
     };
     machines.into_iter().map(what_if).collect()
 }
@@ -288,5 +295,33 @@ impl fmt::Display for BreakEven {
             self.buckets,
             self.exposed_share * 1e2
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::presets;
+    use std::path::Path;
+
+    #[test]
+    fn more_of_one_thing_is_never_worse_than_the_plan_in_hand() {
+        let (shape, profile) = (presets::shape("model", Path::new("gemma-3-1b")).unwrap(), Profile::load("gh200-96").unwrap());
+        let machine = Machine::of(&profile);
+        let candidate = |batch| {
+            let settings = Settings { per_device_train_batch_size: batch, seq_length: 512, ..Settings::default() };
+            SearchQuery::new(&settings, &shape, &machine).candidate(&settings).unwrap().unwrap()
+        };
+        let (fast, slow) = (candidate(1), candidate(8));
+        let what_if = |there, in_hand| {
+            let WhatIf { change, step_ms, changes_plan } = WhatIf::new("the link were faster", there, in_hand);
+            assert_eq!(change, "the link were faster by half");
+            (step_ms, changes_plan)
+        };
+        let (fast_ms, slow_ms) = (fast.outcome.step_ms.median, slow.outcome.step_ms.median);
+        assert!(fast_ms < slow_ms, "{fast_ms} and {slow_ms}");
+        assert_eq!(what_if(&slow, &fast), (fast_ms, false), "the plan in hand stays");
+        assert_eq!(what_if(&fast, &slow).0, fast_ms);
+        assert_eq!(what_if(&fast, &fast), (fast_ms, false));
     }
 }

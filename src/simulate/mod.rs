@@ -11,10 +11,10 @@ pub(crate) mod timed;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 mod waits_tests;
 
-use crate::device::sim::SimDevice;
+use crate::device::sim::{CLOCK_MAX_NS, SimDevice};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
 use crate::model::shape::ModelShape;
@@ -34,7 +34,7 @@ const FEW: [usize; 2] = [2, 4];
 /// shorter ones.
 ///
 /// # Errors
-/// `Resource` when not even addresses can be had.
+/// `Resource` when not even addresses can be had, and for steps that outlast the clock.
 pub(crate) fn simulate(
     plan: &Plan,
     shape: &ModelShape,
@@ -51,6 +51,10 @@ pub(crate) fn simulate(
         (more.drawn_out(few, (each - FEW[1]) as f64 / (FEW[1] - FEW[0]) as f64), tracks)
     };
     let window_ns = timed.window_ns.clone();
+    if window_ns.end >= CLOCK_MAX_NS as u64 {
+        let cause = format!("they take more than 31 years: a rate of the hardware profile {name} is too low, or a time of it too long");
+        return Err(Error::resource("simulate steps", cause));
+    }
     Ok((timed.outcome(shape, plan, peak, &tracks), tracks, window_ns))
 }
 

@@ -8,6 +8,9 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
+/// Kernels index tokens with 32 bits.
+const LENGTH_MAX: usize = i32::MAX as usize;
+
 /// Least and most tokens of a document.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct LengthRange(RangeInclusive<usize>);
@@ -17,8 +20,9 @@ impl FromStr for LengthRange {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let bounds = text.split_once('-').and_then(|(least, most)| Some((least.parse().ok()?, most.parse().ok()?)));
-        let lengths = bounds.map(|(least, most)| Self(least..=most)).filter(|Self(lengths)| *lengths.start() > 0 && !lengths.is_empty());
-        lengths.ok_or_else(|| "expected LEAST-MOST, numbers of tokens from 1, as 200-4096".into())
+        let is_allowed = |Self(lengths): &Self| *lengths.start() > 0 && !lengths.is_empty() && *lengths.end() <= LENGTH_MAX;
+        let lengths = bounds.map(|(least, most)| Self(least..=most)).filter(is_allowed);
+        lengths.ok_or_else(|| "expected LEAST-MOST, numbers of tokens from 1 to 2147483647, as 200-4096".into())
     }
 }
 
@@ -134,7 +138,9 @@ mod tests {
     #[test]
     fn lengths_are_two_numbers_of_which_the_second_is_no_less() {
         assert_eq!("7-7".parse(), Ok(LengthRange(7..=7)));
-        for text in ["", "7", "0-4", "5-4", "a-b", "1-2-3"] {
+        assert!("1-2147483647".parse::<LengthRange>().is_ok());
+        let too_long = ["1-2147483648", "1-18446744073709551615", "18446744073709551615-18446744073709551615"];
+        for text in ["", "7", "0-4", "5-4", "a-b", "1-2-3"].into_iter().chain(too_long) {
             assert!(text.parse::<LengthRange>().unwrap_err().contains("200-4096"), "{text}");
         }
     }

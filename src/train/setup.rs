@@ -19,7 +19,7 @@ use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
 use crate::engine::executor::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 use crate::facts::{DataFacts, MachineFacts};
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
@@ -93,7 +93,7 @@ pub(super) fn prepare<'a>(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
-    observer.note(&format!("reading {}", describe_sources(settings)));
+    observer.note(&format!("reading {}", printable(describe_sources(settings))));
     launch.chosen.peers.iter().for_each(|line| observer.note(line));
     launch.chosen.warning.iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -317,7 +317,7 @@ fn model_place(settings: &Settings) -> String {
 }
 
 fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
-    let from = model_place(settings);
+    let from = printable(model_place(settings));
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
     format!("{from}: {architecture} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}")

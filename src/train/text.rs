@@ -16,7 +16,7 @@ use crate::data::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
-use crate::model_dir::{CONFIG, ModelDir};
+use crate::model_dir::{CONFIG, ModelDir, expect_there};
 use crate::news::News;
 use crate::signals::StopFlag;
 use serde_json::Value;
@@ -25,11 +25,13 @@ use std::path::PathBuf;
 /// `settings` with a path in place of each name on the hub, whose files are here now.
 ///
 /// # Errors
-/// Those of [`HubQuery::model`].
+/// Those of [`HubQuery::model`] and [`expect_there`].
 pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
     let mut model = None;
     if let Some(path) = &settings.model {
-        model = Some(HubQuery { with_weights, stop, emit }.model(path)?);
+        let found = HubQuery { with_weights, stop, emit }.model(path)?;
+        expect_there(&found)?;
+        model = Some(found);
     }
     let mut data = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
         paths.iter().map(|path| HubQuery { with_weights, stop, emit: &mut *emit }.data(path)).collect()

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 use superoffload::Error;
+use superoffload::internals::error::printable_lines;
 use superoffload::internals::facts::{BuildFacts, MachineFacts};
 use superoffload::internals::hardware::Topology;
 
@@ -59,7 +60,7 @@ impl<W: Write> Report<W> {
     /// Writes a line.
     pub fn say(&mut self, line: &str) {
         // Nobody can be told that telling failed.
-        let _ = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
+        let _ = writeln!(self.out, "{}", printable_lines(line)).and_then(|()| self.out.flush());
     }
 
     /// Whether a case of this name is asked for.

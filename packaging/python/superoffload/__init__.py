@@ -56,5 +56,6 @@ def doctor() -> dict[str, Any]:
 def export(run: Run | str | os.PathLike[str], out: str | os.PathLike[str], *, best: bool = False, dtype: str | None = None) -> Path:
     """Writes a run's newest checkpoint, or its best, as a Hugging Face model directory, and returns that."""
     source = run.output_dir if isinstance(run, Run) else run
-    ask("export", os.fspath(source), os.fspath(out), *(["--best"] if best else []), *flags({"dtype": dtype}))
+    # A path may begin with a dash.
+    ask("export", *(["--best"] if best else []), *flags({"dtype": dtype}), "--", os.fspath(source), os.fspath(out))
     return Path(out)

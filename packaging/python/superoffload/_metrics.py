@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 FILE = "metrics.jsonl"
+
+LOCKS = Path("/proc/locks")
 
 # How the line begins that says what a run is; its steps follow.
 FACTS = b'{"facts":'
@@ -50,20 +53,55 @@ class MetricsFile:
         file.seek(self._offset)
         whole = file.read().rpartition(b"\n")[0]
         self._offset += len(whole) + bool(whole)
-        lines = []
+        lines, damaged = [], 0
         for line in filter(None, whole.split(b"\n")):
-            if line.startswith(FACTS):
+            record = _record(line)
+            if record is None:
+                damaged += 1
+            elif "facts" in record:
                 self._is_told = line not in self._earlier
-                self.facts = json.loads(line)["facts"] if self._is_told else {}
+                self.facts = record["facts"] if self._is_told else {}
             elif self._is_told:
-                lines.append(json.loads(line))
+                lines.append(record)
+        if damaged:
+            warnings.warn(f"{self.path}: damaged lines left out: {damaged}", stacklevel=2)
         return lines
 
 
-def is_running(directory: Path) -> bool:
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The facts of a run, or a line of a step; nothing where the line is damaged, which the program leaves out as well."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    is_whole = isinstance(record["facts"], dict) if "facts" in record else isinstance(record.get("step"), int)
+    return record if is_whole else None
+
+
+def is_running(directory: Path, locks: Path = LOCKS) -> bool:
     """Whether a run owns the directory, on whose `.lock` it holds a lock. To try that lock could be in a starting run's way."""
     try:
-        inode = (directory / ".lock").stat().st_ino
+        with open(directory / ".lock", "rb") as file:
+            place = _place(file.fileno())
     except OSError:
         return False
-    return any("FLOCK" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+    return any("FLOCK" in line and place in line for line in locks.read_text().splitlines())
+
+
+def _place(file: int) -> str:
+    """Device and inode of an open file as /proc/locks writes them. The device of `stat` is another one on btrfs and overlayfs."""
+    inode, mount = os.fstat(file).st_ino, ""
+    for line in Path(f"/proc/self/fdinfo/{file}").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "mnt_id":
+            mount = value.strip()
+        elif name == "ino":
+            inode = int(value)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        identity, _, device, *_ = line.split(" ")
+        if identity == mount:
+            major, minor = map(int, device.split(":"))
+            return f" {major:02x}:{minor:02x}:{inode} "
+    return f":{inode} "

@@ -23,6 +23,10 @@ DRAW_S = 1.0
 """How often a notebook's picture is drawn."""
 
 
+STOPPED = (INTERRUPTED, -signal.SIGTERM)
+"""Exit codes of a run that was asked to stop: with a checkpoint, or so early that it did not listen for signals and had nothing to save."""
+
+
 class Run:
     """A run of the program, started by `superoffload.train` or `superoffload.start`.
 
@@ -103,7 +107,8 @@ class Run:
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
-        """Asks the run to write a checkpoint and end, and waits until it has."""
+        """Asks the run to write a checkpoint and end, and waits until it has. One that has just been started may end without a checkpoint:
+        nothing was trained, and `returncode` is -15."""
         self._is_stopped = True
         self._process.send_signal(signal.SIGTERM)
         return self.wait(timeout)
@@ -112,8 +117,12 @@ class Run:
 
     def _check(self) -> None:
         code = self._process.wait()
-        if code != 0 and not (code == INTERRUPTED and self._is_stopped):
+        if code != 0 and not (self._is_stopped and code in STOPPED):
             raise failure(code, self.log)
+
+    def _has_failed(self) -> bool:
+        code = self.returncode
+        return code not in (None, 0, INTERRUPTED) and not (self._is_stopped and code in STOPPED)
 
     def _show(self) -> Run:
         """Waits, and shows the run meanwhile: as a picture in a notebook, else its lines."""
@@ -145,24 +154,29 @@ class Run:
 
     def _state(self) -> str:
         code, metrics = self.returncode, self.metrics
-        ended = "running" if code is None else "done" if code == 0 else "interrupted" if code == INTERRUPTED else "failed"
-        step = metrics[-1].get("step", 0) if metrics else 0
+        ended = "running" if code is None else "done" if code == 0 else "failed" if self._has_failed() else "interrupted"
+        step = metrics[-1]["step"] if metrics else 0
         return f"{ended}, step {step} of {self.max_steps or '?'}"
 
     def _repr_html_(self) -> str:
         steps = [line for line in self.metrics if "loss" in line]
         step, last = (steps[-1]["step"], steps[-1]) if steps else (0, {})
-        speed = f", loss {last['loss']:.4f}, {last.get('tokens_per_second', 0):.0f} tokens/s" if last else ""
+        speed = f", loss {_number(last['loss'], '.4f')}, {_number(last.get('tokens_per_second'), '.0f')} tokens/s" if last else ""
         bar = f'<progress value="{step}" max="{self.max_steps or max(step, 1)}" style="width:100%"></progress>'
         failed = ""
-        if self.returncode not in (None, 0, INTERRUPTED):
+        if self._has_failed():
             failed = f"<pre>{html.escape(str(failure(self.returncode or 1, self.log)))}</pre>"
         return f"<div>{html.escape(self._state() + speed)}{bar}{_curve(steps)}{failed}</div>"
 
 
+def _number(value: float | None, form: str) -> str:
+    """A value of a step; what is not finite is null in the file."""
+    return "not finite" if value is None else format(value, form)
+
+
 def _curve(steps: list[dict[str, Any]], width: int = 640, height: int = 160) -> str:
     """The losses as a line, at most one point a pixel."""
-    points = [(line["step"], line["loss"]) for line in steps if line["loss"] is not None]
+    points = [(line["step"], line["loss"]) for line in steps if isinstance(line["loss"], (int, float))]
     if len(points) < 2:
         return ""
     points = points[:: max(len(points) // width, 1)]

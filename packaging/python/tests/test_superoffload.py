@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import unittest
 from pathlib import Path
@@ -94,6 +95,61 @@ class Runs(unittest.TestCase):
         os.kill(other.pid, signal.SIGTERM)
         with self.assertRaises(superoffload.Interrupted):
             other.wait()
+
+    def test_a_run_that_is_stopped_at_once_is_no_failure(self):
+        for seconds in [0, 0.005, 0.02, 0.05, 0.2]:
+            run = self.start(f"early-{seconds}", max_steps=1_000_000)
+            time.sleep(seconds)
+            run.stop()
+            self.assertIn(run.returncode, (75, -signal.SIGTERM))
+            self.assertIn("interrupted", repr(run))
+            self.assertNotIn("<pre>", run._repr_html_())
+        # A signal of somebody else is one, though.
+        run = self.start("others")
+        os.kill(run.pid, signal.SIGTERM)
+        with self.assertRaises(superoffload.TrainError):
+            run.wait()
+
+    def test_a_path_that_begins_with_a_dash_is_no_flag(self):
+        self.start("--best").wait()
+        here = os.getcwd()
+        os.chdir(self.folder)
+        self.addCleanup(os.chdir, here)
+        out = superoffload.export("--best", "-x", dtype="float32")
+        self.assertTrue((self.folder / out / "model.safetensors").is_file())
+
+    def test_damaged_lines_are_left_out_and_said(self):
+        run = self.start().wait()
+        good = (self.folder / "out/metrics.jsonl").read_bytes()
+        damage = [b"\x00\xff", b'{"step": 3, "lo', b"[1]", b"7", b'{"loss": 1.0}', b'{"facts": 3}', b"[" * 100_000]
+        (self.folder / "out/metrics.jsonl").write_bytes(b"\n".join([*damage[:3], good.rstrip(b"\n"), *damage[3:], b""]))
+        file = _metrics.MetricsFile(self.folder / "out")
+        with self.assertWarnsRegex(UserWarning, "metrics.jsonl: damaged lines left out: 7"):
+            lines = file.read()
+        self.assertEqual([line["step"] for line in lines], [1, 2, 3, 4, 5])
+        self.assertEqual((file.facts["max_steps"], file.read()), (5, []))
+        self.assertEqual(run.returncode, 0)
+
+    def test_a_loss_that_is_not_finite_has_a_picture(self):
+        run = self.start().wait()
+        for step in run.metrics:
+            step["loss"] = None
+        self.assertIn("loss not finite", run._repr_html_())
+        run.metrics[0]["loss"], run.metrics[1]["loss"] = 2.0, 1.0
+        self.assertIn("<polyline", run._repr_html_())
+
+    def test_a_lock_on_another_device_is_another_lock(self):
+        run = self.endless()
+        listed = _metrics.LOCKS.read_text()
+        inode = (run.output_dir / ".lock").stat().st_ino
+        place = next(word for line in listed.splitlines() if "FLOCK" in line for word in line.split() if word.endswith(f":{inode}"))
+        locks = self.folder / "locks"
+        for device, expected in [(place, True), (f"00:00:{inode}", False)]:
+            locks.write_text(f"1: FLOCK  ADVISORY  WRITE 7 {device} 0 EOF\n")
+            self.assertEqual(_metrics.is_running(run.output_dir, locks), expected, device)
+        self.assertTrue(_metrics.is_running(run.output_dir))
+        run.stop()
+        self.assertFalse(_metrics.is_running(run.output_dir))
 
     def test_ctrl_c_ends_the_run_after_a_checkpoint(self):
         run = self.endless()

@@ -24,6 +24,7 @@ use std::rc::Rc;
 use world::{OpKind, SimWork, World};
 
 pub(crate) use pool::SimPool;
+pub(crate) use world::CLOCK_MAX_NS;
 
 /// Alignment of addresses that nothing lies at.
 const ALIGN_BYTES: u64 = 256;

@@ -50,6 +50,20 @@ pub(super) struct SimWork {
     pub(crate) alone_ns: f64,
 }
 
+impl SimWork {
+    fn within_the_clock(self) -> Self {
+        Self { alone_ns: self.alone_ns.min(CLOCK_MAX_NS), ..self }
+    }
+}
+
+/// Where the clock ends, after 31 years: sums of such times still fit into 64 bits.
+pub(crate) const CLOCK_MAX_NS: f64 = 1e18;
+
+/// A time of the clock, which stands still at its end.
+fn whole_ns(ns: f64) -> u64 {
+    ns.min(CLOCK_MAX_NS) as u64
+}
+
 #[derive(Clone, Copy, Debug)]
 enum SimOp {
     Work(SimWork),
@@ -86,7 +100,7 @@ impl Lane {
     }
 
     fn span(&mut self, name: &'static str, index: u32, start_ns: f64, end_ns: f64) {
-        self.recorder.past_span(name, index, start_ns as u64, (end_ns - start_ns) as u64);
+        self.recorder.past_span(name, index, whole_ns(start_ns), whole_ns(end_ns - start_ns));
     }
 
     fn is_idle(&self) -> bool {
@@ -188,17 +202,17 @@ impl World {
     }
 
     pub(super) fn now_ns(&self) -> u64 {
-        self.now_ns as u64
+        whole_ns(self.now_ns)
     }
 
     /// Time in which the compute stream had nothing to do but wait for an event.
     pub(super) fn waited_ns(&self) -> u64 {
-        self.waited_ns as u64
+        whole_ns(self.waited_ns)
     }
 
     /// Of that, for the streams that pull from peers.
     pub(super) fn waited_for_peers_ns(&self) -> u64 {
-        self.waited_for_peers_ns as u64
+        whole_ns(self.waited_for_peers_ns)
     }
 
     fn compute_waits_for_peers(&self) -> bool {
@@ -228,7 +242,7 @@ impl World {
     }
 
     pub(super) fn enqueue(&mut self, stream: Stream, work: SimWork) {
-        self.push(stream, SimOp::Work(work));
+        self.push(stream, SimOp::Work(work.within_the_clock()));
     }
 
     fn push(&mut self, stream: Stream, op: SimOp) {
@@ -247,7 +261,7 @@ impl World {
     }
 
     pub(super) fn submit(&mut self, work: SimWork) {
-        self.push_to(POOL, SimOp::Work(work));
+        self.push_to(POOL, SimOp::Work(work.within_the_clock()));
     }
 
     pub(crate) fn pool_is_idle(&self) -> bool {
@@ -255,7 +269,7 @@ impl World {
     }
 
     pub(crate) fn pool_busy_ns(&self) -> u64 {
-        self.lanes[POOL].busy_ns as u64
+        whole_ns(self.lanes[POOL].busy_ns)
     }
 
     /// The driver works for so long; the lanes do, too.

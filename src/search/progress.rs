@@ -1,0 +1,62 @@
+//! Lines about a search that takes long: it simulates hundreds of plans, of large models for a second each.
+
+use std::fmt::Display;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Plans that this process has simulated.
+static SIMULATED: AtomicUsize = AtomicUsize::new(0);
+/// A search that is over sooner needs no line.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Counts a plan that was simulated.
+pub(super) fn count() {
+    SIMULATED.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The result of `search`; while it goes on `tell` is given a line every few seconds.
+pub(crate) fn told<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+    told_every(INTERVAL, tell, search)
+}
+
+fn told_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+    let (began, before, (over, is_over)) = (Instant::now(), SIMULATED.load(Ordering::Relaxed), mpsc::channel::<()>());
+    thread::scope(|scope| {
+        // The sender goes with the thread, also where the search panics.
+        let searching = scope.spawn(move || {
+            let _over = over;
+            search()
+        });
+        while is_over.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+            let (plans, seconds) = (SIMULATED.load(Ordering::Relaxed) - before, began.elapsed().as_secs_f64());
+            tell(&format_args!("searching for the fastest plan: {plans} simulated in {seconds:.0} s"));
+        }
+        searching.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_search_says_how_far_it_is_and_a_short_one_says_nothing() {
+        let told_in = |takes: Duration, interval: Duration| {
+            let mut lines = Vec::new();
+            let found = told_every(interval, &mut |line| lines.push(line.to_string()), || {
+                count();
+                thread::sleep(takes);
+                7
+            });
+            assert_eq!(found, 7);
+            lines
+        };
+        let lines = told_in(Duration::from_millis(200), Duration::from_millis(20));
+        assert!(!lines.is_empty() && lines.iter().all(|line| line.starts_with("searching for the fastest plan: ")), "{lines:?}");
+        assert!(!lines[0].contains(": 0 simulated"), "{lines:?}");
+        assert!(told_in(Duration::ZERO, INTERVAL).is_empty());
+    }
+}
