@@ -106,7 +106,7 @@ impl<M: Moment> AdamState<'_, M> {
 
     /// Stores what `step` made of element `i`, its moments rounded, and returns what the next step reads.
     #[inline(always)]
-    fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) -> AdamElement {
+    pub(super) fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) -> AdamElement {
         let rounding = Rounding { key: step.consts.rounding, first: self.first };
         let (m, v) = (M::from_f32(new.m), M::second(new.v, rounding.bits(i)));
         (self.params[i], self.m[i], self.v[i]) = (new.param, m, v);
@@ -159,7 +159,7 @@ impl AdamStep {
     }
 
     #[inline(always)]
-    fn denominator(&self, v: f32) -> f32 {
+    pub(super) fn denominator(&self, v: f32) -> f32 {
         v.sqrt().mul_add(self.consts.inv_sqrt_bias2, self.consts.eps)
     }
 }

@@ -1,9 +1,12 @@
 //! The optimizer: the scalar specification, its vector forms, the gradient norm and the learning-rate schedules.
 //!
 //! [`adam`] and [`norm`] define every result to the bit, one element at a time, in safe generic code. [`simd`] compiles
-//! the same code for each instruction set and picks one at run time; it adds no arithmetic of its own.
+//! the same code for each instruction set and picks one at run time. Where x86-64 would multiply denormal numbers slowly, [`lifted_step`]
+//! computes the same bits by [`lifted`] arithmetic.
 
 pub(crate) mod adam;
+mod lifted;
+mod lifted_step;
 pub(crate) mod moments;
 pub(crate) mod norm;
 #[cfg(test)]

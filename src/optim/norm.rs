@@ -6,6 +6,7 @@
 //! between threads and devices changes a bit.
 
 use crate::dtype::Element;
+use crate::optim::lifted::{add_square, lift, lowered, magnitude, power};
 use crate::units::NormSq;
 
 /// Gradients of one partial sum; bucket boundaries are multiples of it.
@@ -21,14 +22,27 @@ const SUMS: usize = 128;
 /// If `out` does not hold one element per block.
 #[inline(always)]
 pub(crate) fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
+    partials_of::<false, G>(grads, out).0
+}
+
+/// [`partials`], where squares may be denormal, by arithmetic that is quick with them and has the same bits; and whether some may be.
+#[inline(always)]
+pub(super) fn partials_of_any_size<G: Element>(grads: &[G], out: &mut [f32]) -> (bool, bool) {
+    partials_of::<true, G>(grads, out)
+}
+
+#[inline(always)]
+fn partials_of<const ANY_SIZE: bool, G: Element>(grads: &[G], out: &mut [f32]) -> (bool, bool) {
     assert_eq!(out.len(), grads.len().div_ceil(BLOCK), "partials of {} gradients", grads.len());
-    let mut nonfinite = false;
+    let (mut nonfinite, mut any_small) = (false, false);
     for (block, partial) in grads.chunks(BLOCK).zip(out) {
-        *partial = sum_of_squares(block);
+        let small = ANY_SIZE && has_small_squares(block);
+        *partial = if small { lifted_sum_of_squares(block) } else { sum_of_squares(block) };
+        any_small |= small;
         // A gradient that is not finite leaves its mark on the sum, so only marked blocks need a second look.
         nonfinite |= !partial.is_finite() && block.iter().any(|g| !g.to_f32().is_finite());
     }
-    nonfinite
+    (nonfinite, any_small)
 }
 
 /// Folds the next partials of a step, in flat order, onto the `sum` of those before. Zeros change no sum, and nearly all partials of a
@@ -41,20 +55,48 @@ pub fn fold(sum: NormSq, partials: &[f32]) -> NormSq {
 
 #[inline(always)]
 fn sum_of_squares<G: Element>(block: &[G]) -> f32 {
-    let mut sums = [0.0; SUMS];
-    let (rows, tail) = block.as_chunks::<SUMS>();
-    for row in rows {
-        add_squares(&mut sums, row);
+    fold_pairs(sums_of_squares::<false, G>(block))
+}
+
+/// [`sum_of_squares`] of gradients below 2^16.
+#[inline(always)]
+fn lifted_sum_of_squares<G: Element>(block: &[G]) -> f32 {
+    let mut sums = sums_of_squares::<true, G>(block);
+    for sum in &mut sums {
+        *sum = lowered(*sum);
     }
-    add_squares(&mut sums, tail);
     fold_pairs(sums)
 }
 
+/// Whether the square of one of the gradients may be denormal, and none is too large for [`lifted_sum_of_squares`].
 #[inline(always)]
-fn add_squares<G: Element>(sums: &mut [f32; SUMS], row: &[G]) {
+fn has_small_squares<G: Element>(block: &[G]) -> bool {
+    let (mut least, mut largest) = (u32::MAX, 0);
+    for g in block {
+        let magnitude = magnitude(g.to_f32());
+        least = least.min(magnitude.wrapping_sub(1));
+        largest = largest.max(magnitude);
+    }
+    least < power(-62).to_bits() && largest < power(16).to_bits()
+}
+
+/// The running sums; lifted ones if so asked.
+#[inline(always)]
+fn sums_of_squares<const LIFTED: bool, G: Element>(block: &[G]) -> [f32; SUMS] {
+    let mut sums = [0.0; SUMS];
+    let (rows, tail) = block.as_chunks::<SUMS>();
+    for row in rows {
+        add_squares::<LIFTED, G>(&mut sums, row);
+    }
+    add_squares::<LIFTED, G>(&mut sums, tail);
+    sums
+}
+
+#[inline(always)]
+fn add_squares<const LIFTED: bool, G: Element>(sums: &mut [f32; SUMS], row: &[G]) {
     for (sum, g) in sums.iter_mut().zip(row) {
         let g = g.to_f32();
-        *sum = g.mul_add(g, *sum);
+        *sum = if LIFTED { add_square(lift(magnitude(g)), *sum) } else { g.mul_add(g, *sum) };
     }
 }
 
@@ -73,8 +115,10 @@ fn fold_pairs(mut sums: [f32; SUMS]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::samples::ordinary;
+    use crate::optim::samples::{faint, ordinary};
     use half::bf16;
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::SeedableRng;
 
     /// The module's first paragraph, word by word.
     fn as_documented(block: &[f32]) -> f32 {
@@ -96,6 +140,20 @@ mod tests {
             assert!(!partials(&grads, &mut out));
             assert_eq!(out[0].to_bits(), as_documented(&grads).to_bits(), "{len} gradients");
         }
+    }
+
+    #[test]
+    fn blocks_of_small_gradients_have_the_same_partials() {
+        let rng = &mut ChaCha8Rng::seed_from_u64(3);
+        for (below, is_small) in [(16, true), (-60, true), (-70, true), (17, false)] {
+            let mut grads: Vec<f32> = (0..BLOCK).map(|_| faint(rng, below)).collect();
+            grads[BLOCK - 1] = 2f32.powi(below - 1);
+            assert_eq!(has_small_squares(&grads), is_small, "below 2^{below}");
+            let [mut got, mut golden] = [[0.0]; 2];
+            assert_eq!(partials_of_any_size(&grads, &mut got), (partials(&grads, &mut golden), is_small));
+            assert_eq!(got.map(f32::to_bits), golden.map(f32::to_bits), "below 2^{below}");
+        }
+        assert!(!has_small_squares(&[0.0f32, 1e-3]) && !has_small_squares(&[1e-30, f32::NAN]) && has_small_squares(&[-1e-30f32, 0.0]));
     }
 
     #[test]

@@ -47,3 +47,22 @@ pub(crate) fn assert_same<T: Element>(a: &[T], b: &[T], what: &str) {
         panic!("{what}: element {i} is {:?}, not {:?}", a[i], b[i]);
     }
 }
+
+/// Magnitudes spread evenly over exponents from below the smallest denormal number up to 2^`below`, with mantissas at which rounding errs.
+pub(crate) fn faint(rng: &mut ChaCha8Rng, below: i32) -> f32 {
+    let [kind, bits, exponent] = [(); 3].map(|()| rng.next_u32());
+    let mantissa = match kind % 6 {
+        0 => 0,
+        1 => bits & 7,
+        2 => 0x40_0000 | bits & 3,
+        3 => 0x7f_ffff & !(bits & 7),
+        _ => bits & 0x7f_ffff,
+    };
+    let exponent = (exponent % (below + 150) as u32) as i32 - 150;
+    let magnitude = match exponent + 149 {
+        ..0 => 0,
+        place @ 0..23 => 1 << place | mantissa & ((1 << place) - 1),
+        _ => ((exponent + 127) as u32) << 23 | mantissa,
+    };
+    f32::from_bits(magnitude | kind & 1 << 31)
+}

@@ -2,7 +2,7 @@
 //!
 //! There is no vector arithmetic here. Each pass is inlined into a shell that only turns instructions on; the compiler
 //! then vectorises the specification itself, which is why all instruction sets agree to the bit. Written by hand is only
-//! how results reach memory: see [`Stores`].
+//! how results reach memory: see [`Stores`]. On x86-64 a block with denormal moments takes a detour: see [`lifting`].
 #![allow(unsafe_code)]
 
 use crate::dtype::{Dtype, Element};
@@ -11,6 +11,7 @@ use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
 use half::{bf16, f16};
+use lifting::Lifting;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -207,14 +208,18 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::step(step, state, g, o));
             }
-            let mut state = state.sized(g.len());
+            let (state, lifting) = (state.sized(g.len()), Lifting::new(step));
             let [p, m, v] = spans(&state);
-            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::load(access, &state, &at);
+            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
+                let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
                 let (mut new, narrow) = block.room(at.len());
-                adam::step(step, &mut new, access.read(g, &at), narrow);
-                block.store_state(access, &mut state, &at);
+                let small = access.careful && lifting.step(access.isa, &mut new, grads, narrow);
+                if !access.careful {
+                    adam::step(step, &mut new, grads, narrow);
+                }
+                block.store_state(access, state, &at);
                 block.store_out(access, o, &at);
+                small
             });
         }));
     }
@@ -226,11 +231,16 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::speculate(step, state, g, o));
             }
             state.check_len(g.len());
-            self.run_blocks(g.len(), [ArraySpan::of(o)], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::load(access, state, &at);
+            let lifting = Lifting::new(step);
+            self.run_blocks(g.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
+                let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
                 let (old, narrow) = block.room(at.len());
-                adam::speculate(step, &old, access.read(g, &at), narrow);
+                let small = access.careful && lifting.speculate(access.isa, &old, grads, narrow);
+                if !access.careful {
+                    adam::speculate(step, &old, grads, narrow);
+                }
                 block.store_out(access, o, &at);
+                small
             });
         }));
     }
@@ -241,11 +251,16 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit(step, state, g));
             }
-            let mut state = state.sized(g.len());
-            self.run_blocks(g.len(), spans(&state), #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::<M, f32>::load(access, &state, &at);
-                adam::commit(step, &mut block.room(at.len()).0, access.read(g, &at));
-                block.store_state(access, &mut state, &at);
+            let (state, lifting) = (state.sized(g.len()), Lifting::new(step));
+            self.run_blocks(g.len(), spans(&state), state, #[inline(always)] move |state, access, at| {
+                let (mut block, grads) = (AdamBlock::<M, f32>::load(access, state, &at), access.read(g, &at));
+                let mut new = block.room(at.len()).0;
+                let small = access.careful && lifting.commit(access.isa, &mut new, grads);
+                if !access.careful {
+                    adam::commit(step, &mut new, grads);
+                }
+                block.store_state(access, state, &at);
+                small
             });
         });
     }
@@ -285,15 +300,20 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit_then_speculate(pending, h, next, g, state, o));
             }
-            let mut state = state.sized(g.len());
+            let (state, first, then) = (state.sized(g.len()), Lifting::new(pending), Lifting::new(next));
             let [p, m, v] = spans(&state);
             assert_eq!(h.len(), g.len(), "pending gradients against gradients");
-            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], #[inline(always)] move |access, at| {
-                let mut block = AdamBlock::load(access, &state, &at);
+            self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
+                let mut block = AdamBlock::load(access, state, &at);
+                let (h, g) = (access.read(h, &at), access.read(g, &at));
                 let (mut new, narrow) = block.room(at.len());
-                adam::commit_then_speculate(pending, access.read(h, &at), next, access.read(g, &at), &mut new, narrow);
-                block.store_state(access, &mut state, &at);
+                let small = access.careful && first.commit(access.isa, &mut new, h) | then.speculate(access.isa, &new, g, narrow);
+                if !access.careful {
+                    adam::commit_then_speculate(pending, h, next, g, &mut new, narrow);
+                }
+                block.store_state(access, state, &at);
                 block.store_out(access, o, &at);
+                small
             });
         });
     }
@@ -310,38 +330,25 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::emit(params, o));
             }
             assert_eq!(params.len(), o.len(), "params against working weights");
-            self.run_blocks(o.len(), [ArraySpan::of(o)], #[inline(always)] move |access, at| access.emit(params, o, &at));
+            self.run_blocks(o.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
+                access.emit(params, o, &at);
+                false
+            });
         });
     }
 
     /// See [`norm::partials`].
     pub fn partials(self, grads: Grads<'_>, out: &mut [f32]) -> bool {
-        typed!(Grads(g) = grads => self.run(#[inline(always)] |_| norm::partials(g, out)))
-    }
-
-    /// Runs `pass` block by block over `elems` elements. Blocks begin where all that is `written` begins lines, if such
-    /// elements exist.
-    #[inline(always)]
-    fn run_blocks<const W: usize>(self, elems: usize, written: [ArraySpan; W], mut pass: impl FnMut(PassAccess, Range<usize>)) {
-        assert!(written.iter().all(|place| place.elems == elems), "every array that is written must be as long as the gradients");
-        let lead = (0..BLOCK).find(|&lead| written.iter().all(|place| place.at(lead).is_multiple_of(LINE_BYTES)));
-        let start = lead.unwrap_or(0).min(elems);
-        let end = elems - (elems - start) % BLOCK;
-        self.run(
-            #[inline(always)]
-            move |isa| {
-                let lines = lead.is_some() && isa != Isa::Scalar;
-                let (stream_state, stream_out) = (lines && self.stores == Stores::Streaming, lines && self.stores != Stores::Temporal);
-                let access = PassAccess { isa, stream_state, stream_out, prefetch_elems: self.prefetch_elems };
-                for at in (start..end).step_by(BLOCK) {
-                    pass(access, at..at + BLOCK);
+        typed!(Grads(g) = grads => {
+            if self.isa != Isa::Scalar && shells::underflow_noted() {
+                let (nonfinite, small) = self.run(#[inline(always)] |_| norm::partials_of_any_size(g, out));
+                if !small {
+                    shells::forget_underflow();
                 }
-                for edge in [0..start, end..elems] {
-                    pass(PassAccess { stream_state: false, stream_out: false, ..access }, edge);
-                }
-            },
-        );
-        shells::fence();
+                return nonfinite;
+            }
+            self.run(#[inline(always)] |_| norm::partials(g, out))
+        })
     }
 }
 
@@ -437,6 +444,8 @@ struct PassAccess {
     stream_state: bool,
     stream_out: bool,
     prefetch_elems: usize,
+    /// Whether the block goes through [`Lifting`]; a constant where passes run.
+    careful: bool,
 }
 
 impl PassAccess {
@@ -485,6 +494,9 @@ impl PassAccess {
 #[repr(C, align(64))]
 struct StoreLine([u8; LINE_BYTES]);
 
+mod blocks;
+mod lifting;
+
 // How a pass comes to run on an instruction set, and what is written by hand for it.
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]
 #[path = "simd/plain.rs"]
@@ -507,6 +519,8 @@ mod tests {
 
     mod campaign;
     mod guard_pages;
+    #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
+    mod watched;
 
     /// One pass's inputs, and its outputs in the same place.
     #[derive(Clone)]

@@ -5,7 +5,7 @@
 //! those, which is all that Grace has. BFCVT would not help: its NaN is not the specification's, and repairing that takes about as
 //! many instructions as rounding in integers does.
 
-pub(super) use super::plain::{fence, prefetch, stream};
+pub(super) use super::plain::{denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, stream, underflow_noted};
 use super::{AdamKernels, Isa};
 use std::arch::is_aarch64_feature_detected;
 

@@ -1,6 +1,7 @@
 //! Memory without hints.
 
-use super::{Isa, StoreLine};
+use super::{BLOCK, Isa, StoreLine};
+use crate::optim::lifted_step::{LiftedStep, Numbers};
 
 /// # Safety
 /// `from` points to a line.
@@ -15,3 +16,26 @@ pub(super) fn fence() {}
 
 #[inline(always)]
 pub(super) fn prefetch(_: *const StoreLine) {}
+
+/// # Safety
+/// None is needed.
+#[inline(always)]
+pub(super) unsafe fn lifted(_: Isa, step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
+    step.apply(block)
+}
+
+#[inline(always)]
+pub(super) fn underflow_noted() -> bool {
+    false
+}
+
+#[inline(always)]
+pub(super) fn forget_underflow() {}
+
+#[inline(always)]
+pub(super) fn denormals_noted() -> bool {
+    false
+}
+
+#[inline(always)]
+pub(super) fn forget_denormals() {}

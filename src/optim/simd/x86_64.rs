@@ -3,7 +3,9 @@
 //! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is left alone: it takes denormals for zero, so its bits are not the
 //! specification's. The conversion by integers hides behind memory.
 
-use super::{AdamKernels, Isa, StoreLine};
+use super::{AdamKernels, BLOCK, Isa, StoreLine};
+use crate::optim::lifted_step::{LiftedStep, Numbers};
+use std::arch::asm;
 use std::arch::x86_64::{
     __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256, _mm512_loadu_si512, _mm512_stream_si512,
 };
@@ -51,6 +53,76 @@ fn avx2<R>(pass: impl FnOnce(Isa) -> R) -> R {
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
 fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
     pass(Isa::Avx512)
+}
+
+/// [`LiftedStep::apply`], in a function of its own for each instruction set: formats of arrays multiply no code.
+///
+/// # Safety
+/// The CPU has `isa`.
+#[inline(always)]
+pub(super) unsafe fn lifted(isa: Isa, step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
+    match isa {
+        // SAFETY: the caller's promise.
+        Isa::Avx2 => unsafe { avx2_lifted(step, block) },
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { avx512_lifted(step, block) },
+        _ => step.apply(block),
+    }
+}
+
+#[inline(never)]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn avx2_lifted(step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
+    step.apply(block)
+}
+
+#[inline(never)]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
+fn avx512_lifted(step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
+    step.apply(block)
+}
+
+/// Flag of MXCSR: an operand was denormal.
+const DENORMAL: u32 = 1 << 1;
+
+/// Flag of MXCSR: a result underflowed.
+const UNDERFLOW: u32 = 1 << 4;
+
+#[inline(always)]
+fn status() -> u32 {
+    let mut status = 0u32;
+    // SAFETY: every x86-64 CPU has this register, and there is room for it.
+    unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut status, options(nostack, preserves_flags)) };
+    status
+}
+
+/// Whether the CPU has met a denormal operand or an underflow since [`forget_denormals`].
+#[inline(always)]
+pub(super) fn denormals_noted() -> bool {
+    status() & (DENORMAL | UNDERFLOW) != 0
+}
+
+/// Whether the CPU has met an underflow since [`forget_underflow`] or [`forget_denormals`].
+#[inline(always)]
+pub(super) fn underflow_noted() -> bool {
+    status() & UNDERFLOW != 0
+}
+
+#[inline(always)]
+pub(super) fn forget_denormals() {
+    forget(DENORMAL | UNDERFLOW);
+}
+
+#[inline(always)]
+pub(super) fn forget_underflow() {
+    forget(UNDERFLOW);
+}
+
+#[inline(always)]
+fn forget(flags: u32) {
+    let status = status() & !flags;
+    // SAFETY: only flags of exceptions change, as they may in an assembly block.
+    unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const status, options(nostack, readonly)) };
 }
 
 /// Writes a line past the caches; [`fence`] makes it visible.
