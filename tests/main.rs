@@ -57,3 +57,5 @@ mod terminal;
 mod tokenizers;
 mod tokens_per_step;
 mod trl;
+mod wire;
+mod wire_proxy;

@@ -81,10 +81,10 @@ impl StepBench {
         }
         let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
         let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
-        let failure = outcome.as_ref().err().map(ToString::to_string);
-        // Who ends because another has failed tells nothing new.
-        let failure = failure.filter(|_| self.settings.process == 0 || !matches!(outcome, Err(Error::Rank { .. })));
-        party.links.close(EndOfRun { failure, ..EndOfRun::default() });
+        // A process behind process 0 that ends because another has failed has no news.
+        let failure = outcome.as_ref().err().filter(|error| self.settings.process == 0 || !matches!(error, Error::Rank { .. }));
+        let end = failure.map_or_else(EndOfRun::default, |error| party.links.end_by(error));
+        party.links.close(end);
         outcome
     }
 
@@ -118,7 +118,7 @@ impl StepBench {
             }
             Err(end) => end,
         };
-        end.failure.map_or(Ok(()), |cause| Err(Error::Rank { name: party.links.names()[0].clone(), cause }))
+        party.links.failure_of(end).map_or(Ok(()), Err)
     }
 }
 

@@ -34,12 +34,15 @@ pub(super) const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
 pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
+/// Nobody waits for other processes longer than a month.
+const RENDEZVOUS_SECONDS_MAX: u64 = 31 * 24 * 3600;
+
 impl Settings {
     /// Whether all values make sense, each by itself and together.
     ///
     /// # Errors
     /// `Usage` that names flag, value and what is allowed.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.check_paths()?;
         self.check_counts()?;
         self.check_numbers()?;
@@ -213,6 +216,8 @@ impl Settings {
             require(is_address, "rendezvous", address, "HOST:PORT, the same for all processes")?;
             require(processes > 1, "rendezvous", address, "only with --processes 2 or more")?;
         }
+        let allowed = format!("seconds, from 1 to {RENDEZVOUS_SECONDS_MAX}");
+        require((1..=RENDEZVOUS_SECONDS_MAX).contains(&self.rendezvous_limit), "rendezvous-limit", self.rendezvous_limit, allowed)?;
         let transport = describe::written(&describe::value(&self.transport));
         if processes == 1 {
             return require(self.transport == Transport::Auto, "transport", transport, "only with --processes 2 or more");

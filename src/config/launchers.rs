@@ -4,9 +4,10 @@
 use super::settings::TrainOptions;
 use crate::error::{Error, Result};
 
-/// The first port of jobs of Slurm, which follows from the job's number: what is secret is the run token.
+/// The first port of jobs of Slurm, which follows from the job's number: what is secret is the run token. All of them lie below 32768, where the
+/// system begins to give ports to connections by itself.
 const SLURM_PORT: u64 = 20_000;
-const SLURM_PORTS: u64 = 20_000;
+const SLURM_PORTS: u64 = 12_000;
 /// The port where Open MPI names none.
 const MPI_PORT: &str = "29400";
 
@@ -187,11 +188,24 @@ mod tests {
         assert_eq!(under(&[], &[&TORCH[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat()), is(4, 1, "node1:29501"));
         assert_eq!(under(&[], &MPI), is(2, 0, "127.0.0.1:29400"));
         assert_eq!(under(&[], &[&MPI[..2], &[("MASTER_ADDR", "fe80::1"), ("MASTER_PORT", "7")]].concat()), is(2, 0, "[fe80::1]:7"));
-        assert_eq!(under(&[], &SLURM), is(4, 3, "gpu03:21234"));
+        assert_eq!(under(&[], &SLURM), is(4, 3, "gpu03:25234"));
         // torchrun that Slurm started tells more.
         assert_eq!(under(&[], &[&SLURM[..], &TORCH].concat()), is(4, 1, "node1:29500"));
         assert_eq!(under(&["--rendezvous=here:1"], &SLURM), is(4, 3, "here:1"));
-        assert_eq!(under(&["--processes=4", "--process=3"], &SLURM), is(4, 3, "gpu03:21234"));
+        assert_eq!(under(&["--processes=4", "--process=3"], &SLURM), is(4, 3, "gpu03:25234"));
+    }
+
+    /// The system takes ports of connections from 32768 on, and may give that of the rendezvous to one of them.
+    #[test]
+    fn ports_of_slurm_lie_below_those_that_the_system_gives() {
+        for job in [0, 11_999, 12_000, 41_234, 19_999, u32::MAX] {
+            let job = job.to_string();
+            let variables: Vec<_> =
+                SLURM.iter().map(|&(name, value)| (name, if name == "SLURM_JOB_ID" { job.as_str() } else { value })).collect();
+            let (_, _, address) = under(&[], &variables).unwrap();
+            let port: u16 = address.unwrap().rsplit_once(':').unwrap().1.parse().unwrap();
+            assert!((20_000..32_000).contains(&port), "job {job}: {port}");
+        }
     }
 
     #[test]

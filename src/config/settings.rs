@@ -371,6 +371,9 @@ settings! {
         /// Where the processes meet: host and port of the first one.
         #[arg(value_name = "HOST:PORT")]
         rendezvous: String => "the launcher's", Free, unless "Option::is_none";
+        /// Seconds that a process waits for the others at the start.
+        #[arg(value_name = "SECONDS")]
+        rendezvous_limit: u64 = 600, Free;
         /// File with the secret of a run's processes.
         #[arg(value_name = "FILE")]
         run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, unless "Option::is_none";

@@ -63,12 +63,9 @@ impl Order {
         Self::Save,
     ];
 
-    /// The order of this number.
-    ///
-    /// # Panics
-    /// If there is none.
-    pub(super) fn of(number: u64) -> Self {
-        Self::ALL[number as usize]
+    /// The order of this number, if there is one.
+    pub(super) fn of(number: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(number).ok()?).copied()
     }
 }
 

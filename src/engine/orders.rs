@@ -20,7 +20,11 @@ use crate::optim::StatePart;
 use crate::planner::plan::Plan;
 use crate::ranks::board::Board;
 use crate::ranks::{RailKey, Seat};
+use std::ops::Range;
 use std::sync::Arc;
+
+/// Threads that another process may ask for, at most: no machine has more CPUs.
+const THREADS_MAX: u64 = 1 << 13;
 
 impl<D: Kernels> Engine<D> {
     /// Rank 0 has the others do this, too, once they have done what came before.
@@ -147,7 +151,6 @@ impl<D: Kernels + Peers> Engine<D> {
     }
 
     fn obey_order(&mut self, order: Order, words: Words) -> Result<()> {
-        let (part, start, elems) = (|| StatePart::ALL[words[0] as usize], words[1] as usize, words[2] as usize);
         match order {
             Order::Step => {
                 self.take_batches();
@@ -167,7 +170,7 @@ impl<D: Kernels + Peers> Engine<D> {
             // Whoever follows does it.
             Order::Save => Ok(()),
             Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
-            Order::Init => self.init_state(words[0], words[1] as usize),
+            Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
                 let mut loss_scale = LossScale::new(self.plan.dtype);
@@ -175,22 +178,33 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
             }
             Order::Write => {
-                let mut piece = vec![0.0; elems];
+                let (part, flat) = self.piece_of(words)?;
+                let mut piece = vec![0.0; flat.len()];
                 self.exchange.mail(0, &mut piece);
-                self.write_own(part(), start, &piece)
+                self.write_own(part, flat.start, &piece)
             }
             Order::Read => {
                 self.strike(FaultPhase::Read)?;
-                let parts: Vec<_> = self.exchange.slices().owned(start..start + elems).collect();
+                let (part, piece) = self.piece_of(words)?;
+                let start = piece.start;
+                let parts: Vec<_> = self.exchange.slices().owned(piece).collect();
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];
                     self.expect_no_job();
-                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part(), local, &mut piece)?;
+                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, local, &mut piece)?;
                     self.exchange.post(flat.start - start, &piece);
                 }
                 Ok(())
             }
         }
+    }
+
+    /// As [`piece_of`], of this engine's state and mail.
+    ///
+    /// # Errors
+    /// As there.
+    fn piece_of(&self, words: Words) -> Result<(StatePart, Range<usize>)> {
+        piece_of(words, self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
     }
 
     /// Takes what rank 0 has dealt to this rank.
@@ -199,5 +213,40 @@ impl<D: Kernels + Peers> Engine<D> {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
             self.exchange.sent_batch(place, memory);
         }
+    }
+}
+
+/// The part of a state of so many elements that an order is about, and which of them, as far as they exist and the mail has room for them.
+///
+/// # Errors
+/// `Resource` when there are none.
+fn piece_of([part, start, elems, ..]: Words, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
+    let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
+    let known = usize::try_from(part).ok().and_then(|part| StatePart::ALL.get(part).copied());
+    let wrong =
+        || Error::resource("follow process 0", format!("there is no part {part} of the state with {elems} elements from {start} on"));
+    known.zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of orders come over the network, and none of them panics or takes memory.
+    #[test]
+    fn an_order_about_what_does_not_exist_is_an_error() {
+        let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());
+        assert_eq!(of(1, 60, 40), Ok((StatePart::ALL[1], 60..100)));
+        let none = StatePart::ALL.len() as u64;
+        for (part, start, elems) in
+            [(none, 0, 1), (u64::MAX, 0, 1), (0, 61, 40), (0, 0, 41), (0, u64::MAX, 1), (0, 1, u64::MAX), (0, 1 << 63, 1 << 63)]
+        {
+            let refused = of(part, start, elems).unwrap_err();
+            assert!(refused.starts_with("follow process 0: there is no part "), "{refused}");
+        }
+        for number in [11, 255, 1 << 32, u64::MAX] {
+            assert_eq!(Order::of(number), None);
+        }
+        assert_eq!((Order::of(0), Order::of(10)), (Some(Order::Step), Some(Order::Save)));
     }
 }

@@ -612,7 +612,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn add_expert_rows(&self, rank: usize, rows: &mut [u64]) {
-        rows.iter_mut().zip(self.seat.board.expert_rows(rank)).for_each(|(rows, others)| *rows += others);
+        rows.iter_mut().zip(self.seat.board.expert_rows(rank)).for_each(|(rows, others)| *rows = rows.saturating_add(others));
     }
 
     fn publish_tracks(&self, tracks: Vec<Recorder>) {
@@ -649,7 +649,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn next_order(&mut self, dev: &mut D, seen: u64) -> Result<(Order, Words)> {
         self.wait_serving(dev, |board| board.next_order(seen).is_some())?;
         let (number, words) = self.seat.board.next_order(seen).expect("just seen");
-        Ok((Order::of(number), words))
+        let order = Order::of(number).ok_or_else(|| Error::resource("follow process 0", format!("there is no order {number}")))?;
+        Ok((order, words))
     }
 
     fn obeyed(&self) {

@@ -23,8 +23,9 @@ use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::ranks::board::Board;
+use crate::ranks::hello::Hello;
 use crate::ranks::links::{EndOfRun, Links};
-use crate::ranks::rendezvous::{Hello, Meeting};
+use crate::ranks::rendezvous::Meeting;
 use crate::ranks::run_token::RunToken;
 use crate::ranks::{RailKey, Seat};
 use crate::signals::StopFlag;
@@ -93,7 +94,7 @@ fn be<U: UseEngine>(
     begin: Beginning<'_>,
     course: U,
 ) -> Result<Option<U::Output>> {
-    let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, &StopFlag::default(), None)?;
+    let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, (&StopFlag::default(), &mut |_| ()), None)?;
     let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
     let adversary = plan.adversary.map(|seed| seed + process as u64);
     let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
@@ -147,8 +148,8 @@ where
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     std::thread::scope(|scope| {
         let start = |process| {
-            let token = RunToken::new("a token that nobody guesses", "here").unwrap();
-            let meeting = Meeting { address: address.clone(), process, processes, ranks, token };
+            let token = RunToken::new(b"a token that nobody guesses", "here").unwrap();
+            let meeting = Meeting { address: address.clone(), process, processes, ranks, token, limit: Duration::from_secs(60) };
             scope.spawn(move || be(process, &meeting, key, (plan, shape), begin, course))
         };
         let threads: Vec<_> = (0..processes).map(start).collect();

@@ -13,18 +13,11 @@ use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::planner::plan::Plan;
-use crate::ranks::lanes::{PLACES, Parcel, ParcelLane, RankLanes};
+use crate::ranks::lanes::{LaneKind, PLACES, Parcel, ParcelLane, RankLanes};
 use crate::ranks::links::LanesByRank;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Which of the two kinds.
-#[derive(Clone, Copy, PartialEq)]
-enum Kind {
-    Gradients,
-    Weights,
-}
 
 /// A place in host memory, and the end of the last copy through it.
 #[derive(Clone, Copy, Debug)]
@@ -126,7 +119,7 @@ impl Departures {
     }
 
     /// Enqueues copies to the host, and hands over to the lanes what has come there. Returns how many copies were enqueued.
-    fn go_on<D: Device>(&mut self, (dev, host): (&mut D, &HostMemory), lanes: &[Option<RankLanes>], kind: Kind) -> Result<usize> {
+    fn go_on<D: Device>(&mut self, (dev, host): (&mut D, &HostMemory), lanes: &[Option<RankLanes>], kind: LaneKind) -> Result<usize> {
         let mut enqueued = 0;
         loop {
             while !self.waiting.is_empty()
@@ -170,9 +163,9 @@ impl Departures {
     }
 }
 
-fn lane(lanes: &Option<RankLanes>, kind: Kind) -> Option<&ParcelLane> {
+fn lane(lanes: &Option<RankLanes>, kind: LaneKind) -> Option<&ParcelLane> {
     let lanes = lanes.as_ref()?;
-    if kind == Kind::Gradients { Some(&lanes.grads) } else { lanes.weights.as_ref() }
+    if kind == LaneKind::Gradients { Some(&lanes.grads) } else { lanes.weights.as_ref() }
 }
 
 impl Sockets {
@@ -258,10 +251,10 @@ impl Sockets {
 
     /// Does what can be done now for others, and takes their weights of this version.
     pub(super) fn serve<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        if self.grads.go_on((dev, &self.host), &self.lanes, Kind::Gradients)? > 0 {
+        if self.grads.go_on((dev, &self.host), &self.lanes, LaneKind::Gradients)? > 0 {
             dev.record(self.grads_copied, Stream::Reduce)?;
         }
-        self.weights.go_on((dev, &self.host), &self.lanes, Kind::Weights)?;
+        self.weights.go_on((dev, &self.host), &self.lanes, LaneKind::Weights)?;
         self.take_weights(dev)
     }
 

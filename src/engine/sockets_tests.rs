@@ -14,6 +14,7 @@ use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::ranks::Seat;
 use crate::ranks::board::{Board, Sizes};
+use crate::ranks::wire::SealedConnection;
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
@@ -38,7 +39,7 @@ impl Pair {
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
         let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
         let mut dev = open::cpu(1, Schedule::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
-        let [(grads, others), (weights, of_others)] = [lanes(), lanes()];
+        let [(grads, others), (weights, of_others)] = [LaneKind::Gradients, LaneKind::Weights].map(lanes);
         let sockets = Sockets::new(&mut dev, &plan, &slices, vec![None, Some(RankLanes { grads, weights: Some(weights) })]).unwrap();
         let flat = [(); 2].map(|()| dev.alloc("flat", layout.flat_elems(), Dtype::Float32).unwrap());
         let (card, board) = (dev.card(), Arc::new(Board::new(Sizes { ranks: 2, ..Sizes::default() }, None)));
@@ -121,10 +122,11 @@ impl Pair {
 }
 
 /// Both ends of a lane.
-fn lanes() -> (ParcelLane, ParcelLane) {
+fn lanes(kind: LaneKind) -> (ParcelLane, ParcelLane) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let start = |stream| ParcelLane::start(stream, 1 << 20, Arc::default(), |_: &str| ()).unwrap();
+    let start =
+        |stream| ParcelLane::start(SealedConnection::bare(stream), (kind, 1 << 20), Arc::default(), |_: &std::io::Error| ()).unwrap();
     (start(one), start(listener.accept().unwrap().0))
 }
 

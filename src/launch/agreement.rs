@@ -10,26 +10,34 @@ use crate::data::rows::Packing;
 use crate::device::Kernels;
 use crate::disk;
 use crate::engine::executor::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, printable};
 use crate::hardware::topology::{Topology, host_name};
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
+use crate::ranks::hello::Hello;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
-use crate::ranks::rendezvous::{Hello, Meeting, differs};
+use crate::ranks::rendezvous::{Meeting, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
 
 /// A file with a run token is no longer.
 const TOKEN_BYTES_MAX: u64 = 4096;
+/// Bits of a file's mode that let its group, and everybody, read it.
+const OTHERS_READ: u32 = 0o044;
 
 /// Settings that say something of one process or its machine, or of what process 0 does alone: it deals the data and writes all files.
-const OF_ONE_PROCESS: [&str; 22] = [
+const OF_ONE_PROCESS: [&str; 23] = [
     "process",
     "rendezvous",
+    "rendezvous_limit",
     "run_token_file",
     "output_dir",
     "model",
@@ -90,12 +98,14 @@ impl Party {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
-        let meeting = Meeting { address, process, processes, ranks, token: token(settings)? };
+        let limit = Duration::from_secs(settings.rendezvous_limit);
+        let meeting = Meeting { address, process, processes, ranks, token: token(settings, tell)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
         let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
         tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
-        let links = Links::meet(&meeting, Hello { host, facts: what_is_shared(settings)?, has, address: None }, stop, last_resort)?;
+        let own = Hello { host, facts: what_is_shared(settings)?, has, address: None };
+        let links = Links::meet(&meeting, own, (stop, tell), last_resort)?;
         tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
         let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
         let partner = Partner::among(&all, links.names(), process, settings)?;
@@ -134,7 +144,10 @@ impl Party {
             Ok(proposal) => serde_json::from_str(&proposal).map_err(|e| Error::format("the proposal of process 0", e))?,
             Err(end) => return Ok(Err(end)),
         };
-        let (launch, settings) = self.launcher(&proposal.over(settings))?;
+        let proposed = proposal.over(settings);
+        // Numbers that a damaged process 0 says make no plan that panics.
+        proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
+        let (launch, settings) = self.launcher(&proposed)?;
         let plan = launch.plan(&settings, shape, false)?;
         expect_alike(&self.links, &proposal.facts, &facts(&plan, shape))?;
         Ok(Ok((launch, plan, proposal)))
@@ -238,15 +251,29 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
     Some((if name.is_empty() { here } else { name }, theirs, ours))
 }
 
-fn token(settings: &Settings) -> Result<RunToken> {
-    if let Some(file) = &settings.run_token_file {
-        let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
-        return RunToken::new(&String::from_utf8_lossy(&bytes), file.display());
-    }
+/// The token of the run, with lines for people where somebody else may know it.
+fn token(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Result<RunToken> {
+    let (token, source) = match &settings.run_token_file {
+        Some(file) => {
+            let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
+            let mode = fs::metadata(file).map_err(|e| Error::io("look at", file, e))?.mode();
+            if mode & OTHERS_READ != 0 {
+                let path = printable(file.display());
+                tell(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
+            }
+            (RunToken::new(&bytes, file.display())?, printable(file.display()))
+        }
+        None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
+    };
+    token.weakness().iter().for_each(|why| tell(&format!("warning: {source}: the run token may be guessed: {why}")));
+    Ok(token)
+}
+
+fn token_of_variable() -> Result<RunToken> {
     let missing = format!(
         "{TOKEN_VARIABLE} is not set, nor --run-token-file; give all processes of the run one secret: {TOKEN_VARIABLE}=$(openssl rand -hex 16)"
     );
-    RunToken::new(&std::env::var(TOKEN_VARIABLE).map_err(|_| Error::usage(missing))?, TOKEN_VARIABLE)
+    RunToken::new(std::env::var_os(TOKEN_VARIABLE).ok_or_else(|| Error::usage(missing))?.as_bytes(), TOKEN_VARIABLE)
 }
 
 /// What all processes must have been told alike.
@@ -302,6 +329,6 @@ mod tests {
         for name in ["the program", "--processes", "--seq-length", "--learning-rate", "--seed", "--train-length"] {
             assert!(shared.contains_key(name), "{name} is not in {shared:?}");
         }
-        assert!(!shared.contains_key("--process"));
+        assert!(!shared.contains_key("--process") && !shared.contains_key("--rendezvous-limit"));
     }
 }

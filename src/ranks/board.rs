@@ -437,6 +437,11 @@ impl Board {
         self.ring_others(0);
     }
 
+    /// The last step whose outcome is known; 0 before the first.
+    pub(crate) fn decided_step(&self) -> u64 {
+        self.outcome_step.load(Ordering::Acquire)
+    }
+
     /// The outcome of `step`, once it is known.
     pub(crate) fn outcome(&self, step: u64) -> Option<StepOutcome> {
         let word = |at: usize| self.outcome[at].load(Ordering::Relaxed);
@@ -565,6 +570,11 @@ impl Board {
     /// `process` cannot go on, as was heard here.
     pub(crate) fn lose(&self, process: usize, why: &str) {
         self.abroad.iter().for_each(|abroad| _ = self.end(abroad.names[process].clone(), why));
+    }
+
+    /// `name`, a rank or a process, cannot go on, as an error of this process says, which is no news to the others.
+    pub(crate) fn end_for(&self, name: &str, why: &str) {
+        self.end(name.to_owned(), why);
     }
 
     /// `rank` has done what it had to: the others of its process end, and nobody else hears of it.

@@ -1,21 +1,21 @@
 //! How a connection between two processes of a run begins: both prove that they have the run's token, and the one that connects says which
-//! process it is and what the connection is for. Everything has a fixed length, and whoever cannot prove it is dropped.
+//! process it is and what the connection is for. Everything has a fixed length and one deadline, and whoever cannot prove it is dropped.
 
-use super::notice::array;
 use super::run_token::{NONCE_BYTES, Nonce, Proof, RunToken, is_same, nonce};
+use super::wire::{Seal, SealedConnection, array};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What both sides speak: a name, and its version.
-const PROTOCOL: [u8; 8] = *b"SPROFF\0\x02";
+const PROTOCOL: [u8; 8] = *b"SPROFF\0\x03";
 
 /// What a connection is for, as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Channel(u8);
 
 impl Channel {
-    /// What processes tell each other.
+    /// Notices between two processes.
     pub(super) const CONTROL: Self = Self(0);
 
     /// All between two processes of so many `ranks` each, in the order of their places.
@@ -44,23 +44,28 @@ impl Channel {
 pub(super) struct Claim {
     pub(super) channel: Channel,
     pub(super) process: u32,
+    /// The number that process 0 has given this try to meet; 0 where there is none yet.
+    pub(super) round: u64,
 }
 
-const CLAIM_BYTES: usize = 5;
+const CLAIM_BYTES: usize = 13;
 
 impl Claim {
     fn bytes(self) -> [u8; CLAIM_BYTES] {
-        let [a, b, c, d] = self.process.to_le_bytes();
-        [self.channel.0, a, b, c, d]
+        let mut bytes = [self.channel.0; CLAIM_BYTES];
+        bytes[1..5].copy_from_slice(&self.process.to_le_bytes());
+        bytes[5..].copy_from_slice(&self.round.to_le_bytes());
+        bytes
     }
 
-    fn of([channel, process @ ..]: [u8; CLAIM_BYTES]) -> Self {
-        Self { channel: Channel(channel), process: u32::from_le_bytes(process) }
+    fn of(bytes: [u8; CLAIM_BYTES]) -> Self {
+        let [channel, a, b, c, d, round @ ..] = bytes;
+        Self { channel: Channel(channel), process: u32::from_le_bytes([a, b, c, d]), round: u64::from_le_bytes(round) }
     }
 }
 
-fn strange(what: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, what)
+fn strange() -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, "what answers is no process of a run, or one of another version of this program")
 }
 
 /// The token of the other side is another.
@@ -72,50 +77,126 @@ fn check(found: &Proof, expected: &Proof) -> io::Result<()> {
     if is_same(found, expected) { Ok(()) } else { Err(io::Error::new(ErrorKind::PermissionDenied, "it has another run token")) }
 }
 
-fn proofs(token: &RunToken, claim: Claim, [theirs, ours]: [&Nonce; 2]) -> [Proof; 2] {
-    ["accepts", "connects"].map(|side| token.prove(&[&PROTOCOL, side.as_bytes(), &claim.bytes(), theirs, ours]))
+/// What follows of the token, the claim and both nonces, that of the side that connects first.
+struct Secrets<'a> {
+    token: &'a RunToken,
+    claim: Claim,
+    nonces: [Nonce; 2],
 }
 
-/// Opens the connection that `claim` is about on `stream`, as the side that connected.
+impl Secrets<'_> {
+    /// What proves that a side has come so far.
+    fn proof(&self, stage: &str) -> Proof {
+        let [connects, accepts] = &self.nonces;
+        self.token.prove(&[&PROTOCOL, stage.as_bytes(), &self.claim.bytes(), connects, accepts])
+    }
+
+    /// The seals of what the side that connects sends, and of what the other one sends.
+    fn seals(&self) -> [Seal; 2] {
+        ["sent by who connects", "sent by who accepts"].map(|stage| {
+            let [a, b, c, d, ..] = self.proof(stage);
+            Seal::new(u32::from_le_bytes([a, b, c, d]))
+        })
+    }
+}
+
+/// Opens the connection that `claim` is about on `stream`, as the side that connected: the seals of what it sends and of what comes, once the
+/// other side has admitted it.
 ///
 /// # Errors
-/// Those of the stream; `PermissionDenied` when the other side has another token.
-pub(super) fn open(stream: &mut (impl Read + Write), token: &RunToken, claim: Claim) -> io::Result<()> {
+/// Those of the stream; `PermissionDenied` when the other side has another token, `InvalidData` when it speaks something else.
+pub(super) fn open(stream: &mut (impl Read + Write), token: &RunToken, claim: Claim) -> io::Result<[Seal; 2]> {
     let own = nonce();
     stream.write_all(&[&PROTOCOL[..], &claim.bytes(), &own].concat())?;
+    if array(stream)? != PROTOCOL {
+        return Err(strange());
+    }
     let (other, proof): (Nonce, Proof) = (array(stream)?, array(stream)?);
-    let [accepts, connects] = proofs(token, claim, [&own, &other]);
-    check(&proof, &accepts)?;
-    stream.write_all(&connects)
+    let secrets = Secrets { token, claim, nonces: [own, other] };
+    check(&proof, &secrets.proof("accepts"))?;
+    stream.write_all(&secrets.proof("connects"))?;
+    check(&array(stream)?, &secrets.proof("admits"))?;
+    Ok(secrets.seals())
 }
 
-/// Hears who has connected on `stream`.
+/// Finds out who has connected on `stream`, and admits it: the claim, and the seals of what this side sends and of what comes.
 ///
 /// # Errors
 /// Those of the stream; `InvalidData` for what is no process of a run; `PermissionDenied` for one of another run.
-pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::Result<Claim> {
-    if array::<8>(stream)? != PROTOCOL {
-        return Err(strange("no process of a run, or of another version of this program"));
+pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::Result<(Claim, [Seal; 2])> {
+    let theirs: [u8; 8] = array(stream)?;
+    if theirs != PROTOCOL {
+        // A process of another version reads which one this is; whoever says anything else gets no answer.
+        return if theirs[..7] == PROTOCOL[..7] { stream.write_all(&PROTOCOL).and(Err(strange())) } else { Err(strange()) };
     }
-    let (claim, theirs): (_, Nonce) = (Claim::of(array(stream)?), array::<NONCE_BYTES>(stream)?);
+    let (claim, other): (_, Nonce) = (Claim::of(array(stream)?), array::<NONCE_BYTES>(stream)?);
     let own = nonce();
-    let [accepts, connects] = proofs(token, claim, [&theirs, &own]);
-    stream.write_all(&[&own[..], &accepts].concat())?;
-    check(&array(stream)?, &connects).map(|()| claim)
+    let secrets = Secrets { token, claim, nonces: [other, own] };
+    stream.write_all(&[&PROTOCOL[..], &own, &secrets.proof("accepts")].concat())?;
+    check(&array(stream)?, &secrets.proof("connects"))?;
+    stream.write_all(&secrets.proof("admits"))?;
+    let [into, out] = secrets.seals();
+    Ok((claim, [out, into]))
 }
 
-/// The same on a socket, which may be silent for `patience`, and forever once it is open.
+/// A socket all of whose reads and writes together end at a deadline.
+pub(super) struct Deadlined<'a>(&'a TcpStream, Instant);
+
+impl Deadlined<'_> {
+    fn left(&self) -> io::Result<Option<Duration>> {
+        let left = self.1.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
+    }
+}
+
+impl Read for Deadlined<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        self.0.set_read_timeout(self.left()?)?;
+        self.0.read(out)
+    }
+}
+
+impl Write for Deadlined<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.set_write_timeout(self.left()?)?;
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What `talk` comes to on `stream`, all of whose reads and writes together may take `patience`.
+///
+/// # Errors
+/// Those of `talk`; `TimedOut` or `WouldBlock` when it is too slow.
+pub(super) fn within<T>(stream: &TcpStream, patience: Duration, talk: impl FnOnce(&mut Deadlined<'_>) -> io::Result<T>) -> io::Result<T> {
+    let outcome = talk(&mut Deadlined(stream, Instant::now() + patience))?;
+    stream.set_read_timeout(None)?;
+    stream.set_write_timeout(None)?;
+    Ok(outcome)
+}
+
+/// As [`open`], within `patience`.
 ///
 /// # Errors
 /// As there.
-pub(super) fn within<T>(stream: &mut TcpStream, patience: Duration, shake: impl FnOnce(&mut TcpStream) -> io::Result<T>) -> io::Result<T> {
+pub(super) fn open_within(stream: TcpStream, patience: Duration, token: &RunToken, claim: Claim) -> io::Result<SealedConnection> {
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))?;
-    let shaken = shake(stream)?;
-    stream.set_read_timeout(None)?;
-    stream.set_write_timeout(None)?;
-    Ok(shaken)
+    let seals = within(&stream, patience, |stream| open(stream, token, claim))?;
+    Ok(SealedConnection::new(stream, seals))
+}
+
+/// As [`answer`], within `patience`.
+///
+/// # Errors
+/// As there.
+pub(super) fn answer_within(stream: TcpStream, patience: Duration, token: &RunToken) -> io::Result<(Claim, SealedConnection)> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    let (claim, seals) = within(&stream, patience, |stream| answer(stream, token))?;
+    Ok((claim, SealedConnection::new(stream, seals)))
 }
 
 #[cfg(test)]
@@ -125,11 +206,11 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     fn token(text: &str) -> RunToken {
-        RunToken::new(text, "here").unwrap()
+        RunToken::new(text.as_bytes(), "here").unwrap()
     }
 
-    /// What both sides say of the connection of `claim`.
-    fn meet(connects: &RunToken, accepts: &RunToken, claim: Claim) -> (io::Result<()>, io::Result<Claim>) {
+    /// The seals that each side has of the connection of `claim`, and the claim as it is understood.
+    fn meet(connects: &RunToken, accepts: &RunToken, claim: Claim) -> (io::Result<[Seal; 2]>, io::Result<(Claim, [Seal; 2])>) {
         let (mut one, mut other) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             let opened = scope.spawn(move || open(&mut one, connects, claim));
@@ -140,16 +221,63 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_token_is_heard_and_nobody_else() {
+    fn who_has_the_token_is_admitted_and_nobody_else() {
         let (ours, theirs) = (token("0123456789abcdef"), token("0123456789abcdeF"));
         for (nth, channel) in (0..).zip(Channel::all(2)) {
-            let claim = Claim { channel, process: nth };
+            let claim = Claim { channel, process: nth, round: u64::from(nth) << 40 };
             let (opened, answered) = meet(&ours, &ours, claim);
-            opened.unwrap();
-            assert_eq!(answered.unwrap(), claim);
+            let ([out, into], (understood, [their_out, their_into])) = (opened.unwrap(), answered.unwrap());
+            assert_eq!((understood, &their_into, &their_out), (claim, &out, &into));
+            assert_ne!(out, into, "each direction has a seed of its own");
             let (opened, answered) = meet(&theirs, &ours, claim);
             assert!(is_other_token(&opened.unwrap_err()) && answered.is_err());
         }
+    }
+
+    /// Whoever proves nothing is not admitted, and one byte that is changed on the way keeps both sides from going on.
+    #[test]
+    fn a_side_is_open_when_the_other_has_admitted_it() {
+        let token = token("0123456789abcdef");
+        let claim = Claim { channel: Channel::CONTROL, process: 1, round: 0 };
+        let (mut one, mut other) = UnixStream::pair().unwrap();
+        let opened = std::thread::spawn({
+            let token = token.clone();
+            move || open(&mut one, &token, claim)
+        });
+        let (_, connects): ([u8; 8 + CLAIM_BYTES], Nonce) = (array(&mut other).unwrap(), array(&mut other).unwrap());
+        let secrets = Secrets { token: &token, claim, nonces: [connects, [9; NONCE_BYTES]] };
+        other.write_all(&[&PROTOCOL[..], &[9; NONCE_BYTES], &secrets.proof("accepts")].concat()).unwrap();
+        assert_eq!(array::<32>(&mut other).unwrap(), secrets.proof("connects"));
+        drop(other);
+        assert_eq!(opened.join().unwrap().unwrap_err().kind(), ErrorKind::UnexpectedEof, "nobody has admitted it");
+    }
+
+    #[test]
+    fn another_version_is_named_to_both_sides() {
+        let (mut one, mut other) = UnixStream::pair().unwrap();
+        one.write_all(b"SPROFF\0\x02").unwrap();
+        let refused = answer(&mut other, &token("0123456789abcdef")).unwrap_err().to_string();
+        assert!(refused.contains("another version of this program"), "{refused}");
+        assert_eq!(array(&mut one).unwrap(), PROTOCOL);
+    }
+
+    /// A byte now and then keeps a connection alive for one read after the other, and still not beyond its deadline.
+    #[test]
+    fn a_slow_side_ends_at_the_deadline_of_the_whole_handshake() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (stream, begin) = (listener.accept().unwrap().0, Instant::now());
+        let dripping = std::thread::spawn(move || {
+            for byte in PROTOCOL.into_iter().chain([0; 40]) {
+                if slow.write_all(&[byte]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        assert!(answer_within(stream, Duration::from_millis(400), &token("0123456789abcdef")).is_err());
+        assert!(begin.elapsed() < Duration::from_millis(1500), "{:?}", begin.elapsed());
+        dripping.join().unwrap();
     }
 
     #[test]
@@ -163,14 +291,14 @@ mod tests {
     #[test]
     fn a_proof_of_another_connection_opens_none() {
         let token = token("0123456789abcdef");
-        let claim = Claim { channel: Channel::CONTROL, process: 1 };
+        let claim = Claim { channel: Channel::CONTROL, process: 1, round: 0 };
         let (mut one, mut other) = UnixStream::pair().unwrap();
         let answered = std::thread::spawn({
             let token = token.clone();
             move || answer(&mut other, &token)
         });
         one.write_all(&[&PROTOCOL[..], &claim.bytes(), &[7; NONCE_BYTES]].concat()).unwrap();
-        let (_, accepts): (Nonce, Proof) = (array(&mut one).unwrap(), array(&mut one).unwrap());
+        let (_, accepts): ([u8; 8 + NONCE_BYTES], Proof) = (array(&mut one).unwrap(), array(&mut one).unwrap());
         one.write_all(&accepts).unwrap();
         assert!(is_other_token(&answered.join().unwrap().unwrap_err()), "its own proof is sent back");
     }

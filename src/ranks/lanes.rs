@@ -1,14 +1,15 @@
 //! What slices of gradients and weights travel on between two ranks of two processes: a connection of its own for each kind, so that data holds up no word,
 //! and a thread for each direction, so that no driver waits. What does not fit into the few places of a lane waits on the other side: the
-//! network's own flow control is the only one.
+//! network's own flow control is the only one. A direction that has nothing to send says so from time to time, so that a slice that was lost on
+//! the way is noticed by the number of what comes next.
 
-use super::notice::array;
+use super::wire::{Seal, SealedConnection, damage};
 use crate::host::doorbell::Doorbell;
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, Read, Write};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread;
+use std::time::Duration;
 
 /// Slices of each kind and direction that pass through host memory at once, for each other rank.
 pub(crate) const PLACES: usize = 2;
@@ -20,7 +21,20 @@ pub(crate) fn slices_under_way(lanes: usize) -> usize {
     2 * lanes * (PLACES + WAITING + 1)
 }
 
-const HEAD_BYTES: usize = 16;
+/// Time after which a direction without parcels says that it has none.
+const BEAT: Duration = Duration::from_secs(5);
+/// The kind of the message that says so.
+const NOTHING: u8 = 0;
+
+/// Bytes of a parcel before its slice: bucket and round.
+const LABEL_BYTES: usize = 12;
+
+/// What a lane carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LaneKind {
+    Gradients = 1,
+    Weights = 2,
+}
 
 /// A slice under way.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,76 +59,88 @@ pub(crate) struct RankLanes {
     pub(crate) weights: Option<ParcelLane>,
 }
 
-/// Why a connection ended, in words.
-pub(super) fn ended(error: &std::io::Error) -> String {
-    match error.kind() {
-        ErrorKind::UnexpectedEof => "it ended before the run was over: its connection is closed".into(),
-        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
-            format!("it ended before the run was over, or its network did: {error}")
-        }
-        _ => format!("its connection failed: {error}"),
+impl LaneKind {
+    /// Its name, for people.
+    pub(super) fn name(self) -> &'static str {
+        if self == Self::Gradients { "gradients" } else { "weights" }
     }
 }
 
 impl Parcel {
-    fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        let mut head = [0; HEAD_BYTES];
-        head[..4].copy_from_slice(&self.bucket.to_le_bytes());
-        head[4..12].copy_from_slice(&self.round.to_le_bytes());
-        head[12..].copy_from_slice(&(self.bytes.len() as u32).to_le_bytes());
-        out.write_all(&head)?;
-        out.write_all(&self.bytes)
+    fn write(&self, out: &mut impl Write, kind: LaneKind, seal: &mut Seal) -> io::Result<()> {
+        let mut label = [0; LABEL_BYTES];
+        label[..4].copy_from_slice(&self.bucket.to_le_bytes());
+        label[4..].copy_from_slice(&self.round.to_le_bytes());
+        seal.write(out, kind as u8, &label, &self.bytes)
     }
 
-    /// Reads one of at most `most` bytes.
-    fn read(input: &mut impl Read, most: usize) -> io::Result<Self> {
-        let (bucket, round) = (u32::from_le_bytes(array(input)?), u64::from_le_bytes(array(input)?));
-        let length = u32::from_le_bytes(array(input)?) as usize;
-        if length > most {
-            return Err(io::Error::new(ErrorKind::InvalidData, format!("a slice of {length} bytes, of at most {most}")));
+    /// Reads one of `kind` with at most `most` bytes; nothing where the other side says that it has none.
+    fn read(input: &mut impl Read, (kind, most): (LaneKind, usize), seal: &mut Seal) -> io::Result<Option<Self>> {
+        let head = seal.head(input)?;
+        if head.kind == NOTHING && head.length == 0 {
+            return seal.check(&head, [&[], &[]], || "of no slice".into()).map(|()| None);
         }
-        let mut bytes = vec![0; length];
+        let length = head.length.checked_sub(LABEL_BYTES).filter(|length| *length <= most && head.kind == kind as u8);
+        let wrong = || damage(format!("a message of kind {} with {} bytes, of at most {}", head.kind, head.length, LABEL_BYTES + most));
+        let (mut label, mut bytes) = ([0; LABEL_BYTES], vec![0; length.ok_or_else(wrong)?]);
+        input.read_exact(&mut label)?;
         input.read_exact(&mut bytes)?;
-        Ok(Self { bucket, round, bytes: Arc::new(bytes) })
+        let [a, b, c, d, round @ ..] = label;
+        let (bucket, round) = (u32::from_le_bytes([a, b, c, d]), u64::from_le_bytes(round));
+        seal.check(&head, [&label, &bytes], || format!("bucket {bucket} of round {round}"))?;
+        Ok(Some(Self { bucket, round, bytes: Arc::new(bytes) }))
+    }
+}
+
+/// Writes what is `leaving` until nobody sends any more.
+fn send(leaving: &Receiver<Parcel>, out: &mut impl Write, (kind, mut seal): (LaneKind, Seal), bell: &Doorbell) -> io::Result<()> {
+    loop {
+        match leaving.recv_timeout(BEAT) {
+            Ok(parcel) => {
+                parcel.write(out, kind, &mut seal)?;
+                bell.ring();
+            }
+            Err(RecvTimeoutError::Timeout) => seal.write(out, NOTHING, &[], &[])?,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+    }
+}
+
+/// Hands over what comes until nobody takes it any more.
+fn receive(
+    arriving: &SyncSender<Parcel>,
+    input: &mut impl Read,
+    what: (LaneKind, usize),
+    mut seal: Seal,
+    bell: &Doorbell,
+) -> io::Result<()> {
+    loop {
+        let Some(parcel) = Parcel::read(input, what, &mut seal)? else { continue };
+        // Nobody takes it any more when the driver has ended.
+        if arriving.send(parcel).is_err() {
+            return Ok(());
+        }
+        bell.ring();
     }
 }
 
 impl ParcelLane {
-    /// A lane over `stream` for parcels of at most `most` bytes. `bell` rings when a place is free or a parcel has come; `lose` hears why the
-    /// lane ended.
+    /// A lane over `connection` for parcels of a kind, of at most so many bytes. `bell` rings when a place is free or a parcel has come; `lose`
+    /// hears why the lane ended.
     ///
     /// # Errors
     /// Those of the system, which has no thread or socket left.
     pub(crate) fn start(
-        stream: TcpStream,
-        most: usize,
+        connection: SealedConnection,
+        (kind, most): (LaneKind, usize),
         bell: Arc<Doorbell>,
-        lose: impl Fn(&str) + Clone + Send + 'static,
+        lose: impl Fn(&io::Error) + Clone + Send + 'static,
     ) -> io::Result<Self> {
         let ((out, leaving), (arriving, arrived)) = (mpsc::sync_channel::<Parcel>(WAITING), mpsc::sync_channel(WAITING));
-        let (mut input, mut output) = (stream.try_clone()?, stream);
+        let ((mut input, opens), (mut output, seals)) = connection.split()?;
         let (own_bell, own_lose) = (bell.clone(), lose.clone());
-        let write = move || {
-            for parcel in leaving {
-                if let Err(error) = parcel.write(&mut output) {
-                    return own_lose(&ended(&error));
-                }
-                own_bell.ring();
-            }
-        };
-        let read = move || {
-            loop {
-                let parcel = match Parcel::read(&mut input, most) {
-                    Ok(parcel) => parcel,
-                    Err(error) => return lose(&ended(&error)),
-                };
-                // Nobody takes it any more when the driver has ended.
-                if arriving.send(parcel).is_err() {
-                    return;
-                }
-                bell.ring();
-            }
-        };
+        let write = move || _ = send(&leaving, &mut output, (kind, seals), &own_bell).inspect_err(|e| own_lose(e));
+        let read = move || _ = receive(&arriving, &mut input, (kind, most), opens, &bell).inspect_err(|e| lose(e));
         thread::Builder::new().name("send slices".into()).spawn(write)?;
         thread::Builder::new().name("take slices".into()).spawn(read)?;
         Ok(Self { out, arrived, next: None })
@@ -143,23 +169,25 @@ impl ParcelLane {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::net::TcpListener;
-    use std::time::{Duration, Instant};
+    use std::io::ErrorKind;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Instant;
 
     proptest! {
         #[test]
         fn parcels_read_back_and_noise_takes_no_more_memory_than_a_slice(bucket: u32, round: u64, bytes: Vec<u8>, most in 0usize..200) {
-            let parcel = Parcel { bucket, round, bytes: Arc::new(bytes) };
+            let (parcel, kind) = (Parcel { bucket, round, bytes: Arc::new(bytes) }, LaneKind::Weights);
             let mut wire = Vec::new();
-            parcel.write(&mut wire).unwrap();
-            let read = Parcel::read(&mut &wire[..], most);
+            parcel.write(&mut wire, kind, &mut Seal::default()).unwrap();
+            let read = |wire: &[u8], what| Parcel::read(&mut &*wire, what, &mut Seal::default());
             if parcel.bytes.len() <= most {
-                prop_assert_eq!(read.unwrap(), parcel);
+                prop_assert_eq!(read(&wire, (kind, most)).unwrap(), Some(parcel));
             } else {
-                prop_assert_eq!(read.unwrap_err().kind(), ErrorKind::InvalidData);
+                prop_assert_eq!(read(&wire, (kind, most)).unwrap_err().kind(), ErrorKind::InvalidData);
             }
+            prop_assert_eq!(read(&wire, (LaneKind::Gradients, 200)).unwrap_err().kind(), ErrorKind::InvalidData);
             for end in 0..wire.len() {
-                prop_assert!(Parcel::read(&mut &wire[..end], usize::MAX).is_err());
+                prop_assert!(read(&wire[..end], (kind, usize::MAX)).is_err());
             }
         }
     }
@@ -184,8 +212,10 @@ mod tests {
     #[test]
     fn a_lane_keeps_the_order_and_holds_back_who_sends_too_much() {
         let ((one, other), (told, lost)) = (pair(), mpsc::channel());
-        let lose = move |why: &str| _ = told.send(why.to_string());
-        let lane = |stream| ParcelLane::start(stream, 1 << 20, Arc::default(), lose.clone()).unwrap();
+        let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
+        let lane = |stream| {
+            ParcelLane::start(SealedConnection::bare(stream), (LaneKind::Gradients, 1 << 20), Arc::default(), lose.clone()).unwrap()
+        };
         let (sends, mut takes) = (lane(one.try_clone().unwrap()), lane(other));
         let parcel = |round| Parcel { bucket: 3, round, bytes: Arc::new(vec![round as u8; 1 << 20]) };
         // Buffers of the system hold some; then there is no place.
@@ -202,6 +232,34 @@ mod tests {
             takes.take();
         }
         one.shutdown(std::net::Shutdown::Both).unwrap();
-        assert!(lost.recv_timeout(Duration::from_secs(10)).unwrap().contains("ended before the run was over"));
+        let (kind, why) = lost.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert_eq!(kind, ErrorKind::UnexpectedEof, "{why}");
+    }
+
+    /// A parcel that is lost is noticed even where none follows it: its lane soon says that it has nothing to send.
+    #[test]
+    fn a_parcel_that_is_damaged_or_lost_ends_the_lane_before_anybody_takes_it() {
+        let parcel = Parcel { bucket: 3, round: 5, bytes: Arc::new(vec![7; 1000]) };
+        let mut seal = Seal::default();
+        let mut next = |write: &dyn Fn(&mut Vec<u8>, &mut Seal)| {
+            let mut wire = Vec::new();
+            write(&mut wire, &mut seal);
+            wire
+        };
+        let first = next(&|wire, seal| parcel.write(wire, LaneKind::Gradients, seal).unwrap());
+        let nothing = next(&|wire, seal| seal.write(wire, NOTHING, &[], &[]).unwrap());
+        let mut damaged = first.clone();
+        damaged[500] ^= 4;
+        for (wire, words) in [
+            (&damaged, "the body of message 0, bucket 3 of round 5, has another CRC-32C than it says"),
+            (&nothing, "message 1 came in place of message 0"),
+        ] {
+            let ((mut one, other), (told, lost)) = (pair(), mpsc::channel());
+            let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
+            let mut lane = ParcelLane::start(SealedConnection::bare(other), (LaneKind::Gradients, 1000), Arc::default(), lose).unwrap();
+            one.write_all(wire).unwrap();
+            assert_eq!(lost.recv_timeout(Duration::from_secs(10)).unwrap(), (ErrorKind::InvalidData, words.to_string()));
+            assert_eq!(lane.first(), None);
+        }
     }
 }

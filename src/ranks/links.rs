@@ -3,15 +3,17 @@
 
 use super::board::{Abroad, Board};
 use super::handshake::Channel;
-use super::lanes::{ParcelLane, RankLanes, ended};
+use super::hello::Hello;
+use super::lanes::{LaneKind, ParcelLane, RankLanes};
 use super::notice::{Audience, Notice, Outbox, Topic};
-use super::rendezvous::{Connections, Hello, Meeting};
+use super::rendezvous::{Connections, Meeting};
+use super::wire::{Seal, SealedConnection};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::VecDeque;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
@@ -28,6 +30,8 @@ const LOOKS_SILENT: u32 = 150;
 const LOOKS_ENDING: u32 = 25;
 /// How much later words may come than the end of a lane.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Messages of the control connection, for people.
+const NOTICES: &str = "notices";
 /// How long the last words may take.
 const PARTING_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -38,6 +42,8 @@ pub(crate) struct EndOfRun {
     pub(crate) max_steps: u64,
     pub(crate) interrupted: bool,
     pub(crate) failure: Option<String>,
+    /// The process that the failure is of; the one that tells of it where there is none.
+    pub(crate) of: Option<usize>,
     /// The process that this one ends for, and why, if there is one; [`Links::close`] finds it.
     pub(crate) lost: Option<(usize, String)>,
 }
@@ -113,6 +119,23 @@ impl Common {
         board.iter().for_each(|board| board.lose(process, why));
     }
 
+    /// `process` is lost with the connection that carried `what`, which ended by `error`.
+    fn lose_by(&self, process: usize, what: &str, error: &io::Error) {
+        let step = self.open().board.as_ref().map_or(0, |board| board.decided_step());
+        let remedy = "look for a failing network card, switch or memory, and resume from the last checkpoint";
+        self.lose(
+            process,
+            &match error.kind() {
+                ErrorKind::UnexpectedEof => "it ended before the run was over: its connection is closed".into(),
+                ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
+                    format!("it ended before the run was over, or its network did: {error}")
+                }
+                ErrorKind::InvalidData => format!("{what} of it came damaged after step {step}: {error}; {remedy}"),
+                _ => format!("its connection failed: {error}"),
+            },
+        );
+    }
+
     /// Takes a notice of `process`.
     ///
     /// # Errors
@@ -182,12 +205,17 @@ impl Outbox for Common {
 
 impl Links {
     /// Meets the other processes of the run, who must agree with this one, which says `own`, and hears them from now on. A `stop` that one is
-    /// asked for process 0 hears of; `last_resort` ends this process when another has ended and it goes on.
+    /// asked for process 0 hears of; `tell` is given lines for people; `last_resort` ends this process when another has ended and it goes on.
     ///
     /// # Errors
     /// Those of [`Meeting::meet`]; `Resource` when a thread cannot start.
-    pub(crate) fn meet(meeting: &Meeting, own: Hello, stop: &StopFlag, last_resort: Option<LastResort>) -> Result<Self> {
-        let (process, mesh) = (meeting.process, meeting.meet(own, stop)?);
+    pub(crate) fn meet(
+        meeting: &Meeting,
+        own: Hello,
+        (stop, tell): (&StopFlag, &mut dyn FnMut(&str)),
+        last_resort: Option<LastResort>,
+    ) -> Result<Self> {
+        let (process, mesh) = (meeting.process, meeting.meet(own, stop, tell)?);
         let names = mesh.all.iter().enumerate().map(|(process, hello)| format!("process {process} on {}", hello.host)).collect();
         let (letters, boxes): (Vec<_>, Vec<_>) =
             mesh.connections.iter().map(|other| other.as_ref().map(|_| mpsc::channel()).unzip()).unzip();
@@ -210,29 +238,29 @@ impl Links {
         Ok(links)
     }
 
-    fn start(&mut self, connections: Vec<Option<Connections>>, boxes: Vec<Option<mpsc::Receiver<Notice>>>) -> std::io::Result<()> {
+    fn start(&mut self, connections: Vec<Option<Connections>>, boxes: Vec<Option<mpsc::Receiver<Notice>>>) -> io::Result<()> {
         let mut lanes = Vec::new();
         for (process, (connections, letters)) in connections.into_iter().zip(boxes).enumerate() {
             let (Some(connections), Some(letters)) = (connections, letters) else {
                 lanes.push(None);
                 continue;
             };
-            for socket in &connections {
-                self.sockets.push(socket.try_clone()?);
+            for connection in &connections {
+                self.sockets.push(connection.stream.try_clone()?);
             }
-            let control = connections[Channel::CONTROL.place()].try_clone()?;
+            let (input, out) = connections[Channel::CONTROL.place()].try_clone()?.split()?;
             lanes.push(Some(connections));
-            let (common, stop, input) = (self.common.clone(), self.stop.clone(), control.try_clone()?);
+            let (common, stop) = (self.common.clone(), self.stop.clone());
             named("hear", process).spawn(move || hear(&common, process, input, &stop))?;
             let common = self.common.clone();
-            self.writers.push(named("tell", process).spawn(move || tell(&common, process, control, &letters))?);
+            self.writers.push(named("tell", process).spawn(move || tell(&common, process, out, &letters))?);
         }
         self.lanes = Mutex::new(lanes);
         Ok(())
     }
 
     /// Looks at everything from time to time.
-    fn look(&mut self, last_resort: Option<LastResort>) -> std::io::Result<()> {
+    fn look(&mut self, last_resort: Option<LastResort>) -> io::Result<()> {
         let (common, stop) = (self.common.clone(), self.stop.clone());
         let body = move || {
             let (mut ending, mut stopped) = (0, false);
@@ -309,7 +337,7 @@ impl Links {
     /// # Errors
     /// As there; what ended process 0.
     pub(crate) fn expect_proposal(&self) -> Result<String> {
-        self.proposal()?.map_err(|end| self.common.error_of(0, end.failure.as_deref().unwrap_or("its run is over")))
+        self.proposal()?.map_err(|end| self.failure_of(end).unwrap_or_else(|| self.common.error_of(0, "its run is over")))
     }
 
     /// How the run ended, once process 0 has said so; within a few seconds.
@@ -326,6 +354,22 @@ impl Links {
         }
     }
 
+    /// The end of a run that `error` has ended here. An error of another process stays its error.
+    pub(crate) fn end_by(&self, error: &Error) -> EndOfRun {
+        let (of, why) = match error {
+            Error::Rank { name, cause } => (self.names().iter().position(|known| known == name), cause.clone()),
+            error => (None, error.to_string()),
+        };
+        let failure = Some(if of.is_some() { why } else { error.to_string() });
+        EndOfRun { failure, of, ..EndOfRun::default() }
+    }
+
+    /// What failed in a run that process 0 ended so.
+    pub(crate) fn failure_of(&self, end: EndOfRun) -> Option<Error> {
+        let of = end.of.filter(|process| *process < self.names().len()).unwrap_or(0);
+        end.failure.map(|why| self.common.error_of(of, &why))
+    }
+
     /// The board at which the ranks of this process meet all others, made of what `make` is given, and the lanes of each of them, by rank, whose
     /// parcels have at most `parcel_bytes`.
     ///
@@ -339,14 +383,14 @@ impl Links {
         let board = Arc::new(make(Abroad { process: common.process, names: common.names.clone(), outbox: common.clone() }));
         let connections = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
         assert!(!connections.is_empty(), "lanes are given once");
-        let of = |rank: usize| -> std::io::Result<LanesByRank> {
+        let of = |rank: usize| -> io::Result<LanesByRank> {
             let by_process = connections.iter().enumerate().map(|(process, streams)| match streams {
                 Some(streams) => self.lanes_to((process, streams), &board, rank, parcel_bytes),
                 None => Ok(board.mates().map(|_| None).collect()),
             });
-            Ok(by_process.collect::<std::io::Result<Vec<_>>>()?.into_iter().flatten().collect())
+            Ok(by_process.collect::<io::Result<Vec<_>>>()?.into_iter().flatten().collect())
         };
-        let lanes = board.mates().map(of).collect::<std::io::Result<_>>();
+        let lanes = board.mates().map(of).collect::<io::Result<_>>();
         let lanes = lanes.map_err(|e| Error::resource("start the threads of lanes", e))?;
         let mut state = common.open();
         for (process, notice) in std::mem::take(&mut state.early) {
@@ -356,7 +400,7 @@ impl Links {
             return Err(common.error_of(*process, why));
         }
         if let Some(end) = &state.over {
-            return Err(common.error_of(0, end.failure.as_deref().unwrap_or("its run is over")));
+            return Err(self.failure_of(end.clone()).unwrap_or_else(|| common.error_of(0, "its run is over")));
         }
         state.board = Some(board.clone());
         Ok((board, lanes))
@@ -365,25 +409,26 @@ impl Links {
     /// The lanes between `rank`, of this process, and each rank of another one.
     fn lanes_to(
         &self,
-        (process, streams): (usize, &Connections),
+        (process, connections): (usize, &Connections),
         board: &Board,
         rank: usize,
         parcel_bytes: usize,
-    ) -> std::io::Result<LanesByRank> {
+    ) -> io::Result<LanesByRank> {
         let (own, ranks) = (rank - board.mates().start, board.mates().len());
-        let lane = |channel: Channel| {
+        let lane = |kind: LaneKind, channel: Channel| {
             let common = self.common.clone();
-            ParcelLane::start(streams[channel.place()].try_clone()?, parcel_bytes, board.bell(rank), move |why: &str| {
+            let connection = SealedConnection::try_clone(&connections[channel.place()])?;
+            ParcelLane::start(connection, (kind, parcel_bytes), board.bell(rank), move |error: &io::Error| {
                 // A process that ends closes all its connections, and says why on another one.
                 thread::sleep(LAST_WORDS);
-                common.lose(process, why);
+                common.lose_by(process, kind.name(), error);
             })
         };
         let to = |place: usize| {
             // The later process has connected to the earlier one.
             let pair = if self.common.process > process { [own, place] } else { [place, own] };
-            let weights = (place == own).then(|| lane(Channel::weights(ranks, own))).transpose()?;
-            Ok(Some(RankLanes { grads: lane(Channel::gradients(ranks, pair))?, weights }))
+            let weights = (place == own).then(|| lane(LaneKind::Weights, Channel::weights(ranks, own))).transpose()?;
+            Ok(Some(RankLanes { grads: lane(LaneKind::Gradients, Channel::gradients(ranks, pair))?, weights }))
         };
         (0..ranks).map(to).collect()
     }
@@ -440,34 +485,34 @@ fn nonsense(what: &str) -> String {
     format!("it says what makes no sense: {what}")
 }
 
-fn hear(common: &Common, process: usize, input: TcpStream, stop: &StopFlag) {
+fn hear(common: &Common, process: usize, (input, mut seal): (impl Read, Seal), stop: &StopFlag) {
     let mut input = BufReader::new(input);
     loop {
-        match Notice::read(&mut input) {
+        match Notice::read(&mut input, &mut seal) {
             Ok(notice) => {
                 if let Err(what) = common.hear(process, notice, stop) {
                     return common.lose(process, &nonsense(&what));
                 }
             }
-            Err(error) => return common.lose(process, &ended(&error)),
+            Err(error) => return common.lose_by(process, NOTICES, &error),
         }
     }
 }
 
-fn tell(common: &Common, process: usize, out: TcpStream, letters: &mpsc::Receiver<Notice>) {
+fn tell(common: &Common, process: usize, (out, mut seal): (TcpStream, Seal), letters: &mpsc::Receiver<Notice>) {
     let mut out = BufWriter::new(out);
     while let Ok(notice) = letters.recv() {
         let mut next = Some(notice);
         let mut is_last = false;
         while let Some(notice) = next {
             is_last |= notice.topic == Topic::Over;
-            if let Err(error) = notice.write(&mut out) {
-                return common.lose(process, &ended(&error));
+            if let Err(error) = notice.write(&mut out, &mut seal) {
+                return common.lose_by(process, NOTICES, &error);
             }
             next = letters.try_recv().ok();
         }
         if let Err(error) = out.flush() {
-            return common.lose(process, &ended(&error));
+            return common.lose_by(process, NOTICES, &error);
         }
         if is_last {
             return;

@@ -3,12 +3,17 @@
 
 pub(crate) mod baton;
 pub(crate) mod board;
+mod control_line;
+mod desk;
+mod doorkeeper;
 mod handshake;
+pub(crate) mod hello;
 pub(crate) mod lanes;
 pub(crate) mod links;
 pub(crate) mod notice;
 pub(crate) mod rendezvous;
 pub(crate) mod run_token;
+pub(crate) mod wire;
 
 use crate::error::{Error, Result};
 use board::Board;
@@ -68,8 +73,11 @@ impl Seat {
         self.check().err().unwrap_or(error)
     }
 
-    /// Tells all ranks that this one cannot go on.
+    /// Tells all ranks that this one cannot go on. An error that another rank or process has made is not this one's.
     pub(crate) fn fail(&self, why: &Error) {
-        self.board.fail(self.rank, &why.to_string());
+        match why {
+            Error::Rank { name, cause } => self.board.end_for(name, cause),
+            _ => self.board.fail(self.rank, &why.to_string()),
+        }
     }
 }

@@ -1,6 +1,7 @@
-//! What processes tell each other of their ranks, and how that looks on the wire: a length, a kind, the kind's numbers, and bytes.
+//! Notices: what processes tell each other of their ranks. On the [`wire`](super::wire) the body is the kind's numbers, and bytes.
 //! Whoever reads trusts nothing: a length is compared with the most that is allowed before memory is taken for it.
 
+use super::wire::{Seal, damage};
 use std::io::{self, Read, Write};
 
 /// Numbers that the longest kind has: an order's, and its number.
@@ -51,10 +52,14 @@ pub(crate) enum Topic {
     ExpertRows,
     /// Words for the mail: first; words.
     Mail,
+    /// While processes meet: the sender has all its connections.
+    Ready,
+    /// While processes meet: all have, and the run begins.
+    Begin,
 }
 
 impl Topic {
-    const ALL: [(Self, usize); 19] = [
+    const ALL: [(Self, usize); 21] = [
         (Self::Alive, 0),
         (Self::Agreement, 0),
         (Self::Stop, 0),
@@ -74,6 +79,8 @@ impl Topic {
         (Self::Amounts, 1),
         (Self::ExpertRows, 2),
         (Self::Mail, 1),
+        (Self::Ready, 0),
+        (Self::Begin, 0),
     ];
 
     fn numbers(self) -> usize {
@@ -136,40 +143,33 @@ impl Notice {
         self.tail.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
     }
 
-    /// Writes it.
+    /// Writes it as the next message of `seal`.
     ///
     /// # Errors
     /// Those of `out`.
-    pub(crate) fn write(&self, out: &mut impl Write) -> io::Result<()> {
-        let mut bytes = Vec::with_capacity(5 + 8 * NUMBERS_MAX + self.tail.len());
-        let length = 1 + 8 * self.numbers().len() + self.tail.len();
-        bytes.extend((length as u32).to_le_bytes());
-        bytes.push(self.topic as u8);
-        self.numbers().iter().for_each(|number| bytes.extend(number.to_le_bytes()));
-        bytes.extend(&self.tail);
-        out.write_all(&bytes)
+    pub(super) fn write(&self, out: &mut impl Write, seal: &mut Seal) -> io::Result<()> {
+        let mut numbers = [0; 8 * NUMBERS_MAX];
+        let places = numbers.as_chunks_mut().0.iter_mut();
+        places.zip(self.numbers()).for_each(|(place, number): (&mut [u8; 8], _)| *place = number.to_le_bytes());
+        seal.write(out, self.topic as u8, &numbers[..8 * self.numbers().len()], &self.tail)
     }
 
-    /// Reads one.
+    /// Reads one, the next message of `seal`.
     ///
     /// # Errors
-    /// Those of `input`; `InvalidData` for what is no notice.
-    pub(crate) fn read(input: &mut impl Read) -> io::Result<Self> {
-        let wrong = |what: &str, value: usize| io::Error::new(io::ErrorKind::InvalidData, format!("a notice with {what} {value}"));
-        let length = u32::from_le_bytes(array(input)?) as usize;
-        if length == 0 || length > 1 + 8 * NUMBERS_MAX + TAIL_MAX {
-            return Err(wrong("length", length));
-        }
-        let [number] = array(input)?;
-        let (topic, count) = *Topic::ALL.get(usize::from(number)).ok_or_else(|| wrong("topic", usize::from(number)))?;
-        let tail = (length - 1).checked_sub(8 * count).filter(|tail| *tail <= TAIL_MAX).ok_or_else(|| wrong("length", length))?;
-        let mut notice = Self { topic, numbers: [0; NUMBERS_MAX], tail: Vec::new() };
-        for number in &mut notice.numbers[..count] {
-            *number = u64::from_le_bytes(array(input)?);
-        }
-        notice.tail.resize(tail, 0);
-        input.read_exact(&mut notice.tail)?;
-        Ok(notice)
+    /// Those of `input`; `InvalidData` for what is no notice, or not the next one.
+    pub(super) fn read(input: &mut impl Read, seal: &mut Seal) -> io::Result<Self> {
+        let head = seal.head(input)?;
+        let wrong = |what: &str, value: usize| damage(format!("a notice with {what} {value}"));
+        let (topic, count) = *Topic::ALL.get(usize::from(head.kind)).ok_or_else(|| wrong("topic", head.kind.into()))?;
+        let tail = head.length.checked_sub(8 * count).filter(|tail| *tail <= TAIL_MAX).ok_or_else(|| wrong("length", head.length))?;
+        let (mut numbers, mut tail) = ([0; 8 * NUMBERS_MAX], vec![0; tail]);
+        input.read_exact(&mut numbers[..8 * count])?;
+        input.read_exact(&mut tail)?;
+        seal.check(&head, [&numbers[..8 * count], &tail], || format!("{topic:?}"))?;
+        let mut all = [0; NUMBERS_MAX];
+        all.iter_mut().zip(numbers.as_chunks().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
+        Ok(Self { topic, numbers: all, tail })
     }
 }
 
@@ -185,15 +185,6 @@ pub(crate) enum Audience {
 pub(crate) trait Outbox: Send + Sync {
     /// Sends `notice` on its way.
     fn tell(&self, to: Audience, notice: Notice);
-}
-
-/// The next bytes, as many as the array has.
-///
-/// # Errors
-/// Those of `input`.
-pub(super) fn array<const N: usize>(input: &mut impl Read) -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    input.read_exact(&mut bytes).map(|()| bytes)
 }
 
 #[cfg(test)]
@@ -217,42 +208,53 @@ mod tests {
             let (topic, count) = Topic::ALL[topic];
             let notice = Notice::new(topic, &numbers[..count]).with(tail);
             let mut bytes = Vec::new();
-            notice.write(&mut bytes).unwrap();
+            notice.write(&mut bytes, &mut Seal::default()).unwrap();
             let whole = bytes.len();
             bytes.extend(rest);
             let mut input = &bytes[..];
-            prop_assert_eq!(Notice::read(&mut input).unwrap(), notice);
+            prop_assert_eq!(Notice::read(&mut input, &mut Seal::default()).unwrap(), notice);
             prop_assert_eq!(input.len(), bytes.len() - whole, "nothing beyond it is taken");
             for end in 0..whole {
-                prop_assert!(Notice::read(&mut &bytes[..end]).is_err(), "cut at {}", end);
+                prop_assert!(Notice::read(&mut &bytes[..end], &mut Seal::default()).is_err(), "cut at {}", end);
             }
         }
 
         #[test]
-        fn noise_is_refused_or_a_notice_and_takes_little_memory(bytes in prop::collection::vec(any::<u8>(), 0..200), length in 0u32..100) {
-            for head in [&[][..], &length.to_le_bytes()] {
-                let noise = [head, &bytes].concat();
-                let mut input = Counted(&noise, 0);
-                if let Ok(notice) = Notice::read(&mut input) {
-                    prop_assert!(notice.tail.len() <= noise.len());
-                }
-                prop_assert!(input.1 <= TAIL_MAX);
+        fn noise_with_a_good_checksum_is_refused_or_a_notice_and_takes_little_memory(
+            kind: u8,
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let mut noise = Vec::new();
+            Seal::default().write(&mut noise, kind, &[], &bytes).unwrap();
+            let mut input = Counted(&noise, 0);
+            if let Ok(notice) = Notice::read(&mut input, &mut Seal::default()) {
+                prop_assert!(notice.tail.len() <= noise.len());
             }
+            prop_assert!(input.1 <= noise.len());
         }
     }
 
+    /// Whoever has the token can write any length with a good checksum.
     #[test]
     fn a_length_beyond_the_most_is_refused_before_memory_is_taken() {
-        for length in [0, 2 + 8 * NUMBERS_MAX as u32 + TAIL_MAX as u32, u32::MAX] {
-            let mut bytes = length.to_le_bytes().to_vec();
-            bytes.extend([0; 64]);
-            let refused = Notice::read(&mut &bytes[..]).unwrap_err();
-            assert_eq!((refused.kind(), refused.to_string()), (io::ErrorKind::InvalidData, format!("a notice with length {length}")));
+        // Topics without numbers, and with the most.
+        for (topic, numbers) in [(Topic::Over, 0), (Topic::Order, NUMBERS_MAX)] {
+            for length in [8 * numbers + TAIL_MAX + 1, 1 << 22] {
+                let mut head = Vec::new();
+                Seal::default().write(&mut head, topic as u8, &[], &vec![0; length]).unwrap();
+                head.truncate(17);
+                let mut input = Counted(&head, 0);
+                let refused = Notice::read(&mut input, &mut Seal::default()).unwrap_err();
+                assert_eq!((refused.kind(), refused.to_string()), (io::ErrorKind::InvalidData, format!("a notice with length {length}")));
+                assert!(input.1 <= 17);
+            }
         }
-        // A topic without numbers has no more bytes for it.
-        let mut bytes = (2 + TAIL_MAX as u32).to_le_bytes().to_vec();
-        bytes.push(Topic::Over as u8);
-        assert_eq!(Notice::read(&mut &bytes[..]).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        let mut short = Vec::new();
+        Seal::default().write(&mut short, Topic::Order as u8, &[0; 8], &[]).unwrap();
+        assert_eq!(Notice::read(&mut &short[..], &mut Seal::default()).unwrap_err().to_string(), "a notice with length 8");
+        let mut unknown = Vec::new();
+        Seal::default().write(&mut unknown, 200, &[], &[]).unwrap();
+        assert_eq!(Notice::read(&mut &unknown[..], &mut Seal::default()).unwrap_err().to_string(), "a notice with topic 200");
     }
 
     #[test]

@@ -1,64 +1,58 @@
 //! How the processes of a run find each other: one listens at an address that all know, hears from each who it is and where it listens itself,
-//! and tells all. Then each two have a connection of each kind.
+//! and tells all. Then each two have a connection of each kind, and when all have all of them, the run begins. A process that dies before that may
+//! be started again: whoever had met it begins once more.
 
-use super::handshake::{Channel, Claim, answer, is_other_token, open, within};
+use super::control_line::ControlLine;
+use super::desk::Desk;
+use super::doorkeeper::{Doorkeeper, HANDSHAKE_PATIENCE};
+use super::handshake::{Channel, Claim, is_other_token, open_within};
+use super::hello::{Hello, Trouble};
 use super::notice::{Notice, Topic};
-use super::run_token::RunToken;
+use super::run_token::{RunToken, nonce};
+use super::wire::SealedConnection;
 use crate::error::{Error, Result, printable};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::fmt::Display;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the others may take to come.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How long somebody who has connected may take to show that it belongs to the run.
-const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that are heard at once; others wait, so that strangers take few threads.
-const HEARD_AT_ONCE: usize = 64;
 /// Time between two tries, and between two looks.
 const PERIOD: Duration = Duration::from_millis(50);
+/// So many times in a row a process answers with the proof of another token before that is believed: a byte may be damaged on the way.
+const TOKEN_TRIES: u32 = 3;
 
 /// Where the processes of a run meet, and which of them this is.
 #[derive(Clone, Debug)]
 pub(crate) struct Meeting {
-    /// `HOST:PORT`, at which process 0 listens.
+    /// `HOST:PORT`, which leads to process 0; it listens at the port.
     pub(crate) address: String,
     pub(crate) process: usize,
     pub(crate) processes: usize,
     /// Ranks of each process.
     pub(crate) ranks: usize,
     pub(crate) token: RunToken,
-}
-
-/// What a process says of itself.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Hello {
-    pub(crate) host: String,
-    /// Where it listens, once it does.
-    pub(crate) address: Option<SocketAddr>,
-    /// What must be the same everywhere.
-    pub(crate) facts: Map<String, Value>,
-    /// What it has, for all to know.
-    pub(crate) has: Value,
+    /// How long the others may take to come.
+    pub(crate) limit: Duration,
 }
 
 /// What process 0 answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Reply {
-    /// All are there, and alike: what each said of itself but for its facts.
-    Welcome(Vec<Hello>),
+    /// All are there, and alike: the number of this try to connect, and what each said of itself but for its facts.
+    Welcome(u64, Vec<Hello>),
+    /// Processes differ, and in what.
     Refused(String),
+    /// Process 0 has ended, and why.
+    Ended(String),
 }
 
 /// The connections to another process, in the order of [`Channel::all`].
-pub(super) type Connections = Vec<TcpStream>;
+pub(super) type Connections = Vec<SealedConnection>;
 
 /// All processes of a run, as this one knows them.
 pub(super) struct Mesh {
@@ -69,212 +63,406 @@ pub(super) struct Mesh {
 }
 
 /// Connections as they come, by process and channel.
-type Slots = Vec<Vec<Option<TcpStream>>>;
+type Slots = Vec<Vec<Option<SealedConnection>>>;
 
-impl Meeting {
-    fn what(&self) -> String {
-        format!("meet the {} processes of this run at {}", self.processes, self.address)
-    }
+/// What every wait looks at.
+struct Patience<'a> {
+    stop: &'a StopFlag,
+    deadline: Instant,
+    /// Lines for people.
+    tell: &'a mut dyn FnMut(&str),
+}
 
-    fn failed(&self, cause: impl Display) -> Error {
-        Error::resource(self.what(), cause)
-    }
-
-    fn waited(&self, stop: &StopFlag, deadline: Instant, missing: impl FnOnce() -> String) -> Result<()> {
-        if stop.is_set() {
+impl Patience<'_> {
+    /// # Errors
+    /// `Interrupted` when this process is to stop; at the deadline the error of what is `missing`.
+    fn look(&self, missing: impl FnOnce() -> Error) -> Result<()> {
+        if self.stop.is_set() {
             return Err(Error::Interrupted("the processes of the run met".into()));
         }
-        if Instant::now() < deadline { Ok(()) } else { Err(self.failed(missing())) }
+        if Instant::now() < self.deadline { Ok(()) } else { Err(missing()) }
+    }
+}
+
+impl Meeting {
+    fn failed(&self, cause: impl Display) -> Error {
+        Error::resource(format!("meet the {} processes of this run at {}", self.processes, self.address), cause)
     }
 
-    /// Meets the others, who must agree with this process, which says `own`, in all facts.
+    /// The error at the end of `--rendezvous-limit`, for which `why` has lasted.
+    fn late(&self, why: impl Display) -> Error {
+        self.failed(format_args!("{why}; --rendezvous-limit {} is over", self.limit.as_secs()))
+    }
+
+    /// Meets the others, who must agree with this process, which says `own`, in all facts. `tell` is given lines for people.
     ///
     /// # Errors
-    /// `Resource` that names who is missing, has another token, or differs, and in what; `Interrupted`.
-    pub(super) fn meet(&self, own: Hello, stop: &StopFlag) -> Result<Mesh> {
-        let deadline = Instant::now() + PATIENCE;
-        let channels = Channel::all(self.ranks).len();
-        let mut slots: Slots = (0..self.processes).map(|_| (0..channels).map(|_| None).collect()).collect();
-        let all = match self.process {
-            0 => self.receive(own, &mut slots, (stop, deadline))?,
-            _ => self.join(own, &mut slots, (stop, deadline))?,
-        };
-        Ok(Mesh { all, connections: slots.into_iter().map(|slots| slots.into_iter().collect()).collect() })
+    /// `Resource` that names who is missing or has another token; `Usage` that names who differs, and in what; `Interrupted`.
+    pub(super) fn meet(&self, own: Hello, stop: &StopFlag, tell: &mut dyn FnMut(&str)) -> Result<Mesh> {
+        let mut patience = Patience { stop, deadline: Instant::now() + self.limit, tell };
+        if self.process == 0 { self.receive(&own, &mut patience) } else { self.join(&own, &mut patience) }
     }
 
     /// Process 0: all come to it.
-    fn receive(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
-        let listener = Doorkeeper::at(&self.address, &self.token).map_err(|e| Error::resource(format!("listen at {}", self.address), e))?;
-        let mut hellos = vec![own];
-        self.gather(&listener, 1..self.processes, &[Channel::CONTROL], slots, (stop, deadline))?;
-        for (process, slots) in slots.iter_mut().enumerate().skip(1) {
-            let hello = slots[0].as_mut().map_or(Ok(None), |stream| within(stream, HANDSHAKE_PATIENCE, hear).map(Some));
-            let hello = hello.map_err(|e| self.failed(format_args!("process {process} does not say who it is: {e}")))?;
-            hellos.extend(hello);
-        }
-        let refusal = (1..hellos.len()).find_map(|process| difference(&hellos, process));
-        let reply = match &refusal {
-            Some(why) => Reply::Refused(why.clone()),
-            None => {
-                hellos.iter_mut().for_each(|hello| hello.facts.clear());
-                Reply::Welcome(hellos.clone())
-            }
-        };
-        for (process, slots) in slots.iter_mut().enumerate() {
-            let told = slots[0].as_mut().map_or(Ok(()), |stream| within(stream, HANDSHAKE_PATIENCE, |stream| say(stream, &reply)));
-            told.map_err(|e| self.failed(format_args!("process {process} hears no answer: {e}")))?;
-        }
-        refusal.map_or(Ok(()), |why| Err(Error::usage(why)))?;
-        self.gather(&listener, 1..self.processes, &Channel::all(self.ranks)[1..], slots, (stop, deadline))?;
-        Ok(hellos)
-    }
-
-    /// Another process: it goes to those before it, and those behind it come.
-    fn join(&self, own: Hello, slots: &mut Slots, (stop, deadline): (&StopFlag, Instant)) -> Result<Vec<Hello>> {
-        let mut control = self.connect(&self.address, Channel::CONTROL, (stop, deadline))?;
-        let here = || -> io::Result<_> {
-            let listener = Doorkeeper::at((control.local_addr()?.ip(), 0), &self.token)?;
-            Ok((listener.listener.local_addr()?, listener))
-        };
-        let (address, listener) = here().map_err(|e| Error::resource("listen for the other processes", e))?;
-        let reply = within(&mut control, PATIENCE, |stream| {
-            say(stream, &Hello { address: Some(address), ..own })?;
-            hear::<Reply>(stream)
-        });
-        let lost = |e| {
-            self.failed(format_args!("process 0 gives no answer: {e}; it may be that it has ended, or that another process is missing"))
-        };
-        let all = match reply.map_err(lost)? {
-            Reply::Welcome(all) if all.len() == self.processes => all,
-            Reply::Welcome(all) => return Err(self.failed(format_args!("process 0 counts {} processes", all.len()))),
-            Reply::Refused(why) => return Err(Error::usage(printable(why))),
-        };
-        slots[0][0] = Some(control);
-        let channels = Channel::all(self.ranks);
-        for channel in &channels[1..] {
-            slots[0][channel.place()] = Some(self.connect(&self.address, *channel, (stop, deadline))?);
-        }
-        for process in 1..self.process {
-            let address = all[process].address.map_or(String::new(), |address| address.to_string());
-            for channel in &channels {
-                slots[process][channel.place()] = Some(self.connect(&address, *channel, (stop, deadline))?);
-            }
-        }
-        self.gather(&listener, self.process + 1..self.processes, &channels, slots, (stop, deadline))?;
-        Ok(all)
-    }
-
-    /// Connects to `address`, at which another process listens or soon will.
-    fn connect(&self, address: &str, channel: Channel, (stop, deadline): (&StopFlag, Instant)) -> Result<TcpStream> {
-        let claim = Claim { channel, process: self.process as u32 };
+    fn receive(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
+        let (mut door, mut desk) = (self.listen(patience)?, Desk::new(self.processes));
         loop {
-            let tried = TcpStream::connect(address)
-                .and_then(|mut stream| within(&mut stream, PATIENCE, |stream| open(stream, &self.token, claim)).map(|()| stream));
-            match tried {
-                Ok(stream) => return Ok(stream),
-                Err(e) if is_other_token(&e) => {
-                    return Err(self.failed(format_args!("the process at {address} has another run token; give all processes the same")));
+            match self.gather(own, (&mut door, &mut desk), patience) {
+                Ok((all, mut slots)) => {
+                    for (slots, control) in slots.iter_mut().skip(1).zip(desk.into_connections().map_err(|e| self.failed(e))?) {
+                        slots[0] = Some(control);
+                    }
+                    return Ok(Mesh { all, connections: whole(slots) });
                 }
-                Err(e) => self.waited(stop, deadline, || format!("nobody answers at {address}: {e}"))?,
+                Err(Trouble::Again(why)) => {
+                    (patience.tell)(&format!("{why}; all begin again"));
+                    desk.clear();
+                }
+                Err(Trouble::Over(error)) => {
+                    match &error {
+                        Error::Interrupted(_) => desk.say(&Notice::new(Topic::Stop, &[])),
+                        Error::Usage(why) => desk.answer(&Reply::Refused(why.clone())),
+                        error => desk.answer(&Reply::Ended(error.to_string())),
+                    }
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// A listener at the port of the rendezvous, once no other program has it.
+    fn listen(&self, patience: &mut Patience<'_>) -> Result<Doorkeeper> {
+        let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+        let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
+        let failed = |e: &dyn Display| Error::resource(format!("listen at port {port}"), e);
+        let mut is_told = false;
+        loop {
+            match Doorkeeper::at(port, &self.token) {
+                Ok(door) => {
+                    let address = door.address().map_err(|e| failed(&e))?;
+                    (patience.tell)(&format!("listening at {address}: all addresses of this machine"));
+                    return Ok(door);
+                }
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                    let limit = self.limit.as_secs();
+                    patience
+                        .look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
+                    if !std::mem::replace(&mut is_told, true) {
+                        (patience.tell)(&format!("port {port} is another program's: trying again for {limit} s"));
+                    }
+                }
+                Err(e) => return Err(failed(&e)),
             }
             thread::sleep(PERIOD);
         }
     }
 
-    /// Waits for these `channels` of `processes`.
+    /// Process 0: what all say of themselves, and their connections but for those of control, which the `desk` has.
     fn gather(
         &self,
-        listener: &Doorkeeper,
-        processes: std::ops::Range<usize>,
-        channels: &[Channel],
-        slots: &mut Slots,
-        (stop, deadline): (&StopFlag, Instant),
-    ) -> Result<()> {
+        own: &Hello,
+        (door, desk): (&mut Doorkeeper, &mut Desk),
+        patience: &mut Patience<'_>,
+    ) -> std::result::Result<(Vec<Hello>, Slots), Trouble> {
+        while !desk.missing().is_empty() {
+            let gone = self.look_after(None, (&mut *door, &mut *desk), patience)?;
+            // A process that has asked all to stop is gone for good.
+            for gone in gone.iter().filter(|_| !patience.stop.is_set()) {
+                (patience.tell)(&format!("{gone}; it may come again"));
+            }
+        }
+        let mut all: Vec<Hello> = [own.clone()].into_iter().chain(desk.hellos()).collect();
+        if let Some(why) = (1..all.len()).find_map(|process| difference(&all, process)) {
+            return Err(Error::usage(why).into());
+        }
+        all.iter_mut().for_each(|hello| hello.facts.clear());
+        let round = u64::from_le_bytes(*nonce().first_chunk().expect("a nonce is longer"));
+        desk.answer(&Reply::Welcome(round, all.clone()));
+        let mut slots = self.slots();
+        let channels = Channel::all(self.ranks);
         loop {
-            let is_whole = |process: usize, slots: &Slots| channels.iter().all(|channel| slots[process][channel.place()].is_some());
-            let missing: Vec<usize> = processes.clone().filter(|process| !is_whole(*process, slots)).collect();
-            if missing.is_empty() {
-                return Ok(());
+            if let Some(gone) = self.look_after(Some((round, &mut slots)), (&mut *door, &mut *desk), patience)?.into_iter().next() {
+                return Err(Trouble::Again(gone));
             }
-            self.waited(stop, deadline, || {
-                let strangers = listener.strangers.load(Ordering::Relaxed);
-                let dropped =
-                    if strangers == 0 { String::new() } else { format!("; {strangers} connections without the run token were dropped") };
-                format!("within {} s there came no process {missing:?}{dropped}", PATIENCE.as_secs())
-            })?;
-            let Some((claim, stream)) = listener.next() else { continue };
+            let is_whole =
+                |slots: &Slots| slots[1..].iter().all(|slots| channels[1..].iter().all(|channel| slots[channel.place()].is_some()));
+            if desk.all_ready() && is_whole(&slots) {
+                // A process that is gone since then is missed by whoever reads its connection.
+                desk.say(&Notice::new(Topic::Begin, &[]));
+                return Ok((all, slots));
+            }
+        }
+    }
+
+    /// Process 0: takes who comes, and what those say that are there. Those that are gone, in words.
+    fn look_after(
+        &self,
+        round: Option<(u64, &mut Slots)>,
+        (door, desk): (&mut Doorkeeper, &mut Desk),
+        patience: &Patience<'_>,
+    ) -> std::result::Result<Vec<String>, Trouble> {
+        patience.look(|| {
+            let dropped = match door.dropped() {
+                0 => String::new(),
+                count => format!("; {count} connections without the run token were dropped"),
+            };
+            let missing = desk.missing();
+            match missing.is_empty() {
+                true => self.late(format_args!("not all processes could connect to each other{dropped}")),
+                false => self.late(format_args!("there came no process {missing:?}{dropped}")),
+            }
+        })?;
+        if let Some((claim, connection)) = door.next() {
             let process = claim.process as usize;
-            if !processes.contains(&process) {
-                return Err(Error::usage(format!(
-                    "--process {process}: no process {process} belongs here, of {} processes",
-                    self.processes
-                )));
+            if !(1..self.processes).contains(&process) {
+                let cause = format!("--process {process}: no process {process} belongs here, of {} processes", self.processes);
+                return Err(Error::usage(cause).into());
             }
-            // One with more ranks hears soon that it differs.
-            let Some(slot) = slots[process].get_mut(claim.channel.place()) else { continue };
-            if slot.replace(stream).is_some() {
-                return Err(Error::usage(format!("--process {process}: two processes say that they are process {process}")));
+            match round {
+                _ if claim.channel == Channel::CONTROL => desk.admit(process, connection).map_err(|e| self.failed(e))?,
+                Some((round, slots)) if claim.round == round => put(slots, claim, connection),
+                // It comes of a try that is over.
+                _ => {}
+            }
+        }
+        desk.serve(patience.stop)
+    }
+
+    /// A process behind process 0: it goes to those before it, and those behind it come.
+    fn join(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
+        let mut door = Doorkeeper::at(0, &self.token).map_err(|e| Error::resource("listen for the other processes", e))?;
+        loop {
+            match self.visit(own, &mut door, patience) {
+                Ok(mesh) => return Ok(mesh),
+                Err(Trouble::Over(error)) => return Err(error),
+                Err(Trouble::Again(why)) => {
+                    patience.look(|| self.late(&why))?;
+                    (patience.tell)(&format!("{why}; trying again"));
+                    thread::sleep(PERIOD);
+                }
             }
         }
     }
-}
 
-/// Listens, and hears those who come beside each other, so that nobody holds up others.
-struct Doorkeeper {
-    listener: TcpListener,
-    token: RunToken,
-    /// To and from the threads that hear.
-    hears: mpsc::SyncSender<(Claim, TcpStream)>,
-    heard: mpsc::Receiver<(Claim, TcpStream)>,
-    hearing: Arc<AtomicUsize>,
-    /// Who could not show that it belongs to the run.
-    strangers: Arc<AtomicUsize>,
-}
-
-impl Doorkeeper {
-    fn at(address: impl ToSocketAddrs, token: &RunToken) -> io::Result<Self> {
-        let listener = TcpListener::bind(address)?;
-        listener.set_nonblocking(true)?;
-        let (hears, heard) = mpsc::sync_channel(HEARD_AT_ONCE);
-        Ok(Self { listener, token: token.clone(), hears, heard, hearing: Arc::default(), strangers: Arc::default() })
-    }
-
-    /// Somebody of this run who has come; nobody within a moment.
-    fn next(&self) -> Option<(Claim, TcpStream)> {
-        if self.hearing.load(Ordering::Relaxed) < HEARD_AT_ONCE
-            && let Ok((stream, _)) = self.listener.accept()
-        {
-            self.hear(stream);
+    /// One try of that.
+    fn visit(&self, own: &Hello, door: &mut Doorkeeper, patience: &mut Patience<'_>) -> std::result::Result<Mesh, Trouble> {
+        let control = self.reach_first(patience)?;
+        let failed = |e: io::Error| Trouble::from(Error::resource("listen for the other processes", e));
+        let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), door.address()?.port()));
+        let (here, first, port) = addresses().map_err(failed)?;
+        let mut line = ControlLine::new(control).map_err(failed)?;
+        let outcome = self.meet_over(&mut line, &Hello { address: Some((here, port).into()), ..own.clone() }, first, door, patience);
+        if let Err(Trouble::Over(Error::Interrupted(_))) = &outcome {
+            // A process 0 that does not hear it misses this process.
+            let _ = line.say(&Notice::new(Topic::Stop, &[]));
         }
-        self.heard.recv_timeout(PERIOD / 10).ok()
+        let (all, mut slots) = outcome?;
+        slots[0][0] = Some(line.into_connection().map_err(failed)?);
+        Ok(Mesh { all, connections: whole(slots) })
     }
 
-    fn hear(&self, mut stream: TcpStream) {
-        let (token, heard, hearing, strangers) = (self.token.clone(), self.hears.clone(), self.hearing.clone(), self.strangers.clone());
-        hearing.fetch_add(1, Ordering::Relaxed);
-        let body = move || {
-            let shake = |stream: &mut TcpStream| answer(stream, &token);
-            let claim = stream.set_nonblocking(false).and_then(|()| within(&mut stream, HANDSHAKE_PATIENCE, shake));
-            match claim {
-                // Nobody takes it any more once all are there.
-                Ok(claim) => _ = heard.try_send((claim, stream)),
-                Err(_) => _ = strangers.fetch_add(1, Ordering::Relaxed),
+    /// Meets the others over the control connection to process 0, which is reached at `first`.
+    fn meet_over(
+        &self,
+        line: &mut ControlLine,
+        own: &Hello,
+        first: IpAddr,
+        door: &mut Doorkeeper,
+        patience: &Patience<'_>,
+    ) -> std::result::Result<(Vec<Hello>, Slots), Trouble> {
+        let text = serde_json::to_string(own).map_err(|e| Error::format("what this process has", e))?;
+        line.say(&Notice::new(Topic::Agreement, &[]).saying(&text)).map_err(lost)?;
+        let (round, all) = loop {
+            match self.listen_to(line, patience)? {
+                Some(Notice { topic: Topic::Agreement, tail, .. }) => break self.welcome(&tail)?,
+                _ => thread::sleep(PERIOD / 10),
             }
-            hearing.fetch_sub(1, Ordering::Relaxed);
         };
-        if thread::Builder::new().name("handshake".into()).spawn(body).is_err() {
-            self.hearing.fetch_sub(1, Ordering::Relaxed);
+        let slots = self.connect_all(round, (&all, first), (line, door), patience)?;
+        line.say(&Notice::new(Topic::Ready, &[])).map_err(lost)?;
+        while !self.may_begin(line, patience)? {
+            thread::sleep(PERIOD / 10);
         }
+        Ok((all, slots))
+    }
+
+    /// What process 0 says next, if it has said anything.
+    fn listen_to(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<Option<Notice>, Trouble> {
+        patience.look(|| self.late("not all processes have come"))?;
+        let notice = line.next().map_err(lost)?;
+        if notice.as_ref().is_some_and(|notice| notice.topic == Topic::Stop) {
+            patience.stop.ask();
+        }
+        Ok(notice)
+    }
+
+    /// Whether process 0 has said that the run begins, after it has said who is there.
+    fn may_begin(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<bool, Trouble> {
+        match self.listen_to(line, patience)? {
+            Some(Notice { topic: Topic::Agreement, tail, .. }) => {
+                self.welcome(&tail)?;
+                Err(self.failed("process 0 says twice who is there").into())
+            }
+            notice => Ok(notice.is_some_and(|notice| notice.topic == Topic::Begin)),
+        }
+    }
+
+    /// What process 0 answers, if it is that all are there.
+    fn welcome(&self, answer: &[u8]) -> Result<(u64, Vec<Hello>)> {
+        match serde_json::from_slice(answer).map_err(|e| Error::format("the answer of process 0", e))? {
+            Reply::Welcome(round, all) if all.len() == self.processes => Ok((round, all)),
+            Reply::Welcome(_, all) => Err(self.failed(format_args!("process 0 counts {} processes", all.len()))),
+            Reply::Refused(why) => Err(Error::usage(printable(why))),
+            Reply::Ended(why) => Err(Error::Rank { name: "process 0".into(), cause: why }),
+        }
+    }
+
+    /// The control connection to process 0, which listens or soon will.
+    fn reach_first(&self, patience: &Patience<'_>) -> std::result::Result<SealedConnection, Trouble> {
+        let (claim, mut refusals) = (self.claim(Channel::CONTROL, 0), 0);
+        loop {
+            let why = match self
+                .dial(&self.address, claim, || patience.look(|| self.nobody(&self.address, "it takes too long")).map_err(Trouble::Over))?
+            {
+                Ok(connection) => return Ok(connection),
+                Err(why) => why,
+            };
+            self.count_refusal(&why, &self.address, &mut refusals)?;
+            patience.look(|| self.nobody(&self.address, &why))?;
+            thread::sleep(PERIOD);
+        }
+    }
+
+    fn claim(&self, channel: Channel, round: u64) -> Claim {
+        Claim { channel, process: self.process as u32, round }
+    }
+
+    fn nobody(&self, address: &str, why: impl Display) -> Error {
+        self.late(format_args!("nobody answers at {address}: {why}"))
+    }
+
+    /// # Errors
+    /// `Resource` when whoever listens at `address` has shown again and again that it has another token.
+    fn count_refusal(&self, why: &io::Error, address: &str, refusals: &mut u32) -> Result<()> {
+        *refusals = if is_other_token(why) { *refusals + 1 } else { 0 };
+        let cause = format_args!("the process at {address} has another run token; give all processes the same");
+        if *refusals == TOKEN_TRIES { Err(self.failed(cause)) } else { Ok(()) }
+    }
+
+    /// The connections to `all` others but for that of control to process 0, in this `round`.
+    fn connect_all(
+        &self,
+        round: u64,
+        (all, first): (&[Hello], IpAddr),
+        (line, door): (&mut ControlLine, &mut Doorkeeper),
+        patience: &Patience<'_>,
+    ) -> std::result::Result<Slots, Trouble> {
+        let (channels, mut slots, mut refusals) = (Channel::all(self.ranks), self.slots(), 0);
+        let to = |process: usize| channels.iter().skip(usize::from(process == 0)).map(move |channel| (process, *channel));
+        let is_open =
+            |slots: &Slots, (process, channel): (usize, Channel)| slots[process][channel.place()].as_ref().map(SealedConnection::is_open);
+        loop {
+            let wants = |slots: &Slots| (0..self.process).flat_map(to).find(|&slot| is_open(slots, slot) != Some(true));
+            if let Some((process, channel)) = wants(&slots) {
+                let address = if process == 0 { self.address.clone() } else { reachable(all[process].address, first) };
+                let tried = self.dial(&address, self.claim(channel, round), || self.may_begin(line, patience).map(drop))?;
+                match tried {
+                    Ok(connection) => slots[process][channel.place()] = Some(connection),
+                    Err(why) => {
+                        self.count_refusal(&why, &address, &mut refusals)?;
+                        patience.look(|| self.nobody(&address, &why))?;
+                        thread::sleep(PERIOD);
+                    }
+                }
+                continue;
+            }
+            self.may_begin(line, patience)?;
+            let comes = |claim: &Claim| claim.round == round && (self.process + 1..self.processes).contains(&(claim.process as usize));
+            if let Some((claim, connection)) = door.next().filter(|(claim, _)| comes(claim)) {
+                put(&mut slots, claim, connection);
+            }
+            if (self.process + 1..self.processes).flat_map(to).all(|slot| is_open(&slots, slot) == Some(true)) {
+                return Ok(slots);
+            }
+        }
+    }
+
+    /// Tries once to open the connection of `claim` to `address`, on a thread of its own: a name may take long to be found, and a machine to
+    /// answer. Meanwhile it is `watching`.
+    fn dial(
+        &self,
+        address: &str,
+        claim: Claim,
+        mut watching: impl FnMut() -> std::result::Result<(), Trouble>,
+    ) -> std::result::Result<io::Result<SealedConnection>, Trouble> {
+        let (tells, told) = mpsc::channel();
+        let (address, token) = (address.to_owned(), self.token.clone());
+        // Nobody waits for the outcome once this process stops.
+        let body = move || _ = tells.send(connect(&address, &token, claim));
+        if let Err(error) = thread::Builder::new().name("connect".into()).spawn(body) {
+            return Ok(Err(error));
+        }
+        loop {
+            match told.recv_timeout(PERIOD) {
+                Ok(tried) => return Ok(tried),
+                Err(RecvTimeoutError::Timeout) => watching()?,
+                Err(RecvTimeoutError::Disconnected) => return Ok(Err(io::Error::other("the thread that connects has ended"))),
+            }
+        }
+    }
+
+    fn slots(&self) -> Slots {
+        let channels = Channel::all(self.ranks).len();
+        (0..self.processes).map(|_| (0..channels).map(|_| None).collect()).collect()
     }
 }
 
-fn say(stream: &mut TcpStream, what: &impl Serialize) -> io::Result<()> {
-    let text = serde_json::to_string(what)?;
-    Notice::new(Topic::Agreement, &[]).saying(&text).write(stream)
+/// Connects to the first of the addresses that `address` means where somebody answers, and opens the connection of `claim`.
+fn connect(address: &str, token: &RunToken, claim: Claim) -> io::Result<SealedConnection> {
+    let mut why = io::Error::new(io::ErrorKind::NotFound, "its name has no address");
+    for address in address.to_socket_addrs()? {
+        let tried = TcpStream::connect_timeout(&address, HANDSHAKE_PATIENCE).and_then(|stream| {
+            if leads_to_itself(&stream)? {
+                return Err(io::ErrorKind::ConnectionRefused.into());
+            }
+            open_within(stream, HANDSHAKE_PATIENCE, token, claim)
+        });
+        match tried {
+            Err(error) => why = error,
+            opened => return opened,
+        }
+    }
+    Err(why)
 }
 
-fn hear<T: for<'a> Deserialize<'a>>(stream: &mut TcpStream) -> io::Result<T> {
-    Ok(serde_json::from_slice(&Notice::read(stream)?.tail)?)
+/// Whether both ends of a connection are one: a port where nobody listens may be the one that the system has just given to the connection itself.
+fn leads_to_itself(stream: &TcpStream) -> io::Result<bool> {
+    Ok(stream.local_addr()? == stream.peer_addr()?)
+}
+
+/// Where a process is reached that listens at `address`, by one that reaches process 0 at `first`. An address of the machine's own is one of
+/// process 0's machine.
+fn reachable(address: Option<SocketAddr>, first: IpAddr) -> String {
+    let of = |address: SocketAddr| if address.ip().is_loopback() { (first, address.port()).into() } else { address };
+    address.map_or(String::new(), |address| of(address).to_string())
+}
+
+/// Puts the connection of `claim` in its place, where there is one: a process with more ranks soon hears that it differs. The last one counts,
+/// since a process tries again where one was lost.
+fn put(slots: &mut Slots, claim: Claim, connection: SealedConnection) {
+    if let Some(slot) = slots[claim.process as usize].get_mut(claim.channel.place()) {
+        *slot = Some(connection);
+    }
+}
+
+/// Slots of which all are filled, but for those of this process.
+fn whole(slots: Slots) -> Vec<Option<Connections>> {
+    slots.into_iter().map(|slots| slots.into_iter().collect()).collect()
+}
+
+/// Process 0 is gone.
+fn lost(why: io::Error) -> Trouble {
+    Trouble::Again(format!("process 0 is gone before the run began: {why}"))
 }
 
 /// In what `process` is not as process 0 is, in words.
@@ -294,97 +482,5 @@ pub(crate) fn differs(name: &str, [one, other]: [(usize, &str, String); 2]) -> S
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-    use std::io::{Read, Write};
-
-    const TOKEN: &str = "0123456789abcdef";
-
-    fn free_address() -> String {
-        TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
-    }
-
-    fn meeting(address: &str, process: usize, processes: usize, token: &str) -> Meeting {
-        Meeting { address: address.into(), process, processes, ranks: 2, token: RunToken::new(token, "here").unwrap() }
-    }
-
-    /// What comes of each process, which has these facts.
-    fn meet(address: &str, facts: &[Value]) -> Vec<Result<Mesh>> {
-        let all = facts.len();
-        thread::scope(|scope| {
-            let run = |process: usize| {
-                let (facts, has) = (facts[process].as_object().unwrap().clone(), json!({"gpus": process}));
-                let own = Hello { host: format!("host-{process}"), facts, has, address: None };
-                meeting(address, process, all, TOKEN).meet(own, &StopFlag::default())
-            };
-            let threads: Vec<_> = (0..facts.len()).rev().map(|process| scope.spawn(move || run(process))).collect();
-            threads.into_iter().rev().map(|thread| thread.join().unwrap()).collect()
-        })
-    }
-
-    #[test]
-    fn each_two_of_four_processes_are_connected_while_strangers_come() {
-        let address = free_address();
-        let noise = address.clone();
-        let stranger = thread::spawn(move || {
-            for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 64], b""] {
-                let end = Instant::now() + Duration::from_secs(5);
-                while Instant::now() < end {
-                    let Ok(mut stream) = TcpStream::connect(&noise) else { continue };
-                    stream.write_all(words).unwrap();
-                    if !words.is_empty() {
-                        assert!(!matches!(stream.read(&mut [0; 8]), Ok(1..)), "it is dropped without a word");
-                    }
-                    break;
-                }
-            }
-        });
-        let meshes: Vec<Mesh> = meet(&address, &vec![json!({"processes": 4}); 4]).into_iter().map(Result::unwrap).collect();
-        stranger.join().unwrap();
-        for (process, mesh) in meshes.iter().enumerate() {
-            for (other, hello) in mesh.all.iter().enumerate() {
-                assert_eq!((&hello.host, &hello.has), (&format!("host-{other}"), &json!({"gpus": other})));
-            }
-            for (other, connections) in mesh.connections.iter().enumerate() {
-                assert_eq!(connections.is_some(), other != process);
-                for (channel, mut stream) in connections.iter().flatten().enumerate() {
-                    stream.write_all(&[process as u8, channel as u8]).unwrap();
-                }
-            }
-        }
-        for mesh in &meshes {
-            for (other, connections) in mesh.connections.iter().enumerate() {
-                for (channel, stream) in connections.iter().flatten().enumerate() {
-                    assert_eq!(super::super::notice::array(&mut &*stream).unwrap(), [other as u8, channel as u8]);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn what_differs_is_told_to_all_with_both_values() {
-        let facts = |seed: u64| json!({"program": "0.1.0", "processes": 3, "seed": seed});
-        let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
-        for outcome in outcomes {
-            let told = outcome.err().unwrap();
-            assert_eq!(
-                told.to_string(),
-                "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same"
-            );
-            assert_eq!(told.exit_code(), 2);
-        }
-    }
-
-    #[test]
-    fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
-        let (address, stop) = (free_address(), StopFlag::default());
-        thread::scope(|scope| {
-            let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(Hello::default(), &stop));
-            let refused = meeting(&address, 1, 2, "another-token-is-this").meet(Hello::default(), &StopFlag::default());
-            assert!(refused.err().unwrap().to_string().contains("has another run token"));
-            stop.ask();
-            assert_eq!(waiting.join().unwrap().err().unwrap().exit_code(), 75);
-        });
-    }
-}
+#[path = "rendezvous_tests.rs"]
+mod tests;

@@ -35,19 +35,25 @@ impl fmt::Debug for RunToken {
 }
 
 impl RunToken {
-    /// The token `text`, which came from `source`; white space around it is none of it.
+    /// The token `bytes`, which came from `source`; white space around it is none of it.
     ///
     /// # Errors
     /// `Usage` when it is too short to be a secret.
-    pub(crate) fn new(text: &str, source: impl fmt::Display) -> Result<Self> {
-        let token = text.trim().as_bytes();
+    pub(crate) fn new(bytes: &[u8], source: impl fmt::Display) -> Result<Self> {
+        let token = bytes.trim_ascii();
         if token.len() < BYTES_MIN {
             return Err(Error::usage(format!(
-                "{source}: a run token of {} characters can be guessed; use {BYTES_MIN} or more, for example of `openssl rand -hex 16`",
+                "{source}: a run token of {} bytes can be guessed; use {BYTES_MIN} or more, for example of `openssl rand -hex 16`",
                 token.len()
             )));
         }
         Ok(Self(token.to_vec()))
+    }
+
+    /// Why it may be guessed although it is long enough.
+    pub(crate) fn weakness(&self) -> Option<&'static str> {
+        let repeats = self.0.iter().all(|byte| *byte == self.0[0]);
+        repeats.then_some("it repeats one byte; take it from `openssl rand -hex 16`")
     }
 
     /// HMAC with SHA-256 (RFC 2104) of `parts`, one after the other, each of a length that both sides know.
@@ -95,10 +101,21 @@ mod tests {
 
     #[test]
     fn a_short_token_is_refused_and_none_is_printed() {
-        let refused = RunToken::new(" 12345 \n", TOKEN_VARIABLE).unwrap_err().to_string();
-        assert!(refused.starts_with("SUPEROFFLOAD_RUN_TOKEN: a run token of 5 characters"), "{refused}");
-        let token = RunToken::new("0123456789abcdef\n", "here").unwrap();
+        // Six bytes that are no text are not eighteen of a replacement.
+        for short in [&b" 12345 \n"[..], b"fifteen bytes..", &[0xff; 6]] {
+            let refused = RunToken::new(short, TOKEN_VARIABLE).unwrap_err().to_string();
+            let words = format!("SUPEROFFLOAD_RUN_TOKEN: a run token of {} bytes can be guessed", short.trim_ascii().len());
+            assert!(refused.starts_with(&words), "{refused}");
+        }
+        let token = RunToken::new(b"0123456789abcdef\n", "here").unwrap();
         assert!(token.0 == b"0123456789abcdef" && !format!("{token:?}").contains("0123"));
+    }
+
+    #[test]
+    fn tokens_are_bytes_and_one_that_repeats_a_byte_is_weak() {
+        let [one, other] = [[0xff; 16], [0x80; 16]].map(|bytes| RunToken::new(&bytes, "here").unwrap());
+        assert_ne!(one.prove(&[b"x"]), other.prove(&[b"x"]));
+        assert!(one.weakness().is_some() && RunToken::new(b"aaaaaaaaaaaaaaab", "here").unwrap().weakness().is_none());
     }
 
     #[test]

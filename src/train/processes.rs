@@ -24,7 +24,11 @@ use std::path::Path;
 /// Those of [`Party::meet`].
 pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Party> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
-    Party::meet(settings, stop, last_resort, &mut |line| observer.note(line))
+    let mut tell = |line: &str| match line.strip_prefix("warning: ") {
+        Some(warning) => observer.warn(warning),
+        None => observer.note(line),
+    };
+    Party::meet(settings, stop, last_resort, &mut tell)
 }
 
 /// Process 0 tells the others what it has decided. They find what is returned in their output directories, which are this `output_dir`; nobody
@@ -79,9 +83,9 @@ impl FollowEngine for Following<'_> {
 
 /// How a run that process 0 ended ends here.
 fn ended(links: &Links, end: EndOfRun) -> Result<Summary> {
-    let EndOfRun { step, max_steps, interrupted, failure, .. } = end;
-    match failure {
-        Some(cause) => Err(Error::Rank { name: links.names()[0].clone(), cause }),
+    let EndOfRun { step, max_steps, interrupted, .. } = end;
+    match links.failure_of(end) {
+        Some(error) => Err(error),
         None => Ok(Summary { process: links.process(), step, max_steps, interrupted, ..Summary::default() }),
     }
 }
@@ -95,7 +99,7 @@ pub(super) fn part(links: Links, outcome: Result<Summary>) -> Result<Summary> {
         // Who fails tells it itself.
         Error::Rank { .. } if links.process() > 0 => EndOfRun::default(),
         Error::Interrupted(_) => EndOfRun { interrupted: true, ..EndOfRun::default() },
-        error => EndOfRun { failure: Some(error.to_string()), ..EndOfRun::default() },
+        error => links.end_by(error),
     };
     let end = match &outcome {
         Ok(Summary { failure: Some(error), .. }) | Err(error) => failed(error),

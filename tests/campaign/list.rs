@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 40] = [
+pub const CAMPAIGNS: [Campaign; 41] = [
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -20,6 +20,7 @@ pub const CAMPAIGNS: [Campaign; 40] = [
     r15_hang::CAMPAIGN,
     r16_ranks::CAMPAIGN,
     r16b_processes::CAMPAIGN,
+    r16c_wire::CAMPAIGN,
     r17_data::CAMPAIGN,
     r18_fuzz::SETTINGS,
     r18_fuzz::SETTINGS_YAML,

@@ -33,6 +33,7 @@ mod r14_stall;
 mod r15_hang;
 mod r16_ranks;
 mod r16b_processes;
+mod r16c_wire;
 mod r17_data;
 mod r18_fuzz;
 mod r21_forged;
@@ -47,6 +48,8 @@ mod record;
 mod report;
 mod shim;
 mod suites;
+#[path = "../wire_proxy.rs"]
+mod wire_proxy;
 
 use harness::{Campaign, Harness};
 use list::CAMPAIGNS;

@@ -62,6 +62,8 @@ class Settings(TypedDict, total=False):
     """Which of the processes this is, from 0 [default: the launcher's, else 0]."""
     rendezvous: str | int | float
     """Where the processes meet: host and port of the first one [default: the launcher's]."""
+    rendezvous_limit: int
+    """Seconds that a process waits for the others at the start [default: 600]."""
     run_token_file: str | PathLike[str]
     """File with the secret of a run's processes [default: the variable SUPEROFFLOAD_RUN_TOKEN]."""
     transport: Literal["auto", "nccl", "tcp"]

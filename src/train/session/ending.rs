@@ -17,6 +17,8 @@ impl Failures {
     fn take<T>(&mut self, result: Result<T>) -> Option<T> {
         let Err(error) = result else { return result.ok() };
         self.0 = Some(match self.0.take() {
+            // What has ended the run is met again wherever the other ranks are asked.
+            Some(first) if first.to_string() == error.to_string() => first,
             Some(first) => first.and(error),
             None => error,
         });

@@ -1,0 +1,183 @@
+//! A control connection while the processes of a run meet: read without waiting, so that one thread looks after all of them. Both sides say
+//! every two seconds that they live, so that a process whose machine is gone is missed as well.
+
+use super::handshake::within;
+use super::notice::{Notice, Topic};
+use super::wire::SealedConnection;
+use std::io::{self, ErrorKind, Read};
+use std::time::{Duration, Instant};
+
+/// Time between two signs of life.
+const BEAT: Duration = Duration::from_secs(2);
+/// Time without a message after which the other side counts as gone.
+const SILENCE: Duration = Duration::from_secs(8);
+/// How long a message may take to leave.
+const SAY_PATIENCE: Duration = Duration::from_secs(5);
+/// Bytes that are read at once.
+const PIECE_BYTES: usize = 16 << 10;
+
+/// See above.
+pub(super) struct ControlLine {
+    connection: SealedConnection,
+    /// When a whole message came last, and when one left last.
+    heard: Instant,
+    said: Instant,
+}
+
+impl ControlLine {
+    /// # Errors
+    /// The system's.
+    pub(super) fn new(connection: SealedConnection) -> io::Result<Self> {
+        connection.stream.set_nonblocking(true)?;
+        Ok(Self { connection, heard: Instant::now(), said: Instant::now() })
+    }
+
+    /// The next message that has come whole, but for signs of life; none where there is none now. Says that this side lives, if it is time.
+    ///
+    /// # Errors
+    /// Those of the connection; `UnexpectedEof` when it is closed, `TimedOut` when the other side is silent, `InvalidData` for a message that is
+    /// damaged.
+    pub(super) fn next(&mut self) -> io::Result<Option<Notice>> {
+        if self.said.elapsed() >= BEAT {
+            self.say(&Notice::new(Topic::Alive, &[]))?;
+        }
+        loop {
+            while let Some(notice) = self.parse()? {
+                self.heard = Instant::now();
+                if notice.topic != Topic::Alive {
+                    return Ok(Some(notice));
+                }
+            }
+            if !self.read()? {
+                let silent = self.heard.elapsed() > SILENCE;
+                let error = || io::Error::new(ErrorKind::TimedOut, format!("nothing was heard of it for {} s", SILENCE.as_secs()));
+                return if silent { Err(error()) } else { Ok(None) };
+            }
+        }
+    }
+
+    /// When a whole message came last.
+    pub(super) fn heard(&self) -> Instant {
+        self.heard
+    }
+
+    /// Takes the first message of what has come, if it is whole.
+    fn parse(&mut self) -> io::Result<Option<Notice>> {
+        let SealedConnection { early, into, .. } = &mut self.connection;
+        let (mut rest, mut seal) = (&early[..], into.clone());
+        match Notice::read(&mut rest, &mut seal) {
+            Ok(notice) => {
+                let used = early.len() - rest.len();
+                early.drain(..used);
+                *into = seal;
+                Ok(Some(notice))
+            }
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads what is there; whether there was anything.
+    fn read(&mut self) -> io::Result<bool> {
+        let mut piece = [0; PIECE_BYTES];
+        match self.connection.stream.read(&mut piece) {
+            Ok(0) => Err(io::Error::new(ErrorKind::UnexpectedEof, "its connection is closed")),
+            Ok(count) => {
+                self.connection.early.extend_from_slice(&piece[..count]);
+                Ok(true)
+            }
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Sends `notice`.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub(super) fn say(&mut self, notice: &Notice) -> io::Result<()> {
+        let SealedConnection { stream, out, .. } = &mut self.connection;
+        stream.set_nonblocking(false)?;
+        within(stream, SAY_PATIENCE, |stream| notice.write(stream, out))?;
+        stream.set_nonblocking(true)?;
+        self.said = Instant::now();
+        Ok(())
+    }
+
+    /// The connection, with what has come and was not read.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn into_connection(self) -> io::Result<SealedConnection> {
+        self.connection.stream.set_nonblocking(false)?;
+        Ok(self.connection)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::wire::Seal;
+    use super::*;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    fn line() -> (ControlLine, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (ControlLine::new(SealedConnection::bare(one)).unwrap(), listener.accept().unwrap().0)
+    }
+
+    fn within_a_moment<T>(mut look: impl FnMut() -> Option<T>) -> T {
+        let end = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(found) = look() {
+                return found;
+            }
+            assert!(Instant::now() < end, "in vain");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn messages_come_whole_whatever_pieces_they_come_in_and_the_rest_is_kept() {
+        let ((mut line, mut other), mut seal, mut wire) = (line(), Seal::default(), Vec::new());
+        let long = Notice::new(Topic::Agreement, &[]).saying(&"x".repeat(3 * PIECE_BYTES));
+        for notice in [&long, &Notice::new(Topic::Alive, &[]), &Notice::new(Topic::Begin, &[])] {
+            notice.write(&mut wire, &mut seal).unwrap();
+        }
+        let (first, rest) = wire.split_at(7);
+        other.write_all(first).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(line.next().unwrap(), None);
+        other.write_all(rest).unwrap();
+        assert_eq!(within_a_moment(|| line.next().unwrap()), long);
+        assert_eq!(within_a_moment(|| line.next().unwrap()).topic, Topic::Begin);
+        // What comes behind belongs to whoever has the connection then.
+        Notice::new(Topic::Stop, &[]).write(&mut other, &mut seal).unwrap();
+        let ((mut input, mut seal), _) = line.into_connection().unwrap().split().unwrap();
+        assert_eq!(Notice::read(&mut input, &mut seal).unwrap().topic, Topic::Stop);
+    }
+
+    /// A side that sends a byte now and then says nothing.
+    #[test]
+    fn a_side_that_is_silent_drips_or_closes_is_gone_and_one_that_lives_is_not() {
+        let [(mut silent, _kept), (mut dripping, mut drips), (mut alive, mut beats), (mut closed, closes)] = [(); 4].map(|()| line());
+        drop(closes);
+        assert_eq!(within_a_moment(|| closed.next().err()).kind(), ErrorKind::UnexpectedEof);
+        let (mut seal, mut long, begin) = (Seal::default(), Vec::new(), Instant::now());
+        Notice::new(Topic::Agreement, &[]).saying(&"x".repeat(1000)).write(&mut long, &mut Seal::default()).unwrap();
+        let mut bytes = long.into_iter();
+        let mut gone = [false; 2];
+        while gone != [true; 2] {
+            assert!(begin.elapsed() < Duration::from_secs(12), "{gone:?}");
+            Notice::new(Topic::Alive, &[]).write(&mut beats, &mut seal).unwrap();
+            drips.write_all(&[bytes.next().unwrap()]).unwrap();
+            for (gone, line) in gone.iter_mut().zip([&mut silent, &mut dripping]) {
+                *gone |= line.next().is_err();
+            }
+            assert_eq!(alive.next().unwrap(), None);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        assert!(begin.elapsed() + BEAT >= SILENCE);
+    }
+}

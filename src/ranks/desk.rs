@@ -1,0 +1,144 @@
+//! The other processes of a run, as process 0 knows them while they meet: who is there, what each says of itself, and which of them is gone again.
+
+use super::control_line::ControlLine;
+use super::hello::{Hello, Trouble};
+use super::notice::{Notice, Topic};
+use super::wire::SealedConnection;
+use crate::error::Error;
+use crate::signals::StopFlag;
+use serde::Serialize;
+use std::io;
+use std::time::Instant;
+
+/// The place of a process.
+#[derive(Default)]
+struct Guest {
+    line: Option<ControlLine>,
+    hello: Option<Hello>,
+    /// It has all its connections.
+    is_ready: bool,
+    /// Another process that says the same number, and when it came: the first one is gone, or there are two of them.
+    rival: Option<(ControlLine, Instant)>,
+}
+
+/// See above.
+pub(super) struct Desk {
+    /// By process, from process 1 on.
+    guests: Vec<Guest>,
+}
+
+impl Guest {
+    /// Takes what has come; whether it is still there.
+    ///
+    /// # Errors
+    /// `Over` where two processes say that they are `process`, or its words make no sense.
+    fn serve(&mut self, process: usize, stop: &StopFlag) -> Result<io::Result<()>, Trouble> {
+        let Some(line) = &mut self.line else { return Ok(Ok(())) };
+        loop {
+            let notice = match line.next() {
+                Ok(Some(notice)) => notice,
+                Ok(None) => break,
+                Err(error) => return Ok(Err(error)),
+            };
+            match notice.topic {
+                Topic::Agreement if self.hello.is_none() => {
+                    let nonsense = |e| Error::format(format!("the words of process {process}"), e);
+                    self.hello = Some(serde_json::from_slice(&notice.tail).map_err(nonsense)?);
+                }
+                Topic::Ready => self.is_ready = true,
+                Topic::Stop => stop.ask(),
+                topic => {
+                    return Err(Error::format(format!("the words of process {process}"), format!("{topic:?} makes no sense there")).into());
+                }
+            }
+        }
+        match &self.rival {
+            Some((_, since)) if line.heard() > *since => {
+                Err(Error::usage(format!("--process {process}: two processes say that they are process {process}")).into())
+            }
+            _ => Ok(Ok(())),
+        }
+    }
+
+    /// Who it is, for people.
+    fn name(&self, process: usize) -> String {
+        self.hello.as_ref().map_or(format!("process {process}"), |hello| format!("process {process} on {}", hello.host))
+    }
+}
+
+impl Desk {
+    /// With places for so many `processes`, process 0 among them.
+    pub(super) fn new(processes: usize) -> Self {
+        Self { guests: (1..processes).map(|_| Guest::default()).collect() }
+    }
+
+    /// Takes the control connection of `process`, which has just come.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn admit(&mut self, process: usize, connection: SealedConnection) -> io::Result<()> {
+        let (line, guest) = (ControlLine::new(connection)?, &mut self.guests[process - 1]);
+        match guest.line {
+            None => *guest = Guest { line: Some(line), ..Guest::default() },
+            Some(_) => guest.rival = Some((line, Instant::now())),
+        }
+        Ok(())
+    }
+
+    /// Takes what has come of all; those that are gone, and why, in words. A `stop` that one was asked for is asked for here.
+    ///
+    /// # Errors
+    /// `Over` where two processes say that they are the same, or the words of one make no sense.
+    pub(super) fn serve(&mut self, stop: &StopFlag) -> Result<Vec<String>, Trouble> {
+        let mut gone = Vec::new();
+        for (process, guest) in (1..).zip(&mut self.guests) {
+            if let Err(why) = guest.serve(process, stop)? {
+                gone.push(format!("{} is gone before the run began: {why}", guest.name(process)));
+                *guest = Guest { line: guest.rival.take().map(|(line, _)| line), ..Guest::default() };
+            }
+        }
+        Ok(gone)
+    }
+
+    /// Processes that have not said what they are.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        (1..).zip(&self.guests).filter(|(_, guest)| guest.hello.is_none()).map(|(process, _)| process).collect()
+    }
+
+    /// Whether all have said that they have all their connections.
+    pub(super) fn all_ready(&self) -> bool {
+        self.guests.iter().all(|guest| guest.is_ready)
+    }
+
+    /// What all say of themselves, in their order.
+    pub(super) fn hellos(&self) -> impl Iterator<Item = Hello> + '_ {
+        self.guests.iter().filter_map(|guest| guest.hello.clone())
+    }
+
+    /// Says `words` to all that are there. A connection that fails is found when it is served.
+    pub(super) fn answer(&mut self, words: &impl Serialize) {
+        let text = serde_json::to_string(words).unwrap_or_default();
+        self.say(&Notice::new(Topic::Agreement, &[]).saying(&text));
+    }
+
+    /// The same for a `notice`.
+    pub(super) fn say(&mut self, notice: &Notice) {
+        for guest in &mut self.guests {
+            let rival = guest.rival.as_mut().map(|(line, _)| line);
+            guest.line.iter_mut().chain(rival).for_each(|line| _ = line.say(notice));
+        }
+    }
+
+    /// Closes all connections: their processes come again.
+    pub(super) fn clear(&mut self) {
+        self.guests.iter_mut().for_each(|guest| *guest = Guest::default());
+    }
+
+    /// The control connections of all, in their order.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(super) fn into_connections(self) -> io::Result<Vec<SealedConnection>> {
+        self.guests.into_iter().filter_map(|guest| guest.line).map(ControlLine::into_connection).collect()
+    }
+}

@@ -1,0 +1,281 @@
+//! Processes that meet, with strangers, wrong tokens, signals and deaths among them.
+
+use super::*;
+use serde_json::json;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+
+const TOKEN: &str = "0123456789abcdef";
+
+fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+fn meeting(address: &str, process: usize, processes: usize, token: &str) -> Meeting {
+    let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), Duration::from_secs(60));
+    Meeting { address: address.into(), process, processes, ranks: 2, token, limit }
+}
+
+/// What comes of each process, which has these facts.
+fn meet(address: &str, facts: &[Value]) -> Vec<Result<Mesh>> {
+    let all = facts.len();
+    thread::scope(|scope| {
+        let run = |process: usize| {
+            let (facts, has) = (facts[process].as_object().unwrap().clone(), json!({"gpus": process}));
+            let own = Hello { host: format!("host-{process}"), facts, has, address: None };
+            meeting(address, process, all, TOKEN).meet(own, &StopFlag::default(), &mut |_| ())
+        };
+        let threads: Vec<_> = (0..facts.len()).rev().map(|process| scope.spawn(move || run(process))).collect();
+        threads.into_iter().rev().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn each_two_of_four_processes_are_connected_while_strangers_come() {
+    let address = free_address();
+    let noise = address.clone();
+    let stranger = thread::spawn(move || {
+        for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 64], b""] {
+            let end = Instant::now() + Duration::from_secs(5);
+            while Instant::now() < end {
+                let Ok(mut stream) = TcpStream::connect(&noise) else { continue };
+                stream.write_all(words).unwrap();
+                if !words.is_empty() {
+                    assert!(!matches!(stream.read(&mut [0; 8]), Ok(1..)), "it is dropped without a word");
+                }
+                break;
+            }
+        }
+    });
+    let meshes: Vec<Mesh> = meet(&address, &vec![json!({"processes": 4}); 4]).into_iter().map(Result::unwrap).collect();
+    stranger.join().unwrap();
+    for (process, mesh) in meshes.iter().enumerate() {
+        for (other, hello) in mesh.all.iter().enumerate() {
+            assert_eq!((&hello.host, &hello.has), (&format!("host-{other}"), &json!({"gpus": other})));
+        }
+        for (other, connections) in mesh.connections.iter().enumerate() {
+            assert_eq!(connections.is_some(), other != process);
+            for (channel, connection) in connections.iter().flatten().enumerate() {
+                let (_, (mut out, mut seal)) = connection.try_clone().unwrap().split().unwrap();
+                seal.write(&mut out, 77, &[process as u8, channel as u8], &[]).unwrap();
+            }
+        }
+    }
+    for mesh in &meshes {
+        for (other, connections) in mesh.connections.iter().enumerate() {
+            for (channel, connection) in connections.iter().flatten().enumerate() {
+                let ((mut input, mut seal), _) = connection.try_clone().unwrap().split().unwrap();
+                let mut next = || {
+                    let head = seal.head(&mut input).unwrap();
+                    let mut body = vec![0; head.length];
+                    input.read_exact(&mut body).unwrap();
+                    seal.check(&head, [&body, &[]], String::new).unwrap();
+                    (head.kind, body)
+                };
+                // Signs of life may come before.
+                let sent = std::iter::repeat_with(&mut next).find(|(kind, _)| *kind == 77).unwrap();
+                assert_eq!(sent.1, [other as u8, channel as u8]);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_differs_is_told_to_all_with_both_values() {
+    let facts = |seed: u64| json!({"program": "0.1.0", "processes": 3, "seed": seed});
+    let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
+    for outcome in outcomes {
+        let told = outcome.err().unwrap();
+        assert_eq!(told.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
+        assert_eq!(told.exit_code(), 2);
+    }
+}
+
+#[test]
+fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
+    let (address, stop) = (free_address(), StopFlag::default());
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(Hello::default(), &stop, &mut |_| ()));
+        let refused = meeting(&address, 1, 2, "another-token-is-this").meet(Hello::default(), &StopFlag::default(), &mut |_| ());
+        assert!(refused.err().unwrap().to_string().contains("has another run token"));
+        stop.ask();
+        assert_eq!(waiting.join().unwrap().err().unwrap().exit_code(), 75);
+    });
+}
+
+/// A process that meets the others on a thread of its own, and the lines that it is told.
+struct Lone {
+    thread: thread::JoinHandle<Result<Mesh>>,
+    stop: StopFlag,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Lone {
+    /// Process `process` of so many, which reaches process 0 at `address`.
+    fn start(address: &str, process: usize, processes: usize) -> Self {
+        Self::with(meeting(address, process, processes, TOKEN))
+    }
+
+    fn with(meeting: Meeting) -> Self {
+        let (stop, (tells, lines)) = (StopFlag::default(), mpsc::channel());
+        let own = Hello { host: format!("host-{}", meeting.process), ..Hello::default() };
+        let asks = stop.clone();
+        let thread = thread::spawn(move || meeting.meet(own, &asks, &mut |line| _ = tells.send(line.to_owned())));
+        Self { thread, stop, lines }
+    }
+
+    /// Waits for a line with these words.
+    fn says(&self, words: &str) {
+        let end = Instant::now() + Duration::from_secs(30);
+        let found = std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok());
+        assert!({ found }.any(|line| line.contains(words)), "no line says {words:?}");
+    }
+
+    fn mesh(self) -> Mesh {
+        self.thread.join().unwrap().unwrap()
+    }
+
+    fn error(self) -> Error {
+        self.thread.join().unwrap().err().unwrap()
+    }
+}
+
+fn port_of(address: &str) -> &str {
+    address.rsplit_once(':').unwrap().1
+}
+
+/// The control connection of process `process`, which has said who it is, without anything behind it.
+fn visitor(address: &str, process: u32) -> ControlLine {
+    let (token, claim) = (RunToken::new(TOKEN.as_bytes(), "here").unwrap(), Claim { channel: Channel::CONTROL, process, round: 0 });
+    let connected = std::iter::repeat_with(|| connect(address, &token, claim)).find_map(std::result::Result::ok);
+    let mut line = ControlLine::new(connected.unwrap()).unwrap();
+    let hello = Hello { host: "here".into(), ..Hello::default() };
+    line.say(&Notice::new(Topic::Agreement, &[]).saying(&serde_json::to_string(&hello).unwrap())).unwrap();
+    line
+}
+
+/// A machine may have its own name at an address that leads to itself alone, such as 127.0.1.1.
+#[test]
+fn process_0_listens_at_all_addresses_whatever_its_name_means_there() {
+    let address = free_address();
+    let first = Lone::start(&format!("127.0.1.1:{}", port_of(&address)), 0, 3);
+    first.says("all addresses of this machine");
+    let [second, third] = [1, 2].map(|process| Lone::start(&address, process, 3));
+    let mesh = third.mesh();
+    assert_eq!(mesh.connections.iter().flatten().count(), 2);
+    assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 3));
+}
+
+#[test]
+fn an_address_of_the_machine_itself_is_one_of_process_0() {
+    let of = |address: &str, first: &str| reachable(Some(address.parse().unwrap()), first.parse().unwrap());
+    assert_eq!(of("127.0.0.1:7", "10.0.0.4"), "10.0.0.4:7");
+    assert_eq!(of("[::1]:7", "fd00::4"), "[fd00::4]:7");
+    assert_eq!(of("10.0.0.5:7", "10.0.0.4"), "10.0.0.5:7");
+}
+
+#[test]
+fn a_port_in_use_is_tried_again() {
+    let address = free_address();
+    let other = TcpListener::bind(&address).unwrap();
+    let first = Lone::start(&address, 0, 2);
+    first.says("is another program's: trying again for 60 s");
+    drop(other);
+    let second = Lone::start(&address, 1, 2);
+    assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
+    // Until the limit.
+    let kept = TcpListener::bind(&address).unwrap();
+    let limit = Duration::from_secs(1);
+    let error = Lone::with(Meeting { limit, ..meeting(&address, 0, 2, TOKEN) }).error().to_string();
+    assert!(
+        error.starts_with(&format!("listen at port {}", port_of(&address))) && error.contains("--rendezvous-limit 1 is over"),
+        "{error}"
+    );
+    drop(kept);
+}
+
+/// The system gives each connection a port, and may give it that which it connects to.
+#[test]
+fn a_connection_that_leads_to_itself_is_none() {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap();
+    let bounds: Vec<u16> = range.split_whitespace().map(|bound| bound.parse().unwrap()).collect();
+    let end = Instant::now() + Duration::from_secs(20);
+    let address = SocketAddr::from(([127, 0, 0, 1], (bounds[0] + bounds[1]) / 4 * 2 + (bounds[0] & 1)));
+    let itself = std::iter::repeat_with(|| TcpStream::connect(address)).take_while(|_| Instant::now() < end).find_map(io::Result::ok);
+    // How many tries that takes is the system's choice.
+    itself.iter().for_each(|itself| assert!(leads_to_itself(itself).unwrap()));
+    drop(itself);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    assert!(!leads_to_itself(&TcpStream::connect(listener.local_addr().unwrap()).unwrap()).unwrap());
+}
+
+#[test]
+fn the_limit_names_who_is_missing_to_all() {
+    let address = free_address();
+    let limit = Duration::from_secs(2);
+    let first = Lone::with(Meeting { limit, ..meeting(&address, 0, 3, TOKEN) });
+    let second = Lone::start(&address, 1, 3);
+    let missing = format!("meet the 3 processes of this run at {address}: there came no process [2]; --rendezvous-limit 2 is over");
+    assert_eq!(first.error().to_string(), missing);
+    assert_eq!(second.error().to_string(), format!("process 0: {missing}"));
+    let alone = Lone::with(Meeting { limit, ..meeting(&free_address(), 1, 3, TOKEN) }).error().to_string();
+    assert!(alone.contains("nobody answers at ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
+}
+
+/// It dies after it has said who it is, and again while connections are made; whoever takes its place is let in.
+#[test]
+fn a_process_that_dies_before_the_run_begins_may_come_again() {
+    let address = free_address();
+    let first = Lone::start(&address, 0, 3);
+    drop(visitor(&address, 1));
+    first.says("process 1 on here is gone before the run began");
+    let second = Lone::start(&address, 1, 3);
+    let mut dying = visitor(&address, 2);
+    let answered = std::iter::repeat_with(|| dying.next().unwrap()).flatten().next();
+    assert_eq!(answered.map(|notice| notice.topic), Some(Topic::Agreement));
+    drop(dying);
+    first.says("; all begin again");
+    second.says("process 0 is gone before the run began");
+    let third = Lone::start(&address, 2, 3);
+    for process in [first, second, third] {
+        let mesh = process.mesh();
+        assert_eq!(mesh.all.iter().map(|hello| hello.host.as_str()).collect::<Vec<_>>(), ["host-0", "host-1", "host-2"]);
+    }
+}
+
+#[test]
+fn a_second_process_of_one_number_is_refused_by_name_while_the_first_lives() {
+    let address = free_address();
+    let first = Lone::start(&address, 0, 3);
+    let [one, other] = [(); 2].map(|()| Lone::start(&address, 1, 3));
+    for process in [first, one, other] {
+        let error = process.error();
+        assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes say that they are process 1", 2));
+    }
+}
+
+/// Nobody answers, somebody is silent, somebody says a byte now and then, process 0 waits for others: a signal ends each of these waits.
+#[test]
+fn a_stop_ends_every_wait_and_all_that_wait_there() {
+    let (silent, dripping, address) = (free_address(), free_address(), free_address());
+    let (silent_door, drips) = (TcpListener::bind(&silent).unwrap(), TcpListener::bind(&dripping).unwrap());
+    let drip = thread::spawn(move || {
+        let (mut stream, _) = drips.accept().unwrap();
+        while stream.write_all(b"S").is_ok() {
+            thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let waiting = [&silent, &dripping, &free_address()].map(|address| Lone::start(address, 1, 2));
+    let (first, second) = (Lone::start(&address, 0, 3), Lone::start(&address, 1, 3));
+    thread::sleep(Duration::from_millis(700));
+    let begin = Instant::now();
+    for process in waiting {
+        process.stop.ask();
+        assert_eq!(process.error().exit_code(), 75);
+    }
+    second.stop.ask();
+    assert_eq!([second.error().exit_code(), first.error().exit_code()], [75; 2], "process 0 is told");
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    drop(silent_door);
+    drip.join().unwrap();
+}

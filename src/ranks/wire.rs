@@ -1,0 +1,245 @@
+//! How a message between two processes looks on the wire: a head, which has the message's length, number and kind and the checksum of its body,
+//! and the body. TCP's own sum has 16 bits and lets one of 65,536 damaged packets pass, so that both parts have a CRC-32C, which is compared
+//! before anything is used. The number counts the messages of a connection in one direction: one that is lost, doubled, inserted or out of order
+//! has a wrong one. Each direction begins its checksums with a seed of its own from the handshake, so that a message of another connection,
+//! direction or run is damage as well.
+
+use crc32c::crc32c_append;
+use std::io::{self, Cursor, ErrorKind, Read, Write};
+use std::net::TcpStream;
+
+/// Length, number and kind, which both checksums cover.
+const FACTS_BYTES: usize = 9;
+/// The facts, the body's checksum, and the head's.
+const HEAD_BYTES: usize = FACTS_BYTES + 8;
+/// The start of a body, which is written together with the head, has at most as many bytes.
+const START_BYTES_MAX: usize = 56;
+
+/// One direction of a connection: the seed of its checksums, and the number of the next message.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Seal {
+    seed: u32,
+    next: u32,
+}
+
+/// The head of a message that has come, and is the next one.
+#[derive(Debug)]
+pub(super) struct Head {
+    pub(super) kind: u8,
+    /// Bytes of the body.
+    pub(super) length: usize,
+    facts_sum: u32,
+    body_sum: u32,
+}
+
+impl Seal {
+    /// A direction that begins its checksums with `seed`.
+    pub(super) fn new(seed: u32) -> Self {
+        Self { seed, next: 0 }
+    }
+
+    /// Writes the next message, of `kind`, whose body is `start` and then `rest`.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    ///
+    /// # Panics
+    /// If `start` has more than [`START_BYTES_MAX`] bytes.
+    pub(super) fn write(&mut self, out: &mut impl Write, kind: u8, start: &[u8], rest: &[u8]) -> io::Result<()> {
+        let mut first = [0; HEAD_BYTES + START_BYTES_MAX];
+        first[..4].copy_from_slice(&((start.len() + rest.len()) as u32).to_le_bytes());
+        first[4..8].copy_from_slice(&self.next.to_le_bytes());
+        first[8] = kind;
+        let facts_sum = crc32c_append(self.seed, &first[..FACTS_BYTES]);
+        let body_sum = crc32c_append(crc32c_append(facts_sum, start), rest).to_le_bytes();
+        first[FACTS_BYTES..][..4].copy_from_slice(&body_sum);
+        first[FACTS_BYTES + 4..HEAD_BYTES].copy_from_slice(&crc32c_append(facts_sum, &body_sum).to_le_bytes());
+        first[HEAD_BYTES..][..start.len()].copy_from_slice(start);
+        self.next = self.next.wrapping_add(1);
+        out.write_all(&first[..HEAD_BYTES + start.len()])?;
+        out.write_all(rest)
+    }
+
+    /// Reads the head of the next message.
+    ///
+    /// # Errors
+    /// Those of `input`; `InvalidData` when it is damaged, or is that of another message than the next.
+    pub(super) fn head(&self, input: &mut impl Read) -> io::Result<Head> {
+        let facts: [u8; FACTS_BYTES] = array(input)?;
+        let (body_sum, head_sum): ([u8; 4], [u8; 4]) = (array(input)?, array(input)?);
+        let facts_sum = crc32c_append(self.seed, &facts);
+        if crc32c_append(facts_sum, &body_sum) != u32::from_le_bytes(head_sum) {
+            return Err(damage(format!("the head of message {} has another CRC-32C than it says", self.next)));
+        }
+        let [a, b, c, d, e, f, g, h, kind] = facts;
+        let (length, number) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
+        if number != self.next {
+            return Err(damage(format!("message {number} came in place of message {}", self.next)));
+        }
+        Ok(Head { kind, length: length as usize, facts_sum, body_sum: u32::from_le_bytes(body_sum) })
+    }
+
+    /// Compares the body that has come behind `head`, `start` and then `rest`, with its checksum. `what` names the message.
+    ///
+    /// # Errors
+    /// `InvalidData` when it is damaged.
+    pub(super) fn check(&mut self, head: &Head, [start, rest]: [&[u8]; 2], what: impl FnOnce() -> String) -> io::Result<()> {
+        if crc32c_append(crc32c_append(head.facts_sum, start), rest) != head.body_sum {
+            return Err(damage(format!("the body of message {}, {}, has another CRC-32C than it says", self.next, what())));
+        }
+        self.next = self.next.wrapping_add(1);
+        Ok(())
+    }
+}
+
+/// A message that cannot be used, in words.
+pub(super) fn damage(what: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what)
+}
+
+/// The next bytes, as many as the array has.
+///
+/// # Errors
+/// Those of `input`.
+pub(super) fn array<const N: usize>(input: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    input.read_exact(&mut bytes).map(|()| bytes)
+}
+
+/// A connection between two processes that have shown each other that they belong to one run.
+#[derive(Debug)]
+pub(crate) struct SealedConnection {
+    pub(super) stream: TcpStream,
+    /// Bytes that came, and that nobody has used yet.
+    pub(super) early: Vec<u8>,
+    /// Of what leaves.
+    pub(super) out: Seal,
+    /// Of what comes.
+    pub(super) into: Seal,
+}
+
+impl SealedConnection {
+    /// A connection over `stream`, whose handshake gave the seals of what leaves and of what comes.
+    pub(super) fn new(stream: TcpStream, [out, into]: [Seal; 2]) -> Self {
+        Self { stream, early: Vec::new(), out, into }
+    }
+
+    /// A connection without a handshake.
+    #[cfg(test)]
+    pub(crate) fn bare(stream: TcpStream) -> Self {
+        Self::new(stream, [Seal::default(), Seal::default()])
+    }
+
+    /// The same connection once more, for another owner: one of them reads and writes.
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
+        let (early, out, into) = (self.early.clone(), self.out.clone(), self.into.clone());
+        Ok(Self { stream: self.stream.try_clone()?, early, out, into })
+    }
+
+    /// Both directions, for a thread each: what comes, and what leaves.
+    pub(super) fn split(self) -> io::Result<((impl Read + Send + 'static, Seal), (TcpStream, Seal))> {
+        let input = Cursor::new(self.early).chain(self.stream.try_clone()?);
+        Ok(((input, self.into), (self.stream, self.out)))
+    }
+
+    /// Whether the other side has not closed it, as far as this one knows.
+    pub(super) fn is_open(&self) -> bool {
+        let peek = |stream: &TcpStream| match stream.peek(&mut [0]) {
+            Ok(count) => count > 0,
+            Err(error) => error.kind() == ErrorKind::WouldBlock,
+        };
+        self.stream.set_nonblocking(true).is_ok() && peek(&self.stream) && self.stream.set_nonblocking(false).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Messages of these bodies, as they go over the wire.
+    fn sent(seed: u32, bodies: &[Vec<u8>]) -> Vec<Vec<u8>> {
+        let mut seal = Seal::new(seed);
+        let write = |(kind, body): (u8, &Vec<u8>)| {
+            let (start, rest) = body.split_at(body.len() / 2);
+            let mut wire = Vec::new();
+            seal.write(&mut wire, kind, start, rest).map(|()| wire).unwrap()
+        };
+        (0..).zip(bodies).map(write).collect()
+    }
+
+    /// All messages of `wire` up to the first that is none.
+    fn received(seed: u32, wire: &[u8]) -> (Vec<(u8, Vec<u8>)>, Option<io::Error>) {
+        let (mut seal, mut input, mut all) = (Seal::new(seed), wire, Vec::new());
+        let mut next = |input: &mut &[u8]| {
+            let head = seal.head(input)?;
+            if head.length > input.len() {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            let (body, rest) = input.split_at(head.length);
+            *input = rest;
+            let (start, end) = body.split_at(body.len() / 3);
+            seal.check(&head, [start, end], || "x".into()).map(|()| (head.kind, body.to_vec()))
+        };
+        while !input.is_empty() {
+            match next(&mut input) {
+                Ok(message) => all.push(message),
+                Err(error) => return (all, Some(error)),
+            }
+        }
+        (all, None)
+    }
+
+    fn bodies() -> impl Strategy<Value = Vec<Vec<u8>>> {
+        prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 2..5)
+    }
+
+    proptest! {
+        #[test]
+        fn messages_come_as_they_were_sent(bodies in bodies(), seed: u32) {
+            let (all, error) = received(seed, &sent(seed, &bodies).concat());
+            prop_assert!(error.is_none() && all == (0..).zip(bodies).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn a_byte_that_differs_is_never_used(bodies in bodies(), seed: u32, at: prop::sample::Index, flip in 1u8..) {
+            let mut wire = sent(seed, &bodies).concat();
+            let at = at.index(wire.len());
+            wire[at] ^= flip;
+            let (all, error) = received(seed, &wire);
+            prop_assert!(error.is_some() && all.iter().map(|(_, body)| body).eq(&bodies[..all.len()]));
+        }
+
+        #[test]
+        fn messages_that_are_lost_doubled_moved_or_of_another_connection_are_errors(bodies in bodies(), seed: u32, at: prop::sample::Index) {
+            let messages = sent(seed, &bodies);
+            let at = at.index(messages.len() - 1);
+            let changed = |change: &dyn Fn(&mut Vec<Vec<u8>>)| {
+                let mut messages = messages.clone();
+                change(&mut messages);
+                received(seed, &messages.concat())
+            };
+            let other = sent(seed ^ 1, &bodies);
+            for (what, (all, error)) in [
+                ("lost", changed(&|messages| drop(messages.remove(at)))),
+                ("doubled", changed(&|messages| messages.insert(at, messages[at].clone()))),
+                ("moved", changed(&|messages| messages.swap(at, at + 1))),
+                ("of another connection", changed(&|messages| messages[at] = other[at].clone())),
+            ] {
+                prop_assert!(error.is_some() && all.len() <= at + 1, "{what}: {all:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn errors_say_which_message_and_what_is_wrong_with_it() {
+        let messages = sent(7, &[vec![1; 9], vec![2; 9], vec![3; 9]]);
+        let told = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
+        assert_eq!(told(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");
+        let (mut head, mut body) = (messages[0].clone(), messages[0].clone());
+        head[0] ^= 0x80;
+        body[HEAD_BYTES] ^= 1;
+        assert_eq!(told(&head), "the head of message 0 has another CRC-32C than it says");
+        assert_eq!(told(&body), "the body of message 0, x, has another CRC-32C than it says");
+    }
+}
