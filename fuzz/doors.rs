@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use superoffload::internals::checkpoint;
 use superoffload::internals::config::file;
-use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Tokenizer};
+use superoffload::internals::data::{AddBos, Dataset, Preparation, RowRules, Tokenizer, render_in_this_process};
 use superoffload::internals::model::{ModelShape, ModelWeights, TensorTable};
 use superoffload::internals::model_dir::ModelDir;
 use superoffload::internals::optim::StatePart;
@@ -15,7 +15,7 @@ use superoffload::{Result, Settings, StopFlag, TrainOptions};
 type Door = fn(input: &[u8], dir: &Path);
 
 /// Name and door; the name is that of the corpus, too.
-pub const DOORS: [(&str, Door); 13] = [
+pub const DOORS: [(&str, Door); 17] = [
     ("config_json", config_json),
     ("settings_toml", settings_toml),
     ("settings_yaml", settings_yaml),
@@ -26,6 +26,10 @@ pub const DOORS: [(&str, Door); 13] = [
     ("index", index),
     ("tokenizer", tokenizer),
     ("chat_template", chat_template),
+    ("template", template),
+    ("format", format),
+    ("tojson", tojson),
+    ("normalizer", normalizer),
     ("manifest", manifest),
     ("parquet", parquet),
     ("resctrl_profile", resctrl_profile),
@@ -184,6 +188,49 @@ fn chat_template(input: &[u8], dir: &Path) {
         assert!(!view.to_string().contains('\x1b'));
         Ok(())
     });
+}
+
+/// A record whose one message holds `content`; templates are given it as it is.
+fn record(content: &serde_json::Value) -> String {
+    serde_json::json!({"messages": [{"role": "tool", "content": content}, {"role": "assistant", "content": "b"}]}).to_string()
+}
+
+/// The source of a template, in this process: no sandbox holds what the engine does.
+fn template(input: &[u8], _: &Path) {
+    let Ok(source) = str::from_utf8(input) else { return };
+    let _ = render_in_this_process(source, &record(&"a, b".into()));
+}
+
+/// A format, in both forms that templates know.
+fn format(input: &[u8], _: &Path) {
+    let Ok(text) = str::from_utf8(input) else { return };
+    for call in [
+        "{{ t.format(1, -0.0, 2**64, 'é', a=[1, {'k': 1e300}], k=3) }}",
+        "{{ t|format(1, -0.0, 2**64, 'é') }}",
+        "{{ t|format(a=-1.5, b=255) }}",
+    ] {
+        let _ = render_in_this_process(&format!("{{% set t = messages[0].content %}}{call}"), &record(&text.into()));
+    }
+}
+
+/// An indent and JSON.
+fn tojson(input: &[u8], _: &Path) {
+    let Ok(text) = str::from_utf8(input) else { return };
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (indent, json) = (text[..digits].parse::<u64>().unwrap_or(0), serde_json::from_str(&text[digits..]).unwrap_or_default());
+    for call in ["x|tojson", "x|tojson(indent=INDENT, sort_keys=true)", "[x, {'x': x, 'y': messages}, [x] * 30]|tojson(indent=INDENT)"] {
+        let source = format!("{{% set x = messages[0].content %}}{{{{ {} }}}}", call.replace("INDENT", &indent.to_string()));
+        let _ = render_in_this_process(&source, &record(&json));
+    }
+}
+
+/// A normalizer, in a tokenizer of words, in this process.
+fn normalizer(input: &[u8], _: &Path) {
+    let head = br#"{"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}, "normalizer": "#;
+    if let Ok(tokenizer) = Tokenizer::in_this_process(&[&head[..], input, b"}"].concat()) {
+        let _ = tokenizer.encode("The na\u{ef}ve caf\u{e9} e\u{301}, 12345 \u{1f600}\n\n  aa a \u{4e2d} \u{ac00}");
+    }
 }
 
 fn split<'a>(mut bytes: &'a [u8], by: &[u8]) -> Vec<&'a [u8]> {

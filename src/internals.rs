@@ -29,6 +29,7 @@ pub mod config {
 
 pub mod data {
     pub use crate::data::batch::{Batch, Batches};
+    pub use crate::data::chat::render_in_this_process;
     pub use crate::data::loader::{DataPosition, Loader};
     pub use crate::data::packing::Dataset;
     pub use crate::data::preparation::Preparation;

@@ -51,7 +51,7 @@
 //! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
 //! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pages`, `host::pinned`,
 //! `host::pool`, `engine::step_job`, `optim::simd`; these make jobs, and say why the memory is theirs: `engine::hops`, `probe`; and
-//! `launch::open` makes devices and promises that their streams are ordered. `data::chat::stack` hears of a fault, which is a signal.
+//! `launch::open` makes devices and promises that their streams are ordered. `data::sandbox::process` forks.
 
 // What is `pub` can be reached from the face or the hidden door, so that the compiler says what nobody reaches.
 #![warn(unreachable_pub)]

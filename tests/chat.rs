@@ -1,6 +1,9 @@
 //! Training on chat data: what is trained, what a resume keeps, and what is refused.
 
 use crate::program::{Workspace, run};
+use std::os::unix::process::CommandExt;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 /// Marks of turns, as small as they can be.
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
@@ -73,15 +76,54 @@ fn a_template_that_works_without_end_ends_the_program() {
         format!("{{% set ns = namespace(x={x}) %}}{{% for i in range(60) %}}{{% set ns.x = {next} %}}{{% endfor %}}{{{{ ns.x | length }}}}")
     };
     for (x, next, told) in [
-        ("[1, 2]", "ns.x + ns.x", "works for more than 5 s on one conversation"),
+        ("[1, 2]", "ns.x + ns.x", "line 1: rendering one conversation by the chat template takes more than 1.0 GiB of memory"),
         ("'ab'", "ns.x + ns.x", "ran out of fuel"),
-        ("'a'", "ns, 'a' ~ ns.x", "needs more stack than there is"),
+        ("'a'", "ns, 'a' ~ ns.x", "takes more than 64.0 MiB of stack"),
     ] {
         workspace.write("chat.jinja", repeated(x, next) + TEMPLATE);
         let outcome = train(&workspace, "out", &flags, &[]);
         assert_eq!(outcome.stderr.matches("error: ").count(), 1, "{outcome:?}");
         outcome.refused(1, &[told]);
     }
+}
+
+/// Two values that take exponential time to be compared, in a template that costs little and takes little.
+const SPINS: &str = "{% set a = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set a.x = [a.x, a.x] %}{% set a.y = [a.y, a.y] %}\
+    {% endfor %}{{ a.x == a.y }}";
+
+/// States of the processes in a group, but for those that have ended and were not waited for.
+fn group(id: u32) -> usize {
+    let stat = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("stat")).ok();
+    let is_member = |stat: &String| {
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+        fields.get(2) == Some(&id.to_string().as_str()) && fields[0] != "Z"
+    };
+    std::fs::read_dir("/proc").unwrap().flatten().filter_map(stat).filter(is_member).count()
+}
+
+/// A killed program can end nothing itself; the process that renders works for seconds.
+#[test]
+fn no_process_outlives_a_program_that_is_killed() {
+    let workspace = Workspace::new();
+    let flags = chats(&workspace, "it is");
+    workspace.write("chat.jinja", SPINS);
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    let mut command = workspace.train("out", &flags);
+    command.process_group(0).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    let id = child.id();
+    let wait = |what: &str, is_so: &dyn Fn() -> bool| {
+        let began = Instant::now();
+        while !is_so() {
+            assert!(began.elapsed() < Duration::from_secs(30), "{what}: {} processes", group(id));
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        began.elapsed()
+    };
+    wait("it renders", &|| group(id) >= 3);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(wait("it is gone", &|| group(id) == 0) < Duration::from_secs(3));
 }
 
 /// Plain text never goes through a template, be it broken or changed.

@@ -14,10 +14,10 @@ use super::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
 use super::pieces::{EncodeJob, Encoded, Joiner, PartTokens, PieceSizes};
 use super::pipeline::{self, WorkQueue};
 use super::preparation::interrupted;
-use super::samples::trained_samples;
 use super::scan::threads;
 use super::tokenizer::{Tokenizer, floor_boundary};
-use crate::error::Result;
+use super::work::{Done, TextWork};
+use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 
 /// What a job costs beside its text, so that a batch of empty documents ends, too.
@@ -65,7 +65,8 @@ pub(super) fn encode<S: Sink + Send>(
     read: impl FnOnce(&mut Encoder<'_>) -> Result<()>,
 ) -> Result<DocumentTotals<S>> {
     // Bytes are ids: threads would only wait for one another.
-    let (sizes, threads) = if tokenizer.is_bytes() { (PieceSizes { context: 0, ..SIZES }, 1) } else { (SIZES, threads()) };
+    let sizes = if tokenizer.is_bytes() { PieceSizes { context: 0, ..SIZES } } else { SIZES };
+    let threads = if tokenizer.is_here() { 1 } else { threads() };
     encode_on(threads, sizes, tokenizer, documents, stop, read)
 }
 
@@ -77,7 +78,7 @@ fn encode_on<S: Sink + Send>(
     stop: &StopFlag,
     read: impl FnOnce(&mut Encoder<'_>) -> Result<()>,
 ) -> Result<DocumentTotals<S>> {
-    let work = |batch: EncodeBatch| -> Result<Vec<Encoded>> { batch.into_iter().map(|work| work.encode(tokenizer, stop)).collect() };
+    let work = |batch: EncodeBatch| encode_batch(batch, tokenizer, stop);
     let take = |batches: &mut dyn Iterator<Item = Result<Vec<Encoded>>>| {
         let mut joiner = Joiner::new(tokenizer, documents, sizes);
         for batch in batches {
@@ -96,6 +97,11 @@ impl<'a> Encoder<'a> {
     /// How records are read.
     pub(super) fn rules(&self) -> &'a RecordRules {
         self.tokenizer.rules()
+    }
+
+    /// Whether somebody asked to stop.
+    pub(super) fn stop(&self) -> &'a StopFlag {
+        self.stop
     }
 
     /// A document begins; the one before has ended.
@@ -134,7 +140,7 @@ impl<'a> Encoder<'a> {
         if format != DataFormat::Text || line.len() <= self.sizes.piece {
             return self.add(EncodeWork::Record { place, format, line: line.into() });
         }
-        if let Content::Text(text) = self.rules().read(format, line, self.stop).map_err(|cause| place.error(cause))? {
+        if let Content::Text(text) = self.rules().read(format, line).map_err(|cause| place.error(cause))? {
             self.begin(place);
             self.push(&text)?;
         }
@@ -153,6 +159,16 @@ impl<'a> Encoder<'a> {
     }
 }
 
+fn encode_batch(batch: EncodeBatch, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Encoded>> {
+    let works: Vec<TextWork<'_>> = batch.iter().map(|work| work.asked(tokenizer.is_bytes())).collect();
+    let done = tokenizer.run(&works, stop, |item, cause| batch[item].place().error(cause));
+    // What ends early has nothing wrong with it.
+    if stop.is_set() {
+        return Err(interrupted());
+    }
+    batch.into_iter().zip(done?).map(|(work, done)| work.done(done)).collect()
+}
+
 impl EncodeWork {
     /// Text in it.
     fn bytes(&self) -> usize {
@@ -162,44 +178,37 @@ impl EncodeWork {
         }
     }
 
-    fn encode(self, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Encoded> {
-        if stop.is_set() {
-            return Err(interrupted());
-        }
+    fn place(&self) -> &DocumentPosition {
         match self {
-            Self::Piece(job) => job.encode(tokenizer),
-            Self::Record { place, format, line } => {
-                let encoded = encode_record(&place, format, &line, tokenizer, stop);
-                // What ends early has nothing wrong with it.
-                if stop.is_set() { Err(interrupted()) } else { encoded }
-            }
+            Self::Piece(EncodeJob { place, .. }) | Self::Record { place, .. } => place,
         }
     }
-}
 
-fn encode_record(place: &DocumentPosition, format: DataFormat, line: &str, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Encoded> {
-    let content = tokenizer.rules().read(format, line, stop).map_err(|cause| place.error(cause))?;
-    if let Content::Text(text) = content {
-        let ids = tokenizer.encode(&text).map_err(|e| place.error(e))?;
-        return Ok(Encoded::Document(place.clone(), ids));
+    /// The request. Bytes have their places without being asked.
+    fn asked(&self, is_bytes: bool) -> TextWork<'_> {
+        match self {
+            Self::Piece(job) if is_bytes || job.is_whole() => TextWork::Text(&job.text),
+            Self::Piece(job) => TextWork::Part(&job.text),
+            Self::Record { format, line, .. } => TextWork::Record(*format, line),
+        }
     }
-    let is_unasked = matches!(&content, Content::Rendered(chat) if chat.is_unasked);
-    let samples = trained_samples(content, tokenizer, stop).map_err(|e| place.error(e))?;
-    Ok(Encoded::Samples { place: place.clone(), samples, is_unasked })
+
+    fn done(self, done: Done) -> Result<Encoded> {
+        match (self, done) {
+            (Self::Piece(job), Done::Ids(ids)) if job.is_whole() => Ok(Encoded::Document(job.place, ids)),
+            (Self::Piece(job), Done::Ids(ids)) => Ok(Encoded::Part(job, PartTokens::Ids(ids))),
+            (Self::Piece(job), Done::Placed(tokens)) => Ok(Encoded::Part(job, PartTokens::Placed(tokens))),
+            (Self::Record { place, .. }, Done::Ids(ids)) => Ok(Encoded::Document(place, ids)),
+            (Self::Record { place, .. }, Done::Samples(samples, is_unasked)) => Ok(Encoded::Samples { place, samples, is_unasked }),
+            (work, done) => Err(Error::resource("tokenize", work.place().error(format_args!("an answer to another question: {done:?}")))),
+        }
+    }
 }
 
 impl EncodeJob {
-    fn encode(self, tokenizer: &Tokenizer) -> Result<Encoded> {
-        let ids = || tokenizer.encode(&self.text).map_err(|e| self.place.error(e));
-        if self.is_first && self.is_last {
-            return ids().map(|ids| Encoded::Document(self.place, ids));
-        }
-        let tokens = if tokenizer.is_bytes() {
-            PartTokens::Ids(ids()?)
-        } else {
-            PartTokens::Placed(tokenizer.encode_part(&self.text).map_err(|e| self.place.error(e))?)
-        };
-        Ok(Encoded::Part(self, tokens))
+    /// Whether it is a whole document.
+    fn is_whole(&self) -> bool {
+        self.is_first && self.is_last
     }
 }
 

@@ -232,6 +232,7 @@ mod tests {
     use crate::data::tokenizer::{AddBos, Tokenizer};
     use proptest::prelude::*;
     use std::path::PathBuf;
+    use std::sync::Arc;
 
     const END: i32 = 300;
 
@@ -244,7 +245,7 @@ mod tests {
     }
 
     fn split(path: &PathBuf, rules: RowRules, split: &str, seed: u64, cache: Option<PathBuf>) -> Result<(Dataset, Dataset)> {
-        let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No).unwrap();
+        let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No, Arc::default()).unwrap();
         let mut preparation = Preparation::default();
         (preparation.in_memory_bytes_max, preparation.cache) = (if cache.is_some() { 0 } else { u64::MAX }, cache);
         Dataset::open_split(std::slice::from_ref(path), &tokenizer, 301, rules, (split.parse().unwrap(), seed), &mut preparation)
@@ -307,7 +308,7 @@ mod tests {
         for (packed, cut) in [(&packed.0, &cut.0), (&packed.1, &cut.1)] {
             let chosen: Vec<String> = texts.iter().filter(|text| documents(packed).contains(text)).cloned().collect();
             let alone = tempfile::tempdir().unwrap();
-            let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No).unwrap();
+            let tokenizer = Tokenizer::bytes_with(Some(&END.to_string()), AddBos::No, Arc::default()).unwrap();
             let of = [lines(&alone, &chosen)];
             let alone = Dataset::open(&of, &tokenizer, 301, RowRules::wrapped(8), &mut Preparation::default()).unwrap();
             assert_eq!((cut.sequences(), cut.tokens()), (alone.sequences(), alone.tokens()));

@@ -532,7 +532,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_vocabulary_that_cannot_be_is_refused() {
-        let ending = |id: &str| Tokenizer::bytes_with(Some(id), AddBos::No).unwrap();
+        let ending = |id: &str| Tokenizer::bytes_with(Some(id), AddBos::No, Arc::default()).unwrap();
         assert!(check_vocabulary((1 << 31) + 1, &Tokenizer::bytes()).is_err() && check_vocabulary(10, &ending("10")).is_err());
         assert!(check_vocabulary(1 << 31, &ending("9")).is_ok());
     }

@@ -2,16 +2,18 @@
 //! something; memory holds a page of each.
 //!
 //! What a file says of itself is checked before anything is allocated by it or goes on by it ([`bounds`], [`shape`], [`deltas`]); what the
-//! library still stumbles over is an error.
+//! library still stumbles over is an error. All of it happens in a sandbox ([`elsewhere`]).
 
 mod bounds;
 mod deltas;
+mod elsewhere;
 mod shape;
 mod thrift;
 
 use self::deltas::CheckedGroup;
+pub(super) use self::elsewhere::for_each_in_sandbox;
 use super::compression::{EXPANSION_MAX, SMALL_BYTES};
-use super::contain::contain;
+use super::sandbox::{SandboxTask, guard};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use parquet::errors::Result as ParquetResult;
@@ -43,7 +45,7 @@ impl ParquetRows {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let file = InFile::open(path)?;
         bounds::check_footer(&file)?;
-        let opened = contain("parquet", || SerializedFileReader::new(file.clone_file()?).map_err(|e| Error::format(path, e)));
+        let opened = guard(SandboxTask::Rows, || SerializedFileReader::new(file.clone_file()?).map_err(|e| Error::format(path, e)));
         let reader = opened.map_err(|cause| Error::format(path, cause))??;
         let rows = reader.metadata().row_groups().iter().map(|group| u64::try_from(group.num_rows()).unwrap_or(0)).sum();
         Ok(Self { file, reader, rows })
@@ -68,7 +70,7 @@ impl ParquetRows {
     fn read_group(&self, group: usize, wanted: &Type, count: &mut RowCount, each: EachRow<'_>) -> Result<bool> {
         let wrong = |cause: &dyn Display| self.error(format_args!("row group {group}: {cause}"));
         let metadata = self.reader.metadata().row_group(group);
-        contain("parquet", || bounds::check_pages(&self.file, metadata, wanted))
+        guard(SandboxTask::Rows, || bounds::check_pages(&self.file, metadata, wanted))
             .and_then(|checked| checked)
             .map_err(|cause| wrong(&cause))?;
         let reader = CheckedGroup(contained(|| self.reader.get_row_group(group)).map_err(|cause| wrong(&cause))?);
@@ -116,7 +118,7 @@ struct RowCount {
 }
 
 fn contained<T>(call: impl FnOnce() -> ParquetResult<T>) -> std::result::Result<T, String> {
-    contain("parquet", call).and_then(|read| read.map_err(|e| e.to_string()))
+    guard(SandboxTask::Rows, call).and_then(|read| read.map_err(|e| e.to_string()))
 }
 
 fn object(row: &Row) -> std::result::Result<Value, String> {

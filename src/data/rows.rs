@@ -348,6 +348,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::json;
     use std::path::PathBuf;
+    use std::sync::Arc;
 
     /// The end-of-text token of these tests.
     const END: i32 = 300;
@@ -374,7 +375,7 @@ mod tests {
 
     /// The data, and what a person hears.
     fn open(paths: &[PathBuf], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
-        let (tokenizer, mut heard) = (Tokenizer::bytes_with(Some("300"), AddBos::No).unwrap(), Vec::new());
+        let (tokenizer, mut heard) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
         let dir = tempfile::tempdir().unwrap();
         let hear = |news: News<'_>| {
             if let News::Note(line) | News::Warn(line) = news {

@@ -3,47 +3,44 @@
 use super::chat::mask::{ChatSample, TrainedSpan};
 use super::chat::record::Content;
 use super::documents::UNTRAINED;
-use super::preparation::interrupted;
 use super::shown::TextPiece;
-use super::tokenizer::{Token, Tokenizer, floor_boundary};
+use super::tokenizer::{LocalTokenizer, Token, floor_boundary};
 use crate::error::Result;
-use crate::signals::StopFlag;
 use std::ops::Range;
 
 /// Text before the end of a prompt, and after it, that decides where a token begins there.
 const CONTEXT: usize = 64;
 
-/// The tokens of those samples of a record that are trained, until `stop` is set.
+/// The tokens of those samples of a record that are trained.
 ///
 /// # Errors
-/// The tokenizer's; `Interrupted`.
-pub(super) fn trained_samples(content: Content, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
+/// The tokenizer's.
+pub(super) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<Vec<u32>>> {
     let is_trained = |sample: &Vec<u32>| sample.iter().skip(1).any(|token| token & UNTRAINED == 0);
-    let mut trained = samples(content, tokenizer, stop)?;
+    let mut trained = samples(content, tokenizer)?;
     trained.retain(is_trained);
     Ok(trained)
 }
 
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
-fn samples(content: Content, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Vec<u32>>> {
+fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<Vec<u32>>> {
     let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
     let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
-    let rendered = |sample: &ChatSample| if stop.is_set() { Err(interrupted()) } else { masked(sample, tokenizer) };
     match content {
-        Content::Rendered(chat) => chat.samples.iter().map(rendered).collect(),
+        Content::Rendered(chat) => chat.samples.iter().map(|sample| masked(sample, tokenizer)).collect(),
         Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
         Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
     }
 }
 
-fn masked(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<Vec<u32>> {
     let tokens = tokens_of(sample, tokenizer)?.into_iter();
     Ok(tokens.map(|(Token { id, .. }, is_trained)| if is_trained { id } else { id | UNTRAINED }).collect())
 }
 
 /// One encoding of the whole text; a token is trained if its first character is.
-fn tokens_of(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<(Token, bool)>> {
+fn tokens_of(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<Vec<(Token, bool)>> {
     let spans = sample.trained.iter().map(|span| own_tokens(span, &sample.text, tokenizer)).collect::<Result<Vec<_>>>()?;
     let mut spans = spans.iter().peekable();
     let is_trained = |token: Token| {
@@ -56,7 +53,7 @@ fn tokens_of(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<Vec<(Token, b
 
 /// The bytes of a span from its first token on. Where the prompt goes on otherwise, text and prompt may have characters in common that are not
 /// a token in both: of `<b>` and `<think>` the first. Then the span begins with the first token that the prompt does not have.
-fn own_tokens(span: &TrainedSpan, text: &str, tokenizer: &Tokenizer) -> Result<Range<usize>> {
+fn own_tokens(span: &TrainedSpan, text: &str, tokenizer: &LocalTokenizer) -> Result<Range<usize>> {
     let TrainedSpan { range: Range { start, end }, instead } = span;
     if instead.is_empty() {
         return Ok(*start..*end);
@@ -73,7 +70,7 @@ fn own_tokens(span: &TrainedSpan, text: &str, tokenizer: &Tokenizer) -> Result<R
 ///
 /// # Errors
 /// The tokenizer's.
-pub(super) fn shown(content: Content, tokenizer: &Tokenizer) -> Result<Vec<(usize, Vec<TextPiece>)>> {
+pub(super) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<(usize, Vec<TextPiece>)>> {
     let named = |id: u32, trained| TextPiece { text: tokenizer.name_of(id), trained };
     let around = |sample: &ChatSample| {
         let (tokens, pieces) = text_pieces(sample, tokenizer)?;
@@ -90,7 +87,7 @@ pub(super) fn shown(content: Content, tokenizer: &Tokenizer) -> Result<Vec<(usiz
 }
 
 /// A sample's text, token by token; what no token stands for goes with the next one.
-fn text_pieces(sample: &ChatSample, tokenizer: &Tokenizer) -> Result<(usize, Vec<TextPiece>)> {
+fn text_pieces(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<(usize, Vec<TextPiece>)> {
     let (tokens, text, mut done) = (tokens_of(sample, tokenizer)?, &sample.text, 0);
     let mut pieces = Vec::with_capacity(tokens.len());
     for (Token { end, .. }, trained) in &tokens {

@@ -1,6 +1,6 @@
 //! What each data file holds: its records, its tokens, its size.
 
-use crate::data::chat::record::{Content, DataFormat, RecordRules};
+use crate::data::chat::record::{DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
 use crate::data::compression::{EXPANSION_MAX, is_compressed};
 use crate::data::demo::DEMO_TEXT;
@@ -11,13 +11,13 @@ use crate::data::files::{SourceKind, is_text, kind};
 use crate::data::hold_out::EvalSplit;
 use crate::data::known_sources::KnownSources;
 #[cfg(feature = "parquet")]
-use crate::data::parquet_rows::ParquetRows;
+use crate::data::parquet_rows::for_each_in_sandbox;
 use crate::data::preparation::{IN_MEMORY_BYTES_MAX, Preparation};
 use crate::data::rows::RowRules;
-use crate::data::samples::shown;
 use crate::data::shown::{ShownDocument, joined};
 use crate::data::text::{Lines, RecordParts, TextReader};
 use crate::data::tokenizer::Tokenizer;
+use crate::data::work::{Done, TextWork};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use std::path::{Path, PathBuf};
@@ -79,19 +79,19 @@ fn for_each_record(path: &Path, rules: &RecordRules, mut each: impl FnMut(u64, &
     match kind(path) {
         Some(SourceKind::JsonLines) => for_each_of(path, Lines::default(), each),
         Some(SourceKind::JsonArray) => for_each_of(path, Elements::default(), each),
-        Some(SourceKind::Parquet) => for_each_row(path, rules, &mut |row, record, _| each(row, record)),
+        Some(SourceKind::Parquet) => for_each_row(path, rules, &StopFlag::default(), &mut |row, record, _| each(row, record)),
         _ => Ok(()),
     }
 }
 
-/// Gives `each` the rows of a parquet file, with how many bytes are read.
+/// Gives `each` the rows of a parquet file, with how many bytes are read, until `stop` is set.
 #[cfg(feature = "parquet")]
-fn for_each_row(path: &Path, rules: &RecordRules, each: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
-    ParquetRows::open(path)?.for_each(|column| rules.reads(column), each)
+fn for_each_row(path: &Path, rules: &RecordRules, stop: &StopFlag, each: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
+    for_each_in_sandbox(path, |column| rules.reads(column), stop, each)
 }
 
 #[cfg(not(feature = "parquet"))]
-fn for_each_row(path: &Path, _: &RecordRules, _: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
+fn for_each_row(path: &Path, _: &RecordRules, _: &StopFlag, _: &mut dyn FnMut(u64, &str, u64) -> Result<bool>) -> Result<()> {
     Err(Error::Unsupported(format!("{}: this program was built without the feature `parquet`", path.display())))
 }
 
@@ -119,15 +119,18 @@ pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: u
             break;
         }
         if kind(path) == Some(SourceKind::Text) {
-            first.extend(documents(path, None, Content::Text(beginning(path)?), tokenizer)?);
+            let text = beginning(path)?;
+            let shown = tokenizer.run(&[TextWork::ShownText(&text)], stop, |_, cause| Error::format(path, cause))?;
+            first.extend(documents(path, None, shown));
         }
         for_each_record(path, rules, |line, record| {
-            let wrong = |cause| Error::format(path, format_args!("{} {line}: {cause}", place_word(path)));
+            let wrong = |cause: String| Error::format(path, format_args!("{} {line}: {cause}", place_word(path)));
             let format = match format {
                 Some(format) => format,
                 None => *format.insert(rules.detect(record).map_err(wrong)?),
             };
-            first.extend(documents(path, Some(line), rules.read(format, record, stop).map_err(wrong)?, tokenizer)?);
+            let shown = tokenizer.run(&[TextWork::ShownRecord(format, record)], stop, |_, cause| wrong(cause))?;
+            first.extend(documents(path, Some(line), shown));
             Ok(first.len() < count)
         })?;
     }
@@ -136,13 +139,13 @@ pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: u
 }
 
 /// The documents of a record, or of a file that is one.
-fn documents(path: &Path, line: Option<u64>, content: Content, tokenizer: &Tokenizer) -> Result<Vec<ShownDocument>> {
-    let shown = shown(content, tokenizer)?.into_iter();
+fn documents(path: &Path, line: Option<u64>, done: Vec<Done>) -> Vec<ShownDocument> {
+    let shown = done.into_iter().filter_map(|done| if let Done::Shown(documents) = done { Some(documents) } else { None });
     let document = |(tokens, pieces)| {
         let pieces = joined(pieces, SHOWN_CHARACTERS);
         ShownDocument { file: path.display().to_string(), line, tokens: line.map(|_| tokens), pieces }
     };
-    Ok(shown.map(document).collect())
+    shown.flatten().map(document).collect()
 }
 
 /// The beginning of a file that is one document, more than is shown.
@@ -285,8 +288,8 @@ fn read_records(
 
 /// A parquet file; what was read of it.
 fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
-    let (mut format, rules) = (None, encoder.rules());
-    for_each_row(&place.path, rules, &mut |row, record, offset| {
+    let (mut format, rules, stop) = (None, encoder.rules(), encoder.stop());
+    for_each_row(&place.path, rules, stop, &mut |row, record, offset| {
         read_record(encoder, place, &mut format, row, record)?;
         progress(offset).map(|()| true)
     })?;

@@ -1,31 +1,40 @@
-//! Text to token ids: a model's `tokenizer.json`, or bytes.
+//! Text to token ids: a model's `tokenizer.json`, or bytes. Code that a model's files steer runs in a sandbox: the [`Tokenizer`] of the
+//! program is a handle, which encodes bytes alone itself.
 
 mod byte_level;
+mod growth;
+mod local;
 mod special;
 mod token;
 
+pub(super) use local::LocalTokenizer;
 pub use special::AddBos;
 pub(super) use token::{Token, floor_boundary};
 
+use super::preparation::interrupted;
+use super::work::{Done, TextWork, answered, request};
 use crate::data::chat::record::RecordRules;
 use crate::data::checksum;
-use crate::data::contain::contain;
+use crate::data::codec::{MessageReader, MessageWriter};
+use crate::data::sandbox::{Ended, Sandbox, SandboxTask, guard};
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
-use byte_level::ByteLevelBpe;
+use crate::signals::StopFlag;
+use growth::Growth;
+use local::{LocalKind, TokenizerModel};
 use serde_json::Value;
 use special::{BYTES_MAX, Special};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Turns text into token ids.
 pub struct Tokenizer {
     kind: TokenizerKind,
-    vocab_size: usize,
-    end_of_text: Option<u32>,
-    begin_of_text: Vec<u32>,
-    rules: RecordRules,
+    facts: Facts,
+    rules: Arc<RecordRules>,
+    place: TokenizerPlace,
 }
 
 enum TokenizerKind {
@@ -33,40 +42,47 @@ enum TokenizerKind {
     Absent,
     /// Vocabulary 256, the id is the byte.
     Bytes,
-    Model(Box<TokenizerModel>),
+    /// The file of a model, and the sum of its bytes.
+    Model { path: PathBuf, sha256: String },
 }
 
-struct TokenizerModel {
-    path: PathBuf,
-    /// Of the file's bytes.
-    sha256: String,
-    tokenizer: tokenizers::Tokenizer,
-    /// The faster way, if there is one.
-    byte_level: Option<ByteLevelBpe>,
+/// Where text becomes ids.
+enum TokenizerPlace {
+    Here(LocalTokenizer),
+    Sandbox(Sandbox),
+}
+
+/// What is known of a tokenizer.
+#[derive(Clone, Default)]
+struct Facts {
+    vocab_size: usize,
+    end_of_text: Option<u32>,
+    begin_of_text: Vec<u32>,
 }
 
 impl Tokenizer {
     /// The byte tokenizer: 256 ids, no end-of-text token.
     pub fn bytes() -> Self {
-        Self { kind: TokenizerKind::Bytes, vocab_size: 256, end_of_text: None, begin_of_text: Vec::new(), rules: RecordRules::default() }
+        Self::here(TokenizerKind::Bytes, LocalKind::Bytes, Facts { vocab_size: 256, ..Facts::default() }, Arc::default())
     }
 
     /// The byte tokenizer with the id `end_of_text` between documents.
     ///
     /// # Errors
-    /// `Usage` for an `end_of_text` that is no id, and where `add_bos` asks for a token that bytes do not have.
-    pub(crate) fn bytes_with(end_of_text: Option<&str>, add_bos: AddBos) -> Result<Self> {
+    /// `Usage` for an `end_of_text` that is no id, and where `add_bos` asks for a token that bytes do not have; those of a chat template.
+    pub(crate) fn bytes_with(end_of_text: Option<&str>, add_bos: AddBos, rules: Arc<RecordRules>) -> Result<Self> {
         if add_bos == AddBos::Yes {
             return Err(Error::usage("--add-bos yes: bytes have no bos_token"));
         }
         let id =
             |token: &str| token.parse().map_err(|_| Error::usage(format!("--eos-token {token:?}: bytes have no such token; name an id")));
-        Ok(Self { end_of_text: end_of_text.map(id).transpose()?, ..Self::bytes() })
+        let facts = Facts { vocab_size: 256, end_of_text: end_of_text.map(id).transpose()?, begin_of_text: Vec::new() };
+        Self::with_rules(TokenizerKind::Bytes, rules, || Ok((LocalKind::Bytes, facts)))
     }
 
     /// No tokenizer, for data that are token ids.
-    pub fn absent() -> Self {
-        Self { kind: TokenizerKind::Absent, vocab_size: 0, end_of_text: None, begin_of_text: Vec::new(), rules: RecordRules::default() }
+    pub(crate) fn absent(rules: Arc<RecordRules>) -> Self {
+        Self::here(TokenizerKind::Absent, LocalKind::Absent, Facts::default(), rules)
     }
 
     /// Reads `tokenizer.json`, if `dir` has one, and what says which tokens stand around documents: the flags `--eos-token` and
@@ -76,22 +92,61 @@ impl Tokenizer {
     /// `Io` when a file is there and cannot be read; `Format` when one is broken or names a token that `tokenizer.json` does not have;
     /// `Usage` when a flag does.
     pub fn load(dir: &ModelDir, end_of_text: Option<&str>, add_bos: AddBos) -> Result<Option<Self>> {
-        let path = dir.file("tokenizer.json")?;
-        let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(None) };
-        let parsed = contain("tokenizer", || parse(&bytes)).map_err(|e| Error::format(&path, e))?;
-        let (tokenizer, post_processor) = parsed.map_err(|e| Error::format(&path, e))?;
-        let vocab_size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
-        let special = Special::new(dir, &tokenizer);
-        let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-        let byte_level = ByteLevelBpe::new(&tokenizer);
-        let model = TokenizerModel { path, sha256: checksum::sha256(&bytes), tokenizer, byte_level };
-        let kind = TokenizerKind::Model(Box::new(model));
-        Ok(Some(Self { kind, vocab_size, end_of_text, begin_of_text, rules: RecordRules::default() }))
+        Self::load_with(dir, end_of_text, add_bos, &Arc::default())
     }
 
-    /// This tokenizer, with rules for records.
-    pub(crate) fn with_rules(self, rules: RecordRules) -> Self {
-        Self { rules, ..self }
+    /// As [`Self::load`], with rules for records.
+    ///
+    /// # Errors
+    /// As [`Self::load`]; those of a chat template.
+    pub(crate) fn load_with(dir: &ModelDir, end_of_text: Option<&str>, add_bos: AddBos, rules: &Arc<RecordRules>) -> Result<Option<Self>> {
+        let path = dir.file("tokenizer.json")?;
+        let Some(bytes) = disk::read_if_present(&path, BYTES_MAX)? else { return Ok(None) };
+        let kind = TokenizerKind::Model { path: path.clone(), sha256: checksum::sha256(&bytes) };
+        Self::with_rules(kind, rules.clone(), || read_model(dir, path, &bytes, end_of_text, add_bos)).map(Some)
+    }
+
+    /// The tokenizer whose file is `bytes`, in this process: for fuzzers, which see no other.
+    ///
+    /// # Errors
+    /// What is wrong with the file.
+    pub fn in_this_process(bytes: &[u8]) -> Result<Self> {
+        let path = PathBuf::from("tokenizer.json");
+        let parsed = guard(SandboxTask::Load, || parse(&path, bytes)).and_then(|parsed| parsed);
+        let (model, _) = parsed.map_err(|cause| Error::format(&path, cause))?;
+        let kind = TokenizerKind::Model { path, sha256: checksum::sha256(bytes) };
+        Ok(Self::here(kind, LocalKind::Model(Box::new(model)), Facts::default(), Arc::default()))
+    }
+
+    /// A tokenizer of this kind, which `make` makes where foreign files are read.
+    fn with_rules(kind: TokenizerKind, rules: Arc<RecordRules>, make: impl FnOnce() -> Result<(LocalKind, Facts)> + Send) -> Result<Self> {
+        let is_foreign = matches!(kind, TokenizerKind::Model { .. }) || rules.template.is_ok();
+        if !is_foreign || cfg!(fuzzing) {
+            return compile(&rules).and_then(|()| make()).map(|(local, facts)| Self::here(kind, local, facts, rules));
+        }
+        let start = || match compile(&rules).and_then(|()| make()) {
+            Ok((local, facts)) => (facts.message(), Some(local_tokenizer(local, &facts, rules.clone()))),
+            Err(error) => (refusal(&error), None),
+        };
+        let started = Sandbox::start(start).map_err(|ended| match ended {
+            Ended::Died { task: SandboxTask::Compile, cause, .. } => Error::format(&rules.template_file, cause),
+            other => wrong(&kind, other, |_, cause| Error::Unsupported(cause)),
+        });
+        let (sandbox, message) = started?;
+        let facts = Facts::read(&message).unwrap_or_else(|| Err(unreadable()))?;
+        Ok(Self { kind, facts, rules, place: TokenizerPlace::Sandbox(sandbox) })
+    }
+
+    /// A tokenizer that no file decides.
+    fn here(kind: TokenizerKind, local: LocalKind, facts: Facts, rules: Arc<RecordRules>) -> Self {
+        let local = local_tokenizer(local, &facts, rules.clone());
+        Self { kind, facts, rules, place: TokenizerPlace::Here(local) }
+    }
+
+    /// The tokenizer without its processes, when all text is encoded: it encodes no more.
+    pub(crate) fn closed(self) -> Self {
+        let Self { kind, facts, rules, .. } = self;
+        Self::here(kind, LocalKind::Absent, facts, rules)
     }
 
     /// How records are read.
@@ -109,14 +164,19 @@ impl Tokenizer {
         matches!(self.kind, TokenizerKind::Bytes)
     }
 
+    /// Whether text becomes ids in this process, which takes next to no time.
+    pub(super) fn is_here(&self) -> bool {
+        matches!(self.place, TokenizerPlace::Here(_))
+    }
+
     /// The id that separates documents, if the tokenizer has one.
     pub fn end_of_text(&self) -> Option<u32> {
-        self.end_of_text
+        self.facts.end_of_text
     }
 
     /// What each document begins with, most often nothing or one id.
     pub fn begin_of_text(&self) -> &[u32] {
-        &self.begin_of_text
+        &self.facts.begin_of_text
     }
 
     /// The ids of a text, without those that begin or end a document.
@@ -124,21 +184,52 @@ impl Tokenizer {
     /// # Errors
     /// `Format` that names `tokenizer.json` when it cannot express the text; `Unsupported` when there is no tokenizer.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let model = match &self.kind {
-            TokenizerKind::Absent => return Err(Error::Unsupported("text without a tokenizer".into())),
-            TokenizerKind::Bytes => return Ok(text.bytes().map(u32::from).collect()),
-            TokenizerKind::Model(model) => model,
+        let done = self.run(&[TextWork::Text(text)], &StopFlag::default(), |_, cause| self.refuse(cause))?;
+        if let Some(Done::Ids(ids)) = done.into_iter().next() { Ok(ids) } else { Err(unreadable()) }
+    }
+
+    /// The ids of a part of a document, each with the bytes of `text` that it stands for.
+    pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
+        let done = self.run(&[TextWork::Part(text)], &StopFlag::default(), |_, cause| self.refuse(cause))?;
+        if let Some(Done::Placed(tokens)) = done.into_iter().next() { Ok(tokens) } else { Err(unreadable()) }
+    }
+
+    /// What becomes of `works`, until `stop` is set.
+    ///
+    /// # Errors
+    /// `refuse` of the first that goes wrong; `Interrupted`; `Resource` where there is no process for it.
+    pub(super) fn run(&self, works: &[TextWork<'_>], stop: &StopFlag, refuse: impl Fn(usize, String) -> Error) -> Result<Vec<Done>> {
+        let sandbox = match &self.place {
+            TokenizerPlace::Sandbox(sandbox) => sandbox,
+            TokenizerPlace::Here(local) => {
+                let answer = |(item, work): (usize, &TextWork<'_>)| match stop.is_set() {
+                    true => Err(interrupted()),
+                    false => work.answer(local).map_err(|cause| refuse(item, cause)),
+                };
+                return works.iter().enumerate().map(answer).collect();
+            }
         };
-        model.encode(text)
+        let answer = sandbox.ask(&request(works), stop).map_err(|ended| wrong(&self.kind, ended, &refuse))?;
+        let done = answered(&answer, works.len()).ok_or_else(unreadable)?;
+        done.map_err(|(item, cause)| refuse(item, cause))
+    }
+
+    /// The error of a text, whose words name `tokenizer.json` already.
+    fn refuse(&self, cause: String) -> Error {
+        let TokenizerKind::Model { path, .. } = &self.kind else { return Error::Unsupported(cause) };
+        let named = format!("{}: ", path.display());
+        Error::format(path, cause.strip_prefix(&named).unwrap_or(&cause))
     }
 
     /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
-    pub(crate) fn identity(&self) -> serde_json::Value {
-        let (end, begin) = (self.end_of_text, &self.begin_of_text);
+    pub(crate) fn identity(&self) -> Value {
+        let (end, begin) = (self.end_of_text(), self.begin_of_text());
         let tokenizer = match &self.kind {
             TokenizerKind::Absent => "none".into(),
             TokenizerKind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
-            TokenizerKind::Model(model) => serde_json::json!({"tokenizer.json": model.sha256, "end_of_text": end, "begin_of_text": begin}),
+            TokenizerKind::Model { sha256, .. } => {
+                serde_json::json!({"tokenizer.json": sha256, "end_of_text": end, "begin_of_text": begin})
+            }
         };
         match (self.rules.identity(), tokenizer) {
             (None, tokenizer) => tokenizer,
@@ -149,60 +240,6 @@ impl Tokenizer {
             (Some(rules), name) => serde_json::json!({"name": name, "records": rules}),
         }
     }
-
-    /// A token's own text, for people.
-    pub(super) fn name_of(&self, id: u32) -> String {
-        let name = match &self.kind {
-            TokenizerKind::Model(model) => model.tokenizer.id_to_token(id),
-            TokenizerKind::Absent | TokenizerKind::Bytes => None,
-        };
-        name.unwrap_or_else(|| format!("<{id}>"))
-    }
-
-    /// The ids of a part of a document, each with the bytes of `text` that it stands for.
-    pub(super) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
-        let model = match &self.kind {
-            TokenizerKind::Model(model) => model,
-            _ => {
-                let ids = self.encode(text)?;
-                return Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect());
-            }
-        };
-        model.encode_part(text)
-    }
-}
-
-impl TokenizerModel {
-    fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let mut ids = Vec::with_capacity(text.len() / 3);
-        let fast = |model: &ByteLevelBpe| model.encode(&self.tokenizer, text, |tokens, _| ids.extend(tokens.iter().map(|token| token.id)));
-        if self.contained(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
-            return Ok(ids);
-        }
-        let encoding = self.contained(|| self.tokenizer.encode_fast(text, false))?.map_err(|e| self.error(e))?;
-        Ok(encoding.get_ids().to_vec())
-    }
-
-    fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
-        let mut placed = Vec::with_capacity(text.len() / 3);
-        let fast = |model: &ByteLevelBpe| {
-            model.encode(&self.tokenizer, text, |tokens, at| placed.extend(tokens.iter().map(|token| token.after(at))))
-        };
-        if self.contained(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
-            return Ok(placed);
-        }
-        let encoding = self.contained(|| self.tokenizer.encode(text, false))?.map_err(|e| self.error(e))?;
-        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())
-    }
-
-    fn contained<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
-        contain("tokenizer", call).map_err(|e| self.error(e))
-    }
-
-    fn error(&self, cause: impl fmt::Display) -> Error {
-        Error::format(&self.path, format!("cannot encode: {cause}"))
-    }
 }
 
 impl fmt::Display for Tokenizer {
@@ -211,25 +248,94 @@ impl fmt::Display for Tokenizer {
         match &self.kind {
             TokenizerKind::Absent => return f.write_str("none: the data are token ids"),
             TokenizerKind::Bytes => f.write_str("bytes")?,
-            TokenizerKind::Model(model) => write!(f, "{}", model.path.display())?,
+            TokenizerKind::Model { path, .. } => write!(f, "{}", path.display())?,
         }
-        write!(f, " ({} ids", self.vocab_size)?;
-        self.end_of_text.iter().try_for_each(|id| write!(f, ", end of text {id}"))?;
-        self.begin_of_text.iter().take(1).try_for_each(|_| f.write_str(", each document begins with"))?;
-        self.begin_of_text.iter().try_for_each(|id| write!(f, " {id}"))?;
+        write!(f, " ({} ids", self.facts.vocab_size)?;
+        self.end_of_text().iter().try_for_each(|id| write!(f, ", end of text {id}"))?;
+        self.begin_of_text().iter().take(1).try_for_each(|_| f.write_str(", each document begins with"))?;
+        self.begin_of_text().iter().try_for_each(|id| write!(f, " {id}"))?;
         f.write_str(")")
     }
 }
 
+impl Facts {
+    fn message(&self) -> Vec<u8> {
+        let mut writer = MessageWriter::default();
+        writer.number(1);
+        writer.number(self.vocab_size);
+        writer.ids(self.end_of_text.as_slice());
+        writer.ids(&self.begin_of_text);
+        writer.into_bytes()
+    }
+
+    /// The facts of a message, or its error; `None` for a message that is neither.
+    fn read(message: &[u8]) -> Option<Result<Self>> {
+        let mut parts = MessageReader::of(message);
+        if parts.number()? == 0 {
+            return parts.error().map(Err);
+        }
+        let (vocab_size, end_of_text) = (parts.number()?, parts.ids()?.first().copied());
+        Some(Ok(Self { vocab_size, end_of_text, begin_of_text: parts.ids()? }))
+    }
+}
+
+/// The message of an error.
+fn refusal(error: &Error) -> Vec<u8> {
+    let mut writer = MessageWriter::default();
+    writer.number(0);
+    writer.error(error);
+    writer.into_bytes()
+}
+
+fn local_tokenizer(kind: LocalKind, facts: &Facts, rules: Arc<RecordRules>) -> LocalTokenizer {
+    LocalTokenizer { kind, end_of_text: facts.end_of_text, begin_of_text: facts.begin_of_text.clone(), rules }
+}
+
+/// Compiles the chat template, if there is one.
+fn compile(rules: &RecordRules) -> Result<()> {
+    let Ok(template) = &rules.template else { return Ok(()) };
+    template.compiled().map(|_| ()).map_err(|cause| Error::format(&rules.template_file, cause))
+}
+
+/// The error of a sandbox that gives no answer.
+fn wrong(kind: &TokenizerKind, ended: Ended, refuse: impl Fn(usize, String) -> Error) -> Error {
+    match (ended, kind) {
+        (Ended::Stopped, _) => interrupted(),
+        (Ended::Refused(error), _) => error,
+        (Ended::Died { task: SandboxTask::Load, cause, .. }, TokenizerKind::Model { path, .. }) => Error::format(path, cause),
+        (Ended::Died { item, task: SandboxTask::Encode, cause }, TokenizerKind::Model { path, .. }) => {
+            refuse(item, format!("{}: {cause}", path.display()))
+        }
+        (Ended::Died { item, cause, .. }, _) => refuse(item, cause),
+    }
+}
+
+fn unreadable() -> Error {
+    Error::resource("read foreign files", "their process gave an answer that cannot be read")
+}
+
+/// The tokenizer in the file at `path`, whose content is `bytes`, and what `dir` says of it.
+fn read_model(dir: &ModelDir, path: PathBuf, bytes: &[u8], end_of_text: Option<&str>, add_bos: AddBos) -> Result<(LocalKind, Facts)> {
+    let parsed = guard(SandboxTask::Load, || parse(&path, bytes)).map_err(|e| Error::format(&path, e))?;
+    let (model, post_processor) = parsed.map_err(|e| Error::format(&path, e))?;
+    let vocab_size = model.vocab_size();
+    let special = Special::new(dir, model.library());
+    let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
+    Ok((LocalKind::Model(Box::new(model)), Facts { vocab_size, end_of_text, begin_of_text }))
+}
+
 /// The parts of `tokenizer.json` that turn text into ids, and its post-processor.
-fn parse(bytes: &[u8]) -> serde_json::Result<(tokenizers::Tokenizer, Value)> {
-    let mut parts: serde_json::Map<String, Value> = serde_json::from_slice(bytes)?;
+fn parse(path: &Path, bytes: &[u8]) -> std::result::Result<(TokenizerModel, Value), String> {
+    let mut parts: serde_json::Map<String, Value> = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    growth::check_file(&parts)?;
     let post_processor = parts.remove("post_processor").unwrap_or(Value::Null);
     // Limits made for inference would silently cut or fill documents; the decoder only reads ids back.
     for unused in ["truncation", "padding", "post_processor", "decoder"] {
         parts.insert(unused.to_string(), Value::Null);
     }
-    Ok((serde_json::from_value(parts.into())?, post_processor))
+    let growth = Growth::new(&parts["normalizer"]);
+    let tokenizer = serde_json::from_value(parts.into()).map_err(|e| e.to_string())?;
+    Ok((TokenizerModel::new(path.into(), tokenizer, growth.map_err(|e| e.to_string())?), post_processor))
 }
 
 #[cfg(test)]
@@ -284,21 +390,21 @@ pub(crate) mod tests {
         let dir = model_dir(&[("config.json", "{}")]);
         assert!(Tokenizer::load(&ModelDir::open(dir.path()).unwrap(), None, AddBos::Auto).unwrap().is_none());
         let bytes = Tokenizer::bytes();
-        assert_eq!((bytes.vocab_size, bytes.end_of_text()), (256, None));
+        assert_eq!((bytes.facts.vocab_size, bytes.end_of_text()), (256, None));
         assert_eq!(bytes.encode("aé").unwrap(), [97, 0xc3, 0xa9]);
         assert_eq!(bytes.to_string(), "bytes (256 ids)");
         let message = load(&[("tokenizer.json", "{")]).err().unwrap().to_string();
         assert!(message.contains("tokenizer.json: "), "{message}");
         std::os::unix::fs::symlink("nowhere", dir.path().join("tokenizer.json")).unwrap();
         assert!(matches!(load_or_bytes(dir.path()), Err(Error::Io { .. })));
-        assert!(Tokenizer::absent().encode("a").is_err());
+        assert!(Tokenizer::absent(Arc::default()).encode("a").is_err());
     }
 
     #[test]
     fn a_models_tokenizer_is_not_cut_and_counts_ids_beyond_holes() {
         let tokenizer = load(&[("tokenizer.json", WORDS)]).unwrap();
         assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 1, 2, 0]);
-        assert_eq!((tokenizer.vocab_size, tokenizer.end_of_text()), (8, Some(7)));
+        assert_eq!((tokenizer.facts.vocab_size, tokenizer.end_of_text()), (8, Some(7)));
         assert!(tokenizer.to_string().ends_with("tokenizer.json (8 ids, end of text 7)"));
         let tokenizer = load(&[("tokenizer.json", &with_bos(WORDS))]).unwrap();
         assert_eq!((tokenizer.encode("a").unwrap(), tokenizer.begin_of_text()), (vec![0], &[1][..]));
@@ -403,7 +509,37 @@ pub(crate) mod tests {
         assert_eq!(hostile("{}").unwrap(), [0, 1]);
     }
 
+    #[test]
+    fn files_that_take_memory_or_time_without_end_are_errors() {
+        let replace = r#"{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}"#;
+        let grow =
+            |count: usize| format!(r#"{{"normalizer": {{"type": "Sequence", "normalizers": [{}]}}}}"#, vec![replace; count].join(","));
+        for count in [8, 12] {
+            let refused = hostile(&grow(count)).unwrap_err().to_string();
+            assert!(refused.contains("tokenizer.json: cannot encode: normalizer 7 would make 100000"), "{refused}");
+        }
+        assert_eq!(hostile(&grow(2)).unwrap(), [2, 1]);
+        // What no limit sees before: one stage that makes a gigabyte, in the library's own measure thirty.
+        let large = format!(
+            r#"{{"normalizer": {{"type": "Replace", "pattern": {{"Regex": "a|b| "}}, "content": "{}"}}}}"#,
+            "c".repeat(100_000_000)
+        );
+        let refused = hostile(&large).unwrap_err().to_string();
+        assert!(refused.contains("tokenizer.json: tokenizing one text takes more than 4.0 GiB of memory"), "{refused}");
+        let words = r###"{"model": {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "##", "max_input_chars_per_word": 1000000000,
+            "vocab": {"<unk>": 0, "a": 1, "##a": 2}}}"###;
+        let refused = hostile(words).unwrap_err().to_string();
+        assert!(refused.contains("tokenizer.json: model: max_input_chars_per_word 1000000000"), "{refused}");
+        let nested = format!("{}null{}", r#"{"type": "Sequence", "normalizers": ["#.repeat(50_000), "]}".repeat(50_000));
+        let refused = load(&[("tokenizer.json", &WORDS.replace(r#""normalizer": null"#, &format!(r#""normalizer": {nested}"#)))])
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(refused.contains("tokenizer.json: recursion limit exceeded"), "{refused}");
+    }
+
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn a_damaged_tokenizer_never_panics(at in 0..WORDS.len(), byte in 0x20..0x7fu8, cut in 0..WORDS.len(), text: String) {
             let mut damaged = WORDS.as_bytes().to_vec();

@@ -129,6 +129,7 @@ pub(super) fn prepare<'a>(
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
     let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
+    let tokenizer = tokenizer.closed();
     Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, run, resumed, weights, max_steps, data })
 }
 

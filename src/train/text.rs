@@ -21,6 +21,7 @@ use crate::news::News;
 use crate::signals::StopFlag;
 use serde_json::Value;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// `settings` with a path in place of each name on the hub, whose files are here now.
 ///
@@ -71,7 +72,7 @@ pub(crate) fn tokenizer(
     saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
     let flags = record_flags(&settings);
     let (rules, day) = (rules(&settings, &flags, known)?, flags.day()?);
-    let tokenizer = find(&settings, shape, known)?.with_rules(rules);
+    let tokenizer = find(&settings, shape, known, rules.into())?;
     settings.chat_date = Some(day);
     settings.add_bos = if tokenizer.begin_of_text().is_empty() { AddBos::No } else { AddBos::Yes };
     settings.eos_token = tokenizer.end_of_text().map(|id| id.to_string());
@@ -152,21 +153,21 @@ fn rules(settings: &Settings, flags: &RecordFlags<'_>, known: &KnownSources) -> 
     flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| source::asks_for_template(&files, rules)))
 }
 
-fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources) -> Result<Tokenizer> {
+fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Arc<RecordRules>) -> Result<Tokenizer> {
     let (dir, end_of_text) = (settings.model.as_deref(), settings.eos_token.as_deref());
     let files = known.find_files(&settings.data)?;
     if !files.is_empty() && !files.iter().any(|file| files::is_text(file)) {
         let asked = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
         let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
-        return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent()) };
+        return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
     }
     let (TokenizerChoice::Auto, Some(dir)) = (settings.tokenizer, dir) else {
-        return Tokenizer::bytes_with(end_of_text, settings.add_bos);
+        return Tokenizer::bytes_with(end_of_text, settings.add_bos, rules);
     };
     let dir = ModelDir::open(dir)?;
-    match Tokenizer::load(&dir, end_of_text, settings.add_bos)? {
+    match Tokenizer::load_with(&dir, end_of_text, settings.add_bos, &rules)? {
         Some(tokenizer) => Ok(tokenizer),
-        None if shape.vocab == 256 => Tokenizer::bytes_with(end_of_text, settings.add_bos),
+        None if shape.vocab == 256 => Tokenizer::bytes_with(end_of_text, settings.add_bos, rules),
         None => Err(missing(&dir)),
     }
 }

@@ -3,7 +3,7 @@
 use crate::harness::Campaign;
 use crate::*;
 
-pub const CAMPAIGNS: [Campaign; 41] = [
+pub const CAMPAIGNS: &[Campaign] = &[
     r01_kill::CAMPAIGN,
     r02_power::CAMPAIGN,
     r03_disk::CAMPAIGN,
@@ -32,6 +32,10 @@ pub const CAMPAIGNS: [Campaign; 41] = [
     r18_fuzz::PARQUET,
     r18_fuzz::TOKENIZER,
     r18_fuzz::TEMPLATE,
+    r18_fuzz::SOURCE,
+    r18_fuzz::FORMAT,
+    r18_fuzz::JSON,
+    r18_fuzz::NORMALIZER,
     r18_fuzz::MANIFEST,
     r21_forged::CAMPAIGN,
     r22_resume::CAMPAIGN,

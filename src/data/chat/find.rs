@@ -35,7 +35,7 @@ impl RecordFlags<'_> {
         let rules = self.plain_rules()?;
         let rules = RecordRules { has_answers: asks_for_template(&rules), ..rules };
         let needs_template = self.template.is_some() || self.template_name.is_some() || rules.has_answers;
-        if needs_template { Ok(RecordRules { template: self.template(dir)?, ..rules }) } else { Ok(rules) }
+        if needs_template { self.with_template(rules, dir) } else { Ok(rules) }
     }
 
     /// As [`RecordFlags::rules`], without a template: what tells formats apart.
@@ -65,15 +65,19 @@ impl RecordFlags<'_> {
         self.date.map_or_else(|| Ok(Day::today()), |date| Day::parse(date).ok_or_else(|| wrong(date)))
     }
 
-    fn template(&self, dir: Option<&ModelDir>) -> Result<std::result::Result<ChatTemplate, String>> {
-        let Some((path, source)) = self.source(dir)? else {
+    /// `rules` with the template, which is not compiled here.
+    fn with_template(&self, rules: RecordRules, dir: Option<&ModelDir>) -> Result<RecordRules> {
+        let Some((template_file, source)) = self.source(dir)? else {
             let place = dir.map_or("the built-in model has".into(), |dir| {
                 format!("{} has no chat_template.jinja, and its tokenizer_config.json", dir.path().display())
             });
-            return Ok(Err(format!("{place} no chat template: --chat-template FILE names one")));
+            let none = format!("{place} no chat template: --chat-template FILE names one");
+            return Ok(RecordRules { template: Err(none), ..rules });
         };
         let special_tokens = dir.map_or(Ok(Map::new()), special_tokens)?;
-        ChatTemplate::new(&source, special_tokens, self.parsed_day()?).map(Ok).map_err(|cause| Error::format(path, cause))
+        let template = ChatTemplate::new(&source, special_tokens, self.parsed_day()?);
+        let template = Ok(template.map_err(|cause| Error::format(&template_file, cause))?);
+        Ok(RecordRules { template, template_file, ..rules })
     }
 
     /// The template and the file that holds it.

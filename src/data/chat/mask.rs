@@ -7,7 +7,6 @@
 
 use super::template::{ChatTemplate, Rendered, Renderings};
 use crate::data::tokenizer::floor_boundary;
-use crate::signals::StopFlag;
 use serde_json::Value;
 use std::ops::Range;
 
@@ -79,12 +78,12 @@ impl ChatSample {
 }
 
 impl Conversation {
-    /// The samples that `train_on` makes of it, until `stop` is set; none where nothing is trained.
+    /// The samples that `train_on` makes of it; none where nothing is trained.
     ///
     /// # Errors
     /// The template's, in words; for a template that would have a prompt trained, and for more text than a record may become.
-    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn, stop: &StopFlag) -> Result<ChatSamples, String> {
-        let mut renderings = template.renderings(&self.messages, self.tools.as_ref(), stop)?;
+    pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn) -> Result<ChatSamples, String> {
+        let mut renderings = template.renderings(&self.messages, self.tools.as_ref())?;
         let whole = renderings.whole()?;
         let answers = self.answers();
         let mut trained = self.trained(&answers, train_on);

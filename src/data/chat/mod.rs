@@ -1,14 +1,34 @@
 //! Records of chat data: which columns hold what ([`record`], [`message`]), the text that a model sees of them ([`template`]) and which of it is
 //! trained ([`mask`]).
 
+mod bounds;
 mod date;
 pub(crate) mod find;
-mod limit;
 pub(crate) mod mask;
 mod message;
 mod python;
 pub(crate) mod record;
-mod stack;
 mod template;
+
+use self::date::Day;
+use self::mask::ChatSample;
+use self::record::{Content, DataFormat, RecordRules};
+use self::template::ChatTemplate;
+
+/// The texts of a record of messages by the template `source`, in this process: for fuzzers, which see no other.
+///
+/// # Errors
+/// What is wrong with either, in words.
+pub fn render_in_this_process(source: &str, record: &str) -> Result<Vec<String>, String> {
+    let template = ChatTemplate::new(source, serde_json::Map::new(), Day::today());
+    let rules = RecordRules { template, ..RecordRules::default() };
+    match rules.read(DataFormat::Messages, record)? {
+        Content::Rendered(chat) => Ok(chat.samples.into_iter().map(|ChatSample { text, .. }| text).collect()),
+        other => Err(format!("no messages: {other:?}")),
+    }
+}
+
+#[cfg(test)]
+mod hostile_tests;
 #[cfg(test)]
 mod tests;

@@ -3,9 +3,9 @@
 use super::mask::{ChatSample, ChatSamples, Conversation, TrainOn};
 use super::message;
 use super::template::ChatTemplate;
-use crate::signals::StopFlag;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// What `--data-format` can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -59,12 +59,21 @@ pub(crate) struct RecordRules {
     pub(in crate::data) has_answers: bool,
     /// The template, or why there is none.
     pub(in crate::data) template: Result<ChatTemplate, String>,
+    /// The file that holds it.
+    pub(in crate::data) template_file: PathBuf,
 }
 
 impl Default for RecordRules {
     fn default() -> Self {
         let template = Err("chat data needs a model with a chat template: --chat-template FILE names one".into());
-        Self { format: DataFormat::Auto, columns: BTreeMap::new(), train_on: TrainOn::Auto, has_answers: false, template }
+        Self {
+            format: DataFormat::Auto,
+            columns: BTreeMap::new(),
+            train_on: TrainOn::Auto,
+            has_answers: false,
+            template,
+            template_file: PathBuf::new(),
+        }
     }
 }
 
@@ -119,11 +128,11 @@ impl RecordRules {
         self.columns.values().any(|theirs| theirs == name) || known()
     }
 
-    /// What the record `line` of a file of `format` says, unless `stop` is set before that is known.
+    /// What the record `line` of a file of `format` says.
     ///
     /// # Errors
     /// What is wrong with it, in words.
-    pub(in crate::data) fn read(&self, format: DataFormat, line: &str, stop: &StopFlag) -> Result<Content, String> {
+    pub(in crate::data) fn read(&self, format: DataFormat, line: &str) -> Result<Content, String> {
         let record = self.parse(line)?;
         if !format.fits(&|name| record.has(name)) {
             return Err(format!("lacks the columns of {}, which its file has", format.name()));
@@ -143,7 +152,7 @@ impl RecordRules {
                 let begin = if self.train_on == TrainOn::All { 0 } else { prompt.len() };
                 Ok(Content::Completed(ChatSample::trained_from(begin, prompt + &completion)))
             }
-            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, stop),
+            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format),
         }
     }
 
@@ -155,7 +164,7 @@ impl RecordRules {
         (!is_plain).then_some(all)
     }
 
-    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat, stop: &StopFlag) -> Result<Content, String> {
+    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat) -> Result<Content, String> {
         let (messages, prompt) = match format {
             DataFormat::PromptCompletion => {
                 let (mut messages, completion) = (record.messages("prompt")?, record.messages("completion")?);
@@ -169,7 +178,7 @@ impl RecordRules {
         };
         let template = self.template.as_ref().map_err(Clone::clone)?;
         let conversation = Conversation { messages, tools: record.tools()?, prompt };
-        conversation.samples(template, self.train_on, stop).map(Content::Rendered)
+        conversation.samples(template, self.train_on).map(Content::Rendered)
     }
 
     fn allow(&self, allowed: &[TrainOn], format: DataFormat) -> Result<(), String> {

@@ -1,44 +1,46 @@
 //! Chat templates: Jinja as `transformers` renders it, byte for byte, with a limit on work and memory.
 
+use super::bounds::{self, JsonMeter, TEXT_BYTES_MAX};
 use super::date::Day;
-use super::limit::limited;
 use super::python;
 use crate::data::checksum;
-use crate::signals::StopFlag;
+use crate::data::sandbox::{SandboxTask, guard};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, Serde, ValueKind};
+use minijinja::value::{Kwargs, Rest, Serde, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
 use serde_json::{Number, Value as Json};
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 /// Work of one rendering: an instruction costs 1, and so do 64 bytes that are made. So it bounds memory, too, but for lists that
 /// are joined ([`limited`]).
 const FUEL: u64 = 2_000_000;
 /// Work of all renderings of a record, two for each answer.
 const RECORD_FUEL: u64 = 100_000_000;
-/// Longest text of a rendering: it is encoded in one piece, at some hundred bytes a byte.
-const TEXT_BYTES_MAX: usize = 4 << 20;
 const NAME: &str = "chat template";
 /// What the tags of `{% generation %}` write: private characters, which no tokenizer's text holds.
 const MARKS: [(&str, char); 2] = [("generation", '\u{10fffc}'), ("endgeneration", '\u{10fffd}')];
 
-/// A compiled template, and what it can name besides messages.
+/// A template, and what it can name besides messages. It is compiled where it is used first.
 pub(in crate::data) struct ChatTemplate {
-    environment: Environment<'static>,
+    source: String,
     special_tokens: serde_json::Map<String, Json>,
+    day: Day,
     has_marks: bool,
     identity: String,
+    compiled: OnceLock<Result<Environment<'static>, String>>,
 }
 
 /// The renderings of one record, turn by turn, within what a record may take.
 pub(super) struct Renderings<'a> {
-    template: &'a ChatTemplate,
+    environment: &'a Environment<'static>,
+    has_marks: bool,
     messages: Vec<Value>,
     /// What is the same in all of them.
     context: BTreeMap<String, Value>,
     fuel: u64,
-    stop: &'a StopFlag,
 }
 
 /// The text of a conversation, and what of it the template marks as generated.
@@ -49,34 +51,27 @@ pub(super) struct Rendered {
 }
 
 impl ChatTemplate {
-    /// Compiles `source`; templates name `special_tokens` (`bos_token`, ...), and `day` when they ask for the date.
+    /// The template `source`; templates name `special_tokens` (`bos_token`, ...), and `day` when they ask for the date.
     ///
     /// # Errors
-    /// What is wrong with the source, in words.
+    /// For a source that is too large to be compiled, in words.
     pub(in crate::data) fn new(source: &str, special_tokens: serde_json::Map<String, Json>, day: Day) -> Result<Self, String> {
         let source = source.replace("\r\n", "\n");
+        bounds::check_source(&source)?;
         let date = if source.contains("strftime_now") { day.to_string() } else { String::new() };
         let tokens = Json::Object(special_tokens.clone());
         let identity = checksum::sha256(format!("{source}\n{tokens}\n{date}").as_bytes());
         let (source, has_marks) = with_marks(&source);
-        let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| e.to_string())?);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_formatter(write_value);
-        environment.add_filter("tojson", to_json);
-        environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
-        environment.add_function("strftime_now", move |format: &str| {
-            day.format(format).ok_or_else(|| invalid(format!("strftime_now: unknown format {format:?}")))
-        });
-        for (tag, mark) in MARKS {
-            environment.add_function(format!("_{tag}"), move |_: Kwargs| mark.to_string());
-        }
-        environment.add_template_owned(NAME, source).map_err(|e| cause(&e))?;
-        Ok(Self { environment, special_tokens, has_marks, identity })
+        Ok(Self { source, special_tokens, day, has_marks, identity, compiled: OnceLock::new() })
+    }
+
+    /// The template, ready to be rendered.
+    ///
+    /// # Errors
+    /// What is wrong with the source, in words.
+    pub(in crate::data) fn compiled(&self) -> Result<&Environment<'static>, String> {
+        let compile = || guard(SandboxTask::Compile, || environment(self.source.clone(), self.day)).and_then(|compiled| compiled);
+        self.compiled.get_or_init(compile).as_ref().map_err(Clone::clone)
     }
 
     /// Of all that decides what it writes.
@@ -89,11 +84,12 @@ impl ChatTemplate {
         self.has_marks
     }
 
-    /// The renderings of `messages`, until `stop` is set.
+    /// The renderings of `messages`.
     ///
     /// # Errors
-    /// For messages that hold what marks text, in words.
-    pub(super) fn renderings<'a>(&'a self, messages: &[Json], tools: Option<&Json>, stop: &'a StopFlag) -> Result<Renderings<'a>, String> {
+    /// Those of [`Self::compiled`], and for messages that hold what marks text, in words.
+    pub(super) fn renderings(&self, messages: &[Json], tools: Option<&Json>) -> Result<Renderings<'_>, String> {
+        let environment = self.compiled()?;
         let holds_marks = |json: &Json| MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark));
         if self.has_marks && messages.iter().chain(tools).any(holds_marks) {
             return Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into());
@@ -102,8 +98,44 @@ impl ChatTemplate {
         let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
         let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
         let messages = messages.iter().map(|message| Value::from(Serde(message))).collect();
-        Ok(Renderings { template: self, messages, context, fuel: RECORD_FUEL, stop })
+        Ok(Renderings { environment, has_marks: self.has_marks, messages, context, fuel: RECORD_FUEL })
     }
+}
+
+/// The engine with the template `source`, as `transformers` sets its own up.
+fn environment(source: String, day: Day) -> Result<Environment<'static>, String> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.map_err(|e| e.to_string())?);
+    environment.set_fuel(Some(FUEL));
+    environment.set_unknown_method_callback(call_method);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_formatter(write_value);
+    environment.add_filter("tojson", to_json);
+    environment.add_filter("format", format_percents);
+    environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
+    environment.add_function("strftime_now", move |format: &str| {
+        day.format(format).ok_or_else(|| invalid(format!("strftime_now: unknown format {format:?}")))
+    });
+    for (tag, mark) in MARKS {
+        environment.add_function(format!("_{tag}"), move |_: Kwargs| mark.to_string());
+    }
+    environment.add_template_owned(NAME, source).map_err(|e| cause(&e))?;
+    Ok(environment)
+}
+
+/// A method of a value, as Python has it.
+fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    if let ("format", Some(format)) = (method, value.as_str()) {
+        bounds::check_braces(format).map_err(invalid)?;
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+}
+
+fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    format.as_str().map_or(Ok(()), bounds::check_percents).map_err(invalid)?;
+    minijinja::filters::format(state, format, args)
 }
 
 impl Renderings<'_> {
@@ -118,22 +150,19 @@ impl Renderings<'_> {
     /// The text of the first `turns` messages; with `prompts`, up to where the model begins to answer.
     ///
     /// # Errors
-    /// What the template raises, or asks for more than it or the record may, in words; that it was stopped.
+    /// What the template raises, or asks for more than it or the record may, in words.
     pub(super) fn render(&mut self, turns: usize, prompts: bool) -> Result<Rendered, String> {
-        if self.stop.is_set() {
-            return Err("stopped while its chat template was rendered".into());
-        }
         let mut context = self.context.clone();
         context.insert("messages".into(), self.messages[..turns].to_vec().into());
         context.insert("add_generation_prompt".into(), prompts.into());
-        let template = self.template.environment.get_template(NAME).map_err(|e| cause(&e))?;
-        let captured = limited(|| template.render_captured(Value::from(context))).map_err(|e| cause(&e))?;
+        let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
+        let captured = guard(SandboxTask::Render, || template.render_captured(Value::from(context)))?.map_err(|e| cause(&e))?;
         self.pay(captured.state().fuel_levels().map_or(0, |(used, _)| used) + turns as u64)?;
         let text = captured.into_output();
         if text.len() > TEXT_BYTES_MAX {
             return Err(format!("{} bytes of text, at most {TEXT_BYTES_MAX} go through a chat template", text.len()));
         }
-        Ok(if self.template.has_marks { without_marks(&text) } else { Rendered { text, generated: Vec::new() } })
+        Ok(if self.has_marks { without_marks(&text) } else { Rendered { text, generated: Vec::new() } })
     }
 
     fn pay(&mut self, fuel: u64) -> Result<(), String> {
@@ -175,7 +204,13 @@ fn to_json(value: &Value, indent: Option<Value>, _: Rest<Value>, options: Kwargs
     options.get::<Option<bool>>("ensure_ascii")?;
     options.get::<Option<Value>>("separators")?;
     options.assert_all_used()?;
-    let json = serde_json::to_value(value).map_err(|e| invalid(format!("tojson: {e}")))?;
+    bounds::check_indent(indent.unwrap_or(0)).map_err(invalid)?;
+    let mut meter = JsonMeter::default();
+    let wrong = |cause: &dyn Display| invalid(format!("tojson: {cause}"));
+    // Counted before it is in memory: a list may be there many times.
+    serde_json::to_writer(&mut meter, value).map_err(|e| wrong(&e))?;
+    meter.check(indent.unwrap_or(0)).map_err(|cause| wrong(&cause))?;
+    let json = serde_json::to_value(value).map_err(|e| wrong(&e))?;
     Ok(Value::from_safe_string(python::dumps(&json, indent, sort_keys)))
 }
 

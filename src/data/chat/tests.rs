@@ -8,6 +8,8 @@ use crate::data::documents::UNTRAINED;
 use crate::data::preparation::Preparation;
 use crate::data::source;
 use crate::data::tokenizer::{AddBos, Tokenizer};
+use crate::data::work::{Done, TextWork};
+use crate::error::Error;
 use crate::model_dir::ModelDir;
 use crate::signals::StopFlag;
 use serde_json::{Map, Value, json};
@@ -28,7 +30,7 @@ fn shipped(name: &str) -> String {
     std::fs::read_to_string(golden("templates").join(name)).unwrap()
 }
 
-fn turn(role: &str, content: &str) -> Value {
+pub(super) fn turn(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
@@ -46,8 +48,8 @@ fn messages(conversation: &Value) -> Vec<Value> {
 }
 
 fn rendered(template: &ChatTemplate, conversation: &Value, prompts: bool) -> Result<String, String> {
-    let (messages, stop) = (messages(conversation), StopFlag::default());
-    let mut renderings = template.renderings(&messages, conversation.get("tools"), &stop)?;
+    let messages = messages(conversation);
+    let mut renderings = template.renderings(&messages, conversation.get("tools"))?;
     renderings.render(messages.len(), prompts).map(|rendered| rendered.text)
 }
 
@@ -76,7 +78,7 @@ fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
 /// The tokenizer of the model in `dir`, with a template.
 fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
     let model = ModelDir::open(dir).unwrap();
-    Tokenizer::load(&model, None, AddBos::Auto).unwrap().unwrap().with_rules(rules(template_source, TrainOn::Auto))
+    Tokenizer::load_with(&model, None, AddBos::Auto, &rules(template_source, TrainOn::Auto).into()).unwrap().unwrap()
 }
 
 /// Ids and masks of `record`.
@@ -105,7 +107,7 @@ fn ids_and_masks_are_those_of_trl() {
 fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
     let rules = rules(template_source, train_on);
     let record = record.to_string();
-    match rules.read(rules.detect(&record)?, &record, &StopFlag::default())? {
+    match rules.read(rules.detect(&record)?, &record)? {
         Content::Rendered(chat) => {
             let texts = |sample: &ChatSample| sample.trained.iter().map(|span| sample.text[span.range.clone()].to_string()).collect();
             Ok(chat.samples.iter().map(texts).collect())
@@ -164,9 +166,7 @@ fn columns_may_have_each_others_names() {
     let columns = [("prompt", "completion"), ("completion", "prompt")].map(|(ours, theirs)| (ours.into(), theirs.into()));
     let rules = RecordRules { columns: columns.into(), ..RecordRules::default() };
     let record = json!({"prompt": "bc", "completion": "a"}).to_string();
-    let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record, &StopFlag::default()) else {
-        panic!("{record}")
-    };
+    let Ok(Content::Completed(sample)) = rules.read(rules.detect(&record).unwrap(), &record) else { panic!("{record}") };
     assert_eq!((sample.text.as_str(), sample.trained.len(), sample.trained[0].range.clone()), ("abc", 1, 1..3));
 }
 
@@ -303,23 +303,31 @@ fn an_answer_is_trained_from_its_first_token_on() {
     std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
     let tokenizer = tokenizer(dir.path(), &shipped("deepseek_r1_distill.jinja"));
     for answer in ["<b>x</b>", "", "4"] {
-        let (ids, trained) = tokens(&json!({"messages": [turn("user", "a"), turn("assistant", answer)]}), &tokenizer);
-        let own = ids.iter().zip(trained).filter(|(_, trained)| *trained == 1).map(|(id, _)| tokenizer.name_of(*id));
+        let record = json!({"messages": [turn("user", "a"), turn("assistant", answer)]}).to_string();
+        let shown =
+            tokenizer.run(&[TextWork::ShownRecord(DataFormat::Messages, &record)], &StopFlag::default(), |_, cause| Error::usage(cause));
+        let Done::Shown(documents) = shown.unwrap().remove(0) else { panic!("{record}") };
+        let own = documents[0].1.iter().filter(|piece| piece.trained).map(|piece| piece.text.as_str());
         assert_eq!(own.collect::<String>(), format!("{answer}<｜end▁of▁sentence｜>"));
     }
+}
+
+/// The ids of bytes of `record`, by a sandbox that has the template `source`.
+pub(super) fn elsewhere(source: &str, record: &Value, stop: &StopFlag) -> crate::error::Result<Vec<Done>> {
+    let rules = RecordRules { template_file: "t.jinja".into(), ..rules(source, TrainOn::Auto) };
+    let tokenizer = Tokenizer::bytes_with(None, AddBos::No, rules.into())?;
+    let record = record.to_string();
+    tokenizer.run(&[TextWork::Record(DataFormat::Messages, &record)], stop, |_, cause| Error::format("chat.jsonl", cause))
 }
 
 /// Each answer has all that comes before it rendered, twice.
 #[test]
 fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
     let turns = |count: usize| (0..count).map(|n| turn(["user", "assistant"][n % 2], "a")).collect::<Vec<_>>();
-    let read = |count: usize, stop: &StopFlag| {
-        let (rules, record) = (rules(PLAIN, TrainOn::Auto), json!({"messages": turns(count)}).to_string());
-        rules.read(DataFormat::Messages, &record, stop).map(|_| ())
-    };
+    let read = |count: usize, stop: &StopFlag| elsewhere(PLAIN, &json!({"messages": turns(count)}), stop).map(|_| ());
     read(500, &StopFlag::default()).unwrap();
-    let refused = read(20_000, &StopFlag::default()).unwrap_err();
-    assert!(refused.starts_with("the chat template takes too long for 20000 messages"), "{refused}");
+    let refused = read(20_000, &StopFlag::default()).unwrap_err().to_string();
+    assert!(refused.starts_with("chat.jsonl: the chat template takes too long for 20000 messages"), "{refused}");
     let stop = StopFlag::default();
     let later = std::thread::spawn({
         let stop = stop.clone();
@@ -328,6 +336,8 @@ fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
             stop.ask();
         }
     });
-    assert_eq!(read(20_000, &stop).unwrap_err(), "stopped while its chat template was rendered");
+    let began = std::time::Instant::now();
+    assert_eq!(read(20_000, &stop).unwrap_err().exit_code(), 75);
+    assert!(began.elapsed() < Duration::from_secs(5), "it was not heard");
     later.join().unwrap();
 }

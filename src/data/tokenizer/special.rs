@@ -4,7 +4,7 @@
 //! `add_bos_token` of `tokenizer_config.json` only where there is no `tokenizer.json`. What it puts at the end is not used: a
 //! separator stands between documents, whether the tokenizer would add one or not.
 
-use crate::data::contain::contain;
+use crate::data::sandbox::{SandboxTask, guard};
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
@@ -59,7 +59,7 @@ impl<'a> Special<'a> {
         if add == AddBos::No {
             return Ok(vec![]);
         }
-        let begin = contain("tokenizer", || before_text(post_processor)).and_then(|begin| begin);
+        let begin = guard(SandboxTask::Load, || before_text(post_processor)).and_then(|begin| begin);
         let begin = begin.map_err(|e| Error::format(self.dir.path().join("tokenizer.json"), format!("post_processor: {e}")))?;
         match add {
             AddBos::Yes if begin.is_empty() => self.named("bos")?.map(|id| vec![id]).ok_or_else(|| {

@@ -1,7 +1,8 @@
 //! A token in a text, and where characters of a text begin.
 
 /// An id and the range of bytes in the text that it stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
 pub(in crate::data) struct Token {
     pub(in crate::data) id: u32,
     pub(in crate::data) start: u32,

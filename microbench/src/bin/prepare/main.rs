@@ -114,19 +114,33 @@ fn prepare_apart(runs: &Runs<'_>, data: &Path, cpus: &[usize]) -> Result<Prepare
     Ok(all)
 }
 
-/// The most memory that `child` took until it ended, and its time on CPUs, as far as it was seen.
+/// How often memory is looked at, which takes a while.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// The most memory that `child` and the processes below it took until it ended, and their time on CPUs, as far as it was seen. What
+/// processes share counts once.
 fn watch(child: &mut Child) -> (u64, f64) {
-    let (mut peak_kib, mut ticks) = (0.0, 0.0);
+    let (mut peak_kib, mut ticks) = (0.0f64, 0.0f64);
     while matches!(child.try_wait(), Ok(None)) {
-        let read = |name: &str| fs::read_to_string(format!("/proc/{}/{name}", child.id())).unwrap_or_default();
-        peak_kib = number_after(&read("status"), "VmHWM:").unwrap_or(0.0).max(peak_kib);
+        let family = family(child.id());
+        let sum = |of: &dyn Fn(u32) -> Option<f64>| family.iter().filter_map(|pid| of(*pid)).sum::<f64>();
+        let read = |pid: u32, name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        peak_kib = peak_kib.max(sum(&|pid| number_after(&read(pid, "smaps_rollup"), "\nPss:")));
         // Behind the name, which may hold spaces, the twelfth.
-        let after_name = read("stat").rsplit(')').next().map(String::from).unwrap_or_default();
-        ticks = after_name.split_whitespace().nth(11).and_then(|field| field.parse().ok()).unwrap_or(0.0f64).max(ticks);
-        thread::sleep(Duration::from_millis(5));
+        ticks = ticks.max(sum(&|pid| read(pid, "stat").rsplit(')').next()?.split_whitespace().nth(11)?.parse().ok()));
+        thread::sleep(LOOK_EVERY);
     }
     // A hundred ticks a second, on every Linux that there is.
     (peak_kib as u64 * 1024, ticks / 100.0)
+}
+
+/// `pid` and all processes below it.
+fn family(pid: u32) -> Vec<u32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    let children: Vec<u32> =
+        children.flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()).collect();
+    std::iter::once(pid).chain(children.into_iter().flat_map(family)).collect()
 }
 
 fn number_after(text: &str, mark: &str) -> Option<f64> {

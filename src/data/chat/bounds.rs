@@ -1,0 +1,296 @@
+//! Limits of a chat template that hold before memory is taken: its source, what its formats ask for, and JSON that it writes.
+//!
+//! The template engine parses expressions and chains by recursion, pads to any width, and serialises a list that holds one list many times
+//! as often as it is held. A sandbox ends where that goes too far; these limits name the cause.
+
+use crate::units::Bytes;
+use std::io;
+
+/// Bytes of a source; the largest have some tens of kilobytes.
+const SOURCE_BYTES_MAX: usize = 1 << 20;
+/// Words and signs within one tag: each may be one more level of an expression. Long ones have some hundred.
+const TAG_TOKENS_MAX: usize = 4096;
+/// Tags of `elif` in a source: each is a level, too.
+const ELIFS_MAX: usize = 1000;
+/// Width or precision of a format.
+const FORMAT_WIDTH_MAX: usize = 10_000;
+/// All widths and precisions of a text that is formatted.
+const FORMAT_WIDTHS_MAX: usize = 1 << 20;
+/// Spaces that JSON may be indented by.
+const INDENT_MAX: usize = 1000;
+/// Lists and objects within each other in JSON; the parser of records takes no more.
+const JSON_DEPTH_MAX: usize = 128;
+/// Text of a rendering, and JSON in it: it is encoded in one piece, at some hundred bytes a byte.
+pub(super) const TEXT_BYTES_MAX: usize = 4 << 20;
+
+/// Whether a template is compiled at all.
+///
+/// # Errors
+/// The limit that it exceeds, in words.
+pub(super) fn check_source(source: &str) -> Result<(), String> {
+    if source.len() > SOURCE_BYTES_MAX {
+        return Err(format!(
+            "the chat template has {}: at most {} are compiled",
+            Bytes(source.len() as u64),
+            Bytes(SOURCE_BYTES_MAX as u64)
+        ));
+    }
+    let (mut rest, mut done, mut elifs) = (source, 0, 0);
+    while let Some(at) = next_tag(rest) {
+        let tag = Tag::read(&rest[at..]);
+        elifs += usize::from(tag.is_elif);
+        if tag.tokens > TAG_TOKENS_MAX || elifs > ELIFS_MAX {
+            let line = 1 + source[..done + at].matches('\n').count();
+            let what = if elifs > ELIFS_MAX {
+                format!("more than {ELIFS_MAX} tags of elif")
+            } else {
+                format!("more than {TAG_TOKENS_MAX} words and signs in one tag")
+            };
+            return Err(format!("the chat template, line {line}: {what}"));
+        }
+        done += at + tag.bytes;
+        rest = &source[done..];
+    }
+    Ok(())
+}
+
+/// Where the next tag begins.
+fn next_tag(source: &str) -> Option<usize> {
+    let opens = |pair: &[u8]| pair[0] == b'{' && matches!(pair[1], b'{' | b'%' | b'#');
+    source.as_bytes().windows(2).position(opens)
+}
+
+/// A tag of a template, up to where it closes.
+#[derive(Default)]
+struct Tag {
+    bytes: usize,
+    tokens: usize,
+    is_elif: bool,
+}
+
+impl Tag {
+    /// The tag that `source` begins with.
+    fn read(source: &str) -> Self {
+        let bytes = source.as_bytes();
+        if bytes[1] == b'#' {
+            return Self { bytes: source.find("#}").map_or(source.len(), |end| end + 2), ..Self::default() };
+        }
+        let closes = if bytes[1] == b'{' { "}}" } else { "%}" };
+        let is_elif = source[2..].trim_start_matches(['-', '+']).trim_start().starts_with("elif");
+        let (mut at, mut tokens, mut open) = (2, 0, 0usize);
+        while at < bytes.len() && !(open == 0 && source.as_bytes()[at..].starts_with(closes.as_bytes())) {
+            tokens += usize::from(!bytes[at].is_ascii_whitespace());
+            open = match bytes[at] {
+                b'(' | b'[' | b'{' => open + 1,
+                b')' | b']' | b'}' => open.saturating_sub(1),
+                _ => open,
+            };
+            at += token_bytes(&bytes[at..]);
+        }
+        Self { bytes: (at + closes.len()).min(source.len()), tokens, is_elif }
+    }
+}
+
+/// Bytes of the text, the word, the white space or the sign that `bytes` begin with.
+fn token_bytes(bytes: &[u8]) -> usize {
+    let run = |is_part: fn(u8) -> bool| bytes.iter().take_while(|byte| is_part(**byte)).count();
+    match bytes[0] {
+        quote @ (b'"' | b'\'') => text_bytes(bytes, quote),
+        byte if is_word(byte) => run(is_word),
+        byte if byte.is_ascii_whitespace() => run(|byte| byte.is_ascii_whitespace()),
+        _ => 1,
+    }
+}
+
+fn is_word(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || byte == b'_' || !byte.is_ascii()
+}
+
+/// Bytes of a text with both its quotes.
+fn text_bytes(bytes: &[u8], quote: u8) -> usize {
+    let mut at = 1;
+    while at < bytes.len() && bytes[at] != quote {
+        at += if bytes[at] == b'\\' { 2 } else { 1 };
+    }
+    (at + 1).min(bytes.len())
+}
+
+/// Whether the widths and precisions of `format`, as `str.format` has it, are such as a template may ask for.
+///
+/// # Errors
+/// The limit that they exceed, in words.
+pub(super) fn check_braces(format: &str) -> Result<(), String> {
+    // Doubled ones are text.
+    let format = format.replace("{{", "");
+    let fields = format.split('{').skip(1).filter_map(|field| field.split('}').next()?.split_once(':'));
+    check_widths(fields.flat_map(|(_, spec)| numbers(spec)))
+}
+
+/// As [`check_braces`], of a format as `%` has it.
+///
+/// # Errors
+/// As [`check_braces`].
+pub(super) fn check_percents(format: &str) -> Result<(), String> {
+    let spec = |field: &str| {
+        let spec = field.strip_prefix('(').and_then(|keyed| keyed.split_once(')')).map_or(field, |(_, spec)| spec);
+        let end = spec.find(|c: char| !matches!(c, '#' | '0'..='9' | '-' | ' ' | '+' | '.')).unwrap_or(spec.len());
+        spec[..end].to_string()
+    };
+    check_widths(format.split('%').skip(1).flat_map(|field| numbers(&spec(field)).collect::<Vec<_>>()))
+}
+
+/// The numbers in a text; `None` for one that is larger than any.
+fn numbers(text: &str) -> impl Iterator<Item = Option<usize>> {
+    text.split(|c: char| !c.is_ascii_digit())
+        .filter(|digits| !digits.is_empty())
+        .map(|digits| digits.parse().ok())
+        .collect::<Vec<_>>()
+        .into_iter()
+}
+
+fn check_widths(widths: impl Iterator<Item = Option<usize>>) -> Result<(), String> {
+    let mut all = 0;
+    for width in widths {
+        let width = width.filter(|width| *width <= FORMAT_WIDTH_MAX);
+        all += width.ok_or_else(|| format!("a format asks for more than {FORMAT_WIDTH_MAX} characters"))?;
+        if all > FORMAT_WIDTHS_MAX {
+            return Err(format!("the formats of one text ask for more than {FORMAT_WIDTHS_MAX} characters"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether JSON may be indented by so many spaces.
+///
+/// # Errors
+/// The limit, in words.
+pub(super) fn check_indent(indent: usize) -> Result<(), String> {
+    if indent > INDENT_MAX { Err(format!("tojson: an indent of {indent}: at most {INDENT_MAX} spaces are made")) } else { Ok(()) }
+}
+
+/// Counts JSON that is written into it.
+#[derive(Default)]
+pub(super) struct JsonMeter {
+    bytes: usize,
+    depth: usize,
+    /// Levels by which lines are indented, all of them together.
+    levels: usize,
+    is_in_text: bool,
+    is_escaped: bool,
+}
+
+impl JsonMeter {
+    /// Whether this JSON has no more text than a rendering may have, with `indent` spaces a level.
+    ///
+    /// # Errors
+    /// The limit, in words.
+    pub(super) fn check(&self, indent: usize) -> Result<(), String> {
+        let bytes = self.bytes.saturating_add(self.levels.saturating_mul(indent));
+        if bytes > TEXT_BYTES_MAX { Err(too_much_json()) } else { Ok(()) }
+    }
+
+    fn take(&mut self, byte: u8) -> io::Result<()> {
+        let was_in_text = self.is_in_text;
+        match (self.is_in_text, byte) {
+            (true, _) if self.is_escaped => self.is_escaped = false,
+            (true, b'\\') => self.is_escaped = true,
+            (_, b'"') => self.is_in_text = !self.is_in_text,
+            (false, b'[' | b'{') => self.depth += 1,
+            (false, b']' | b'}') => self.depth = self.depth.saturating_sub(1),
+            _ => {}
+        }
+        if !was_in_text && matches!(byte, b'[' | b'{' | b']' | b'}' | b',') {
+            self.levels += self.depth;
+        }
+        if self.depth > JSON_DEPTH_MAX {
+            return Err(io::Error::other(format!("more than {JSON_DEPTH_MAX} lists and objects within each other")));
+        }
+        Ok(())
+    }
+}
+
+impl io::Write for JsonMeter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.bytes += bytes.len();
+        if self.bytes > TEXT_BYTES_MAX {
+            return Err(io::Error::other(too_much_json()));
+        }
+        bytes.iter().try_for_each(|byte| self.take(*byte))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn too_much_json() -> String {
+    format!("more than {TEXT_BYTES_MAX} bytes of text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn a_source_may_have_so_many_tokens_a_tag_and_text_does_not_count() {
+        let long = |part: &str| format!("a\n{{{{ {}1 }}}}", part.repeat(TAG_TOKENS_MAX));
+        for part in ["-", "not ", "1+", "1 if 1 else ", "'a'~", "[", "{", "(", "x."] {
+            let refused = check_source(&long(part)).unwrap_err();
+            assert_eq!(refused, "the chat template, line 2: more than 4096 words and signs in one tag", "{part}");
+        }
+        let blocks = |part: &str| format!("{{%- if {} x %}}", part.repeat(TAG_TOKENS_MAX));
+        assert!(check_source(&blocks("1+")).is_err() && check_source("{% if 1 %}").is_ok());
+        let elifs = |count: usize| format!("{{% if 1 %}}{}{{% endif %}}", "{%- elif 1 %}".repeat(count));
+        assert!(check_source(&elifs(ELIFS_MAX)).is_ok());
+        assert_eq!(check_source(&elifs(ELIFS_MAX + 1)).unwrap_err(), "the chat template, line 1: more than 1000 tags of elif");
+        // A text, a comment and what stands outside of tags may be long; a closing brace within a text or an object closes no tag.
+        let words = "- ".repeat(2 * TAG_TOKENS_MAX);
+        for source in [format!("{{{{ '{words}' }}}}{words}"), format!("{{# {words} #}}"), format!("{{{{ \"\\\"{words}\" }}}}")] {
+            assert_eq!(check_source(&source), Ok(()));
+        }
+        for hidden in ["'}}'", "{'a': {'b': 1}}", "[{}]"] {
+            assert!(check_source(&format!("{{{{ {hidden} ~ {words} }}}}")).is_err(), "{hidden}");
+        }
+        let refused = check_source(&"a".repeat(SOURCE_BYTES_MAX + 1)).unwrap_err();
+        assert_eq!(refused, "the chat template has 1.0 MiB: at most 1.0 MiB are compiled");
+        for odd in ["{", "{{", "{%", "{#", "{{'", "{{\"\\", "}}", "{{ é", "{%elif"] {
+            assert_eq!(check_source(odd), Ok(()), "{odd}");
+        }
+    }
+
+    #[test]
+    fn formats_ask_for_little_and_numbers_in_text_are_no_widths() {
+        for ok in ["{:>10000} in 20261123", "{{:>99999}}", "{0} {name[123456]}", "a 99999 }", "{:5>10}", ""] {
+            assert_eq!(check_braces(ok), Ok(()), "{ok}");
+        }
+        for wide in ["{:>10001}", "{:.70000e}", "{x:>100000000000}", "{:99999999999999999999999}", "{:0>9{:>99999}}"] {
+            assert_eq!(check_braces(wide).unwrap_err(), "a format asks for more than 10000 characters", "{wide}");
+        }
+        for ok in ["%10000d", "100 % 99999", "%% 9", "%(key99999)s", "%5.2f%s"] {
+            let is_ok = check_percents(ok).is_ok();
+            assert_eq!(is_ok, ok != "100 % 99999", "{ok}");
+        }
+        for wide in ["%.99999f", "%-10001s", "%(a)099999d", "%+ 99999x"] {
+            assert!(check_percents(wide).is_err(), "{wide}");
+        }
+        let many = "{:>10000}".repeat(1 + FORMAT_WIDTHS_MAX / 10_000);
+        assert_eq!(check_braces(&many).unwrap_err(), "the formats of one text ask for more than 1048576 characters");
+    }
+
+    #[test]
+    fn json_is_counted_as_it_is_written() {
+        let meter = |json: &str| {
+            let mut meter = JsonMeter::default();
+            meter.write_all(json.as_bytes()).map(|()| meter)
+        };
+        let deep = |depth: usize| "[".repeat(depth) + &"]".repeat(depth);
+        assert!(meter(&deep(JSON_DEPTH_MAX)).is_ok() && meter(&deep(JSON_DEPTH_MAX + 1)).is_err());
+        assert!(meter(&format!("\"\\\"{}\"", "[".repeat(999))).is_ok(), "a text");
+        assert!(meter(&"1".repeat(TEXT_BYTES_MAX)).is_ok() && meter(&"1".repeat(TEXT_BYTES_MAX + 1)).is_err());
+        let list = meter(&format!("[{}1]", "1,".repeat(10_000))).unwrap();
+        assert!(list.check(2).is_ok() && list.check(1000).is_err());
+        assert!(check_indent(INDENT_MAX).is_ok() && check_indent(INDENT_MAX + 1).is_err());
+    }
+}

@@ -1,0 +1,160 @@
+//! Limits of a tokenizer's file that hold before memory is taken: normalizers that make a text longer stage by stage, and models that
+//! take a quadratic time for a word.
+
+use serde_json::Value;
+use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
+
+/// Stages may make a text so many times as long without being looked at.
+const FACTOR_MAX: f64 = 1000.0;
+/// Text that stages may make of a text.
+const TEXT_BYTES_MAX: usize = 64 << 20;
+/// `ByteLevel` doubles a text that went through it before; no tokenizer has more than one of them.
+const BYTE_LEVELS_MAX: usize = 4;
+/// Characters of a word that `WordPiece` may search: it takes the cube of them. Models have 100.
+const WORD_CHARS_MAX: u64 = 1000;
+/// What one stage of a precompiled map is taken to do.
+const PRECOMPILED_FACTOR: f64 = 8.0;
+
+/// Normalizers that may make a text much longer, stage by stage.
+pub(super) struct Growth(Vec<Stage>);
+
+struct Stage {
+    normalizer: NormalizerWrapper,
+    /// A text, and the bytes of what is put in its place.
+    replaced: Option<(String, usize)>,
+}
+
+/// Whether a tokenizer's file can be used at all.
+///
+/// # Errors
+/// The limit that it exceeds, in words.
+pub(super) fn check_file(file: &serde_json::Map<String, Value>) -> Result<(), String> {
+    let part = |name: &str| file.get(name).unwrap_or(&Value::Null);
+    let chains = [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")].map(|(name, list)| stages(part(name), list));
+    let byte_levels = chains.concat().iter().filter(|stage| stage["type"] == "ByteLevel").count();
+    if byte_levels > BYTE_LEVELS_MAX {
+        return Err(format!("{byte_levels} stages of ByteLevel, each of which may double a text: at most {BYTE_LEVELS_MAX} are read"));
+    }
+    let word_chars = part("model")["max_input_chars_per_word"].as_u64().unwrap_or(0);
+    if word_chars > WORD_CHARS_MAX {
+        return Err(format!("model: max_input_chars_per_word {word_chars}: words of at most {WORD_CHARS_MAX} characters are searched"));
+    }
+    Ok(())
+}
+
+/// The stages of a chain, which may hold chains under `list`.
+fn stages<'a>(chain: &'a Value, list: &str) -> Vec<&'a Value> {
+    match chain[list].as_array() {
+        Some(chains) if chain["type"] == "Sequence" || chain["type"].is_null() => {
+            chains.iter().flat_map(|chain| stages(chain, list)).collect()
+        }
+        _ => vec![chain],
+    }
+}
+
+impl Growth {
+    /// What `normalizer` of a tokenizer's file may do; `None` where no text becomes much longer.
+    pub(super) fn new(normalizer: &Value) -> serde_json::Result<Option<Self>> {
+        let stages = stages(normalizer, "normalizers");
+        if stages.iter().map(|stage| factor(stage)).product::<f64>() <= FACTOR_MAX {
+            return Ok(None);
+        }
+        let stage = |stage: &&Value| Ok(Stage { normalizer: serde_json::from_value((*stage).clone())?, replaced: replaced(stage) });
+        stages.iter().map(stage).collect::<serde_json::Result<_>>().map(|stages| Some(Self(stages)))
+    }
+
+    /// Whether the stages make no more of `text` than is tokenized in one piece.
+    ///
+    /// # Errors
+    /// The limit, and the library's, in words.
+    pub(super) fn check(&self, text: &str) -> Result<(), String> {
+        let mut normalized = NormalizedString::from(text);
+        for (at, stage) in self.0.iter().enumerate() {
+            let bytes = stage.bytes_after(normalized.get());
+            if bytes > TEXT_BYTES_MAX {
+                return Err(format!(
+                    "normalizer {at} would make {bytes} bytes of a text of {}: at most {TEXT_BYTES_MAX} are made",
+                    text.len()
+                ));
+            }
+            stage.normalizer.normalize(&mut normalized).map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+impl Stage {
+    /// Bytes that this stage makes of `text`, as far as they are known before.
+    fn bytes_after(&self, text: &str) -> usize {
+        let Some((pattern, content)) = &self.replaced else { return text.len() };
+        let count = text.matches(pattern.as_str()).count();
+        (text.len() - count * pattern.len()).saturating_add(count.saturating_mul(*content))
+    }
+}
+
+/// The pattern of a stage that replaces a text, and the bytes of its content.
+fn replaced(stage: &Value) -> Option<(String, usize)> {
+    let pattern = stage["pattern"]["String"].as_str().filter(|_| stage["type"] == "Replace")?;
+    Some((pattern.into(), stage["content"].as_str()?.len()))
+}
+
+/// How many times as long a stage may make a text.
+fn factor(stage: &Value) -> f64 {
+    let content = stage["content"].as_str().map_or(1, str::len) as f64;
+    let factor = match (stage["type"].as_str(), replaced(stage)) {
+        (Some("Replace"), Some((pattern, _))) => content / (pattern.len().max(1)) as f64,
+        // An expression may match between characters.
+        (Some("Replace"), None) => content + 1.0,
+        (Some("Precompiled"), _) => PRECOMPILED_FACTOR,
+        (Some("ByteLevel"), _) => 2.0,
+        _ => 1.0,
+    };
+    factor.max(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn replace(pattern: Value, content: &str) -> Value {
+        json!({"type": "Replace", "pattern": pattern, "content": content})
+    }
+
+    fn sequence(normalizers: &[Value]) -> Value {
+        json!({"type": "Sequence", "normalizers": normalizers})
+    }
+
+    #[test]
+    fn stages_that_make_a_text_longer_and_longer_are_refused_before_they_do() {
+        let grow = replace(json!({"String": "a"}), "aaaaaaaaaa");
+        let nested = sequence(&[sequence(&vec![grow.clone(); 6]), sequence(&vec![grow.clone(); 6])]);
+        for normalizer in [sequence(&vec![grow.clone(); 12]), nested] {
+            let growth = Growth::new(&normalizer).unwrap().unwrap();
+            let refused = growth.check("a").unwrap_err();
+            assert_eq!(refused, "normalizer 7 would make 100000000 bytes of a text of 1: at most 67108864 are made");
+            assert_eq!(growth.check("b a c".replace('a', "d").as_str()), Ok(()));
+        }
+        let usual = [json!({"type": "Prepend", "prepend": "▁"}), replace(json!({"String": " "}), "▁"), json!({"type": "NFKC"})];
+        assert!(Growth::new(&sequence(&usual)).unwrap().is_none() && Growth::new(&Value::Null).unwrap().is_none());
+        let at_once = replace(json!({"String": "a"}), &"b".repeat(1 << 20));
+        assert!(Growth::new(&at_once).unwrap().unwrap().check(&"a".repeat(100)).is_err());
+        let expression = replace(json!({"Regex": ""}), &"b".repeat(2000));
+        assert!(Growth::new(&expression).unwrap().is_some());
+    }
+
+    #[test]
+    fn files_with_stages_or_words_without_end_are_refused() {
+        let file = |part: &str, value: Value| serde_json::Map::from_iter([(part.to_string(), value)]);
+        let byte_levels = |count: usize, list: &str| json!({"type": "Sequence", list: vec![json!({"type": "ByteLevel"}); count]});
+        for (part, list) in [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")] {
+            assert_eq!(check_file(&file(part, byte_levels(BYTE_LEVELS_MAX, list))), Ok(()));
+            let refused = check_file(&file(part, byte_levels(BYTE_LEVELS_MAX + 1, list))).unwrap_err();
+            assert_eq!(refused, "5 stages of ByteLevel, each of which may double a text: at most 4 are read");
+        }
+        let words = |chars: u64| check_file(&file("model", json!({"type": "WordPiece", "max_input_chars_per_word": chars})));
+        assert!(words(100).is_ok() && words(WORD_CHARS_MAX).is_ok());
+        let refused = words(1_000_000_000).unwrap_err();
+        assert_eq!(refused, "model: max_input_chars_per_word 1000000000: words of at most 1000 characters are searched");
+    }
+}

@@ -1,0 +1,143 @@
+//! A tokenizer in the process that runs it: in a sandbox where its file is foreign.
+
+use super::byte_level::ByteLevelBpe;
+use super::growth::Growth;
+use super::token::Token;
+use crate::data::chat::record::RecordRules;
+use crate::data::sandbox::{SandboxTask, guard};
+use crate::error::{Error, Result};
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Turns text into token ids.
+pub(in crate::data) struct LocalTokenizer {
+    pub(super) kind: LocalKind,
+    pub(super) end_of_text: Option<u32>,
+    pub(super) begin_of_text: Vec<u32>,
+    pub(super) rules: Arc<RecordRules>,
+}
+
+/// Where ids come from.
+pub(super) enum LocalKind {
+    /// The data are token ids already.
+    Absent,
+    /// Vocabulary 256, the id is the byte.
+    Bytes,
+    Model(Box<TokenizerModel>),
+}
+
+/// The library's tokenizer.
+pub(super) struct TokenizerModel {
+    path: PathBuf,
+    tokenizer: tokenizers::Tokenizer,
+    /// The faster way, if there is one.
+    byte_level: Option<ByteLevelBpe>,
+    growth: Option<Growth>,
+}
+
+impl LocalTokenizer {
+    /// How records are read.
+    pub(in crate::data) fn rules(&self) -> &RecordRules {
+        &self.rules
+    }
+
+    /// The id that separates documents, if there is one.
+    pub(in crate::data) fn end_of_text(&self) -> Option<u32> {
+        self.end_of_text
+    }
+
+    /// The ids that each document begins with.
+    pub(in crate::data) fn begin_of_text(&self) -> &[u32] {
+        &self.begin_of_text
+    }
+
+    /// The ids of a text, without those that begin or end a document.
+    ///
+    /// # Errors
+    /// `Format` that names `tokenizer.json` when it cannot express the text; `Unsupported` when there is no tokenizer.
+    pub(in crate::data) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match &self.kind {
+            LocalKind::Absent => Err(Error::Unsupported("text without a tokenizer".into())),
+            LocalKind::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            LocalKind::Model(model) => model.encode(text),
+        }
+    }
+
+    /// The ids of a part of a document, each with the bytes of `text` that it stands for.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(in crate::data) fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
+        if let LocalKind::Model(model) = &self.kind {
+            return model.encode_part(text);
+        }
+        let ids = self.encode(text)?;
+        Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect())
+    }
+
+    /// A token's own text, for people.
+    pub(in crate::data) fn name_of(&self, id: u32) -> String {
+        let name = match &self.kind {
+            LocalKind::Model(model) => model.tokenizer.id_to_token(id),
+            LocalKind::Absent | LocalKind::Bytes => None,
+        };
+        name.unwrap_or_else(|| format!("<{id}>"))
+    }
+}
+
+impl TokenizerModel {
+    /// The `tokenizer` of the file at `path`, whose normalizers may make text longer as `growth` says.
+    pub(super) fn new(path: PathBuf, tokenizer: tokenizers::Tokenizer, growth: Option<Growth>) -> Self {
+        let byte_level = ByteLevelBpe::new(&tokenizer);
+        Self { path, tokenizer, byte_level, growth }
+    }
+
+    /// One more than the largest id.
+    pub(super) fn vocab_size(&self) -> usize {
+        self.tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
+    }
+
+    /// The library's tokenizer.
+    pub(super) fn library(&self) -> &tokenizers::Tokenizer {
+        &self.tokenizer
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let fast = |model: &ByteLevelBpe| model.encode(&self.tokenizer, text, |tokens, _| ids.extend(tokens.iter().map(|token| token.id)));
+        if self.guarded(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
+            return Ok(ids);
+        }
+        self.check_growth(text)?;
+        let encoding = self.guarded(|| self.tokenizer.encode_fast(text, false))?.map_err(|e| self.error(e))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    fn encode_part(&self, text: &str) -> Result<Vec<Token>> {
+        let mut placed = Vec::with_capacity(text.len() / 3);
+        let fast = |model: &ByteLevelBpe| {
+            model.encode(&self.tokenizer, text, |tokens, at| placed.extend(tokens.iter().map(|token| token.after(at))))
+        };
+        if self.guarded(|| self.byte_level.as_ref().and_then(fast))?.is_some() {
+            return Ok(placed);
+        }
+        self.check_growth(text)?;
+        let encoding = self.guarded(|| self.tokenizer.encode(text, false))?.map_err(|e| self.error(e))?;
+        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
+        Ok(tokens.map(|(&id, &(start, end))| Token { id, start: start as u32, end: end as u32 }).collect())
+    }
+
+    fn check_growth(&self, text: &str) -> Result<()> {
+        let Some(growth) = &self.growth else { return Ok(()) };
+        self.guarded(|| growth.check(text))?.map_err(|e| self.error(e))
+    }
+
+    fn guarded<T>(&self, call: impl FnOnce() -> T) -> Result<T> {
+        guard(SandboxTask::Encode, call).map_err(|e| self.error(e))
+    }
+
+    fn error(&self, cause: impl fmt::Display) -> Error {
+        Error::format(&self.path, format!("cannot encode: {cause}"))
+    }
+}

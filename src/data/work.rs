@@ -1,0 +1,229 @@
+//! Pieces of work on text and records, done by a tokenizer in this process or in a sandbox: a message takes several there, and another one
+//! brings back what became of them.
+
+use super::chat::record::{Content, DataFormat};
+use super::codec::{MessageReader, MessageWriter};
+use super::samples::{shown, trained_samples};
+use super::sandbox::{Service, work_on};
+use super::shown::TextPiece;
+use super::tokenizer::{LocalTokenizer, Token};
+use clap::ValueEnum;
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum TextWork<'a> {
+    /// The ids of a text.
+    Text(&'a str),
+    /// The tokens of a part of a text, with their places.
+    Part(&'a str),
+    /// The ids of a record.
+    Record(DataFormat, &'a str),
+    /// A record as people see it.
+    ShownRecord(DataFormat, &'a str),
+    /// A text as people see it.
+    ShownText(&'a str),
+}
+
+/// What became of it.
+#[derive(Debug, PartialEq)]
+pub(super) enum Done {
+    Ids(Vec<u32>),
+    Placed(Vec<Token>),
+    /// The samples of a record; it may begin with an answer that nothing asks for.
+    Samples(Vec<Vec<u32>>, bool),
+    /// Of each document the number of its tokens, and its text.
+    Shown(Vec<(usize, Vec<TextPiece>)>),
+}
+
+impl TextWork<'_> {
+    /// Does it.
+    ///
+    /// # Errors
+    /// What is wrong with the text or the record, in words.
+    pub(super) fn answer(self, tokenizer: &LocalTokenizer) -> Result<Done, String> {
+        let read = |format, line| tokenizer.rules().read(format, line);
+        match self {
+            Self::Text(text) => tokenizer.encode(text).map(Done::Ids).map_err(|e| e.to_string()),
+            Self::Part(text) => tokenizer.encode_part(text).map(Done::Placed).map_err(|e| e.to_string()),
+            Self::Record(format, line) => record(read(format, line)?, tokenizer),
+            Self::ShownRecord(format, line) => documents(read(format, line)?, tokenizer),
+            Self::ShownText(text) => documents(Content::Text(text.into()), tokenizer),
+        }
+    }
+
+    /// Bytes of its text.
+    fn text(&self) -> &str {
+        match self {
+            Self::Text(text) | Self::Part(text) | Self::Record(_, text) | Self::ShownRecord(_, text) | Self::ShownText(text) => text,
+        }
+    }
+
+    /// The kind of work and, of a record, its format.
+    fn kind(&self) -> (usize, usize) {
+        let number = |format: &DataFormat| DataFormat::value_variants().iter().position(|known| known == format).unwrap_or(0);
+        match self {
+            Self::Text(_) => (0, 0),
+            Self::Part(_) => (1, 0),
+            Self::Record(format, _) => (2, number(format)),
+            Self::ShownRecord(format, _) => (3, number(format)),
+            Self::ShownText(_) => (4, 0),
+        }
+    }
+}
+
+fn record(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
+    if let Content::Text(text) = content {
+        return TextWork::Text(&text).answer(tokenizer);
+    }
+    let is_unasked = matches!(&content, Content::Rendered(chat) if chat.is_unasked);
+    trained_samples(content, tokenizer).map(|samples| Done::Samples(samples, is_unasked)).map_err(|e| e.to_string())
+}
+
+fn documents(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
+    shown(content, tokenizer).map(Done::Shown).map_err(|e| e.to_string())
+}
+
+/// The message that asks for `works`.
+pub(super) fn request(works: &[TextWork<'_>]) -> Vec<u8> {
+    let mut writer = MessageWriter::default();
+    writer.number(works.len());
+    for work in works {
+        let (kind, format) = work.kind();
+        writer.number(kind);
+        writer.number(format);
+        writer.text(work.text());
+    }
+    writer.into_bytes()
+}
+
+fn requested<'a>(parts: &mut MessageReader<'a>) -> Option<TextWork<'a>> {
+    let (kind, format, text) = (parts.number()?, *DataFormat::value_variants().get(parts.number()?)?, parts.text()?);
+    Some(match kind {
+        0 => TextWork::Text(text),
+        1 => TextWork::Part(text),
+        2 => TextWork::Record(format, text),
+        3 => TextWork::ShownRecord(format, text),
+        4 => TextWork::ShownText(text),
+        _ => return None,
+    })
+}
+
+impl Service for LocalTokenizer {
+    /// As much of a request as goes well, and the words of the first thing that does not.
+    fn answer(&mut self, request: &[u8]) -> Vec<u8> {
+        let works = MessageReader::of(request).list(requested).unwrap_or_default();
+        let mut writer = MessageWriter::default();
+        for (item, work) in works.into_iter().enumerate() {
+            work_on(item);
+            let done = work.answer(self);
+            let is_done = done.is_ok();
+            put(&mut writer, done);
+            if !is_done {
+                break;
+            }
+        }
+        writer.into_bytes()
+    }
+}
+
+fn put(writer: &mut MessageWriter, done: Result<Done, String>) {
+    match done {
+        Ok(Done::Ids(ids)) => {
+            writer.number(0);
+            writer.ids(&ids);
+        }
+        Ok(Done::Placed(tokens)) => {
+            writer.number(1);
+            writer.ids(bytemuck::cast_slice(&tokens));
+        }
+        Ok(Done::Samples(samples, is_unasked)) => {
+            writer.number(2);
+            writer.number(is_unasked.into());
+            writer.number(samples.len());
+            samples.iter().for_each(|sample| writer.ids(sample));
+        }
+        Ok(Done::Shown(documents)) => {
+            writer.number(3);
+            writer.number(documents.len());
+            documents.iter().for_each(|document| put_document(writer, document));
+        }
+        Err(cause) => {
+            writer.number(4);
+            writer.text(&cause);
+        }
+    }
+}
+
+fn put_document(writer: &mut MessageWriter, (tokens, pieces): &(usize, Vec<TextPiece>)) {
+    writer.number(*tokens);
+    writer.number(pieces.len());
+    for TextPiece { text, trained } in pieces {
+        writer.number((*trained).into());
+        writer.text(text);
+    }
+}
+
+/// What became of `count` pieces of work: of all of them, or of those before the first that went wrong.
+///
+/// # Errors
+/// The first that went wrong, in words; `None` for a message that says something else.
+pub(super) fn answered(answer: &[u8], count: usize) -> Option<Result<Vec<Done>, (usize, String)>> {
+    let (mut parts, mut all) = (MessageReader::of(answer), Vec::with_capacity(count));
+    for item in 0..count {
+        match take(&mut parts)? {
+            Ok(done) => all.push(done),
+            Err(cause) => return Some(Err((item, cause))),
+        }
+    }
+    Some(Ok(all))
+}
+
+fn take(parts: &mut MessageReader<'_>) -> Option<Result<Done, String>> {
+    let document = |parts: &mut MessageReader<'_>| {
+        let tokens = parts.number()?;
+        let piece = |parts: &mut MessageReader<'_>| Some(TextPiece { trained: parts.number()? != 0, text: parts.text()?.into() });
+        Some((tokens, parts.list(piece)?))
+    };
+    Some(Ok(match parts.number()? {
+        0 => Done::Ids(parts.ids()?),
+        1 => Done::Placed(parts.values()?),
+        2 => {
+            let is_unasked = parts.number()? != 0;
+            Done::Samples(parts.list(MessageReader::ids)?, is_unasked)
+        }
+        3 => Done::Shown(parts.list(document)?),
+        4 => return Some(Err(parts.text()?.into())),
+        _ => return None,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_and_what_became_of_it_come_back_as_they_were() {
+        let works = [TextWork::Text("é"), TextWork::Record(DataFormat::Alpaca, "{}"), TextWork::ShownText(""), TextWork::Part("a")];
+        let message = request(&works);
+        let back = MessageReader::of(&message).list(requested).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{works:?}"));
+        assert!((0..message.len()).all(|cut| MessageReader::of(&message[..cut]).list(requested).is_none()));
+
+        let piece = |trained| TextPiece { text: "é".into(), trained };
+        let done = || {
+            [
+                Done::Ids(vec![1, 2]),
+                Done::Placed(vec![Token { id: 1, start: 2, end: 3 }]),
+                Done::Samples(vec![vec![1], vec![]], true),
+                Done::Shown(vec![(3, vec![piece(true), piece(false)])]),
+            ]
+        };
+        let mut writer = MessageWriter::default();
+        done().into_iter().for_each(|done| put(&mut writer, Ok(done)));
+        put(&mut writer, Err("odd".into()));
+        let answer = writer.into_bytes();
+        assert_eq!(answered(&answer, 4), Some(Ok(done().into())));
+        assert_eq!(answered(&answer, 5), Some(Err((4, "odd".into()))));
+        assert_eq!((answered(&answer, 6).is_some(), answered(&answer[..9], 1)), (true, None));
+    }
+}
