@@ -4,25 +4,24 @@
 
 mod dir;
 mod lock;
+mod moves;
 mod out_file;
+mod owned;
+mod records;
 mod result_file;
 
 pub(crate) use dir::{Dir, FileKind, TmpDir};
 pub(crate) use lock::{Lock, try_lock};
-pub(crate) use out_file::OutFile;
+pub(crate) use out_file::{FileId, OutFile};
+pub(crate) use owned::{OwnMark, OwnedName, canonical};
+pub(crate) use records::{RECORDS, RECORDS_MANIFEST, Records, RunRecord};
 pub(crate) use result_file::{ResultFile, ResultKind};
 
 use crate::error::{Error, Result};
-use out_file::attempt;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-
-/// Removes a directory and everything in it.
-pub(crate) fn remove_dir(path: &Path) -> Result<()> {
-    attempt("remove", path, || fs::remove_dir_all(path))
-}
 
 /// This program's directory in the user's cache; `None` where the environment names no home.
 pub(crate) fn user_cache() -> Option<PathBuf> {
@@ -31,24 +30,12 @@ pub(crate) fn user_cache() -> Option<PathBuf> {
     Some(cache.join("superoffload"))
 }
 
-/// Creates a file, writes `bytes` and syncs it.
-pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut file = OutFile::create(path)?;
-    file.write(bytes)?;
-    file.sync()
-}
-
-/// Puts a file with `bytes` in the place of `path`, whole or not at all: written beside as `<path>.tmp`, synced and renamed. What a
-/// killed process left under that name is removed first.
+/// Puts a file with `bytes` in the place of `path`, whole or not at all: written beside, synced and renamed.
+#[cfg(feature = "hub")]
 pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut tmp = path.as_os_str().to_owned();
-    tmp.push(".tmp");
-    let tmp = PathBuf::from(tmp);
-    if tmp.symlink_metadata().is_ok() {
-        attempt("remove", &tmp, || fs::remove_file(&tmp))?;
-    }
-    write_file(&tmp, bytes)?;
-    attempt("rename", &tmp, || fs::rename(&tmp, path))
+    let not_a_file = || Error::io("write", path, io::ErrorKind::InvalidFilename.into());
+    let (dir, name) = Dir::of(path)?.ok_or_else(not_a_file)?;
+    dir.replace_file(name, bytes)
 }
 
 /// Tells without reading a file whether it is the one that it was.
@@ -88,6 +75,14 @@ impl InFile {
         Ok(Self { file, path: path.to_path_buf(), bytes: metadata.len() })
     }
 
+    /// Opens the regular file `name` in `dir`, and follows no link.
+    pub(crate) fn open_in(dir: &Dir, name: &str) -> Result<Self> {
+        let path = dir.join(name);
+        let file = dir.open_file(name)?.ok_or_else(|| Error::io("read", &path, io::ErrorKind::NotFound.into()))?;
+        let bytes = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        Ok(Self { file, path, bytes })
+    }
+
     /// Size when it was opened.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
@@ -108,6 +103,17 @@ impl InFile {
         self.file.try_clone().map_err(|e| Error::io("read", &self.path, e))
     }
 
+    /// The whole file, of at most `bytes_max`.
+    pub(crate) fn read_all(&self, bytes_max: u64) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        // The limit holds even if the file grows while it is read.
+        (&self.file).take(bytes_max + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", &self.path, e))?;
+        if bytes.len() as u64 > bytes_max {
+            return Err(Error::format(&self.path, format_args!("larger than the {bytes_max} bytes it may have")));
+        }
+        Ok(bytes)
+    }
+
     /// Fills `out` from byte `offset`.
     pub(crate) fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(out, offset).map_err(|e| Error::io("read", &self.path, e))
@@ -116,14 +122,7 @@ impl InFile {
 
 /// Reads a whole regular file of at most `bytes_max`.
 pub(crate) fn read_small(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
-    let file = InFile::open(path)?;
-    let mut bytes = Vec::new();
-    // The limit holds even if the file grows while it is read.
-    (&file.file).take(bytes_max + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", path, e))?;
-    if bytes.len() as u64 > bytes_max {
-        return Err(Error::format(path, format_args!("larger than the {bytes_max} bytes it may have")));
-    }
-    Ok(bytes)
+    InFile::open(path)?.read_all(bytes_max)
 }
 
 /// Reads a whole regular file of at most `bytes_max` bytes of UTF-8.
@@ -189,13 +188,27 @@ pub(crate) mod faults {
     struct FaultPlan {
         fail: Option<(usize, Mode)>,
         seen: Vec<(&'static str, PathBuf)>,
+        /// Directories that cannot be renamed.
+        lower: Vec<PathBuf>,
+        /// An act of somebody else before an operation.
+        meanwhile: Option<(usize, Box<dyn FnOnce()>)>,
     }
 
     thread_local!(static PLAN: RefCell<FaultPlan> = RefCell::default());
 
     /// From now on records operations; the one with index `at` fails.
     pub(crate) fn arm(fail: Option<(usize, Mode)>) {
-        PLAN.replace(FaultPlan { fail, seen: Vec::new() });
+        PLAN.replace(FaultPlan { fail, ..FaultPlan::default() });
+    }
+
+    /// As [`arm`] without a failure, on an overlay file system whose lower layer has the directories `lower`: renaming one is EXDEV.
+    pub(crate) fn arm_overlay(lower: Vec<PathBuf>) {
+        PLAN.replace(FaultPlan { lower, ..FaultPlan::default() });
+    }
+
+    /// As [`arm`] without a failure; before operation `at` somebody else does `act`.
+    pub(crate) fn arm_meanwhile(at: usize, act: impl FnOnce() + 'static) {
+        PLAN.replace(FaultPlan { meanwhile: Some((at, Box::new(act))), ..FaultPlan::default() });
     }
 
     /// Back to normal; returns the operations since [`arm`].
@@ -208,6 +221,12 @@ pub(crate) mod faults {
         PLAN.with_borrow_mut(|plan| {
             let index = plan.seen.len();
             plan.seen.push((operation, path.to_path_buf()));
+            if let Some((_, act)) = plan.meanwhile.take_if(|(at, _)| *at == index) {
+                act();
+            }
+            if operation == "rename" && plan.lower.iter().any(|lower| lower == path) && path.is_dir() {
+                return Err(io::Error::from_raw_os_error(libc::EXDEV));
+            }
             let fails = plan.fail.is_some_and(|(at, mode)| index == at || (mode == Mode::Crash && index > at));
             // ENOSPC: the disk is full.
             if fails { Err(io::Error::from_raw_os_error(28)) } else { Ok(()) }

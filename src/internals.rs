@@ -158,6 +158,10 @@ pub mod probe {
     }
 }
 
+pub mod train {
+    pub use crate::train::owned_names::patterns;
+}
+
 pub mod trace {
     pub use crate::trace::Recorder;
 }

@@ -119,7 +119,7 @@ fn large_text_is_prepared_once_and_trains_to_the_bits_of_its_token_file() {
     assert_eq!(second.digest(), reference.digest());
     assert!(!second.stdout.contains("preparing "), "{second:?}");
     assert_eq!(workspace.names("cache", "").len(), 2, "a folder and its lock");
-    assert!(workspace.path("first/data-checked.json").exists());
+    assert!(workspace.path("first/.superoffload/data-checked.json").exists());
 }
 
 /// What stands where a file of data was.
@@ -206,8 +206,9 @@ fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_ma
     let moved = go_on("moved", &auto);
     assert_eq!((moved.digest(), evaluated("moved")), (digest.as_str(), evaluated("whole")));
     for name in ["small.jsonl", "eval.jsonl"] {
-        let told =
-            |line: &&str| line.contains(name) && line.contains("training goes on with the tokens") && line.contains("/moved/data-tokens/");
+        let told = |line: &&str| {
+            line.contains(name) && line.contains("training goes on with the tokens") && line.contains("/moved/.superoffload/tokens/")
+        };
         assert_eq!(moved.stdout.lines().filter(told).count(), 1, "{moved:?}");
     }
     go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13", "--allow-changed=data"]).refused(1, &["small.jsonl: No such file"]);
@@ -217,7 +218,7 @@ fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_ma
     fs::write(&path, (1..90).map(answer).collect::<String>()).unwrap();
     go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data is not the checkpoint's"]);
     go_on("moved", &["--max-steps=1"]).digest();
-    assert_eq!(workspace.names("moved/data-tokens", "").len(), 4, "two folders and their locks: what other data left has gone");
+    assert_eq!(workspace.names("moved/.superoffload/tokens", "").len(), 4, "two folders and their locks: what other data left has gone");
 }
 
 #[test]
@@ -281,7 +282,7 @@ fn without_a_home_prepared_text_lies_beside_the_run() {
     let text = write_text(&workspace, "large.txt", TOO_LARGE);
     let mut command = workspace.train("out", &["--data", text.to_str().unwrap(), "--max-steps", "1"]);
     run(command.env_remove("SUPEROFFLOAD_CACHE").env_remove("HOME").env_remove("XDG_CACHE_HOME")).digest();
-    assert_eq!(workspace.names("out/.data", "").len(), 2);
+    assert_eq!(workspace.names("out/.superoffload/prepared", "").len(), 2);
 }
 
 #[test]

@@ -161,7 +161,7 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
     full.refused(1, &["write", "metrics.jsonl", "File too large"]);
     assert_eq!(lost(&full), ["the metrics of step 5"], "{full:?}");
     assert_eq!(workspace.names("out", "checkpoint-"), ["checkpoint-2", "checkpoint-5"]);
-    assert_eq!(workspace.names("out", "."), [".lock"]);
+    assert_eq!(workspace.names("out", "."), [".lock", ".superoffload"]);
     assert_eq!(run(&mut workspace.resume("out", &[])).digest(), whole);
 }
 
@@ -178,7 +178,7 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     let printed = lost(&both);
     assert!(printed[0].starts_with("steps 3 to ") && printed[0].ends_with("all since the checkpoint of the start"), "{printed:?}");
     assert!(printed[1].starts_with("the metrics of step ") && printed[2] == "the timeline", "{printed:?}");
-    assert_eq!(workspace.names("out", "."), [".lock"]);
+    assert_eq!(workspace.names("out", "."), [".lock", ".superoffload"]);
 }
 
 #[test]

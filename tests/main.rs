@@ -18,6 +18,7 @@ mod export_golden;
 mod fake_gpus;
 mod faults;
 mod fine_tuning;
+mod foreign_files;
 mod fp8;
 mod fuzz_corpus;
 mod guide;

@@ -99,7 +99,7 @@ fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]
     assert_eq!(saved.digest(), digest);
     let files = workspace.names(&format!("{out}/checkpoint-{STEPS}"), "state");
     assert_eq!(files, Vec::from_iter((0..layout[0] * layout[1]).map(|rank| format!("state-{rank}.bin"))));
-    assert_eq!(workspace.names(out, "."), [".lock"], "remains in {out}");
+    assert_eq!(workspace.names(out, "."), [".lock", ".superoffload"], "remains in {out}");
     digest
 }
 
@@ -357,7 +357,7 @@ fn processes_without_one_output_directory_are_refused_before_the_first_step() {
     let outcomes = ends(vec![command("here", "--process=0"), command("there", "--process=1")]);
     outcomes[1].refused(1, &["--output-dir ", "/there: ", "it is not that of process 0 on ", "a file system that all share"]);
     outcomes[0].refused(1, &["process 1 on ", "/there: "]);
-    assert_eq!(workspace.names("here", "."), [".lock"]);
+    assert_eq!(workspace.names("here", "."), [".lock", ".superoffload"]);
 }
 
 #[test]

@@ -20,14 +20,14 @@ fn reference(workspace: &Workspace, flags: &[&str]) -> String {
     run(&mut workspace.train("whole", flags)).digest().to_string()
 }
 
-/// The only hidden name that a run leaves.
-const LOCK: &str = ".lock";
+/// The only hidden names that a run leaves.
+const HIDDEN: [&str; 2] = [".lock", ".superoffload"];
 
 /// Checks that `out` holds a finished run: one line of metrics a step, no remains of a save.
 fn assert_whole(workspace: &Workspace, out: &str) {
     let steps: Vec<_> = workspace.metrics(out).iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, Vec::from_iter(1..=STEPS), "metrics of {out}");
-    assert_eq!(workspace.names(out, "."), [LOCK], "remains in {out}");
+    assert_eq!(workspace.names(out, "."), HIDDEN, "remains in {out}");
 }
 
 fn pick(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
@@ -384,7 +384,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     let train = workspace.resume("full", &[]);
     limited.args(["-c", "ulimit -f 60; exec \"$@\"", "sh"]).arg(train.get_program()).args(train.get_args());
     run(&mut limited).refused(1, &["write", "state.bin", "File too large"]);
-    assert_eq!(workspace.names("full", "."), [LOCK]);
+    assert_eq!(workspace.names("full", "."), HIDDEN);
     assert_eq!(run(program(&["digest"]).arg(workspace.path("full/checkpoint-4"))).digest(), early);
     assert_eq!(run(&mut workspace.resume("full", &[])).digest(), digest);
     assert_whole(&workspace, "full");

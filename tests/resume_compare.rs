@@ -203,13 +203,14 @@ fn other_data_under_the_same_name_are_refused_unless_they_are_allowed() {
 fn unchanged_data_are_not_read_again() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &["--max-steps", "4"])).digest();
-    let kept = workspace.path("out/data.json");
+    let kept = workspace.path("out/.superoffload/data-checksums.json");
     let mut sums: Value = serde_json::from_slice(&fs::read(&kept).unwrap()).unwrap();
     let file = workspace.path("data.txt").to_str().unwrap().to_string();
-    assert_eq!(sums[&file]["bytes"], fs::metadata(&file).unwrap().len());
+    assert_eq!(sums["content"][&file]["bytes"], fs::metadata(&file).unwrap().len());
     // Were the file read, its true checksum would be found.
-    sums[&file]["sha256"] = json!("0".repeat(64));
-    fs::write(&kept, sums.to_string()).unwrap();
+    sums["content"][&file]["sha256"] = json!("0".repeat(64));
+    let (mark, content) = (&sums["superoffload"], &sums["content"]);
+    fs::write(&kept, format!("{{\"superoffload\":{mark},\"content\":{content}}}\n")).unwrap();
     run(&mut workspace.resume("out", &[])).refused(2, &["data.txt", &"0".repeat(64)]);
     fs::remove_file(&kept).unwrap();
     run(&mut workspace.resume("out", &[])).digest();

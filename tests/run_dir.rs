@@ -115,7 +115,7 @@ fn what_a_killed_save_left_goes_though_its_process_seems_to_live() {
     fs::create_dir(workspace.path("r/.checkpoint-6.tmp-1")).unwrap();
     let resumed = run(&mut workspace.resume("r", &[]));
     assert!(resumed.digest() == digest && resumed.stderr.is_empty(), "{resumed:?}");
-    assert_eq!(workspace.names("r", "."), [".lock"]);
+    assert_eq!(workspace.names("r", "."), [".lock", ".superoffload"]);
     assert!(workspace.path("r/checkpoint-2").is_dir());
 }
 
@@ -123,7 +123,7 @@ fn what_a_killed_save_left_goes_though_its_process_seems_to_live() {
 fn links_and_pipes_where_a_run_writes_are_not_followed_nor_waited_for() {
     let workspace = Workspace::new();
     let victim = workspace.write("victim", "mine");
-    let names = [".write-probe", "metrics.jsonl.tmp", "metrics.jsonl", "trace.json", ".lock"];
+    let names = [".write-probe", "metrics.jsonl.tmp", "metrics.jsonl", "trace.json", ".lock", "tb", ".superoffload"];
     for (round, name) in names.into_iter().enumerate() {
         for (kind, make) in [("link", true), ("pipe", false)] {
             let out = format!("{kind}-{round}");
@@ -144,10 +144,11 @@ fn links_and_pipes_where_a_run_writes_are_not_followed_nor_waited_for() {
             }
             let ended = Outcome::from(child.wait_with_output().unwrap());
             match name {
+                ".write-probe" | "metrics.jsonl.tmp" => assert_eq!(ended.code, 0, "{out} {name}: {ended:?}"),
                 "trace.json" => ended.refused(2, &["trace.json", "--trace"]),
-                ".lock" => ended.refused(1, &[".lock"]),
-                _ => assert_eq!(ended.code, 0, "{out} {name}: {ended:?}"),
+                _ => ended.refused(2, &[name, "--output-dir"]),
             }
+            assert!(at.symlink_metadata().is_ok_and(|there| !there.is_file()), "{out} {name}");
         }
     }
     assert_eq!(fs::read_to_string(victim).unwrap(), "mine");
@@ -175,19 +176,33 @@ fn a_timeline_replaces_timelines_only() {
 }
 
 #[test]
-fn names_of_checkpoints_that_are_none_are_moved_before_the_first_step() {
+fn names_of_checkpoints_that_are_none_are_refused_by_a_new_run_and_renamed_by_one_that_goes_on() {
     let workspace = Workspace::new();
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     for (name, target) in [("dangling", "/nowhere"), ("looping", "checkpoint-4"), ("elsewhere", "../model")] {
-        fs::create_dir(workspace.path(name)).unwrap();
+        run(&mut workspace.train(name, &["--max-steps", "2"])).digest();
         symlink(target, workspace.path(name).join("checkpoint-4")).unwrap();
-        let ended = run(&mut workspace.train(name, &[]));
+        run(&mut workspace.train(name, &[])).refused(2, &["checkpoint-4: not a checkpoint of this program", "--output-dir"]);
+        let from = workspace.path(name).join("checkpoint-2");
+        let ended = run(&mut workspace.train(name, &["--resume-from-checkpoint", from.to_str().unwrap()]));
         assert_eq!(ended.digest(), digest, "{name}");
-        assert!(ended.stderr.contains("previous-1"), "{ended:?}");
-        assert_eq!(fs::read_link(workspace.path(name).join("previous-1/checkpoint-4")).unwrap(), Path::new(target));
+        assert!(ended.stderr.contains("it is now checkpoint-4.foreign-1"), "{ended:?}");
+        assert_eq!(fs::read_link(workspace.path(name).join("checkpoint-4.foreign-1")).unwrap(), Path::new(target));
         assert!(workspace.path(name).join("checkpoint-4").symlink_metadata().unwrap().is_dir());
     }
     assert_eq!(fs::read_to_string(workspace.path("model/config.json")).unwrap(), CONFIG);
+}
+
+#[test]
+fn a_timeline_that_finds_no_place_at_the_very_end_is_a_warning_as_all_steps_are_saved() {
+    let workspace = Workspace::new();
+    let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
+    let child = stopped(&workspace, "r", &[]);
+    fs::create_dir(workspace.path("r/trace.json")).unwrap();
+    let ended = go_on(child);
+    assert_eq!(ended.digest(), digest);
+    assert!(ended.stderr.contains("warning: ") && ended.stderr.contains("trace.json: not a timeline"), "{ended:?}");
+    assert!(ended.stdout.contains("lost          the timeline"), "{ended:?}");
 }
 
 #[test]
@@ -256,9 +271,11 @@ fn a_killed_export_leaves_nothing_for_long_and_a_link_is_refused() {
     let workspace = Workspace::new();
     run(&mut workspace.train("r", &["--max-steps", "2"])).digest();
     let export = |out: &str| run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path(out)));
-    fs::create_dir(workspace.path(".out.tmp-4711")).unwrap();
+    workspace.write(".out.tmp-4711/.superoffload-export", "an export of superoffload\n");
+    workspace.write(".out.tmp-4711/model.safetensors", "half");
+    workspace.write(".out.tmp-4712/model.safetensors", "mine");
     assert_eq!(export("out").code, 0);
-    assert_eq!(workspace.names(".", "."), [""; 0]);
+    assert_eq!(workspace.names(".", "."), [".out.tmp-4712"]);
     fs::create_dir(workspace.path("empty")).unwrap();
     symlink("empty", workspace.path("link")).unwrap();
     export("link").refused(2, &["link", "is a link"]);

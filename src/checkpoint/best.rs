@@ -1,6 +1,7 @@
 //! Which checkpoint of a run is best, as its newest one says.
 
-use super::{is_checkpoint, newest_good, store, verify};
+use super::owned::published;
+use super::{is_checkpoint, newest_good, verify};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -56,7 +57,7 @@ pub(crate) fn find_best(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
     let newest = newest_good(dir)?;
     let best = newest.found.and_then(|(_, manifest)| Evaluations::of(&manifest.run).best);
     let best = best.ok_or_else(|| Error::format(dir, "no checkpoint here was evaluated: --eval-data and --eval-split evaluate"))?;
-    let path = dir.join(store::published(best.step));
+    let path = dir.join(published(best.step));
     let (found, loss) = (path.display(), best.eval_loss);
     verify(&path).map_err(|e| Error::format(dir, format!("the best checkpoint, of eval loss {loss:.4}, was {found}: {e}")))?;
     Ok((path, newest.warnings))

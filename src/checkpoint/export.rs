@@ -2,7 +2,7 @@
 
 use super::export_dir::ExportDir;
 use crate::checkpoint::{self, Loaded};
-use crate::disk::{self, OutFile};
+use crate::disk::{Dir, OutFile};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
@@ -59,16 +59,14 @@ pub(crate) fn export(
     let mut config = Config::parse(&out_dir.join(CONFIG), model_files)?;
     let dtype = config.resolve_dtype(options.dtype)?;
     let mut tmp = place.begin()?;
-    let dir = tmp.dir().path().to_path_buf();
+    let dir = tmp.dir();
     for (name, bytes) in model_files.iter().filter(|(name, _)| name != CONFIG) {
-        disk::write_file(&dir.join(name), bytes)?;
+        dir.write_file(name, bytes)?;
     }
-    disk::write_file(&dir.join(CONFIG), &pretty(&Value::Object(config.map)))?;
+    dir.write_file(CONFIG, &pretty(&Value::Object(config.map)))?;
     let table = TensorTable::new(&config.shape);
-    write_weights(&dir, &shards(&table, dtype, options.max_shard_bytes), dtype, read)?;
-    tmp.dir().sync()?;
-    tmp.publish(place.name())?;
-    tmp.parent().sync()
+    write_weights(dir, &shards(&table, dtype, options.max_shard_bytes), dtype, read)?;
+    place.publish(&mut tmp)
 }
 
 /// Exports a checkpoint: `dir` is one, or a directory of checkpoints whose newest good one is taken.
@@ -157,7 +155,7 @@ fn item_bytes((spec, part): &Item<'_>, dtype: Dtype) -> usize {
 }
 
 fn write_weights(
-    dir: &Path,
+    dir: &Dir,
     shards: &[Vec<Item<'_>>],
     dtype: Dtype,
     mut read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
@@ -166,7 +164,7 @@ fn write_weights(
     let (mut tensor, mut held) = (vec![], None);
     for (shard, number) in shards.iter().zip(1..) {
         let name = if shards.len() == 1 { SINGLE.into() } else { format!("model-{number:05}-of-{:05}.safetensors", shards.len()) };
-        let mut file = OutFile::create(&dir.join(&name))?;
+        let mut file = dir.create_file(&name)?;
         file.write(&header(shard, dtype))?;
         for item in shard {
             let (spec, part) = item;
@@ -182,7 +180,7 @@ fn write_weights(
         file.sync()?;
     }
     let index = json!({"metadata": {"total_size": total_bytes}, "weight_map": weight_map});
-    if shards.len() > 1 { disk::write_file(&dir.join(INDEX), &pretty(&index)) } else { Ok(()) }
+    if shards.len() > 1 { dir.write_file(INDEX, &pretty(&index)).map(drop) } else { Ok(()) }
 }
 
 /// The length, then the JSON, padded so that the tensors are aligned.

@@ -1,11 +1,15 @@
-//! The directory that an export makes: beside first, locked as long as it is written, so that one that a killed export left can
-//! be told from one that is being written.
+//! The directory that an export makes: beside first, marked, and locked as long as it is written, so that one that a killed export left
+//! can be told from one that is being written, and from what nobody here made.
 
-use crate::disk::{Dir, FileKind, Lock, TmpDir};
+use crate::disk::{Dir, FileKind, Lock, OwnMark, OwnedName, TmpDir};
 use crate::error::{Error, Result};
-use std::ffi::{OsStr, OsString};
-use std::path::Path;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Marks a directory that is being written; it goes before that gets its name.
+const MARK: OwnedName = OwnedName { pattern: ".superoffload-export", kind: "mark", mark: OwnMark::Head(MARK_TEXT) };
+const MARK_TEXT: &str = "an export of superoffload\n";
 
 pub(super) struct ExportDir {
     parent: Dir,
@@ -32,10 +36,6 @@ impl ExportDir {
         Ok(place)
     }
 
-    pub(super) fn name(&self) -> &OsStr {
-        &self.name
-    }
-
     /// The directory beside, locked.
     ///
     /// # Errors
@@ -46,9 +46,21 @@ impl ExportDir {
             let tmp = TmpDir::create(&self.parent, format!("{}{}-{nanos}", self.prefix(), std::process::id()))?;
             // Before it was locked another export may have taken it for a leftover.
             if tmp.dir().try_lock()? != Lock::Taken && !tmp.dir().is_removed()? {
+                tmp.dir().write_file(MARK.pattern, MARK_TEXT.as_bytes())?;
                 return Ok(tmp);
             }
         }
+    }
+
+    /// Gives the directory `tmp`, which is written, its name.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be had.
+    pub(super) fn publish(&self, tmp: &mut TmpDir) -> Result<()> {
+        tmp.dir().remove(MARK.pattern)?;
+        tmp.dir().sync()?;
+        tmp.publish(&self.name)?;
+        tmp.parent().sync()
     }
 
     fn prefix(&self) -> String {
@@ -58,13 +70,30 @@ impl ExportDir {
     /// Whoever still writes into one holds its lock. Without locks nobody can tell, and nothing is removed.
     fn remove_leftovers(&self) -> Result<()> {
         for name in self.parent.names()? {
-            let is_ours = name.to_string_lossy().starts_with(&self.prefix()) && self.parent.kind(&name)? == Some(FileKind::Dir);
-            if is_ours && self.parent.open_dir(&name)?.try_lock()? == Lock::Held {
-                self.parent.remove(&name)?;
+            let is_called_so = name.to_string_lossy().starts_with(&self.prefix()) && self.parent.kind(&name)? == Some(FileKind::Dir);
+            if !is_called_so {
+                continue;
+            }
+            let dir = self.parent.open_dir(&name)?;
+            if dir.try_lock()? == Lock::Held {
+                self.parent.remove_listed(&name, &marked_files(&dir)?)?;
             }
         }
         Ok(())
     }
+}
+
+/// The files in `dir`, the mark last; none where that is missing.
+fn marked_files(dir: &Dir) -> Result<Vec<PathBuf>> {
+    let mut files = vec![];
+    if dir.kind(MARK.pattern)?.is_none() || !MARK.is_own(dir, MARK.pattern)? {
+        return Ok(files);
+    }
+    for name in dir.names()? {
+        files.extend(matches!(dir.kind(&name)?, Some(FileKind::File(_))).then(|| PathBuf::from(name)));
+    }
+    files.sort_by_key(|name| name == MARK.pattern);
+    Ok(files)
 }
 
 #[cfg(test)]
@@ -79,16 +108,20 @@ mod tests {
         let path = |name: &str| tmp.path().join(name);
         let out = path("out");
         let live = ExportDir::open(&out).unwrap().begin().unwrap();
-        fs::create_dir_all(path(".out.tmp-4711/deeper")).unwrap();
-        fs::create_dir(path(".other.tmp-4711")).unwrap();
+        for (name, file) in [(".out.tmp-4711", MARK.pattern), (".out.tmp-4712", "thesis.tex"), (".other.tmp-4711", MARK.pattern)] {
+            fs::create_dir(path(name)).unwrap();
+            fs::write(path(name).join(file), MARK_TEXT).unwrap();
+            fs::write(path(name).join("model.safetensors"), "half").unwrap();
+        }
         let second = ExportDir::open(&out).unwrap();
         assert!(!path(".out.tmp-4711").exists() && path(".other.tmp-4711").exists() && !live.dir().is_removed().unwrap());
         let mut tmp_dir = second.begin().unwrap();
         drop(live);
-        tmp_dir.publish(second.name()).unwrap();
+        second.publish(&mut tmp_dir).unwrap();
         drop(tmp_dir);
         let names: Vec<_> = fs::read_dir(tmp.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert!(names.len() == 2 && out.is_dir(), "{names:?}");
+        assert!(names.len() == 3 && fs::read_dir(out).unwrap().count() == 0, "{names:?}");
+        assert_eq!(fs::read_dir(path(".out.tmp-4712")).unwrap().count(), 2, "nobody marked it");
     }
 
     #[test]

@@ -115,8 +115,8 @@ struct ManifestVersion {
     format_version: u32,
 }
 
-// The file is one JSON object: HEAD, the manifest, and a seal of fixed length with the checksum of all before it.
-const HEAD: &[u8] = b"{\"manifest\":";
+// The file is one JSON object: MANIFEST_HEAD, the manifest, and a seal of fixed length with the checksum of all before it.
+pub(super) const MANIFEST_HEAD: &str = "{\"manifest\":";
 const SEAL_BYTES: usize = 23;
 
 fn seal(body: &[u8]) -> String {
@@ -140,7 +140,7 @@ impl Manifest {
     /// # Errors
     /// If they would not read back as they are: a number that is not finite.
     pub(super) fn encode(&self, path: &Path) -> Result<Vec<u8>> {
-        let mut bytes = HEAD.to_vec();
+        let mut bytes = MANIFEST_HEAD.as_bytes().to_vec();
         serde_json::to_writer(&mut bytes, self).map_err(|e| Error::format(path, e))?;
         bytes.extend(seal(&bytes).into_bytes());
         match Self::decode(path, &bytes) {
@@ -157,7 +157,7 @@ impl Manifest {
         if found != seal(body).as_bytes() {
             return Err(wrong("damaged or cut short: its checksum differs"));
         }
-        let json = body.strip_prefix(HEAD).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
+        let json = body.strip_prefix(MANIFEST_HEAD.as_bytes()).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
         let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
         let [oldest, .., newest] = FORMAT_VERSIONS;
         if format_version > newest {

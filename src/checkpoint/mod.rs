@@ -18,6 +18,7 @@ pub(crate) mod export;
 mod export_dir;
 mod find;
 mod format;
+mod owned;
 mod part_files;
 pub(crate) mod parts;
 mod reader;
@@ -27,9 +28,11 @@ mod state_parts;
 mod store;
 mod validate;
 mod writer;
+mod written;
 
 pub(crate) use find::find;
 pub(crate) use format::{SavedLossScale, Scheduler, TrainerState};
+pub(crate) use owned::{BEING_REMOVED, BEING_REPLACED, BEING_WRITTEN, CHECKPOINT};
 pub(crate) use reader::Loaded;
 pub use reader::{open, verify};
 pub(crate) use store::clean;
@@ -38,5 +41,7 @@ pub(crate) use store::{Spared, is_checkpoint, newest_good};
 pub(crate) use validate::STEPS_MAX;
 pub(crate) use writer::{Writer, checkpoint_bytes};
 
+#[cfg(test)]
+mod store_tests;
 #[cfg(test)]
 pub(crate) mod tests;

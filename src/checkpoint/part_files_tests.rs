@@ -61,9 +61,9 @@ fn elements_are_found_by_their_place_in_the_flat_order() {
                     file.append(bytemuck::cast_slice(&values)).unwrap();
                 }
             }
-            let (bytes, crc32c) = file.finish().unwrap();
-            assert_eq!(bytes, parts.file_bytes(rank, MOMENTS));
-            parts.state_crc32c[rank] = crc32c;
+            let written = file.finish().unwrap();
+            assert_eq!(written.id.bytes, parts.file_bytes(rank, MOMENTS));
+            parts.state_crc32c[rank] = written.crc32c;
         }
         let mut open = PartFiles::open(dir.path(), &parts, MOMENTS).unwrap();
         open.verify().unwrap();

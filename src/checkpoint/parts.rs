@@ -3,6 +3,7 @@
 //! tensors together by the flat order.
 
 use super::format::TrainerState;
+use super::owned::MEETING;
 use super::state_file::StateWriter;
 use super::state_parts::{StateParts, file_name};
 use super::store::hidden_of;
@@ -42,7 +43,7 @@ pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer
 /// # Errors
 /// The disk's.
 pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [step, pid]: [u64; 2]) -> Result<Vec<u32>> {
-    write(engine, &Dir::open(&output_dir.join(hidden_of(step, pid)))?)
+    write(engine, &Dir::open(output_dir)?.open_dir(hidden_of(step, pid))?)
 }
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
@@ -56,9 +57,9 @@ fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
             moments.stored(part, &buffer, |bytes| file.append(bytes))?;
         }
     }
-    let (_, crc32c) = file.finish()?;
+    let written = file.finish()?;
     dir.sync()?;
-    Ok(crc32c)
+    Ok(written.crc32c)
 }
 
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when
@@ -75,7 +76,7 @@ impl MeetingPlace {
         super::store::clean(output_dir)?;
         let place = Self(TmpDir::create(output_dir, &name)?);
         let sign = format!("{:?}", std::time::SystemTime::now());
-        place.0.dir().write_file("meeting", sign.as_bytes())?;
+        place.0.dir().write_file(MEETING, sign.as_bytes())?;
         Ok((place, format!("{name}/{sign}")))
     }
 
@@ -88,7 +89,7 @@ impl MeetingPlace {
         if !disk::is_plain_file_name(name) {
             return Err(Error::resource("look for the run's directory", "process 0 names none"));
         }
-        let (file, deadline): (PathBuf, _) = (output_dir.join(name).join("meeting"), Instant::now() + Duration::from_secs(5));
+        let (file, deadline): (PathBuf, _) = (output_dir.join(name).join(MEETING), Instant::now() + Duration::from_secs(5));
         while disk::read_if_present(&file, 1 << 12)?.as_deref() != Some(sign.as_bytes()) {
             if Instant::now() > deadline {
                 let cause = format!("it is not that of {host}; processes save to one directory of a file system that all share");

@@ -1,7 +1,7 @@
 //! A file of state: bytes whose chunks have a checksum each, written once and read in any order. Nothing is given out that was not compared.
 
 use super::format::CHUNK_BYTES;
-use crate::disk::{Dir, InFile, OutFile};
+use crate::disk::{Dir, FileId, InFile, OutFile};
 use crate::error::{Error, Result};
 use std::path::Path;
 
@@ -9,20 +9,18 @@ use std::path::Path;
 pub(super) struct StateWriter {
     file: OutFile,
     chunk: Vec<u8>,
-    bytes: u64,
     crc32c: Vec<u32>,
 }
 
 impl StateWriter {
     pub(super) fn create(dir: &Dir, name: &str) -> Result<Self> {
-        Ok(Self { file: dir.create_file(name)?, chunk: Vec::with_capacity(CHUNK_BYTES), bytes: 0, crc32c: Vec::new() })
+        Ok(Self { file: dir.create_file(name)?, chunk: Vec::with_capacity(CHUNK_BYTES), crc32c: Vec::new() })
     }
 
     pub(super) fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
             let (head, rest) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
             self.chunk.extend_from_slice(head);
-            self.bytes += head.len() as u64;
             bytes = rest;
             if self.chunk.len() == CHUNK_BYTES {
                 self.flush()?;
@@ -40,12 +38,18 @@ impl StateWriter {
         Ok(())
     }
 
-    /// Has all of it on disk; its size and the checksums of its chunks.
-    pub(super) fn finish(mut self) -> Result<(u64, Vec<u32>)> {
+    /// Has all of it on disk.
+    pub(super) fn finish(mut self) -> Result<WrittenState> {
         self.flush()?;
         self.file.sync()?;
-        Ok((self.bytes, self.crc32c))
+        Ok(WrittenState { id: self.file.id()?, crc32c: self.crc32c })
     }
+}
+
+/// One that is on disk, and the checksums of its chunks.
+pub(super) struct WrittenState {
+    pub(super) id: FileId,
+    pub(super) crc32c: Vec<u32>,
 }
 
 /// One that is read.

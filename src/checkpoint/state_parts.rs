@@ -2,6 +2,7 @@
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
+use crate::disk::canonical;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::{CHUNK_BYTES, StatePart};
@@ -28,6 +29,12 @@ pub(crate) struct StateParts {
 /// Name of the file of `rank`.
 pub(super) fn file_name(rank: usize) -> String {
     format!("state-{rank}.bin")
+}
+
+/// Whether `name` is that of some rank's file.
+pub(super) fn is_file_name(name: &str) -> bool {
+    let rank = name.strip_prefix("state-").and_then(|rest| rest.strip_suffix(".bin"));
+    rank.and_then(canonical::<usize>).is_some()
 }
 
 /// First byte of `part` in a file of `elems` elements.

@@ -2,11 +2,14 @@
 //!
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
 //! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed. Whoever
-//! writes here owns the directory, so that all that was not made by himself is a dead run's, whatever the id says.
+//! writes here owns the directory, so that a checkpoint that was not made by himself is a dead run's, whatever the id says. What has such
+//! a name and is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
 
 use super::format::{MANIFEST, Manifest};
+use super::owned::{self, CHECKPOINT, published};
 use super::reader;
-use crate::disk::{Dir, FileKind, TmpDir};
+use super::written::Written;
+use crate::disk::{Dir, TmpDir, canonical};
 use crate::error::{Error, Result};
 use std::cmp::Reverse;
 use std::ffi::OsStr;
@@ -59,10 +62,6 @@ impl StoreEntry {
     }
 }
 
-pub(super) fn published(step: u64) -> String {
-    format!("checkpoint-{step}")
-}
-
 /// Name of this process's hidden directory for `step`.
 pub(super) fn hidden(step: u64, role: HiddenRole) -> String {
     format!(".checkpoint-{step}.{}-{}", role.name(), std::process::id())
@@ -87,11 +86,6 @@ fn parse(path: PathBuf) -> Option<StoreEntry> {
     Some(StoreEntry { step: canonical(step)?, hidden, path })
 }
 
-/// A number as we print it: no sign, no leading zero.
-fn canonical<T: std::str::FromStr + ToString>(text: &str) -> Option<T> {
-    text.parse().ok().filter(|n: &T| n.to_string() == text)
-}
-
 /// Everything of ours in `output_dir`; nothing if there is no such directory.
 fn list(output_dir: &Path) -> Result<Vec<StoreEntry>> {
     match Dir::open(output_dir) {
@@ -107,7 +101,7 @@ fn entries(dir: &Dir) -> Result<Vec<StoreEntry>> {
 
 /// Tidies up after runs that died inside a save: removes what they left, gives back its name to a checkpoint that was
 /// moved aside and not yet replaced. Returns a line for each thing that could not be done. Call it at the start of a
-/// run; every save does. The caller owns the directory.
+/// run; every save does. The caller owns the directory. What is foreign stays.
 ///
 /// # Errors
 /// `output_dir` cannot be read.
@@ -115,61 +109,109 @@ pub(crate) fn clean(output_dir: &Dir) -> Result<Vec<String>> {
     let mut warnings = vec![];
     for entry in entries(output_dir)? {
         let Some((role, _)) = entry.hidden else { continue };
-        let done = if role == HiddenRole::Old { give_back(output_dir, &entry) } else { output_dir.remove(entry.name()) };
-        warnings.extend(done.err().map(|e| e.to_string()));
+        if !CHECKPOINT.is_own(output_dir, entry.name())? {
+            continue;
+        }
+        let done = match role {
+            HiddenRole::Old => give_back(output_dir, &entry),
+            HiddenRole::Tmp | HiddenRole::Del => owned::remove(output_dir, entry.name(), entry.step),
+        };
+        warnings.extend(done.unwrap_or_else(|e| Some(e.to_string())));
     }
     Ok(warnings)
 }
 
-/// A checkpoint that was moved aside gets its name back, or goes if another one has it: names are given to whole ones only.
-fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<()> {
+/// A checkpoint that was moved aside gets its name back, or goes if another one, a whole one, has it.
+fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<Option<String>> {
     let target = published(aside.step);
-    match output_dir.kind(&target)? {
-        None => output_dir.rename(aside.name(), &target).and_then(|()| output_dir.sync()),
-        Some(FileKind::Dir) => output_dir.remove(aside.name()),
-        Some(_) => Err(Error::format(&aside.path, format_args!("kept here: {target}, its name, is not a directory; remove that"))),
-    }
+    let removed = match output_dir.kind(&target)? {
+        None => None,
+        Some(_) if !CHECKPOINT.is_own(output_dir, &target)? => {
+            let cause = format_args!("kept here: {target}, its name, is not a checkpoint of this program; move that away");
+            return Err(Error::format(&aside.path, cause));
+        }
+        Some(_) if reader::open(&aside.path).is_err() || reader::open(&output_dir.join(&target)).is_ok() => {
+            return owned::remove(output_dir, aside.name(), aside.step);
+        }
+        // Where it could only be moved by copying, what has its name may be the rest of the removal.
+        Some(_) => owned::remove(output_dir, &target, aside.step)?,
+    };
+    output_dir.rename(aside.name(), &target).and_then(|()| output_dir.sync())?;
+    Ok(removed)
 }
 
-/// Gives the complete directory `tmp` its name. What has the name, of whatever kind, is moved aside, and removed only when
-/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between.
-pub(super) fn publish(step: u64, tmp: &mut TmpDir, warnings: &mut Vec<String>) -> Result<PathBuf> {
+/// Gives the complete directory `tmp`, in which `written` is, its name. A checkpoint that has the name is moved aside, and removed only when
+/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between. What is foreign gets another name.
+pub(super) fn publish(step: u64, tmp: &mut TmpDir, written: &Written, warnings: &mut Vec<String>) -> Result<PathBuf> {
     tmp.dir().sync()?;
+    written.expect_in(tmp.dir())?;
     let (output_dir, target) = (tmp.parent().try_clone()?, published(step));
-    let replaced = output_dir.kind(&target)?.map(|_| hidden(step, HiddenRole::Old));
-    if let Some(old) = &replaced {
-        output_dir.rename(&target, old)?;
-    }
+    let replaced = make_way(&output_dir, step, &target, warnings)?;
     tmp.publish(&target).inspect_err(|_| {
         if let Some(old) = &replaced {
             // Should this fail too, `clean` does it at the next start.
             let _ = output_dir.rename(old, &target);
         }
     })?;
+    // Whoever removes the directory may have been between its files.
+    written.expect_in(tmp.dir()).inspect_err(|_| drop(owned::remove(&output_dir, &target, step)))?;
     output_dir.sync()?;
     if let Some(old) = &replaced {
-        warnings.extend(output_dir.remove(old).err().map(|e| e.to_string()));
+        warnings.extend(owned::remove(&output_dir, old, step).unwrap_or_else(|e| Some(e.to_string())));
     }
     Ok(output_dir.join(target))
 }
 
+/// Moves what is called `target` aside; the hidden name of a checkpoint is returned.
+fn make_way(output_dir: &Dir, step: u64, target: &str, warnings: &mut Vec<String>) -> Result<Option<String>> {
+    if output_dir.kind(target)?.is_none() {
+        return Ok(None);
+    }
+    if !CHECKPOINT.is_own(output_dir, target)? {
+        let aside = output_dir.set_aside(target)?;
+        warnings.push(format!("{}: not a checkpoint of this program; it is now {}", output_dir.join(target).display(), aside.display()));
+        return Ok(None);
+    }
+    let old = hidden(step, HiddenRole::Old);
+    output_dir.rename(target, &old).map(|()| Some(old))
+}
+
 /// Removes the oldest complete checkpoints until `limit` are left, never `newest_step`, the one just saved.
-/// Incomplete ones are neither counted nor touched, nor are the spared.
+/// Incomplete ones are neither counted nor touched, nor are the spared, links, and those that their owner may not write.
 pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spared: Spared, warnings: &mut Vec<String>) {
     let entries = match entries(output_dir) {
         Ok(entries) => entries,
         Err(e) => return warnings.push(e.to_string()),
     };
-    let mut complete: Vec<u64> = entries.iter().filter(|e| e.hidden.is_none() && reader::open(&e.path).is_ok()).map(|e| e.step).collect();
+    let is_ours = |entry: &&StoreEntry| entry.hidden.is_none() && is_removable(output_dir, entry) && reader::open(&entry.path).is_ok();
+    let mut complete: Vec<u64> = entries.iter().filter(is_ours).map(|e| e.step).collect();
     complete.sort_unstable();
     let before = complete.iter().copied().filter(|&step| spared.newest_before.is_some_and(|before| step < before)).max();
     complete.retain(|&step| step == newest_step || Some(step) != before && Some(step) != spared.best);
     let excess = complete.len().saturating_sub(limit.get());
     for step in complete.into_iter().filter(|&step| step != newest_step).take(excess) {
-        let del = hidden(step, HiddenRole::Del);
-        let done = output_dir.rename(published(step), &del).and_then(|()| output_dir.remove(&del));
-        warnings.extend(done.err().map(|e| e.to_string()));
+        warnings.extend(remove_published(output_dir, step).unwrap_or_else(|e| Some(e.to_string())));
     }
+}
+
+/// Without write permission its owner has protected it.
+fn is_removable(output_dir: &Dir, entry: &StoreEntry) -> bool {
+    let is_own = CHECKPOINT.is_own(output_dir, entry.name()).unwrap_or(false);
+    is_own && output_dir.open_dir(entry.name()).and_then(|dir| dir.is_writable()).unwrap_or(false)
+}
+
+/// Under a hidden name first, so that no half of one has the name of a checkpoint; one that cannot be renamed goes where it is.
+fn remove_published(output_dir: &Dir, step: u64) -> Result<Option<String>> {
+    let (name, del) = (published(step), hidden(step, HiddenRole::Del));
+    if !output_dir.rename_in_place(&name, &del)? {
+        return owned::remove(output_dir, &name, step);
+    }
+    owned::remove(output_dir, &del, step).inspect_err(|_| {
+        if reader::open(&output_dir.join(&del)).is_ok() {
+            // Nothing of it is gone: it need not be hidden.
+            let _ = output_dir.rename(&del, &name);
+        }
+    })
 }
 
 /// Whether `dir` has the name of a published checkpoint.

@@ -18,9 +18,9 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 /// Name, shape, and the three parts.
-type Tensor = (String, Vec<usize>, [Vec<f32>; 3]);
+pub(super) type Tensor = (String, Vec<usize>, [Vec<f32>; 3]);
 
-fn trainer(step: u64) -> TrainerState {
+pub(super) fn trainer(step: u64) -> TrainerState {
     TrainerState {
         step,
         optimizer_step: step,
@@ -50,7 +50,7 @@ fn tensors(seed: u64) -> Vec<Tensor> {
         .into()
 }
 
-fn small(seed: u64) -> Vec<Tensor> {
+pub(super) fn small(seed: u64) -> Vec<Tensor> {
     tensors(seed).split_off(1)
 }
 
@@ -91,15 +91,15 @@ pub(crate) fn save<'a>(
     writer.finish(model_files, total_limit, Default::default())
 }
 
-fn sources(tensors: &[Tensor]) -> impl Iterator<Item = TensorSource<'_>> {
+pub(super) fn sources(tensors: &[Tensor]) -> impl Iterator<Item = TensorSource<'_>> {
     tensors.iter().map(|(name, shape, [params, m, v])| TensorSource { name, shape, params, m, v })
 }
 
-fn model_files() -> Vec<(String, Vec<u8>)> {
+pub(super) fn model_files() -> Vec<(String, Vec<u8>)> {
     vec![("config.json".into(), b"{}".to_vec()), ("tokenizer.json".into(), vec![7; 300])]
 }
 
-fn save_step(dir: &Path, step: u64, tensors: &[Tensor], limit: Option<usize>) -> crate::error::Result<Saved> {
+pub(super) fn save_step(dir: &Path, step: u64, tensors: &[Tensor], limit: Option<usize>) -> crate::error::Result<Saved> {
     save(dir, &trainer(step), &model_files(), sources(tensors), limit.and_then(NonZeroUsize::new))
 }
 
@@ -107,7 +107,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<bool> {
+pub(super) fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<bool> {
     let mut loaded = open(dir)?;
     let mut same = true;
     for (name, shape, parts) in wanted {
@@ -121,15 +121,15 @@ fn read_back(dir: &Path, wanted: &[Tensor]) -> crate::error::Result<bool> {
     Ok(same)
 }
 
-fn newest_step(dir: &Path) -> Option<u64> {
+pub(super) fn newest_step(dir: &Path) -> Option<u64> {
     newest_good(dir).unwrap().found.map(|(_, manifest)| manifest.trainer.step)
 }
 
-fn tidy(dir: &Path) -> Vec<String> {
+pub(super) fn tidy(dir: &Path) -> Vec<String> {
     clean(&Dir::open(dir).unwrap()).unwrap()
 }
 
-fn names(dir: &Path) -> Vec<String> {
+pub(super) fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
@@ -376,12 +376,14 @@ fn what_is_hidden_is_a_dead_runs_whatever_process_has_its_id_now() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     save_step(dir.path(), 4, &small(4), None).unwrap();
-    let keep = [".checkpoint-4.bak-1", ".checkpoint-4.tmp-x", ".git", "checkpoint-4", "elsewhere"];
+    let keep =
+        [".checkpoint-4.bak-1", ".checkpoint-4.tmp-x", ".checkpoint-8.del-1", ".checkpoint-8.tmp-2", ".git", "checkpoint-4", "elsewhere"];
     let alive = std::os::unix::process::parent_id();
-    for name in [keep[0], keep[1], keep[2], keep[4], &format!(".checkpoint-8.tmp-{alive}"), ".checkpoint-8.del-999999999"] {
+    for name in [keep[0], keep[1], keep[3], keep[4], keep[6], &format!(".checkpoint-8.tmp-{alive}"), ".checkpoint-8.del-999999999"] {
         fs::create_dir(path(name)).unwrap();
     }
     fs::write(path("elsewhere/file"), "").unwrap();
+    fs::write(path(".checkpoint-8.tmp-2/thesis.tex"), "mine").unwrap();
     std::os::unix::fs::symlink("elsewhere", path(".checkpoint-8.del-1")).unwrap();
     fs::rename(path("checkpoint-4"), path(".checkpoint-4.old-1")).unwrap();
     assert_eq!(tidy(dir.path()), Vec::<String>::new());
@@ -396,7 +398,7 @@ fn a_checkpoint_that_was_moved_aside_is_kept_until_another_one_has_its_name() {
     fs::rename(dir.path().join("checkpoint-4"), dir.path().join(".checkpoint-4.old-1")).unwrap();
     std::os::unix::fs::symlink("nowhere", dir.path().join("checkpoint-4")).unwrap();
     let warnings = tidy(dir.path());
-    assert!(warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept here: checkpoint-4"), "{warnings:?}");
+    assert!(warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept here: checkpoint-4, its name, is not"), "{warnings:?}");
     // The link may lead to a disk that is not mounted: nothing goes on beside it.
     assert!(newest_good(dir.path()).unwrap_err().to_string().contains("checkpoint-4: No such file"));
     fs::remove_file(dir.path().join("checkpoint-4")).unwrap();
@@ -411,13 +413,15 @@ fn whatever_has_a_checkpoints_name_gives_way_to_it() {
     for (step, target) in [(1, "nowhere"), (2, "checkpoint-2"), (3, "target")] {
         std::os::unix::fs::symlink(target, path(&format!("checkpoint-{step}"))).unwrap();
     }
-    fs::write(path("checkpoint-4"), "").unwrap();
+    fs::write(path("checkpoint-4"), "mine").unwrap();
     for step in 1..=4 {
         let saved = save_step(dir.path(), step, &small(step), None).unwrap();
-        assert!(saved.warnings.is_empty() && read_back(&path(&format!("checkpoint-{step}")), &small(step)).unwrap(), "{saved:?}");
+        let word = format!("checkpoint-{step}: not a checkpoint of this program; it is now checkpoint-{step}.foreign-1");
+        assert!(saved.warnings.len() == 1 && saved.warnings[0].ends_with(&word));
+        assert!(read_back(&path(&format!("checkpoint-{step}")), &small(step)).unwrap(), "{saved:?}");
     }
-    assert_eq!(names(dir.path()), ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4", "target"]);
-    assert_eq!(fs::read_to_string(path("target")).unwrap(), "mine");
+    assert_eq!(names(dir.path()).len(), 2 * 4 + 1);
+    assert_eq!([path("target"), path("checkpoint-4.foreign-1")].map(|path| fs::read_to_string(path).unwrap()), ["mine", "mine"]);
 }
 
 #[test]

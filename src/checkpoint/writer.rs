@@ -2,8 +2,9 @@
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::state_file::StateWriter;
-use super::state_parts::StateParts;
+use super::state_parts::{StateParts, file_name};
 use super::store::{self, HiddenRole, Spared};
+use super::written::Written;
 use crate::disk::{Dir, TmpDir};
 use crate::error::Result;
 use crate::optim::StatePart;
@@ -31,6 +32,7 @@ pub(crate) struct Writer {
     manifest: Manifest,
     /// Unless each of several processes writes its own.
     state: Option<StateWriter>,
+    written: Written,
     warnings: Vec<String>,
 }
 
@@ -56,9 +58,13 @@ impl Writer {
     /// # Errors
     /// As there.
     pub(super) fn create_shared(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
-        let warnings = store::clean(output_dir)?;
-        let tmp = TmpDir::create(output_dir, store::hidden(trainer.step, HiddenRole::Tmp))?;
-        Ok(Self { tmp, manifest: Manifest::new(trainer, run), state: None, warnings })
+        let (mut warnings, name) = (store::clean(output_dir)?, store::hidden(trainer.step, HiddenRole::Tmp));
+        if output_dir.kind(&name)?.is_some() {
+            let (path, aside) = (output_dir.join(&name), output_dir.set_aside(&name)?);
+            warnings.push(format!("{}: not a checkpoint of this program; it is now {}", path.display(), aside.display()));
+        }
+        let tmp = TmpDir::create(output_dir, name)?;
+        Ok(Self { tmp, manifest: Manifest::new(trainer, run), state: None, written: Written::default(), warnings })
     }
 
     /// The directory that is written.
@@ -68,6 +74,9 @@ impl Writer {
 
     /// The state lies in files of several processes.
     pub(super) fn set_parts(&mut self, parts: StateParts) {
+        for rank in 0..parts.state_crc32c.len() {
+            self.written.add_of_another(file_name(rank), parts.file_bytes(rank, self.manifest.moments()));
+        }
         let tensors = self.manifest.tensors.iter();
         self.manifest.state_bytes = tensors.map(|tensor| tensor.elems * self.manifest.moments().state_bytes() as u64).sum();
         self.manifest.set_parts(parts);
@@ -98,13 +107,26 @@ impl Writer {
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
     pub(crate) fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
+        self.complete(model_files)?;
+        self.publish(total_limit, spared)
+    }
+
+    /// Writes all that is missing but for the name.
+    pub(super) fn complete(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
         if let Some(state) = self.state.take() {
-            (self.manifest.state_bytes, self.manifest.state_crc32c) = state.finish()?;
+            let state = state.finish()?;
+            (self.manifest.state_bytes, self.manifest.state_crc32c) = (state.id.bytes, state.crc32c);
+            self.written.add(None, STATE, state.id);
         }
         self.write_model(model_files)?;
-        self.tmp.dir().write_file(MANIFEST, &self.manifest.encode(&self.tmp.dir().join(MANIFEST))?)?;
+        let manifest = self.manifest.encode(&self.tmp.dir().join(MANIFEST))?;
+        self.written.add(None, MANIFEST, self.tmp.dir().write_file(MANIFEST, &manifest)?);
+        Ok(())
+    }
+
+    pub(super) fn publish(mut self, total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
         let step = self.manifest.trainer.step;
-        let path = store::publish(step, &mut self.tmp, &mut self.warnings)?;
+        let path = store::publish(step, &mut self.tmp, &self.written, &mut self.warnings)?;
         if let Some(limit) = total_limit {
             store::prune(self.tmp.parent(), step, limit, spared, &mut self.warnings);
         }
@@ -114,7 +136,7 @@ impl Writer {
     fn write_model(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
         let dir = self.tmp.dir().create_dir(MODEL)?;
         for (name, bytes) in model_files {
-            dir.write_file(name, bytes)?;
+            self.written.add(Some(MODEL), name, dir.write_file(name, bytes)?);
             self.manifest.files.push(FileEntry { name: name.clone(), bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) });
         }
         dir.sync()

@@ -86,6 +86,7 @@ impl Settings {
             Some(GpuCount::Count(count)) => self.gpus = count,
             None => {}
         }
+        self.sources.extend(options.config.iter().chain(&options.deepspeed).cloned());
         self.is_batch_open = options.tokens_per_step.is_some() && options.per_device_train_batch_size.is_none();
         self.take(options);
         self.without.sort_unstable();

@@ -210,6 +210,9 @@ macro_rules! settings {
             /// Tile of the loss that a checkpoint was made with, and that its run keeps.
             #[serde(skip)]
             pub loss_tile: Option<LossTile>,
+            /// Files that settings were read from.
+            #[serde(skip)]
+            pub sources: Vec<PathBuf>,
         }
 
         impl Default for Settings {
@@ -225,6 +228,7 @@ macro_rules! settings {
                     is_batch_open: false,
                     all_gpus: false,
                     loss_tile: None,
+                    sources: Vec::new(),
                 }
             }
         }

@@ -3,30 +3,41 @@
 //! A folder is named by a SHA-256 over the format, the program's version, the tokenizer, the separator, and for each text file its path,
 //! size, time and inode: so a resumed run finds its folder without reading the text. Beside the folder `KEY` there may be `KEY.lock`,
 //! held by the run that prepares it (the lock ends with the process, however it ends), and `.KEY.tmp`, which is being written, or was left
-//! by a killed run if nobody holds the lock.
+//! by a killed run if nobody holds the lock. What has such a name and is not what the program makes stays as it is.
 
 use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::files::kind;
 use super::known_sources::{KnownSources, StandIn};
 use super::preparation::Preparation;
-use super::prepared::{FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, open};
+use super::prepared::{FOLDER, FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, files_in, open};
 use super::source::{bytes_of, tokenize, usual_bytes_of};
 use super::tokenizer::Tokenizer;
-use crate::disk::{self, Dir, InFile};
+use crate::disk::{Dir, FileKind, InFile, Lock, OwnMark, OwnedName, Records, try_lock};
 use crate::error::{Error, Result};
 use crate::units::Bytes;
+use nix::fcntl::OFlag;
 use sha2::{Digest, Sha256};
-use std::fs::{self, File, TryLockError};
-use std::iter;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::fs::{self, File};
+use std::path::Path;
 use std::time::Duration;
 
-/// In the output directory: where text goes when the user's cache cannot be written.
-const BESIDE_THE_RUN: &str = ".data";
-/// In the output directory: where small text goes.
-const SMALL: &str = "data-tokens";
+/// In the run's folder of records: where text goes when the user's cache cannot be written.
+pub(crate) const BESIDE_THE_RUN: OwnedName =
+    OwnedName { pattern: "prepared", kind: "folder of prepared text", mark: OwnMark::Folder(|_| Ok(true)) };
+/// In the run's folder of records: where small text goes.
+pub(crate) const SMALL: OwnedName = OwnedName { pattern: "tokens", ..BESIDE_THE_RUN };
+/// Where runs keep large text and small text, each with its name in the output directory before there was that folder. It is read there.
+const PLACES: [(OwnedName, &str); 2] = [(BESIDE_THE_RUN, ".data"), (SMALL, "data-tokens")];
+
+/// A text to be prepared, and how.
+struct WantedText<'a> {
+    origin: PreparedFrom<'a>,
+    texts: &'a [&'a Path],
+    tokenizer: &'a Tokenizer,
+    vocab_size: usize,
+    is_small: bool,
+}
 
 /// The prepared tokens of `texts`: found, or made now.
 ///
@@ -52,14 +63,21 @@ pub(super) fn find_or_prepare(
 }
 
 /// Removes what the run in `output_dir` keeps of data that it had before, and not any more: of small text that changes from start to start.
-/// What cannot be removed is in nobody's way.
-pub(crate) fn remove_others(output_dir: &Path, known: &KnownSources) {
-    let Ok(dir) = Dir::open(&output_dir.join(SMALL)) else { return };
+/// A folder that cannot be removed is in nobody's way, and what the program did not make stays.
+pub(crate) fn remove_others(output_dir: &Dir, known: &KnownSources) {
+    let Some(dir) = Records::find(output_dir).and_then(|records| records.dir().open_dir(SMALL.pattern).ok()) else { return };
     for name in dir.names().unwrap_or_default() {
         let name = name.to_string_lossy();
-        if !known.keeps(name.strip_suffix(".lock").unwrap_or(&name)) {
-            let _ = dir.remove(&*name);
+        let key = name.strip_suffix(".lock").unwrap_or(&name);
+        if !is_key(key) || known.keeps(key) {
+            continue;
         }
+        // Nobody is told: the next start tries again.
+        let _ = if key != name && dir.kind(&*name).is_ok_and(|kind| kind == Some(FileKind::File(0))) {
+            dir.remove(&*name)
+        } else {
+            remove_folder(&dir, &name).map(drop)
+        };
     }
 }
 
@@ -78,11 +96,12 @@ fn stand_in(
     let (key, mut cause) = (name.to_string_lossy(), None);
     let origin = PreparedFrom::new(&key, tokenizer, texts);
     // A run that was moved took its folders along, and so may a cache have been.
-    let roots = [Some(dir.join(SMALL)), Some(dir.join(BESIDE_THE_RUN)), preparation.cache.clone()];
-    let moved = roots.into_iter().flatten().map(|root| root.join(&name));
-    for place in iter::once(folder.clone()).chain(moved) {
-        match open(&place, &origin, false, checked, preparation) {
+    let kept = folder.parent().and_then(|root| Dir::open(root).ok());
+    let moved = kept_roots(&dir, &PLACES).into_iter().chain(preparation.cache.as_ref().and_then(|cache| Dir::open(cache).ok()));
+    for root in kept.into_iter().chain(moved) {
+        match open(&root, &origin, false, checked, preparation) {
             Ok(Some(found)) => {
+                let place = root.join(&name);
                 preparation.note(format!("{why}: training goes on with the tokens that were made of it, in {}", place.display()));
                 return Ok(Some(found));
             }
@@ -96,6 +115,14 @@ fn stand_in(
     Err(Error::resource(why, format_args!("the tokens that were made of it cannot be had either: {cause}; {remedy}")))
 }
 
+/// Of `places` the folders that the run in `output_dir` has, and those of an earlier version.
+fn kept_roots(output_dir: &Path, places: &[(OwnedName, &str)]) -> Vec<Dir> {
+    let Ok(dir) = Dir::open(output_dir) else { return vec![] };
+    let records = Records::find(&dir);
+    let now = places.iter().filter_map(|(name, _)| records.as_ref()?.dir().open_dir(name.pattern).ok());
+    now.chain(places.iter().filter_map(|(_, earlier)| dir.open_dir(earlier).ok())).collect()
+}
+
 fn find_or_make(
     texts: &[&Path],
     tokenizer: &Tokenizer,
@@ -106,41 +133,100 @@ fn find_or_make(
     let key = key(texts, tokenizer)?;
     let origin = PreparedFrom::new(&key, tokenizer, texts);
     let is_small = bytes_of(texts, &preparation.known) <= preparation.in_memory_bytes_max;
-    let beside = preparation.output_dir.as_ref().map(|dir| dir.join(if is_small { SMALL } else { BESIDE_THE_RUN }));
+    let wanted = WantedText { origin, texts, tokenizer, vocab_size, is_small };
     let cache = preparation.cache.clone().filter(|_| !is_small);
-    for root in cache.iter().chain(&beside).cloned().collect::<Vec<_>>() {
-        match open(&root.join(&key), &origin, false, checked, preparation) {
+    let roots = cache.iter().filter_map(|cache| Dir::open(cache).ok());
+    let kept = preparation.output_dir.as_deref().map(|dir| kept_roots(dir, &PLACES[usize::from(is_small)..][..1]));
+    for root in roots.chain(kept.unwrap_or_default()) {
+        match open(&root, &wanted.origin, false, checked, preparation) {
             Ok(Some(found)) => return Ok(found),
             Err(error @ Error::Interrupted(_)) => return Err(error),
             // What is wrong with it says the one who holds the lock.
             Ok(None) | Err(_) => {}
         }
     }
-    let (root, _lock) = place(&key, cache, beside, preparation)?;
-    let folder = root.join(&key);
-    match open(&folder, &origin, false, checked, preparation) {
+    match cache {
+        None => make_beside(&wanted, checked, preparation),
+        Some(cache) => match make_in_cache(&cache, &wanted, checked, preparation) {
+            // It is the place that fails, be it full, or another user's, and there is another place.
+            Err(error) if preparation.output_dir.is_some() && is_about(&cache, &error) => {
+                preparation.warn(format!("{error}: prepared text is kept beside the run"));
+                make_beside(&wanted, checked, preparation)
+            }
+            made => made,
+        },
+    }
+}
+
+/// Whether `error` is about the folder `root`, or what is in it.
+fn is_about(root: &Path, error: &Error) -> bool {
+    match error {
+        Error::Io { path, .. } | Error::Format { path, .. } => path.starts_with(root),
+        Error::Resource { operation, .. } => *operation == preparing_in(root),
+        _ => false,
+    }
+}
+
+fn make_in_cache(cache: &Path, wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Prepared> {
+    fs::create_dir_all(cache).map_err(|e| Error::io("create", cache, e))?;
+    let root = Dir::open(cache)?;
+    let _lock = lock(&root, wanted.origin.key, preparation)?;
+    make(&root, wanted, checked, preparation)
+}
+
+/// The run has its directory for itself, so that it can do without locks there. What is foreign in it gets another name.
+fn make_beside(wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Prepared> {
+    let no_place = || Error::resource("keep prepared text", "neither HOME nor SUPEROFFLOAD_CACHE names a directory");
+    let records = Records::at(preparation.output_dir.as_deref().ok_or_else(no_place)?)?;
+    let name = if wanted.is_small { SMALL.pattern } else { BESIDE_THE_RUN.pattern };
+    let root = match records.dir().kind(name)? {
+        None => records.dir().create_dir(name)?,
+        Some(_) => records.dir().open_dir(name)?,
+    };
+    let key = wanted.origin.key;
+    for (name, mark) in [(key.to_string(), &FOLDER), (tmp_name(key), &FOLDER)] {
+        if root.kind(&name)?.is_some() && !mark.is_own(&root, &name)? {
+            let (path, aside) = (root.join(&name), root.set_aside(&name)?);
+            preparation.warn(format!("{}: not prepared text of this program; it is now {}", path.display(), aside.display()));
+        }
+    }
+    let _lock = lock(&root, key, preparation).ok();
+    preparation.go_on()?;
+    make(&root, wanted, checked, preparation)
+}
+
+/// Makes the folder in `root`, whose name for it is locked, unless somebody has made it meanwhile.
+fn make(root: &Dir, wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Prepared> {
+    let WantedText { origin, texts, tokenizer, vocab_size, is_small } = wanted;
+    let folder = root.join(origin.key);
+    match open(root, origin, false, checked, preparation) {
         Ok(Some(found)) => return Ok(found),
         Ok(None) => {}
         Err(damage @ Error::Format { .. }) => {
+            remove_folder(root, origin.key)?;
             preparation.warn(format!("{damage}; the text is prepared again"));
-            disk::remove_dir(&folder)?;
         }
         Err(error) => return Err(error),
     }
-    remove_leftovers(&root, &key);
-    check_room(&root, texts, tokenizer)?;
-    let writer = FolderWriter::create(&root, &tmp_name(&key))?;
+    remove_leftovers(root, origin.key);
+    check_room(root, texts, tokenizer, *is_small)?;
+    let writer = FolderWriter::create(root, &tmp_name(origin.key))?;
     if !is_small {
         preparation.note(format!("preparing {} of text in {}", Bytes(usual_bytes_of(texts)), folder.display()));
     }
-    let (totals, read) = tokenize(texts, tokenizer, vocab_size, writer, preparation)?;
-    FolderWriter::publish(totals, read, &origin)?;
-    let prepared = open(&folder, &origin, true, checked, preparation)?;
+    let (totals, read) = tokenize(texts, tokenizer, *vocab_size, writer, preparation)?;
+    FolderWriter::publish(totals, read, origin)?;
+    let prepared = open(root, origin, true, checked, preparation)?;
     prepared.ok_or_else(|| Error::format(&folder, "removed while it was opened"))
 }
 
 fn tmp_name(key: &str) -> String {
     format!(".{key}.tmp")
+}
+
+/// Whether `name` is what [`key`] makes.
+fn is_key(name: &str) -> bool {
+    name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 fn key(texts: &[&Path], tokenizer: &Tokenizer) -> Result<String> {
@@ -154,81 +240,73 @@ fn key(texts: &[&Path], tokenizer: &Tokenizer) -> Result<String> {
     Ok(hex(Sha256::digest(json)))
 }
 
-/// Where the folder is made, and the lock on its name: in the cache if it can be, else beside the run, which has its directory
-/// for itself, so that it can do without locks there.
-fn place(key: &str, cache: Option<PathBuf>, beside: Option<PathBuf>, preparation: &mut Preparation<'_>) -> Result<(PathBuf, Option<File>)> {
-    if let Some(root) = cache {
-        match lock(&root, key, preparation) {
-            Ok(lock) => return Ok((root, Some(lock))),
-            Err(error @ Error::Interrupted(_)) => return Err(error),
-            Err(error) if beside.is_none() => return Err(error),
-            Err(error) => preparation.warn(format!("{error}: prepared text is kept beside the run")),
-        }
-    }
-    let no_place = || Error::resource("keep prepared text", "neither HOME nor SUPEROFFLOAD_CACHE names a directory");
-    let root = beside.ok_or_else(no_place)?;
-    fs::create_dir_all(&root).map_err(|e| Error::io("create", &root, e))?;
-    let lock = lock(&root, key, preparation).ok();
-    preparation.go_on().map(|()| (root, lock))
-}
-
 /// Waits until nobody else prepares the folder `key`.
-fn lock(root: &Path, key: &str, preparation: &mut Preparation<'_>) -> Result<File> {
-    fs::create_dir_all(root).map_err(|e| Error::io("create", root, e))?;
-    let path = lock_path(root, key);
-    let file = open_lock(&path, true).map_err(|e| Error::io("write", &path, e))?;
+fn lock(root: &Dir, key: &str, preparation: &mut Preparation<'_>) -> Result<File> {
+    let path = root.join(lock_name(key));
+    let file = root.open_at(lock_name(key), OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("write", &path, e))?;
     let mut waits = false;
     loop {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
-            Err(TryLockError::WouldBlock) if !waits => preparation.note("another run prepares this text: waiting for it"),
-            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(100)),
+        match try_lock(&file).map_err(|e| Error::io("lock", &path, e))? {
+            Lock::Held => return Ok(file),
+            Lock::Unsupported => return Err(Error::format(&path, "this file system has no locks")),
+            Lock::Taken if !waits => preparation.note("another run prepares this text: waiting for it"),
+            Lock::Taken => std::thread::sleep(Duration::from_millis(100)),
         }
         waits = true;
         preparation.go_on()?;
     }
 }
 
-fn lock_path(root: &Path, key: &str) -> PathBuf {
-    root.join(format!("{key}.lock"))
+fn lock_name(key: &str) -> String {
+    format!("{key}.lock")
 }
 
-fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
-    File::options().read(true).write(true).create(create).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
+/// Removes the folder `name`, if the program made it.
+fn remove_folder(root: &Dir, name: &str) -> Result<()> {
+    let not_ours = || Error::format(root.join(name), "not prepared text of this program, and not removed; move it away");
+    if !FOLDER.is_own(root, name)? || !root.remove_listed(name, &files_in(&root.open_dir(name)?)?)? {
+        return Err(not_ours());
+    }
+    Ok(())
 }
 
 /// Removes what killed runs left: what nobody holds the lock of. The caller holds that of `key`. What cannot be removed is in nobody's way.
-fn remove_leftovers(root: &Path, key: &str) {
-    for name in fs::read_dir(root).into_iter().flatten().flatten().map(|entry| entry.file_name()) {
+fn remove_leftovers(root: &Dir, key: &str) {
+    for name in root.names().unwrap_or_default() {
         let name = name.to_string_lossy();
-        let Some(other) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")) else { continue };
-        let lock = open_lock(&lock_path(root, other), false);
-        if other == key || lock.is_ok_and(|lock| lock.try_lock().is_ok()) {
-            let _ = disk::remove_dir(&root.join(&*name));
+        let Some(other) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).filter(|key| is_key(key)) else { continue };
+        let is_free = |lock: File| try_lock(&lock).is_ok_and(|lock| lock == Lock::Held);
+        if other == key || root.open_at(lock_name(other), OFlag::O_RDWR).is_ok_and(is_free) {
+            let _ = remove_folder(root, &name);
         }
     }
 }
 
+/// The operation that a refusal for want of room names.
+fn preparing_in(root: &Path) -> String {
+    format!("prepare text in {}", root.display())
+}
+
 /// Bytes become ids of four bytes; other tokenizers make about one id of four bytes.
-fn check_room(root: &Path, texts: &[&Path], tokenizer: &Tokenizer) -> Result<()> {
+fn check_room(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool) -> Result<()> {
     let needed = usual_bytes_of(texts) * if tokenizer.is_bytes() { 4 } else { 1 };
-    let stat = nix::sys::statvfs::statvfs(root).map_err(|e| Error::io("read the free space of", root, e.into()))?;
-    let free = stat.blocks_available() as u64 * stat.fragment_size() as u64;
+    let free = root.free_bytes()?.unwrap_or(u64::MAX);
     if free >= needed {
         return Ok(());
     }
-    let elsewhere = if root.ends_with(SMALL) { "another --output-dir" } else { "another place by SUPEROFFLOAD_CACHE" };
+    let elsewhere = if is_small { "another --output-dir" } else { "another place by SUPEROFFLOAD_CACHE" };
     let cause = format!("{} free, about {} needed ({needed} bytes): make room, or name {elsewhere}", Bytes(free), Bytes(needed));
-    Err(Error::resource(format_args!("prepare text in {}", root.display()), cause))
+    Err(Error::resource(preparing_in(root.path()), cause))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk;
     use crate::news::News;
     use crate::signals::StopFlag;
     use std::cell::RefCell;
+    use std::path::PathBuf;
 
     struct Case {
         dir: tempfile::TempDir,
@@ -302,26 +380,70 @@ mod tests {
         let case = Case::new();
         fs::write(case.path("cache"), "a file").unwrap();
         let said = case.good("cache");
-        assert!(said.contains("cache") && said.contains("kept beside the run") && said.contains("/run/.data/"), "{said}");
+        assert!(said.contains("cache") && said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
         assert_eq!(case.good("cache"), "", "found again");
     }
 
     #[test]
-    fn leftovers_go_and_what_others_write_stays() {
+    fn leftovers_go_and_what_others_write_or_nobody_here_made_stays() {
         let case = Case::new();
         case.good("cache");
-        let key = case.names("cache").remove(0);
+        let (key, cache) = (case.names("cache").remove(0), Dir::open(&case.path("cache")).unwrap());
         fs::remove_dir_all(case.path("cache").join(&key)).unwrap();
-        for left in [&key, "dead", "live"] {
+        let [dead, live, foreign] = ["d", "a", "f"].map(|digit| digit.repeat(64));
+        for left in [&key, &dead, &live, &foreign, &"thesis".to_string()] {
             fs::create_dir(case.path("cache").join(tmp_name(left))).unwrap();
             fs::write(case.path("cache").join(tmp_name(left)).join("tokens.u32"), "x").unwrap();
-            fs::write(lock_path(&case.path("cache"), left), "").unwrap();
+            fs::write(case.path("cache").join(lock_name(left)), "").unwrap();
         }
-        let live = open_lock(&lock_path(&case.path("cache"), "live"), false).unwrap();
-        live.lock().unwrap();
+        fs::write(case.path("cache").join(tmp_name(&foreign)).join("notes"), "mine").unwrap();
+        let lock = cache.open_at(lock_name(&live), OFlag::O_RDWR).unwrap();
+        lock.lock().unwrap();
         case.good("cache");
-        let names = case.names("cache");
-        assert!(names.contains(&".live.tmp".into()) && !names.contains(&".dead.tmp".into()) && names.contains(&key), "{names:?}");
+        let is_there = [&dead, &live, &foreign, &"thesis".to_string()].map(|left| case.names("cache").contains(&tmp_name(left)));
+        assert_eq!(is_there, [false, true, true, true]);
+        assert!(case.names("cache").contains(&key));
+    }
+
+    /// In a cache that several users share, what another left cannot be removed; the disk's quota may be used up.
+    #[test]
+    fn what_a_cache_does_not_allow_is_done_beside_the_run() {
+        let case = Case::new();
+        case.good("cache");
+        let folder = case.path("cache").join(&case.names("cache")[0]);
+        let leave = |what: &dyn Fn()| {
+            fs::remove_dir_all(&folder).unwrap();
+            let _ = fs::remove_dir_all(case.path("run/.superoffload"));
+            what();
+            case.good("cache")
+        };
+        let tmp = folder.with_file_name(format!(".{}.tmp", folder.file_name().unwrap().to_str().unwrap()));
+        let foreign = |path: &Path| {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("thesis.tex"), "mine").unwrap();
+        };
+        for place in [&folder, &tmp] {
+            let said = leave(&|| foreign(place));
+            assert!(said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
+            assert_eq!(fs::read_to_string(place.join("thesis.tex")).unwrap(), "mine");
+            fs::remove_dir_all(place).unwrap();
+            fs::create_dir_all(&folder).unwrap();
+        }
+        fs::remove_dir_all(case.path("run/.superoffload")).unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        std::os::unix::fs::symlink(case.path("run"), &folder).unwrap();
+        let said = case.good("cache");
+        assert!(said.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {said}");
+        fs::remove_file(&folder).unwrap();
+        for at in 0..3 {
+            let _ = fs::remove_dir_all(case.path("run/.superoffload"));
+            // The folder, its files, the writing: the disk is full for each.
+            disk::faults::arm(Some((at, disk::faults::Mode::Error)));
+            let opened = case.open("cache", &StopFlag::default());
+            disk::faults::disarm();
+            assert!(opened.is_ok() && case.said.take().contains("No space left on device (os error 28): prepared text is kept beside"));
+            assert!(!folder.exists());
+        }
     }
 
     #[test]
@@ -330,7 +452,7 @@ mod tests {
         case.good("cache");
         let (key, cache) = (case.names("cache").remove(0), case.path("cache"));
         let hold = || {
-            let lock = open_lock(&lock_path(&cache, &key), false).unwrap();
+            let lock = Dir::open(&cache).unwrap().open_at(lock_name(&key), OFlag::O_RDWR).unwrap();
             lock.lock().unwrap();
             fs::rename(cache.join(&key), cache.join("aside")).unwrap();
             lock

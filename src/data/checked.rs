@@ -1,14 +1,21 @@
 //! Which files were read from begin to end and found good, kept beside the run so that no start reads them again.
 
-use crate::disk::{self, InFile, Stamp};
+use crate::disk::{InFile, OwnMark, OwnedName, Records, RunRecord, Stamp};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Name of the file in the output directory.
-const FILE: &str = "data-checked.json";
-/// A run has few data files.
-const BYTES_MAX: u64 = 16 << 20;
+/// Checks that held.
+pub(crate) const CHECKED: RunRecord = RunRecord {
+    file: OwnedName {
+        pattern: "data-checked.json",
+        kind: "record of checked files",
+        mark: OwnMark::Head("{\"superoffload\":\"checked data\","),
+    },
+    old_name: "data-checked.json",
+    // A run has few data files.
+    bytes_max: 16 << 20,
+};
 
 /// A file as it was when a claim about its content was checked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,14 +37,10 @@ pub(super) struct CheckedFiles {
 }
 
 impl CheckedFiles {
-    /// What is kept in `dir`. A file that cannot be understood is as none: the data is checked again.
-    ///
-    /// # Errors
-    /// `Io` when the file is there and cannot be read.
-    pub(super) fn load(dir: Option<&Path>) -> Result<Self> {
-        let bytes = dir.map(|dir| disk::read_if_present(&dir.join(FILE), BYTES_MAX)).transpose()?.flatten();
-        let known = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-        Ok(Self { dir: dir.map(Path::to_path_buf), known, holding: Vec::new() })
+    /// Checks that the run in the output directory `dir` keeps. A record that cannot be understood is as none: the data is checked again.
+    pub(super) fn load(dir: Option<&Path>) -> Self {
+        let known = dir.and_then(|dir| CHECKED.read(dir)).unwrap_or_default();
+        Self { dir: dir.map(Path::to_path_buf), known, holding: Vec::new() }
     }
 
     /// Runs `check` unless it is known to hold; afterwards it is.
@@ -59,9 +62,7 @@ impl CheckedFiles {
         let mut kept: Vec<&Check> = others.chain(&self.holding).collect();
         kept.sort_by_key(|check| &check.path);
         let Some(dir) = self.dir.as_ref().filter(|_| !kept.iter().copied().eq(&self.known)) else { return Ok(()) };
-        let path = dir.join(FILE);
-        let json = serde_json::to_vec_pretty(&kept).map_err(|e| crate::error::Error::format(&path, e))?;
-        disk::replace_file(&path, &json)
+        Records::at(dir)?.write(&CHECKED, &kept)
     }
 }
 
@@ -75,7 +76,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.bin");
         let runs = |claim: &str| {
-            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
+            let mut checked = CheckedFiles::load(Some(dir.path()));
             let stamp = InFile::open(&path).unwrap().stamp().unwrap();
             let mut ran = false;
             let check = Check { path: path.clone(), claim: claim.into(), stamp };
@@ -90,12 +91,11 @@ mod tests {
         };
         std::fs::write(&path, "abc").unwrap();
         assert!(runs("x") && !runs("x") && runs("y") && !runs("y"));
-        std::fs::write(dir.path().join(".data-checked.json.tmp"), "left by a killed run").unwrap();
         std::fs::write(&path, "abcd").unwrap();
         assert!(runs("y") && !runs("y"));
-        std::fs::write(dir.path().join(FILE), "{").unwrap();
+        std::fs::write(dir.path().join(".superoffload/data-checked.json"), "{").unwrap();
         assert!(runs("y") && !runs("y"));
-        let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
+        let mut checked = CheckedFiles::load(Some(dir.path()));
         let check = Check { path: path.clone(), claim: "z".into(), stamp: InFile::open(&path).unwrap().stamp().unwrap() };
         assert!(checked.once(check, || Err(Error::usage("no"))).is_err());
         checked.save().unwrap();
@@ -107,7 +107,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let runs = |name: &str| {
             let (path, mut ran) = (dir.path().join(name), false);
-            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
+            let mut checked = CheckedFiles::load(Some(dir.path()));
             let stamp = InFile::open(&path).unwrap().stamp().unwrap();
             let mut run = || {
                 ran = true;
@@ -121,6 +121,6 @@ mod tests {
         assert!(runs("b.bin") && runs("a.bin") && !runs("b.bin") && !runs("a.bin"));
         std::fs::write(dir.path().join("b.bin"), "abcd").unwrap();
         assert!(!runs("a.bin") && runs("b.bin"));
-        assert_eq!(std::fs::read_to_string(dir.path().join(FILE)).unwrap().matches(".bin").count(), 2);
+        assert_eq!(CHECKED.read::<Vec<Check>>(dir.path()).unwrap().len(), 2);
     }
 }

@@ -1,7 +1,7 @@
-//! SHA-256 of data files. Each file is read once: what was computed is kept in a file of the run's directory, and a data file is read
+//! SHA-256 of data files. Each file is read once: what was computed is kept in a record of the run, and a data file is read
 //! again only when its size, its time or its inode differ.
 
-use crate::disk::{self, InFile, Stamp};
+use crate::disk::{InFile, OwnMark, OwnedName, Records, RunRecord, Stamp};
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -10,8 +10,17 @@ use std::path::{Path, PathBuf};
 
 /// Bytes that are read at once.
 const PIECE_BYTES: usize = 1 << 20;
-/// No file of kept checksums is larger: some hundred bytes for each of a million data files.
-const KEPT_BYTES_MAX: u64 = 1 << 30;
+/// Fingerprints by the paths of their files.
+pub(crate) const CHECKSUMS: RunRecord = RunRecord {
+    file: OwnedName {
+        pattern: "data-checksums.json",
+        kind: "record of checksums",
+        mark: OwnMark::Head("{\"superoffload\":\"data checksums\","),
+    },
+    old_name: "data.json",
+    // Some hundred bytes for each of a million data files.
+    bytes_max: 1 << 30,
+};
 
 /// What a file held when it was read, and what tells without reading whether it still does.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -64,19 +73,19 @@ impl Fingerprint {
     }
 }
 
-/// Fingerprints of `files`, in order. `kept` is the file with those of earlier starts, if they are kept; it is written again when one is new,
-/// also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read. What
+/// Fingerprints of `files`, in order. The run in `output_dir`, if there is one, has a record of those of earlier starts; it is written again
+/// when one is new, also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read. What
 /// `missing` knows of a file is taken without a look at it.
 ///
 /// # Errors
-/// As [`Fingerprint::read`]; `Io` when `kept` cannot be written.
+/// As [`Fingerprint::read`]; `Io` when the record cannot be written.
 pub(crate) fn fingerprints(
     files: &[PathBuf],
     missing: impl Fn(&Path) -> Option<Fingerprint>,
-    kept: Option<&Path>,
+    output_dir: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Vec<Fingerprint>> {
-    let known = kept.map(read_kept).unwrap_or_default();
+    let known: BTreeMap<String, Fingerprint> = output_dir.and_then(|dir| CHECKSUMS.read(dir)).unwrap_or_default();
     let (mut now, mut is_new) = (BTreeMap::new(), false);
     let mut fingerprint = |file: &PathBuf| {
         if let Some(missing) = missing(file) {
@@ -94,17 +103,10 @@ pub(crate) fn fingerprints(
         Ok(found)
     };
     let all: Result<Vec<Fingerprint>> = files.iter().map(&mut fingerprint).collect();
-    if let Some(kept) = kept.filter(|_| is_new) {
-        let json = serde_json::to_vec(&now).map_err(|e| Error::format(kept, e))?;
-        disk::replace_file(kept, &json)?;
+    if let Some(dir) = output_dir.filter(|_| is_new) {
+        Records::at(dir)?.write(&CHECKSUMS, &now)?;
     }
     all
-}
-
-/// What earlier starts computed. A file that says nothing sensible only costs reading the data again.
-fn read_kept(kept: &Path) -> BTreeMap<String, Fingerprint> {
-    let bytes = disk::read_small(kept, KEPT_BYTES_MAX).unwrap_or_default();
-    serde_json::from_slice(&bytes).unwrap_or_default()
 }
 
 /// SHA-256 of `bytes` in hexadecimal.
@@ -128,13 +130,13 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     /// The checksums of `files`, and how often one was read.
-    fn read(files: &[PathBuf], kept: &Path) -> (Vec<String>, usize) {
+    fn read(files: &[PathBuf], output_dir: &Path) -> (Vec<String>, usize) {
         let mut pieces = 0;
         let mut progress = |_: &Path, _| {
             pieces += 1;
             Ok(())
         };
-        let all = fingerprints(files, |_| None, Some(kept), &mut progress).unwrap();
+        let all = fingerprints(files, |_| None, Some(output_dir), &mut progress).unwrap();
         (all.into_iter().map(|f| f.sha256).collect(), pieces)
     }
 
@@ -159,7 +161,7 @@ mod tests {
     fn a_file_is_read_again_only_when_size_time_or_inode_differ() {
         let dir = model_dir(&[("a", "one"), ("b", "two"), ("other", "six")]);
         let path = |name: &str| dir.path().join(name);
-        let (files, kept) = ([path("a"), path("b"), path("a")], path("data.json"));
+        let (files, kept) = ([path("a"), path("b"), path("a")], dir.path().to_path_buf());
         let first = read(&files, &kept);
         assert_eq!(first, (vec![sha256(b"one"), sha256(b"two"), sha256(b"one")], 2));
         assert_eq!(read(&files, &kept), (first.0.clone(), 0), "nothing is read twice");
@@ -177,17 +179,22 @@ mod tests {
         };
         assert_eq!(reads(&replace), (1, 0), "inode");
         assert_eq!(read(&files, &kept).0, [sha256(b"longer"), sha256(b"six"), sha256(b"longer")]);
-        assert_eq!(reads(&|| fs::write(&kept, "{\"a\": 5").unwrap()), (2, 0), "kept checksums that are broken");
-        assert!(!path("data.json.tmp").exists());
+        let record = kept.join(".superoffload/data-checksums.json");
+        assert_eq!(reads(&|| fs::write(&record, "{\"a\": 5").unwrap()), (2, 0), "kept checksums that are broken");
+        // As they were kept before there was the folder.
+        let content = CHECKSUMS.read::<serde_json::Value>(&kept).unwrap();
+        fs::remove_dir_all(kept.join(".superoffload")).unwrap();
+        fs::write(path("data.json"), content.to_string()).unwrap();
+        assert_eq!(read(&files, &kept).1, 0, "an earlier version's");
     }
 
     #[test]
     fn what_was_read_before_the_end_is_kept() {
         let dir = model_dir(&[("a", "one"), ("b", "two")]);
-        let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path().join("data.json"));
+        let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path());
         let mut stop_at_b = |file: &Path, _| if file.ends_with("b") { Err(Error::usage("stopped")) } else { Ok(()) };
-        assert_eq!(fingerprints(&files, |_| None, Some(&kept), &mut stop_at_b).unwrap_err().to_string(), "stopped");
-        assert_eq!(read(&files, &kept).1, 1, "only b was left");
+        assert_eq!(fingerprints(&files, |_| None, Some(kept), &mut stop_at_b).unwrap_err().to_string(), "stopped");
+        assert_eq!(read(&files, kept).1, 1, "only b was left");
         let message = Fingerprint::read(dir.path(), &mut |_| Ok(())).unwrap_err().to_string();
         assert!(message.ends_with("not a regular file"), "{message}");
     }

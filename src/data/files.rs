@@ -5,7 +5,7 @@
 //! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
 
 use crate::data::compression::is_compressed;
-use crate::data::pattern::matching;
+use crate::data::pattern::{self, matching};
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -38,6 +38,11 @@ pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(files)
+}
+
+/// Whether a file at `path`, be it there or not, is among those that the pattern `named` stands for.
+pub(crate) fn is_matched(named: &Path, path: &Path) -> bool {
+    kind(path).is_some() && pattern::is_matched(named, path)
 }
 
 /// Those of `found` that hold data.

@@ -5,16 +5,23 @@ use super::chat::record::{DataFormat, RecordRules};
 use super::checksum::Fingerprint;
 use super::files::{self, SourceKind, is_text, kind};
 use super::tokenizer::Tokenizer;
-use crate::disk;
+use crate::disk::{self, OwnMark, OwnedName, Records, RunRecord};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Name of the file in the output directory.
-const FILE: &str = "data-sources.json";
-/// Some hundred bytes for each of a million files.
-const BYTES_MAX: u64 = 1 << 30;
+/// The record of data files.
+pub(crate) const SOURCES: RunRecord = RunRecord {
+    file: OwnedName {
+        pattern: "data-sources.json",
+        kind: "record of data files",
+        mark: OwnMark::Head("{\"superoffload\":\"data sources\","),
+    },
+    old_name: "data-sources.json",
+    // Some hundred bytes for each of a million files.
+    bytes_max: 1 << 30,
+};
 
 /// What is known of the data of a run.
 #[derive(Default)]
@@ -28,8 +35,8 @@ pub(crate) struct KnownSources {
     now: Vec<SourceList>,
 }
 
-/// What the file holds.
-#[derive(Serialize, Deserialize)]
+/// Content of the record.
+#[derive(PartialEq, Serialize, Deserialize)]
 struct KeptSources {
     rules: KnownRules,
     lists: Vec<SourceList>,
@@ -109,8 +116,7 @@ impl Before {
 impl KnownSources {
     /// What the run in `dir` kept, as far as it still holds. A file that cannot be understood is as none: the data is read again.
     pub(crate) fn load(dir: &Path) -> Self {
-        let bytes = disk::read_small(&dir.join(FILE), BYTES_MAX).unwrap_or_default();
-        let Ok(KeptSources { rules, lists }) = serde_json::from_slice(&bytes) else { return Self::default() };
+        let Some(KeptSources { rules, lists }) = SOURCES.read(dir) else { return Self::default() };
         let all = lists.len();
         let before: Vec<_> = lists.into_iter().filter_map(Before::of).collect();
         let rules = (before.len() == all).then_some(rules);
@@ -186,10 +192,11 @@ impl KnownSources {
     pub(crate) fn save(self, dir: &Path, tokenizer: &Tokenizer) -> Result<()> {
         let RecordRules { format, columns, has_answers, .. } = tokenizer.rules();
         let rules = KnownRules { format: *format, columns: columns.clone(), has_answers: *has_answers };
-        let path = dir.join(FILE);
-        let record = serde_json::to_vec(&KeptSources { rules, lists: self.now }).map_err(|e| Error::format(&path, e))?;
-        let kept = disk::read_small(&path, BYTES_MAX).unwrap_or_default();
-        if kept == record { Ok(()) } else { disk::replace_file(&path, &record) }
+        let known = KeptSources { rules, lists: self.now };
+        if SOURCES.read(dir).is_some_and(|kept: KeptSources| kept == known) {
+            return Ok(());
+        }
+        Records::at(dir)?.write(&SOURCES, &known)
     }
 
     /// Whether this run found its tokens in a folder of this name.
@@ -265,7 +272,7 @@ mod tests {
         assert_eq!(asked(&[&files[1..], &[]], &rules), None);
         assert_eq!(asked(&[&files, &files], &rules), None);
         assert_eq!(asked(&[&files], &RecordRules { format: DataFormat::Text, ..RecordRules::default() }), None);
-        fs::write(dir.path().join(FILE), "{").unwrap();
+        fs::write(dir.path().join(".superoffload/data-sources.json"), "{").unwrap();
         assert_eq!(asked(&[&files], &rules), None);
     }
 }

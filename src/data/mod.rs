@@ -8,7 +8,7 @@ mod best_fit;
 mod bounds;
 pub(crate) mod cache;
 pub(crate) mod chat;
-mod checked;
+pub(crate) mod checked;
 pub(crate) mod checksum;
 mod codec;
 mod compression;

@@ -345,7 +345,7 @@ fn open_stream(
 ) -> Result<Opened> {
     let is_text = |path: &&Path| kind(path) != Some(SourceKind::Tokens);
     let texts: Vec<&Path> = files.iter().map(PathBuf::as_path).filter(is_text).collect();
-    let mut checked = CheckedFiles::load(preparation.output_dir.as_deref())?;
+    let mut checked = CheckedFiles::load(preparation.output_dir.as_deref());
     let AllText { tokens: text, source_ends, ends, documents, untrained, skipped, kept } = if texts.is_empty() && !files.is_empty() {
         AllText::default()
     } else {
@@ -562,8 +562,8 @@ pub(crate) mod tests {
         };
         let all = [0, 1, 3, 4, 7, 1, 7, 0, 0, 5, 6, 7, 1, 1];
         let run = || Some(dir.path().into());
-        assert_eq!((read(100, None), path("cache").exists(), path("data-tokens").exists()), (all.to_vec(), false, false));
-        assert_eq!((read(100, run()), path("cache").exists(), path("data-tokens").exists()), (all.to_vec(), false, true));
+        assert_eq!((read(100, None), path("cache").exists(), path(".superoffload/tokens").exists()), (all.to_vec(), false, false));
+        assert_eq!((read(100, run()), path("cache").exists(), path(".superoffload/tokens").exists()), (all.to_vec(), false, true));
         assert_eq!((read(0, run()), path("cache").exists()), (all.to_vec(), true));
         assert_eq!((read(100, run()), read(0, run())), (all.to_vec(), all.to_vec()), "from the folders");
     }

@@ -25,6 +25,12 @@ pub(super) fn matching(path: &Path) -> Result<Option<Vec<PathBuf>>> {
     if files.is_empty() { Err(Error::format(path, "no file matches this pattern")) } else { Ok(Some(files)) }
 }
 
+/// Whether a file at `path`, be it there or not, would match `pattern`.
+pub(super) fn is_matched(pattern: &Path, path: &Path) -> bool {
+    let pattern = pattern.to_str().filter(|pattern| pattern.contains(['*', '?', '['])).and_then(|pattern| glob::Pattern::new(pattern).ok());
+    pattern.is_some_and(|pattern| pattern.matches_path_with(path, AS_IN_SHELLS))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,7 +16,7 @@ use super::preparation::Preparation;
 use super::scan::{BLOCK_BYTES, scan};
 use super::source::Read;
 use super::tokenizer::Tokenizer;
-use crate::disk::{self, Dir, InFile, OutFile, TmpDir};
+use crate::disk::{Dir, FileKind, InFile, OutFile, OwnMark, OwnedName, TmpDir};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -28,6 +28,24 @@ const ENDS: &str = "ends.u64";
 const MANIFEST: &str = "manifest.json";
 /// A hundred thousand text files, or a hundred terabytes of tokens.
 const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+
+/// Such a folder, whole or not: nothing but its files is in it, and a manifest is the program's.
+pub(super) const FOLDER: OwnedName = OwnedName { pattern: "", kind: "prepared text", mark: OwnMark::Folder(is_prepared) };
+
+fn is_prepared(dir: &Dir) -> Result<bool> {
+    let manifest = OwnedName { pattern: MANIFEST, kind: "manifest", mark: OwnMark::Head("{\"format_version\":") };
+    let is_whole = files_in(dir)?.len() == dir.names()?.len();
+    Ok(is_whole && (dir.kind(MANIFEST)?.is_none() || manifest.is_own(dir, MANIFEST)?))
+}
+
+/// The program's files in the folder `dir`, the manifest first.
+pub(super) fn files_in(dir: &Dir) -> Result<Vec<PathBuf>> {
+    let mut files = vec![];
+    for name in [MANIFEST, TOKENS, ENDS] {
+        files.extend(matches!(dir.kind(name)?, Some(FileKind::File(_))).then(|| name.into()));
+    }
+    Ok(files)
+}
 
 /// Everything in `manifest.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -169,8 +187,8 @@ impl Sink for FolderWriter {
 
 impl FolderWriter {
     /// Starts a folder in `root` under the temporary name `tmp`, which must not exist.
-    pub(super) fn create(root: &Path, tmp: &str) -> Result<Self> {
-        let tmp = TmpDir::create(&Dir::open(root)?, tmp)?;
+    pub(super) fn create(root: &Dir, tmp: &str) -> Result<Self> {
+        let tmp = TmpDir::create(root, tmp)?;
         let (tokens, ends) = (Chunked::create(tmp.dir(), TOKENS)?, Chunked::create(tmp.dir(), ENDS)?);
         Ok(Self { tmp, tokens, ends })
     }
@@ -242,22 +260,28 @@ impl PreparedManifest {
     }
 }
 
-/// Opens the folder `dir`; `None` if it is not there. What is in it is read once and compared with
+/// Opens the folder in `root` that `origin` names, through no link; `None` if it is not there. What is in it is read once and compared with
 /// its checksums, unless `checked` knows that it agrees, or it `is_fresh`: this process has just written it.
 ///
 /// # Errors
 /// `Io`; `Format` when it is damaged or is not what its name says; `Interrupted`.
 pub(super) fn open(
-    dir: &Path,
+    root: &Dir,
     origin: &PreparedFrom<'_>,
     is_fresh: bool,
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Option<Prepared>> {
-    let path = dir.join(MANIFEST);
-    let Some(bytes) = disk::read_if_present(&path, MANIFEST_BYTES_MAX)? else {
-        return if dir.exists() { Err(Error::format(&path, "missing")) } else { Ok(None) };
+    let dir = match root.kind(origin.key)? {
+        None => return Ok(None),
+        Some(FileKind::Dir) => root.open_dir(origin.key)?,
+        Some(_) => return Err(Error::format(root.join(origin.key), "not a directory")),
     };
+    let path = dir.join(MANIFEST);
+    if dir.kind(MANIFEST)?.is_none() {
+        return Err(Error::format(&path, "missing"));
+    }
+    let bytes = InFile::open_in(&dir, MANIFEST)?.read_all(MANIFEST_BYTES_MAX)?;
     let manifest = PreparedManifest::decode(&path, &bytes)?;
     let made_with = (manifest.tokenizer.as_str(), manifest.separator);
     let is_of = manifest.key == origin.key && made_with == (origin.tokenizer.as_str(), origin.separator);
@@ -266,7 +290,7 @@ pub(super) fn open(
     }
     let mut opened = Vec::new();
     for entry in &manifest.files {
-        let file = InFile::open(&dir.join(&entry.name))?;
+        let file = InFile::open_in(&dir, &entry.name)?;
         if file.bytes() != entry.bytes {
             return Err(Error::format(file.path(), format_args!("{} bytes instead of {}", file.bytes(), entry.bytes)));
         }
@@ -277,7 +301,7 @@ pub(super) fn open(
     }
     let PreparedManifest { documents, largest_id, untrained, skipped, sources, .. } = manifest;
     let (source_ends, sha256) = sources.into_iter().map(|source| (source.tokens_end, source.sha256)).unzip();
-    let kept = KeptText { folder: dir.into(), sha256 };
+    let kept = KeptText { folder: dir.path().into(), sha256 };
     let [tokens, ends] = <[InFile; 2]>::try_from(opened).map_err(|_| Error::format(&path, "it does not list two files"))?;
     Ok(Some(Prepared { kept, is_fresh, tokens, ends, source_ends, documents, largest_id, untrained, skipped }))
 }
@@ -295,12 +319,13 @@ fn verify(file: &InFile, entry: &PreparedFile, preparation: &mut Preparation<'_>
 mod tests {
     use super::*;
     use crate::data::documents::{DocumentPosition, Documents};
+    use crate::disk::faults;
 
     const ORIGIN: fn(&str) -> PreparedFrom<'_> = |key| PreparedFrom { key, tokenizer: "bytes".into(), separator: Some(9), sources: &[] };
 
     /// Two documents of two files, of 1.5 blocks of tokens.
     fn write(dir: &Path, origin: &PreparedFrom<'_>) -> Result<PathBuf> {
-        let mut documents = Documents::new(FolderWriter::create(dir, "tmp")?, 10, origin.separator, &[]);
+        let mut documents = Documents::new(FolderWriter::create(&Dir::open(dir)?, "tmp")?, 10, origin.separator, &[]);
         for source in 0..2 {
             let place = DocumentPosition { path: origin.sources[source].into(), source, line: None };
             documents.begin()?;
@@ -312,7 +337,7 @@ mod tests {
     }
 
     fn reopen(dir: &Path, origin: &PreparedFrom<'_>) -> Result<Option<Prepared>> {
-        open(dir, origin, false, &mut CheckedFiles::default(), &mut Preparation::default())
+        open(&Dir::open(dir)?, origin, false, &mut CheckedFiles::default(), &mut Preparation::default())
     }
 
     #[test]
@@ -320,10 +345,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
         let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
-        assert!(reopen(&dir.path().join("key"), &origin).unwrap().is_none());
+        assert!(reopen(dir.path(), &origin).unwrap().is_none());
         let folder = write(dir.path(), &origin).unwrap();
         let tokens = 3 * BLOCK_BYTES / 16;
-        let prepared = reopen(&folder, &origin).unwrap().unwrap();
+        let prepared = reopen(dir.path(), &origin).unwrap().unwrap();
         assert_eq!(prepared.source_ends, [tokens as u64, 2 * tokens as u64 + 1]);
         assert_eq!((prepared.tokens.bytes(), prepared.largest_id), (4 * (2 * tokens as u64 + 1), 9));
         let mut ends = [0; 16];
@@ -336,15 +361,17 @@ mod tests {
                 let mut bytes = good.clone();
                 change(&mut bytes);
                 std::fs::write(&path, bytes).unwrap();
-                matches!(reopen(&folder, &origin), Err(Error::Format { .. }))
+                matches!(reopen(dir.path(), &origin), Err(Error::Format { .. }))
             };
             assert!(damaged(&|bytes| bytes[at] ^= 1), "{name} {at}");
             assert!(damaged(&|bytes| bytes.truncate(at)), "{name} {at}");
             std::fs::write(&path, good).unwrap();
         }
-        assert!(reopen(&folder, &PreparedFrom { key: "other", sources: &sources, ..ORIGIN("other") }).is_err());
+        std::fs::rename(&folder, dir.path().join("other")).unwrap();
+        assert!(reopen(dir.path(), &PreparedFrom { key: "other", sources: &sources, ..ORIGIN("other") }).is_err());
+        std::fs::rename(dir.path().join("other"), &folder).unwrap();
         std::fs::remove_file(folder.join(MANIFEST)).unwrap();
-        assert!(reopen(&folder, &origin).err().unwrap().to_string().ends_with("manifest.json: missing"));
+        assert!(reopen(dir.path(), &origin).err().unwrap().to_string().ends_with("manifest.json: missing"));
     }
 
     #[test]
@@ -358,7 +385,7 @@ mod tests {
         let refusal = |mut manifest: PreparedManifest| {
             manifest.crc32c = manifest.checksum(&path).unwrap();
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
-            reopen(&folder, &origin).err().unwrap().to_string()
+            reopen(dir.path(), &origin).err().unwrap().to_string()
         };
         assert!(refusal(PreparedManifest { format_version: 3, ..good.clone() }).contains("format 3, this build reads format 4"));
         assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
@@ -370,18 +397,18 @@ mod tests {
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
         let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };
         let dir = tempfile::tempdir().unwrap();
-        disk::faults::arm(None);
+        faults::arm(None);
         write(dir.path(), &origin).unwrap();
-        let operations = disk::faults::disarm();
+        let operations = faults::disarm();
         assert!(operations.len() > 10, "{operations:?}");
         for (at, operation) in operations.iter().enumerate() {
             let dir = tempfile::tempdir().unwrap();
-            disk::faults::arm(Some((at, disk::faults::Mode::Error)));
+            faults::arm(Some((at, faults::Mode::Error)));
             let outcome = write(dir.path(), &origin);
-            disk::faults::disarm();
+            faults::disarm();
             assert!(outcome.is_err(), "{operation:?}");
             let published = dir.path().join("key");
-            assert!(!published.exists() || reopen(&published, &origin).unwrap().is_some(), "half a folder: {operation:?}");
+            assert!(!published.exists() || reopen(dir.path(), &origin).unwrap().is_some(), "half a folder: {operation:?}");
             assert!(!dir.path().join("tmp").exists());
         }
     }

@@ -230,7 +230,7 @@ mod tests {
     fn a_file_is_checked_once_and_again_when_it_has_changed() {
         let (dir, path) = written("a.bin", &[1, 0, 2, 0]);
         let checks = |vocab_size| {
-            let mut checked = CheckedFiles::load(Some(dir.path())).unwrap();
+            let mut checked = CheckedFiles::load(Some(dir.path()));
             let read = Cell::new(false);
             let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), |_| read.set(true));
             TokenFile::open(&path, vocab_size, &mut checked, &mut preparation).map(|_| checked.save().unwrap())?;

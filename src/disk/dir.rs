@@ -2,7 +2,7 @@
 //! link or another directory, leads nowhere; and a name that is a link is never followed.
 
 use super::lock::{Lock, try_lock};
-use super::out_file::{OutFile, attempt};
+use super::out_file::{FileId, OutFile, attempt};
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use nix::errno::Errno;
@@ -58,6 +58,10 @@ impl Dir {
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let file = self.file.try_clone().map_err(|e| Error::io("open", &self.path, e))?;
         Ok(Self { file, path: self.path.clone() })
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
     }
 
     /// Its path, for messages.
@@ -151,6 +155,7 @@ impl Dir {
     }
 
     /// Creates a file; one of that name, or a link, is removed.
+    #[cfg(any(feature = "hub", test))]
     pub(crate) fn recreate_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
         match unlinkat(&self.file, name.as_ref(), UnlinkatFlags::NoRemoveDir) {
             Ok(()) | Err(Errno::ENOENT) => self.create_file(name),
@@ -175,20 +180,28 @@ impl Dir {
     }
 
     /// Creates a file, writes `bytes` and syncs it.
-    pub(crate) fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<FileId> {
         let mut file = self.create_file(name)?;
         file.write(bytes)?;
-        file.sync()
+        file.sync()?;
+        file.id()
     }
 
-    /// Moves `from` to `to` in this directory.
-    pub(crate) fn rename(&self, from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<()> {
-        self.rename_into(from, self, to)
+    /// The regular file that has the name; `None` where another thing or nothing has it.
+    pub(crate) fn file_id(&self, name: impl AsRef<Path>) -> Result<Option<FileId>> {
+        let stat = self.stat(name.as_ref()).map_err(|e| Error::io("read", self.join(&name), e))?;
+        let file = stat.filter(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG);
+        Ok(file.map(|stat| FileId { device: stat.st_dev, inode: stat.st_ino, bytes: stat.st_size as u64 }))
     }
 
-    /// Moves `from` to `to` in another directory of the same file system.
-    pub(crate) fn rename_into(&self, from: impl AsRef<Path>, dir: &Self, to: impl AsRef<Path>) -> Result<()> {
-        attempt("rename", &self.join(&from), || Ok(renameat(&self.file, from.as_ref(), &dir.file, to.as_ref())?))
+    /// Whether its owner may write in it, by its mode alone.
+    pub(crate) fn is_writable(&self) -> Result<bool> {
+        Ok(self.metadata()?.mode() & Mode::S_IWUSR.bits() != 0)
+    }
+
+    /// Moves `from` to `to` in another directory of the same file system, by its name alone.
+    pub(super) fn rename_only(&self, from: &Path, dir: &Self, to: &Path) -> Result<()> {
+        attempt("rename", &self.join(from), || Ok(renameat(&self.file, from, &dir.file, to)?))
     }
 
     /// Removes `name` and, if it is a directory, everything in it; a link alone, not what it leads to.
@@ -215,12 +228,6 @@ impl Dir {
     /// Whether it is no longer anywhere.
     pub(crate) fn is_removed(&self) -> Result<bool> {
         Ok(self.metadata()?.nlink() == 0)
-    }
-
-    /// Whether both are one directory.
-    pub(crate) fn is(&self, other: &Self) -> Result<bool> {
-        let (ours, theirs) = (self.metadata()?, other.metadata()?);
-        Ok((ours.dev(), ours.ino()) == (theirs.dev(), theirs.ino()))
     }
 
     /// Finds out where it lies now. Returns the path that it had, if that was another.

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Runs one operation and names it in its error.
@@ -10,6 +11,14 @@ pub(super) fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce(
     #[cfg(test)]
     super::faults::next(operation, path).map_err(|e| Error::io(operation, path, e))?;
     act().map_err(|e| Error::io(operation, path, e))
+}
+
+/// A regular file, and how long it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileId {
+    pub(super) device: u64,
+    pub(super) inode: u64,
+    pub(crate) bytes: u64,
 }
 
 pub(crate) struct OutFile {
@@ -23,15 +32,15 @@ impl OutFile {
         Self { file, path }
     }
 
-    /// Creates `path`, which must not exist.
-    pub(crate) fn create(path: &Path) -> Result<Self> {
-        let file = attempt("create", path, || File::create_new(path))?;
-        Ok(Self { file, path: path.to_path_buf() })
-    }
-
     /// Appends `bytes`.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         attempt("write", &self.path, || self.file.write_all(bytes))
+    }
+
+    /// The file as it is now.
+    pub(crate) fn id(&self) -> Result<FileId> {
+        let metadata = self.file.metadata().map_err(|e| Error::io("read", &self.path, e))?;
+        Ok(FileId { device: metadata.dev(), inode: metadata.ino(), bytes: metadata.len() })
     }
 
     /// The file itself, for a writer of its own.

@@ -1,12 +1,13 @@
 //! A file that is what a command makes: its place is checked before there is one, it is written beside and renamed. Nothing is replaced
 //! that is not of its kind.
 
+use super::owned::{OwnMark, OwnedName};
 use super::{Dir, FileKind};
 use crate::error::{Error, Result};
 use nix::fcntl::OFlag;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// What such a file is.
@@ -49,8 +50,9 @@ impl ResultFile {
         let result = Self { dir, name, kind };
         if !result.is_device()? {
             result.refuse_what_is_not_ours()?;
-            drop(result.dir.recreate_file(result.beside()).map_err(|e| result.wrong(e))?);
-            result.dir.remove(result.beside())?;
+            let (file, beside) = result.dir.create_beside(&result.name).map_err(|e| result.wrong(e))?;
+            drop(file);
+            result.dir.remove(beside)?;
         }
         Ok(result)
     }
@@ -67,11 +69,6 @@ impl ResultFile {
         Ok(self.dir.kind(&self.name)?.is_some())
     }
 
-    /// Whether it lies in `dir` and has one of those names.
-    pub(crate) fn is_in(&self, dir: &Dir, is_name: impl FnOnce(&str) -> bool) -> Result<bool> {
-        Ok(self.dir.is(dir)? && is_name(&self.name.to_string_lossy()))
-    }
-
     /// Writes what `write` writes.
     ///
     /// # Errors
@@ -86,10 +83,10 @@ impl ResultFile {
             return write_all(self.dir.open_at(&self.name, OFlag::O_WRONLY).map_err(io)?);
         }
         self.refuse_what_is_not_ours()?;
-        let file = self.dir.recreate_file(self.beside()).map_err(|e| self.wrong(e))?.into_file();
-        let written = write_all(file).and_then(|()| self.dir.rename(self.beside(), &self.name));
+        let (file, beside) = self.dir.create_beside(&self.name).map_err(|e| self.wrong(e))?;
+        let written = write_all(file.into_file()).and_then(|()| self.dir.rename(&beside, &self.name));
         // The error that ended the writing is the one to report.
-        written.inspect_err(|_| drop(self.dir.remove(self.beside())))
+        written.inspect_err(|_| drop(self.dir.remove(&beside)))
     }
 
     /// A terminal or `/dev/null` is written as it is: what was renamed there would replace it.
@@ -99,32 +96,14 @@ impl ResultFile {
 
     /// An empty file is what earlier versions left when they ended before their timeline.
     fn refuse_what_is_not_ours(&self) -> Result<()> {
-        let is_ours = match self.dir.kind(&self.name)? {
-            None | Some(FileKind::File(0)) => true,
-            Some(FileKind::File(_)) => self.begins_as_ours()?,
-            Some(_) => false,
-        };
-        let path = self.path();
-        let refusal = || {
-            format!(
-                "{}: not a {} of this program, and not replaced; remove it, or name another file with {}",
-                path.display(),
-                self.kind.name,
-                self.kind.flag
-            )
-        };
-        if is_ours { Ok(()) } else { Err(Error::usage(refusal())) }
-    }
-
-    fn begins_as_ours(&self) -> Result<bool> {
-        let Some(file) = self.dir.open_file(&self.name)? else { return Ok(true) };
-        let mut head = vec![];
-        file.take(self.kind.head.len() as u64).read_to_end(&mut head).map_err(|e| Error::io("read", self.path(), e))?;
-        Ok(head == self.kind.head.as_bytes())
-    }
-
-    fn beside(&self) -> String {
-        format!(".{}.tmp-{}", self.name.to_string_lossy(), std::process::id())
+        let owned = OwnedName { pattern: "", kind: self.kind.name, mark: OwnMark::Head(self.kind.head) };
+        if self.dir.kind(&self.name)?.is_none() || owned.is_own(&self.dir, &self.name)? {
+            return Ok(());
+        }
+        let (path, kind, flag) = (self.path(), self.kind.name, self.kind.flag);
+        let refusal =
+            format_args!("{}: not a {kind} of this program, and not replaced; remove it, or name another file with {flag}", path.display());
+        Err(Error::usage(refusal))
     }
 
     /// An error about the file beside is one about this place.

@@ -132,9 +132,9 @@ impl History {
     /// # Errors
     /// `Io` when they cannot be read, `Format` when their name is not a regular file's.
     pub(super) fn read(dir: &Dir) -> Result<Option<Self>> {
-        let Some(file) = dir.open_log(METRICS)? else { return Ok(None) };
+        let Some(file) = dir.open_log(METRICS.pattern)? else { return Ok(None) };
         let (mut history, mut lines, mut line) = (Self::default(), BufReader::new(file), Vec::new());
-        while let Some(read) = read_line(&mut lines, &mut line).map_err(|e| Error::io("read", dir.join(METRICS), e))? {
+        while let Some(read) = read_line(&mut lines, &mut line).map_err(|e| Error::io("read", dir.join(METRICS.pattern), e))? {
             match read {
                 MetricsLine::Facts(_) => history.add_facts(&line),
                 MetricsLine::CutShort => history.is_cut_short = true,
@@ -236,7 +236,7 @@ mod tests {
 
     fn history(text: &str) -> History {
         let tmp = tempfile::tempdir().unwrap();
-        std::fs::write(tmp.path().join(METRICS), text).unwrap();
+        std::fs::write(tmp.path().join(METRICS.pattern), text).unwrap();
         History::read(&Dir::open(tmp.path()).unwrap()).unwrap().unwrap()
     }
 

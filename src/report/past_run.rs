@@ -6,7 +6,7 @@ use super::samples::DataSamples;
 use super::timeline::DrawnStep;
 use crate::disk::{Dir, FileKind};
 use crate::error::{Error, Result};
-use crate::train::run_dir::TRACE;
+use crate::trace::file::TRACE;
 use serde_json::Value;
 use std::cmp::Reverse;
 use std::path::Path;
@@ -60,7 +60,7 @@ impl PastRun {
             checkpoints.push(SavedStep { step, bytes: dir.tree_bytes(&name).unwrap_or(0), damage });
         }
         let setup = setup.or_else(|| history.as_ref().and_then(|history| RunSetup::of_facts(&history.facts)));
-        let has_timeline = matches!(dir.kind(TRACE)?, Some(FileKind::File(_)));
+        let has_timeline = matches!(dir.kind(TRACE.pattern)?, Some(FileKind::File(_)));
         Ok(Self {
             name: name_of(path),
             history: history.unwrap_or_default(),

@@ -4,7 +4,7 @@ use super::html::escape;
 use crate::disk::Dir;
 use crate::error::{Error, Result};
 use crate::trace::STEP_SPAN;
-use crate::train::run_dir::TRACE;
+use crate::trace::file::TRACE;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -148,9 +148,9 @@ impl Outline {
 
 /// Hands every event of the timeline to `each`; what is no event of ours is passed over.
 fn each_event(dir: &Dir, mut each: impl FnMut(TraceEvent)) -> Result<()> {
-    let Some(file) = dir.open_log(TRACE)? else { return Ok(()) };
+    let Some(file) = dir.open_log(TRACE.pattern)? else { return Ok(()) };
     let (mut lines, mut line) = (BufReader::new(file), Vec::new());
-    let failed = |e| Error::io("read", dir.join(TRACE), e);
+    let failed = |e| Error::io("read", dir.join(TRACE.pattern), e);
     loop {
         line.clear();
         if lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).map_err(failed)? == 0 {
@@ -179,7 +179,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut text = Vec::new();
         write_chrome(&mut text, tracks).unwrap();
-        fs::write(dir.path().join(TRACE), text).unwrap();
+        fs::write(dir.path().join(TRACE.pattern), text).unwrap();
         DrawnStep::of_run(&Dir::open(dir.path()).unwrap()).unwrap()
     }
 
@@ -214,9 +214,9 @@ mod tests {
             r#"{"ph":"X","name":"step","tid":0,"ts":1e308,"dur":1e308},"#.into(),
             "\0".into(),
         ];
-        fs::write(dir.path().join(TRACE), odd.join("\n")).unwrap();
+        fs::write(dir.path().join(TRACE.pattern), odd.join("\n")).unwrap();
         assert!(DrawnStep::of_run(&Dir::open(dir.path()).unwrap()).unwrap().is_empty());
-        fs::remove_file(dir.path().join(TRACE)).unwrap();
+        fs::remove_file(dir.path().join(TRACE.pattern)).unwrap();
         assert!(DrawnStep::of_run(&Dir::open(dir.path()).unwrap()).unwrap().is_empty());
     }
 }

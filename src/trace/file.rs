@@ -1,12 +1,15 @@
 //! Where a timeline goes.
 
 use super::{HEAD, Recorder, write_chrome};
-use crate::disk::{Dir, ResultFile, ResultKind};
+use crate::disk::{Dir, OwnMark, OwnedName, ResultFile, ResultKind};
 use crate::error::Result;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 const TIMELINE: ResultKind = ResultKind { name: "timeline", head: HEAD, flag: "--trace", operation: "write trace" };
+
+/// The timeline of a run in its output directory.
+pub(crate) const TRACE: OwnedName = OwnedName { pattern: "trace.json", kind: TIMELINE.name, mark: OwnMark::Head(HEAD) };
 
 /// A place that was found fit for a timeline.
 #[derive(Debug)]
@@ -36,11 +39,6 @@ impl TraceFile {
     /// `Io` when the directory cannot be read.
     pub(crate) fn exists(&self) -> Result<bool> {
         self.0.exists()
-    }
-
-    /// Whether it lies in `dir` and has one of those names.
-    pub(crate) fn is_in(&self, dir: &Dir, is_name: impl FnOnce(&str) -> bool) -> Result<bool> {
-        self.0.is_in(dir, is_name)
     }
 
     /// Writes the tracks. Returns how many spans made room for later ones.

@@ -4,14 +4,18 @@
 //! protocol buffers with five fields that matter here (tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto), too few for
 //! a library.
 
-use crate::disk::{Dir, FileKind, OutFile};
+use crate::disk::{Dir, FileKind, OutFile, OwnMark, OwnedName};
 use crate::error::{Error, Result};
 use crate::hardware::topology::host_name;
 use crate::metrics::{EvalMetrics, StepMetrics};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Its folder in the output directory.
-pub(super) const EVENTS: &str = "tb";
+/// Its folder in the output directory: empty, or with a file of events in it.
+pub(super) const EVENTS: OwnedName = OwnedName { pattern: "tb", kind: "folder of events", mark: OwnMark::Folder(has_events) };
+const EVENTS_PREFIX: &str = "events.out.tfevents.";
 /// What TensorBoard's own readers expect first.
 const VERSION: &[u8] = b"brain.Event:2";
 
@@ -26,14 +30,14 @@ impl EventFile {
     /// # Errors
     /// `Io` when it cannot be written, `Format` when the folder's name is that of something else.
     pub(super) fn create(dir: &Dir, step: u64) -> Result<Self> {
-        let folder = match dir.kind(EVENTS)? {
-            None => dir.create_dir(EVENTS)?,
-            Some(FileKind::Dir) => dir.open_dir(EVENTS)?,
-            Some(_) => return Err(Error::format(dir.join(EVENTS), "not a directory")),
+        let folder = match dir.kind(EVENTS.pattern)? {
+            None => dir.create_dir(EVENTS.pattern)?,
+            Some(FileKind::Dir) => dir.open_dir(EVENTS.pattern)?,
+            Some(_) => return Err(Error::format(dir.join(EVENTS.pattern), "not a directory")),
         };
         let now = since_1970();
         let host = host_name().unwrap_or_else(|| "host".into());
-        let name = format!("events.out.tfevents.{}.{host}.{}.{}", now.as_secs(), std::process::id(), now.subsec_nanos());
+        let name = format!("{EVENTS_PREFIX}{}.{host}.{}.{}", now.as_secs(), std::process::id(), now.subsec_nanos());
         let mut events = Self { file: folder.create_file(name)?, record: Vec::with_capacity(1024) };
         events.append(&Message::event(now).bytes(3, VERSION))?;
         if step > 0 {
@@ -69,6 +73,27 @@ impl EventFile {
         self.record.extend(masked_crc(&event.0).to_le_bytes());
         self.file.write(&self.record)
     }
+}
+
+fn has_events(folder: &Dir) -> Result<bool> {
+    let names = folder.names()?;
+    let is_events = |name: &OsString| {
+        let file = OwnedName { pattern: "", kind: "file of events", mark: OwnMark::File(begins_with_version) };
+        Ok(name.to_string_lossy().starts_with(EVENTS_PREFIX) && file.is_own(folder, name)?)
+    };
+    let found: Result<Vec<bool>> = names.iter().map(is_events).collect();
+    Ok(names.is_empty() || found?.contains(&true))
+}
+
+/// The first record holds nothing but a time and the version.
+fn begins_with_version(mut file: File) -> io::Result<bool> {
+    let version = Message::event(Duration::ZERO).bytes(3, VERSION);
+    let mut record = vec![0; 12 + version.0.len()];
+    if let Err(e) = file.read_exact(&mut record) {
+        return if e.kind() == io::ErrorKind::UnexpectedEof { Ok(false) } else { Err(e) };
+    }
+    let is_length = record[..8] == (version.0.len() as u64).to_le_bytes();
+    Ok(is_length && record[8..12] == masked_crc(&record[..8]).to_le_bytes() && record.ends_with(VERSION))
 }
 
 fn since_1970() -> Duration {
@@ -192,7 +217,7 @@ mod tests {
         let events =
             [Message::event(now).bytes(3, VERSION), Message::event(now).varint(2, 300).bytes(5, &Message::default().bytes(1, &scalar.0).0)];
         let dir = tempfile::tempdir().unwrap();
-        let file = OutFile::create(&dir.path().join("events")).unwrap();
+        let file = Dir::open(dir.path()).unwrap().create_file("events").unwrap();
         let mut written = EventFile { file, record: vec![] };
         events.iter().for_each(|event| written.append(event).unwrap());
         assert_eq!(fs::read(dir.path().join("events")).unwrap(), include_bytes!("../../tests/golden/tensorboard/events"));
@@ -206,16 +231,37 @@ mod tests {
     }
 
     #[test]
+    fn a_folder_is_known_by_the_events_in_it() {
+        let tmp = tempfile::tempdir().unwrap();
+        let (dir, folder) = (Dir::open(tmp.path()).unwrap(), tmp.path().join("tb"));
+        let own = || EVENTS.is_own(&dir, "tb").unwrap();
+        fs::create_dir(&folder).unwrap();
+        assert!(own());
+        fs::write(folder.join("notes"), "brain.Event:2").unwrap();
+        assert!(!own());
+        let mut events = include_bytes!("../../tests/golden/tensorboard/events").to_vec();
+        for (at, is_own) in [(events.len(), true), (0, false), (9, false), (20, true), (30, false)] {
+            let flipped = events.get_mut(at).map(|byte| std::mem::replace(byte, !*byte));
+            fs::write(folder.join("events.out.tfevents.1.host.2.3"), &events).unwrap();
+            assert_eq!(own(), is_own, "{at}");
+            flipped.iter().for_each(|byte| events[at] = *byte);
+        }
+        fs::write(folder.join("events.out.tfevents.1.host.2.3"), "").unwrap();
+        assert!(own(), "its first record was not yet written");
+    }
+
+    #[test]
     fn a_file_in_the_folders_place_is_refused_and_a_link_not_followed() {
         let tmp = tempfile::tempdir().unwrap();
         let dir = Dir::open(tmp.path()).unwrap();
         fs::create_dir(tmp.path().join("elsewhere")).unwrap();
-        std::os::unix::fs::symlink("elsewhere", tmp.path().join(EVENTS)).unwrap();
+        std::os::unix::fs::symlink("elsewhere", tmp.path().join(EVENTS.pattern)).unwrap();
         assert!(EventFile::create(&dir, 0).is_err());
         assert_eq!(fs::read_dir(tmp.path().join("elsewhere")).unwrap().count(), 0);
-        fs::remove_file(tmp.path().join(EVENTS)).unwrap();
+        fs::remove_file(tmp.path().join(EVENTS.pattern)).unwrap();
         EventFile::create(&dir, 0).unwrap();
+        assert!(EVENTS.is_own(&dir, "tb").unwrap());
         EventFile::create(&dir, 7).unwrap();
-        assert_eq!(fs::read_dir(tmp.path().join(EVENTS)).unwrap().count(), 2);
+        assert_eq!(fs::read_dir(tmp.path().join(EVENTS.pattern)).unwrap().count(), 2);
     }
 }

@@ -38,20 +38,20 @@ const FILES_LISTED: usize = 1000;
 const SHOWN: usize = 72;
 
 /// The run of this model, tokenizer and data; none of the latter is the text that ships with the program. Checksums of files are
-/// kept in `kept`, those of missing ones are `known`; `progress` hears what is read.
+/// kept in `output_dir`, those of missing ones are `known`; `progress` hears what is read.
 pub(super) fn of(
     shape: &ModelShape,
     tokenizer: &Tokenizer,
     data: &[PathBuf],
     known: &KnownSources,
-    kept: Option<&Path>,
+    output_dir: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Run> {
     let files = known.find_files(data)?;
     let files: Vec<Value> = match files.as_slice() {
         [] => vec![described("the built-in text", "txt", DEMO_TEXT.len() as u64, &checksum::sha256(DEMO_TEXT.as_bytes()))],
         files => {
-            let fingerprints = checksum::fingerprints(files, |path| known.missing(path).cloned(), kept, progress)?;
+            let fingerprints = checksum::fingerprints(files, |path| known.missing(path).cloned(), output_dir, progress)?;
             files.iter().zip(fingerprints).map(|(path, file)| described_file(path, &file)).collect()
         }
     };
@@ -197,7 +197,7 @@ mod tests {
 
     fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
         let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
-        of(shape, &Tokenizer::bytes(), &data, &KnownSources::default(), Some(&dir.join("data.json")), &mut |_, _| Ok(())).unwrap()
+        of(shape, &Tokenizer::bytes(), &data, &KnownSources::default(), Some(dir), &mut |_, _| Ok(())).unwrap()
     }
 
     #[test]

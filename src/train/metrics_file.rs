@@ -1,18 +1,18 @@
 //! `metrics.jsonl`: facts of the run in the first line, then one line a step, and one an evaluation; kept through resumes, damage and
 //! removal. A run that goes on writes its facts before its own lines.
 
-use crate::disk::{Dir, OutFile};
+use crate::disk::{Dir, OwnMark, OwnedName};
 use crate::error::{Error, Result};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// Its name in the output directory.
-pub(crate) const METRICS: &str = "metrics.jsonl";
-/// Where it is written anew, to be renamed: a run that dies meanwhile must not take the earlier steps with it.
-const BESIDE: &str = "metrics.jsonl.tmp";
+/// The file in the output directory: one of its first lines is a line of metrics or facts.
+pub(crate) const METRICS: OwnedName = OwnedName { pattern: "metrics.jsonl", kind: "log", mark: OwnMark::File(has_own_line) };
 /// A longer line is none of ours.
 const LINE_BYTES_MAX: u64 = 1 << 20;
+/// Lines of which one must be a line of metrics or facts.
+const LINES_JUDGED: usize = 100;
 
 pub(super) struct MetricsFile {
     path: PathBuf,
@@ -23,22 +23,35 @@ pub(super) struct MetricsFile {
 
 impl MetricsFile {
     /// Opens it in `dir` to go on after `step`, with `facts` before the first line: a run that never begins leaves none. Later lines, which
-    /// a resumed run will write again, are dropped. So are lines that are not metrics; how many these were is returned. The last line may
-    /// have been cut short by the end of the run: it does not count.
+    /// a resumed run will write again, are dropped. So are lines that are not metrics, of which a line for people tells, as of steps that
+    /// are missing. The last line may have been cut short by the end of the run: it does not count.
+    ///
+    /// It is written anew beside and renamed: a run that dies meanwhile must not take the earlier steps with it.
     ///
     /// # Errors
     /// `Io` when the file cannot be read or written, `Format` when the name is not a regular file's.
-    pub(super) fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, u64)> {
-        let (path, earlier, new) = (dir.join(METRICS), dir.open_log(METRICS)?, dir.recreate_file(BESIDE)?);
+    pub(super) fn open(dir: &Dir, step: u64, facts: &impl serde::Serialize) -> Result<(Self, Vec<String>)> {
+        let path = dir.join(METRICS.pattern);
+        let (earlier, (new, beside)) = (dir.open_log(METRICS.pattern)?, dir.create_beside(METRICS.pattern)?);
         let file = new.into_file();
-        let damaged = match earlier {
-            Some(earlier) => copy_until(step, earlier, &file).map_err(|e| Error::io("copy", &path, e))?,
-            None => 0,
+        let copied = match earlier {
+            Some(earlier) => copy_until(step, earlier, &file).map(|copied| copied.in_words(step, &path)),
+            None => Ok(vec![]),
         };
-        dir.rename(BESIDE, METRICS)?;
+        let told = copied.map_err(|e| Error::io("copy", &path, e)).and_then(|told| dir.rename(&beside, METRICS.pattern).map(|()| told));
+        // The error that ended the copy is the one to report.
+        let told = told.inspect_err(|_| drop(dir.remove(&beside)))?;
         let mut this = Self { path, file, line: Vec::with_capacity(1024) };
         this.add_line(facts)?;
-        Ok((this, damaged))
+        Ok((this, told))
+    }
+
+    /// Has all lines on disk, as a checkpoint of the last one's step will be.
+    ///
+    /// # Errors
+    /// `Io` when the disk fails.
+    pub(super) fn sync(&self) -> Result<()> {
+        self.file.sync_data().map_err(|e| Error::io("fsync", &self.path, e))
     }
 
     /// Appends one line.
@@ -66,10 +79,15 @@ impl MetricsFile {
         if self.is_in(dir)? {
             return Ok(false);
         }
-        let mut copy = dir.recreate_file(BESIDE).map(OutFile::into_file)?;
-        self.file.rewind().and_then(|()| io::copy(&mut self.file, &mut copy)).map_err(|e| Error::io("copy", dir.join(METRICS), e))?;
-        dir.rename(BESIDE, METRICS)?;
-        (self.file, self.path) = (copy, dir.join(METRICS));
+        let (copy, beside) = dir.create_beside(METRICS.pattern)?;
+        let (mut copy, path) = (copy.into_file(), dir.join(METRICS.pattern));
+        let copied = self.file.rewind().and_then(|()| io::copy(&mut self.file, &mut copy));
+        copied.map_err(|e| Error::io("copy", &path, e)).inspect_err(|_| drop(dir.remove(&beside)))?;
+        if dir.kind(METRICS.pattern)?.is_some() && !METRICS.is_own(dir, METRICS.pattern)? {
+            dir.set_aside(METRICS.pattern)?;
+        }
+        dir.rename(beside, METRICS.pattern)?;
+        (self.file, self.path) = (copy, path);
         Ok(true)
     }
 
@@ -78,7 +96,7 @@ impl MetricsFile {
     /// # Errors
     /// `Io` when the directory cannot be read.
     pub(super) fn is_in(&self, dir: &Dir) -> Result<bool> {
-        dir.holds(METRICS, &self.file)
+        dir.holds(METRICS.pattern, &self.file)
     }
 }
 
@@ -93,19 +111,59 @@ pub(crate) enum MetricsLine {
     CutShort,
 }
 
-/// Copies the lines up to `step`; returns how many were damaged. No more than one line is in memory.
-fn copy_until(step: u64, from: File, to: &File) -> io::Result<u64> {
-    let (mut from, mut to, mut line, mut damaged) = (BufReader::new(from), BufWriter::new(to), vec![], 0);
+/// Faults of a log that goes on.
+#[derive(Default)]
+struct CopiedLog {
+    damaged: u64,
+    /// The last step of which there is a line.
+    last: u64,
+}
+
+impl CopiedLog {
+    fn in_words(&self, step: u64, path: &Path) -> Vec<String> {
+        let path = path.display();
+        let damaged = (self.damaged > 0).then(|| format!("{path}: {} lines are damaged and were left out", self.damaged));
+        let missing = (self.last < step).then(|| format!("{path}: lines of steps {} to {step} are missing", self.last + 1));
+        damaged.into_iter().chain(missing).collect()
+    }
+}
+
+/// Copies the lines up to `step`. No more than one line is in memory.
+fn copy_until(step: u64, from: File, to: &File) -> io::Result<CopiedLog> {
+    let (mut from, mut to, mut line, mut copied) = (BufReader::new(from), BufWriter::new(to), vec![], CopiedLog::default());
     while let Some(read) = read_line(&mut from, &mut line)? {
         match read {
-            MetricsLine::Step(of) if of <= step => to.write_all(&line)?,
+            MetricsLine::Step(of) if of <= step => {
+                copied.last = copied.last.max(of);
+                to.write_all(&line)?;
+            }
             MetricsLine::Facts(from) if from < step => to.write_all(&line)?,
             MetricsLine::Step(_) | MetricsLine::Facts(_) | MetricsLine::CutShort => {}
-            MetricsLine::Damaged => damaged += 1,
+            MetricsLine::Damaged => copied.damaged += 1,
         }
     }
     to.flush()?;
-    Ok(damaged)
+    Ok(copied)
+}
+
+/// Whether a line of facts, of a step or of an evaluation is among the first.
+fn has_own_line(file: File) -> io::Result<bool> {
+    let (mut from, mut line) = (BufReader::new(file), vec![]);
+    for _ in 0..LINES_JUDGED {
+        match read_line(&mut from, &mut line)? {
+            None => return Ok(false),
+            Some(MetricsLine::Facts(_)) => return Ok(true),
+            Some(MetricsLine::Step(_)) if is_own_step(&line) => return Ok(true),
+            Some(_) => {}
+        }
+    }
+    Ok(false)
+}
+
+/// Whether it has what other programs' lines of steps have not.
+fn is_own_step(line: &[u8]) -> bool {
+    let line: Option<serde_json::Value> = serde_json::from_slice(line).ok();
+    line.is_some_and(|line| ["verdict", "eval_tokens"].iter().any(|key| line.get(key).is_some()))
 }
 
 /// Reads the next line into `line`, with its end; `None` at the end of the file.
@@ -138,11 +196,10 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
     use std::fs;
-    use std::path::Path;
 
     fn dir() -> (tempfile::TempDir, Dir, PathBuf) {
         let tmp = tempfile::tempdir().unwrap();
-        let (dir, path) = (Dir::open(tmp.path()).unwrap(), tmp.path().join(METRICS));
+        let (dir, path) = (Dir::open(tmp.path()).unwrap(), tmp.path().join(METRICS.pattern));
         (tmp, dir, path)
     }
 
@@ -158,8 +215,8 @@ mod tests {
     fn reopening_drops_the_lines_that_will_be_written_again() {
         let (tmp, dir, path) = dir();
         fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4,\"lo").unwrap();
-        let (_, damaged) = MetricsFile::open(&dir, 2, &facts(2)).unwrap();
-        assert_eq!((text(&path).as_str(), damaged), ("{\"step\":1}\n{\"step\":2}\n", 0));
+        let (_, told) = MetricsFile::open(&dir, 2, &facts(2)).unwrap();
+        assert_eq!((text(&path).as_str(), told), ("{\"step\":1}\n{\"step\":2}\n", vec![]));
         assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
     }
 
@@ -175,10 +232,10 @@ mod tests {
         };
         assert_eq!(text(&path), part(0, 4));
         for (from, until) in [(3, 3), (3, 5), (3, 4), (2, 3)] {
-            let (mut metrics, damaged) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
+            let (mut metrics, told) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
             (from + 1..=until).for_each(|step| metrics.write(&json!({"step": step})).unwrap());
             let whole = if until > from { part(0, from) + &part(from, until) } else { part(0, from) };
-            assert_eq!((text(&path), damaged), (whole, 0));
+            assert_eq!((text(&path), told), (whole, vec![]));
         }
     }
 
@@ -189,9 +246,12 @@ mod tests {
         let damage: [&[u8]; 6] = [b"\xff", b"{\"step\":1,\"x\":\"\xff\"}", b"", b"{\"step\":-1}", b"{\"step\":1", &long];
         let lines = damage.iter().flat_map(|line| [b"{\"step\":1}", *line]).collect::<Vec<_>>();
         fs::write(&path, lines.join(&b'\n')).unwrap();
-        let (_, damaged) = MetricsFile::open(&dir, 9, &facts(9)).unwrap();
+        let (_, told) = MetricsFile::open(&dir, 9, &facts(9)).unwrap();
         // Of the last line the end is missing, but it is too long to be one that was cut short.
-        assert_eq!((text(&path), damaged), ("{\"step\":1}\n".repeat(6), 6));
+        assert_eq!(text(&path), "{\"step\":1}\n".repeat(6));
+        let [damaged, missing] = told.try_into().unwrap();
+        assert!(damaged.ends_with("metrics.jsonl: 6 lines are damaged and were left out"), "{damaged}");
+        assert!(missing.ends_with("metrics.jsonl: lines of steps 2 to 9 are missing"), "{missing}");
     }
 
     #[test]
@@ -210,19 +270,35 @@ mod tests {
         std::os::unix::fs::symlink("victim", &path).unwrap();
         assert!(metrics.keep(&dir).unwrap());
         assert_eq!((text(&path).lines().count(), text(&tmp.path().join("victim"))), (3, "mine".into()));
+        assert!(tmp.path().join("metrics.jsonl.foreign-1").is_symlink());
     }
 
     #[test]
-    fn a_link_beside_is_removed_and_a_pipe_in_its_place_is_no_wait() {
+    fn what_lies_beside_stays_and_a_pipe_in_its_place_is_no_wait() {
         let (tmp, dir, path) = dir();
-        let victim = tmp.path().join("victim");
+        let (victim, beside) = (tmp.path().join("victim"), tmp.path().join(format!(".metrics.jsonl.tmp-{}", std::process::id())));
         fs::write(&victim, "mine").unwrap();
-        std::os::unix::fs::symlink(&victim, tmp.path().join(BESIDE)).unwrap();
+        std::os::unix::fs::symlink(&victim, &beside).unwrap();
         MetricsFile::open(&dir, 0, &facts(0)).unwrap();
-        assert_eq!(text(&victim), "mine");
+        assert!(text(&victim) == "mine" && beside.is_symlink());
         fs::remove_file(&path).unwrap();
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let refused = MetricsFile::open(&dir, 0, &facts(0)).err().unwrap().to_string();
         assert!(refused.ends_with("metrics.jsonl: not a regular file"), "{refused}");
+    }
+
+    #[test]
+    fn a_log_is_known_by_its_lines_and_another_trainers_is_none() {
+        let (_tmp, dir, path) = dir();
+        let own = |content: String| {
+            fs::write(&path, content).unwrap();
+            METRICS.is_own(&dir, "metrics.jsonl").unwrap()
+        };
+        let step = json!({"step": 1, "loss": 2.0, "verdict": "commit"});
+        let own_logs = [facts(0).to_string() + "\n", format!("{step}\n"), format!("\0\0\n\n{step}\n"), String::new()];
+        assert_eq!(own_logs.map(own), [true; 4]);
+        let trainer = json!({"loss": 2.0, "learning_rate": 1e-3, "epoch": 0.5, "step": 1});
+        let foreign = ["text".into(), format!("{trainer}\n"), "\n".repeat(200) + &format!("{step}\n"), "{\"facts\": 1}\n".into()];
+        assert_eq!(foreign.map(own), [false; 4]);
     }
 }

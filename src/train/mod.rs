@@ -9,9 +9,11 @@ mod event_file;
 mod facts_line;
 mod feed;
 mod identity;
+mod inputs;
 mod kept;
 pub(crate) mod metrics_file;
 mod observer;
+pub(crate) mod owned_names;
 pub(crate) mod packing;
 mod peer_waits;
 mod previous_run;
@@ -29,6 +31,7 @@ use crate::checkpoint::parts::MeetingPlace;
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
+use crate::disk::Dir;
 use crate::engine::executor::Engine;
 use crate::error::Result;
 use crate::launch::agreement::Party;
@@ -60,6 +63,10 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) 
 /// The run of process 0, which may be the only one.
 fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
+    inputs::check(settings)?;
+    if let (true, Ok(dir)) = (settings.dry_run, Dir::open(&settings.output_dir)) {
+        owned_names::check(&dir, settings)?;
+    }
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
@@ -111,6 +118,7 @@ fn drive<D: Kernels>(mut session: Session<D>, stop: &StopFlag, observer: &mut dy
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::checkpoint;
     use crate::config::options::{DeviceChoice, TrainLength};
     use crate::disk::faults::{self, Mode};
     use crate::metrics::StepMetrics;
@@ -130,7 +138,12 @@ pub(crate) mod tests {
     }
 
     /// Trains four steps; what was heard, the step that was reached, and each access to a file, of which the one at `fault` fails.
-    fn four_steps(fault: Option<usize>) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
+    pub(super) fn four_steps(fault: Option<usize>) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
+        four_steps_with(|_| faults::arm(fault.map(|at| (at, Mode::Error))))
+    }
+
+    /// As [`four_steps`] with what `arm` does to the output directory meanwhile.
+    fn four_steps_with(arm: impl FnOnce(PathBuf)) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
         let dir = tempfile::tempdir().unwrap();
         let settings = Settings {
             output_dir: dir.path().join("out"),
@@ -142,12 +155,26 @@ pub(crate) mod tests {
             ..Settings::demo()
         };
         let mut heard = Heard::default();
-        faults::arm(fault.map(|at| (at, Mode::Error)));
+        arm(settings.output_dir.clone());
         let summary = train(&settings, &StopFlag::default(), &mut heard);
         let accesses = faults::disarm();
         let summary = summary.unwrap();
-        assert!(summary.failure.is_none(), "{summary}");
+        assert!(summary.failure.is_none(), "{summary}: {:?}", summary.failure);
+        checkpoint::verify(&settings.output_dir.join("checkpoint-4")).unwrap();
         (heard.0, summary.step, accesses)
+    }
+
+    #[test]
+    fn a_directory_that_is_removed_at_any_moment_of_a_save_is_made_again_with_the_checkpoint() {
+        let (_, _, accesses) = four_steps(None);
+        let is_tmp = |path: &PathBuf| path.to_string_lossy().contains("/.checkpoint-4.tmp-");
+        let first = accesses.iter().position(|(_, path)| is_tmp(path)).unwrap();
+        let rename = accesses.iter().position(|(what, path)| *what == "rename" && is_tmp(path)).unwrap();
+        assert!(rename - first > 8, "{accesses:?}");
+        for at in first..=rename {
+            let (heard, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
+            assert!(heard.iter().any(|line| line.contains("was removed during the run")), "{:?}: {heard:?}", accesses[at]);
+        }
     }
 
     #[test]

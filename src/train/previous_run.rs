@@ -1,30 +1,48 @@
 //! A run begins at some step in a directory that may hold more: an earlier run, or the abandoned end of this one. That is
-//! moved aside, never overwritten, so that "newest checkpoint" always means this run's.
+//! moved aside, never overwritten, so that "newest checkpoint" always means this run's. Foreign content that would be taken for a
+//! checkpoint gets another name.
 
 use super::event_file::EVENTS;
 use super::metrics_file::METRICS;
-use super::run_dir::TRACE;
-use crate::disk::{Dir, FileKind};
+use crate::checkpoint::CHECKPOINT;
+use crate::disk::{Dir, FileKind, OwnedName};
 use crate::error::Result;
+use crate::trace::file::TRACE;
 use crate::units::Bytes;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 /// What earlier runs hold in all before a person is told.
 const WORTH_TELLING: u64 = 1 << 30;
 
-/// Moves all that has the name of a checkpoint after `step`, be it a directory, a link or a file, into `previous-<n>/`, metrics,
-/// timeline and events too when the run is fresh (`step` 0). Returns a line for people when there were any.
+/// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). What has the name
+/// of a later checkpoint and is none of the program's, be it a directory, a link or a file, becomes `<name>.foreign-<n>`. Returns lines
+/// for people.
 ///
 /// # Errors
 /// `Io` when the directory cannot be listed or written.
-pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Option<String>> {
-    let mut names = output_dir.names()?;
-    names.retain(|name| is_later(&name.to_string_lossy(), step));
+pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Vec<String>> {
+    let (mut own, mut lines) = (vec![], vec![]);
+    for name in output_dir.names()? {
+        match later(&name, step) {
+            Some(owned) if owned.is_own(output_dir, &name)? => own.push(name),
+            Some(owned) if owned.pattern == CHECKPOINT.pattern => {
+                let aside = output_dir.set_aside(&name)?;
+                let path = output_dir.join(&name);
+                lines.push(format!("{}: not a checkpoint of this program; it is now {}", path.display(), aside.display()));
+            }
+            _ => {}
+        }
+    }
+    lines.extend(move_own(output_dir, &own, step)?);
+    Ok(lines)
+}
+
+fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<String>> {
     // A timeline or events alone, or metrics without a line, are what a run leaves that never began.
     let has_content = |name: &OsString| {
-        let says_little = name == TRACE || name == EVENTS;
-        Ok(!says_little && (name != METRICS || output_dir.kind(name)? != Some(FileKind::File(0))))
+        let says_little = TRACE.matches(name) || EVENTS.matches(name);
+        Ok(!says_little && (!METRICS.matches(name) || output_dir.kind(name)? != Some(FileKind::File(0))))
     };
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
@@ -36,11 +54,13 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Option<String>> 
     Ok(Some(format!("moved to {}: {what}{}", target.path().display(), size_of_all(output_dir)?)))
 }
 
-fn is_later(name: &str, step: u64) -> bool {
-    match name.strip_prefix("checkpoint-") {
-        Some(number) => number.parse().is_ok_and(|saved: u64| saved > step),
-        None => step == 0 && [METRICS, TRACE, EVENTS].contains(&name),
+/// The name that `name` is, if what is there comes after `step`.
+fn later(name: &OsStr, step: u64) -> Option<&'static OwnedName> {
+    if CHECKPOINT.matches(name) {
+        let number = name.to_str()?.strip_prefix("checkpoint-")?.parse::<u64>();
+        return number.is_ok_and(|saved| saved > step).then_some(&CHECKPOINT);
     }
+    [&METRICS, &TRACE, &EVENTS].into_iter().find(|owned| step == 0 && owned.matches(name))
 }
 
 /// A new directory `previous-<n>`.
@@ -62,10 +82,13 @@ fn size_of_all(output_dir: &Dir) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::faults;
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    fn aside(dir: &Path, step: u64) -> Option<String> {
+    const LOG: &str = "{\"facts\":{\"from_step\":0}}\n";
+
+    fn aside(dir: &Path, step: u64) -> Vec<String> {
         move_aside(&Dir::open(dir).unwrap(), step).unwrap()
     }
 
@@ -73,15 +96,34 @@ mod tests {
     fn an_earlier_run_is_moved_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
-        assert_eq!(aside(dir.path(), 0), None);
+        assert_eq!(aside(dir.path(), 0), [""; 0]);
         for run in 1..=2 {
             fs::create_dir(path("checkpoint-5")).unwrap();
-            fs::write(path("metrics.jsonl"), run.to_string()).unwrap();
+            fs::write(path("metrics.jsonl"), format!("{LOG}{run}")).unwrap();
             fs::write(path("notes.txt"), "mine").unwrap();
-            assert!(aside(dir.path(), 0).unwrap().ends_with(&format!("previous-{run}: the earlier run that was here")));
+            let [line] = aside(dir.path(), 0).try_into().unwrap();
+            assert!(line.ends_with(&format!("previous-{run}: the earlier run that was here")), "{line}");
             assert!(!path("checkpoint-5").exists() && path("notes.txt").exists());
-            assert_eq!(fs::read_to_string(path(&format!("previous-{run}/metrics.jsonl"))).unwrap(), run.to_string());
+            assert_eq!(fs::read_to_string(path(&format!("previous-{run}/metrics.jsonl"))).unwrap(), format!("{LOG}{run}"));
         }
+    }
+
+    #[test]
+    fn a_run_in_the_lower_layer_of_an_overlay_is_copied_and_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        for folder in ["checkpoint-5/model", "checkpoint-7", "tb"] {
+            fs::create_dir_all(path(folder)).unwrap();
+        }
+        fs::write(path("checkpoint-5/model/config.json"), "{}").unwrap();
+        fs::write(path("metrics.jsonl"), LOG).unwrap();
+        faults::arm_overlay(["checkpoint-5", "checkpoint-7", "tb"].map(path).into());
+        let lines = aside(dir.path(), 0);
+        faults::disarm();
+        assert!(lines[0].ends_with("previous-1: the earlier run that was here"), "{lines:?}");
+        assert_eq!(fs::read_to_string(path("previous-1/checkpoint-5/model/config.json")).unwrap(), "{}");
+        assert!(path("previous-1/checkpoint-7").is_dir() && path("previous-1/tb").is_dir());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]
@@ -90,25 +132,27 @@ mod tests {
         let path = |name: &str| dir.path().join(name);
         ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-x"].iter().for_each(|name| fs::create_dir(path(name)).unwrap());
         fs::write(path("metrics.jsonl"), "").unwrap();
-        assert!(aside(dir.path(), 4).is_some());
+        assert_eq!(aside(dir.path(), 4).len(), 1);
         let kept = ["checkpoint-2", "checkpoint-4", "checkpoint-x", "metrics.jsonl", "previous-1/checkpoint-6"];
         assert!(kept.iter().all(|name| path(name).exists()) && !path("checkpoint-6").exists());
-        assert_eq!(aside(dir.path(), 4), None);
+        assert_eq!(aside(dir.path(), 4), [""; 0]);
     }
 
     #[test]
-    fn names_that_a_checkpoint_could_not_take_are_moved_whatever_they_are() {
+    fn what_a_checkpoint_could_not_take_the_name_of_gets_another() {
         for make in [
             |path: &Path| symlink("/nowhere", path).unwrap(),
             |path: &Path| symlink("checkpoint-4", path).unwrap(),
             |path: &Path| fs::write(path, "a file").unwrap(),
             |path: &Path| nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap(),
+            |path: &Path| fs::create_dir(path).and_then(|()| fs::write(path.join("thesis.tex"), "mine")).unwrap(),
         ] {
             let dir = tempfile::tempdir().unwrap();
             make(&dir.path().join("checkpoint-4"));
-            assert!(aside(dir.path(), 2).is_some());
+            let [line] = aside(dir.path(), 2).try_into().unwrap();
+            assert!(line.ends_with("checkpoint-4: not a checkpoint of this program; it is now checkpoint-4.foreign-1"), "{line}");
             assert!(dir.path().join("checkpoint-4").symlink_metadata().is_err());
-            assert!(dir.path().join("previous-1/checkpoint-4").symlink_metadata().is_ok());
+            assert!(dir.path().join("checkpoint-4.foreign-1").symlink_metadata().is_ok());
         }
     }
 
@@ -118,7 +162,7 @@ mod tests {
         fs::create_dir_all(dir.path().join("previous-7/checkpoint-1")).unwrap();
         fs::File::create(dir.path().join("previous-7/checkpoint-1/state.bin")).unwrap().set_len(3 << 30).unwrap();
         fs::create_dir(dir.path().join("checkpoint-1")).unwrap();
-        let printed = aside(dir.path(), 0).unwrap();
+        let [printed] = aside(dir.path(), 0).try_into().unwrap();
         assert!(printed.contains("previous-1: ") && printed.ends_with("(all previous-* there: 3.0 GiB)"), "{printed}");
     }
 }

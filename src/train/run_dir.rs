@@ -1,22 +1,17 @@
 //! The output directory of a run: opened once, owned by one run at a time, and used by descriptor from then on.
 
-use super::metrics_file::METRICS;
 use super::observer::Observer;
+use super::owned_names::{self, PROBE};
 use super::run_lock::{LOCK, RunLock};
 use crate::checkpoint;
 use crate::config::settings::Settings;
-use crate::disk::Dir;
+use crate::disk::{Dir, OwnedName, RECORDS, RECORDS_MANIFEST};
 use crate::error::{Error, Result};
-use crate::trace::file::TraceFile;
+use crate::trace::file::{TRACE, TraceFile};
 use crate::units::Bytes;
 use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
-
-/// The timeline, unless another file is named.
-pub(crate) const TRACE: &str = "trace.json";
-/// Written and removed, to know that files can be.
-const PROBE: &str = ".write-probe";
 
 /// An output directory that this process owns.
 pub(super) struct RunDir {
@@ -32,16 +27,17 @@ pub(super) struct RunDir {
 
 impl RunDir {
     /// Makes the output directory if there is none, takes it for this run, tidies up after dead ones, and finds out now whether
-    /// all that will be written can be. `observer` is told what could not be tidied up.
+    /// all that will be written can be. `observer` is told what could not be tidied up, and which foreign content got another name.
     ///
     /// # Errors
-    /// `Resource` that says which run has it; `Usage` when `--trace` names what is no timeline; `Io` that names the directory or
-    /// the file.
+    /// `Resource` that says which run has it; `Usage` when foreign content has a name that the run needs, or `--trace` names what is no
+    /// timeline: then nothing was written; `Io` that names the directory or the file.
     pub(super) fn open(settings: &Settings, observer: &mut dyn Observer) -> Result<Self> {
         let path = &settings.output_dir;
         let is_new = fs::symlink_metadata(path).is_err();
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
         let dir = Dir::open(path)?;
+        owned_names::claim(&dir, settings, observer)?;
         let lock = RunLock::take(&dir)?;
         if !lock.is_supported() {
             observer.warn(&format!("{}: this file system has no locks; two runs in it would destroy each other", path.display()));
@@ -49,9 +45,10 @@ impl RunDir {
         // Where the parent cannot be opened, a directory that is removed stays so.
         let place = Dir::of(path).ok().flatten();
         let mut this = Self { dir, lock, place, is_new, trace: None };
-        this.dir.recreate_file(PROBE)?.write(b"x")?;
-        this.dir.remove(PROBE)?;
-        this.tidy()?.iter().for_each(|line| observer.warn(line));
+        let (mut probe, beside) = this.dir.create_beside(PROBE.pattern)?;
+        probe.write(b"x").and_then(|()| this.dir.remove(beside))?;
+        owned_names::remove_remains(&this.dir)?;
+        checkpoint::clean(&this.dir)?.iter().for_each(|line| observer.warn(line));
         this.trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         match &this.trace {
             Some(trace) => this.refuse_our_own(trace)?,
@@ -106,26 +103,33 @@ impl RunDir {
         Err(Error::resource(format_args!("find room for a checkpoint in {}", self.path().display()), cause))
     }
 
-    /// What dead runs left goes; returns a line for each thing that could not be done.
-    fn tidy(&self) -> Result<Vec<String>> {
-        let trace_beside = format!(".{TRACE}.tmp-");
-        for name in self.dir.names()?.iter().filter(|name| name.to_string_lossy().starts_with(&trace_beside)) {
-            self.dir.remove(name)?;
-        }
-        checkpoint::clean(&self.dir)
-    }
-
     fn trace_here(&self) -> Result<TraceFile> {
-        TraceFile::in_dir(self.dir.try_clone()?, TRACE.into())
+        TraceFile::in_dir(self.dir.try_clone()?, TRACE.pattern.into())
     }
 
     /// These may not be there yet, so that nothing else would refuse them.
     fn refuse_our_own(&self, trace: &TraceFile) -> Result<()> {
-        let is_ours = |name: &str| [METRICS, LOCK].contains(&name) || name.starts_with("checkpoint-");
-        if trace.is_in(&self.dir, is_ours)? {
-            return Err(Error::usage(format_args!("--trace {}: the run itself writes this; name another file", trace.path().display())));
+        match self.own_name_of(&trace.path()) {
+            Some(owned) if owned.pattern != TRACE.pattern => {
+                let path = trace.path();
+                Err(Error::usage(format_args!("--trace {}: the run itself writes this; name another file", path.display())))
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// The run's own name at which `path` lies, or below which.
+    fn own_name_of(&self, path: &Path) -> Option<&'static OwnedName> {
+        let (here, parent) = (self.path().canonicalize().ok()?, path.parent().filter(|parent| !parent.as_os_str().is_empty()));
+        let place = parent.unwrap_or(Path::new(".")).canonicalize().ok()?.join(path.file_name()?);
+        owned_names::named(place.strip_prefix(here).ok()?.components().next()?.as_os_str())
+    }
+
+    /// Whether there is nothing but the lock and the mark of the folder of records.
+    fn is_unused(&self) -> Result<bool> {
+        let (names, records) = (self.dir.names()?, self.dir.open_dir(RECORDS.pattern)?.names()?);
+        let is_first = |name: &OsString| LOCK.matches(name) || RECORDS.matches(name);
+        Ok(names.iter().all(is_first) && records == [RECORDS_MANIFEST.pattern])
     }
 
     fn make_again(&self) -> Result<Dir> {
@@ -139,9 +143,10 @@ impl Drop for RunDir {
     /// A command that was refused leaves no directory behind.
     fn drop(&mut self) {
         if let Some((parent, name)) = self.place.as_ref().filter(|_| self.is_new)
-            && self.dir.names().is_ok_and(|names| names == [LOCK])
+            && self.is_unused().unwrap_or(false)
+            && self.dir.remove_listed(RECORDS.pattern, &[RECORDS_MANIFEST.pattern.into()]).is_ok_and(|gone| gone)
         {
-            let _ = self.dir.remove(LOCK).and_then(|()| parent.remove_empty(name));
+            let _ = self.dir.remove(LOCK.pattern).and_then(|()| parent.remove_empty(name));
         }
     }
 }
@@ -182,7 +187,12 @@ mod tests {
         let used = open(path.clone(), None).unwrap();
         fs::write(path.join("metrics.jsonl"), "").unwrap();
         drop(used);
-        assert!(path.join(LOCK).exists());
+        assert!(path.join(LOCK.pattern).exists());
+        let record = tmp.path().join("second/.superoffload/data-checked.json");
+        let prepared = open(tmp.path().join("second"), None).unwrap();
+        fs::write(&record, "").unwrap();
+        drop(prepared);
+        assert!(record.with_file_name("manifest.json").exists(), "a folder with records keeps its mark");
         fs::remove_file(path.join("metrics.jsonl")).unwrap();
         drop(open(path.clone(), None).unwrap());
         assert!(path.exists(), "it was there before");
@@ -209,10 +219,10 @@ mod tests {
     fn a_lock_that_was_removed_is_taken_again_unless_another_run_was_faster() {
         let tmp = tempfile::tempdir().unwrap();
         let mut first = open(tmp.path().into(), None).unwrap();
-        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
         assert_eq!(first.hold().unwrap(), None);
         open(tmp.path().into(), None).err().expect("it is locked");
-        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
         let _second = open(tmp.path().into(), None).unwrap();
         assert!(first.hold().unwrap_err().to_string().contains("another run"));
     }
@@ -232,20 +242,23 @@ mod tests {
     fn a_timeline_replaces_nothing_that_the_run_writes_and_follows_no_link() {
         let tmp = tempfile::tempdir().unwrap();
         let path = |name: &str| tmp.path().join("r").join(name);
-        for name in [METRICS, LOCK, "checkpoint-4"] {
+        for name in ["metrics.jsonl", ".lock", "checkpoint-4", "tb", ".superoffload/x.json", "../r/.checkpoint-4.del-1"] {
             let refused = open(path(""), Some(path(name))).err().unwrap();
             assert!(refused.exit_code() == 2 && refused.to_string().contains(name), "{refused}");
         }
+        open(path(""), Some(path("own.json"))).unwrap();
         fs::create_dir_all(path("")).unwrap();
         fs::write(tmp.path().join("victim"), "mine").unwrap();
-        symlink(tmp.path().join("victim"), path(PROBE)).unwrap();
+        symlink(tmp.path().join("victim"), path(".write-probe")).unwrap();
         open(path(""), None).unwrap();
-        symlink(tmp.path().join("victim"), path(TRACE)).unwrap();
+        symlink(tmp.path().join("victim"), path("trace.json")).unwrap();
         assert!(open(path(""), None).err().unwrap().to_string().contains("trace.json: not a timeline"));
         assert_eq!(fs::read_to_string(tmp.path().join("victim")).unwrap(), "mine");
-        fs::remove_file(path(TRACE)).unwrap();
-        fs::write(path(".trace.json.tmp-1"), "half").unwrap();
+        fs::remove_file(path("trace.json")).unwrap();
+        for (name, content) in [(".trace.json.tmp-1", "{\"display"), (".write-probe.tmp-9", "x"), (".trace.json.tmp-2", "mine")] {
+            fs::write(path(name), content).unwrap();
+        }
         open(path(""), None).unwrap();
-        assert!(!path(".trace.json.tmp-1").exists());
+        assert!(!path(".trace.json.tmp-1").exists() && !path(".write-probe.tmp-9").exists() && path(".trace.json.tmp-2").exists());
     }
 }

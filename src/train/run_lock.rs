@@ -1,18 +1,18 @@
 //! Who owns an output directory: the process that holds the lock on a file in it, for as long as it lives.
 
-use crate::disk::{self, Dir, Lock};
+use crate::disk::{self, Dir, Lock, OwnMark, OwnedName};
 use crate::error::{Error, Result, printable};
 use crate::hardware::topology::host_name;
 use crate::units::date_and_time;
 use nix::fcntl::OFlag;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::thread::sleep;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Its name in the output directory. The file stays when the run ends; the lock goes with the process.
-pub(super) const LOCK: &str = ".lock";
+/// Its file in the output directory, which says who holds the lock. The file stays when the run ends; the lock goes with the process.
+pub(super) const LOCK: OwnedName = OwnedName { pattern: ".lock", kind: "lock", mark: OwnMark::Head("pid ") };
 /// What is read of a file that should hold one line.
 const HOLDER_BYTES_MAX: u64 = 300;
 
@@ -35,14 +35,23 @@ impl RunLock {
     fn take_by(dir: &Dir, try_lock: impl Fn(&File) -> io::Result<Lock>) -> Result<Self> {
         loop {
             let file = open(dir)?;
-            let lock = try_lock(&file).map_err(|e| Error::io("lock", dir.join(LOCK), e))?;
+            let lock = try_lock(&file).map_err(|e| Error::io("lock", dir.join(LOCK.pattern), e))?;
             if lock == Lock::Taken {
                 return Err(refusal(dir, file));
             }
+            if !LOCK.is_own(dir, LOCK.pattern)? && dir.holds(LOCK.pattern, &file)? {
+                let cause = "not a lock of this program; move it away, or name another --output-dir";
+                return Err(Error::format(dir.join(LOCK.pattern), cause));
+            }
+            if has_another_name(dir, &file)? {
+                // Its content is somebody else's, too, a backup's perhaps: from now on it lacks this name.
+                dir.remove(LOCK.pattern)?;
+                continue;
+            }
             // It may have been removed after it was opened: then it locks nothing.
-            if dir.holds(LOCK, &file)? {
+            if dir.holds(LOCK.pattern, &file)? {
                 let said = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
-                said.map_err(|e| Error::io("write", dir.join(LOCK), e))?;
+                said.map_err(|e| Error::io("write", dir.join(LOCK.pattern), e))?;
                 return Ok(Self { file, supported: lock == Lock::Held });
             }
         }
@@ -58,14 +67,23 @@ impl RunLock {
     /// # Errors
     /// `Io` when the directory cannot be read.
     pub(super) fn is_of(&self, dir: &Dir) -> Result<bool> {
-        dir.holds(LOCK, &self.file)
+        dir.holds(LOCK.pattern, &self.file)
     }
 }
 
 fn open(dir: &Dir) -> Result<File> {
-    let file = dir.open_at(LOCK, OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("create", dir.join(LOCK), e))?;
-    let is_file = file.metadata().map_err(|e| Error::io("read", dir.join(LOCK), e))?.is_file();
-    if is_file { Ok(file) } else { Err(Error::format(dir.join(LOCK), "not a regular file")) }
+    let path = dir.join(LOCK.pattern);
+    let file = dir.open_at(LOCK.pattern, OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("create", &path, e))?;
+    if !file.metadata().map_err(|e| Error::io("read", &path, e))?.is_file() {
+        return Err(Error::format(path, "not a regular file"));
+    }
+    Ok(file)
+}
+
+/// Whether the lock's file is reached by a hard link elsewhere.
+fn has_another_name(dir: &Dir, file: &File) -> Result<bool> {
+    let links = file.metadata().map_err(|e| Error::io("read", dir.join(LOCK.pattern), e))?.nlink();
+    Ok(links > 1 && dir.holds(LOCK.pattern, file)?)
 }
 
 fn refusal(dir: &Dir, file: File) -> Error {
@@ -101,7 +119,7 @@ mod tests {
     #[test]
     fn the_second_is_told_who_the_first_is() {
         let (tmp, dir) = dir();
-        fs::write(tmp.path().join(LOCK), "a much longer line of an earlier run".repeat(9)).unwrap();
+        fs::write(tmp.path().join(LOCK.pattern), "pid 1 and a much longer line of an earlier run".repeat(9)).unwrap();
         let first = RunLock::take(&dir).unwrap();
         let refused = RunLock::take(&dir).unwrap_err();
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
@@ -117,13 +135,13 @@ mod tests {
         let (tmp, dir) = dir();
         let first = RunLock::take(&dir).unwrap();
         assert!(first.is_of(&dir).unwrap());
-        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
         assert!(!first.is_of(&dir).unwrap());
         // Removed between the opening and the locking: the lock that counts is that of the new file.
         let is_first = Cell::new(true);
         let race = |file: &File| {
             if is_first.replace(false) {
-                fs::remove_file(tmp.path().join(LOCK))?;
+                fs::remove_file(tmp.path().join(LOCK.pattern))?;
             }
             disk::try_lock(file)
         };
@@ -134,21 +152,42 @@ mod tests {
     fn without_locks_a_run_goes_on_and_what_is_no_file_is_refused() {
         let (tmp, dir) = dir();
         assert!(!RunLock::take_by(&dir, |_| Ok(Lock::Unsupported)).unwrap().is_supported());
-        fs::remove_file(tmp.path().join(LOCK)).unwrap();
-        nix::unistd::mkfifo(&tmp.path().join(LOCK), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
+        nix::unistd::mkfifo(&tmp.path().join(LOCK.pattern), nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert!(RunLock::take(&dir).unwrap_err().to_string().ends_with(".lock: not a regular file"));
-        fs::remove_file(tmp.path().join(LOCK)).unwrap();
+        fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
         fs::write(tmp.path().join("victim"), "mine").unwrap();
-        std::os::unix::fs::symlink("victim", tmp.path().join(LOCK)).unwrap();
+        std::os::unix::fs::symlink("victim", tmp.path().join(LOCK.pattern)).unwrap();
         assert!(RunLock::take(&dir).unwrap_err().to_string().contains(".lock: "));
         assert_eq!(fs::read_to_string(tmp.path().join("victim")).unwrap(), "mine");
+    }
+
+    #[test]
+    fn a_hard_link_to_it_keeps_what_it_said_and_locks_nothing() {
+        let (tmp, dir) = dir();
+        let [lock, backup] = [LOCK.pattern, "backup"].map(|name| tmp.path().join(name));
+        fs::write(&backup, "pid 7 of an earlier run").unwrap();
+        fs::hard_link(&backup, &lock).unwrap();
+        let held = RunLock::take(&dir).unwrap();
+        assert_eq!(fs::read_to_string(&backup).unwrap(), "pid 7 of an earlier run");
+        assert!(held.is_of(&dir).unwrap() && fs::read_to_string(&lock).unwrap().starts_with("pid ") && RunLock::take(&dir).is_err());
+        fs::hard_link(&lock, tmp.path().join("second")).unwrap();
+        assert!(RunLock::take(&dir).is_err(), "it is held, however many names it has");
+    }
+
+    #[test]
+    fn what_is_no_lock_is_not_written() {
+        let (tmp, dir) = dir();
+        fs::write(tmp.path().join(LOCK.pattern), "mine").unwrap();
+        assert!(RunLock::take(&dir).unwrap_err().to_string().contains(".lock: not a lock of this program"));
+        assert_eq!(fs::read_to_string(tmp.path().join(LOCK.pattern)).unwrap(), "mine");
     }
 
     #[test]
     fn a_foreign_line_cannot_colour_the_refusal() {
         let (tmp, dir) = dir();
         let _first = RunLock::take(&dir).unwrap();
-        fs::write(tmp.path().join(LOCK), b"\x1b[31mEVIL\nerror: second \xff").unwrap();
+        fs::write(tmp.path().join(LOCK.pattern), b"\x1b[31mEVIL\nerror: second \xff").unwrap();
         let refused = RunLock::take(&dir).unwrap_err().to_string();
         assert!(refused.contains("\\u{1b}[31mEVIL\\nerror: second") && !refused.contains(['\n', '\x1b']), "{refused}");
     }

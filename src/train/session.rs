@@ -143,10 +143,8 @@ impl<D: Kernels> Session<D> {
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
-        let (metrics, damaged) = MetricsFile::open(run_dir.dir(), step, &facts)?;
-        if damaged > 0 {
-            observer.warn(&format!("{}: {damaged} lines are damaged and were left out", run_dir.dir().join(METRICS).display()));
-        }
+        let (metrics, told) = MetricsFile::open(run_dir.dir(), step, &facts)?;
+        told.iter().for_each(|line| observer.warn(line));
         let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
         let events = wanted.and_then(|events| heard(events, observer));
         let totals = SessionTotals::default();
@@ -358,10 +356,10 @@ impl<D: Kernels> Session<D> {
     pub(crate) fn save_if_new(&mut self, observer: &mut dyn Observer) -> Result<()> {
         self.run_dir.hold()?.iter().for_each(|line| observer.warn(line));
         if self.totals.steps > 0 && self.saved_path()?.is_none() {
-            self.save(observer).inspect_err(|_| self.save_failed = true)?;
+            self.save_or_save_again(observer).inspect_err(|_| self.save_failed = true)?;
         }
         if self.metrics.keep(self.run_dir.dir())? {
-            let path = self.run_dir.dir().join(METRICS);
+            let path = self.run_dir.dir().join(METRICS.pattern);
             observer.warn(&format!("{} was removed or replaced during the run: written again, with this run's lines", path.display()));
         }
         Ok(())
@@ -379,12 +377,27 @@ impl<D: Kernels> Session<D> {
         self.saved.as_ref().map(|(step, name)| (*step, self.run_dir.dir().join(name)))
     }
 
+    /// Somebody may remove the directory while a checkpoint is written into it: then it is made again, and the checkpoint with it.
+    fn save_or_save_again(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let saved = self.save(observer);
+        if saved.is_err()
+            && self.is_sound
+            && self.plan.processes == 1
+            && let Some(line) = self.run_dir.hold()?
+        {
+            observer.warn(&line);
+            return self.save(observer);
+        }
+        saved
+    }
+
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let step = self.engine.train_step();
         self.engine.flush().inspect_err(|_| self.is_sound = false)?;
         let evaluations = self.progress.with_checkpoint(step);
         let run = evaluations.kept_in(self.skips.kept_in(&self.run));
         let writer = self.write_state(run)?;
+        self.metrics.sync().unwrap_or_else(|error| observer.warn(&error.to_string()));
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
         let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
         let saved = writer.finish(&self.model_files, limit, spared)?;

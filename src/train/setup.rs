@@ -37,9 +37,6 @@ use crate::signals::StopFlag;
 use std::mem;
 use std::path::{Path, PathBuf};
 
-/// What was computed of the data files, in the output directory.
-const CHECKSUMS: &str = "data.json";
-
 /// A model as it was found: its shape, and the files to export it with.
 struct ModelSource {
     shape: ModelShape,
@@ -174,7 +171,7 @@ impl PreparedRun<'_> {
         };
         let partition = launch.divide_cpus(&settings, &plan, |line| observer.warn(line))?;
         previous_run::move_aside(run_dir.dir(), engine.train_step())?.iter().for_each(|line| observer.warn(line));
-        remove_others(run_dir.path(), &known);
+        remove_others(run_dir.dir(), &known);
         known.save(run_dir.path(), &tokenizer)?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
@@ -264,7 +261,7 @@ fn identify(
         observer.progress("checking data", done, file.metadata().map_or(done, |metadata| metadata.len()));
         if stop.is_set() { Err(Error::Interrupted("the data was checked".into())) } else { Ok(()) }
     };
-    identity::of(shape, tokenizer, &settings.data, known, output_dir.map(|dir| dir.join(CHECKSUMS)).as_deref(), &mut progress)
+    identity::of(shape, tokenizer, &settings.data, known, output_dir, &mut progress)
 }
 
 /// Host memory that training and evaluation data take while steps run.

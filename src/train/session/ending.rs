@@ -24,6 +24,11 @@ impl Failures {
         });
         None
     }
+
+    /// A timeline that was asked for and is lost is a failure; of the usual one a warning is enough, as all steps are saved.
+    fn take_timeline<T>(&mut self, is_asked: bool, result: Result<T>, observer: &mut dyn Observer) -> Option<T> {
+        if is_asked { self.take(result) } else { result.map_err(|error| observer.warn(&error.to_string())).ok() }
+    }
 }
 
 impl<D: Kernels> Session<D> {
@@ -45,13 +50,14 @@ impl<D: Kernels> Session<D> {
         let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
         let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
-        let metrics = metrics.then(|| self.run_dir.dir().join(METRICS));
-        let trace = failures.take(self.run_dir.take_trace());
+        let metrics = metrics.then(|| self.run_dir.dir().join(METRICS.pattern));
+        let is_asked = self.settings.trace.is_some();
+        let trace = failures.take_timeline(is_asked, self.run_dir.take_trace(), observer);
         let tracks = if self.is_sound { failures.take(self.engine.finish()) } else { None };
         // The timeline that a finished run left is worth more than one of no step.
         let written = match (&trace, tracks) {
             (Some(_), Some(_)) if totals.steps == 0 => Some(0),
-            (Some(trace), Some(tracks)) => failures.take(trace.write(&tracks)),
+            (Some(trace), Some(tracks)) => failures.take_timeline(is_asked, trace.write(&tracks), observer),
             _ => None,
         };
         lost.extend(written.is_none().then(|| "the timeline".to_string()));

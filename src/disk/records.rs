@@ -1,0 +1,175 @@
+//! Records of a run in its output directory: the folder `.superoffload`, which a manifest marks as the program's own, and the
+//! records in it, each known by how it begins.
+
+use super::owned::{OwnMark, OwnedName};
+use super::{Dir, FileKind};
+use crate::error::{Error, Result};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::io::Read;
+use std::path::Path;
+
+/// The folder in the output directory.
+pub(crate) const RECORDS: OwnedName = OwnedName { pattern: ".superoffload", kind: "folder of records", mark: OwnMark::Folder(is_records) };
+/// Marks the folder.
+pub(crate) const RECORDS_MANIFEST: OwnedName =
+    OwnedName { pattern: "manifest.json", kind: "manifest of records", mark: OwnMark::Head(MANIFEST_HEAD) };
+const MANIFEST_HEAD: &str = "{\"superoffload\":\"records of a run\",";
+
+/// A record in the folder.
+#[derive(Debug)]
+pub(crate) struct RunRecord {
+    /// Its mark is how each begins.
+    pub(crate) file: OwnedName,
+    /// Its name in the output directory before there was the folder; it is read there where the folder has none, and never written.
+    pub(crate) old_name: &'static str,
+    /// No record is larger.
+    pub(crate) bytes_max: u64,
+}
+
+/// Content of a record behind its mark.
+#[derive(Deserialize)]
+struct Noted<T> {
+    content: T,
+}
+
+/// The open folder.
+pub(crate) struct Records(Dir);
+
+impl Records {
+    /// The folder in `output_dir`, made if there is none.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be made; `Format` when something foreign has its name.
+    pub(crate) fn open(output_dir: &Dir) -> Result<Self> {
+        let name = RECORDS.pattern;
+        if output_dir.kind(name)?.is_none() {
+            drop(output_dir.create_dir(name)?);
+        }
+        if !RECORDS.is_own(output_dir, name)? {
+            return Err(Error::format(output_dir.join(name), "not the folder in which the program keeps its records; move it away"));
+        }
+        let records = Self(output_dir.open_dir(name)?);
+        if records.0.kind(RECORDS_MANIFEST.pattern)?.is_none_or(|kind| kind == FileKind::File(0)) {
+            records.0.replace_file(RECORDS_MANIFEST.pattern, format!("{MANIFEST_HEAD}\"version\":1}}\n").as_bytes())?;
+        }
+        Ok(records)
+    }
+
+    /// The folder in the output directory at `path`, made if there is none.
+    ///
+    /// # Errors
+    /// As [`Records::open`].
+    pub(crate) fn at(path: &Path) -> Result<Self> {
+        Self::open(&Dir::open(path)?)
+    }
+
+    /// The folder in `output_dir`, if there is one that the program made.
+    pub(crate) fn find(output_dir: &Dir) -> Option<Self> {
+        let is_own = RECORDS.is_own(output_dir, RECORDS.pattern).unwrap_or(false);
+        is_own.then(|| output_dir.open_dir(RECORDS.pattern).ok()).flatten().map(Self)
+    }
+
+    pub(crate) fn dir(&self) -> &Dir {
+        &self.0
+    }
+
+    /// Puts `content` in the place of `record`. Foreign content there gets another name.
+    ///
+    /// # Errors
+    /// `Io` when it cannot be written.
+    pub(crate) fn write(&self, record: &RunRecord, content: &impl Serialize) -> Result<()> {
+        let (name, path) = (record.file.pattern, self.0.join(record.file.pattern));
+        let OwnMark::Head(head) = record.file.mark else { return Err(Error::format(path, "a record without a head")) };
+        let json = serde_json::to_string(content).map_err(|e| Error::format(&path, e))?;
+        if self.0.kind(name)?.is_some() && !record.file.is_own(&self.0, name)? {
+            self.0.set_aside(name)?;
+        }
+        self.0.replace_file(name, format!("{head}\"content\":{json}}}\n").as_bytes())
+    }
+
+    fn read<T: DeserializeOwned>(&self, record: &RunRecord) -> Option<T> {
+        let noted = read(&self.0, record.file.pattern, record.bytes_max)?;
+        record.file.is_own(&self.0, record.file.pattern).ok().filter(|is_own| *is_own)?;
+        serde_json::from_slice::<Noted<T>>(&noted).ok().map(|noted| noted.content)
+    }
+}
+
+impl RunRecord {
+    /// Content of the record of the run in the output directory at `path`. Whatever cannot be understood counts as nothing: everything in a record can be
+    /// had again from the data.
+    pub(crate) fn read<T: DeserializeOwned>(&self, path: &Path) -> Option<T> {
+        let output_dir = Dir::open(path).ok()?;
+        let now = Records::find(&output_dir).and_then(|records| records.read(self));
+        now.or_else(|| serde_json::from_slice(&read(&output_dir, self.old_name, self.bytes_max)?).ok())
+    }
+}
+
+/// A regular file of at most `bytes_max`.
+fn read(dir: &Dir, name: &str, bytes_max: u64) -> Option<Vec<u8>> {
+    let mut bytes = vec![];
+    let file = dir.open_file(name).ok().flatten()?;
+    file.take(bytes_max + 1).read_to_end(&mut bytes).ok()?;
+    (bytes.len() as u64 <= bytes_max).then_some(bytes)
+}
+
+/// Marked, or made and not yet marked by a run that was killed.
+fn is_records(folder: &Dir) -> Result<bool> {
+    match folder.kind(RECORDS_MANIFEST.pattern)? {
+        None => Ok(folder.names()?.iter().all(|name| name.to_string_lossy().starts_with(".manifest.json.tmp-"))),
+        Some(_) => RECORDS_MANIFEST.is_own(folder, RECORDS_MANIFEST.pattern),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    const RECORD: RunRecord = RunRecord {
+        file: OwnedName { pattern: "numbers.json", kind: "record", mark: OwnMark::Head("{\"superoffload\":\"numbers\",") },
+        old_name: "data.json",
+        bytes_max: 100,
+    };
+
+    #[test]
+    fn a_record_reads_back_and_nothing_else_does() {
+        let tmp = tempfile::tempdir().unwrap();
+        let read = || RECORD.read::<Vec<u64>>(tmp.path());
+        let path = tmp.path().join(".superoffload/numbers.json");
+        assert_eq!(read(), None);
+        fs::write(tmp.path().join("data.json"), "[1]").unwrap();
+        assert_eq!(read(), Some(vec![1]), "where it was before there was the folder");
+        Records::at(tmp.path()).unwrap().write(&RECORD, &[2, 3]).unwrap();
+        assert_eq!(read(), Some(vec![2, 3]));
+        fs::remove_file(tmp.path().join("data.json")).unwrap();
+        for damage in ["", "{", "[5]", "{\"content\":[5]}", "{\"superoffload\":\"other\",\"content\":[5]}", &" ".repeat(101)] {
+            fs::write(&path, damage).unwrap();
+            assert_eq!(read(), None, "{damage:?}");
+        }
+        fs::write(&path, "mine").unwrap();
+        Records::at(tmp.path()).unwrap().write(&RECORD, &[4]).unwrap();
+        assert_eq!((read(), fs::read_to_string(path.with_extension("json.foreign-1")).unwrap()), (Some(vec![4]), "mine".into()));
+    }
+
+    #[test]
+    fn only_a_marked_folder_is_taken_and_none_through_a_link() {
+        let tmp = tempfile::tempdir().unwrap();
+        let place = tmp.path().join(".superoffload");
+        let opens = || Records::at(tmp.path()).is_ok();
+        fs::create_dir(&place).unwrap();
+        fs::write(place.join("thesis.tex"), "mine").unwrap();
+        assert!(!opens());
+        fs::remove_file(place.join("thesis.tex")).unwrap();
+        fs::write(place.join(".manifest.json.tmp-7"), "").unwrap();
+        assert!(opens() && place.join("manifest.json").exists());
+        fs::write(place.join("thesis.tex"), "mine").unwrap();
+        assert!(opens(), "what lies beside a manifest takes nothing from it");
+        fs::write(place.join("manifest.json"), "{}").unwrap();
+        assert!(!opens());
+        fs::remove_dir_all(&place).unwrap();
+        symlink(tempfile::tempdir().unwrap().keep(), &place).unwrap();
+        assert!(!opens());
+    }
+}
