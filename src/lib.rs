@@ -36,7 +36,7 @@
 //!     // Without a model and data a small model learns the text that ships with the program.
 //!     let settings = Settings::resolve(TrainOptions { max_steps: Some(10), ..TrainOptions::default() })?;
 //!     let mut losses = Losses(Vec::new());
-//!     let summary = superoffload::train(&settings, &StopFlag::on_signals()?, &mut losses)?;
+//!     let summary = superoffload::train(&settings, &StopFlag::on_signals(&settings.stop_signals)?, &mut losses)?;
 //!     println!("{summary}\n{:?}", losses.0);
 //!     Ok(())
 //! }

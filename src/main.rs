@@ -258,7 +258,7 @@ fn over_file(options: TrainOptions) -> Result<TrainOptions> {
 fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
     let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
     let settings = Settings::resolve(commands::under_launcher(over_file(options)?)?)?;
-    let stop = StopFlag::on_signals()?;
+    let stop = StopFlag::on_signals(&settings.stop_signals)?;
     if settings.dry_run {
         show(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
     }
@@ -295,7 +295,7 @@ const DRY_RUN_SHOWS: usize = 2;
 fn run_data(DataOptions { paths, first, json: is_json, train }: DataOptions) -> Result<()> {
     let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
     let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
-    let view = superoffload::view_data(&settings, first, std::io::stdout().is_terminal(), &StopFlag::on_signals()?)?;
+    let view = superoffload::view_data(&settings, first, std::io::stdout().is_terminal(), &StopFlag::on_signals(&settings.stop_signals)?)?;
     if is_json { answer_json(&view) } else { show(view) }
 }
 
@@ -303,7 +303,7 @@ fn run_prepare(PrepareOptions { paths, train }: PrepareOptions) -> Result<()> {
     let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
     let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
     let mut person = Person::new();
-    let prepared = superoffload::prepare(&settings, &StopFlag::on_signals()?, &mut person)?;
+    let prepared = superoffload::prepare(&settings, &StopFlag::on_signals(&settings.stop_signals)?, &mut person)?;
     person.bar.finish_and_clear();
     answer(prepared)
 }
@@ -432,7 +432,7 @@ impl Observer for Person {
 /// Tells of threads that stand still, above `bar`, and ends the program where a run does not go on.
 fn end_on_alarm(bar: ProgressBar) -> impl Fn(Alarm) + Send {
     move |alarm| match alarm {
-        Alarm::Worker(line) => bar.suspend(|| complain("warning", line)),
+        Alarm::Worker(line) | Alarm::Process(line) => bar.suspend(|| complain("warning", line)),
         Alarm::Stall(report) => {
             complain("error", report);
             // Nothing is waited for, and no library tidies up, which might wait for ever.

@@ -64,6 +64,15 @@ pub struct Bytes(pub u64);
 /// Each 1024 times the one before.
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
+impl Bytes {
+    /// Both sizes as people read them, and to the byte where they differ but would read alike.
+    pub(crate) fn apart(sizes: [u64; 2]) -> [String; 2] {
+        let words = sizes.map(|bytes| Self(bytes).to_string());
+        let is_alike = sizes[0] != sizes[1] && words[0] == words[1];
+        if is_alike { sizes.map(|bytes| format!("{} ({bytes} bytes)", Self(bytes))) } else { words }
+    }
+}
+
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut value = self.0 as f64;

@@ -2,7 +2,7 @@
 //! still. What was done is saved, what is lost is named, and nothing hangs.
 
 use crate::program::{Outcome, STEPS, Workspace, program, run};
-use crate::resume::{await_line, send};
+use crate::resume::{await_line, limit_files, send};
 use crate::support::{Noise, digest, emulator, random_params, settings, start, tiny_llama};
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -102,7 +102,7 @@ fn data_that_shrinks_under_a_run_costs_no_step() {
 }
 
 /// The program with no file larger than `blocks` of 512 bytes.
-fn limited(train: &Command, blocks: u64) -> Command {
+pub fn limited(train: &Command, blocks: u64) -> Command {
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -f $1; shift; exec \"$@\"", "sh", &blocks.to_string()]).arg(train.get_program()).args(train.get_args());
     limited.current_dir("/").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -173,7 +173,10 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     let (facts, per_line) = line_bytes(&fs::read_to_string(&log).unwrap());
     // Room for five lines in all besides the facts, and for no state.
     let room = 2 * facts + 5 * per_line + per_line / 2;
-    let both = run(&mut limited(&workspace.resume("out", &["--save-steps", "100"]), room / 512));
+    let mut child = workspace.resume("out", &["--max-steps=1000000", "--save-steps=1000000"]).spawn().unwrap();
+    await_line(&mut child, "step      3");
+    limit_files(&child, room);
+    let both: Outcome = child.wait_with_output().unwrap().into();
     both.refused(1, &["write", "metrics.jsonl", "File too large", "; then write", "state.bin"]);
     let printed = lost(&both);
     assert!(printed[0].starts_with("steps 3 to ") && printed[0].ends_with("all since the checkpoint of the start"), "{printed:?}");

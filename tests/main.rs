@@ -17,6 +17,7 @@ mod export_golden;
 #[cfg(feature = "cuda")]
 mod fake_gpus;
 mod faults;
+mod file_systems;
 mod fine_tuning;
 mod foreign_files;
 mod fp8;
@@ -26,6 +27,7 @@ mod hub;
 #[cfg(feature = "hub")]
 #[expect(dead_code, reason = "shared with the tests beside the code")]
 mod hub_server;
+mod late_processes;
 mod memory;
 mod moments;
 mod newcomer;
@@ -49,6 +51,7 @@ mod resume_compare;
 mod run_dir;
 mod selftest;
 mod sequences;
+mod signals;
 mod style;
 mod support;
 #[path = "../src/sweep.rs"]

@@ -31,11 +31,11 @@ const FULLY: &str = "--weights=fully-sharded";
 const SHARED: [(&str, [usize; 2]); 7] =
     [(PARTLY, [2, 2]), (PARTLY, [2, 3]), (PARTLY, [3, 2]), (FULLY, [2, 2]), (FULLY, [2, 3]), (FULLY, [3, 2]), (FULLY, [2, 1])];
 
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-fn flags<'a>(ranks: usize, more: &[&'a str]) -> Vec<String>
+pub fn flags<'a>(ranks: usize, more: &[&'a str]) -> Vec<String>
 where
     'static: 'a,
 {
@@ -53,7 +53,7 @@ fn deep() -> Workspace {
 }
 
 /// `train` of one process of a run, as by `flags`.
-fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
+pub fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
     let mut command = workspace.train(out, &flags.iter().map(String::as_str).collect::<Vec<_>>());
     LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
     command.env(TOKEN.0, TOKEN.1);
@@ -61,7 +61,7 @@ fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
 }
 
 /// All `processes` of a run, started.
-fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> Vec<Child> {
+pub fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> Vec<Child> {
     start_in(workspace, out, [processes, 1], more)
 }
 
@@ -76,7 +76,7 @@ fn start_in(workspace: &Workspace, out: &str, [processes, ranks]: [usize; 2], mo
     (0..processes).map(|process| command(process).spawn().unwrap()).collect()
 }
 
-fn ends(children: Vec<Child>) -> Vec<Outcome> {
+pub fn ends(children: Vec<Child>) -> Vec<Outcome> {
     children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
 }
 
@@ -104,7 +104,7 @@ fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]
 }
 
 /// The same on the devices of one process.
-fn digest_of_one(workspace: &Workspace, out: &str, gpus: usize, more: &[&str]) -> String {
+pub fn digest_of_one(workspace: &Workspace, out: &str, gpus: usize, more: &[&str]) -> String {
     let gpus_flag = format!("--gpus={gpus}");
     run(&mut one(workspace, out, &flags(gpus, &[more, &[&gpus_flag]].concat()))).digest().to_string()
 }

@@ -1,6 +1,7 @@
 //! A run that was ended at any moment goes on to the same bits: kill -9, signals, damaged checkpoints, a full disk.
 
 use crate::campaign::record;
+use crate::faults::limited;
 #[cfg(feature = "weight-flow")]
 use crate::program::CONFIG;
 use crate::program::{Outcome, STEPS, Workspace, program, run};
@@ -277,7 +278,37 @@ fn a_resumed_run_keeps_its_shares_and_micro_batches() {
     let changed = resume("changed", &["--gradient-shares", "4"]);
     assert_ne!(changed.digest(), digest);
     assert!(changed.stderr.contains("--gradient-shares was 2 before and is 4 from here on"), "{changed:?}");
-    resume("undivided", &["--gradient-shares", "3"]).refused(2, &["--gradient-shares 3", "divisor of the 4 micro-batches"]);
+    let undivided = ["the checkpoint's steps have 4 micro-batches", "--gradient-accumulation-steps 4 --gradient-shares 2"];
+    resume("undivided", &["--gradient-shares", "3"]).refused(2, &undivided);
+}
+
+/// Whatever does not fit to the devices, one line has all the flags that are needed together, and the run goes on with them.
+#[test]
+fn a_resume_on_other_devices_is_advised_all_flags_at_once() {
+    let workspace = Workspace::new();
+    run(&mut workspace.train("one", &["--max-steps=4"])).digest();
+    let resume = |name: &str, flags: &[&str]| {
+        workspace.copy_checkpoints("one", name, &[4]);
+        run(&mut workspace.resume(name, &[&["--device=cpu"], flags].concat()))
+    };
+    let cases: [(&[&str], &str); 6] = [
+        (&["--gpus=2"], "--gradient-accumulation-steps 1 --gradient-shares 2"),
+        (&["--gpus=2", "--gradient-accumulation-steps=1"], "--gradient-accumulation-steps 1 --gradient-shares 2"),
+        (&["--gpus=2", "--gradient-accumulation-steps=3"], "--gradient-accumulation-steps 3 --gradient-shares 2"),
+        (&["--gpus=2", "--gradient-shares=2"], "--gradient-accumulation-steps 1 --gradient-shares 2"),
+        (&["--gpus=4", "--tokens-per-step=128"], "--gradient-accumulation-steps 1 --gradient-shares 4"),
+        (&["--gpus=3"], "--gradient-accumulation-steps 1 --gradient-shares 3"),
+    ];
+    for (nth, (flags, advised)) in cases.into_iter().enumerate() {
+        resume(&format!("refused-{nth}"), flags).refused(2, &["the checkpoint's steps have 1 micro-batch in 1 gradient share", advised]);
+        let said: Vec<&str> = flags.iter().copied().filter(|flag| !flag.starts_with("--gradient")).chain(advised.split(' ')).collect();
+        let goes_on = resume(&format!("advised-{nth}"), &said);
+        goes_on.digest();
+        let devices = flags[0].trim_start_matches("--gpus=").parse::<usize>().unwrap();
+        let steps = advised.split(' ').nth(1).unwrap().parse::<usize>().unwrap();
+        let told = format!("warning: the checkpoint's steps have 1 micro-batch, and those from here on have {}\n", devices * steps);
+        assert!(goes_on.stderr.contains(&told), "{goes_on:?}");
+    }
 }
 
 #[test]
@@ -380,14 +411,24 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     let digest = reference(&workspace, &[]);
     let early = run(&mut workspace.train("full", &["--max-steps", "4"])).digest().to_string();
     // No file may grow beyond a few kilobytes: the metrics fit, the state does not.
-    let mut limited = Command::new("sh");
     let train = workspace.resume("full", &[]);
-    limited.args(["-c", "ulimit -f 60; exec \"$@\"", "sh"]).arg(train.get_program()).args(train.get_args());
-    run(&mut limited).refused(1, &["write", "state.bin", "File too large"]);
+    run(&mut limited(&train, 60)).refused(1, &["write a checkpoint into", "ulimit -f allows files of 30.0 KiB", "raise it"]);
+    let mut child = workspace.resume("full", &["--max-steps=1000000", "--save-steps=1000"]).spawn().unwrap();
+    await_line(&mut child, "step      9");
+    limit_files(&child, 30 << 10);
+    let ended: Outcome = child.wait_with_output().unwrap().into();
+    ended.refused(1, &["write", "full/", "File too large"]);
     assert_eq!(workspace.names("full", "."), HIDDEN);
     assert_eq!(run(program(&["digest"]).arg(workspace.path("full/checkpoint-4"))).digest(), early);
     assert_eq!(run(&mut workspace.resume("full", &[])).digest(), digest);
     assert_whole(&workspace, "full");
+}
+
+/// From now on no file of `child` may grow beyond so many bytes.
+pub fn limit_files(child: &Child, bytes: u64) {
+    let pid = format!("--pid={}", child.id());
+    let status = Command::new("prlimit").args([pid, format!("--fsize={bytes}")]).status();
+    assert!(status.unwrap_or_else(|e| panic!("prlimit: {e}; it is part of util-linux")).success());
 }
 
 pub fn send(child: &Child, signal: Signal) {
@@ -395,7 +436,7 @@ pub fn send(child: &Child, signal: Signal) {
 }
 
 /// Whether the mask `name` (`SigCgt`: caught, `SigIgn`: ignored) of `process` has `signal`.
-fn has_signal(process: &str, name: &str, signal: Signal) -> bool {
+pub fn has_signal(process: &str, name: &str, signal: Signal) -> bool {
     let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let mask = status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim_start_matches(':');
     u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal as i32 - 1) & 1 == 1
@@ -403,11 +444,11 @@ fn has_signal(process: &str, name: &str, signal: Signal) -> bool {
 
 /// The signals that ask to stop. Children of tests under `nohup` ignore hang-ups as the tests do.
 pub fn stop_signals() -> impl Iterator<Item = Signal> {
-    let all = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+    let all = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXCPU];
     all.into_iter().filter(|&signal| signal != Signal::SIGHUP || !has_signal("self", "SigIgn", signal))
 }
 
-fn await_listening(child: &mut Child) {
+pub fn await_listening(child: &mut Child) {
     while !stop_signals().all(|signal| has_signal(&child.id().to_string(), "SigCgt", signal)) {
         assert_eq!(child.try_wait().unwrap(), None, "it ended before it listened");
         std::thread::sleep(Duration::from_micros(200));
@@ -442,24 +483,5 @@ fn a_signal_in_any_phase_saves_and_the_run_goes_on() {
             assert_eq!(run(&mut workspace.resume(&out, &[])).digest(), digest, "{out}");
             assert_whole(&workspace, &out);
         }
-    }
-}
-
-#[test]
-fn a_second_signal_ends_the_program_at_once() {
-    let workspace = Workspace::new();
-    for (first, second) in [(Signal::SIGTERM, Signal::SIGTERM), (Signal::SIGINT, Signal::SIGTERM), (Signal::SIGTERM, Signal::SIGINT)] {
-        // A step that would take minutes.
-        let mut child = workspace.train("long", &["--gradient-accumulation-steps", "1000000"]).spawn().unwrap();
-        await_line(&mut child, "training steps");
-        std::thread::sleep(Duration::from_millis(500));
-        send(&child, first);
-        std::thread::sleep(Duration::from_millis(100));
-        assert_eq!(child.try_wait().unwrap(), None, "the first signal waits for the step");
-        send(&child, second);
-        let sent = Instant::now();
-        let ended: Outcome = child.wait_with_output().unwrap().into();
-        assert_eq!(ended.code, 128 + second as i32, "{ended:?}");
-        assert!(sent.elapsed() < Duration::from_secs(5), "at once");
     }
 }

@@ -94,7 +94,7 @@ impl StepBench {
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.peers.iter().for_each(|line| log(line));
-        chosen.warning.iter().for_each(|line| log(&format_args!("warning: {line}")));
+        launch.warnings(&settings).iter().for_each(|line| log(&format_args!("warning: {line}")));
         chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         let settings = plan.settle(&settings);
@@ -111,7 +111,7 @@ impl StepBench {
         let end = match party.plan(&self.settings, &self.shape)? {
             Ok((launch, plan, _)) => {
                 let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links };
-                match this.follow(&Stepping) {
+                match this.follow(&Stepping, |_| Ok(None)) {
                     Error::Rank { .. } => party.links.end_of_run()?,
                     own => return Err(own),
                 }

@@ -38,13 +38,13 @@ impl Default for Options {
 pub(crate) struct Exported {
     pub checkpoint: PathBuf,
     pub step: u64,
-    /// A line for each newer checkpoint that was damaged.
+    /// A line for each newer checkpoint that was damaged, and for what the file system cannot do.
     pub warnings: Vec<String>,
 }
 
 /// Writes a model directory: `model_files` (`config.json` among them, which decides names and shapes) and the weights
 /// that `read` gives, one tensor of the table at a time into a buffer of its length. The directory is written beside
-/// and renamed.
+/// and renamed. A line for people about what the file system cannot do.
 ///
 /// # Errors
 /// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; what `read`
@@ -54,7 +54,7 @@ pub(crate) fn export(
     model_files: &[(String, Vec<u8>)],
     options: Options,
     read: impl FnMut(&TensorSpec, &mut [f32]) -> Result<()>,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let place = ExportDir::open(out_dir)?;
     let mut config = Config::parse(&out_dir.join(CONFIG), model_files)?;
     let dtype = config.resolve_dtype(options.dtype)?;
@@ -78,8 +78,8 @@ pub(crate) fn export_checkpoint(dir: &Path, out_dir: &Path, options: Options) ->
     let mut loaded = checkpoint::open(&checkpoint)?;
     let model_files = loaded.read_model_files()?;
     expect_model(&loaded, &checkpoint, &model_files)?;
-    export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out))?;
-    Ok(Exported { step: loaded.manifest().trainer.step, checkpoint, warnings })
+    let unsynced = export(out_dir, &model_files, options, |spec, out| loaded.read_params(&spec.name, out))?;
+    Ok(Exported { step: loaded.manifest().trainer.step, checkpoint, warnings: warnings.into_iter().chain(unsynced).collect() })
 }
 
 fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) -> Result<()> {

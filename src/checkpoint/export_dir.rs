@@ -56,11 +56,11 @@ impl ExportDir {
     ///
     /// # Errors
     /// `Io` when it cannot be had.
-    pub(super) fn publish(&self, tmp: &mut TmpDir) -> Result<()> {
+    pub(super) fn publish(&self, tmp: &mut TmpDir) -> Result<Option<String>> {
         tmp.dir().remove(MARK.pattern)?;
         tmp.dir().sync()?;
         tmp.publish(&self.name)?;
-        tmp.parent().sync()
+        tmp.parent().unsynced()
     }
 
     fn prefix(&self) -> String {

@@ -8,11 +8,13 @@ use super::state_file::StateWriter;
 use super::state_parts::{StateParts, file_name};
 use super::store::hidden_of;
 use super::writer::Writer;
+use crate::bucket::slices::Slices;
 use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::planner::plan::Plan;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -62,6 +64,14 @@ fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
     Ok(written.crc32c)
 }
 
+/// Bytes of the largest file that `process` writes of a checkpoint by `plan`.
+pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
+    let each = plan.ranks / plan.processes;
+    let elems = |rank| Slices::new(plan.layout.clone(), rank, plan.ranks).elems();
+    let most = (process * each..(process + 1) * each).map(elems).max().unwrap_or(0);
+    (most * plan.moments.state_bytes()) as u64
+}
+
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when
 /// remains of dead runs do.
 pub(crate) struct MeetingPlace(TmpDir);
@@ -99,4 +109,20 @@ impl MeetingPlace {
         }
         Ok(())
     }
+
+    /// Writes a file of a bounded size where `process` will write its parts of checkpoints, beside those of all, and removes it again. A line
+    /// for people about what that file system cannot do.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub(crate) fn try_writing(output_dir: &Path, sought: &str, process: usize) -> Result<Option<String>> {
+        let name = sought.split_once('/').map_or(sought, |(name, _)| name);
+        let (dir, probe) = (Dir::open(&output_dir.join(name))?, format!("probe-{process}"));
+        let written = dir.write_file(&probe, &[0; PROBE_BYTES]).and_then(|_| dir.unsynced());
+        let removed = dir.kind(&probe).and_then(|kind| kind.map_or(Ok(()), |_| dir.remove(&probe)));
+        written.and_then(|line| removed.map(|()| line))
+    }
 }
+
+/// More than any file system writes without asking for a block.
+const PROBE_BYTES: usize = 64 << 10;

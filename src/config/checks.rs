@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::host::resctrl_group::ResctrlGroup;
 use crate::optim::moments::Moments;
 use crate::ranks::RANKS_MAX;
+use crate::signals::StopSignal;
 use crate::units::{Bytes, compact};
 use std::fmt::Display;
 use std::path::Path;
@@ -261,6 +262,8 @@ impl Settings {
         let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
         require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
         self.check_evaluation()?;
+        let names = describe::written(&describe::value(&StopSignal::ALL));
+        require(!self.stop_signals.is_empty(), "stop-signals", "without a signal", format!("one or more of {names}"))?;
         for injection in &self.inject {
             require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
         }

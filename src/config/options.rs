@@ -462,6 +462,8 @@ pub enum FaultPhase {
     Write,
     /// Memory lies as another plan says, and the others do not know it yet.
     Move,
+    /// A rank's part of an evaluation is computed, and the others do not know it yet.
+    Evaluate,
 }
 
 /// How a rank can go wrong on purpose.
@@ -475,6 +477,8 @@ pub enum FaultKind {
     Panic,
     /// The thread stands still.
     Hang,
+    /// The thread stands still for two seconds.
+    Slow,
 }
 
 /// How long training lasts.

@@ -93,6 +93,8 @@ impl Settings {
         self.without.dedup();
         self.allow_changed.sort_unstable();
         self.allow_changed.dedup();
+        self.stop_signals.sort_unstable();
+        self.stop_signals.dedup();
         self
     }
 

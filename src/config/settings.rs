@@ -24,6 +24,7 @@ use crate::host::resctrl_group::ResctrlGroup;
 use crate::model::activations::LossTile;
 use crate::optim::moments::Moments;
 use crate::optim::schedule::LrScheduler;
+use crate::signals::StopSignal;
 use crate::units::Bytes;
 use clap::builder::{PathBufValueParser, StringValueParser, TypedValueParser};
 use serde_json::Value;
@@ -482,6 +483,10 @@ settings! {
         /// Seconds without progress after which a run tells why and ends; 0 is never.
         #[arg(value_name = "SECONDS")]
         stall_limit: u64 = 300, Free;
+        /// Signals that save and end a run, separated by commas.
+        #[arg(value_name = "SIGNAL", value_delimiter = ',', ignore_case = true)]
+        #[serde(deserialize_with = "one_or_many")]
+        stop_signals: Vec<StopSignal> = StopSignal::ALL.to_vec(), Free, unless "are_all_signals";
         /// Checkpoint to continue from, `auto` for the newest good one.
         #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
         resume_from_checkpoint: Resume => "none", Free;
@@ -586,6 +591,10 @@ settings! {
 
 fn is_auto(overlong: &Overlong) -> bool {
     *overlong == Overlong::Auto
+}
+
+fn are_all_signals(signals: &[StopSignal]) -> bool {
+    signals == StopSignal::ALL
 }
 
 fn is_replanned(replan: &ReplanChoice) -> bool {

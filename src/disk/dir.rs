@@ -215,9 +215,19 @@ impl Dir {
         attempt("remove", &path, || Ok(unlinkat(&self.file, name.as_ref(), UnlinkatFlags::RemoveDir)?))
     }
 
-    /// Makes the names in it durable.
+    /// Makes the names in it durable, where its file system can do that: see [`Dir::unsynced`].
     pub(crate) fn sync(&self) -> Result<()> {
-        attempt("fsync", &self.path, || self.file.sync_all())
+        self.unsynced().map(drop)
+    }
+
+    /// As [`Dir::sync`]; a line for people where the file system cannot do it, as CIFS, AFS and shared folders of virtual machines may not.
+    pub(crate) fn unsynced(&self) -> Result<Option<String>> {
+        let refusal = attempt("fsync", &self.path, || refusal(self.file.sync_all()))?;
+        let line = |cause| {
+            let path = self.path.display();
+            format!("{path}: this file system has no fsync of directories ({cause}): after a power failure its newest files may be missing")
+        };
+        Ok(refusal.map(line))
     }
 
     /// Tries to lock it. The lock goes when the last clone is dropped.
@@ -287,6 +297,15 @@ impl Dir {
     }
 }
 
+/// Why a directory cannot be synced at all, and that is no failure of the disk; nothing where it was synced.
+fn refusal(synced: io::Result<()>) -> io::Result<Option<io::Error>> {
+    match synced {
+        Ok(()) => Ok(None),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::EBADF | libc::ENOSYS)) => Ok(Some(e)),
+        Err(e) => Err(e),
+    }
+}
+
 /// A directory under a temporary name, removed again unless it is published.
 pub(crate) struct TmpDir {
     parent: Dir,
@@ -337,6 +356,18 @@ mod tests {
         let tmp = tempfile::tempdir().unwrap();
         let dir = Dir::open(tmp.path()).unwrap();
         (tmp, dir)
+    }
+
+    #[test]
+    fn a_file_system_without_fsync_of_directories_is_told_from_a_disk_that_fails() {
+        let synced = |errno| refusal(Err(io::Error::from_raw_os_error(errno)));
+        for errno in [libc::EINVAL, libc::ENOTSUP, libc::EBADF, libc::ENOSYS] {
+            assert_eq!(synced(errno).unwrap().unwrap().raw_os_error(), Some(errno));
+        }
+        for errno in [libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::ESTALE, libc::EROFS] {
+            assert_eq!(synced(errno).unwrap_err().raw_os_error(), Some(errno));
+        }
+        assert!(refusal(Ok(())).unwrap().is_none() && dir().1.unsynced().unwrap().is_none());
     }
 
     #[test]

@@ -19,13 +19,13 @@ pub(crate) fn try_lock(file: &File) -> io::Result<Lock> {
     judge(file.try_lock())
 }
 
-/// EBADF: over NFS a lock wants a file that is open for writing, which a directory never is.
+/// EBADF: over NFS a lock wants a file that is open for writing, which a directory never is. EINVAL: the file has no locks at all.
 fn judge(attempt: Result<(), TryLockError>) -> io::Result<Lock> {
     match attempt {
         Ok(()) => Ok(Lock::Held),
         Err(TryLockError::WouldBlock) => Ok(Lock::Taken),
         Err(TryLockError::Error(e)) => match e.raw_os_error() {
-            Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS | libc::EBADF) => Ok(Lock::Unsupported),
+            Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS | libc::EBADF | libc::EINVAL) => Ok(Lock::Unsupported),
             _ => Err(e),
         },
     }
@@ -47,7 +47,7 @@ mod tests {
     #[test]
     fn a_file_system_without_locks_is_told_from_one_that_fails() {
         let said = |errno| judge(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
-        for errno in [libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS] {
+        for errno in [libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS, libc::EBADF, libc::EINVAL] {
             assert_eq!(said(errno).unwrap(), Lock::Unsupported);
         }
         assert_eq!(said(libc::EIO).unwrap_err().raw_os_error(), Some(libc::EIO));

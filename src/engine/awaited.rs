@@ -1,5 +1,6 @@
 //! Whom a rank waits for: what it does, beside what the board holds, tells which publication is missing, and whose.
 
+use super::order::Order;
 use super::vitals::Doing;
 use crate::ranks::board::Board;
 use std::fmt;
@@ -29,6 +30,37 @@ impl Awaited {
     fn by(board: &Board, what: impl Into<String>, has_published: impl Fn(usize) -> bool) -> Option<Self> {
         let ranks: Vec<usize> = (0..board.ranks()).filter(|rank| !has_published(*rank)).collect();
         (!ranks.is_empty()).then(|| Self { what: what.into(), ranks })
+    }
+}
+
+/// An order that other processes have not carried out.
+#[derive(Debug)]
+pub(super) struct Orders {
+    order: Order,
+    /// The order's place among all orders.
+    pub(super) count: u64,
+    /// Names of the processes.
+    processes: Vec<String>,
+    /// Whether every rank of this process has carried it out.
+    pub(super) is_done_here: bool,
+}
+
+impl Orders {
+    /// The last order on `board`; `None` when every other process has carried it out.
+    pub(super) fn abroad(board: &Board) -> Option<Self> {
+        let (late, mates) = ((0..board.ranks()).filter(|rank| !board.is_done(*rank)), board.mates());
+        let (here, abroad): (Vec<_>, Vec<_>) = late.partition(|rank| mates.contains(rank));
+        let mut processes: Vec<String> = abroad.into_iter().map(|rank| board.name(rank)).collect();
+        processes.dedup();
+        let (count, number) = board.last_order();
+        let order = Order::of(number).filter(|_| !processes.is_empty())?;
+        Some(Self { order, count, processes, is_done_here: here.is_empty() })
+    }
+}
+
+impl fmt::Display for Orders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.processes.join(", "), self.order.words())
     }
 }
 

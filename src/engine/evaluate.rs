@@ -5,6 +5,7 @@ use super::exchange::Order;
 use super::executor::Engine;
 use super::step::Pass;
 use super::vitals::Doing;
+use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
@@ -68,6 +69,6 @@ impl<D: Kernels> Engine<D> {
         self.count_waits_of_streams();
         self.exposed = Exposed::default();
         self.vitals.now(Doing::Else, 0);
-        Ok(())
+        self.strike(FaultPhase::Evaluate)
     }
 }

@@ -7,6 +7,10 @@ use crate::planner::plan::Plan;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::ops::Range;
+use std::time::Duration;
+
+/// How long a slow rank stands still.
+const SLOW: Duration = Duration::from_secs(2);
 
 /// What a plan asks for of it.
 pub(super) struct FaultInjector {
@@ -36,6 +40,10 @@ impl FaultInjector {
             FaultKind::Hang => loop {
                 std::thread::park();
             },
+            FaultKind::Slow => {
+                std::thread::sleep(SLOW);
+                Ok(())
+            }
         }
     }
 

@@ -20,6 +20,7 @@ mod hops;
 mod late_rows;
 pub(crate) mod loss_scale;
 mod memory;
+mod order;
 pub(crate) mod orders;
 pub(crate) mod pool;
 pub(crate) mod pulls;

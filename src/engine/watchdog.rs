@@ -1,8 +1,11 @@
 //! A thread that notices when others stand still: an optimizer worker is named, and a driver without progress ends the run with an
 //! account of what everything waits for, of all ranks where there are several. It reads what they publish ([`Vitals`], the board); they
 //! never wait for it.
+//!
+//! Of several processes each watches its own ranks. A driver that waits until ranks of other processes have carried out an order makes no
+//! progress of its own, and that is no stall: those processes watch themselves, and one that dies or falls silent is noticed by its connection.
 
-use super::awaited::Awaited;
+use super::awaited::{Awaited, Orders};
 use super::route::Hop;
 use super::vitals::{Doing, EVENTS, Mark, Vitals};
 use crate::device::Stream;
@@ -24,7 +27,7 @@ const WORKER_LIMIT: Duration = Duration::from_secs(30);
 /// What it looks at.
 #[derive(Clone)]
 pub struct Watched {
-    /// Signs of life of each rank's driver and workers.
+    /// Signs of life of the driver and workers of each rank of this process.
     pub(super) ranks: Vec<Arc<Vitals>>,
     /// Where several ranks meet.
     pub(super) board: Option<Arc<Board>>,
@@ -36,22 +39,42 @@ impl Watched {
         Self { ranks: vec![vitals], board: None }
     }
 
+    /// The ranks of this process by their numbers.
+    fn numbered(&self) -> impl Iterator<Item = (usize, &Vitals)> {
+        let first = self.board.as_ref().map_or(0, |board| board.mates().start);
+        self.ranks.iter().enumerate().map(move |(place, vitals)| (first + place, &**vitals))
+    }
+
     /// Every rank, and what it waits for of others: who is late before who waits for it.
     fn by_lateness(&self) -> Vec<(usize, &Vitals, Option<Awaited>)> {
         let missing = |rank: usize, vitals: &Vitals| self.board.as_ref().and_then(|board| Awaited::of(board, rank, vitals.doing()));
-        let mut ranks: Vec<_> = self.ranks.iter().enumerate().map(|(rank, vitals)| (rank, &**vitals, missing(rank, vitals))).collect();
-        let is_named = |rank: usize, all: &[(usize, &Vitals, Option<Awaited>)]| {
-            all.iter().filter_map(|(_, _, missing)| missing.as_ref()).any(|missing| missing.ranks.contains(&rank))
-        };
-        let keys: Vec<_> =
-            ranks.iter().map(|(rank, vitals, missing)| (missing.is_some(), !is_named(*rank, &ranks), vitals.recorded())).collect();
-        ranks.sort_by_key(|(rank, ..)| keys[*rank]);
+        let mut ranks: Vec<_> = self.numbered().map(|(rank, vitals)| (rank, vitals, missing(rank, vitals))).collect();
+        let named: Vec<usize> =
+            ranks.iter().filter_map(|(_, _, missing)| missing.as_ref()).flat_map(|missing| missing.ranks.clone()).collect();
+        ranks.sort_by_key(|(rank, vitals, missing)| (missing.is_some(), !named.contains(rank), vitals.recorded()));
         ranks
     }
 
     /// ` of rank 1`, where there are several.
     fn of_rank(&self, rank: usize) -> String {
         self.board.as_ref().map_or(String::new(), |_| format!(" of rank {rank}"))
+    }
+
+    /// The order that a rank of this process waits for, if ranks of other processes have not carried it out.
+    fn order_abroad(&self) -> Option<Orders> {
+        let waits = self.ranks.iter().any(|vitals| vitals.doing().0 == Doing::Orders);
+        self.board.as_ref().filter(|_| waits).and_then(|board| Orders::abroad(board))
+    }
+
+    /// Whether a driver is inside a step, which has to make progress. One that waits for an order is not while ranks of other processes alone
+    /// have not carried it out.
+    fn is_in_step(&self, abroad: Option<&Orders>) -> bool {
+        let waits_abroad = abroad.is_some_and(|orders| orders.is_done_here);
+        self.ranks.iter().map(|vitals| vitals.doing().0).any(|doing| match doing {
+            Doing::Else => false,
+            Doing::Orders => !waits_abroad,
+            _ => true,
+        })
     }
 }
 
@@ -60,6 +83,8 @@ impl Watched {
 pub enum Alarm {
     /// An optimizer worker stands still; the run may go on.
     Worker(String),
+    /// Another process takes long over an order; the run waits for it as long as that process lives.
+    Process(String),
     /// The driver makes no progress: lines that say what it and everything else waits for. Nothing can be saved any more.
     Stall(String),
 }
@@ -134,6 +159,8 @@ struct Watch {
     limit: u32,
     worker_limit: u32,
     drivers: Still,
+    /// The order that other processes have not carried out.
+    abroad: Still,
     /// By rank.
     workers: Vec<Vec<Still>>,
 }
@@ -146,14 +173,23 @@ impl Watch {
         let worker_limit = if no_limit { WORKER_LIMIT } else { WORKER_LIMIT.min(limit / 2) };
         let workers = watched.ranks.iter().map(|vitals| vec![Still::default(); vitals.workers.workers()]).collect();
         let limit = if no_limit { u32::MAX } else { looks(limit) };
-        Self { period, limit, worker_limit: looks(worker_limit), drivers: Still::default(), workers, watched }
+        let (drivers, abroad) = Default::default();
+        Self { period, limit, worker_limit: looks(worker_limit), drivers, abroad, workers, watched }
     }
 
     /// Looks once; what there is to say.
     fn look(&mut self) -> Vec<Alarm> {
+        let abroad = self.watched.order_abroad();
+        let mut alarms = self.look_at_workers();
+        alarms.extend(self.look_abroad(abroad.as_ref()));
+        alarms.extend(self.look_at_drivers(abroad.as_ref()));
+        alarms
+    }
+
+    fn look_at_workers(&mut self) -> Vec<Alarm> {
         let mut alarms = Vec::new();
-        for (rank, vitals) in self.watched.ranks.iter().enumerate() {
-            for (worker, still) in self.workers[rank].iter_mut().enumerate() {
+        for ((rank, vitals), stills) in self.watched.numbered().zip(&mut self.workers) {
+            for (worker, still) in stills.iter_mut().enumerate() {
                 if let Some(bucket) = stands_still(vitals, worker, still, self.worker_limit) {
                     let (of_rank, time) = (self.watched.of_rank(rank), self.period * self.worker_limit);
                     let line = format!("optimizer worker adam-{worker:02}{of_rank} has stood still for {time:?} in bucket {bucket}");
@@ -161,20 +197,32 @@ impl Watch {
                 }
             }
         }
-        let ranks = &self.watched.ranks;
-        let in_step = ranks.iter().any(|vitals| vitals.doing().0 != Doing::Else);
-        let progress = ranks.iter().fold(0u64, |sum, vitals| sum.wrapping_add(vitals.progress()));
-        let looks = self.drivers.look(progress);
-        if !in_step {
-            self.drivers.looks = 0;
-        } else if looks == self.limit {
-            alarms.push(Alarm::Stall(self.report()));
-        }
         alarms
     }
 
-    /// One line for each rank, and then all that is known of each.
-    fn report(&self) -> String {
+    /// Names the processes that have not carried out the order for one more stall limit.
+    fn look_abroad(&mut self, abroad: Option<&Orders>) -> Option<Alarm> {
+        let Some(orders) = abroad else {
+            self.abroad.looks = 0;
+            return None;
+        };
+        let looks = self.abroad.look(orders.count);
+        let is_due = looks > 0 && looks.is_multiple_of(self.limit);
+        is_due.then(|| Alarm::Process(format!("{orders}; this process has waited for it for {:?}", self.period * looks)))
+    }
+
+    fn look_at_drivers(&mut self, abroad: Option<&Orders>) -> Option<Alarm> {
+        let progress = self.watched.ranks.iter().fold(0u64, |sum, vitals| sum.wrapping_add(vitals.progress()));
+        let looks = self.drivers.look(progress);
+        if !self.watched.is_in_step(abroad) {
+            self.drivers.looks = 0;
+            return None;
+        }
+        (looks == self.limit).then(|| Alarm::Stall(self.report(abroad)))
+    }
+
+    /// One line for each rank and for the order that other processes carry out, and then all that is known of each rank.
+    fn report(&self, abroad: Option<&Orders>) -> String {
         let mut text = format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint stays\n", self.period * self.limit);
         let ranks = self.watched.by_lateness();
         let several = ranks.len() > 1;
@@ -186,6 +234,7 @@ impl Watch {
                 None => writeln!(text, "  {name:<14}{}", doing(vitals)),
             };
         }
+        let _ = abroad.map_or(Ok(()), |orders| writeln!(text, "  {orders}"));
         for (rank, vitals, _) in ranks {
             if several {
                 let _ = writeln!(text, "rank {rank} {}", doing(vitals));
@@ -258,10 +307,12 @@ fn last_events(vitals: &Vitals, count: usize, text: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::order::Order;
     use crate::host::doorbell::Doorbell;
     use crate::host::homes::Homes;
     use crate::host::pool::{Call, Threads};
-    use crate::ranks::board::Sizes;
+    use crate::ranks::board::{Abroad, Sizes};
+    use crate::ranks::notice::{Audience, Notice, Outbox};
 
     const LIMIT: Duration = Duration::from_secs(80);
 
@@ -340,6 +391,59 @@ mod tests {
         assert!(places.is_sorted(), "{report}");
     }
 
+    /// Process 0 of two with two ranks each, whose rank 0 waits until `order` is carried out; its board.
+    fn watch_of_two_processes(order: u64) -> (Watch, Arc<Board>) {
+        let vitals: Vec<_> = (0..2).map(|_| Arc::new(Vitals::new(4, Arc::default(), Arc::default()))).collect();
+        let abroad = Abroad { process: 0, names: vec!["process 0 on a".into(), "process 1 on b".into()], outbox: Arc::new(Nobody) };
+        let board = Arc::new(Board::linked(Sizes { ranks: 4, buckets: 4, ..Sizes::default() }, abroad));
+        board.give_order(order, [0; 6]);
+        vitals[0].now(Doing::Orders, 0);
+        (Watch::new(Watched { ranks: vitals, board: Some(board.clone()) }, LIMIT), board)
+    }
+
+    struct Nobody;
+    impl Outbox for Nobody {
+        fn tell(&self, _: Audience, _: Notice) {}
+    }
+
+    #[test]
+    fn an_order_that_another_process_carries_out_is_no_stall_and_that_process_is_named() {
+        for (order, words) in [(Order::Save, "is saving"), (Order::Evaluate, "is evaluating"), (Order::Step, "is in a step")] {
+            let (mut watch, board) = watch_of_two_processes(order as u64);
+            [1, 3].into_iter().for_each(|rank| board.publish_done(rank));
+            for nth in 1..=3 {
+                let (looks, alarm) = look(&mut watch, 200).unwrap();
+                let Alarm::Process(line) = alarm else { panic!("{alarm:?}") };
+                let expected = format!("process 1 on b {words}; this process has waited for it for {}s", 80 * nth);
+                assert_eq!((looks, line), (80 + u32::from(nth == 1), expected));
+            }
+            board.publish_done(2);
+            watch.watched.ranks[0].now(Doing::Else, 0);
+            assert!(look(&mut watch, 200).is_none(), "{order:?} is carried out");
+        }
+    }
+
+    #[test]
+    fn a_rank_here_that_does_not_carry_out_an_order_is_a_stall_and_the_report_names_the_process_that_saves() {
+        let (mut watch, _) = watch_of_two_processes(Order::Save as u64);
+        let mut alarms = Vec::new();
+        (0..82).for_each(|_| alarms.extend(watch.look()));
+        let [Alarm::Stall(report), Alarm::Process(_)] = &alarms[..] else { panic!("{alarms:?}") };
+        assert!(report.contains("  rank 0        waits for what rank 0 asked of ranks 1, 2, 3\n  process 1 on b is saving\n"), "{report}");
+    }
+
+    #[test]
+    fn a_process_behind_the_first_watches_its_own_ranks_by_their_numbers() {
+        let vitals: Vec<_> = (0..2).map(|_| Arc::new(Vitals::new(4, Arc::default(), Arc::default()))).collect();
+        let abroad = Abroad { process: 1, names: vec!["process 0 on a".into(), "process 1 on b".into()], outbox: Arc::new(Nobody) };
+        let board = Arc::new(Board::linked(Sizes { ranks: 4, buckets: 4, ..Sizes::default() }, abroad));
+        let mut watch = Watch::new(Watched { ranks: vitals.clone(), board: Some(board) }, LIMIT);
+        assert!(look(&mut watch, 200).is_none(), "between two orders");
+        vitals[1].now(Doing::Device, 0);
+        let (_, report) = stall(look(&mut watch, 200));
+        assert!(report.contains("  rank 3        waits for the device") && report.contains("\nrank 2 is not in a step\n"), "{report}");
+    }
+
     #[test]
     fn any_event_is_progress_and_what_is_no_step_is_not_watched() {
         let mut watch = watch(LIMIT);
@@ -395,7 +499,7 @@ mod tests {
         let (looks, alarm) = look(&mut watch, 100).unwrap();
         let Alarm::Worker(line) = alarm else { panic!("{alarm:?}") };
         assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} of rank 1 has stood still for 30s in bucket 7")));
-        let report = watch.report();
+        let report = watch.report(None);
         assert!(report.contains(&format!("  worker        adam-0{worker} owes bucket 7, after ")), "{report}");
         assert!(report.contains(&format!("  worker        adam-0{} is idle, after ", 1 - worker)), "{report}");
         assert!(look(&mut watch, 100).is_none(), "named twice");

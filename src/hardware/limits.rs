@@ -4,6 +4,7 @@ use super::topology::{Topology, UsableCpus};
 use crate::error::{Error, Result};
 use crate::units::Bytes;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use std::fmt::Display;
 
 /// A GPU's optimizer on less than this part of the machine's CPUs is refused unless the number of threads was said. A GPU of eight
 /// with its share of the CPUs is far from it.
@@ -25,11 +26,27 @@ pub(crate) fn check_memory_limits() -> Result<()> {
         if let Ok((soft, _hard)) = getrlimit(limit)
             && soft < least
         {
-            let cause = format!("ulimit {flag} allows {}, the program alone needs {}; raise it", Bytes(soft), Bytes(least));
+            let [allowed, needed] = Bytes::apart([soft, least]);
+            let cause = format!("ulimit {flag} allows {allowed}, the program alone needs {needed}; raise it");
             return Err(Error::resource("start", cause));
         }
     }
     Ok(())
+}
+
+/// Refuses files of `bytes` for `what` under a limit of file size (`ulimit -f`) that is smaller.
+///
+/// # Errors
+/// `Resource` with the limit, both sizes and what to allow.
+pub(crate) fn check_file_size(what: impl Display, bytes: u64) -> Result<()> {
+    match getrlimit(Resource::RLIMIT_FSIZE) {
+        Ok((soft, _hard)) if soft < bytes => {
+            let [allowed, needed] = Bytes::apart([soft, bytes]);
+            let cause = format!("ulimit -f allows files of {allowed}, the largest has {needed}; raise it (ulimit -f unlimited)");
+            Err(Error::resource(what, cause))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether the address space is limited (`ulimit -v`).

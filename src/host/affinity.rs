@@ -12,6 +12,8 @@ use crate::hardware::topology::{Cpu, Topology};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::thread;
 
 /// Linux keeps this many bytes of a thread's name.
 const NAME_BYTES_MAX: usize = 15;
@@ -40,8 +42,11 @@ pub fn workers_beside_others(cpus: usize) -> usize {
 
 impl Placement {
     /// CPUs for `workers` optimizer workers on this machine; `None` when there are more workers than CPUs, or when a quota says
-    /// that others run there, too: then nothing should be pinned.
+    /// that others run there, too, or the system lets nobody be pinned: then nothing should be.
     pub fn on(topology: &Topology, workers: usize) -> Option<Self> {
+        if pinning_refusal().is_some() {
+            return None;
+        }
         let usable = topology.usable_cpus().filter(|usable| usable.quota.is_none())?;
         Self::choose(&topology.cpus, &usable.affinity, &topology.gpu_interrupts, workers)
     }
@@ -121,6 +126,20 @@ pub(crate) fn thread_name(role: &str, index: usize, cpu: usize) -> String {
     let mut name = role.to_owned();
     while name.len() + numbers.len() > NAME_BYTES_MAX && name.pop().is_some() {}
     name + &numbers
+}
+
+/// Why no thread of this process can be pinned, in words: sandboxes forbid it, or accept it and do nothing. Tried once, by a thread of its own.
+pub(crate) fn pinning_refusal() -> Option<&'static str> {
+    static REFUSAL: OnceLock<Option<String>> = OnceLock::new();
+    let refusal = || thread::scope(|scope| thread::Builder::new().spawn_scoped(scope, try_pinning).ok()?.join().ok()?);
+    REFUSAL.get_or_init(refusal).as_deref()
+}
+
+/// Pins the calling thread to the first CPU that it may use; why that is refused.
+fn try_pinning() -> Option<String> {
+    let allowed = sched_getaffinity(Pid::from_raw(0)).ok()?;
+    let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap_or(false))?;
+    pin_current("probe", &CpuList::from_iter([first])).err().map(|error| error.to_string())
 }
 
 /// Names the calling thread after `role`, `index` and `cpu` (see [`thread_name`]) and pins it to `cpu`.

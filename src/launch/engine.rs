@@ -6,6 +6,7 @@ use super::open;
 use super::partners::Partner;
 use super::ranks::{self, Crew};
 use super::share::{self, Share};
+use crate::config::options::Technique;
 use crate::config::settings::Settings;
 use crate::device::cpu::{CpuDevice, Schedule};
 use crate::device::{DeviceKind, Engines, Kernels};
@@ -14,7 +15,7 @@ use crate::engine::pool::Pool;
 use crate::engine::step_job::StepJob;
 use crate::error::Result;
 use crate::hardware::topology::Topology;
-use crate::host::affinity::{Placement, name_and_pin};
+use crate::host::affinity::{Placement, name_and_pin, pinning_refusal};
 use crate::host::doorbell::Doorbell;
 use crate::host::memory_policy::MemoryPolicy;
 #[cfg(feature = "mpam")]
@@ -64,6 +65,15 @@ impl Launcher {
             Self { topology: own.unwrap_or_else(|| machine.clone()), chosen },
             Settings { transport: partner.transport, ..settings.on_gpus(settings.gpus)? },
         ))
+    }
+
+    /// What is not as it should be on this machine for a run of `settings`, a line each.
+    pub(crate) fn warnings(&self, settings: &Settings) -> Vec<String> {
+        let pins = cfg!(feature = "mpam") && !settings.without.contains(&Technique::Mpam);
+        let refusal = pinning_refusal().filter(|_| pins);
+        let unpinned = refusal
+            .map(|why| format!("threads are not pinned to CPUs: {why}; allow sched_setaffinity in the sandbox, or say --without mpam"));
+        self.chosen.warning.clone().into_iter().chain(unpinned).collect()
     }
 
     /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.

@@ -12,6 +12,7 @@ use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
 use crate::engine::pulls::Reach;
 use crate::engine::step_job::StepJob;
+use crate::engine::watchdog::{Watchdog, Watched};
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::model::shape::ModelShape;
@@ -53,15 +54,15 @@ impl ThisProcess<'_> {
         }
     }
 
-    /// All ranks do as rank 0 says, as `followers` do it, until the run is over or a process has ended: returns which.
-    pub(crate) fn follow(self, followers: &impl FollowEngine) -> Error {
+    /// All ranks do as rank 0 says, as `followers` do it, until the run is over or a process has ended: returns which. Meanwhile there is what
+    /// `watch` makes of their signs of life.
+    pub(crate) fn follow(self, followers: &impl FollowEngine, watch: impl FnOnce(Watched) -> Result<Option<Watchdog>>) -> Error {
         let followed = match self.launch.chosen.machine.kind {
-            DeviceKind::Cpu => {
-                self.on_cpus(followers, |mut engine, seat| followers.run(&mut engine, || Ok(())).map_err(|error| seat.blame(error)))
+            DeviceKind::Cpu => self.on_cpus(followers, |engine, seat| follow_watched(engine, seat, followers, watch, || Ok(()))),
+            DeviceKind::Gpu => {
+                let settle_down = || self.shares()[0].keep_off_workers();
+                self.on_gpus(followers, |engine, seat| follow_watched(engine, seat, followers, watch, settle_down))
             }
-            DeviceKind::Gpu => self.on_gpus(followers, |mut engine, seat| {
-                followers.run(&mut engine, || self.shares()[0].keep_off_workers()).map_err(|error| seat.blame(error))
-            }),
         };
         followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
     }
@@ -122,6 +123,20 @@ impl ThisProcess<'_> {
         let homes = if near.len() > 1 { near } else { vec![None; ranks] };
         share::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &homes)
     }
+}
+
+/// The first rank of a process that follows, with the watchdog of all its ranks.
+fn follow_watched<D: Kernels + Peers>(
+    mut engine: Engine<D>,
+    seat: &Seat,
+    followers: &impl FollowEngine,
+    watch: impl FnOnce(Watched) -> Result<Option<Watchdog>>,
+    settle_down: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let watchdog = watch(engine.watched()).map_err(|error| seat.blame(error))?;
+    let followed = followers.run(&mut engine, settle_down).map_err(|error| seat.blame(error));
+    drop(watchdog);
+    followed
 }
 
 /// The key by which all devices find each other, which process 0 makes.

@@ -15,6 +15,13 @@ use crate::units::Bytes;
 /// Shorter sequences are no advice.
 const SEQ_LENGTH_MIN: usize = 128;
 
+/// What the host's memory lacks to take what the device's cannot.
+fn host_lacks(host: Balance) -> String {
+    let [needed, available] = Bytes::apart([host.needed, host.available]);
+    let bounds = "free memory, cgroup limit, --host-limit";
+    format!("host memory would take the rest if there were {needed} of it, and {available} are available ({bounds})")
+}
+
 impl Plan {
     /// Refuses a plan that does not fit, before anything is allocated. `settings` and `shape` are what it was made from: the
     /// advice comes from planning again with one setting changed.
@@ -23,17 +30,19 @@ impl Plan {
     /// `Resource` with the memory that is too small, both sizes, and the smallest change that helps.
     pub(crate) fn check_fits(&self, settings: &Settings, shape: &ModelShape) -> Result<()> {
         let Some(shortage) = self.shortage() else { return Ok(()) };
-        let advice = self.advice(settings, shape);
-        let (shortage, advice) = match self.host_shortage(settings, shape).filter(|_| advice.is_none()) {
-            Some(host) => (host, format!("{} more would do", Bytes(host.lacking()))),
-            None => (shortage, advice.unwrap_or_else(|| "no smaller batch or sequence would fit either".into())),
+        let host = self.host_shortage(settings, shape);
+        let (shortage, advice) = match (host, self.advice(settings, shape)) {
+            (Some(host), None) => (host, format!("{} more would do", Bytes(host.lacking()))),
+            (Some(host), Some(advice)) if shortage.space == MemorySpace::Device => (shortage, format!("{}; {advice}", host_lacks(host))),
+            (_, advice) => (shortage, advice.unwrap_or_else(|| "no smaller batch or sequence would fit either".into())),
         };
         let (memory, bounds) = match shortage.space {
             MemorySpace::Device => ("device memory", "free memory, --hbm-limit"),
             MemorySpace::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
-        let cause = format!("{} of {memory} are available ({bounds}); {advice}", Bytes(shortage.available));
-        Err(Error::resource(format!("plan {} of {memory} for {} parameters", Bytes(shortage.needed), self.params), cause))
+        let [needed, available] = Bytes::apart([shortage.needed, shortage.available]);
+        let cause = format!("{available} of {memory} are available ({bounds}); {advice}");
+        Err(Error::resource(format!("plan {needed} of {memory} for {} parameters", self.params), cause))
     }
 
     /// The memory that lacks most.

@@ -468,6 +468,11 @@ impl Board {
         (self.orders.load(Ordering::Acquire) > seen).then(|| (word(0), std::array::from_fn(|at| word(at + 1))))
     }
 
+    /// How many orders there were, and the number of the last one, which must have been given.
+    pub(crate) fn last_order(&self) -> (u64, u64) {
+        (self.orders.load(Ordering::Acquire), self.order[0].load(Ordering::Relaxed))
+    }
+
     /// What `rank` did in a step; that it has carried out its order tells of it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
         self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
@@ -600,7 +605,8 @@ impl Board {
         Error::Rank { name: self.name(rank), cause }
     }
 
-    fn name(&self, rank: usize) -> String {
+    /// The process of `rank`, or the rank where there is one process.
+    pub(crate) fn name(&self, rank: usize) -> String {
         if let Some(abroad) = &self.abroad {
             return abroad.names[rank / self.mates().len()].clone();
         }

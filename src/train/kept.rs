@@ -24,9 +24,6 @@ const COMPUTED_WITH: &str = "computed_with";
 /// Key of the loss's tile in the part [`RunPart::Numerics`].
 const LOSS_TILE: &str = "loss_tile";
 
-/// What a person can do whose steps do not fit to the checkpoint's.
-const CUT_ANEW: &str = "say --gradient-accumulation-steps to cut steps otherwise";
-
 /// How a step is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct StepShape {
@@ -83,14 +80,10 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
     expect_same_degree(settings, sequence_ranks)?;
     // A share of other parts of sequences is another thing.
     let gradient_shares = Some(then.gradient_shares).filter(|_| settings.sequence_ranks == sequence_ranks);
-    let accumulation = match settings.gradient_accumulation_steps {
-        None if !then.micro_batches.is_multiple_of(settings.groups()) => {
-            let (micro_batches, all) = (then.micro_batches, settings.ranks_in_words());
-            let refused = format!("{all}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}, or use fewer devices");
-            return Err(Error::usage(refused));
-        }
-        said => said.unwrap_or(then.micro_batches / settings.groups()),
-    };
+    if settings.gradient_accumulation_steps.is_none() && !then.micro_batches.is_multiple_of(settings.groups()) {
+        return Err(cannot_be_kept(settings, then, loaded));
+    }
+    let accumulation = settings.gradient_accumulation_steps.unwrap_or(then.micro_batches / settings.groups());
     let kept = Settings {
         gradient_shares: settings.gradient_shares.or(gradient_shares),
         gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
@@ -103,22 +96,59 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         },
         ..settings.clone()
     };
-    if settings.gradient_accumulation_steps.is_none() && kept.splits().is_err() {
-        let (tokens, micro_batches) = (kept.tokens_per_step.unwrap_or_default(), then.micro_batches);
-        return Err(Error::usage(format!(
-            "--tokens-per-step {tokens}: the checkpoint's steps have {micro_batches} micro-batches; {CUT_ANEW}"
-        )));
-    }
-    kept.check_counts()?;
-    let now = StepShape { micro_batches: kept.micro_batches(), gradient_shares: kept.shares() };
-    let numbers = [
-        ("gradient_accumulation_steps", then.micro_batches, now.micro_batches),
-        ("gradient_shares", then.gradient_shares, now.gradient_shares),
-    ];
-    for (key, then, now) in numbers.into_iter().filter(|(_, then, now)| then != now) {
-        observer.warn(&describe::changed(key, &then.into(), &now.into()));
-    }
+    kept.check_counts().map_err(|error| if is_cut_as_said(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
+    tell_changed_cut(&kept, then, observer);
     Ok(kept)
+}
+
+/// Whether nothing of how steps are cut is the checkpoint's.
+fn is_cut_as_said(settings: &Settings) -> bool {
+    settings.gradient_accumulation_steps.is_some() && settings.gradient_shares.is_some()
+}
+
+/// A person hears where steps are cut otherwise than the checkpoint's.
+fn tell_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
+    let (now, shares) = (kept.micro_batches(), kept.shares());
+    if then.micro_batches != now {
+        observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
+    }
+    if then.gradient_shares != shares {
+        observer.warn(&describe::changed("gradient_shares", &then.gradient_shares.into(), &shares.into()));
+    }
+}
+
+/// The checkpoint's steps cannot be cut as `settings` say, with all the flags that cut them otherwise.
+fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Error {
+    let devices = settings.ranks_in_words();
+    let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
+    let shares = then.gradient_shares;
+    let shares = if shares == 1 { "1 gradient share".into() } else { format!("{shares} gradient shares") };
+    let said = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
+    let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
+        Some(flags) => format!("say {flags} to cut steps otherwise, or use fewer devices"),
+        None => "use fewer devices".into(),
+    };
+    Error::usage(format!("{said}; {remedy}"))
+}
+
+fn in_words(micro_batches: usize) -> String {
+    if micro_batches == 1 { "1 micro-batch".into() } else { format!("{micro_batches} micro-batches") }
+}
+
+/// Flags with which steps are cut so that the run can go on: as near to the checkpoint's and to what `settings` say as can be.
+fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String> {
+    let group = settings.gradient_group.or(Some(group).filter(|group| *group > 1));
+    let cut = |shares: usize| {
+        let open = Settings { gradient_shares: Some(shares), gradient_group: group, ..settings.clone() };
+        let steps = match settings.gradient_accumulation_steps {
+            None if settings.tokens_per_step.is_some() => open.splits().ok()?.first()?.gradient_accumulation_steps?,
+            said => said.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
+        };
+        let cut = Settings { gradient_accumulation_steps: Some(steps), ..open };
+        cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {shares}"))
+    };
+    let ranks = settings.ranks();
+    settings.gradient_shares.into_iter().chain([then.gradient_shares, ranks, ranks * group.unwrap_or(1)]).find_map(cut)
 }
 
 /// Refuses another degree here, before what follows from it is compared.

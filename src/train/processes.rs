@@ -7,8 +7,9 @@ use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
 use crate::engine::executor::Engine;
-use crate::engine::watchdog::Alarm;
+use crate::engine::watchdog::{Alarm, Watchdog};
 use crate::error::{Error, Result};
+use crate::hardware::limits::check_file_size;
 use crate::launch::agreement::Party;
 use crate::launch::processes::{FollowEngine, ThisProcess};
 use crate::model::shape::ModelShape;
@@ -16,7 +17,9 @@ use crate::model_dir::{CONFIG, ModelDir};
 use crate::planner::plan::Plan;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
 use crate::signals::StopFlag;
+use std::io::ErrorKind;
 use std::path::Path;
+use std::time::Duration;
 
 /// Meets the other processes of the run of `settings`.
 ///
@@ -61,13 +64,44 @@ pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observ
         Err(end) => return ended(links, end),
     };
     MeetingPlace::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
+    let own_name = &links.names()[links.process()];
+    let notes = try_writing(&settings, &proposal.meeting_place, parts::part_bytes(&plan, links.process()), links.process());
+    notes.map_err(|error| cannot_write(&settings, own_name, &error))?.iter().for_each(|line| observer.note(line));
+    launch.warnings(&settings).iter().for_each(|line| observer.warn(line));
     observer.note(&plan.to_string());
     observer.note(&format!("process {} follows process 0, which tells of steps", links.process()));
     let this = ThisProcess { launch: &launch, plan: &plan, shape: &shape, links };
-    match this.follow(&Following { output_dir: &settings.output_dir }) {
+    let on_alarm = observer.on_alarm();
+    let watch = |watched| on_alarm.map(|on_alarm| Watchdog::start(watched, stall_limit(&settings), on_alarm)).transpose();
+    match this.follow(&Following { output_dir: &settings.output_dir }, watch) {
         Error::Rank { .. } => links.end_of_run().and_then(|end| ended(links, end)),
         own => Err(own),
     }
+}
+
+/// Whether `process` can write its parts of checkpoints, of `bytes` each; a line for people about what the file system cannot do.
+fn try_writing(settings: &Settings, meeting_place: &str, bytes: u64, process: usize) -> Result<Option<String>> {
+    check_file_size("write a part of a checkpoint", bytes)?;
+    MeetingPlace::try_writing(&settings.output_dir, meeting_place, process)
+}
+
+/// An error of this process, called `own_name`, before the first step, which would else end the first save.
+fn cannot_write(settings: &Settings, own_name: &str, error: &Error) -> Error {
+    let kind = if let Error::Io { source, .. } = error { source.kind() } else { ErrorKind::Other };
+    let remedy = match kind {
+        ErrorKind::ReadOnlyFilesystem => "mount it writable on this machine",
+        ErrorKind::PermissionDenied => "run all processes as one user, or let this one write there",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room there",
+        _ => "name an --output-dir in which all processes can write",
+    };
+    let (operation, all) =
+        (format!("write into --output-dir {} as {own_name}", settings.output_dir.display()), "each process writes its part");
+    Error::resource(operation, format!("{error}; {all} of every checkpoint there: {remedy}"))
+}
+
+/// A quarter more than that of process 0, which knows more of a stall that both see.
+fn stall_limit(settings: &Settings) -> Duration {
+    Duration::from_millis(settings.stall_limit.saturating_mul(1250))
 }
 
 /// Trains, and saves its part where rank 0 says.

@@ -6,6 +6,7 @@ use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
 use super::{identity, kept, packing, previous_run, resume, text};
+use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
 use crate::config::settings::Settings;
@@ -21,6 +22,7 @@ use crate::device::Kernels;
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
 use crate::facts::{DataFacts, MachineFacts};
+use crate::hardware::limits::check_file_size;
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
@@ -92,7 +94,7 @@ pub(super) fn prepare<'a>(
 ) -> Result<PreparedRun<'a>> {
     observer.note(&format!("reading {}", printable(describe_sources(settings))));
     launch.chosen.peers.iter().for_each(|line| observer.note(line));
-    launch.chosen.warning.iter().for_each(|line| observer.warn(line));
+    launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
@@ -119,7 +121,9 @@ pub(super) fn prepare<'a>(
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
         run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), plan.moments, &source.files))?;
+        check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
+    passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.note(line));
     let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
     let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
     let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
@@ -298,6 +302,14 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
             steps_for_epochs(epochs, dataset.sequences(), sequences_per_step)
         }
     }
+}
+
+/// A line for people where each step of so many `rows` passes over the data several times.
+fn passes_a_step(rows: usize, sequences: usize) -> Option<String> {
+    let passes = rows / sequences.max(1);
+    let line =
+        || format!("a step takes {rows} sequences, the data has {sequences}: each step passes over the data at least {passes} times");
+    (passes >= 2).then(line)
 }
 
 fn describe_device(launch: &Launcher, device: &str) -> String {

@@ -57,6 +57,7 @@ impl Disk {
                 content[op.at..][..op.data.len()].copy_from_slice(&op.data);
             }),
             "fsync" => self.sync(&op.path),
+            "lock" => {}
             "remove" => drop(self.unlink(&op.path)),
             "rename" => {
                 if let (Some(node), Some((dir, name))) = (self.unlink(&op.path), self.parent(&op.to)) {

@@ -5,7 +5,7 @@ use nix::sys::signal::{Signal, kill};
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R9",
-    what: "SIGTERM, SIGINT, SIGHUP, two of them, and SIGTERM before SIGKILL, in each phase, evaluations among them: exit 75 with a checkpoint, or the end was near; \
+    what: "SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU, two of SIGTERM, and SIGTERM before SIGKILL, in each phase, evaluations among them: exit 75 with a checkpoint, or the end was near; \
            a resume comes to the uninterrupted run's digest",
     runs: 800,
     smoke: 4,
@@ -34,16 +34,19 @@ enum Way {
     Term,
     Int,
     Hup,
+    Usr1,
+    Usr2,
+    Xcpu,
     Twice,
     ThenKilled,
 }
 
-const WAYS: [Way; 5] = [Way::Term, Way::Int, Way::Hup, Way::Twice, Way::ThenKilled];
+const WAYS: [Way; 8] = [Way::Term, Way::Int, Way::Hup, Way::Twice, Way::ThenKilled, Way::Usr1, Way::Usr2, Way::Xcpu];
 
 fn start(harness: &Harness) -> Result<Trial, String> {
     let (digest, _) = harness.reference("whole", &[])?;
     Ok(Box::new(move |harness, turn| {
-        let (phase, way) = (PHASES[turn.index as usize % 8], WAYS[turn.index as usize / 8 % 5]);
+        let (phase, way) = (PHASES[turn.index as usize % 8], WAYS[turn.index as usize / 8 % 8]);
         turn.kind = format!("{way:?}: {}", phase.0).to_lowercase();
         harness.remove("stopped");
         let eval_data = format!("--eval-data={}", harness.path("data.txt").display());
@@ -56,9 +59,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         }
         let ended = child.finish();
         let allowed: &[i32] = match way {
-            Way::Term | Way::Int | Way::Hup => &[75, 0],
-            Way::Twice => &[75, 0, 128 + 15],
             Way::ThenKilled => &[75, 0, -9],
+            _ => &[75, 0],
         };
         expect(allowed.contains(&ended.code) && !ended.hung, || format!("{ended}"))?;
         expect(ended.code != 75 || ended.stdout.contains("interrupted"), || format!("does not say so: {ended}"))?;
@@ -72,6 +74,9 @@ fn send(child: &mut Running, way: Way) {
         Way::Term => &[Signal::SIGTERM],
         Way::Int => &[Signal::SIGINT],
         Way::Hup => &[Signal::SIGHUP],
+        Way::Usr1 => &[Signal::SIGUSR1],
+        Way::Usr2 => &[Signal::SIGUSR2],
+        Way::Xcpu => &[Signal::SIGXCPU],
         Way::Twice => &[Signal::SIGTERM, Signal::SIGTERM],
         Way::ThenKilled => &[Signal::SIGTERM, Signal::SIGKILL],
     };

@@ -1,8 +1,7 @@
 //! R16b: one of two processes is killed, wherever it is.
 
 use crate::harness::*;
-use std::net::TcpListener;
-use std::process::Command;
+use crate::pair;
 use std::time::{Duration, Instant};
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -25,11 +24,8 @@ const MAX_STEPS: u64 = 12;
 
 fn start(harness: &Harness) -> Result<Trial, String> {
     expect(harness.has_flag("--processes"), || "this program has no --processes".into())?;
-    let config = std::fs::read_to_string(harness.path("model/config.json")).unwrap();
-    harness.write("wide/config.json", config.replace("\"hidden_size\": 16", "\"hidden_size\": 64"));
-    harness.settings("processes.toml", "wide", "data.txt", "");
-    let alone = ["--gpus=1", "--gradient-accumulation-steps=2"];
-    let whole = harness.run(harness.train_by("processes.toml", "whole", &[&CUT[..], &alone].concat())).digest()?;
+    pair::settings(harness);
+    let whole = pair::alone(harness, "processes.toml", &[])?;
     Ok(Box::new(move |harness, turn| {
         // Each thirteenth run stands still nowhere.
         let phase = PHASES.get(turn.index as usize % 13);
@@ -61,18 +57,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Two micro-batches a step, each a share.
-const CUT: [&str; 4] = ["--device=cpu", "--threads=1", "--bucket-mib=0.03125", "--gradient-shares=2"];
-
 /// Both processes of a run that goes on from the newest checkpoint in `dying`.
 fn both(harness: &Harness, config: &str) -> [Running; 2] {
-    let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap().port();
-    let rendezvous = format!("--rendezvous=127.0.0.1:{port}");
-    [0, 1].map(|process| {
-        let process_flag = format!("--process={process}");
-        let flags = ["--gradient-accumulation-steps=1", "--processes=2", &process_flag, &rendezvous, "--resume-from-checkpoint=auto"];
-        let mut command: Command = harness.train_by(config, "dying", &[&CUT[..], &flags].concat());
-        command.env("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
-        harness.spawn_as(command, &format!("process-{process}"))
-    })
+    pair::both(harness, config, "dying", &["--resume-from-checkpoint=auto"], |_, command| command)
 }

@@ -3,6 +3,8 @@
  * CAMPAIGN_LOG=FILE     writes down each one that worked, with its data: what power.rs replays
  * CAMPAIGN_FAIL_AT=N    the N-th call, counted from 0, fails with CAMPAIGN_ERRNO
  * CAMPAIGN_STICKY=1     and so does every later one
+ * CAMPAIGN_ONLY=CALL     of these calls alone the N-th is counted
+ * CAMPAIGN_DELAY_MS=N    instead of failing a call takes so much longer
  * CAMPAIGN_KILL_AT=N    the program is killed before the N-th call
  * CAMPAIGN_HANG=FILE    once it exists, reads at offsets of .bin files never come back
  */
@@ -25,14 +27,18 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static long calls, fail_at = -1, kill_at = -1;
 static int sticky, error, log_fd = -1;
-static const char *root;
+static const char *root, *only;
+static long delay_ms;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 __attribute__((constructor)) static void begin(void) {
     const char *at = getenv("CAMPAIGN_FAIL_AT"), *code = getenv("CAMPAIGN_ERRNO"), *file = getenv("CAMPAIGN_LOG");
     const char *kill_text = getenv("CAMPAIGN_KILL_AT");
+    const char *delay = getenv("CAMPAIGN_DELAY_MS");
     root = getenv("CAMPAIGN_ROOT");
+    only = getenv("CAMPAIGN_ONLY");
+    if (delay) delay_ms = atol(delay);
     if (kill_text) kill_at = atol(kill_text);
     if (at) fail_at = atol(at);
     if (code) error = atoi(code);
@@ -71,10 +77,13 @@ static int ours(const char *path) {
     return 1;
 }
 
-static int fails(void) {
+static int fails(const char *op) {
+    if (only && strcmp(op, only)) return 0;
     long n = calls++;
     if (n == kill_at) raise(SIGKILL);
-    return fail_at >= 0 && (n == fail_at || (sticky && n > fail_at));
+    int is_hit = fail_at >= 0 && (n == fail_at || (sticky && n > fail_at));
+    if (is_hit && delay_ms) usleep(delay_ms * 1000);
+    return is_hit && !delay_ms;
 }
 
 static void done(int worked, const char *op, const char *path, const char *to, long long at, const void *data, size_t len) {
@@ -92,7 +101,7 @@ static void done(int worked, const char *op, const char *path, const char *to, l
 /* Runs CALL under the name OP and returns its result; or the error that was asked for. */
 #define SEEN(OP, PATH, TO, AT, DATA, LEN, CALL)                            \
     do {                                                                   \
-        if (fails()) {                                                     \
+        if (fails(OP)) {                                                   \
             pthread_mutex_unlock(&lock);                                   \
             errno = error;                                                 \
             return -1;                                                     \
@@ -176,6 +185,13 @@ ssize_t pread64(int fd, void *data, size_t len, off64_t at) {
     }
 ON_FD(fsync, "fsync")
 ON_FD(fdatasync, "fsync")
+
+int flock(int fd, int how) {
+    char path[PATH_MAX];
+    of_fd(fd, path);
+    if (!ours(path)) return syscall(SYS_flock, fd, how);
+    SEEN("lock", path, "", 0, NULL, 0, syscall(SYS_flock, fd, how));
+}
 
 int ftruncate64(int fd, off64_t size) {
     char path[PATH_MAX];

@@ -62,6 +62,20 @@ impl Shim {
         command
     }
 
+    /// `command`, in which each call of the name `call` takes so many milliseconds longer.
+    pub fn slow(&self, harness: &Harness, mut command: Command, call: &str, ms: u64) -> Command {
+        self.over(harness, &mut command, "");
+        command.env("CAMPAIGN_ONLY", call).env("CAMPAIGN_FAIL_AT", "0").env("CAMPAIGN_STICKY", "1");
+        command.env("CAMPAIGN_DELAY_MS", ms.to_string());
+        command
+    }
+
+    /// Runs `command`, whose call number `at` below `root` takes so many milliseconds longer.
+    pub fn delay(&self, harness: &Harness, mut command: Command, root: &str, at: u64, ms: u64) -> Outcome {
+        command.env("CAMPAIGN_DELAY_MS", ms.to_string());
+        self.fail(harness, command, root, at, 0, false)
+    }
+
     /// Runs `command` with its call number `at` below `root` failing; `sticky`: and all after it.
     pub fn fail(&self, harness: &Harness, mut command: Command, root: &str, at: u64, errno: i32, sticky: bool) -> Outcome {
         self.over(harness, &mut command, root);

@@ -128,6 +128,8 @@ class Settings(TypedDict, total=False):
     """Steps in a row with gradients that are not finite after which a run ends; 0 is never [default: 100]."""
     stall_limit: int
     """Seconds without progress after which a run tells why and ends; 0 is never [default: 300]."""
+    stop_signals: Literal["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"] | Sequence[Literal["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"]]
+    """Signals that save and end a run, separated by commas [default: TERM,INT,HUP,USR1,USR2,XCPU]."""
     resume_from_checkpoint: str | int | float
     """Checkpoint to continue from, `auto` for the newest good one [default: none]."""
     dry_run: bool

@@ -65,6 +65,7 @@ impl Model {
             out.copy_from_slice(&self.flat[spec.range()]);
             Ok(())
         })
+        .map(drop)
     }
 
     fn load(&self, dir: &Path) -> Result<Vec<f32>> {
