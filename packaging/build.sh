@@ -37,7 +37,9 @@ trap 'rm -rf "$stage"' EXIT
 
 # The package's page is the README, and the licences travel with it: they are put beside its description here, so that nothing is written twice.
 mkdir "$stage/wheel" "$stage/extension"
-cp -r packaging/python README.md LICENSE-MIT LICENSE-APACHE "$stage/wheel/"
+cp -r packaging/python LICENSE-MIT LICENSE-APACHE "$stage/wheel/"
+python3 packaging/page.py README.md >"$stage/wheel/README.md"
+python3 packaging/notices.py "$target" >"$stage/wheel/python/superoffload/THIRD-PARTY-NOTICES.txt"
 sed "s|^manifest-path = .*|manifest-path = \"$PWD/Cargo.toml\"|" packaging/pyproject.toml >"$stage/wheel/pyproject.toml"
 # The extension module of superoffload.torch: the stable ABI makes one serve every Python, so that it travels in the program's wheel.
 CARGO_TARGET_DIR=$built maturin build --quiet --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" \
@@ -54,7 +56,7 @@ name=superoffload-$version-$target
 mkdir -p "$stage/$name"/{bin,share/man/man1,share/completions}
 program=$stage/$name/bin/superoffload
 cp "$built/$target/dist/superoffload" "$program"
-cp LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$stage/$name/"
+cp LICENSE-MIT LICENSE-APACHE README.md CHANGELOG.md "$stage/wheel/python/superoffload/THIRD-PARTY-NOTICES.txt" "$stage/$name/"
 run=("$program")
 [ "$arch" = "$(uname -m)" ] || run=("tests/$arch/emulate.sh" "$program")
 "${run[@]}" man "$stage/$name/share/man/man1"

@@ -32,11 +32,11 @@ python3 packaging/wheel.py --compare "$dist/$wheel"
 
 # The wheel has the extension module; the tarball has what people look for in one.
 listed=$(python3 -m zipfile -l "$dist/$wheel")
-for file in superoffload/_cpu_adam.abi3.so superoffload/py.typed "superoffload-$version.data/scripts/superoffload"; do
+for file in superoffload/_cpu_adam.abi3.so superoffload/py.typed superoffload/THIRD-PARTY-NOTICES.txt "superoffload-$version.data/scripts/superoffload"; do
   grep -q "^$file " <<<"$listed" || give_up "the wheel lacks $file"
 done
 listed=$(tar -tzf "$dist/$name.tar.gz")
-for file in bin/superoffload share/man/man1/superoffload-train.1 share/completions/superoffload.{bash,zsh,fish} LICENSE-MIT LICENSE-APACHE; do
+for file in bin/superoffload share/man/man1/superoffload-train.1 share/completions/superoffload.{bash,zsh,fish} LICENSE-MIT LICENSE-APACHE THIRD-PARTY-NOTICES.txt; do
   grep -qxF "$name/$file" <<<"$listed" || give_up "the tarball lacks $file"
 done
 

@@ -12,6 +12,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from page import page
+
 try:
     import tomllib
 except ImportError:  # Python 3.10 has it inside of pip.
@@ -67,9 +69,10 @@ def metadata() -> str:
         f"Summary: {PROJECT['description']}",
         f"License-Expression: {PROJECT['license']}",
         f"Requires-Python: {PROJECT['requires-python']}",
+        *(f"Project-URL: {label}, {url}" for label, url in PROJECT["urls"].items()),
         "Description-Content-Type: text/markdown; charset=UTF-8; variant=GFM",
     ]
-    return "\n".join(lines) + "\n\n" + (ROOT / PROJECT["readme"]).read_text()
+    return "\n".join(lines) + "\n\n" + page((ROOT / PROJECT["readme"]).read_text())
 
 
 def compare(wheel: Path) -> None:

@@ -11,10 +11,12 @@ Keywords are the program's flags, with underscores: `superoffload train --help` 
 from __future__ import annotations
 
 import os
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._data import as_paths
+from ._data import as_model, as_paths
 from ._metrics import Metrics
 from ._program import Interrupted, TrainError, UsageError, ask, ask_json, flags
 from ._run import Run
@@ -23,17 +25,28 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ._settings import Settings
+else:
+    # Whoever asks for type hints at run time gets a plain one: the names of settings are in a stub alone.
+    Unpack, Settings = dict, (str, Any)
 
-__all__ = ["Interrupted", "Metrics", "Run", "TrainError", "UsageError", "doctor", "export", "plan", "start", "train"]
+try:
+    __version__ = version("superoffload")
+except PackageNotFoundError:
+    __version__ = "unknown: the package is not installed"
+
+__all__ = ["Interrupted", "Metrics", "Run", "TrainError", "UsageError", "doctor", "__version__", "export", "plan", "start", "train"]
 
 OUTPUT_DIR = "runs/train"
+
+DOES_NOT_FIT = re.compile(r"plan [\d.]+ \w+ of \w+ memory for ")
+"""How the program begins to say that memory does not suffice."""
 
 
 def start(model: Any = None, data: Any = None, **settings: Unpack[Settings]) -> Run:
     """Starts a run and returns at once. `data` may be a path, a name on the hub, a `datasets.Dataset`, or records as dicts."""
     output_dir = settings.pop("output_dir", None) or OUTPUT_DIR
     eval_data = as_paths(settings.pop("eval_data", None))
-    said = {"model": model, "data": as_paths(data), "eval_data": eval_data, **settings, "output_dir": output_dir}
+    said = {"model": as_model(model), "data": as_paths(data), "eval_data": eval_data, **settings, "output_dir": output_dir}
     return Run(["train", *flags(said)], output_dir)
 
 
@@ -44,8 +57,16 @@ def train(model: Any = None, data: Any = None, *, quiet: bool = False, **setting
 
 
 def plan(model: Any, **settings: Unpack[Settings]) -> dict[str, Any]:
-    """Whether and how the model trains on a machine (`hardware`), how fast, and what limits that."""
-    return ask_json("plan", "--json", *flags({"model": model, **settings}))
+    """Whether and how the model trains on a machine (`hardware`), how fast, and what limits that. `fits` is False where memory does not suffice, and
+    `why` has the program's words then."""
+    try:
+        return {"fits": True, **ask_json("plan", "--json", *flags({"model": as_model(model), **settings}))}
+    except UsageError:
+        raise
+    except TrainError as error:
+        if DOES_NOT_FIT.match(str(error)):
+            return {"fits": False, "why": str(error)}
+        raise
 
 
 def doctor() -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What both AdamW optimizers of `superoffload.torch` say of groups and parameters."""
+"""Checks of groups and parameters, and formats of state, which both AdamW optimizers of `superoffload.torch` share."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ import torch
 try:
     from . import _cpu_adam
 except ImportError as error:
-    why = f"superoffload.torch lacks its extension module ({error}): install superoffload from a wheel, which has it"
+    name = f"{sys.implementation.name} {sys.version.split()[0]}{sys.abiflags}"
+    why = (
+        f"superoffload.torch lacks its extension module for {name} ({error}): install superoffload from a wheel into CPython from 3.10 on, "
+        "with the GIL"
+    )
     raise ImportError(why) from error
 
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -26,10 +31,16 @@ def check_group(group: dict[str, Any]) -> None:
         refuse_unless(0 <= value < float("inf"), f"{name} must be 0 or more, not {value}")
     for beta in (beta1, beta2):
         refuse_unless(0 <= beta < 1, f"betas must be at least 0 and below 1, not {(beta1, beta2)}")
-    for name in ("amsgrad", "maximize", "differentiable"):
-        refuse_unless(not group.get(name), f"{name}=True is not offered: use torch.optim.AdamW for it")
+    refuse_switches(**{name: group.get(name) for name in ("amsgrad", "maximize", "differentiable")})
     refuse_unless(group.get("bias_correction", True), "bias_correction=False is not offered: leave it out")
     refuse_unless(group.get("decoupled_weight_decay", True) or not weight_decay, "weight decay here is AdamW's, and this group has Adam's")
+
+
+def refuse_switches(**switches: Any) -> None:
+    """Keywords of `torch.optim.AdamW` that change its results are taken where they are off. `foreach` and `fused` choose torch's code alone, so that
+    every value of these is taken."""
+    for name, value in switches.items():
+        refuse_unless(not value, f"{name}=True is not offered: use torch.optim.AdamW for it")
 
 
 def check_saved_groups(groups: list[dict[str, Any]]) -> None:
@@ -43,22 +54,28 @@ def check_saved_state(index: int, param: torch.Tensor, saved: dict[str, Any], ar
     """`arrays` must have the parameter's shape, if they are there; step and both moments must be."""
     if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
         raise ValueError(f"load_state_dict: the state of parameter {index} lacks {', '.join(missing)}: it is not AdamW's")
-    for key in arrays:
-        if key in saved and saved[key].shape != param.shape:
+    for key in (key for key in arrays if key in saved):
+        if saved[key].shape != param.shape:
             raise ValueError(f"load_state_dict: {key} of parameter {index} is {list(saved[key].shape)}, the parameter {list(param.shape)}")
+        if is_sharded(saved[key]) != is_sharded(param):
+            raise ValueError(
+                f"load_state_dict: {key} of parameter {index} is a {type(saved[key]).__name__}, the parameter a {type(param).__name__}: "
+                "load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
 
 
 def check_param(index: int, param: torch.Tensor) -> None:
-    """Plain, dense, contiguous, of a known format; where it may lie is the optimizer's to say."""
+    """Dense, in a known format, and a plain tensor or a `DTensor`; where it may lie is the optimizer's to say."""
     where = f"parameter {index}"
-    if type(param) not in (torch.Tensor, torch.nn.Parameter):
-        raise ValueError(f"{where} is a {type(param).__name__}: pass plain tensors, of a sharded one its local part")
+    if type(param) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(param):
+        raise ValueError(f"{where} is a {type(param).__name__}: pass plain tensors, or DTensors to CPUAdamW")
     if param.layout != torch.strided:
         raise ValueError(f"{where} is sparse: make it dense with .to_dense()")
     if param.dtype not in FORMATS:
         raise ValueError(f"{where} is {param.dtype}: use float32, bfloat16 or float16, or torch.optim.AdamW")
-    if not param.is_contiguous():
-        raise ValueError(f"{where} is not contiguous: make it so with .contiguous() before the optimizer is made")
+    if not is_dense(local(param)):
+        why = "give the model torch.nn.Parameter(param.contiguous()) in its place before the optimizer is made"
+        raise ValueError(f"{where} has gaps or repeats in memory: {why}")
 
 
 def check_apart(params: list[torch.Tensor]) -> None:
@@ -74,3 +91,58 @@ def check_isa(isa: str) -> None:
 def refuse_unless(holds: Any, why: str) -> None:
     if not holds:
         raise ValueError(why)
+
+
+def step_count(steps: float = 0.0) -> torch.Tensor:
+    """A count of steps. Its format is not torch's default one, which may be too narrow to count in."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a `DTensor`, whose module is not loaded before there is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of this rank."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    outer_first = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return tensor.permute(outer_first).is_contiguous()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` where its elements lie in memory as those of the dense `param` do; else a copy of which that holds."""
+    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
+        return tensor
+    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def taken(param: torch.Tensor, saved: torch.Tensor, dtype: torch.dtype, seen: set[int]) -> torch.Tensor:
+    """A saved array for the state of `param`: itself where format, place and layout are right, as torch takes it, so that loading needs no memory;
+    else a copy. `seen` has the storage of arrays taken so far, since no two may share it."""
+    own, there = local(param), local(saved)
+    storage = there.untyped_storage().data_ptr()
+    fits = there.dtype == dtype and there.device.type == "cpu" and not saved.requires_grad and in_layout_of(own, there) is there
+    if is_sharded(param):
+        fits = fits and (saved.device_mesh, saved.placements) == (param.device_mesh, param.placements)
+    if not fits or storage in seen:
+        device = {} if is_sharded(param) else {"device": "cpu"}
+        return torch.empty_like(param, dtype=dtype, requires_grad=False, **device).copy_(saved.detach())
+    if there.numel():
+        seen.add(storage)
+    return saved

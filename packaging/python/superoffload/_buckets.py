@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ._adamw import FORMATS, _cpu_adam
+from ._adamw import FORMATS, _cpu_adam, flat, step_count
 from ._link import host_array
 
 ALIGN = 64
 
+ARRAYS = ("exp_avg", "exp_avg_sq", "param")
+"""Arrays of a parameter's state."""
+
 GONE = (
-    "this gradient has gone to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out clip_grad_norm_, GradScaler and whatever "
-    "else reads .grad after backward, and call backward() once for each of accumulation_steps before step()"
+    "this gradient has gone to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out GradScaler and whatever else reads more of "
+    ".grad after backward than a norm. Call backward() once for each of accumulation_steps before step(), drop gradients that no step takes by "
+    "zero_grad() before the next backward(), and give checkpointed layers that share a parameter use_reentrant=False"
 )
 
 
 class Gone(torch.Tensor):
-    """Stands in `.grad` after the gradient has left. Whoever computes with it, autograd included, is told so."""
+    """Stands in `.grad` after the gradient has left. It has a norm, and takes the factor of `clip_grad_norm_` where that is the factor of `step`. All
+    other arithmetic, autograd's included, is refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    owner: Any = None
+    """The optimizer, by a weak reference."""
+    index: int
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor) -> Gone:
-        return torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+    def __new__(cls, param: torch.Tensor, index: int, owner: Any) -> Gone:
+        gone = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        gone.index, gone.owner = index, owner
+        return gone
+
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def __repr__(self) -> str:
         return f"Gone({list(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gone, second = args[0] if args else None, args[1] if len(args) > 1 else None
+        optimizer = gone.owner() if isinstance(gone, Gone) else None
+        if optimizer is not None and func is torch.ops.aten.linalg_vector_norm.default and second in (None, 2) and len(args) < 3:
+            return torch.tensor(optimizer._norm_of(gone.index), dtype=torch.float32, device=gone.device)
+        if optimizer is not None and func is torch.ops.aten.mul_.Tensor and isinstance(second, torch.Tensor) and second.numel() == 1:
+            optimizer._check_factor(second.item())
+            return gone
         raise RuntimeError(GONE)
 
 
@@ -52,10 +73,18 @@ class Member:
     """Of the step that it is for."""
     version: int | None = None
     """torch's count of changes after the last one made here; None: unknown."""
+    seen: weakref.ref[torch.Tensor] | None = None
+    """The gradient that backward passes add to."""
+    borrows: bool = False
+    """Arrays of its state are those of the caller of load_state_dict."""
 
-    def __post_init__(self) -> None:
-        self.address = self.param.data_ptr()
-        self.gone = Gone(self.param)
+    address: int = 0
+    gone: Gone | None = None
+    """What stands in `.grad` after the gradient has left; None: the parameter is frozen, and has no bucket."""
+
+    def join(self, owner: weakref.ref[Any]) -> None:
+        """Before the parameter is trained."""
+        self.address, self.gone = self.param.data_ptr(), Gone(self.param, self.index, owner)
 
 
 @dataclass(eq=False)
@@ -71,7 +100,7 @@ class Part:
 
     def __post_init__(self) -> None:
         # Not `detach`, whose result shares the count of changes: copies to it are counted where the gradient is taken.
-        self.weights = self.member.param.data.view(-1)[self.start : self.stop]
+        self.weights = flat(self.member.param.data)[self.start : self.stop]
 
     def of(self, room: torch.Tensor) -> torch.Tensor:
         """Its elements in memory of the bucket's layout."""
@@ -104,7 +133,9 @@ class Bucket:
     slot: torch.Tensor | None = None
     """Gradients on the host; made when the first one comes."""
     spare: torch.Tensor | None = None
-    """Those of the step that is pending, and else room for the ones after the next."""
+    """Those of the step that is pending, and else free room."""
+    staged: torch.Tensor | None = None
+    """New weights that the device does not have yet. Where weights are installed early, they pass through a `Stage` instead."""
     pending: Pending | None = None
     """The worker's alone."""
     arrived: list[Part] = field(default_factory=list)
@@ -114,7 +145,7 @@ class Bucket:
     update: Any = None
     """What is done to them."""
     is_speculated: bool = False
-    """The device has, or gets, weights of the coming step."""
+    """Weights of the coming step are made, or being made."""
     task: Future[None] | None = None
     """The last thing that was asked for: the slot is free when it is done."""
     writing: Future[None] | None = None
@@ -159,10 +190,16 @@ def cut(members: list[Member], size: int) -> list[Bucket]:
 
 def new_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a parameter before its first step."""
-    state = {key: host_array(param.shape) for key in ("exp_avg", "exp_avg_sq", "param")}
+    state = {key: host_array(param) for key in ARRAYS}
     # Not widened on the device, which has no room for that.
     state["param"].copy_(param.detach().to("cpu"))
-    return {"step": torch.tensor(0.0, device="cpu"), **state}
+    return {"step": step_count(), **state}
+
+
+def own_arrays(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
+    """Moves the state, one array after the other, into memory as `new_state` takes it."""
+    for key in ARRAYS:
+        state[key] = host_array(param).copy_(state[key])
 
 
 def take_changes(master: torch.Tensor, param: torch.Tensor) -> None:

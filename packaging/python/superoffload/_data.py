@@ -18,12 +18,32 @@ def as_paths(data: Any) -> Any:
         return data
     if hasattr(data, "to_parquet"):
         return _cached(".parquet", data.to_parquet)
+    if isinstance(data, Mapping):
+        raise TypeError(f"data: {_of_a_mapping(data)}")
     records = list(data)
     if records and all(isinstance(record, (str, os.PathLike)) for record in records):
         return records
     if not records or not all(isinstance(record, Mapping) for record in records):
         raise TypeError("data: a path, a name on the hub, a datasets.Dataset, or records as dicts, of which there must be one")
     return _cached(".jsonl", lambda path: _write_lines(path, records))
+
+
+def as_model(model: Any) -> Any:
+    """A path or a name; a model of transformers in memory is neither."""
+    if model is None or isinstance(model, (str, os.PathLike)):
+        return model
+    if hasattr(model, "save_pretrained"):
+        why = "call model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and pass DIR"
+        raise TypeError(f"model: this {type(model).__name__} is in memory, and the program reads models from files: {why}")
+    raise TypeError(f"model: a path or a name on the hub, not a {type(model).__name__}")
+
+
+def _of_a_mapping(data: Mapping[str, Any]) -> str:
+    names, kind = ", ".join(map(repr, data)), type(data).__name__
+    if data and all(hasattr(split, "to_parquet") for split in data.values()):
+        return f"this {kind} has the splits {names}: pass one of them, as in data=dataset[{next(iter(data))!r}]"
+    remedy = "pass datasets.Dataset.from_dict(data), or a list with a dict for each record"
+    return f"this {kind} with {names or 'nothing in it'} is no list of records: {remedy}"
 
 
 def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from collections.abc import Iterable
@@ -20,16 +21,20 @@ def link_to(device: torch.device) -> CudaLink | PlainLink:
     return CudaLink(device) if device.type == "cuda" else PlainLink()
 
 
-def host_array(shape: torch.Size) -> torch.Tensor:
-    """Zeros in float32, on huge pages where they are large. Not pinned: only the CPU touches them."""
-    size = 4 * shape.numel()
+def host_array(param: torch.Tensor) -> torch.Tensor:
+    """Zeros in float32 in the layout of `param`, on huge pages where they are large. Not pinned: only the CPU touches them."""
+    size = 4 * param.numel()
     if size < HUGE_FROM_BYTES:
-        return torch.zeros(shape, dtype=torch.float32, device="cpu")
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.madvise(mmap.MADV_HUGEPAGE)
-    # A data loader's forked workers would keep every page that a step writes, so that there would be two of each.
-    room.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(room, dtype=torch.float32).view(shape)
+        zeros = torch.zeros(param.numel(), dtype=torch.float32, device="cpu")
+    else:
+        room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A kernel without huge pages refuses the advice, and the array is as good on small ones.
+        with contextlib.suppress(OSError):
+            room.madvise(mmap.MADV_HUGEPAGE)
+        # A data loader's forked workers would keep every page that a step writes, so that there would be two of each.
+        room.madvise(mmap.MADV_DONTFORK)
+        zeros = torch.frombuffer(room, dtype=torch.float32)
+    return zeros.as_strided(param.shape, param.stride())
 
 
 class CudaLink:
@@ -53,9 +58,12 @@ class CudaLink:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def bring(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copies `gradient` to the host once it is there. Who holds it may let go of it: the allocator waits for the copy."""
+    def bring(self, target: torch.Tensor, gradient: torch.Tensor, after: Any) -> None:
+        """Copies `gradient` to the host once it is there, and once `after` has passed, if it is given. The allocator waits for the copy: nobody else
+        has to hold the gradient."""
         self.down.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            self.down.wait_event(after)
         with torch.cuda.stream(self.down):
             target.copy_(gradient, non_blocking=True)
         gradient.record_stream(self.down)
@@ -107,7 +115,7 @@ class PlainLink:
     def mark(self) -> Instant:
         return Instant()
 
-    def bring(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+    def bring(self, target: torch.Tensor, gradient: torch.Tensor, after: Any) -> None:
         target.copy_(gradient)
 
     def brought(self) -> Instant:

@@ -37,6 +37,8 @@ def program() -> Path:
     """The program of this package's environment, active or not; else the one on PATH. `SUPEROFFLOAD_PROGRAM` names another."""
     named = os.environ.get("SUPEROFFLOAD_PROGRAM")
     if named:
+        if not Path(named).is_file():
+            raise FileNotFoundError(f"the environment variable SUPEROFFLOAD_PROGRAM names {named}, and there is no such file")
         return Path(named)
     beside: list[str | Path] = [sysconfig.get_path("scripts"), Path(sys.prefix) / "bin", Path(site.getuserbase()) / "bin"]
     installed_with_target = Path(__file__).parent.parent / "bin"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ STOPPED = (INTERRUPTED, -signal.SIGTERM)
 class Run:
     """A run of the program, started by `superoffload.train` or `superoffload.start`.
 
-    It goes on when nobody looks at it, and ends by itself. In a notebook it draws its loss and how far it is.
+    It goes on when nobody looks at it, and ends by itself. In a notebook it draws its loss and how far it is. As a context manager it is stopped
+    at the end of the block, after a checkpoint, where it has not ended by then.
     """
 
     def __init__(self, arguments: list[str], output_dir: str | os.PathLike[str]) -> None:
@@ -40,10 +42,21 @@ class Run:
         self._is_stopped = False
         # A file and no pipe: nobody has to read it for the run to go on.
         self._log = tempfile.TemporaryFile()
+        weakref.finalize(self, self._log.close)
         # A session of its own: Ctrl-C reaches it once, by `stop`.
         self._process = subprocess.Popen(
             [program(), *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
         )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.returncode is None:
+            self.stop()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a Run watches a process and cannot be pickled or copied: keep its output_dir, {str(self.output_dir)!r}")
 
     @property
     def pid(self) -> int:

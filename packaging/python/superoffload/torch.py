@@ -12,27 +12,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"superoffload.torch needs PyTorch ({error}): pip install torch", name=error.name) from error
 
 from ._adamw import (
-    FORMATS,
     _cpu_adam,
     check_apart,
     check_group,
     check_isa,
-    check_param,
     check_saved_groups,
     check_saved_state,
     hyper,
+    local,
+    refuse_switches,
     refuse_unless,
+    step_count,
+    taken,
 )
+from ._load import LIVE, load_state
 from ._offload import OffloadAdamW, OffloadStep
-from ._trainer import SuperOffloadTrainerMixin
+from ._rows import MASTER, Batch, Row, check_cpu_param
+from ._shards import check_norm_group, groups_of, over_ranks
+from ._trainer import SuperOffloadTrainerMixin, register_optim
 
-__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin"]
+__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "register_optim"]
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MASTER = "master_param"
 
 
 class LastStep(NamedTuple):
@@ -51,7 +58,12 @@ class CPUAdamW(torch.optim.Optimizer):
 
     Parameters are float32, or bfloat16 and float16 with a float32 copy in the state (`master_param`), which is what is stepped. Gradients are
     any of the three. `moments="bfloat16"` stores both moments in 16 bits. With `max_grad_norm` the norm of all gradients is clipped in `step`,
-    and a step whose norm is not finite is skipped; `last` tells. `threads` is `torch.get_num_threads()` unless given.
+    and a step whose norm is not finite is skipped; `last` has norm and factor. `threads` is `torch.get_num_threads()` unless given.
+
+    Parameters may be `DTensor`s of FSDP2's CPU offload: each rank steps its shard, and the norm is that of all shards. With several ranks and plain
+    parameters `norm_group` names the process group over which they are sharded, or is `"replicated"` where each rank has whole gradients.
+
+    `foreach`, `fused`, `capturable`, `maximize` and `differentiable` are understood as keywords of `torch.optim.AdamW`.
     """
 
     def __init__(
@@ -68,32 +80,52 @@ class CPUAdamW(torch.optim.Optimizer):
         fp32_optimizer_states: bool = True,
         moments: str = "float32",
         max_grad_norm: float | None = None,
+        norm_group: Any = "auto",
         threads: int | None = None,
         isa: str = "auto",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
     ) -> None:
+        refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
         refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not offered: use torch.optim.Adam, or leave it out")
         refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not offered: moments='bfloat16' stores moments in 16 bits")
         refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
         check_isa(isa)
-        self.moments, self.max_grad_norm, self.threads, self.isa = moments, max_grad_norm, threads, isa
+        check_norm_group(norm_group)
+        self.moments, self.max_grad_norm, self.norm_group, self.threads, self.isa = moments, max_grad_norm, norm_group, threads, isa
         self.last: LastStep | None = None
+        self._forget_rows()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "bias_correction": bias_correction}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments", "max_grad_norm", "threads", "isa", "last")
+        own = ("moments", "max_grad_norm", "norm_group", "threads", "isa", "last")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"norm_group": "auto", **state} if "moments" in state else state)
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        LIVE.add(self)
+        self._rows: dict[int, Row] = {}
+        self._batches: list[tuple[tuple[Any, ...], Batch]] = []
+        self._stepped: list[Row] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
-            params = self._params()
-            for index, param in enumerate(params):
-                _check_param(index, param)
-            check_apart(params)
+            trained = [(index, param) for index, param in enumerate(self._params()) if param.requires_grad]
+            for index, param in trained:
+                check_cpu_param(index, param)
+            check_apart([local(param) for _, param in trained])
+            self._groups_of_all()
         except ValueError:
             self.param_groups.pop()
             raise
@@ -105,95 +137,81 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given, groups, stepped, steps, held = [], [], [], [], []
-        index = first = 0
-        for number, group in enumerate(self.param_groups):
-            groups.append(hyper(group))
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    arrays = self._arrays(index, param, state)
-                    given.append(_given(index, param, arrays, first, int(state["step"].item()) + 1, number))
-                    held.append(arrays)
-                    stepped.append(param)
-                    steps.append(state["step"])
-                first += param.numel()
-                index += 1
-        if not given:
-            return loss
+        spread = self._groups_of_all()
+        self._batch(self._with_gradients())
         threads = torch.get_num_threads() if self.threads is None else self.threads
-        norm, scale = _cpu_adam.step(given, groups, threads, self.isa, self.max_grad_norm)
-        self.last = LastStep(norm, scale or 0.0, scale is None)
+        groups = [hyper(group) for group in self.param_groups]
+        updates, held = [], []
+        for _, batch in self._batches:
+            update, gradients = batch.update(groups, threads, self.isa)
+            updates.append(update), held.append(gradients)
+        norm, scale = self._judge(updates, spread)
         if scale is not None:
-            torch._foreach_add_(steps, 1)
-            torch.autograd.graph.increment_version(stepped)
+            _cpu_adam.step(updates, scale)
+            torch.autograd.graph.increment_version([row.param for row in self._stepped])
+        if updates:
+            self.last = LastStep(norm, scale or 0.0, scale is None)
         return loss
 
+    def _groups_of_all(self) -> list[tuple[Any, ...]]:
+        """The process groups of every parameter's norm, each once; every rank takes part in the sums over them, with a gradient or without."""
+        if self.max_grad_norm is None:
+            return []
+        return list(dict.fromkeys(groups_of(param, self.norm_group) for param in self._params() if param.requires_grad or param.grad is not None))
+
+    def _with_gradients(self) -> list[Row]:
+        """The parameters to step, in the flat order."""
+        stepped, index, first = [], 0, 0
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    row, state, place = self._rows.get(index), self.state[param], (index, first, number)
+                    if row is None or not row.holds(place, param, state):
+                        row = self._rows[index] = Row(place, param, state, MOMENTS[self.moments])
+                    stepped.append(row)
+                first += local(param).numel()
+                index += 1
+        return stepped
+
+    def _batch(self, stepped: list[Row]) -> None:
+        """Batches of the rows to step, one for each list of process groups; those of the last step where it stepped the same rows."""
+        if stepped == self._stepped:
+            return
+        parts: dict[tuple[Any, ...], list[Row]] = {}
+        for row in stepped:
+            parts.setdefault(groups_of(row.param, self.norm_group) if self.max_grad_norm is not None else (), []).append(row)
+        self._stepped = []
+        self._batches = [(groups, Batch(rows)) for groups, rows in parts.items()]
+        self._stepped = stepped
+
+    def _judge(self, updates: list[Any], spread: list[tuple[Any, ...]]) -> tuple[float | None, float | None]:
+        """The norm of all gradients, and the factor on each."""
+        if self.max_grad_norm is None:
+            return None, 1.0
+        by_groups = dict(zip((groups for groups, _ in self._batches), updates))
+        total, saw_nonfinite = 0.0, False
+        for groups in spread:
+            update = by_groups.get(groups)
+            if update is not None:
+                update.sums()
+            squares, its_nonfinite = over_ranks(*_cpu_adam.squares([] if update is None else [update]), groups)
+            total, saw_nonfinite = total + squares, saw_nonfinite or its_nonfinite
+        return _cpu_adam.verdict(total, saw_nonfinite, self.max_grad_norm)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this optimizer, of `torch.optim.AdamW` or of `DeepSpeedCPUAdam`."""
-        groups, params = state_dict["param_groups"], self._params()
-        check_saved_groups(groups)
-        saved = [number for group in groups for number in group["params"]]
-        # What does not fit in number is refused by torch, below.
-        states = {
-            param: self._loaded(index, param, state_dict["state"][number])
-            for index, (param, number) in enumerate(zip(params, saved))
-            if number in state_dict["state"]
-        }
-        super().load_state_dict(state_dict)
-        # torch gives state the format of its parameter.
-        self.state.update(states)
+        """Takes the state of this optimizer, of `OffloadAdamW`, of `torch.optim.AdamW` or of `DeepSpeedCPUAdam`. Arrays of
+        `state_dict` that are as this optimizer needs them become its state without a copy, as in torch, but for those that another optimizer of
+        this package steps."""
+        load_state(self, state_dict, self._params(), self._loaded)
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        formats = {"exp_avg": MOMENTS[self.moments], "exp_avg_sq": MOMENTS[self.moments]}
-        if param.dtype != torch.float32 and MASTER in saved:
-            formats[MASTER] = torch.float32
-        check_saved_state(index, param, saved, tuple(formats))
-        arrays = {key: torch.empty(param.shape, dtype=dtype).copy_(saved[key]) for key, dtype in formats.items()}
-        return {"step": torch.tensor(float(saved["step"])), **arrays}
-
-    def _arrays(self, index: int, param: torch.Tensor, state: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Weights that are stepped, moments and gradient; state that is not there yet is made."""
-        _check_param(index, param)
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        for key in ("exp_avg", "exp_avg_sq"):
-            if key not in state:
-                state[key] = torch.zeros(param.shape, dtype=MOMENTS[self.moments])
-        if param.dtype == torch.float32:
-            weights = param
-        else:
-            if MASTER not in state:
-                state[MASTER] = param.detach().to(torch.float32, copy=True)
-            weights = state[MASTER]
-            _check_state(index, MASTER, weights, param, torch.float32)
-        exp_avg, exp_avg_sq, grad = state["exp_avg"], state["exp_avg_sq"], param.grad
-        _check_state(index, "exp_avg", exp_avg, param, MOMENTS[self.moments])
-        _check_state(index, "exp_avg_sq", exp_avg_sq, param, MOMENTS[self.moments])
-        if grad.layout != torch.strided:
-            raise ValueError(f"the gradient of parameter {index} is sparse: step it with torch.optim.SparseAdam, or make it with sparse=False")
-        if grad.dtype not in FORMATS or grad.device.type != "cpu":
-            raise ValueError(f"the gradient of parameter {index} is {grad.dtype} on {grad.device}: it must be a 16- or 32-bit float on the CPU")
-        return weights, exp_avg, exp_avg_sq, grad.contiguous()
-
-
-def _given(index: int, param: torch.Tensor, arrays: tuple[torch.Tensor, ...], first: int, step: int, group: int) -> tuple[Any, ...]:
-    weights, exp_avg, exp_avg_sq, grad = arrays
-    narrow = 0 if weights is param else param.data_ptr()
-    addresses = (weights.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr(), narrow)
-    formats = (FORMATS[exp_avg.dtype], FORMATS[grad.dtype], FORMATS[param.dtype])
-    return index, addresses, formats, param.numel(), first, step, group
-
-
-def _check_param(index: int, param: torch.Tensor) -> None:
-    check_param(index, param)
-    if param.device.type != "cpu":
-        raise ValueError(f"parameter {index} is on {param.device}: this optimizer steps on the CPU; move it with .cpu(), or use OffloadAdamW")
-
-
-def _check_state(index: int, key: str, array: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> None:
-    if array.dtype != dtype or array.numel() != param.numel() or array.device.type != "cpu" or not array.is_contiguous():
-        raise ValueError(f"{key} of parameter {index} was changed: it must be contiguous, {dtype}, on the CPU, with {param.numel()} elements")
+    def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, Any]:
+        formats = {key: (key, MOMENTS[self.moments]) for key in ("exp_avg", "exp_avg_sq")}
+        if param.dtype != torch.float32:
+            # OffloadAdamW's name for the same.
+            formats[MASTER] = (MASTER if MASTER in saved else "param", torch.float32)
+        check_saved_state(index, param, saved, tuple(name for name, _ in formats.values()))
+        arrays = {key: taken(param, saved[name], dtype, seen) for key, (name, dtype) in formats.items() if name in saved}
+        return {"step": step_count(saved["step"]), **arrays}

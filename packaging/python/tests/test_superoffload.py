@@ -1,14 +1,19 @@
 """The package against the program: `SUPEROFFLOAD_PROGRAM` names it, or it is the installed one."""
 
+import gc
 import json
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import types
+import typing
 import unittest
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -77,6 +82,82 @@ class Runs(unittest.TestCase):
             self.assertEqual(run.metrics, [])
         with self.assertRaisesRegex(superoffload.TrainError, "no-such-model"):
             superoffload.plan("no-such-model", hardware="h200-pcie5")
+
+    def test_a_plan_that_does_not_fit_is_an_answer(self):
+        fits = superoffload.plan(self.folder / "model", hardware="h200-pcie5", seq_length=16, per_device_train_batch_size=1)
+        self.assertIs(fits["fits"], True)
+        for limit in ({"hbm_limit": "1GiB"}, {"host_limit": "1GiB"}):
+            answer = superoffload.plan("llama-8b", hardware="h200-pcie5", **limit)
+            self.assertIs(answer["fits"], False)
+            self.assertRegex(answer["why"], r"^plan .* GiB of (device|host) memory for 8030261248 parameters: 1.0 GiB")
+
+    def test_a_run_is_a_context_manager_which_stops_it(self):
+        with self.endless() as run:
+            self.assertIsNone(run.returncode)
+        self.assertEqual(run.returncode, _program.INTERRUPTED)
+        self.assertIsNotNone(run.checkpoint)
+        with self.assertRaises(ZeroDivisionError), self.endless() as run:
+            raise ZeroDivisionError
+        self.assertIsNotNone(run.returncode)
+        with self.start("other") as run:
+            run.wait()
+        self.assertEqual(run.returncode, 0)
+        with self.assertRaisesRegex(TypeError, "cannot be pickled or copied: keep its output_dir"):
+            pickle.dumps(run)
+
+    def test_a_run_that_is_done_leaves_no_file_open(self):
+        run = self.start()
+        run.wait()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            del run
+            gc.collect()
+        self.assertEqual([str(warning.message) for warning in seen], [])
+
+    def test_what_is_no_model_and_no_list_of_records_is_named(self):
+        class Split(list):
+            def to_parquet(self, path):
+                raise AssertionError("not asked for")
+
+        class DatasetDict(dict):
+            pass
+
+        class LlamaForCausalLM:
+            def save_pretrained(self, path):
+                raise AssertionError("not asked for")
+
+        for data, why in (
+            (DatasetDict(train=Split(), test=Split()), r"this DatasetDict has the splits 'train', 'test': pass one of them, as in data=dataset\['train'\]"),
+            ({"text": ["a", "b"]}, r"this dict with 'text' is no list of records: pass datasets.Dataset.from_dict\(data\)"),
+            ({}, "this dict with nothing in it is no list"),
+        ):
+            for keyword in ("data", "eval_data"):
+                with self.assertRaisesRegex(TypeError, why):
+                    superoffload.start("model", **{keyword: data})
+        for ask in (superoffload.start, superoffload.plan):
+            with self.assertRaisesRegex(TypeError, r"this LlamaForCausalLM is in memory.*save_pretrained\(DIR\)"):
+                ask(LlamaForCausalLM())
+            with self.assertRaisesRegex(TypeError, "a path or a name on the hub, not a int"):
+                ask(7)
+
+    def test_the_package_has_a_version_and_runs_as_a_module(self):
+        said = subprocess.run([sys.executable, "-m", "superoffload", "--version"], capture_output=True, text=True, check=True).stdout
+        self.assertRegex(said, r"^superoffload \d+\.\d+\.\d+")
+        self.assertIn(superoffload.__version__, (said.split()[1], "unknown: the package is not installed"))
+        wrong = subprocess.run([sys.executable, "-m", "superoffload", "trian"], capture_output=True, text=True, check=False)
+        self.assertEqual((wrong.returncode, "trian" in wrong.stderr), (2, True))
+
+    def test_type_hints_are_there_at_run_time(self):
+        for function in (superoffload.train, superoffload.start, superoffload.plan):
+            self.assertIn("settings", typing.get_type_hints(function))
+
+    def test_the_page_of_the_package_stands_alone(self):
+        packaging = Path(__file__).parents[2]
+        page = subprocess.run([sys.executable, packaging / "page.py", packaging.parent / "README.md"], capture_output=True, text=True, check=True).stdout
+        self.assertEqual(re.findall(r"\]\((?!https?://|#)[^)]*\)", page), [])
+        self.assertNotIn("![", page)
+        self.assertIn("## What fits", page)
+        self.assertNotIn("*Two steps of", page)
 
     def test_a_killed_run_is_an_exception(self):
         run = self.endless()

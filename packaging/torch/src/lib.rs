@@ -3,13 +3,16 @@
 //! It knows addresses alone, so that it links neither torch nor a version of Python. The Python side looks after what an address stands
 //! for: dense, contiguous, on the CPU, alive until [`step`](_cpu_adam) returns.
 
+mod arrays;
+mod fp_mode;
 mod pieces;
 mod pools;
 mod tensor;
 
-use pieces::{Pass, PassKind, Request};
+use pieces::{Pass, PassKind, Request, squares_of};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use superoffload::internals::engine::{SpeculationHistory, Verdict};
 use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, Isa};
@@ -51,42 +54,53 @@ mod _cpu_adam {
         tensor::overlap(spans.collect())
     }
 
-    /// Steps all tensors in one go. Returns the gradients' norm if `max_grad_norm` is given, and their factor; no factor: the step was left
-    /// out, because a gradient was not finite.
+    #[pymodule_export]
+    use super::arrays::Arrays;
+
+    /// The sum of the squares of all updates' gradients, whose passes that sum them are done, and whether a gradient is not finite.
+    /// Parameters are added in the order of their indices, so that the sum does not depend on which update holds which.
     #[pyfunction]
-    fn step(
-        py: Python<'_>,
-        given: Vec<Given>,
-        groups: Vec<Hyper>,
-        threads: usize,
-        isa: &str,
-        max_grad_norm: Option<f64>,
-    ) -> PyResult<(Option<f64>, Option<f32>)> {
-        let update = Update::new(given, groups, threads, isa)?;
-        let Some(max_norm) = max_grad_norm else {
-            update.step(py, 1.0)?;
-            return Ok((None, Some(1.0)));
-        };
-        update.sums(py)?;
-        let (norm, scale) = judge([&update], max_norm);
-        if let Some(scale) = scale {
-            update.step(py, scale)?;
-        }
-        Ok((Some(norm), scale))
+    fn squares(updates: Vec<PyRef<'_, Update>>) -> (f64, bool) {
+        let requests: Vec<&Request> = updates.iter().map(|update| &*update.request).collect();
+        (squares_of(&requests).0, requests.iter().any(|request| request.saw_nonfinite()))
     }
 
-    /// The norm of the gradients of all updates, in their order, whose squares have been summed, and the factor on each; none: a gradient is
-    /// not finite. `max_grad_norm` 0 does not clip.
+    /// The sum of squares of each parameter's gradient, by the parameter's index.
     #[pyfunction]
-    fn verdict(updates: Vec<PyRef<'_, Update>>, max_grad_norm: f64) -> (f64, Option<f32>) {
-        judge(updates.iter().map(|update| &**update), max_grad_norm)
+    fn squares_by_parameter(updates: Vec<PyRef<'_, Update>>) -> BTreeMap<usize, f64> {
+        pieces::squares_by_parameter(&updates.iter().map(|update| &*update.request).collect::<Vec<_>>())
+    }
+
+    /// The norm of gradients with that sum of squares, and the factor on each; none: a gradient is not finite. `max_grad_norm` 0 does not
+    /// clip.
+    #[pyfunction]
+    fn verdict(squares: f64, saw_nonfinite: bool, max_grad_norm: f64) -> (f64, Option<f32>) {
+        let norm = NormSq(squares).norm(1.0);
+        let scale = match Verdict::new(norm, saw_nonfinite, max_grad_norm) {
+            Verdict::Commit => Some(1.0),
+            Verdict::Clip(scale) => Some(scale.0),
+            Verdict::SkipNonFinite => None,
+        };
+        (norm.0, scale)
+    }
+
+    /// Steps state and weights of all updates, gradients times `scale`, and counts the step. Python runs no handler of a signal before this
+    /// returns, so that Ctrl-C finds weights, moments and count of one step.
+    #[pyfunction]
+    fn step(py: Python<'_>, updates: Vec<PyRef<'_, Update>>, scale: f32) -> PyResult<()> {
+        updates.iter().try_for_each(|update| {
+            update.run(py, PassKind::Step { scale })?;
+            // SAFETY: the pass is done, and the Python side holds the counts, which it touches with the GIL alone.
+            unsafe { update.request.count_steps() };
+            Ok(())
+        })
     }
 
     /// Gradients with all that a step of them touches. A method is a pass over them, with the GIL released; what they touch must stay where
     /// it is until the last one has returned.
     #[pyclass(frozen)]
-    pub(super) struct Update {
-        pub(super) request: Arc<Request>,
+    pub(crate) struct Update {
+        request: Arc<Request>,
         threads: usize,
     }
 
@@ -98,12 +112,10 @@ mod _cpu_adam {
             let groups: Vec<AdamHyper> = groups.into_iter().map(hyper).collect();
             let tensors = given.into_iter().map(|given| Tensor::new(given, &groups).map_err(PyValueError::new_err));
             let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
-            if let Some((one, other)) = tensor::overlap(tensors.iter().flat_map(Tensor::spans).collect()) {
-                let whose = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
-                let why = format!("step: {whose} share memory: weights, gradient and state each need their own, as .clone() gives");
-                return Err(PyValueError::new_err(why));
+            match tensor::overlap(tensors.iter().flat_map(Tensor::spans).collect()) {
+                Some(both) => Err(arrays::shared(both)),
+                None => Ok(Self::of(tensors, kernels, threads)),
             }
-            Ok(Self { request: Arc::new(Request::new(tensors, kernels)), threads })
         }
 
         /// Sums the gradients' squares.
@@ -141,9 +153,8 @@ mod _cpu_adam {
     }
 
     impl Update {
-        /// Steps state and weights in one pass.
-        pub(super) fn step(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
-            self.run(py, PassKind::Step { scale })
+        pub(crate) fn of(tensors: Vec<Tensor>, kernels: AdamKernels, threads: usize) -> Self {
+            Self { request: Arc::new(Request::new(tensors, kernels)), threads }
         }
 
         fn run(&self, py: Python<'_>, kind: PassKind) -> PyResult<()> {
@@ -178,19 +189,4 @@ mod _cpu_adam {
             self.0.pays()
         }
     }
-}
-
-fn judge<'a>(updates: impl IntoIterator<Item = &'a _cpu_adam::Update>, max_norm: f64) -> (f64, Option<f32>) {
-    let (mut sum, mut saw_nonfinite) = (NormSq(0.0), false);
-    for update in updates {
-        sum = update.request.fold_onto(sum);
-        saw_nonfinite |= update.request.saw_nonfinite();
-    }
-    let norm = sum.norm(1.0);
-    let scale = match Verdict::new(norm, saw_nonfinite, max_norm) {
-        Verdict::Commit => Some(1.0),
-        Verdict::Clip(scale) => Some(scale.0),
-        Verdict::SkipNonFinite => None,
-    };
-    (norm.0, scale)
 }

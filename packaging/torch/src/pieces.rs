@@ -1,7 +1,9 @@
 //! A step as a job of the pool: all tensors, one behind the other, in pieces of about equal size. Small tensors share a piece, so that they cost
 //! no hand-over each.
 
+use crate::fp_mode::DefaultMode;
 use crate::tensor::Tensor;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -55,15 +57,24 @@ impl Request {
         Self { tensors, kernels, parts, pieces, partials, nonfinite: AtomicBool::new(false) }
     }
 
-    /// The gradients' squares added to the `sum` of those before, once the pass that sums them is done.
-    pub(crate) fn fold_onto(&self, sum: NormSq) -> NormSq {
-        let partials: Vec<f32> = self.partials.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
-        fold(sum, &partials)
+    /// Partial sums of squares by their place in the flat order, once the pass that sums them is done.
+    fn sums(&self) -> impl Iterator<Item = ((usize, usize), &[AtomicU32])> {
+        self.parts.iter().map(|part| {
+            let blocks = part.elems.len().div_ceil(BLOCK);
+            (self.tensors[part.tensor].place(part.elems.start), &self.partials[part.first_partial..][..blocks])
+        })
     }
 
     /// Whether this is a step of the arrays that `before` stepped.
     pub(crate) fn follows(&self, before: &Self) -> bool {
         self.tensors.len() == before.tensors.len() && self.tensors.iter().zip(&before.tensors).all(|(next, before)| next.follows(before))
+    }
+
+    /// # Safety
+    /// The counts of all tensors are there, and nobody else uses them.
+    pub(crate) unsafe fn count_steps(&self) {
+        // SAFETY: the caller's promise.
+        self.tensors.iter().for_each(|tensor| unsafe { tensor.count_step() });
     }
 
     pub(crate) fn saw_nonfinite(&self) -> bool {
@@ -82,6 +93,29 @@ impl Request {
             place.store(sum.to_bits(), Ordering::Relaxed);
         }
     }
+}
+
+/// Partial sums of all requests in the flat order.
+fn sums_of<'a>(requests: &[&'a Request]) -> Vec<((usize, usize), Vec<f32>)> {
+    let read = |sums: &'a [AtomicU32]| sums.iter().map(|bits| f32::from_bits(bits.load(Ordering::Relaxed))).collect();
+    let mut sums: Vec<_> = requests.iter().flat_map(|request| request.sums()).map(|(place, sums)| (place, read(sums))).collect();
+    sums.sort_by_key(|&(place, _)| place);
+    sums
+}
+
+/// The sum of squares of all requests' gradients.
+pub(crate) fn squares_of(requests: &[&Request]) -> NormSq {
+    sums_of(requests).iter().fold(NormSq(0.0), |sum, (_, partials)| fold(sum, partials))
+}
+
+/// The same of each parameter, by its index.
+pub(crate) fn squares_by_parameter(requests: &[&Request]) -> BTreeMap<usize, f64> {
+    let mut by_parameter = BTreeMap::new();
+    for ((index, _), partials) in sums_of(requests) {
+        let sum = by_parameter.entry(index).or_insert(0.0);
+        *sum = fold(NormSq(*sum), &partials).0;
+    }
+    by_parameter
 }
 
 pub(crate) enum PassKind {
@@ -129,6 +163,7 @@ unsafe impl Job for Pass {
     }
 
     unsafe fn run(&self, piece: usize) {
+        let _mode = DefaultMode::enter();
         let request = &*self.request;
         for part in &request.parts[request.pieces[piece].clone()] {
             let (tensor, kernels) = (&request.tensors[part.tensor], request.kernels);
@@ -146,7 +181,10 @@ unsafe impl Job for Pass {
                     }
                     PassKind::Weights { scale } => tensor.speculate(kernels, *scale, &part.elems),
                     PassKind::Commit { scale } => tensor.commit(kernels, *scale, &part.elems),
-                    PassKind::Step { scale } => tensor.step(kernels, *scale, &part.elems),
+                    PassKind::Step { scale } => {
+                        tensor.take_changes(&part.elems);
+                        tensor.step(kernels, *scale, &part.elems);
+                    }
                     PassKind::Emit => tensor.emit(kernels, &part.elems),
                 }
             }

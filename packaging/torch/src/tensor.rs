@@ -1,9 +1,10 @@
 //! Addresses of tensors, and what a step does to a part of one: the only place that trusts an address.
 
 use crate::Given;
-use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use std::ops::Range;
-use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, Grads, Moment, Weights};
+use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, BLOCK, Grads, Moment, Weights};
 
 /// Addresses of fp32 weights, both moments, gradient and working weights; the last is 0 where the parameter is the fp32 weights.
 pub(crate) type Addresses = (usize, usize, usize, usize, usize);
@@ -18,7 +19,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 }
@@ -36,6 +37,9 @@ impl pyo3::FromPyObject<'_, '_> for Format {
     }
 }
 
+/// As `Given`, with the address of the count of steps in place of a step's number.
+type Counted = (usize, Addresses, Formats, usize, usize, usize, usize);
+
 /// A parameter in a step.
 pub(crate) struct Tensor {
     /// Of the parameter.
@@ -46,6 +50,8 @@ pub(crate) struct Tensor {
     /// Place of its first element in the flat order.
     first: usize,
     consts: AdamConsts,
+    /// Address of the count of steps, an `f32` that a step of the whole tensor adds one to; 0 where the Python side counts.
+    count: usize,
 }
 
 /// Memory of the parameter `owner`.
@@ -87,7 +93,50 @@ impl Tensor {
         if !(is_good(p, Format::F32) && is_good(m, formats.0) && is_good(v, formats.0) && is_good(g, formats.1) && weights_good) {
             return Err(format!("an address of parameter {index} is 0 or not a multiple of its format's bytes"));
         }
-        Ok(Self { index, addresses, formats, elems, first, consts: AdamConsts::new(hyper, step, true) })
+        Ok(Self { index, addresses, formats, elems, first, consts: AdamConsts::new(hyper, step, true), count: 0 })
+    }
+
+    /// The step after those that are counted at the address in place of the number.
+    pub(crate) fn counted((index, addresses, formats, elems, first, count, group): Counted, groups: &[AdamHyper]) -> Result<Self, String> {
+        if count == 0 || !count.is_multiple_of(4) {
+            return Err(format!("the count of steps of parameter {index} is no float32"));
+        }
+        // SAFETY: the Python side holds the count, a float32 on the CPU.
+        let steps = unsafe { read::<f32>(count, &(0..1)) }[0];
+        let tensor = Self::new((index, addresses, formats, elems, first, steps as u64 + 1, group), groups)?;
+        Ok(Self { count, ..tensor })
+    }
+
+    /// Index of the parameter and place of the element `start` of this tensor: sorts parts of all tensors in the flat order.
+    pub(crate) fn place(&self, start: usize) -> (usize, usize) {
+        (self.index, self.first + start)
+    }
+
+    /// Counts a step, where the count is this module's.
+    ///
+    /// # Safety
+    /// The count is there, and nobody else uses it.
+    pub(crate) unsafe fn count_step(&self) {
+        if self.count != 0 {
+            // SAFETY: the caller's promise.
+            let count = unsafe { write::<f32>(self.count, &(0..1)) };
+            count[0] += 1.0;
+        }
+    }
+
+    /// Where the working weights are not the fp32 ones rounded, somebody has changed them since the last step: the fp32 ones follow.
+    ///
+    /// # Safety
+    /// As [`Tensor::step`].
+    pub(crate) unsafe fn take_changes(&self, at: &Range<usize>) {
+        // SAFETY: the caller's promise, for each array.
+        unsafe {
+            match (self.addresses.4, self.formats.2) {
+                (0, _) | (_, Format::F32) => {}
+                (out, Format::Bf16) => take_changes(write(self.addresses.0, at), read::<bf16>(out, at)),
+                (out, Format::F16) => take_changes(write(self.addresses.0, at), read::<f16>(out, at)),
+            }
+        }
     }
 
     pub(crate) fn spans(&self) -> [Span; 5] {
@@ -227,6 +276,48 @@ impl Tensor {
                 Format::F16 => Weights::F16(write(address, at)),
             }
         })
+    }
+}
+
+/// A 16-bit format of working weights.
+trait Narrow: Copy + PartialEq + Into<f32> {
+    fn round(param: f32) -> Self;
+    /// Whether a parameter does not round to its weight; also where one is NaN.
+    fn differ(params: &[f32], weights: &[Self]) -> bool;
+}
+
+impl Narrow for bf16 {
+    fn round(param: f32) -> Self {
+        Self::from_f32(param)
+    }
+
+    fn differ(params: &[f32], weights: &[Self]) -> bool {
+        // To nearest, ties to even, in integers, which compilers vectorise; of NaN it makes something else.
+        let round = |param: f32| (param.to_bits().wrapping_add(0x7fff + (param.to_bits() >> 16 & 1)) >> 16) as u16;
+        params.iter().zip(weights).fold(0, |all, (&param, weight)| all | (round(param) ^ weight.to_bits())) != 0
+    }
+}
+
+impl Narrow for f16 {
+    fn round(param: f32) -> Self {
+        Self::from_f32(param)
+    }
+
+    fn differ(params: &[f32], weights: &[Self]) -> bool {
+        let mut rounded = [Self::ZERO; BLOCK];
+        let rounded = &mut rounded[..params.len()];
+        rounded.convert_from_f32_slice(params);
+        rounded.iter().zip(weights).fold(0, |all, (rounded, weight)| all | (rounded.to_bits() ^ weight.to_bits())) != 0
+    }
+}
+
+/// `params` that do not round to `weights` become these. A block is compared as a whole first.
+fn take_changes<W: Narrow>(params: &mut [f32], weights: &[W]) {
+    for (params, weights) in params.chunks_mut(BLOCK).zip(weights.chunks(BLOCK)).filter(|(params, weights)| W::differ(params, weights)) {
+        for (param, &weight) in params.iter_mut().zip(weights) {
+            let is_same = W::round(*param) == weight || param.is_nan() && weight.into().is_nan();
+            *param = if is_same { *param } else { weight.into() };
+        }
     }
 }
 

@@ -1,0 +1,395 @@
+"""Weights that are read or changed between `backward` and `step` of OffloadAdamW, and gradients that are dropped there: as with torch's AdamW.
+Left out, and said so, where torch is not installed."""
+
+import copy
+import gc
+import io
+import os
+import time
+import unittest
+
+try:
+    import torch
+except ImportError as error:
+    raise unittest.SkipTest(f"LEFT OUT: reads of OffloadAdamW's weights are not tested, because torch is not installed ({error})") from error
+
+from superoffload.torch import CPUAdamW, OffloadAdamW
+
+SMALL = 1 / 64
+IN = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+
+def model(layers=4):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers)))
+
+
+def offload(own, **settings):
+    return OffloadAdamW(own, **{"lr": 0.1, "bucket_mib": SMALL, "max_grad_norm": None, **settings})
+
+
+def finished(optimizer):
+    """Backward's tasks are done: whatever they do to the weights is done."""
+    for bucket in optimizer._buckets:
+        bucket.wait()
+
+
+def weights(module):
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def same(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+class BetweenBackwardAndStep(unittest.TestCase):
+    def ready(self, **settings):
+        """A model with a step behind it, its gradients taken and new weights made, and the weights of the last step."""
+        net = model()
+        optimizer = offload(net.parameters(), **settings)
+        optimizer.overlap_forward(list(net))
+        net(IN).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        before = weights(net)
+        net(IN).square().mean().backward()
+        finished(optimizer)
+        self.assertTrue(all(bucket.is_speculated for bucket in optimizer._buckets))
+        return net, optimizer, before
+
+    def test_readers_see_the_weights_of_the_last_step(self):
+        net, optimizer, before = self.ready()
+        twin = model()
+        with torch.no_grad():
+            for param, weight in zip(twin.parameters(), before):
+                param.copy_(weight)
+        average = torch.optim.swa_utils.AveragedModel(twin)
+        with torch.no_grad():
+            evaluated = net(IN)
+        self.assertTrue(torch.equal(evaluated, twin(IN)), "evaluation")
+        self.assertTrue(same(net.state_dict().values(), before), "state_dict")
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        self.assertTrue(same(weights(torch.load(file, weights_only=False)), before), "torch.save of the model")
+        self.assertTrue(same(weights(copy.deepcopy(net)), before), "deepcopy")
+        average.update_parameters(net)
+        self.assertTrue(same(weights(average.module), before), "moving average")
+        reader = torch.nn.Linear(64, 64)
+        reader.weight = net[2].weight
+        self.assertTrue(torch.equal(reader.weight, before[4]), "a second model with the same parameter")
+        optimizer.step()
+        optimizer.synchronize()
+        self.assertEqual((optimizer.last.verdict, optimizer.last.redone), ("commit", 0))
+        self.assertFalse(any(torch.equal(param, weight) for param, weight in zip(net.parameters(), before)))
+
+    def test_a_checkpoint_there_holds_weights_and_state_of_one_step(self):
+        net, optimizer, _ = self.ready()
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        optimizer.step()
+        net(IN).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        other = model()
+        other.load_state_dict(saved[0])
+        resumed = offload(other.parameters())
+        resumed.load_state_dict(saved[1])
+        for _ in range(2):
+            other(IN).square().mean().backward()
+            resumed.step()
+        resumed.synchronize()
+        self.assertTrue(same(weights(net), weights(other)))
+
+    def test_losses_of_actor_and_critic_are_those_of_torch(self):
+        def losses(make):
+            torch.manual_seed(0)
+            critic, actor = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+            optimizers = [make(list(critic.parameters())), make(list(actor.parameters()))]
+            seen = []
+            for _ in range(4):
+                critic(IN).square().mean().backward()
+                if isinstance(optimizers[0], OffloadAdamW):
+                    finished(optimizers[0])
+                critic.requires_grad_(False)
+                loss = critic(actor(IN)).mean()
+                loss.backward()
+                critic.requires_grad_(True)
+                seen.append(loss.item())
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return seen
+
+        for one, other in zip(losses(offload), losses(lambda own: torch.optim.AdamW(own, lr=0.1))):
+            self.assertAlmostEqual(one, other, places=4)
+
+    def test_a_weight_that_backward_needs_later_is_the_last_steps(self):
+        class Product(torch.autograd.Function):
+            """Keeps a weight where autograd does not count its changes."""
+
+            @staticmethod
+            def forward(ctx, x, weight):
+                ctx.weight = weight
+                return x @ weight.t()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                time.sleep(0.02)
+                return gradient @ ctx.weight, None
+
+        def last(make):
+            torch.manual_seed(0)
+            one, two = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+            optimizer = make([*one.parameters(), *two.parameters()])
+            for _ in range(3):
+                one(torch.tanh(Product.apply(two(IN), one.weight.detach()))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return two.weight.detach()
+
+        torch.testing.assert_close(last(offload), last(lambda own: torch.optim.AdamW(own, lr=0.1)), rtol=1e-4, atol=1e-4)
+
+    def test_installing_early_is_a_keyword_and_needs_speculation(self):
+        net, _, before = self.ready(install_early=True)
+        self.assertFalse(any(torch.equal(param, weight) for param, weight in zip(net.parameters(), before)))
+        with self.assertRaisesRegex(ValueError, "install_early=True needs speculate=True"):
+            offload(net.parameters(), install_early=True, speculate=False)
+
+
+class DroppedGradients(unittest.TestCase):
+    """By zero_grad of the model, which the optimizer does not see."""
+
+    def pair(self, **settings):
+        ours, theirs = model(), model()
+        common = {"lr": 0.1, "max_grad_norm": 1e9}
+        return ours, OffloadAdamW(ours.parameters(), bucket_mib=SMALL, **common, **settings), theirs, CPUAdamW(theirs.parameters(), **common)
+
+    def follow(self, loop, **settings):
+        ours, mine, theirs, other = self.pair(**settings)
+        for net, optimizer in ((ours, mine), (theirs, other)):
+            loop(net, optimizer)
+        mine.synchronize()
+        self.assertTrue(same(weights(ours), weights(theirs)))
+
+    def test_after_an_error_in_backward(self):
+        class Full(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        def loop(net, optimizer):
+            for step in range(4):
+                if step != 2:
+                    net(IN).square().mean().backward()
+                    optimizer.step()
+                    net.zero_grad()
+                    continue
+                with self.assertRaises(torch.OutOfMemoryError):
+                    net[3](net[2](Full.apply(net[1](net[0](IN))))).square().mean().backward()
+                net.zero_grad()
+
+        self.follow(loop)
+
+    def test_whole_and_in_part(self):
+        def loop(net, optimizer):
+            for step in range(6):
+                net(IN).square().mean().backward()
+                dropped = (net, net[1], net[3])[step % 3]
+                dropped.zero_grad()
+                if step != 3:
+                    net(IN[step:]).square().mean().backward() if dropped is net else dropped(IN).square().mean().backward()
+                optimizer.step()
+                net.zero_grad()
+
+        self.follow(loop)
+
+    def test_weights_that_were_installed_early_are_taken_back_by_the_optimizer_alone(self):
+        ours, mine, theirs, other = self.pair(install_early=True)
+        for step in range(3):
+            ours(IN).square().mean().backward()
+            ours.zero_grad()
+            with self.assertRaisesRegex(RuntimeError, r"install_early.*drop gradients with this optimizer's zero_grad\(\)"):
+                if step == 1:
+                    mine.step()
+                else:
+                    ours(IN).square().mean().backward()
+            mine.zero_grad()
+            for net, optimizer in ((ours, mine), (theirs, other)):
+                net(IN).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        mine.synchronize()
+        self.assertTrue(same(weights(ours), weights(theirs)))
+
+    def test_nothing_is_left(self):
+        def loop(net, optimizer):
+            for step in range(3):
+                net(IN).square().mean().backward()
+                net.zero_grad()
+                optimizer.step()
+                net(IN).square().mean().backward()
+                optimizer.step()
+                net.zero_grad()
+
+        self.follow(loop)
+
+    def test_between_passes_that_accumulate(self):
+        def loop(net, optimizer):
+            for step in range(4):
+                if step % 2:
+                    net(IN).square().mean().backward()
+                    net.zero_grad()
+                for _ in range(3):
+                    net(IN[step:]).square().mean().backward()
+                optimizer.step()
+                net.zero_grad()
+
+        self.follow(loop, accumulation_steps=3)
+
+    def test_a_gan_steps_as_by_torch(self):
+        """The loop of torch's DCGAN example, with both passes of the discriminator in one."""
+
+        def train(make):
+            torch.manual_seed(0)
+            generator, discriminator = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)
+            of_g, of_d = make(list(generator.parameters())), make(list(discriminator.parameters()))
+            for _ in range(4):
+                discriminator.zero_grad()
+                fake = generator(IN)
+                (discriminator(IN) - discriminator(fake.detach())).mean().backward()
+                of_d.step()
+                generator.zero_grad()
+                discriminator(fake).mean().backward()
+                of_g.step()
+            for optimizer in (of_g, of_d):
+                getattr(optimizer, "synchronize", int)()
+            return torch.cat([param.detach().flatten() for param in [*generator.parameters(), *discriminator.parameters()]])
+
+        torch.testing.assert_close(train(offload), train(lambda own: torch.optim.AdamW(own, lr=0.1)), rtol=1e-4, atol=1e-4)
+
+
+class OutsideClipping(unittest.TestCase):
+    """`clip_grad_norm_` of torch, accelerate or Lightning, with the limit that OffloadAdamW has."""
+
+    def test_the_norm_is_there_and_the_factor_is_the_same(self):
+        ours, theirs = model(), model()
+        mine, other = offload(ours.parameters(), max_grad_norm=0.5), CPUAdamW(theirs.parameters(), lr=0.1, max_grad_norm=0.5)
+        for step in range(5):
+            for net in (ours, theirs):
+                (net(IN).square().mean() * 10**step).backward()
+            each = [param.grad.norm().item() for param in theirs.parameters()]
+            self.assertTrue(all(abs(p.grad.norm().item() / norm - 1) < 1e-4 for p, norm in zip(ours.parameters(), each)))
+            norm = torch.nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+            mine.step(), other.step()
+            other.zero_grad()
+            self.assertAlmostEqual(norm.item() / other.last.grad_norm, 1, places=5)
+        mine.synchronize()
+        self.assertTrue(same(weights(ours), weights(theirs)))
+
+    def test_another_limit_is_refused(self):
+        net = model()
+        optimizer = offload(net.parameters(), max_grad_norm=1.0)
+        (net(IN).square().mean() * 1000).backward()
+        for limit in (0.1, float("inf")):
+            with self.assertRaisesRegex(RuntimeError, r"max_grad_norm=1.0.*give OffloadAdamW the max_grad_norm of clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(net.parameters(), limit)
+        optimizer.step()
+        self.assertEqual(optimizer.last.verdict, "clip")
+
+
+class Forked(unittest.TestCase):
+    def child(self, act):
+        """What `act` raised in a forked process."""
+        read, write = os.pipe()
+        if os.fork() == 0:
+            said = "nothing"
+            try:
+                act()
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(write, said.encode())
+            os._exit(0)
+        os.close(write)
+        import select
+
+        ready, _, _ = select.select([read], [], [], 30)
+        self.assertTrue(ready, "the child hangs")
+        said = os.read(read, 1 << 16).decode()
+        os.close(read)
+        os.wait()
+        return said
+
+    def test_a_forked_process_is_told_that_it_has_no_state(self):
+        own = torch.nn.Parameter(torch.ones(2 << 20))
+        optimizer = OffloadAdamW([own])
+        own.sum().backward()
+        optimizer.step()
+        torch.set_num_threads(1)
+
+        def step():
+            own.sum().backward()
+            optimizer.step()
+
+        for act in (optimizer.state_dict, lambda: optimizer.state[own], optimizer.synchronize, step):
+            said = self.child(act)
+            self.assertRegex(said, "RuntimeError: OffloadAdamW: its state and its thread stay in the process.*before the fork")
+        optimizer.state_dict()
+
+
+class Hooks(unittest.TestCase):
+    def test_a_model_with_layers_that_wait_is_pickled_and_copied(self):
+        net = model()
+        optimizer = offload(net.parameters())
+        optimizer.overlap_forward(list(net))
+        net(IN).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        for other in (torch.load(file, weights_only=False), copy.deepcopy(net)):
+            self.assertTrue(torch.equal(other(IN), net(IN)))
+
+    def test_layers_are_given_anew(self):
+        net = model()
+        optimizer = offload(net.parameters())
+        for layers in (list(net), list(net)[:2]):
+            optimizer.overlap_forward(layers)
+        self.assertEqual([len(layer._forward_pre_hooks) for layer in net], [1, 1, 0, 0])
+        net(IN).square().mean().backward()
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        self.assertEqual([len(layer._forward_pre_hooks) for layer in net], [0] * 4)
+
+    def test_compiled_autograd_does_not_trace_the_hook(self):
+        net = model(2)
+        optimizer = offload(net.parameters())
+        before = weights(net)
+        compiled = torch.compile(lambda: net(IN).square().mean().backward(), backend="eager")
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            compiled()
+        optimizer.step()
+        optimizer.synchronize()
+        self.assertFalse(same(weights(net), before))
+
+    def test_step_waits_for_its_own_weights_first(self):
+        """Norm and head come early in backward, and `step` waits for them; layers wait for themselves."""
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        optimizer = offload(net.parameters(), max_grad_norm=1e-3)
+        optimizer.overlap_forward(list(net)[:-1])
+        sent, send = [], optimizer._link.send
+        optimizer._link.send = lambda pairs, after: (sent.append(pairs[0][0].data_ptr()), send(pairs, after))[1]
+        net(IN).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        start, bytes_of = net[-1].weight.data_ptr(), net[-1].weight.nbytes
+        self.assertTrue(start <= sent[0] < start + bytes_of, "the last layer's weights are not the first to be sent")
+
+
+if __name__ == "__main__":
+    unittest.main()

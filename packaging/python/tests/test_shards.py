@@ -1,0 +1,201 @@
+"""CPUAdamW over several ranks, by gloo on the CPU: FSDP2 (DTensor), FSDP1, DDP, uneven shards, hybrid shards. Left out, and said so, where torch
+is not installed."""
+
+import contextlib
+import os
+import tempfile
+import unittest
+import warnings
+
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+except ImportError as error:
+    raise unittest.SkipTest(f"LEFT OUT: CPUAdamW over several ranks is not tested, because torch is not installed ({error})") from error
+
+from superoffload.torch import CPUAdamW
+
+IN = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def model():
+    torch.manual_seed(0)
+    # Neither 7 nor 5 is a multiple of the number of ranks.
+    return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5))
+
+
+def reference(limit, steps=3):
+    """Weights and norms of one process with whole gradients."""
+    net = model()
+    optimizer = CPUAdamW(net.parameters(), max_grad_norm=limit, norm_group="replicated", threads=1, **SETTINGS)
+    norms = []
+    for step in range(steps):
+        (net(IN) * (step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.last.grad_norm)
+    return net, norms
+
+
+def train(net, optimizer, steps=3):
+    norms = []
+    for step in range(steps):
+        (net(IN) * (step + 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append((optimizer.last.grad_norm, optimizer.last.clip))
+    return norms
+
+
+def close(some, others):
+    return all(abs(one / other - 1) < 1e-5 for one, other in zip(some, others, strict=True))
+
+
+def fsdp2(rank, ranks, mesh=None):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    mesh = mesh or init_device_mesh("cpu", (ranks,))
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def whole(param):
+    return param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+def shards_of_fsdp2(rank, ranks):
+    want, want_norms = reference(0.5)
+    net = fsdp2(rank, ranks)
+    optimizer = CPUAdamW(net.parameters(), max_grad_norm=0.5, threads=1, **SETTINGS)
+    norms = train(net, optimizer)
+    assert close([norm for norm, _ in norms], want_norms), (norms, want_norms)
+    for param, other in zip(net.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(whole(param), other, rtol=1e-5, atol=1e-6)
+        assert type(optimizer.state[param]["exp_avg"]) is type(param)
+    # The state goes through torch's checkpoint of shards into a new optimizer.
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    again = fsdp2(rank, ranks)
+    with torch.no_grad():
+        for param, other in zip(again.parameters(), net.parameters()):
+            param.copy_(other)
+    resumed = CPUAdamW(again.parameters(), max_grad_norm=0.5, threads=1, **SETTINGS)
+    set_optimizer_state_dict(again, resumed, get_optimizer_state_dict(net, optimizer))
+    assert train(again, resumed) == train(net, optimizer)
+    for param, other in zip(again.parameters(), net.parameters()):
+        assert torch.equal(whole(param), whole(other))
+
+
+def replicated_shards(rank, ranks):
+    """Hybrid: two replicas of two shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    want, want_norms = reference(0.5)
+    net = fsdp2(rank, ranks, init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+    norms = train(net, CPUAdamW(net.parameters(), max_grad_norm=0.5, threads=1, **SETTINGS))
+    assert close([norm for norm, _ in norms], want_norms), (norms, want_norms)
+
+
+def narrow_shards(rank, ranks):
+    """bfloat16, whose float32 copies are sharded, too; and a gradient that is not finite on one rank skips the step on all."""
+    net = fsdp2(rank, ranks).to(torch.bfloat16)
+    optimizer = CPUAdamW(net.parameters(), max_grad_norm=0.5, threads=1, **SETTINGS)
+    net(IN.bfloat16()).square().sum().backward()
+    optimizer.step()
+    assert all(type(optimizer.state[param]["master_param"]) is type(param) for param in net.parameters())
+    optimizer.zero_grad()
+    before = [whole(param).clone() for param in net.parameters()]
+    net(IN.bfloat16()).square().sum().backward()
+    if rank == 0:
+        net[0].weight.grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.last.skipped, optimizer.last
+    assert all(torch.equal(whole(param), old) for param, old in zip(net.parameters(), before))
+
+
+def plain_shards_of_fsdp1(rank, ranks):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    want, want_norms = reference(0.5)
+    for original in (True, False):
+        net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=original)
+        try:
+            CPUAdamW(net.parameters(), max_grad_norm=0.5)
+            raise AssertionError("not refused")
+        except ValueError as error:
+            assert "norm_group=torch.distributed.group.WORLD" in str(error) and "'replicated'" in str(error), error
+        CPUAdamW(net.parameters())
+        optimizer = CPUAdamW(net.parameters(), max_grad_norm=0.5, norm_group=dist.group.WORLD, threads=1, **SETTINGS)
+        norms = train(net, optimizer)
+        assert close([norm for norm, _ in norms], want_norms), (norms, want_norms)
+        with FullyShardedDataParallel.summon_full_params(net):
+            flats = [torch.cat([param.detach().flatten() for param in each.parameters()]) for each in (net, want)]
+            torch.testing.assert_close(flats[0][: flats[1].numel()], flats[1], rtol=1e-5, atol=1e-6)
+
+
+def whole_gradients_of_ddp(rank, ranks):
+    want, want_norms = reference(0.5)
+    net = torch.nn.parallel.DistributedDataParallel(model())
+    norms = train(net, CPUAdamW(net.parameters(), max_grad_norm=0.5, norm_group="replicated", threads=1, **SETTINGS))
+    assert close([norm for norm, _ in norms], want_norms), (norms, want_norms)
+    for param, other in zip(net.parameters(), want.parameters()):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+def a_rank_without_gradients(rank, ranks):
+    """Takes part in the norm nevertheless."""
+    own = [torch.nn.Parameter(torch.ones(3))]
+    optimizer = CPUAdamW(own, max_grad_norm=1e9, norm_group=dist.group.WORLD)
+    if rank == 0:
+        own[0].grad = torch.full((3,), 2.0)
+    optimizer.step()
+    assert optimizer.last is None if rank else abs(optimizer.last.grad_norm - 12**0.5) < 1e-6, optimizer.last
+
+
+def work(rank, ranks, file, name):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    try:
+        globals()[name](rank, ranks)
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+class Ranks(unittest.TestCase):
+    def ranks(self, name, ranks=2):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(work, (ranks, os.path.join(folder, "meet"), name), ranks)
+
+    def test_fsdp2_is_stepped_as_one_process_is(self):
+        self.ranks("shards_of_fsdp2")
+
+    def test_shards_that_are_replicated_count_once(self):
+        self.ranks("replicated_shards", 4)
+
+    def test_16_bit_shards_and_a_gradient_that_is_not_finite(self):
+        self.ranks("narrow_shards")
+
+    def test_plain_shards_need_their_process_group(self):
+        self.ranks("plain_shards_of_fsdp1")
+
+    def test_whole_gradients_are_said_to_be_whole(self):
+        self.ranks("whole_gradients_of_ddp")
+
+    def test_a_rank_without_gradients(self):
+        self.ranks("a_rank_without_gradients")
+
+    def test_a_word_that_is_no_group_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "norm_group must be 'auto', 'replicated' or a process group, not 'world'"):
+            CPUAdamW([torch.nn.Parameter(torch.ones(2))], norm_group="world")
+
+
+if __name__ == "__main__":
+    unittest.main()
