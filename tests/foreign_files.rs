@@ -99,7 +99,7 @@ fn assert_kept(home: &Home, foreign: &BTreeMap<PathBuf, Thing>, outcome: &Outcom
 /// The names that the program ever writes, with numbers in them.
 fn names() -> Vec<String> {
     let names: Vec<String> = ["2", "4711"].iter().flat_map(|number| patterns().into_iter().map(|name| name.replace('#', number))).collect();
-    assert!(names.len() > 50 && names.contains(&".superoffload/tokens".to_string()), "{names:?}");
+    assert!(names.len() > 40 && names.contains(&".superoffload/tokens".to_string()), "{names:?}");
     names
 }
 
@@ -132,9 +132,14 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
         let (out, before) = (kind.replace(' ', "-"), home.things());
         copy_dir(&home.path("base"), &home.path(&out));
         let own = home.things();
+        // A link that leads nowhere may lead to a disk that is not mounted, with a newer checkpoint: beside such a one nothing is resumed.
+        let is_in_doubt =
+            |name: &str| kind == "dangling link" && !name.contains('/') && (name.starts_with("checkpoint-") || name.contains(".old-"));
         for name in names().into_iter().chain(["checkpoint-8".into(), "checkpoint-6/notes.txt".into()]) {
             // What the run stands on stays, and a folder is not replaced by what is planted in it.
-            if ["checkpoint-2", "checkpoint-4", ".superoffload", ".superoffload/manifest.json"].contains(&name.as_str()) {
+            if ["checkpoint-2", "checkpoint-4", ".superoffload", ".superoffload/manifest.json"].contains(&name.as_str())
+                || is_in_doubt(&name)
+            {
                 continue;
             }
             let path = home.path(&out).join(name);
@@ -152,6 +157,10 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
         for name in
             ["metrics.jsonl", "trace.json", "tb", ".lock", ".superoffload/data-sources.json", ".superoffload/tokens", "checkpoint-8"]
         {
+            // Folders of tokens have names of their own in that folder: whoever made it, it serves, and what is in it stays.
+            if kind == "folder" && name == ".superoffload/tokens" || is_in_doubt(name) {
+                continue;
+            }
             assert!(home.path(&out).join(format!("{name}.foreign-1")).symlink_metadata().is_ok(), "{kind} {name}");
             let word = name.rsplit('/').next().unwrap();
             assert!(resumed.stderr.contains(&format!("it is now {word}.foreign-1")), "{kind} {name}: {resumed:?}");
@@ -206,7 +215,7 @@ fn exports_reports_timelines_and_prepared_text_replace_their_own_kind_alone() {
         for name in ["export", ".export.tmp-4711", "report.html", ".report.html.tmp-4711", "t.json", ".t.json.tmp-4711"] {
             home.plant(kind, &place(name));
         }
-        let before = home.things();
+        let mut before = home.things();
         let outcomes = [
             prepare(),
             run(program(&["export"]).arg(home.path("out")).arg(place("export"))),
@@ -216,6 +225,8 @@ fn exports_reports_timelines_and_prepared_text_replace_their_own_kind_alone() {
         for outcome in &outcomes {
             assert!([1, 2].contains(&outcome.code) && outcome.stderr.contains(home.path("").to_str().unwrap()), "{kind}: {outcome:?}");
         }
+        // The run that went on took the lock of its own directory, and put its own id there, before it looked at the timeline.
+        before.remove(&home.path("out/.lock"));
         assert_kept(&home, &before, &outcomes[0]);
         // Beside foreign things each finds a place of its own.
         let exported = run(program(&["export"]).arg(home.path("out")).arg(place("other")));

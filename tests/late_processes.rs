@@ -60,9 +60,9 @@ fn a_process_that_stands_still_in_an_evaluation_ends_the_run() {
     let workspace = Workspace::new();
     let eval_data = format!("--eval-data={}", workspace.path("data.txt").display());
     workspace.settings("faults = [{rank = 1, step = 7, phase = 'module', kind = 'hang'}]");
-    let outcomes = ends(start(&workspace, "hangs", 2, &["--stall-limit=1", &eval_data, "--eval-steps=6", "--save-steps=6"]));
+    let outcomes = ends(start(&workspace, "hangs", 2, &["--stall-limit=2", &eval_data, "--eval-steps=6", "--save-steps=6"]));
     assert!(outcomes.iter().all(|outcome| outcome.code == 1), "{outcomes:?}");
-    assert!(outcomes[1].stderr.starts_with("error: no progress for 1.25s (--stall-limit): the run ends"), "{outcomes:?}");
+    assert!(outcomes[1].stderr.starts_with("error: no progress for 2.5s (--stall-limit): the run ends"), "{outcomes:?}");
     assert!(outcomes[0].stderr.contains("error: process 1 on "), "{outcomes:?}");
 }
 

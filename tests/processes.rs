@@ -422,7 +422,7 @@ fn processes_that_differ_are_refused_with_both_values() {
     run(command(0, &[]).env_remove(TOKEN.0)).refused(2, &[TOKEN.0, "--run-token-file"]);
     run(command(0, &[]).env(TOKEN.0, "short")).refused(2, &[TOKEN.0, "can be guessed"]);
     let file = format!("--run-token-file={}", workspace.write("token", "short").display());
-    run(&mut command(0, &[&file])).refused(2, &["token: a run token of 5 characters"]);
+    run(&mut command(0, &[&file])).refused(2, &["token: a run token of 5 bytes", "can be guessed"]);
 }
 
 #[test]

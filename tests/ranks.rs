@@ -358,7 +358,8 @@ fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
         await_line(&mut child, "training steps");
         std::thread::sleep(Duration::from_millis(500));
         send(&child, Signal::SIGTERM);
-        std::thread::sleep(Duration::from_millis(100));
+        // Within a second it would be the same request.
+        std::thread::sleep(Duration::from_millis(1500));
         assert_eq!(child.try_wait().unwrap(), None, "the first signal waits for the step");
         send(&child, Signal::SIGINT);
         let sent = Instant::now();

@@ -54,12 +54,16 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
     let first = stopped(&workspace, "r", &[]);
     let before = listing(&workspace.path("r"));
     let (pid, host) = (format!("pid {} ", first.id()), fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
-    for flags in [&["--seed", "2"][..], &["--resume-from-checkpoint", "auto"], &["--model", "/nowhere"]] {
+    // It is refused before its model is read, but not before that is looked for.
+    workspace.write("broken/config.json", "{");
+    let broken = workspace.path("broken");
+    for flags in [&["--seed", "2"][..], &["--resume-from-checkpoint", "auto"], &["--model", broken.to_str().unwrap()]] {
         let start = Instant::now();
         let second = run(&mut workspace.train("r", flags));
         second.refused(1, &[workspace.path("r").to_str().unwrap(), &pid, host.trim(), "started 20", "--output-dir"]);
         assert!(second.stdout.is_empty() && start.elapsed() < Duration::from_secs(5), "{second:?}");
     }
+    run(&mut workspace.train("r", &["--model", "/nowhere"])).refused(2, &["--model /nowhere: no such directory"]);
     run(program(&["digest"]).arg(workspace.path("r/checkpoint-2"))).digest();
     let exported = run(program(&["export"]).arg(workspace.path("r")).arg(workspace.path("exported")));
     assert!(exported.code == 0 && exported.stdout.contains("exported step 2"), "{exported:?}");

@@ -102,6 +102,10 @@ const RULES: [Rule; 7] = [
             "src/sync.rs",
             "src/data/pipeline.rs",
             "src/checkpoint/engine_state.rs",
+            // Before a step, or beside a search.
+            "src/hub/download.rs",
+            "src/search/progress.rs",
+            "tests/hub.rs",
             "src/ranks/links.rs",
             "src/ranks/lanes.rs",
             "src/ranks/doorkeeper.rs",

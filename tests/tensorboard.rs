@@ -56,16 +56,23 @@ fn every_step_is_an_event_and_a_resumed_run_takes_later_ones_back() {
 }
 
 #[test]
-fn events_are_left_out_on_request_and_never_stop_a_run() {
+fn events_are_left_out_on_request_and_replace_nothing_foreign() {
     let workspace = Workspace::new();
     let digest = run(&mut workspace.train("none", &["--report-to=none"])).digest().to_string();
     assert!(!workspace.path("none/tb").exists());
     fs::create_dir_all(workspace.path("out")).unwrap();
     fs::create_dir(workspace.path("elsewhere")).unwrap();
     std::os::unix::fs::symlink(workspace.path("elsewhere"), workspace.path("out/tb")).unwrap();
-    let run_anyway = run(&mut workspace.train("out", &["--resume-from-checkpoint=auto"]));
-    assert_eq!(run_anyway.digest(), digest);
-    assert!(run_anyway.stderr.contains("no events for TensorBoard") && run_anyway.stderr.contains("out/tb"), "{run_anyway:?}");
+    let refused = run(&mut workspace.train("out", &["--resume-from-checkpoint=auto"]));
+    refused.refused(2, &["out/tb: not a folder of events of this program", "or say --report-to none"]);
+    assert_eq!(workspace.names("out", ""), ["tb"], "it was refused before it wrote anything");
+    assert_eq!(run(&mut workspace.train("out", &["--report-to=none"])).digest(), digest);
+    assert!(workspace.path("out/tb").is_symlink());
+    // A run that goes on gives it another name.
+    let resumed = run(&mut workspace.resume("out", &["--max-steps=13"]));
+    resumed.digest();
+    assert!(resumed.stderr.contains("out/tb: not a folder of events of this program; it is now tb.foreign-1"), "{resumed:?}");
+    assert!(workspace.path("out/tb.foreign-1").is_symlink() && event_files(&workspace, "out").len() == 1);
     assert_eq!(fs::read_dir(workspace.path("elsewhere")).unwrap().count(), 0);
 }
 

@@ -36,6 +36,7 @@ mod sandbox;
 mod scan;
 pub(crate) mod shown;
 pub(crate) mod source;
+mod stopped;
 pub(crate) mod stream;
 mod text;
 pub(crate) mod token_file;

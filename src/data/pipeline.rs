@@ -3,7 +3,7 @@
 //! Whoever gives work does so on the caller's thread, workers do it, and one more thread takes the results; all three at the same time. So
 //! much work is under way at most that memory is bounded.
 
-use super::preparation::interrupted;
+use super::stopped::interrupted;
 use crate::error::{Error, Result};
 use std::iter;
 use std::sync::Mutex;

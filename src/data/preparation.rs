@@ -1,8 +1,9 @@
 //! What data is opened with: who is told how far it is, who may stop it, and where results are kept.
 
 use super::known_sources::KnownSources;
+use super::stopped::interrupted;
 use crate::disk;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::news::News;
 use crate::signals::StopFlag;
 use std::path::PathBuf;
@@ -78,8 +79,4 @@ impl<'a> Preparation<'a> {
 pub(crate) fn cache() -> Option<PathBuf> {
     let set = std::env::var_os("SUPEROFFLOAD_CACHE").filter(|path| !path.is_empty()).map(PathBuf::from);
     set.or_else(|| disk::user_cache().map(|cache| cache.join("data")))
-}
-
-pub(super) fn interrupted() -> Error {
-    Error::Interrupted("data was being read".into())
 }

@@ -1,6 +1,7 @@
 //! Reads a file once, from all CPUs.
 
-use super::preparation::{Preparation, interrupted};
+use super::preparation::Preparation;
+use super::stopped::interrupted;
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

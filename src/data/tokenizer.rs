@@ -11,7 +11,7 @@ pub(super) use local::LocalTokenizer;
 pub use special::AddBos;
 pub(super) use token::{Token, floor_boundary};
 
-use super::preparation::interrupted;
+use super::stopped::interrupted;
 use super::work::{Done, TextWork, answered, request};
 use crate::data::chat::record::RecordRules;
 use crate::data::checksum;
@@ -333,7 +333,7 @@ fn parse(path: &Path, bytes: &[u8]) -> std::result::Result<(TokenizerModel, Valu
     for unused in ["truncation", "padding", "post_processor", "decoder"] {
         parts.insert(unused.to_string(), Value::Null);
     }
-    let growth = Growth::new(&parts["normalizer"]);
+    let growth = Growth::new(parts.get("normalizer").unwrap_or(&Value::Null));
     let tokenizer = serde_json::from_value(parts.into()).map_err(|e| e.to_string())?;
     Ok((TokenizerModel::new(path.into(), tokenizer, growth.map_err(|e| e.to_string())?), post_processor))
 }

@@ -109,11 +109,14 @@ impl Dir {
         written.inspect_err(|_| drop(self.remove(&beside)))
     }
 
-    /// Removes what a killed run left beside `owned`. What is not recognised stays.
+    /// Removes what a killed run left beside `owned`. What is not recognised stays, and so do folders: only files are written so.
     ///
     /// # Errors
     /// `Io` when the directory cannot be read, or such a file not removed.
     pub(crate) fn remove_beside(&self, owned: &OwnedName) -> Result<()> {
+        if matches!(owned.mark, OwnMark::Folder(_)) {
+            return Ok(());
+        }
         let prefix = beside_prefix(OsStr::new(owned.pattern));
         for name in self.names()? {
             let number = name.as_bytes().strip_prefix(prefix.as_bytes()).and_then(|number| std::str::from_utf8(number).ok());
@@ -189,6 +192,9 @@ mod tests {
         let left = dir.names().unwrap();
         let kept = [".notes".into(), ".notes.tmp-7".into(), format!(".notes.tmp-{pid}")].map(OsString::from);
         assert!(left.len() == 3 && kept.iter().all(|name| left.contains(name)), "{left:?}");
+        fs::create_dir(path(".notes.tmp-8".into())).unwrap();
+        dir.remove_beside(&OwnedName { mark: OwnMark::Folder(|_| Ok(true)), ..notes }).unwrap();
+        assert!(path(".notes.tmp-8".into()).is_dir(), "nothing is written beside a folder");
     }
 
     #[test]

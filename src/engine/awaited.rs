@@ -48,13 +48,16 @@ pub(super) struct Orders {
 impl Orders {
     /// The last order on `board`; `None` when every other process has carried it out.
     pub(super) fn abroad(board: &Board) -> Option<Self> {
-        let (late, mates) = ((0..board.ranks()).filter(|rank| !board.is_done(*rank)), board.mates());
-        let (here, abroad): (Vec<_>, Vec<_>) = late.partition(|rank| mates.contains(rank));
-        let mut processes: Vec<String> = abroad.into_iter().map(|rank| board.name(rank)).collect();
-        processes.dedup();
+        let mates = board.mates();
+        let late = || (0..board.ranks()).filter(|rank| !board.is_done(*rank));
+        let late_abroad = || late().filter(|rank| !mates.contains(rank));
+        // Most looks end here, and none of them may allocate.
+        late_abroad().next()?;
         let (count, number) = board.last_order();
-        let order = Order::of(number).filter(|_| !processes.is_empty())?;
-        Some(Self { order, count, processes, is_done_here: here.is_empty() })
+        let order = Order::of(number)?;
+        let mut processes: Vec<String> = late_abroad().map(|rank| board.name(rank)).collect();
+        processes.dedup();
+        Some(Self { order, count, processes, is_done_here: !late().any(|rank| mates.contains(&rank)) })
     }
 }
 

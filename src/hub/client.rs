@@ -19,21 +19,21 @@ const TOKEN_BYTES_MAX: u64 = 4096;
 
 /// How long answers may take.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub(super) struct WaitLimits {
     /// The longest that nothing may come, and that a connection or the head of an answer may take.
     pub(super) silence: Duration,
     /// The longest that redirections, or a whole list of files, may take.
     pub(super) answer: Duration,
-    /// In each such time a file has to grow by [`Patience::WINDOW_BYTES`].
+    /// In each such time a file has to grow by [`WaitLimits::WINDOW_BYTES`].
     pub(super) window: Duration,
 }
 
-impl Patience {
-    /// The least of a file that a connection worth waiting for brings in a window: 0.5 KiB/s of [`Patience::default`].
+impl WaitLimits {
+    /// The least of a file that a connection worth waiting for brings in a window: 0.5 KiB/s of [`WaitLimits::default`].
     pub(super) const WINDOW_BYTES: u64 = 64 << 10;
 }
 
-impl Default for Patience {
+impl Default for WaitLimits {
     fn default() -> Self {
         let [silence, answer, window] = [10, 60, 120].map(Duration::from_secs);
         Self { silence, answer, window }
@@ -50,7 +50,7 @@ pub(super) struct HubClient {
     /// Without a slash at its end.
     endpoint: String,
     token: Option<HubToken>,
-    pub(super) patience: Patience,
+    pub(super) patience: WaitLimits,
 }
 
 /// It has no way to be printed.
@@ -74,10 +74,10 @@ impl HubClient {
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
-        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, Patience::default())
+        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, WaitLimits::default())
     }
 
-    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, patience: Patience) -> Result<Self> {
+    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, patience: WaitLimits) -> Result<Self> {
         let endpoint = endpoint.trim_end_matches('/');
         if origin(endpoint).is_none() {
             return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
@@ -112,7 +112,7 @@ impl HubClient {
         self.follow(path, |url| self.request(url, from, end))
     }
 
-    /// At most `bytes_max` bytes at `path`, all of them within [`Patience::answer`].
+    /// At most `bytes_max` bytes at `path`, all of them within [`WaitLimits::answer`].
     pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
         let until = Instant::now() + self.patience.answer;
         let limited = |url: &str| {

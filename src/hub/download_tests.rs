@@ -5,7 +5,7 @@
 pub(super) mod hub_server;
 
 use super::cache::HubCache;
-use super::client::{HubClient, Patience};
+use super::client::{HubClient, WaitLimits};
 use super::download::Download;
 use super::name::HubName;
 use super::parts::LARGE_BYTES;
@@ -51,7 +51,7 @@ struct Case {
     stop: StopFlag,
     with_weights: bool,
     large_bytes: u64,
-    patience: Patience,
+    patience: WaitLimits,
     name: HubName,
     said: Mutex<String>,
     /// How far it was last, the most that was told, and how far it goes.
@@ -66,7 +66,7 @@ impl Case {
             stop: StopFlag::default(),
             with_weights: true,
             large_bytes: LARGE_BYTES,
-            patience: Patience { silence: SILENCE_MAX, answer: ANSWER_MAX, ..Patience::default() },
+            patience: WaitLimits { silence: SILENCE_MAX, answer: ANSWER_MAX, ..WaitLimits::default() },
             name,
             said: Mutex::default(),
             told: Mutex::default(),
@@ -348,11 +348,14 @@ fn list(wrong: impl Fn(Reply) -> Reply + Send + 'static) -> impl Fn(&Asked, usiz
     move |asked, _| if asked.path.starts_with("/api/") { wrong(repo().answer(asked)) } else { repo().answer(asked) }
 }
 
+/// The answers of a hub to requests and their numbers.
+type Answer = Box<dyn Fn(&Asked, usize) -> Reply + Send>;
+
 #[test]
 fn an_answer_that_drips_is_not_awaited_for_ever() {
     let pause = SILENCE_MAX / 4;
     let began = Instant::now();
-    let refused = |answer: Box<dyn Fn(&Asked, usize) -> Reply + Send>| Case::new().refused(answer);
+    let refused = |answer: Answer| Case::new().refused(answer);
     for drip in [Drip::All(pause), Drip::Body(pause)] {
         let message = refused(Box::new(list(move |reply| reply.dripping(drip))));
         assert!(message.contains("which is not here, from") && message.ends_with(", 5 times in a row"), "{message}");
@@ -362,7 +365,7 @@ fn an_answer_that_drips_is_not_awaited_for_ever() {
     let message = refused(Box::new(but(move |_, reply, _| reply.dripping(Drip::All(pause)))));
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
     // Each redirection comes in time, and all of them together do not.
-    let patient = || Case { patience: Patience { silence: Duration::from_secs(5), ..Case::new().patience }, ..Case::new() };
+    let patient = || Case { patience: WaitLimits { silence: Duration::from_secs(5), ..Case::new().patience }, ..Case::new() };
     let away = |asked: &Asked| Reply::redirect(&asked.path).dripping(Drip::All(Duration::from_millis(1)));
     let message = patient().refused(move |asked, _| away(asked));
     assert!(message.ends_with("redirections take longer than 600ms, 5 times in a row") || message.contains("timeout: global"), "{message}");
@@ -374,7 +377,7 @@ fn an_answer_that_drips_is_not_awaited_for_ever() {
 #[test]
 fn a_file_that_comes_too_slowly_is_given_up_in_whatever_attempts_it_comes() {
     let window = Duration::from_millis(500);
-    let case = || Case { patience: Patience { window, ..Case::new().patience }, ..Case::new() };
+    let case = || Case { patience: WaitLimits { window, ..Case::new().patience }, ..Case::new() };
     let drips = case().refused(but(|_, reply, _| reply.dripping(Drip::Body(SILENCE_MAX / 4))));
     let breaks_off = case().refused(but(|_, reply, _| reply.cut(1)));
     for message in [drips, breaks_off] {

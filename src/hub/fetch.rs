@@ -1,6 +1,6 @@
 //! One file into the cache's blobs: resumed where it stopped, checked, and given its name only when it is whole.
 
-use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient, Patience};
+use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient, WaitLimits};
 use super::listing::{ChecksumSoFar, RemoteFile};
 use super::parts::{FileInParts, PartialFile, PartsState, partial_name};
 use crate::disk::{Dir, FileKind, Lock, try_lock};
@@ -32,14 +32,14 @@ pub(super) struct Fetcher {
 }
 
 /// Whether a file comes fast enough to be waited for, however many attempts it takes.
-struct Pace {
+struct TransferRate {
     window: Duration,
     begun: Instant,
     /// Bytes that have come in this window.
     come: u64,
 }
 
-impl Pace {
+impl TransferRate {
     fn new(window: Duration) -> Self {
         Self { window, begun: Instant::now(), come: 0 }
     }
@@ -51,7 +51,7 @@ impl Pace {
             return Ok(());
         }
         let last = std::mem::replace(self, Self::new(self.window));
-        let least = Patience::WINDOW_BYTES;
+        let least = WaitLimits::WINDOW_BYTES;
         if last.come >= least {
             Ok(())
         } else {
@@ -222,9 +222,9 @@ impl Fetcher {
         self.bring(whole, partial, &|_| false)
     }
 
-    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something and the [`Pace`] is kept.
+    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something and the [`TransferRate`] is kept.
     fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
-        let (file, mut pace, mut in_vain) = (&whole.file, Pace::new(self.client.patience.window), 0);
+        let (file, mut pace, mut in_vain) = (&whole.file, TransferRate::new(self.client.patience.window), 0);
         while partial.at < partial.range.end && !ends(partial) {
             self.go_on()?;
             let before = partial.at;
@@ -245,7 +245,12 @@ impl Fetcher {
     }
 
     /// One request, and what it brings. The outer error is this machine's, the inner one the hub's.
-    fn attempt(&self, whole: &FileInParts, partial: &mut PartialFile, pace: &mut Pace) -> Result<std::result::Result<(), HttpFailure>> {
+    fn attempt(
+        &self,
+        whole: &FileInParts,
+        partial: &mut PartialFile,
+        pace: &mut TransferRate,
+    ) -> Result<std::result::Result<(), HttpFailure>> {
         let file = &whole.file;
         let asked = partial.at..partial.range.end;
         let mut answer = match self.client.get(&whole.path, asked.start, (asked.end < file.bytes).then_some(asked.end)) {

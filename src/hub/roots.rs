@@ -61,7 +61,7 @@ fn read(path: &Path) -> Result<RootCerts> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hub::client::{HttpFailure, HubClient, Patience};
+    use crate::hub::client::{HttpFailure, HubClient, WaitLimits};
     use crate::hub::download_tests::hub_server::{HubServer, Reply};
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -116,7 +116,7 @@ mod tests {
     fn a_hub_of_a_companys_authority_is_trusted_where_a_variable_names_it() {
         let (authority, server) = (golden("authority.pem"), HubServer::start(|_, _| Reply::ok(b"here".to_vec())));
         let endpoint = behind_tls(server.address);
-        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, Patience::default()).unwrap().get_bytes("/", 99);
+        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, WaitLimits::default()).unwrap().get_bytes("/", 99);
         for name in VARIABLES {
             assert_eq!(ask(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
         }

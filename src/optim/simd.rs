@@ -11,7 +11,6 @@ use crate::optim::adam::{self, AdamState, AdamStep};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
 use half::{bf16, f16};
-use lifting::Lifting;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -208,7 +207,7 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::step(step, state, g, o));
             }
-            let (state, lifting) = (state.sized(g.len()), Lifting::new(step));
+            let (state, lifting) = (state.sized(g.len()), lifting::Lifting::new(step));
             let [p, m, v] = spans(&state);
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
@@ -231,7 +230,7 @@ impl AdamKernels {
                 return self.run(#[inline(always)] |_| adam::speculate(step, state, g, o));
             }
             state.check_len(g.len());
-            let lifting = Lifting::new(step);
+            let lifting = lifting::Lifting::new(step);
             self.run_blocks(g.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
                 let (old, narrow) = block.room(at.len());
@@ -251,7 +250,7 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit(step, state, g));
             }
-            let (state, lifting) = (state.sized(g.len()), Lifting::new(step));
+            let (state, lifting) = (state.sized(g.len()), lifting::Lifting::new(step));
             self.run_blocks(g.len(), spans(&state), state, #[inline(always)] move |state, access, at| {
                 let (mut block, grads) = (AdamBlock::<M, f32>::load(access, state, &at), access.read(g, &at));
                 let mut new = block.room(at.len()).0;
@@ -300,7 +299,7 @@ impl AdamKernels {
             if shells::WHOLE {
                 return self.run(#[inline(always)] |_| adam::commit_then_speculate(pending, h, next, g, state, o));
             }
-            let (state, first, then) = (state.sized(g.len()), Lifting::new(pending), Lifting::new(next));
+            let (state, first, then) = (state.sized(g.len()), lifting::Lifting::new(pending), lifting::Lifting::new(next));
             let [p, m, v] = spans(&state);
             assert_eq!(h.len(), g.len(), "pending gradients against gradients");
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {

@@ -179,7 +179,7 @@ mod tests {
         let (mut door, token, port) = doorkeeper();
         let knock = move |nth: usize| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            if nth % 2 == 0 {
+            if nth.is_multiple_of(2) {
                 // It may have been turned away already.
                 let _ = stream.write_all(b"S");
             }

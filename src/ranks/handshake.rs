@@ -209,8 +209,11 @@ mod tests {
         RunToken::new(text.as_bytes(), "here").unwrap()
     }
 
+    /// The seals of both directions of a connection.
+    type Seals = [Seal; 2];
+
     /// The seals that each side has of the connection of `claim`, and the claim as it is understood.
-    fn meet(connects: &RunToken, accepts: &RunToken, claim: Claim) -> (io::Result<[Seal; 2]>, io::Result<(Claim, [Seal; 2])>) {
+    fn meet(connects: &RunToken, accepts: &RunToken, claim: Claim) -> (io::Result<Seals>, io::Result<(Claim, Seals)>) {
         let (mut one, mut other) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             let opened = scope.spawn(move || open(&mut one, connects, claim));

@@ -362,6 +362,8 @@ impl Meeting {
         let is_open =
             |slots: &Slots, (process, channel): (usize, Channel)| slots[process][channel.place()].as_ref().map(SealedConnection::is_open);
         loop {
+            // A process 0 that begins again closes connections of this round as soon as it has admitted them: only this line says so.
+            self.may_begin(line, patience)?;
             let wants = |slots: &Slots| (0..self.process).flat_map(to).find(|&slot| is_open(slots, slot) != Some(true));
             if let Some((process, channel)) = wants(&slots) {
                 let address = if process == 0 { self.address.clone() } else { reachable(all[process].address, first) };
@@ -376,7 +378,6 @@ impl Meeting {
                 }
                 continue;
             }
-            self.may_begin(line, patience)?;
             let comes = |claim: &Claim| claim.round == round && (self.process + 1..self.processes).contains(&(claim.process as usize));
             if let Some((claim, connection)) = door.next().filter(|(claim, _)| comes(claim)) {
                 put(&mut slots, claim, connection);

@@ -14,7 +14,7 @@ fn is_owned(path: &Path) -> bool {
             let pattern = format!(".{}.tmp-#", owned.pattern.trim_start_matches('.')).leak();
             OwnedName { pattern, kind: owned.kind, mark: owned.mark }.matches(name)
         };
-        names.iter().any(|owned| is_beside(owned))
+        names.iter().any(is_beside)
     };
     match parts[..] {
         [] => true,

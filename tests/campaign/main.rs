@@ -38,7 +38,7 @@ mod r15_hang;
 mod r16_ranks;
 mod r16b_processes;
 mod r16c_unwritable;
-mod r16c_wire;
+mod r16d_wire;
 mod r17_data;
 mod r18_fuzz;
 mod r21_forged;

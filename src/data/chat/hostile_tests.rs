@@ -6,16 +6,19 @@ use crate::signals::StopFlag;
 use serde_json::json;
 
 const IN_ONE_TAG: &str = "more than 4096 words and signs in one tag";
+/// Memory that a slow machine does not fill before the time is over.
+const MEMORY_OR_TIME: &str = "takes more than 1.0 GiB of memory | takes more than 5 s of CPU time";
 const WIDTH: &str = "a format asks for more than 10000 characters";
 
-/// Each source and words of what becomes of it; what harms nobody may be rendered.
+/// Each source and words of what becomes of it, where the machine's speed decides more than one, between ` | `; what harms nobody may be
+/// rendered.
 fn expect(cases: &[(String, &str)]) {
     let chat = json!({"messages": [turn("user", "a"), turn("assistant", "b")]});
     let mut wrong = Vec::new();
     for (source, words) in cases {
         let outcome = elsewhere(source, &chat, &StopFlag::default());
         let refused = outcome.map_or_else(|e| e.to_string(), |_| "the chat template is rendered".into());
-        if !refused.contains(words) || refused.contains('\n') {
+        if !words.split(" | ").any(|words| refused.contains(words)) || refused.contains('\n') {
             wrong.push(format!("{}: {refused}", source.chars().take(60).collect::<String>()));
         }
     }
@@ -79,7 +82,7 @@ fn work_that_does_not_end_is_ended() {
         ("{% macro f(c) %}{{ c(c) }}{% endmacro %}{{ f(f) }}".into(), "recursion limit exceeded"),
         ("{% for i in range(10**12) %}{% endfor %}".into(), "the chat template"),
         ("{{ range(-2**62, 2**62)|list|length }}".into(), "the chat template"),
-        (grow("[1, 2]", "ns.x + ns.x", "ns.x|length"), "takes more than 1.0 GiB of memory"),
+        (grow("[1, 2]", "ns.x + ns.x", "ns.x|length"), MEMORY_OR_TIME),
         (grow("'a'", "ns, 'a' ~ ns.x", "ns.x"), "takes more than 64.0 MiB of stack"),
         (grow("'ab'", "ns.x + ns.x", "ns.x|length"), "ran out of fuel"),
         (grow("[1], y=[1]", "[ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y]", "ns.x == ns.y"), "takes more than 5 s of CPU time"),

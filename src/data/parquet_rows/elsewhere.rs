@@ -2,8 +2,8 @@
 
 use super::{EachRow, ParquetRows};
 use crate::data::codec::{MessageReader, MessageWriter};
-use crate::data::preparation::interrupted;
 use crate::data::sandbox::{Ended, SandboxStream};
+use crate::data::stopped::interrupted;
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 use std::path::Path;

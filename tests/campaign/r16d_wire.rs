@@ -1,4 +1,4 @@
-//! R16c: a network that changes, loses, doubles, moves, inserts, delays or cuts a message between two processes.
+//! R16d: a network that changes, loses, doubles, moves, inserts, delays or cuts a message between two processes.
 
 use crate::harness::*;
 use crate::wire_proxy::{HARMS, Harm, PHASES, Phase, Plot, WireProxy};
@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 pub const CAMPAIGN: Campaign = Campaign {
-    id: "R16c",
+    id: "R16d",
     what: "a proxy between two processes that train together, on CPUs over TCP, flips a byte of one message, or drops, doubles, moves, delays or cuts \
            it, or inserts another, in 8 phases: handshake, rendezvous, signs of life, gradients, weights, notices, orders, end: both come to the \
            undisturbed digest, or end with exit 1, one line each, and the last checkpoint goes on to that digest",
