@@ -1,13 +1,12 @@
 //! R3b: file systems that refuse a call, or answer late, at the start over an older run, which is moved aside, in saves and in rotation.
 
 use crate::harness::*;
-use crate::shim::{Op, Shim};
+use crate::shim::Shim;
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R3b",
     what: "EINVAL, ENOTSUP, EBADF, EXDEV, ENOLCK and ESTALE at every call that changes or locks the disk, once and from then on, and each of them late by \
-           0.2 s, in a run that moves an older one aside, saves and rotates: it comes to the undisturbed digest, or ends with one line and a good checkpoint; \
-           what says that a file system has no locks or no fsync of directories never ends it",
+           0.2 s, in a run that moves an older one aside, saves and rotates: it comes to the undisturbed digest, or ends with one line and a good checkpoint",
     runs: 4000,
     smoke: 4,
     start,
@@ -58,19 +57,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
             }
         };
         let is_late = way == WAYS - 1;
-        let must_go_on = is_late || way % 2 == 0 && is_missing(&ops, op, ERRORS[way as usize / 2].1);
-        holds(harness, &outcome, must_go_on, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
+        holds(harness, &outcome, is_late, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
     }))
-}
-
-/// Whether this error at this call says that the file system has no such thing.
-fn is_missing(ops: &[Op], op: &Op, errno: i32) -> bool {
-    let is_dir = || op.path.ends_with("logged") || ops.iter().any(|made| made.name == "mkdir" && made.path == op.path);
-    match op.name.as_str() {
-        "lock" => [libc::EINVAL, libc::ENOTSUP, libc::EBADF, libc::ENOLCK].contains(&errno),
-        "fsync" => [libc::EINVAL, libc::ENOTSUP, libc::EBADF].contains(&errno) && is_dir(),
-        _ => false,
-    }
 }
 
 fn holds(harness: &Harness, outcome: &Outcome, must_go_on: bool, digest: &str) -> Result<(), String> {
