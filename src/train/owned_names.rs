@@ -41,13 +41,21 @@ struct Foreign {
 /// # Errors
 /// `Usage` that names the first one and what helps; `Io` when the directory cannot be read.
 pub(super) fn claim(dir: &Dir, settings: &Settings, observer: &mut dyn Observer) -> Result<()> {
-    let foreign = foreign(dir, settings)?;
-    if foreign.is_empty() {
-        return Ok(());
-    }
-    if settings.resume_from_checkpoint.is_none() || !is_of_a_run(dir)? {
-        return Err(refusal(&foreign, dir, settings));
-    }
+    check(dir, settings)?;
+    set_aside(foreign(dir, settings)?, observer)
+}
+
+/// Refuses as [`claim`] does, and renames a foreign lock alone: the other names may be those of a run that is under way, until the lock is held.
+///
+/// # Errors
+/// Those of [`claim`].
+pub(super) fn claim_lock(dir: &Dir, settings: &Settings, observer: &mut dyn Observer) -> Result<()> {
+    check(dir, settings)?;
+    let found = foreign(dir, settings)?;
+    set_aside(found.into_iter().filter(|foreign| foreign.owned.pattern == LOCK.pattern).collect(), observer)
+}
+
+fn set_aside(foreign: Vec<Foreign>, observer: &mut dyn Observer) -> Result<()> {
     for Foreign { dir, name, owned } in foreign {
         let (path, aside) = (dir.join(&name), dir.set_aside(&name)?);
         observer.warn(&format!("{}: not a {} of this program; it is now {}", path.display(), owned.kind, aside.display()));

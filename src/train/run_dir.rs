@@ -37,8 +37,9 @@ impl RunDir {
         let is_new = fs::symlink_metadata(path).is_err();
         fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))?;
         let dir = Dir::open(path)?;
-        owned_names::claim(&dir, settings, observer)?;
+        owned_names::claim_lock(&dir, settings, observer)?;
         let lock = RunLock::take(&dir)?;
+        owned_names::claim(&dir, settings, observer)?;
         if !lock.is_supported() {
             observer.warn(&format!("{}: this file system has no locks; two runs in it would destroy each other", path.display()));
         }
@@ -155,6 +156,7 @@ impl Drop for RunDir {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::options::Resume;
     use crate::train::tests::Heard;
     use std::os::unix::fs::symlink;
     use std::path::PathBuf;
@@ -177,6 +179,20 @@ mod tests {
         drop(first);
         open(path(""), None).unwrap();
         assert!(!path(".checkpoint-4.tmp-1").exists());
+    }
+
+    #[test]
+    fn a_refused_resume_renames_nothing_under_the_run_that_has_it() {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = |name: &str| tmp.path().join("r").join(name);
+        let first = open(path(""), None).unwrap();
+        fs::write(path("trace.json"), "of another program").unwrap();
+        let resumed = Settings { output_dir: path(""), resume_from_checkpoint: Some(Resume::Auto), ..Settings::default() };
+        assert_eq!(RunDir::open(&resumed, &mut Heard::default()).err().unwrap().exit_code(), 1);
+        assert!(path("trace.json").exists() && !path("trace.json.foreign-1").exists());
+        drop(first);
+        RunDir::open(&resumed, &mut Heard::default()).unwrap();
+        assert_eq!(fs::read(path("trace.json.foreign-1")).unwrap(), b"of another program");
     }
 
     #[test]

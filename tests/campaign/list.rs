@@ -39,6 +39,7 @@ pub const CAMPAIGNS: &[Campaign] = &[
     r18_fuzz::SOURCE,
     r18_fuzz::FORMAT,
     r18_fuzz::JSON,
+    r18_fuzz::NORMALIZER,
     r18_fuzz::MANIFEST,
     r21_forged::CAMPAIGN,
     r22_resume::CAMPAIGN,

@@ -1,12 +1,13 @@
 //! R3b: file systems that refuse a call, or answer late, at the start over an older run, which is moved aside, in saves and in rotation.
 
 use crate::harness::*;
-use crate::shim::Shim;
+use crate::shim::{Op, Shim};
 
 pub const CAMPAIGN: Campaign = Campaign {
     id: "R3b",
     what: "EINVAL, ENOTSUP, EBADF, EXDEV, ENOLCK and ESTALE at every call that changes or locks the disk, once and from then on, and each of them late by \
-           0.2 s, in a run that moves an older one aside, saves and rotates: it comes to the undisturbed digest, or ends with one line and a good checkpoint",
+           0.2 s, in a run that moves an older one aside, saves and rotates: it comes to the undisturbed digest, or ends with one line and a good checkpoint; \
+           what says that a file system has no locks or no fsync of directories never ends it",
     runs: 4000,
     smoke: 4,
     start,
@@ -34,31 +35,41 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     let (digest, _) = harness.reference("old", &FLAGS)?;
     harness.copy("old", "logged");
     let (_, ops) = shim.log(harness, harness.train("logged", &FLAGS), "logged")?;
-    let calls = ops.len() as u64;
+    let count = ops.len() as u64;
     Ok(Box::new(move |harness, turn| {
         let (nth, way) = (turn.index / WAYS, turn.index % WAYS);
-        if nth >= calls {
+        if nth >= count {
             turn.over = true;
             return Ok(());
         }
-        let call = nth * STRIDE % calls;
-        let op = &ops[call as usize];
+        let op = &ops[(nth * STRIDE % count) as usize];
         harness.copy("old", "logged");
         let train = harness.train("logged", &FLAGS);
         let outcome = match ERRORS.get(way as usize / 2) {
             Some((name, errno)) => {
                 let sticky = way % 2 == 1;
                 turn.kind = format!("{name} {}", if sticky { "from then on" } else { "once" });
-                shim.fail(harness, train, "logged", call, *errno, sticky)
+                shim.fail(harness, train, "logged", op.call, *errno, sticky)
             }
             None => {
                 turn.kind = "late".into();
-                shim.delay(harness, train, "logged", call, LATE_MS)
+                shim.delay(harness, train, "logged", op.call, LATE_MS)
             }
         };
         let is_late = way == WAYS - 1;
-        holds(harness, &outcome, is_late, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
+        let must_go_on = is_late || way % 2 == 0 && is_missing(&ops, op, ERRORS[way as usize / 2].1);
+        holds(harness, &outcome, must_go_on, &digest).map_err(|e| format!("{} {}: {e}", op.name, op.path.display()))
     }))
+}
+
+/// Whether this error at this call says that the file system has no such thing.
+fn is_missing(ops: &[Op], op: &Op, errno: i32) -> bool {
+    let is_dir = || op.path.ends_with("logged") || ops.iter().any(|made| made.name == "mkdir" && made.path == op.path);
+    match op.name.as_str() {
+        "lock" => [libc::EINVAL, libc::ENOTSUP, libc::EBADF, libc::ENOLCK].contains(&errno),
+        "fsync" => [libc::EINVAL, libc::ENOTSUP, libc::EBADF].contains(&errno) && is_dir(),
+        _ => false,
+    }
 }
 
 fn holds(harness: &Harness, outcome: &Outcome, must_go_on: bool, digest: &str) -> Result<(), String> {

@@ -41,6 +41,7 @@ fuzz!(TEMPLATE, "R20b", "chat_template", "chat templates and records");
 fuzz!(SOURCE, "R20c", "template", "sources of chat templates, without a sandbox");
 fuzz!(FORMAT, "R20d", "format", "formats of chat templates, without a sandbox");
 fuzz!(JSON, "R20e", "tojson", "JSON that chat templates write, without a sandbox");
+fuzz!(NORMALIZER, "R20f", "normalizer", "normalizers of tokenizers, without a sandbox");
 fuzz!(MANIFEST, "R21a", "manifest", "checkpoint manifests, sealed with a right checksum");
 fuzz!(PROFILE, "R26a", "resctrl_profile", "profiles of cache and bandwidth");
 

@@ -1,6 +1,6 @@
 /* Sits between the program and the C library (LD_PRELOAD) and sees every call that changes the disk below CAMPAIGN_ROOT.
  *
- * CAMPAIGN_LOG=FILE     writes down each one that worked, with its data: what power.rs replays
+ * CAMPAIGN_LOG=FILE     writes down each one that worked, with its number and its data: what power.rs replays
  * CAMPAIGN_FAIL_AT=N    the N-th call, counted from 0, fails with CAMPAIGN_ERRNO
  * CAMPAIGN_STICKY=1     and so does every later one
  * CAMPAIGN_ONLY=CALL     of these calls alone the N-th is counted
@@ -90,7 +90,7 @@ static void done(int worked, const char *op, const char *path, const char *to, l
     int kept = errno;
     if (worked && log_fd >= 0) {
         char line[2 * PATH_MAX + 64];
-        int n = snprintf(line, sizeof line, "%s\t%s\t%s\t%lld\t%zu\n", op, path, to, at, data ? len : 0);
+        int n = snprintf(line, sizeof line, "%ld\t%s\t%s\t%s\t%lld\t%zu\n", calls - 1, op, path, to, at, data ? len : 0);
         syscall(SYS_write, log_fd, line, n);
         if (data) syscall(SYS_write, log_fd, data, len);
     }

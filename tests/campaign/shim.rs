@@ -11,6 +11,8 @@ pub struct Shim(PathBuf);
 /// One call that changed the disk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Op {
+    /// The call's number among all, of which those that failed by themselves have no op.
+    pub call: u64,
     pub name: String,
     pub path: PathBuf,
     /// Where a rename leads.
@@ -91,9 +93,16 @@ fn parse(mut log: &[u8]) -> Vec<Op> {
     let mut ops = vec![];
     while let Some(end) = log.iter().position(|&byte| byte == b'\n') {
         let line = String::from_utf8_lossy(&log[..end]);
-        let [name, path, to, at, len] = Vec::from_iter(line.split('\t'))[..] else { panic!("the shim wrote {line:?}") };
+        let [call, name, path, to, at, len] = Vec::from_iter(line.split('\t'))[..] else { panic!("the shim wrote {line:?}") };
         let data = log[end + 1..][..len.parse().unwrap()].to_vec();
-        ops.push(Op { name: name.into(), path: path.into(), to: to.into(), at: at.parse().unwrap(), data: data.clone() });
+        ops.push(Op {
+            call: call.parse().unwrap(),
+            name: name.into(),
+            path: path.into(),
+            to: to.into(),
+            at: at.parse().unwrap(),
+            data: data.clone(),
+        });
         log = &log[end + 1 + data.len()..];
     }
     ops

@@ -6,8 +6,9 @@ use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
 
 /// Stages may make a text so many times as long without being looked at.
 const FACTOR_MAX: f64 = 1000.0;
-/// Text that stages may make of a text.
-const TEXT_BYTES_MAX: usize = 64 << 20;
+/// Bytes that stages may make of a text: this many, and so many for each byte of it.
+const TEXT_BYTES_MAX: usize = 1 << 20;
+const BYTES_PER_BYTE_MAX: usize = 64;
 /// `ByteLevel` doubles a text that went through it before; no tokenizer has more than one of them.
 const BYTE_LEVELS_MAX: usize = 4;
 /// Characters of a word that `WordPiece` may search: it takes the cube of them. Models have 100.
@@ -71,11 +72,9 @@ impl Growth {
         let mut normalized = text.to_string();
         for (at, stage) in self.0.iter().enumerate() {
             let bytes = stage.bytes_after(&normalized);
-            if bytes > TEXT_BYTES_MAX {
-                return Err(format!(
-                    "normalizer {at} would make {bytes} bytes of a text of {}: at most {TEXT_BYTES_MAX} are made",
-                    text.len()
-                ));
+            let bytes_max = TEXT_BYTES_MAX + BYTES_PER_BYTE_MAX * text.len();
+            if bytes > bytes_max {
+                return Err(format!("normalizer {at} would make {bytes} bytes of a text of {}: at most {bytes_max} are made", text.len()));
             }
             normalized = stage.after(&normalized)?;
         }
@@ -146,7 +145,7 @@ mod tests {
         for normalizer in [sequence(&vec![grow.clone(); 12]), nested] {
             let growth = Growth::new(&normalizer).unwrap().unwrap();
             let refused = growth.check("a").unwrap_err();
-            assert_eq!(refused, "normalizer 7 would make 100000000 bytes of a text of 1: at most 67108864 are made");
+            assert_eq!(refused, "normalizer 6 would make 10000000 bytes of a text of 1: at most 1048640 are made");
             assert_eq!(growth.check("b a c".replace('a', "d").as_str()), Ok(()));
         }
         let usual = [json!({"type": "Prepend", "prepend": "▁"}), replace(json!({"String": " "}), "▁"), json!({"type": "NFKC"})];
