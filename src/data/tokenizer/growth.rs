@@ -1,8 +1,10 @@
 //! Limits of a tokenizer's file that hold before memory is taken: normalizers that make a text longer stage by stage, and models that
 //! take a quadratic time for a word.
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
+use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, PreTokenizerWrapper};
 
 /// Stages may make a text so many times as long without being looked at.
 const FACTOR_MAX: f64 = 1000.0;
@@ -28,10 +30,12 @@ struct Stage {
 /// Whether a tokenizer's file can be used at all.
 ///
 /// # Errors
-/// The limit that it exceeds, in words.
+/// The limit that it exceeds, and the library's, in words.
 pub(super) fn check_file(file: &serde_json::Map<String, Value>) -> Result<(), String> {
     let part = |name: &str| file.get(name).unwrap_or(&Value::Null);
-    let chains = [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")].map(|(name, list)| stages(part(name), list));
+    let normalizer = as_read::<NormalizerWrapper>(part("normalizer")).map_err(|e| e.to_string())?;
+    let pre_tokenizer = as_read::<PreTokenizerWrapper>(part("pre_tokenizer")).map_err(|e| e.to_string())?;
+    let chains = [stages(&normalizer, "normalizers"), stages(&pre_tokenizer, "pretokenizers")];
     let byte_levels = chains.concat().iter().filter(|stage| stage["type"] == "ByteLevel").count();
     if byte_levels > BYTE_LEVELS_MAX {
         return Err(format!("{byte_levels} stages of ByteLevel, each of which may double a text: at most {BYTE_LEVELS_MAX} are read"));
@@ -43,20 +47,24 @@ pub(super) fn check_file(file: &serde_json::Map<String, Value>) -> Result<(), St
     Ok(())
 }
 
+/// A part of the file as the library reads it: under a type that it does not know, it reads a chain or a replacement all the same.
+fn as_read<T: DeserializeOwned + Serialize>(part: &Value) -> serde_json::Result<Value> {
+    if part.is_null() { Ok(Value::Null) } else { serde_json::to_value(serde_json::from_value::<T>(part.clone())?) }
+}
+
 /// The stages of a chain, which may hold chains under `list`.
 fn stages<'a>(chain: &'a Value, list: &str) -> Vec<&'a Value> {
     match chain[list].as_array() {
-        Some(chains) if chain["type"] == "Sequence" || chain["type"].is_null() => {
-            chains.iter().flat_map(|chain| stages(chain, list)).collect()
-        }
-        _ => vec![chain],
+        Some(chains) => chains.iter().flat_map(|chain| stages(chain, list)).collect(),
+        None => vec![chain],
     }
 }
 
 impl Growth {
     /// What `normalizer` of a tokenizer's file may do; `None` where no text becomes much longer.
     pub(super) fn new(normalizer: &Value) -> serde_json::Result<Option<Self>> {
-        let stages = stages(normalizer, "normalizers");
+        let normalizer = as_read::<NormalizerWrapper>(normalizer)?;
+        let stages = stages(&normalizer, "normalizers");
         if stages.iter().map(|stage| factor(stage)).product::<f64>() <= FACTOR_MAX {
             return Ok(None);
         }
@@ -148,6 +156,12 @@ mod tests {
             assert_eq!(refused, "normalizer 6 would make 10000000 bytes of a text of 1: at most 1048640 are made");
             assert_eq!(growth.check("b a c".replace('a', "d").as_str()), Ok(()));
         }
+        for disguised in [json!("Sequene"), Value::Null] {
+            let mut chain = sequence(&vec![grow.clone(); 12]);
+            chain["normalizers"][3]["type"] = disguised.clone();
+            chain["type"] = disguised;
+            assert!(Growth::new(&chain).unwrap().unwrap().check("a").is_err(), "{chain}");
+        }
         let usual = [json!({"type": "Prepend", "prepend": "▁"}), replace(json!({"String": " "}), "▁"), json!({"type": "NFKC"})];
         assert!(Growth::new(&sequence(&usual)).unwrap().is_none() && Growth::new(&Value::Null).unwrap().is_none());
         let at_once = replace(json!({"String": "a"}), &"b".repeat(1 << 20));
@@ -159,11 +173,15 @@ mod tests {
     #[test]
     fn files_with_stages_or_words_without_end_are_refused() {
         let file = |part: &str, value: Value| serde_json::Map::from_iter([(part.to_string(), value)]);
-        let byte_levels = |count: usize, list: &str| json!({"type": "Sequence", list: vec![json!({"type": "ByteLevel"}); count]});
+        let byte_levels = |count: usize, list: &str| json!({"type": "Sequence", list: vec![json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true}); count]});
         for (part, list) in [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")] {
             assert_eq!(check_file(&file(part, byte_levels(BYTE_LEVELS_MAX, list))), Ok(()));
-            let refused = check_file(&file(part, byte_levels(BYTE_LEVELS_MAX + 1, list))).unwrap_err();
-            assert_eq!(refused, "5 stages of ByteLevel, each of which may double a text: at most 4 are read");
+            let mut many = byte_levels(BYTE_LEVELS_MAX + 1, list);
+            for name in ["Sequence", "Sequene"] {
+                many["type"] = json!(name);
+                let refused = check_file(&file(part, many.clone())).unwrap_err();
+                assert_eq!(refused, "5 stages of ByteLevel, each of which may double a text: at most 4 are read");
+            }
         }
         let words = |chars: u64| check_file(&file("model", json!({"type": "WordPiece", "max_input_chars_per_word": chars})));
         assert!(words(100).is_ok() && words(WORD_CHARS_MAX).is_ok());
