@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use crate::optim::moments::Moments;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use std::fmt::Display;
 use std::path::Path;
 
 /// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, whose readers before would take it for damage.
@@ -158,14 +157,14 @@ impl Manifest {
             return Err(wrong("damaged or cut short: its checksum differs"));
         }
         let json = body.strip_prefix(MANIFEST_HEAD.as_bytes()).ok_or_else(|| wrong("not a checkpoint's manifest"))?;
-        let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
+        let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
         let [oldest, .., newest] = FORMAT_VERSIONS;
         if format_version > newest {
             // No damage: whoever looks for a good checkpoint must not pass over it.
             let path = path.display();
             return Err(Error::Unsupported(format!("{path}: format {format_version}, this build reads formats {oldest} to {newest}")));
         }
-        let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, printable(&e)))?;
+        let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
         manifest.validate().map_err(|cause| Error::format(path, cause))?;
         Ok(manifest)
     }
@@ -186,10 +185,4 @@ impl Manifest {
 /// The format of moments that `run` names: float32 where it names none, as before there were others; `None` for one that is not known.
 pub(super) fn moments_of(run: &Map<String, Value>) -> Option<Moments> {
     run.get(RunPart::Moments.name()).map_or(Some(Moments::Float32), |named| Moments::deserialize(named).ok())
-}
-
-/// A message in one line, whatever a file made it say.
-fn printable(message: &impl Display) -> String {
-    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    message.to_string().chars().map(escape).collect()
 }

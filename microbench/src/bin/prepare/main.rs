@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::Placement;
 use superoffload::{Error, Result};
@@ -114,13 +114,15 @@ fn prepare_apart(runs: &Runs<'_>, data: &Path, cpus: &[usize]) -> Result<Prepare
     Ok(all)
 }
 
-/// How often memory is looked at, which takes a while.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The longest wait between two readings of memory, each of which takes a while.
+const PAUSE_MAX: Duration = Duration::from_millis(50);
+/// The shortest wait: a small text is prepared within 20 ms.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
 
 /// The most memory that `child` and the processes below it took until it ended, and their time on CPUs, as far as it was seen. What
 /// processes share counts once.
 fn watch(child: &mut Child) -> (u64, f64) {
-    let (mut peak_kib, mut ticks) = (0.0f64, 0.0f64);
+    let (mut peak_kib, mut ticks, started) = (0.0f64, 0.0f64, Instant::now());
     while matches!(child.try_wait(), Ok(None)) {
         let family = family(child.id());
         let sum = |of: &dyn Fn(u32) -> Option<f64>| family.iter().filter_map(|pid| of(*pid)).sum::<f64>();
@@ -128,7 +130,7 @@ fn watch(child: &mut Child) -> (u64, f64) {
         peak_kib = peak_kib.max(sum(&|pid| number_after(&read(pid, "smaps_rollup"), "\nPss:")));
         // Behind the name, which may hold spaces, the twelfth.
         ticks = ticks.max(sum(&|pid| read(pid, "stat").rsplit(')').next()?.split_whitespace().nth(11)?.parse().ok()));
-        thread::sleep(LOOK_EVERY);
+        thread::sleep((started.elapsed() / 20).clamp(PAUSE_MIN, PAUSE_MAX));
     }
     // A hundred ticks a second, on every Linux that there is.
     (peak_kib as u64 * 1024, ticks / 100.0)
