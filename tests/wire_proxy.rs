@@ -11,7 +11,9 @@ use std::time::Duration;
 /// Bytes of each side's part of a handshake, which come one after the other: those of the side that connects, and of the other one.
 const HANDSHAKE: [[usize; 2]; 2] = [[37, 32], [56, 32]];
 /// Bytes of the head of a message: its length lies at the start, its kind behind length and number.
-const HEAD_BYTES: usize = 17;
+const HEAD_BYTES: usize = 13;
+/// Bytes of the checksum behind the body.
+const SUM_BYTES: usize = 4;
 const KIND_AT: usize = 8;
 
 /// What a message is about.
@@ -145,7 +147,7 @@ impl Way {
         loop {
             let head = self.read(Vec::new(), HEAD_BYTES)?;
             let (length, kind) = (u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize, head[KIND_AT]);
-            let message = self.read(head, HEAD_BYTES + length)?;
+            let message = self.read(head, HEAD_BYTES + length + SUM_BYTES)?;
             let phase = self.phase(kind);
             self.pass(message, phase)?;
         }

@@ -13,11 +13,11 @@ use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::planner::plan::Plan;
-use crate::ranks::lanes::{LaneKind, PLACES, Parcel, ParcelLane, RankLanes};
+use crate::ranks::lanes::{LaneKind, PLACES, Parcel, ParcelLane, RankLanes, SliceBuffers};
 use crate::ranks::links::LanesByRank;
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// A place in host memory, and the end of the last copy through it.
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +50,7 @@ struct Departures {
     copying: VecDeque<Departure>,
     /// What is on the host, and for whom a lane had no place yet.
     leaving: Option<(Parcel, Vec<usize>)>,
+    buffers: SliceBuffers,
 }
 
 /// See above.
@@ -115,7 +116,7 @@ impl HostPlaces {
 
 impl Departures {
     fn new(stream: Stream, way: HostPlaces) -> Self {
-        Self { stream, way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None }
+        Self { stream, way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None, buffers: SliceBuffers::default() }
     }
 
     /// Enqueues copies to the host, and hands over to the lanes what has come there. Returns how many copies were enqueued.
@@ -157,9 +158,14 @@ impl Departures {
             return Ok(None);
         }
         let Departure { parcel: (bucket, round), source, to, .. } = self.copying.pop_front().expect("each place has its departure");
-        let bytes = host.lend::<u8>(place.memory.slice(0, source.bytes())).to_vec();
+        let slice = host.lend::<u8>(place.memory.slice(0, source.bytes()));
+        let copy = |bytes: &mut [u8]| {
+            bytes.copy_from_slice(slice);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(bytes) = self.buffers.fill(slice.len(), copy);
         self.way.free.extend(self.way.busy.pop_front());
-        Ok(Some((Parcel { bucket, round, bytes: Arc::new(bytes) }, to)))
+        Ok(Some((Parcel { bucket, round, bytes }, to)))
     }
 }
 

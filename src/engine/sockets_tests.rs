@@ -16,6 +16,7 @@ use crate::ranks::Seat;
 use crate::ranks::board::{Board, Sizes};
 use crate::ranks::wire::SealedConnection;
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 
 const BUCKETS: usize = 24;

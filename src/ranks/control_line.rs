@@ -5,6 +5,7 @@ use super::handshake::within;
 use super::notice::{Notice, Topic};
 use super::wire::SealedConnection;
 use std::io::{self, ErrorKind, Read};
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 /// Time between two signs of life.
@@ -13,6 +14,8 @@ const BEAT: Duration = Duration::from_secs(2);
 const SILENCE: Duration = Duration::from_secs(8);
 /// How long a message may take to leave.
 const SAY_PATIENCE: Duration = Duration::from_secs(5);
+/// Longest wait for a peer to read the last message and to close its side.
+const LINGER: Duration = Duration::from_secs(1);
 /// Bytes that are read at once.
 const PIECE_BYTES: usize = 16 << 10;
 
@@ -104,6 +107,20 @@ impl ControlLine {
         Ok(())
     }
 
+    /// Closes the connection once the peer has had time to read the last message. A socket that is closed with unread bytes resets the connection, and
+    /// a reset discards bytes that the peer has not read yet: bytes of the peer are read until it closes its side, for [`LINGER`] at most.
+    pub(super) fn close_after_last_message(self) {
+        let stream = &self.connection.stream;
+        let end = Instant::now() + LINGER;
+        let mut piece = [0; PIECE_BYTES];
+        let mut read = |mut stream: &TcpStream| {
+            stream.set_read_timeout(Some(end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))))?;
+            stream.read(&mut piece)
+        };
+        let lingers = stream.set_nonblocking(false).is_ok() && stream.shutdown(Shutdown::Write).is_ok();
+        while lingers && Instant::now() < end && matches!(read(stream), Ok(1..)) {}
+    }
+
     /// The connection, with what has come and was not read.
     ///
     /// # Errors
@@ -119,7 +136,7 @@ mod tests {
     use super::super::wire::Seal;
     use super::*;
     use std::io::Write;
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpListener;
 
     fn line() -> (ControlLine, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -156,6 +173,22 @@ mod tests {
         Notice::new(Topic::Stop, &[]).write(&mut other, &mut seal).unwrap();
         let ((mut input, mut seal), _) = line.into_connection().unwrap().split().unwrap();
         assert_eq!(Notice::read(&mut input, &mut seal).unwrap().topic, Topic::Stop);
+    }
+
+    /// The peer reads the last message although bytes of its own were never read.
+    #[test]
+    fn the_last_message_outlives_unread_bytes_of_the_peer() {
+        let (mut line, mut other) = line();
+        let last = Notice::new(Topic::Stop, &[]);
+        line.say(&last).unwrap();
+        other.write_all(&[0; 1000]).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        let closing = std::thread::spawn(|| line.close_after_last_message());
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(Notice::read(&mut other, &mut Seal::default()).unwrap(), last);
+        assert_eq!(other.read(&mut [0]).unwrap(), 0);
+        drop(other);
+        closing.join().unwrap();
     }
 
     /// A side that sends a byte now and then says nothing.

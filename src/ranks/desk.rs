@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::signals::StopFlag;
 use serde::Serialize;
 use std::io;
+use std::thread;
 use std::time::Instant;
 
 /// The place of a process.
@@ -127,6 +128,12 @@ impl Desk {
             let rival = guest.rival.as_mut().map(|(line, _)| line);
             guest.line.iter_mut().chain(rival).for_each(|line| _ = line.say(notice));
         }
+    }
+
+    /// Closes all connections after the last message, which each process has time to read.
+    pub(super) fn close(self) {
+        let lines = self.guests.into_iter().flat_map(|guest| guest.line.into_iter().chain(guest.rival.map(|(line, _)| line)));
+        thread::scope(|scope| lines.for_each(|line| _ = scope.spawn(|| line.close_after_last_message())));
     }
 
     /// Closes all connections: their processes come again.

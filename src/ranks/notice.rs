@@ -164,9 +164,7 @@ impl Notice {
         let (topic, count) = *Topic::ALL.get(usize::from(head.kind)).ok_or_else(|| wrong("topic", head.kind.into()))?;
         let tail = head.length.checked_sub(8 * count).filter(|tail| *tail <= TAIL_MAX).ok_or_else(|| wrong("length", head.length))?;
         let (mut numbers, mut tail) = ([0; 8 * NUMBERS_MAX], vec![0; tail]);
-        input.read_exact(&mut numbers[..8 * count])?;
-        input.read_exact(&mut tail)?;
-        seal.check(&head, [&numbers[..8 * count], &tail], || format!("{topic:?}"))?;
+        seal.body(input, &head, (&mut numbers[..8 * count], &mut tail), |_| format!("{topic:?}"))?;
         let mut all = [0; NUMBERS_MAX];
         all.iter_mut().zip(numbers.as_chunks().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
         Ok(Self { topic, numbers: all, tail })

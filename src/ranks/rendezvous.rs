@@ -124,6 +124,7 @@ impl Meeting {
                         Error::Usage(why) => desk.answer(&Reply::Refused(why.clone())),
                         error => desk.answer(&Reply::Ended(error.to_string())),
                     }
+                    desk.close();
                     return Err(error);
                 }
             }

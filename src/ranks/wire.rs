@@ -1,19 +1,23 @@
-//! How a message between two processes looks on the wire: a head, which has the message's length, number and kind and the checksum of its body,
-//! and the body. TCP's own sum has 16 bits and lets one of 65,536 damaged packets pass, so that both parts have a CRC-32C, which is compared
-//! before anything is used. The number counts the messages of a connection in one direction: one that is lost, doubled, inserted or out of order
-//! has a wrong one. Each direction begins its checksums with a seed of its own from the handshake, so that a message of another connection,
-//! direction or run is damage as well.
+//! Format of a message between two processes: a head with the length of the body, the number and the kind of the message, then the body, then the
+//! checksum of the body. TCP's own checksum has 16 bits and lets one of 65,536 damaged packets pass, so that head and body have a CRC-32C each, which
+//! the receiver compares before it uses anything. The number counts the messages of a connection in one direction: a lost, doubled, inserted or
+//! reordered message has a wrong number. Each direction begins its checksums with a seed of its own from the handshake, so that a message of another
+//! connection, direction or run counts as damaged, too. The checksum of a body comes last: both sides compute it of pieces that their caches hold
+//! between memory and socket.
 
 use crc32c::crc32c_append;
 use std::io::{self, Cursor, ErrorKind, Read, Write};
 use std::net::TcpStream;
 
-/// Length, number and kind, which both checksums cover.
+/// Bytes of length, number and kind, which the checksums of head and body cover.
 const FACTS_BYTES: usize = 9;
-/// The facts, the body's checksum, and the head's.
-const HEAD_BYTES: usize = FACTS_BYTES + 8;
-/// The start of a body, which is written together with the head, has at most as many bytes.
+const SUM_BYTES: usize = 4;
+/// Bytes of the facts and of the checksum of the head.
+const HEAD_BYTES: usize = FACTS_BYTES + SUM_BYTES;
+/// Most bytes of the start of a body, which is written together with the head.
 const START_BYTES_MAX: usize = 56;
+/// Bytes of a body that go through the socket and the checksum in turn: a part of the second-level cache.
+const PIECE_BYTES: usize = 128 << 10;
 
 /// One direction of a connection: the seed of its checksums, and the number of the next message.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -22,23 +26,22 @@ pub(super) struct Seal {
     next: u32,
 }
 
-/// The head of a message that has come, and is the next one.
+/// Head of the next message of a connection.
 #[derive(Debug)]
 pub(super) struct Head {
     pub(super) kind: u8,
     /// Bytes of the body.
     pub(super) length: usize,
     facts_sum: u32,
-    body_sum: u32,
 }
 
 impl Seal {
-    /// A direction that begins its checksums with `seed`.
+    /// A direction whose checksums begin with `seed`.
     pub(super) fn new(seed: u32) -> Self {
         Self { seed, next: 0 }
     }
 
-    /// Writes the next message, of `kind`, whose body is `start` and then `rest`.
+    /// Writes the next message, of `kind`, whose body is `start` followed by `rest`.
     ///
     /// # Errors
     /// Those of `out`.
@@ -51,41 +54,56 @@ impl Seal {
         first[4..8].copy_from_slice(&self.next.to_le_bytes());
         first[8] = kind;
         let facts_sum = crc32c_append(self.seed, &first[..FACTS_BYTES]);
-        let body_sum = crc32c_append(crc32c_append(facts_sum, start), rest).to_le_bytes();
-        first[FACTS_BYTES..][..4].copy_from_slice(&body_sum);
-        first[FACTS_BYTES + 4..HEAD_BYTES].copy_from_slice(&crc32c_append(facts_sum, &body_sum).to_le_bytes());
+        first[FACTS_BYTES..HEAD_BYTES].copy_from_slice(&facts_sum.to_le_bytes());
         first[HEAD_BYTES..][..start.len()].copy_from_slice(start);
         self.next = self.next.wrapping_add(1);
         out.write_all(&first[..HEAD_BYTES + start.len()])?;
-        out.write_all(rest)
+        let mut sum = crc32c_append(facts_sum, start);
+        for piece in rest.chunks(PIECE_BYTES) {
+            sum = crc32c_append(sum, piece);
+            out.write_all(piece)?;
+        }
+        out.write_all(&sum.to_le_bytes())
     }
 
     /// Reads the head of the next message.
     ///
     /// # Errors
-    /// Those of `input`; `InvalidData` when it is damaged, or is that of another message than the next.
+    /// Those of `input`; `InvalidData` for a damaged head, and for the head of another message than the next.
     pub(super) fn head(&self, input: &mut impl Read) -> io::Result<Head> {
-        let facts: [u8; FACTS_BYTES] = array(input)?;
-        let (body_sum, head_sum): ([u8; 4], [u8; 4]) = (array(input)?, array(input)?);
+        let [facts @ .., s, t, u, v]: [u8; HEAD_BYTES] = array(input)?;
         let facts_sum = crc32c_append(self.seed, &facts);
-        if crc32c_append(facts_sum, &body_sum) != u32::from_le_bytes(head_sum) {
-            return Err(damage(format!("the head of message {} has another CRC-32C than it says", self.next)));
+        if facts_sum != u32::from_le_bytes([s, t, u, v]) {
+            return Err(damage(format!("the CRC-32C of the head of message {} differs", self.next)));
         }
         let [a, b, c, d, e, f, g, h, kind] = facts;
         let (length, number) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
         if number != self.next {
             return Err(damage(format!("message {number} came in place of message {}", self.next)));
         }
-        Ok(Head { kind, length: length as usize, facts_sum, body_sum: u32::from_le_bytes(body_sum) })
+        Ok(Head { kind, length: length as usize, facts_sum })
     }
 
-    /// Compares the body that has come behind `head`, `start` and then `rest`, with its checksum. `what` names the message.
+    /// Reads the body of the message of `head` into `start` and then `rest`, which have its length together, and compares its checksum. `name`
+    /// names the message by its start.
     ///
     /// # Errors
-    /// `InvalidData` when it is damaged.
-    pub(super) fn check(&mut self, head: &Head, [start, rest]: [&[u8]; 2], what: impl FnOnce() -> String) -> io::Result<()> {
-        if crc32c_append(crc32c_append(head.facts_sum, start), rest) != head.body_sum {
-            return Err(damage(format!("the body of message {}, {}, has another CRC-32C than it says", self.next, what())));
+    /// Those of `input`; `InvalidData` for a damaged body.
+    pub(super) fn body(
+        &mut self,
+        input: &mut impl Read,
+        head: &Head,
+        (start, rest): (&mut [u8], &mut [u8]),
+        name: impl FnOnce(&[u8]) -> String,
+    ) -> io::Result<()> {
+        debug_assert_eq!(head.length, start.len() + rest.len());
+        let mut sum = head.facts_sum;
+        for piece in [&mut *start].into_iter().chain(rest.chunks_mut(PIECE_BYTES)) {
+            input.read_exact(piece)?;
+            sum = crc32c_append(sum, piece);
+        }
+        if sum.to_le_bytes() != array(input)? {
+            return Err(damage(format!("the CRC-32C of the body of message {}, {}, differs", self.next, name(start))));
         }
         self.next = self.next.wrapping_add(1);
         Ok(())
@@ -176,10 +194,10 @@ mod tests {
             if head.length > input.len() {
                 return Err(ErrorKind::UnexpectedEof.into());
             }
-            let (body, rest) = input.split_at(head.length);
-            *input = rest;
-            let (start, end) = body.split_at(body.len() / 3);
-            seal.check(&head, [start, end], || "x".into()).map(|()| (head.kind, body.to_vec()))
+            let mut body = vec![0; head.length];
+            let (start, rest) = body.split_at_mut(head.length / 3);
+            seal.body(input, &head, (start, rest), |_| "x".into())?;
+            Ok((head.kind, body))
         };
         while !input.is_empty() {
             match next(&mut input) {
@@ -239,7 +257,7 @@ mod tests {
         let (mut head, mut body) = (messages[0].clone(), messages[0].clone());
         head[0] ^= 0x80;
         body[HEAD_BYTES] ^= 1;
-        assert_eq!(told(&head), "the head of message 0 has another CRC-32C than it says");
-        assert_eq!(told(&body), "the body of message 0, x, has another CRC-32C than it says");
+        assert_eq!(told(&head), "the CRC-32C of the head of message 0 differs");
+        assert_eq!(told(&body), "the CRC-32C of the body of message 0, x, differs");
     }
 }
