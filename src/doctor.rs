@@ -1,4 +1,4 @@
-//! What `superoffload doctor` prints: the machine as the engine sees it, one fact a line, and what would make it faster.
+//! `superoffload doctor`: prints hardware and settings that affect performance, one fact a line, and advice.
 
 pub(crate) mod gpu;
 pub(crate) mod products;
@@ -21,24 +21,24 @@ use serde::Serialize;
 use std::fmt::{self, Display};
 use std::path::Path;
 
-/// Width of the names: the longest is `transparent huge pages`.
+/// Width of the name column: the longest name is `transparent huge pages`.
 const NAME_CHARS: usize = 24;
 
-/// What is tried, not read.
+/// Facts that are found by trying, not by reading files.
 #[derive(Debug)]
 pub(crate) struct Probes {
-    /// Whether there is a GPU, and what opens it.
+    /// Whether a GPU exists and CUDA can open it.
     pub gpu: GpuReport,
-    /// How cuBLASLt computes the products of known models, where there is a GPU to ask.
+    /// The algorithms that cuBLASLt chooses for the products of known models, if there is a GPU.
     pub products: Result<Vec<ModelProducts>>,
-    /// How long the optimizer's pool takes to wake.
+    /// Wake-up latency of the optimizer's pool.
     pub wake_up: Result<WakeUp>,
-    /// What can be counted of a thread.
+    /// Performance counters that are available for a thread.
     pub counters: Result<WorkerCounts>,
 }
 
 impl Probes {
-    /// Tries it all on this machine, whose CPUs `topology` knows: about a second.
+    /// Runs all probes on this machine; `topology` lists its CPUs. This takes about a second.
     pub(crate) fn this_machine(topology: &Topology) -> Self {
         let workers = workers(topology);
         let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
@@ -53,7 +53,7 @@ fn workers(topology: &Topology) -> usize {
     workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()))
 }
 
-/// What was found: facts in the order in which they are printed, and what would make it faster.
+/// Facts in the order in which they are printed, and advice.
 #[derive(Debug, Serialize)]
 pub(crate) struct DoctorReport {
     program: BuildFacts,
@@ -62,7 +62,7 @@ pub(crate) struct DoctorReport {
     advice: Vec<String>,
 }
 
-/// Several may have one name, as memory nodes do.
+/// A fact. Several facts may have the same name, such as memory nodes.
 #[derive(Debug, Serialize)]
 struct NamedFact {
     name: &'static str,
@@ -70,8 +70,8 @@ struct NamedFact {
 }
 
 impl DoctorReport {
-    /// The report on `topology`. `isa` is what the optimizer's kernels run on (`avx512`, `avx2`, `scalar`); `probes` is what was tried;
-    /// `resctrl_root` is where to look for partitions, normally `/sys/fs/resctrl`.
+    /// Builds the report on `topology`. `isa` is the instruction set of the optimizer's kernels (`avx512`, `avx2`, `scalar`); `probes` are
+    /// the results of the probes; `resctrl_root` is the resctrl mount point, normally `/sys/fs/resctrl`.
     pub(crate) fn new(topology: &Topology, isa: &str, probes: &Probes, resctrl_root: &Path) -> Self {
         let partitions = Partitions::discover(topology, resctrl_root);
         let facts = facts(topology, isa, probes, &partitions).into_iter().map(|(name, value)| NamedFact { name, value }).collect();
@@ -97,7 +97,7 @@ impl Display for DoctorReport {
 fn facts(topology: &Topology, isa: &str, probes: &Probes, partitions: &Partitions) -> Vec<(&'static str, String)> {
     let gpu = &probes.gpu;
     let mut facts = vec![
-        // First: it is what a person who has just installed the program asks.
+        // The first line: a new user checks this first.
         ("cuda device", cuda_device(gpu)),
         ("cpu", format!("{} ({})", or_unknown(topology.cpu_model.as_deref()), topology.arch)),
         ("isa", isa.to_owned()),
@@ -173,7 +173,7 @@ fn plural(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Where a run on a GPU would place them, whose driver needs a CPU; the CPU device computes and steps on all.
+/// The CPUs of the optimizer's threads. Beside a GPU one CPU is left for the driver; the CPU device computes and steps on all CPUs.
 fn threads(topology: &Topology) -> String {
     let workers = workers(topology);
     let beside_a_gpu = match Placement::on(topology, workers) {
@@ -184,7 +184,7 @@ fn threads(topology: &Topology) -> String {
     format!("beside a GPU {beside_a_gpu}; on the CPU device {cpus}")
 }
 
-/// Nodes beside the CPUs in use: never a GPU's.
+/// Memory nodes beside the CPUs in use; memory of a GPU is never among them.
 fn memory_nodes(topology: &Topology) -> String {
     let (all, cpus) = (topology.nodes_with_memory().count(), topology.usable_cpus().map(|usable| usable.affinity));
     match cpus.map(|cpus| topology.nodes_beside(&cpus)) {
@@ -203,7 +203,7 @@ fn interrupts(topology: &Topology) -> String {
     if topology.gpu_interrupts.is_empty() { "none seen".into() } else { format!("on CPUs {}", topology.gpu_interrupts) }
 }
 
-/// `L1d 48.0 KiB x2, L2 1.0 MiB x2, L3 32.0 MiB`; instruction caches say nothing about an optimizer.
+/// `L1d 48.0 KiB x2, L2 1.0 MiB x2, L3 32.0 MiB`; instruction caches are left out, since they do not affect the optimizer.
 fn caches(caches: &[Cache]) -> String {
     let data: Vec<_> = caches.iter().filter(|cache| cache.kind != "Instruction").map(cache_name).collect();
     let print = |same: &[String]| if same.len() == 1 { same[0].clone() } else { format!("{} x{}", same[0], same.len()) };
@@ -258,7 +258,7 @@ fn perf(topology: &Topology) -> String {
     format!("{counters}, {scope} (perf_event_paranoid {paranoid})")
 }
 
-/// Facts of the GPU; where the management library tells none, what the kernel knows.
+/// Facts of the GPU from NVML, or from the kernel's driver files if NVML is not available.
 fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
     match (&gpu.facts, &topology.nvidia_driver) {
         (Ok(facts), _) => facts.to_string(),
@@ -270,7 +270,7 @@ fn gpu_name(topology: &Topology, gpu: &GpuReport) -> String {
     }
 }
 
-/// What GPUs are called on which this program was measured.
+/// Names of the GPUs on which this program was measured.
 const MEASURED: [&str; 2] = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"];
 
 fn cuda_device(gpu: &GpuReport) -> String {
@@ -280,7 +280,7 @@ fn cuda_device(gpu: &GpuReport) -> String {
     or_error(&gpu.usable, |_| format!("ready (--device cuda), {name}: supported, {state}"))
 }
 
-/// What can be partitioned, in words, and what to do about it.
+/// Description of cache and bandwidth partitions, and advice about them.
 #[derive(Default)]
 struct Partitions {
     state: String,
@@ -313,7 +313,7 @@ impl Partitions {
         }
     }
 
-    /// No mount point: the kernel saw nothing to partition. Only x86 CPUs say for themselves whether that is so.
+    /// The kernel creates no mount point when it found nothing to partition. Only x86 CPUs report their own support in flags.
     #[cfg(feature = "mpam")]
     fn without_mount_point(topology: &Topology) -> Self {
         let features: Vec<_> = ["cat_l3", "cat_l2", "mba", "cqm_llc"].into_iter().filter(|flag| topology.has_flag(flag)).collect();
@@ -342,7 +342,7 @@ fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String
     limits::reasons(topology).into_iter().chain(advice.into_iter().flatten()).collect()
 }
 
-/// What stands between this machine and a GPU.
+/// Reasons why no GPU can be used.
 fn gpu_advice(gpu: &GpuReport) -> Vec<String> {
     let absent = gpu.usable.as_ref().err().map(|cause| format!("a GPU, if there is one: {cause}"));
     let missing = gpu.libraries.iter().filter_map(|(_, path)| path.as_ref().err().map(ToString::to_string));
@@ -375,13 +375,13 @@ fn thp_off(topology: &Topology) -> Option<String> {
     off.then(|| "transparent huge pages are off: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled".into())
 }
 
-/// What `--huge-pages auto` has to say of this machine.
+/// The first note of `--huge-pages auto` on this machine.
 fn thp_too_coarse(topology: &Topology) -> Option<String> {
     let notes = MemoryPolicy::new(topology, HugePagesChoice::Auto, &[], 1).ok()?.notes;
     topology.thp_bytes.and(notes.into_iter().next())
 }
 
-/// The workers' nodes are those of the process's CPUs.
+/// Advice if no memory node beside the process's CPUs may be used.
 fn spilling(topology: &Topology) -> Option<String> {
     let nodes = topology.nodes_beside(&topology.usable_cpus()?.affinity);
     let far = topology.nodes_with_memory().count() > 1 && nodes.is_empty();
@@ -393,7 +393,7 @@ fn closed_counters(topology: &Topology) -> Option<String> {
     closed.then(|| "performance counters are closed: sysctl kernel.perf_event_paranoid=2 opens a process's own".into())
 }
 
-/// Optimizer states are locked in memory: a limit under half of what the process may use is in the way.
+/// Optimizer states are locked in memory, so a limit below half of the usable memory is reported.
 fn small_memlock(topology: &Topology) -> Option<String> {
     let (limit, usable) = (topology.process.memlock_bytes?, topology.memory_usable_bytes()?);
     let limits = limit < usable / 2 && topology.ipc_lock != Some(true);

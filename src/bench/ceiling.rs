@@ -1,4 +1,4 @@
-//! The speed of one large matrix product: what the device can do at best, measured just before the steps.
+//! The speed of one large matrix product, measured just before the timed steps: the upper bound that the speed of a step is compared to.
 
 use crate::device::Kernels;
 use crate::dtype::Dtype;
@@ -7,11 +7,11 @@ use crate::probe::product::Product;
 use crate::probe::timer::Timer;
 use std::time::Duration;
 
-/// FLOP/s of `c[n,n] = a[n,n] b[n,n]^T` in `dtype`, the median over at least `time`: seconds are what it takes until the
-/// power limit shows. The device's memory is spent for it: give it one that is dropped afterwards.
+/// FLOP/s of `c[n,n] = a[n,n] b[n,n]^T` in `dtype`: the median over at least `time`. A GPU reaches its power limit only after seconds. The
+/// matrices use memory of the device, so pass a device that is dropped afterwards.
 ///
 /// # Errors
-/// The device's; `Resource` when the matrices do not fit.
+/// Errors of the device; `Resource` when the matrices do not fit.
 pub(crate) fn matmul_flops<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize, time: Duration) -> Result<f64> {
     let product = Product::new(dev, dtype, n)?;
     let rates = Timer::new(dev)?.rates(time.as_secs_f64(), product.flops(n), |dev| product.enqueue(dev, n))?;

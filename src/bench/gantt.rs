@@ -1,4 +1,4 @@
-//! A step as a picture of characters: what each track did, from left to right.
+//! A step as a text picture: how busy each track was, from left to right.
 
 use crate::trace::{Recorder, Span};
 use std::fmt;
@@ -6,12 +6,12 @@ use std::ops::Range;
 
 /// Columns of the picture.
 const COLUMNS: usize = 96;
-/// Nothing, up to a third, two thirds, all of a column's time.
+/// Shades for a column that is idle, busy up to a third, up to 90 %, and fully busy.
 const SHADES: [char; 4] = [' ', '░', '▒', '█'];
-/// Spans in which a track waits; the driver's mark a wait of the device, not work.
+/// Spans that are waits, not work. On the driver's track a wait means that the device was idle.
 const WAITS: [&str; 1] = ["wait"];
 
-/// A row for each track.
+/// One row for each track.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gantt {
     span_ns: u64,
@@ -19,7 +19,7 @@ pub(crate) struct Gantt {
 }
 
 impl Gantt {
-    /// What `tracks` did in `window_ns`. The driver's own track is left out.
+    /// Draws how busy each of `tracks` was in `window_ns`. The driver's own track is left out.
     pub(crate) fn new(tracks: &[Recorder], window_ns: Range<u64>) -> Self {
         let shown = tracks.iter().filter(|track| track.track != "driver");
         let rows = shown.map(|track| {
@@ -32,7 +32,7 @@ impl Gantt {
     }
 }
 
-/// The share of each column in which a span was under way.
+/// The fraction of each column's time that spans cover.
 fn busy_ns<'a>(spans: impl Iterator<Item = &'a Span>, window_ns: &Range<u64>) -> [f64; COLUMNS] {
     let column_ns = ((window_ns.end - window_ns.start) as f64 / COLUMNS as f64).max(1.0);
     let mut busy = [0.0; COLUMNS];
@@ -51,7 +51,7 @@ fn busy_ns<'a>(spans: impl Iterator<Item = &'a Span>, window_ns: &Range<u64>) ->
 }
 
 fn shade(share: f64) -> char {
-    // Full means full but for rounding and the pauses between kernels.
+    // 90 % counts as fully busy: rounding and the gaps between kernels take the rest.
     match share {
         s if s < 0.02 => SHADES[0],
         s if s < 0.34 => SHADES[1],

@@ -1,7 +1,7 @@
-//! `superoffload bench`: how fast training steps are on this machine, as one JSON line a run.
+//! `superoffload bench`: measures the speed of training steps on this machine and prints one JSON line a run.
 //!
-//! [`options`] is what can be asked for, [`step`] runs it ([`simulate`] on a machine that is not here), [`record`] is the line; what its
-//! figures are measured against are [`crate::model::flops`] and [`ceiling`].
+//! [`options`] are the flags, [`step`] runs on this machine, [`simulate`] runs on a simulated machine, [`record`] is the JSON line. Speeds
+//! are compared to [`crate::model::flops`] and [`ceiling`].
 
 pub(crate) mod ceiling;
 pub(crate) mod gantt;

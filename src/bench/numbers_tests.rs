@@ -1,4 +1,5 @@
-//! Numbers of any size on every flag: one line of refusal, or a run; never a panic, and no memory for the number itself.
+//! Numbers of any size for every flag: the program refuses them in one line or runs. It never panics, and it allocates no memory in
+//! proportion to the number.
 
 use super::options::StepOptions;
 use super::simulate::Simulation;
@@ -13,7 +14,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 use tempfile::TempDir;
 
-/// Without a search, which takes time.
+/// Flags that fix the plan, so that no search runs. A search takes long.
 const CLOSED: [&str; 11] = [
     "--seq-length=64",
     "--per-device-train-batch-size=1",
@@ -45,11 +46,11 @@ const EDGES: [&str; 16] = [
     "0.5",
     "1-18446744073709551615",
 ];
-/// A simulation of more takes long, and its numbers are not larger.
+/// Limits of the simulated run: more steps take longer and test no larger numbers.
 const STEPS_MAX: u64 = 100;
 const TOKENS_MAX: usize = 1 << 16;
 
-/// Small: what numbers of any size come to is the same with any model.
+/// A small model: the size of the model does not change how flags are checked.
 fn model() -> String {
     static MODEL: OnceLock<TempDir> = OnceLock::new();
     let dir = MODEL.get_or_init(|| {
@@ -64,7 +65,7 @@ fn command() -> Command {
     StepOptions::augment_args(Command::new("step")).args_override_self(true)
 }
 
-/// Flags that take a number, as their help writes it.
+/// Flags that take a number, found by the value names of their help.
 fn numeric() -> &'static [String] {
     static FLAGS: OnceLock<Vec<String>> = OnceLock::new();
     FLAGS.get_or_init(|| {
@@ -77,7 +78,7 @@ fn numeric() -> &'static [String] {
     })
 }
 
-/// Reads flags, checks them, plans by them and, where the step is small, simulates it; every refusal is fine, a panic is not.
+/// Parses and checks flags, plans with them and, if the step is small, simulates it. Any error is accepted; a panic is not.
 fn judge(said: &[String]) {
     let args = ["step"].into_iter().chain(CLOSED).map(String::from).chain([model()]).chain(said.iter().cloned());
     let Ok(matches) = command().try_get_matches_from(args) else { return };
@@ -96,7 +97,7 @@ fn judge(said: &[String]) {
     }
 }
 
-/// A number as TOML writes it, or a curve, in which every rate is this number.
+/// Replaces a number of a TOML profile by `number`. In a curve, every rate becomes `number`.
 fn with(old: &str, number: &str) -> String {
     let point = |point: &str| format!("[{}, {number}]", point.trim_matches(['[', ']']).split(',').next().unwrap());
     match old.starts_with('[') {

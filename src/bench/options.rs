@@ -1,4 +1,4 @@
-//! The flags of `bench step`: those of `train` that say how a step runs, and what is measured.
+//! Flags of `bench step`: the flags of `train` that affect a step, and flags of the measurement.
 
 use crate::config::checks::require;
 use crate::config::describe::flag_name;
@@ -44,10 +44,10 @@ pub struct StepOptions {
 }
 
 impl StepOptions {
-    /// Refuses flags of `train` that mean nothing here, and more steps than anyone waits for.
+    /// Refuses flags of `train` that have no effect here, and step counts out of range.
     ///
     /// # Errors
-    /// `Usage` that names the first one.
+    /// `Usage` that names the first such flag.
     pub fn check(&self) -> Result<()> {
         for (flag, steps, least) in [("warmup", self.warmup, 0), ("steps", self.steps, 1)] {
             require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("{least} to {STEPS_MAX}"))?;
@@ -66,10 +66,10 @@ impl StepOptions {
     }
 }
 
-/// A record holds the time of each step that is timed, and memory for all of them is taken before the first.
+/// Largest number of timed steps: the record holds the time of each, in memory that is allocated before the first step.
 const STEPS_MAX: u64 = 100_000;
 
-/// Options of `train` that a benchmark has no use for.
+/// Options of `train` that have no effect in a benchmark.
 #[rustfmt::skip]
 const MEANINGLESS: [&str; 29] = [
     "model", "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",

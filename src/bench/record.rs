@@ -1,6 +1,6 @@
-//! The JSON line of one `bench step`, and the table that a person reads.
+//! The JSON line of one `bench step`, and the table printed for people.
 //!
-//! Rates are over wall time unless they say `busy`; G and T are powers of ten.
+//! Rates are over wall time unless their name contains `busy`. G and T are powers of ten.
 
 use crate::config::settings::Settings;
 use crate::device::ProductAlgorithm;
@@ -20,69 +20,69 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Everything that was asked for, found and measured.
+/// Options, machine, plan and results of one `bench step`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct StepRecord {
     /// `step`.
     pub bench: &'static str,
-    /// When it ended.
+    /// When the run ended.
     pub(crate) unix_seconds: u64,
     pub build: BuildFacts,
     pub machine: MachineFacts,
-    /// The device, in words.
+    /// Description of the device.
     pub device: String,
     /// The GPUs of all ranks; none on the cpu device.
     pub(crate) gpus: Vec<GpuId>,
     pub model: ModelFacts,
-    /// Which steps were to be clipped; wins over `settings.max_grad_norm`.
+    /// The steps that were to be clipped; overrides `settings.max_grad_norm`.
     pub clip: Clip,
-    /// Tokens of the documents in a row, least and most, where rows hold several.
+    /// Least and most tokens of a document, if rows hold several documents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub documents: Option<LengthRange>,
-    /// Steps before the clock.
+    /// Warm-up steps, which are not timed.
     pub(crate) warmup: u64,
     pub steps: u64,
     pub settings: Settings,
-    /// What the plan of a GPU rests on, in words.
+    /// Description of the measured rates that the plan of a GPU is based on.
     pub rates: Option<String>,
     pub plan: PlanFacts,
-    /// Partition of cache and bandwidth that the optimizer has, in words.
+    /// Description of the cache and bandwidth partition of the optimizer.
     pub partition: String,
     /// Time to make random weights and send them.
     pub(crate) init_seconds: f64,
     #[serde(flatten)]
     pub outcome: Outcome,
-    /// Of the state after the last step, as `train --digest` prints it, where it was asked for.
+    /// Digest of the state after the last step, as `train --digest` prints it; only with `--digest`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) digest: Option<String>,
-    /// The algorithms of the matrix products, where a library chose them.
+    /// Algorithms of the matrix products that a library chose.
     pub products: Vec<ProductAlgorithm>,
     /// Memory, planned and used.
     pub memory: MemoryPeaks,
     /// Pages and nodes of host memory.
     pub host_memory: MemoryReport,
-    /// What was counted of the optimizer's threads while steps were timed.
+    /// Performance counters of the optimizer's threads during the timed steps.
     pub(crate) perf: WorkerCounts,
-    /// The GPU while the steps were timed; `None` on the cpu device.
+    /// Samples of the GPU during the timed steps; `None` on the cpu device.
     pub gpu: Option<GpuSamples>,
-    /// Why the GPU could not be watched.
+    /// Why the GPU could not be sampled.
     pub(crate) gpu_unwatched: Option<String>,
 }
 
 /// Memory, planned and used.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct MemoryPeaks {
-    /// Planned on the device, all classes together.
+    /// Planned on the device, the sum of all classes.
     pub(crate) device_planned_bytes: u64,
     /// Planned in host memory.
     pub(crate) host_planned_bytes: u64,
-    /// Planned, by class, and the resident set at the end.
+    /// Planned memory by class, and the resident set at the end.
     #[serde(flatten)]
     pub(crate) classes: MemoryUse,
     /// Largest resident set of the process.
     pub(crate) rss_peak_bytes: Option<u64>,
-    /// By how much the machine's available memory fell from before the engine to after the steps: page-locked memory
-    /// does not all show in the resident set.
+    /// Decrease of the machine's available memory between the start of the engine and the end of the steps. Page-locked memory is only
+    /// partly counted in the resident set.
     pub(crate) available_drop_bytes: Option<u64>,
 }
 
@@ -91,7 +91,7 @@ impl fmt::Display for StepRecord {
         let memory = &self.memory;
         let each = if self.settings.gpus > 1 { format!("{} x ", self.settings.gpus) } else { String::new() };
         writeln!(f, "{} of {} parameters on {each}{}", self.model.config, Count(self.model.params), self.device)?;
-        // A simulated step has none: the loss is a run's to tell.
+        // Printed here and not in `Outcome`: a simulated step has no loss.
         let loss = self.outcome.loss;
         writeln!(f, "{}; loss {:.4} -> {:.4}", self.outcome, loss.first, loss.last)?;
         let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), |bytes| Bytes(bytes).to_string());
@@ -111,7 +111,7 @@ impl fmt::Display for StepRecord {
     }
 }
 
-/// A file to which lines are appended. It is opened before anything is measured, so that nothing is measured in vain.
+/// A file to which lines are appended. It is opened before the measurement, so that an unwritable file fails at once.
 pub(crate) struct RecordFile {
     path: PathBuf,
     file: File,

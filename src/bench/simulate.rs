@@ -1,4 +1,4 @@
-//! `simulate`: the steps of a machine that is not here, by its profile.
+//! `simulate`: steps on a machine described by a hardware profile.
 
 use super::gantt::Gantt;
 use super::options::StepOptions;
@@ -26,12 +26,12 @@ use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 
-/// Room for the spans of one simulation, on each track.
+/// Room for spans on each track of one simulation.
 const TRACE_SPANS: usize = 1 << 16;
-/// Seconds in which this machine is measured when a plan for it is asked for.
+/// Seconds spent measuring this machine for `--hardware this`.
 const PROBE_S: u64 = 20;
 
-/// Everything that was asked for, assumed and found.
+/// Options, profile, plan and results of one simulation.
 #[derive(Debug, Serialize)]
 pub(crate) struct SimulatedRecord {
     /// `simulate`.
@@ -39,11 +39,11 @@ pub(crate) struct SimulatedRecord {
     pub build: BuildFacts,
     /// The machine that is simulated.
     pub hardware: HardwareFacts,
-    /// The device, in words.
+    /// Description of the device.
     pub device: String,
     pub model: ModelFacts,
     pub clip: crate::simulate::clip::Clip,
-    /// Steps before the clock.
+    /// Warm-up steps, which are not timed.
     pub(crate) warmup: u64,
     pub steps: u64,
     pub settings: Settings,
@@ -70,10 +70,10 @@ pub(crate) struct Simulation {
 }
 
 impl Simulation {
-    /// Resolves what was asked for, on the machine of `profile`.
+    /// Resolves `options` on the machine of `profile`.
     ///
     /// # Errors
-    /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
+    /// `Usage` that names an option that makes no sense; errors in the model's configuration.
     pub(crate) fn new(options: StepOptions, profile: Profile) -> Result<Self> {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
@@ -90,17 +90,17 @@ impl Simulation {
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, profile })
     }
 
-    /// Tokens of a step, as far as they are settled before a plan is made.
+    /// Tokens of a step, as far as the options determine them before a plan is made.
     #[cfg(test)]
     pub(super) fn tokens(&self) -> usize {
         let Settings { per_device_train_batch_size: batch, seq_length, tokens_per_step, .. } = self.settings;
         tokens_per_step.unwrap_or_else(|| batch.saturating_mul(seq_length).saturating_mul(self.settings.micro_batches()))
     }
 
-    /// Runs it.
+    /// Runs the simulation.
     ///
     /// # Errors
-    /// `Resource` when it does not fit the machine, with what would; `Io` when the timeline cannot be written.
+    /// `Resource` that names the shortage when the plan does not fit the machine; `Io` when the timeline cannot be written.
     pub(crate) fn run(&self) -> Result<SimulatedRecord> {
         let trace = self.settings.trace.as_deref().map(TraceFile::open).transpose()?;
         let plan =
@@ -137,11 +137,11 @@ impl fmt::Display for SimulatedRecord {
     }
 }
 
-/// The profile that `options` name; `this` is this machine, measured now, `auto` what `probe --save` kept of it. `tell` is given lines for
-/// people on the way.
+/// The hardware profile named by `options`: `this` measures this machine now, `auto` is the profile stored by `probe --save`. `log`
+/// receives progress lines.
 ///
 /// # Errors
-/// `Usage` when none is named or kept; or all GPUs are asked for; those of [`Profile::load`], [`probe::run`] and [`Key::new`].
+/// `Usage` when no profile is named or stored, or with `--gpus all`; errors of [`Profile::load`], [`probe::run`] and [`Key::new`].
 pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     if options.gpus == Some(GpuCount::All) {
         return Err(Error::usage("--gpus all: of a machine that need not be here a number is planned; use --gpus 2"));

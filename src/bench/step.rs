@@ -1,4 +1,4 @@
-//! `bench step`: random tokens through random weights, for some steps, and what they cost.
+//! `bench step`: times steps with random tokens and random weights.
 
 use super::options::StepOptions;
 use super::record::{MemoryPeaks, StepRecord};
@@ -30,7 +30,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Rows and columns of the products of the ceiling, and for how long they run.
+/// Rows and columns of the matrix product that gives the speed ceiling, and the duration of its measurement.
 const CEILING_ELEMS: usize = 8192;
 const CEILING_TIME: Duration = Duration::from_secs(2);
 
@@ -46,9 +46,9 @@ pub(crate) struct StepBench {
 struct Measurement<'a> {
     bench: &'a StepBench,
     launch: &'a Launcher,
-    /// The bench's, with the GPUs counted.
+    /// Settings of the benchmark with the number of GPUs resolved.
     settings: &'a Settings,
-    /// Of all ranks.
+    /// Plan of all ranks.
     plan: &'a Plan,
     /// FLOP/s of a large matrix product on a GPU; see [`super::ceiling::matmul_flops`].
     matmul_flops: Option<f64>,
@@ -56,10 +56,10 @@ struct Measurement<'a> {
 }
 
 impl StepBench {
-    /// Resolves what was asked for.
+    /// Resolves `options`.
     ///
     /// # Errors
-    /// `Usage` that names what makes no sense; what is wrong with the model's configuration.
+    /// `Usage` that names an option that makes no sense; errors in the model's configuration.
     pub(crate) fn new(options: StepOptions) -> Result<Self> {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
@@ -70,25 +70,24 @@ impl StepBench {
         Ok(Self { settings, config: model_config.display().to_string(), shape, steps, documents })
     }
 
-    /// Runs it; `log` is given lines for people on the way. Of several processes, which `last_resort` ends where one hangs, the first has the
-    /// record.
-    ///
+    /// Runs the benchmark; `log` receives progress lines. With several processes, only process 0 returns the record. `last_resort` ends a
+    /// process that hangs.
     /// # Errors
-    /// Whatever is missing or too large.
+    /// `Usage`, `Resource` or `Io` for options, devices, memory and files; the failure that ended another process.
     pub(crate) fn run(&self, last_resort: Option<LastResort>, log: &mut dyn FnMut(&dyn Display)) -> Result<Option<StepRecord>> {
         if self.settings.processes == 1 {
             return self.lead(None, log).map(Some);
         }
         let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
         let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
-        // A process behind process 0 that ends because another has failed has no news.
+        // A process other than process 0 that ends because another one failed does not report that failure again.
         let failure = outcome.as_ref().err().filter(|error| self.settings.process == 0 || !matches!(error, Error::Rank { .. }));
         let end = failure.map_or_else(EndOfRun::default, |error| party.links.end_by(error));
         party.links.close(end);
         outcome
     }
 
-    /// Times the steps of the only process, or of the first.
+    /// Times the steps of a single process, or of process 0 of several.
     fn lead(&self, party: Option<&Party>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
         let (launch, settings) = party.map_or_else(|| Launcher::new(&self.settings), |party| party.launcher(&self.settings))?;
         let chosen = &launch.chosen;
@@ -106,7 +105,7 @@ impl StepBench {
         ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links }.lead(user, &Stepping)
     }
 
-    /// Computes as the first process says, until the bench is over.
+    /// Runs the orders of process 0 until the benchmark ends.
     fn follow(&self, party: &Party) -> Result<()> {
         let end = match party.plan(&self.settings, &self.shape)? {
             Ok((launch, plan, _)) => {
@@ -122,7 +121,7 @@ impl StepBench {
     }
 }
 
-/// Steps, and saves nothing.
+/// A follower that runs steps and saves nothing.
 struct Stepping;
 
 impl FollowEngine for Stepping {
@@ -134,7 +133,7 @@ impl FollowEngine for Stepping {
 impl UseEngine for Measurement<'_> {
     type Output = StepRecord;
 
-    /// Fills `engine` with random weights, runs its steps, and ends it.
+    /// Initializes `engine` with random weights, runs the steps, and ends it.
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<StepRecord> {
         let Self { bench, launch, settings, plan, matmul_flops, log } = self;
         let trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
@@ -192,13 +191,13 @@ impl UseEngine for Measurement<'_> {
     }
 }
 
-/// FLOP/s of large matrix products in the plan's format, over seconds: what the GPU sustains under its power limit.
+/// FLOP/s of large matrix products in the plan's format, measured over seconds: the speed that the GPU sustains under its power limit.
 fn matmul_ceiling(plan: &Plan, ordinal: usize) -> Result<f64> {
     let mut dev = gpu::open(ordinal, plan.cuda_libraries.clone(), Engines::OWN, 0, false)?;
     super::ceiling::matmul_flops(&mut dev, plan.dtype, CEILING_ELEMS, CEILING_TIME)
 }
 
-/// What the sampler saw, or why it saw nothing.
+/// Samples of the GPU, or the reason why there are none.
 fn watched(sampler: Option<Result<Sampler>>) -> (Option<GpuSamples>, Option<String>) {
     match sampler.map(|sampler| sampler.and_then(Sampler::stop)) {
         None => (None, None),
@@ -207,7 +206,7 @@ fn watched(sampler: Option<Result<Sampler>>) -> (Option<GpuSamples>, Option<Stri
     }
 }
 
-/// What `plan` uses while its engine lives; `available_before` it began.
+/// Memory use of `plan` while its engine lives. `available_before` is the memory that was available before the engine started.
 fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
     let kernel_says = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
     let available_now = kernel_says("/proc/meminfo", "MemAvailable");
@@ -228,7 +227,7 @@ mod tests {
     use crate::data::batch::{Batch, Batches, arrays};
     use crate::model::shape::DEMO_CONFIG;
 
-    /// Runs a small benchmark with these flags and returns its line.
+    /// Runs a small benchmark with these flags and returns its JSON line.
     fn line(clip: &str, train: TrainOptions) -> serde_json::Value {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
@@ -266,15 +265,16 @@ mod tests {
         let close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
         assert!(close(line["tokens_per_second"].as_f64().unwrap(), 32.0 / seconds));
         assert!(close(number("speed", "model_tflops"), number("speed", "model_flops") / seconds / 1e12));
-        // Every offloaded parameter leaves as a gradient and returns, 4 bytes each way.
+        // Every offloaded parameter is sent once as a gradient and returns once as a weight, 4 bytes each way.
         let offloaded = number("plan", "offloaded_elems");
         for (section, key, expected) in [("link", "d2h_bytes", 4.0), ("link", "h2d_bytes", 4.0), ("adam", "params", 1.0)] {
             let per_param = number(section, key) / offloaded;
-            // Work of a step's last buckets may fall into the next step's report: over five steps less than one's.
+            // The last buckets of a step may be counted in the next step's report: over five steps, at most one step's worth.
             assert!((per_param - expected).abs() <= expected / 5.0, "{section}.{key}: {per_param}");
         }
-        // Synchronous steps move 32 bytes a parameter in fp32, deferred ones 36, or 28 in a commit and 20 in a speculation; and what is speculated on
-        // for the first time 20, which of the step before the timed ones may come late: of one in five parameters at most.
+        // Bytes a parameter in fp32: 32 for a synchronous step, 36 for a deferred step (28 for a commit and 20 for a speculation alone), 20
+        // for the first speculation. The first speculation of the step before the timed steps may be counted late, for at most one in five
+        // parameters.
         let bytes_per_param = number("adam", "busy_gb_per_s") / number("adam", "busy_gparams_per_s");
         assert!((26.3..48.1).contains(&bytes_per_param), "{bytes_per_param}");
         assert!((0.0..=1.0).contains(&number("exposed", "device_busy_share")));

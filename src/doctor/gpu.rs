@@ -1,4 +1,4 @@
-//! What this program can do with the GPU that is here.
+//! The GPUs of this machine, and whether this program can use them.
 
 use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
@@ -8,20 +8,20 @@ use crate::launch::peer_links::PeerLinks;
 use crate::memory::Addressing;
 use std::path::PathBuf;
 
-/// Whether there is a GPU, and whether this program can compute on it.
+/// Whether a GPU exists, and whether this program can compute on it.
 #[derive(Debug)]
 pub(crate) struct GpuReport {
-    /// What it is, or why that cannot be said.
+    /// Facts of the GPU, or why they are unknown.
     pub facts: Result<GpuFacts>,
-    /// What CUDA, which opens it, says of the host's memory; or why it does not open.
+    /// Access of the GPU to host memory as CUDA reports it, or why CUDA cannot open the GPU.
     pub usable: Result<Addressing>,
-    /// NVIDIA's libraries, where there is a GPU to use them: the path, or why one cannot be opened.
+    /// Paths of NVIDIA's libraries, or why one cannot be opened; empty without a usable GPU.
     pub libraries: Vec<(&'static str, Result<PathBuf>)>,
-    /// Where there are several: who they are, and what lies between them.
+    /// Ids of several GPUs and the links between them; empty with fewer than two.
     pub several: Result<SeveralGpus>,
 }
 
-/// The GPUs that would train together.
+/// The GPUs of `--gpus all`.
 #[derive(Debug, Default)]
 pub(crate) struct SeveralGpus {
     gpus: Vec<GpuId>,
@@ -37,7 +37,7 @@ impl SeveralGpus {
         Ok(Self { links: PeerLinks::between(&gpus)?, gpus })
     }
 
-    /// A line for each rank of `--gpus all` on the machine of `topology`: its GPU, memory node and CPUs.
+    /// One line for each rank of `--gpus all` on the machine of `topology`: GPU, memory node and CPUs.
     pub(super) fn ranks(&self, topology: &Topology) -> Vec<String> {
         let homes = devices::homes(&self.gpus, topology);
         let rank = |(rank, gpu): (usize, &GpuId)| {

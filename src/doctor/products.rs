@@ -1,11 +1,11 @@
-//! Which algorithms cuBLASLt chooses for the matrix products of known models.
+//! The algorithms that cuBLASLt chooses for the matrix products of known models.
 
 use crate::device::ProductAlgorithm;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Tokens of a micro-batch whose products are asked about: 4 sequences of 4096.
+/// Tokens of the micro-batch: 4 sequences of 4096.
 #[cfg(feature = "cuda")]
 const TOKENS: usize = 4 * 4096;
 
@@ -16,7 +16,7 @@ pub(crate) struct ModelProducts {
     pub products: Vec<ProductAlgorithm>,
 }
 
-/// Those of every preset, on the first GPU. Runs no product.
+/// The algorithms for every preset on the first GPU. No product is computed.
 ///
 /// # Errors
 /// `Resource` when there is no GPU or cuBLASLt cannot be opened.
@@ -32,7 +32,7 @@ pub(crate) fn of_presets() -> Result<Vec<ModelProducts>> {
     presets::PRESETS.into_iter().map(of).collect()
 }
 
-/// None: this build opens no GPU.
+/// Empty: this build opens no GPU.
 ///
 /// # Errors
 /// None.
