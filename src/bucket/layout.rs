@@ -1,30 +1,30 @@
 //! Cuts the flat parameter order into buckets.
 //!
-//! The flat order is backward order: bucket 0 has its gradients first, the last bucket holds the first layers. The last
-//! buckets keep their optimizer on the device (paper 4.3: the tail of backward, the first needed again).
+//! The flat order is backward order: the gradients of bucket 0 are ready first, and the last bucket holds the first layers. The last
+//! buckets keep their optimizer state on the device (paper 4.3), because the end of backward is needed first by the next forward.
 
 use crate::optim::norm::BLOCK;
 use std::ops::Range;
 
-/// Where the optimizer state of a bucket lies, and so who steps it.
+/// Location of a bucket's optimizer state, which determines the processor that steps the bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tier {
-    /// Host memory. The pool steps it there.
+    /// Host memory, stepped by the CPU pool.
     Host,
-    /// Host memory that the device knows by the same address. It comes to the device, is stepped there, and goes back.
+    /// Host memory that the device addresses directly. It is moved to the device, stepped there, and moved back.
     Unified,
-    /// The device's memory. The device steps it there.
+    /// Device memory, stepped by the device.
     Device,
 }
 
 impl Tier {
-    /// Whether the pool steps it.
+    /// Whether the CPU pool steps the bucket.
     pub(crate) fn is_offloaded(self) -> bool {
         self == Self::Host
     }
 }
 
-/// Where each bucket begins and ends, and where its optimizer state lies.
+/// Bounds of each bucket, and the tier of its optimizer state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct BucketLayout {
     flat_elems: usize,
@@ -35,7 +35,7 @@ pub struct BucketLayout {
 }
 
 impl BucketLayout {
-    /// Buckets of `bucket_elems` (rounded up to whole norm blocks; the last bucket may be shorter), all of them in the tier `away`.
+    /// Buckets of `bucket_elems`, rounded up to whole norm blocks. The last bucket may be shorter. All buckets are in the tier `away`.
     ///
     /// # Panics
     /// If `flat_elems` is not a positive multiple of [`BLOCK`].
@@ -45,13 +45,13 @@ impl BucketLayout {
         Self { flat_elems, bucket_elems, away, resident: 0, early: 0..0 }
     }
 
-    /// The same buckets with the last `resident` of them (at most all) on the device.
+    /// This layout with the last `resident` buckets (at most all) on the device.
     pub fn with_resident(&self, resident: usize) -> Self {
         Self { resident: resident.min(self.count()), ..self.clone() }
     }
 
-    /// The same buckets, of which those that lie in the flat range `table` leave early, as far as they are offloaded: nearly all of their
-    /// gradient is final long before the rest.
+    /// This layout with early buckets: offloaded buckets in the flat range `table`, nearly all of whose gradient is final long before the
+    /// rest.
     pub(crate) fn with_early(&self, table: Range<usize>) -> Self {
         let early = table.start.div_ceil(self.bucket_elems)..self.complete(table.end);
         Self { early, ..self.clone() }
@@ -63,12 +63,12 @@ impl BucketLayout {
         self.early.start.min(end)..end
     }
 
-    /// The tier of the buckets that are not on the device, if there are any.
+    /// The tier of the buckets that are not on the device.
     pub(crate) fn away(&self) -> Tier {
         self.away
     }
 
-    /// Where the state of `bucket` lies.
+    /// The tier of the state of `bucket`.
     pub(crate) fn tier(&self, bucket: usize) -> Tier {
         if bucket < self.count() - self.resident { self.away } else { Tier::Device }
     }
@@ -93,7 +93,7 @@ impl BucketLayout {
         self.flat_elems.div_ceil(self.bucket_elems)
     }
 
-    /// Buckets stepped by the pool: the first ones of backward.
+    /// Buckets stepped by the pool: the first buckets of backward.
     pub fn offloaded(&self) -> usize {
         self.buckets_in(Tier::Host).len()
     }
@@ -127,7 +127,7 @@ impl BucketLayout {
         range.start / self.bucket_elems..(range.end - 1) / self.bucket_elems + 1
     }
 
-    /// Buckets that are complete when the first `elems` elements of the flat order are.
+    /// Number of buckets that lie entirely within the first `elems` elements of the flat order.
     pub fn complete(&self, elems: usize) -> usize {
         if elems >= self.flat_elems { self.count() } else { elems / self.bucket_elems }
     }

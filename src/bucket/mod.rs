@@ -1,4 +1,4 @@
-//! Buckets: contiguous ranges of the flat parameter order that move, and are stepped, as a unit.
+//! Buckets: contiguous ranges of the flat parameter order that are transferred and stepped as a unit.
 
 pub(crate) mod layout;
 pub(crate) mod slices;

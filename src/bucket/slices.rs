@@ -1,13 +1,13 @@
-//! The part of every bucket that a rank owns, cut at whole blocks of the norm.
+//! The slice of every bucket that a rank owns, cut at whole norm blocks.
 //!
-//! Of a bucket of B blocks rank r of N owns blocks `B*r/N .. B*(r+1)/N`. Behind each other, in the order of the buckets, a rank's parts
-//! make its own flat order: *local* coordinates, in which its optimizer state and the partial sums of its norm lie.
+//! Of a bucket of B blocks, rank r of N owns blocks `B*r/N .. B*(r+1)/N`. The slices of a rank, concatenated in bucket order, form its
+//! *local* order, which its optimizer state and the partial sums of its norm use.
 
 use super::layout::{BucketLayout, Tier};
 use crate::optim::norm::BLOCK;
 use std::ops::Range;
 
-/// Which elements a rank owns, in the flat order and in its own.
+/// The elements that a rank owns, in the flat order and in its local order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slices {
     layout: BucketLayout,
@@ -16,26 +16,26 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// The part of `rank`, one of `ranks`, of every bucket of `layout`.
+    /// The slices that `rank` of `ranks` owns of the buckets of `layout`.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If `rank` is not below `ranks`.
     pub(crate) fn new(layout: BucketLayout, rank: usize, ranks: usize) -> Self {
         assert!(rank < ranks, "rank {rank} of {ranks}");
         Self { layout, rank, ranks }
     }
 
-    /// The buckets that are cut.
+    /// The layout of the whole buckets.
     pub(crate) fn layout(&self) -> &BucketLayout {
         &self.layout
     }
 
-    /// How many ranks share every bucket.
+    /// Number of ranks that share every bucket.
     pub(crate) fn ranks(&self) -> usize {
         self.ranks
     }
 
-    /// Whose slices these are.
+    /// The rank that owns these slices.
     pub(crate) fn rank(&self) -> usize {
         self.rank
     }
@@ -47,7 +47,7 @@ impl Slices {
         cut(rank)..cut(rank + 1)
     }
 
-    /// What of it lies within `flat`.
+    /// The part of [`Slices::of`] that lies within `flat`.
     pub(crate) fn within(&self, rank: usize, bucket: usize, flat: &Range<usize>) -> Range<usize> {
         let whole = self.of(rank, bucket);
         let start = flat.start.clamp(whole.start, whole.end);
@@ -59,37 +59,37 @@ impl Slices {
         self.of(self.rank, bucket)
     }
 
-    /// The same in local coordinates: all buckets but the last are alike.
+    /// The local range of `bucket` on this rank. All buckets but the last have slices of the same length.
     pub(crate) fn local(&self, bucket: usize) -> Range<usize> {
         self.local_of(self.rank, bucket)
     }
 
-    /// The same of another rank.
+    /// The local range of `bucket` on `rank`, in that rank's own order.
     pub(crate) fn local_of(&self, rank: usize, bucket: usize) -> Range<usize> {
         let start = bucket * self.of(rank, 0).len();
         start..start + self.of(rank, bucket).len()
     }
 
-    /// The local range of neighbouring buckets.
+    /// The local range of consecutive buckets.
     pub(crate) fn local_buckets(&self, buckets: &Range<usize>) -> Range<usize> {
         let end = |buckets: usize| buckets.checked_sub(1).map_or(0, |last| self.local(last).end);
         end(buckets.start)..end(buckets.end)
     }
 
-    /// Elements of the most that any rank owns of neighbouring buckets.
+    /// Largest number of elements that any rank owns of consecutive buckets.
     pub(crate) fn most_in(&self, buckets: &Range<usize>) -> usize {
         let of = |rank| Self { rank, ..self.clone() }.local_buckets(buckets).len();
         (0..self.ranks).map(of).max().unwrap_or(0)
     }
 
-    /// Elements that this rank owns in all.
+    /// Number of elements that this rank owns.
     pub(crate) fn elems(&self) -> usize {
         self.local(self.layout.count() - 1).end
     }
 
     /// Elements of the longest slice that this rank owns.
     pub(crate) fn slice_elems(&self) -> usize {
-        // All buckets but the last are alike.
+        // All buckets but the last have the same length.
         self.global(0).len().max(self.global(self.layout.count() - 1).len())
     }
 
@@ -104,7 +104,7 @@ impl Slices {
         self.local_buckets(&self.layout.buckets_in(tier))
     }
 
-    /// The parts of the flat range `flat` that this rank owns, each with the local element at which it begins.
+    /// The parts of the flat range `flat` that this rank owns, each with its first local element.
     pub(crate) fn owned(&self, flat: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
         self.layout.overlapping(flat.clone()).filter_map(move |bucket| {
             let (global, local) = (self.global(bucket), self.local(bucket));
@@ -113,9 +113,9 @@ impl Slices {
         })
     }
 
-    /// The flat ranges behind the local range `local`, in their order, each with the local element at which it begins.
+    /// The flat ranges of the local range `local`, in order, each with its first local element.
     pub(crate) fn pieces(&self, local: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> + '_ {
-        // All is one piece where nobody else owns any.
+        // A single rank owns everything in one piece.
         let all = (self.ranks == 1 && !local.is_empty()).then(|| (local.clone(), local.start));
         let buckets = if self.ranks == 1 { 0 } else { self.layout.count() };
         let pieces = (0..buckets).filter_map(move |bucket| {

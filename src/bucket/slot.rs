@@ -1,9 +1,9 @@
-//! The staging slots: fixed pieces of pinned memory, lent and given back, never grown.
+//! Staging slots: fixed pieces of pinned memory, lent and returned, never grown.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Slot(pub usize);
 
-/// Which slots are free. Nothing allocates after construction.
+/// The free slots of a fixed number. It allocates only in `new`.
 #[derive(Clone, Debug)]
 pub(crate) struct FreeList {
     free: Vec<Slot>,
@@ -11,36 +11,36 @@ pub(crate) struct FreeList {
 }
 
 impl FreeList {
-    /// `count` slots, all of them free.
+    /// `count` slots, all free.
     pub(crate) fn new(count: usize) -> Self {
         Self { free: (0..count).rev().map(Slot).collect(), count }
     }
 
-    /// A free slot, or `None`: then the asker waits (back-pressure).
+    /// A free slot, or `None`: the caller then waits (back-pressure).
     pub(crate) fn take(&mut self) -> Option<Slot> {
         self.free.pop()
     }
 
-    /// This slot, if it is free.
+    /// The given slot, if it is free.
     pub(crate) fn take_this(&mut self, slot: Slot) -> Option<Slot> {
         let at = self.free.iter().position(|free| *free == slot)?;
         Some(self.free.swap_remove(at))
     }
 
-    /// Gives a slot back.
+    /// Returns a slot.
     ///
     /// # Panics
-    /// If it was free already: two owners would share it.
+    /// If the slot was free already: it would have two owners.
     pub(crate) fn give(&mut self, slot: Slot) {
         assert!(slot.0 < self.count && !self.free.contains(&slot), "slot {} given back twice", slot.0);
         self.free.push(slot);
     }
 }
 
-/// What the coordinator's check counts in debug builds.
+/// Counts for the coordinator's invariant check in debug builds.
 #[cfg(any(test, debug_assertions))]
 impl FreeList {
-    /// All slots, free or not.
+    /// Number of slots, free or lent.
     pub(crate) fn count(&self) -> usize {
         self.count
     }
