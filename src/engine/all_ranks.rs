@@ -1,5 +1,5 @@
-//! What all ranks did in a step, told as one report. Counts and bytes are added up; of times the longest is told, for it is what a step waits
-//! for.
+//! Merges the step reports of all ranks into one. Counts and bytes are added. For times the maximum over the ranks is taken, because a step
+//! lasts as long as its slowest rank.
 
 use super::executor::{Engine, StepReport};
 use super::verdict::Verdict;
@@ -7,10 +7,11 @@ use crate::device::Kernels;
 use crate::error::{Error, Result};
 
 impl<D: Kernels> Engine<D> {
-    /// The report of all ranks on rank 0, once each has told its own; on another rank its own.
+    /// On rank 0, the merged report of all ranks, once each rank has published its own. On another rank, its own report.
     ///
     /// # Errors
-    /// What ended another rank; `Resource` when one of them ended the step otherwise than rank 0: from there on weights would differ.
+    /// The failure that ended another rank. `Resource` when a rank reached another norm, verdict or loss scale than rank 0: from this step
+    /// on the weights would differ.
     pub(super) fn of_all_ranks(&mut self, own: StepReport) -> Result<StepReport> {
         let (rank, ranks) = (self.exchange.slices().rank(), self.exchange.slices().ranks());
         let mut all = own;
@@ -40,12 +41,12 @@ impl<D: Kernels> Engine<D> {
 }
 
 impl StepReport {
-    /// What each rank tells of itself.
+    /// All numbers that a rank publishes about its step, in a fixed order.
     fn amounts(&mut self) -> impl Iterator<Item = &mut u64> {
         self.counts.each().chain(self.counters.each()).chain(self.exposed.each())
     }
 
-    /// What the step came to, as one number: all ranks compute it of the same outcome.
+    /// A hash of the step's outcome (verdict, norm, loss, loss scale), which must be equal on all ranks.
     fn ended(&self) -> u64 {
         let verdict = match self.verdict {
             Verdict::Commit => 0,
@@ -66,7 +67,7 @@ impl StepReport {
         self.exposed_to_peers_ns[rank] = other.exposed.peer_ns;
     }
 
-    /// The rank that waited longest for its peers, if one did.
+    /// The rank that waited longest for its peers, if any rank waited.
     pub(crate) fn most_exposed_to_peers(&self) -> Option<usize> {
         self.exposed_to_peers_ns.iter().position(|&ns| ns > 0 && ns == self.exposed.peer_ns)
     }

@@ -1,11 +1,11 @@
-//! Whom a rank waits for: what it does, beside what the board holds, tells which publication is missing, and whose.
+//! Derives the peers that a rank waits for, from its driver's current activity and the shared progress counters.
 
 use super::order::Order;
 use super::vitals::Doing;
 use crate::ranks::board::Board;
 use std::fmt;
 
-/// What others have not published, and which ranks those are.
+/// A missing publication, and the ranks that have not made it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Awaited {
     what: String,
@@ -13,7 +13,7 @@ pub(super) struct Awaited {
 }
 
 impl Awaited {
-    /// What `rank`, whose driver does this, waits for; `None` when it waits for nobody else.
+    /// The publication that `rank` waits for while its driver is in the state `doing`; `None` when it waits for no other rank.
     pub(super) fn of(board: &Board, rank: usize, (doing, number): (Doing, u64)) -> Option<Self> {
         match doing {
             Doing::Sums | Doing::Gradient => gradient(board, rank).or_else(|| pull(board, rank)),
@@ -26,32 +26,32 @@ impl Awaited {
         }
     }
 
-    /// `what` is missing of those that have not published it.
+    /// `what` is missing from all ranks for which `has_published` is false.
     fn by(board: &Board, what: impl Into<String>, has_published: impl Fn(usize) -> bool) -> Option<Self> {
         let ranks: Vec<usize> = (0..board.ranks()).filter(|rank| !has_published(*rank)).collect();
         (!ranks.is_empty()).then(|| Self { what: what.into(), ranks })
     }
 }
 
-/// An order that other processes have not carried out.
+/// An order that other processes have not completed.
 #[derive(Debug)]
 pub(super) struct Orders {
     order: Order,
-    /// The order's place among all orders.
+    /// Sequence number of the order.
     pub(super) count: u64,
-    /// Names of the processes.
+    /// Names of these processes.
     processes: Vec<String>,
-    /// Whether every rank of this process has carried it out.
+    /// Whether every rank of this process has completed the order.
     pub(super) is_done_here: bool,
 }
 
 impl Orders {
-    /// The last order on `board`; `None` when every other process has carried it out.
+    /// The last order, unless every other process has completed it.
     pub(super) fn abroad(board: &Board) -> Option<Self> {
         let mates = board.mates();
         let late = || (0..board.ranks()).filter(|rank| !board.is_done(*rank));
         let late_abroad = || late().filter(|rank| !mates.contains(rank));
-        // Most looks end here, and none of them may allocate.
+        // Most polls end here. They must not allocate.
         late_abroad().next()?;
         let (count, number) = board.last_order();
         let order = Order::of(number)?;
@@ -75,14 +75,14 @@ impl fmt::Display for Awaited {
     }
 }
 
-/// A part of the sum that `rank` makes next.
+/// The ranks that have not written the gradient of the bucket that `rank` sums next.
 fn gradient(board: &Board, rank: usize) -> Option<Awaited> {
     let next = board.pulled(rank);
     let what = format!("the gradient of bucket {}", next % board.buckets());
     Awaited::by(board, what, |other| board.written(other) > next).filter(|missing| !missing.ranks.contains(&rank))
 }
 
-/// A pull of what `rank` has written, by another of its process.
+/// The local ranks that have not pulled the last gradient that `rank` wrote.
 fn pull(board: &Board, rank: usize) -> Option<Awaited> {
     let last = board.written(rank).checked_sub(1)?;
     let what = format!("the pull of bucket {}", last % board.buckets());
@@ -90,31 +90,32 @@ fn pull(board: &Board, rank: usize) -> Option<Awaited> {
         .filter(|missing| !missing.ranks.contains(&rank))
 }
 
-/// Activations of one of the `sequence_ranks` ranks that share the sequences of `rank`, which has handed over its own.
+/// The ranks of the same sequence group (`sequence_ranks` ranks) that have not published as many activation exchanges as `rank`.
 fn activations(board: &Board, rank: usize, sequence_ranks: usize) -> Option<Awaited> {
     let group = |rank: usize| rank / sequence_ranks.max(1);
     Awaited::by(board, "activations", |other| group(other) != group(rank) || board.handed(other) >= board.handed(rank))
 }
 
-/// A report of the step, or what rank 0 makes of all reports.
+/// The ranks that have not reported the step, or rank 0, which publishes the verdict after all reports.
 fn norm(board: &Board, rank: usize) -> Option<Awaited> {
     let step = board.reported(rank);
     if board.outcome(step).is_some() {
-        // It has not reported the present step itself.
+        // `rank` itself has not reported the current step yet.
         return None;
     }
     let verdict = || (rank > 0).then(|| Awaited { what: "the verdict".into(), ranks: vec![0] });
     Awaited::by(board, "the gradient norm", |other| board.reported(other) >= step).or_else(verdict)
 }
 
-/// Weights come from the last bucket to the first: the first in that order that others have not published as often as `rank` has `bucket`.
+/// Weights are gathered from the last bucket to the first. Returns the first bucket in this order whose version some rank has not
+/// published.
 fn weights(board: &Board, rank: usize, bucket: usize) -> Option<Awaited> {
     let version = board.settled(rank, bucket);
     let missing = |bucket| Awaited::by(board, format!("the weights of bucket {bucket}"), |other| board.settled(other, bucket) >= version);
     (bucket..board.buckets() as usize).rev().find_map(missing)
 }
 
-/// A half of a fetch of the same module, by another of its process.
+/// The local ranks that are behind `rank` in fetching a module's weights. A fetch counts as two halves.
 fn fetch(board: &Board, rank: usize) -> Option<Awaited> {
     let is_behind = |other: &usize| board.mates().contains(other) && board.fetched(*other) < board.fetched(rank);
     Awaited::by(board, "the weights of a module", |other| !is_behind(&other))
@@ -131,7 +132,7 @@ mod tests {
         Board::new(Sizes { ranks: RANKS, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None)
     }
 
-    /// What each rank waits for while it does this.
+    /// The description of the publication that each rank waits for in the state `doing`.
     fn waits(board: &Board, doing: Doing, number: u64) -> [String; RANKS] {
         std::array::from_fn(|rank| Awaited::of(board, rank, (doing, number)).map_or(String::new(), |missing| missing.to_string()))
     }
@@ -143,7 +144,7 @@ mod tests {
     #[test]
     fn who_sums_waits_for_gradients_and_who_has_summed_for_pulls() {
         let board = board();
-        // In the second round of four buckets: rank 2 is a bucket behind, rank 1 has all of its sums but one.
+        // In the second round of four buckets: rank 2 is one bucket behind, and rank 1 has all of its sums but one.
         [7, 7, 6].into_iter().enumerate().for_each(|(rank, buckets)| write(&board, rank, buckets));
         [6, 5, 6].into_iter().enumerate().for_each(|(rank, buckets)| (0..buckets).for_each(|_| board.publish_pulled(rank)));
         for doing in [Doing::Sums, Doing::Gradient, Doing::Norm] {
@@ -197,7 +198,7 @@ mod tests {
         board.give_order(1, [0; 6]);
         board.publish_done(2);
         assert_eq!(waits(&board, Doing::Orders, 0)[0], "what rank 0 asked of rank 1");
-        // Rank 1 has not begun with it.
+        // Rank 1 has not started on the order.
         assert_eq!(waits(&board, Doing::Else, 0), ["", "", "the next order of rank 0"]);
     }
 }

@@ -1,4 +1,4 @@
-//! A small pinned buffer through which driver and device pass values to each other, between steps.
+//! A small pinned buffer that copies values between driver and device outside of steps.
 
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::planner::budget::BOUNCE_ELEMS;
 use std::ops::Range;
 
-/// Both sides of the link: the device, and the owner of the host's memory.
+/// Both sides of the link: the device, and the owner of host memory.
 pub(super) type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
 
 pub(super) struct Bounce {
@@ -27,8 +27,8 @@ impl Bounce {
         self.fill(sides, target.slice(0, source.len()), |elems, bytes| bytes.copy_from_slice(bytemuck::cast_slice(&source[elems])))
     }
 
-    /// Fills memory of the device: `write` is given elements of it, and room for them in its format. A simulation, which reads nothing,
-    /// writes nothing.
+    /// Fills device memory: `write` receives a range of elements and a buffer for them in the format of `target`. A simulated device has no
+    /// host memory, so `write` is not called.
     pub(super) fn fill<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -59,7 +59,7 @@ impl Bounce {
         Ok(())
     }
 
-    /// Copies as many values from the device to the host's state.
+    /// Copies all of `source` from the device to the host's state.
     pub(super) fn to_host<D: Device>(&self, (dev, host): Sides<'_, D>, source: DeviceSlice, target: PinnedSlice) -> Result<()> {
         let width = source.dtype().bytes();
         let mut room = vec![0; PIECE_ELEMS.min(source.elems()) * width];
@@ -74,7 +74,7 @@ impl Bounce {
         Ok(())
     }
 
-    /// Copies as many values from the host's state to the device.
+    /// Copies all of `target` from the host's state to the device.
     pub(super) fn to_device<D: Device>(&self, (dev, host): Sides<'_, D>, source: PinnedSlice, target: DeviceSlice) -> Result<()> {
         let width = target.dtype().bytes();
         let mut room = vec![0; PIECE_ELEMS.min(target.elems()) * width];
@@ -108,7 +108,7 @@ mod tests {
     use crate::optim::simd::Isa;
     use crate::planner::machine::Machine;
 
-    /// A rotary table of a million tokens takes seconds, and a search would make one for every candidate.
+    /// A rotary table of a million tokens takes seconds to compute, and a search would compute one for every candidate.
     #[test]
     fn a_simulation_makes_no_values() {
         let profile = Profile::load("h200-pcie5").unwrap();

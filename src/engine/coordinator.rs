@@ -1,9 +1,9 @@
-//! The step protocol as a pure state machine: events in, commands out; no clock, no thread, no memory of its own.
+//! The step protocol as a pure state machine: events in, commands out. It has no clock, no thread and no tensor memory.
 //!
-//! README.md beside this file draws what happens to a bucket in a step, and `law.rs` is the table of it.
+//! README.md beside this file draws the phases of a bucket in a step; `law.rs` is the same diagram as a table.
 //!
-//! A bucket is `Settled` when what the device holds, or will hold once its copy is done, are the final parameters of the
-//! step: then, and only then, the next forward may wait for that copy and go on.
+//! A bucket is `Settled` when the device holds its final parameters of the step, or will hold them after a copy that is already enqueued.
+//! Only then may the next forward pass wait for that copy and proceed.
 
 #[cfg(any(test, debug_assertions))]
 mod check;
@@ -19,83 +19,83 @@ use crate::planner::rules::{Policy, Rules};
 use law::{Late, Phase, Queued, Tally};
 use std::collections::VecDeque;
 
-/// The step's memory, as far as it bears on what may happen when.
+/// Properties of the step's memory that constrain the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Staging {
-    /// Gradients lie in a ring on the device: copies keep the order of backward, for the oldest is in the way of the next.
+    /// Gradients lie in a ring on the device: copies must keep the order of backward, because the oldest gradient blocks the next one.
     pub(crate) ringed_grads: bool,
     /// Host slots for gradients.
     pub(crate) grad_slots: usize,
     /// Host slots for working weights.
     pub(crate) param_slots: usize,
-    /// Every offloaded bucket has the parameter slot of its number for good, and the device fetches weights from there.
+    /// Every offloaded bucket owns the parameter slot of its number permanently, and the device fetches weights from there.
     pub(crate) streamed_weights: bool,
 }
 
 impl Staging {
-    /// Without the feature `weight-flow` known at compile time.
+    /// Constant at compile time without the feature `weight-flow`.
     fn streams(&self) -> bool {
         cfg!(feature = "weight-flow") && self.streamed_weights
     }
 }
 
-/// One application of a gradient: which optimizer step, at which learning rate, times which factor.
+/// One application of a gradient: optimizer step, learning rate and gradient scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Update {
     /// The optimizer step, from 1: Adam's `t`.
     pub optimizer_step: u64,
     /// Learning rate of that step.
     pub learning_rate: f64,
-    /// Factor on the gradients: clip scale over loss scale.
+    /// Factor on the gradients: clip scale divided by loss scale.
     pub scale: f32,
 }
 
-/// A gradient and how it is to be applied.
+/// A gradient slot and the update to apply with it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradUpdate {
-    /// Where the gradient lies.
+    /// Slot of the gradient.
     pub grads: Slot,
-    /// How it is applied.
+    /// The update.
     pub update: Update,
 }
 
-/// What the pool does to the state of one bucket.
+/// A pass of the pool over the state of one bucket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Work {
-    /// Apply `pending` to the state, if there is one; then compute the working weights after `next` without writing it.
+    /// Apply `pending` to the state, if there is one. Then compute the working weights after `next` without writing the state.
     CommitThenSpeculate {
-        /// Last step's gradient.
+        /// Gradient of the last step.
         pending: Option<GradUpdate>,
-        /// This step's gradient.
+        /// Gradient of this step.
         next: GradUpdate,
     },
-    /// Take `undo` back by algebra, if there is one; then apply `next` to the state.
+    /// Undo `undo` by the algebraic inverse, if there is one. Then apply `next` to the state.
     Step {
-        /// The speculation to take back.
+        /// The speculation to undo.
         undo: Option<GradUpdate>,
         next: GradUpdate,
     },
-    /// Take `undo` back by algebra, if there is one; then write the working weights of the state as it is.
+    /// Undo `undo` by the algebraic inverse, if there is one. Then write the working weights of the state.
     Restore {
-        /// The speculation to take back.
+        /// The speculation to undo.
         undo: Option<GradUpdate>,
     },
-    /// Apply the gradient to the state; no weights are written.
+    /// Apply the gradient to the state; write no weights.
     Commit(GradUpdate),
-    /// The gradient of the batch's rows has come to where their weights go: put it into its place among the others, and compute the working
-    /// weights of these rows after it, without writing the state.
+    /// Speculate on the late rows of a tied embedding. Their gradient arrives in the parameter slot: move it into the gradient slot, and
+    /// compute the working weights of these rows in place, without writing the state.
     SpeculateRows(GradUpdate),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Event {
-    /// All gradients but those of the batch's rows are enqueued for a bucket that leaves early: its [`Hop::HeadBackward`] has begun.
+    /// For a bucket that leaves early: all gradients but those of the batch's rows are enqueued, and its [`Hop::HeadBackward`] has started.
     HeadGradReady(usize),
-    /// What is enqueued next writes the gradient of the rows of such a bucket.
+    /// For a bucket that leaves early: the kernels enqueued next write the gradient of the batch's rows.
     RowsBegin(usize),
-    /// All gradients of the bucket are enqueued on the device: its [`Hop::Backward`] has begun.
+    /// All gradients of the bucket are enqueued on the device, and its [`Hop::Backward`] has started.
     GradReady(usize),
-    /// A hop of an offloaded bucket is done. Where it was begun twice, the first is done first.
+    /// A hop of an offloaded bucket is complete. If it was started twice, the first start completes first.
     Done { hop: Hop, bucket: usize },
     /// The gradient norm is known.
     Validated(Verdict),
@@ -103,34 +103,34 @@ pub(super) enum Event {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Command {
-    /// Begin a hop of a bucket.
+    /// Start a hop of a bucket.
     Start { hop: Hop, bucket: usize, load: Load },
 }
 
-/// What a hop needs to know.
+/// Arguments of a hop.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Load {
     /// The host slot that a copy fills or empties.
     Slot(Slot),
-    /// The pool's job; its working weights, if it writes any, go to the slot.
+    /// The pool's job, and the slot for its working weights, if it writes any.
     Job(Work, Option<Slot>),
-    /// What the device applies.
+    /// The update that the device applies.
     Update(Update),
 }
 
 amounts! {
-    /// Bucket steps by what became of them.
+    /// Bucket steps by outcome.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
     pub struct Counts {
-        /// Computed before the verdict was known.
+        /// Bucket steps computed before the verdict was known.
         pub speculated: u64,
         /// Speculations that the verdict overturned.
         pub rolled_back: u64,
-        /// Bucket steps whose gradients were used as they are.
+        /// Bucket steps whose gradients were used unchanged.
         pub committed: u64,
         /// Bucket steps whose gradients were scaled down.
         pub clipped: u64,
-        /// Bucket steps that did not happen.
+        /// Bucket steps that were skipped.
         pub skipped: u64,
     }
 }
@@ -141,13 +141,13 @@ struct Bucket {
     /// The device has computed this step's gradient.
     computed: bool,
     grads: Option<Slot>,
-    /// What `grads` lacks.
+    /// The part of the gradient that is missing in `grads`.
     late: Late,
-    /// Through which the late rows go, as long as no job has it.
+    /// Slot through which the late rows pass, unless a job has it.
     rows: Option<Slot>,
-    /// Decided but not yet written into the state ([`Policy::Deferred`]).
+    /// An update that is decided but not yet written into the state ([`Policy::Deferred`]).
     pending: Option<GradUpdate>,
-    /// Written into the state before the verdict ([`Policy::Inverse`]).
+    /// The speculation was written into the state before the verdict ([`Policy::Inverse`]).
     speculated_in_place: bool,
 }
 
@@ -159,20 +159,20 @@ struct RunningJob {
     kind: JobKind,
 }
 
-/// What the pool's job does to the bucket's step.
+/// Effect of the pool's job on the bucket's step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum JobKind {
-    /// New weights, and the state with them.
+    /// New weights and new state.
     Step,
-    /// New weights; the state gets this step's update later ([`Policy::Deferred`]).
+    /// New weights; the state receives this step's update later ([`Policy::Deferred`]).
     Speculate,
-    /// The weights of the state as it is.
+    /// Weights of the unchanged state.
     Restore,
     /// Only the pending update: a flush.
     Flush,
-    /// Only the pending update, while the bucket's step goes on: its gradient's slot is needed, and the pool is idle.
+    /// Only the pending update, while the bucket's step continues. It frees a gradient slot when the pool is idle.
     Commit,
-    /// New weights of late rows; the state gets the bucket's update later.
+    /// New weights of late rows; the state receives the bucket's update later.
     Rows,
 }
 
@@ -181,35 +181,35 @@ pub(super) struct Coordinator {
     rules: Rules,
     buckets: Vec<Bucket>,
     tally: Tally,
-    /// How often a bucket was settled.
+    /// Number of transitions to `Settled` so far.
     settlings: u64,
     staging: Staging,
     grad_slots: FreeList,
     param_slots: FreeList,
-    /// Buckets whose weights are on their way to the device, and from which slots.
+    /// Buckets whose weights are being copied to the device, with the source slots.
     returning: VecDeque<(usize, Slot)>,
     running: Option<RunningJob>,
-    /// This step's update, with the scale that no clipping leaves.
+    /// This step's update without clipping.
     update: Update,
     speculating: bool,
-    /// The device has computed one of this step's gradients: more of them come, and the pool is for those.
+    /// The device has computed a gradient of this step. More gradients follow, and the pool is kept free for them.
     gradients_come: bool,
-    /// The driver can enqueue nothing more until a gradient has a slot.
+    /// The driver cannot enqueue more work until a gradient gets a slot.
     awaits_slot: bool,
     verdict: Option<Verdict>,
     history: SpeculationHistory,
     counts: Counts,
     commands: VecDeque<Command>,
-    /// Events since all that must hold was looked at.
+    /// Events since the last check of the invariants.
     #[cfg(any(test, debug_assertions))]
     unchecked: usize,
 }
 
 impl Coordinator {
-    /// A machine whose buckets are all settled, with no update pending.
+    /// A state machine whose buckets are all settled, with no pending update.
     ///
     /// # Panics
-    /// If there is a bucket to offload but no slot, or too few for each to have its own.
+    /// If a bucket is offloaded and there is no slot, or if there are too few slots for retained gradients or streamed weights.
     pub(super) fn new(layout: BucketLayout, rules: Rules, staging: Staging) -> Self {
         let Staging { grad_slots, param_slots, .. } = staging;
         let offloaded = layout.offloaded();
@@ -250,20 +250,20 @@ impl Coordinator {
         }
     }
 
-    /// Goes on with other places of buckets and other slots; what was counted and decided so far stays.
+    /// Continues with another layout and other slots. Speculation history and counts are kept.
     ///
     /// # Panics
-    /// If something is under way or pending, and as [`Coordinator::new`].
+    /// If a bucket is not settled or an update is pending; as [`Coordinator::new`].
     pub(super) fn rearrange(&mut self, layout: &BucketLayout, staging: Staging) {
         let is_idle = self.all_settled() && self.returning.is_empty() && self.buckets.iter().all(|b| b.pending.is_none());
         assert!(is_idle, "flush before buckets change their places");
         *self = Self { history: self.history, counts: self.counts, ..Self::new(layout.clone(), self.rules, staging) };
     }
 
-    /// Starts a step: its gradients come next. `update.scale` undoes the loss scale.
+    /// Begins a step, before its gradients arrive. `update.scale` undoes the loss scale.
     ///
     /// # Panics
-    /// If a bucket is not settled: a forward that read it did not wait.
+    /// If a bucket is not settled: the forward pass did not wait for it.
     pub(crate) fn begin_step(&mut self, update: Update) {
         let settled = self.buckets.iter().all(|b| b.phase == Phase::Settled);
         assert!(settled, "a step began before the last one was settled");
@@ -276,10 +276,10 @@ impl Coordinator {
         self.check_often();
     }
 
-    /// Takes an event; the commands it causes wait in [`Coordinator::next_command`].
+    /// Processes an event. The resulting commands are returned by [`Coordinator::next_command`].
     ///
     /// # Panics
-    /// If the event cannot happen now: a bug of the driver.
+    /// If the event cannot occur in the current phase: a bug of the driver.
     pub(super) fn handle(&mut self, event: Event) {
         match event {
             Event::HeadGradReady(bucket) => self.grads_enqueued(bucket, Late::Rows),
@@ -304,22 +304,22 @@ impl Coordinator {
         self.check_often();
     }
 
-    /// What to do next, oldest first.
+    /// The next command, oldest first.
     pub(crate) fn next_command(&mut self) -> Option<Command> {
         self.commands.pop_front()
     }
 
-    /// Whether the parameters of `bucket` on the device are final, up to the copy that brings them.
+    /// Whether the parameters of `bucket` on the device are final, or will be after a copy that is already enqueued.
     pub(crate) fn is_settled(&self, bucket: usize) -> bool {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase == Phase::Settled
     }
 
-    /// Whether nothing of the last step is under way, and nothing of the next one: all gradients have been copied, all weights are final.
+    /// Whether no bucket is in a step: all gradients have been copied and all weights are final.
     pub(super) fn is_between_steps(&self) -> bool {
         self.tally.under_way == 0
     }
 
-    /// How often a bucket was settled: while this stands still, no other is.
+    /// Number of transitions to `Settled` so far. While it is unchanged, no further bucket has settled.
     pub(super) fn settlings(&self) -> u64 {
         self.settlings
     }
@@ -328,23 +328,23 @@ impl Coordinator {
         self.layout.tier(bucket).is_offloaded()
     }
 
-    /// Whether every bucket is settled and the pool idle.
+    /// Whether every bucket is settled and the pool is idle.
     pub(crate) fn all_settled(&self) -> bool {
         self.running.is_none() && self.buckets.iter().all(|b| b.phase == Phase::Settled)
     }
 
-    /// Whether this step's gradient of `bucket` has left the device's memory, or will with a copy that is enqueued.
+    /// Whether this step's gradient of `bucket` has been copied from the device, or its copy is enqueued.
     pub(crate) fn is_copied(&self, bucket: usize) -> bool {
         !self.is_offloaded(bucket) || self.buckets[bucket].phase != Phase::Ready
     }
 
-    /// The driver begins, or ends, to wait for the slot of a gradient.
+    /// Sets whether the driver is blocked until a gradient gets a slot.
     pub(super) fn await_slot(&mut self, awaits: bool) {
         self.awaits_slot = awaits;
     }
 
-    /// Whether the bucket waits for a copy rather than for the optimizer, which also keeps slots occupied: while the pool has nothing to do,
-    /// copies do.
+    /// Whether the bucket waits for a copy and not for the optimizer. The optimizer can also block a bucket without a slot, because it
+    /// holds the slots; while the pool is idle, copies hold them.
     pub(crate) fn waits_for_link(&self, bucket: usize) -> bool {
         match self.buckets[bucket].phase {
             Phase::Copying | Phase::CopyingRows => true,
@@ -353,12 +353,12 @@ impl Coordinator {
         }
     }
 
-    /// Whether this step's buckets are stepped before its verdict.
+    /// Whether this step's buckets are stepped before the verdict.
     pub(crate) fn is_speculating(&self) -> bool {
         self.speculating
     }
 
-    /// What became of all bucket steps so far.
+    /// Outcomes of all bucket steps so far.
     pub(super) fn counts(&self) -> Counts {
         self.counts
     }
@@ -368,12 +368,12 @@ impl Coordinator {
         self.history
     }
 
-    /// Takes the last verdicts from a checkpoint.
+    /// Restores the last verdicts from a checkpoint.
     pub(crate) fn set_history(&mut self, history: SpeculationHistory) {
         self.history = history;
     }
 
-    /// Writes every pending update into the state: before a checkpoint, a digest, an export.
+    /// Writes every pending update into the state, before a checkpoint, digest or export.
     ///
     /// # Panics
     /// If a bucket is not settled.
@@ -381,7 +381,7 @@ impl Coordinator {
         self.queue_all(Queued::Commit, |b| b.pending.is_some());
     }
 
-    /// Sends the working weights of every bucket: after the state was set from outside.
+    /// Sends the working weights of every bucket, after the state was set from outside.
     ///
     /// # Panics
     /// If a bucket is not settled or has an update pending.
@@ -402,7 +402,7 @@ impl Coordinator {
         self.check_often();
     }
 
-    /// The only way from one phase to another.
+    /// Moves a bucket from one phase to another. No other function changes a phase.
     fn transition(&mut self, bucket: usize, from: Phase, to: Phase) {
         let phase = &mut self.buckets[bucket].phase;
         assert!(*phase == from && law::allows(from, to), "bucket {bucket}: {phase:?}, not {from:?}, cannot become {to:?}");
@@ -412,7 +412,7 @@ impl Coordinator {
         self.settlings += u64::from(to == Phase::Settled);
     }
 
-    /// A bucket's gradient is enqueued on the device, but for what is `late`.
+    /// A bucket's gradient is enqueued on the device, except the part `late`.
     fn grads_enqueued(&mut self, bucket: usize, late: Late) {
         self.transition(bucket, Phase::Settled, Phase::Ready);
         (self.buckets[bucket].computed, self.buckets[bucket].late) = (false, late);
@@ -428,7 +428,7 @@ impl Coordinator {
         self.meet_verdict(bucket);
     }
 
-    /// The bucket's step ends without an update, and the device's weights were never touched.
+    /// Ends the bucket's step without an update. The device's weights were not changed.
     fn drop_grads(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Settled);
         self.give_grads_back(bucket);
@@ -441,7 +441,7 @@ impl Coordinator {
         }
     }
 
-    /// The bucket's step ends with an update that is yet to be written into the state.
+    /// Ends the bucket's step with an update that is not yet written into the state.
     fn settle_pending(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Settled);
         let update = self.final_update();
@@ -449,7 +449,7 @@ impl Coordinator {
         b.pending = b.grads.take().map(|grads| GradUpdate { grads, update });
     }
 
-    /// The bucket's step ends with an update that the state holds.
+    /// Ends the bucket's step with an update that is already in the state.
     fn settle_written(&mut self, bucket: usize, from: Phase) {
         self.buckets[bucket].speculated_in_place = false;
         self.drop_grads(bucket, from);
@@ -462,7 +462,7 @@ impl Coordinator {
         }
     }
 
-    /// This step's update with the verdict's scale.
+    /// This step's update with the scale of the verdict.
     fn final_update(&self) -> Update {
         match self.verdict {
             Some(Verdict::Clip(clip)) => Update { scale: clip.0 * self.update.scale, ..self.update },
@@ -495,7 +495,7 @@ impl Coordinator {
         (0..self.buckets.len()).for_each(|bucket| self.meet_verdict(bucket));
     }
 
-    /// What the verdict means to a bucket, if it is known.
+    /// Applies the verdict to a bucket, if it is known.
     fn meet_verdict(&mut self, bucket: usize) {
         let Some(verdict) = self.verdict else { return };
         match (self.buckets[bucket].phase, verdict) {
@@ -506,12 +506,12 @@ impl Coordinator {
             (from @ (Phase::LacksRows | Phase::RowsArrived), Verdict::SkipNonFinite) => self.drop_rows(bucket, from),
             (from @ (Phase::LacksRows | Phase::RowsArrived), Verdict::Clip(_)) => self.copy_again(bucket, from),
             (from @ Phase::Arrived, _) if self.buckets[bucket].late != Late::Nothing => self.copy_again(bucket, from),
-            // Everything else meets the verdict when its copy or its job is done.
+            // All other phases handle the verdict when their copy or job is complete.
             _ => {}
         }
     }
 
-    /// Gradients leave as slots allow.
+    /// Starts copies of ready gradients while slots are free.
     fn copy_ready_grads(&mut self) {
         while self.tally.ready > 0
             && let Some(grads) = self.grad_slots.take()
@@ -523,9 +523,9 @@ impl Coordinator {
         }
     }
 
-    /// Of what is computed, the bucket that the pool will want first: slots are few, and a gradient that came too early would keep out
-    /// the one that is needed first. When nothing is, the next that will be, so that the link begins at once: a later one would hold
-    /// its slot, and the stream of copies, for modules.
+    /// Among computed gradients, the bucket that the pool needs first: slots are few, and a less urgent gradient would block a more urgent
+    /// one. If no gradient is computed, the oldest enqueued bucket, so that the copy starts as soon as possible; a later bucket would hold
+    /// a slot and the copy stream while several modules are computed.
     fn next_to_copy(&self) -> Option<usize> {
         let oldest = || self.buckets.iter().position(|b| b.phase == Phase::Ready);
         if self.staging.ringed_grads {
@@ -534,23 +534,23 @@ impl Coordinator {
         self.next_bucket(|b| b.phase == Phase::Ready && b.computed).or_else(oldest)
     }
 
-    /// The bucket of this kind whose parameters are needed first. Flat order is backward order, so that the last bucket has
-    /// the earliest deadline: the next forward begins there.
+    /// The matching bucket whose parameters are needed first. Flat order is backward order, so the last bucket has the earliest deadline:
+    /// the next forward pass begins there.
     fn next_bucket(&self, is: impl Fn(&Bucket) -> bool) -> Option<usize> {
         let mut buckets = 0..self.buckets.len();
         let is = |&bucket: &usize| is(&self.buckets[bucket]);
         if self.rules.takes_earliest_deadline() { buckets.rfind(is) } else { buckets.find(is) }
     }
 
-    /// Gives an idle pool the bucket whose parameters are needed first; while the driver waits for a slot, one that frees it, because the device
-    /// stands still soon, and not only in the next forward.
+    /// Gives an idle pool the bucket with the earliest deadline. While the driver waits for a slot, a bucket with a pending update goes
+    /// first, because its job frees a slot, and without one the device would soon be idle.
     fn run_next(&mut self) {
         if self.running.is_some() {
             return;
         }
         let frees_slot = self.awaits_slot.then(|| self.next_runnable(|b| b.pending.is_some())).flatten();
         match frees_slot.or_else(|| self.next_runnable(|_| true)) {
-            // Rows that have come hold the slot that another bucket may wait for.
+            // Late rows that have arrived hold a parameter slot that another bucket may wait for.
             Some(bucket) if self.run(bucket) => {}
             Some(_) => _ = self.next_bucket(|b| b.phase == Phase::RowsArrived).is_some_and(|bucket| self.run(bucket)),
             None => self.commit_early(),
@@ -569,10 +569,10 @@ impl Coordinator {
         matches!(b.phase, Phase::Queued(_) | Phase::RowsArrived) || (b.phase == Phase::Arrived && may_step)
     }
 
-    /// From one backward pass to the next the pool has time to write pending updates into the state: the next one's gradients find free slots
-    /// then, and less to do. The driver enqueues a backward pass long before its first gradient is computed: a large vocabulary's takes as long as
-    /// dozens of updates. While nothing is speculated it has until the verdict, and must do it: slots that only a verdict would free
-    /// could keep gradients, and so the verdict, from coming.
+    /// Writes pending updates into the state while the pool is idle, so that the next gradients find free slots and less work. Outside of a
+    /// speculated step the pool has time from one backward pass until the first gradient of the next one is computed, which is long after
+    /// it is enqueued: a large vocabulary takes as long as dozens of updates. Without speculation the pool has time until the verdict, and
+    /// must use it: slots that only the verdict would free could otherwise block gradients, and so the verdict.
     fn commit_early(&mut self) {
         let awaits_verdict = !self.speculating && self.verdict.is_none();
         let is_between = self.rules.early_commit && (self.is_between_steps() || !self.gradients_come);
@@ -586,7 +586,7 @@ impl Coordinator {
         }
     }
 
-    /// Gives the pool a bucket, unless a slot is missing: then it is false.
+    /// Gives the pool a bucket. Returns false if no slot is free.
     fn run(&mut self, bucket: usize) -> bool {
         let phase = self.buckets[bucket].phase;
         let params = match phase {
@@ -606,7 +606,7 @@ impl Coordinator {
         true
     }
 
-    /// A slot from which weights are still being copied is not written.
+    /// A parameter slot that no copy is reading.
     fn take_param_slot(&mut self, bucket: usize) -> Option<Slot> {
         if self.staging.streams() { self.param_slots.take_this(Slot(bucket)) } else { self.param_slots.take() }
     }
@@ -615,7 +615,7 @@ impl Coordinator {
         let b = &self.buckets[bucket];
         let with = |update| GradUpdate { grads: b.grads.expect("a bucket that is stepped has its gradient"), update };
         let undo = b.speculated_in_place.then(|| with(self.update));
-        // Once the verdict is known nothing is left to guess, and the state can be written at once.
+        // Once the verdict is known, the update is final and can be written into the state at once.
         let defer = self.rules.policy == Policy::Deferred && (b.pending.is_some() || self.verdict.is_none());
         match phase {
             Phase::Queued(Queued::Commit) => (JobKind::Flush, Work::Commit(b.pending.expect("only pending updates are committed"))),
@@ -663,8 +663,9 @@ impl Coordinator {
                 }
             }
             Some(verdict) => {
-                // Overturned before the weights were sent: the device still holds the last step's, unless it fetches them
-                // from where the speculation wrote, or has all but the rows of this speculation.
+                // The verdict overturned the job before its weights were sent. The device still holds the last step's weights, unless it
+                // fetches them from the slot that the speculation wrote, or already holds all of this speculation's weights but the late
+                // rows.
                 params.into_iter().for_each(|slot| self.param_slots.give(slot));
                 let is_changed = in_place || self.staging.streams() || kind == JobKind::Rows;
                 match verdict {

@@ -1,5 +1,5 @@
-//! The protocol under an adversary that completes copies, jobs and the verdict in any order, checked against a model of
-//! what every bucket's state and the device's weights must hold. No arithmetic: an "update" is a name.
+//! Tests the protocol with an adversary that completes copies, jobs and verdicts in any order. A model tracks the expected state of every
+//! bucket and the expected weights on the device. There is no arithmetic: an "update" is a name.
 
 use super::*;
 use crate::bucket::layout::Tier;
@@ -9,23 +9,23 @@ use proptest::prelude::*;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// The updates that a state or a set of weights has seen.
+/// The updates that a state or a set of weights has received.
 type Seen = Vec<(u64, u32)>;
 
-/// Does what the coordinator commands, as slowly and as interleaved as a seed says.
+/// Executes the coordinator's commands, with delays and interleavings drawn from a seed.
 struct World {
     rng: ChaCha8Rng,
     coordinator: Coordinator,
     streamed_weights: bool,
-    /// What the slot holds: the step whose gradient it is, and that of its late rows.
+    /// By gradient slot: the bucket, and the steps of the gradient of its late rows and of all other rows.
     grads: Vec<Option<(usize, [u64; 2])>>,
     state: Vec<Seen>,
-    /// Of late rows, and of all others, where buckets leave early; elsewhere both are alike.
+    /// By parameter slot: the history of late rows and of all other rows. Both are equal for buckets that do not leave early.
     params: Vec<[Seen; 2]>,
     device: Vec<[Seen; 2]>,
-    /// What is on the device: the steps of the last gradients.
+    /// By bucket: the steps whose gradients the device has computed, for late rows and all other rows.
     computed: Vec<[u64; 2]>,
-    /// Enqueued on the device, in that order.
+    /// Hops enqueued on the device, in order.
     computing: VecDeque<(Hop, usize)>,
     copying: VecDeque<(Hop, usize, Slot)>,
     returning: VecDeque<(Hop, usize, Slot)>,
@@ -34,9 +34,9 @@ struct World {
 }
 
 impl World {
-    /// With a seed that is even weights are streamed, if the build can.
+    /// Weights are streamed if the seed is even and the build has the feature.
     fn new(seed: u64, rules: Rules, buckets: usize, resident: usize, slots: usize) -> Self {
-        // Of every number of buckets, none to all, with whole ones between.
+        // No bucket leaves early, or one or two thirds of them, or all.
         let early = if rules.policy == Policy::Deferred { buckets * (seed / 6 % 4) as usize / 3 } else { 0 };
         let layout = BucketLayout::new(buckets * BLOCK, BLOCK, Tier::Host).with_resident(resident);
         let layout = layout.with_early((buckets - early) * BLOCK..buckets * BLOCK);
@@ -81,9 +81,9 @@ impl World {
         self.coordinator.handle(Event::Done { hop, bucket });
     }
 
-    /// Completes one thing that is under way; false when nothing is.
+    /// Completes one pending operation; false when there is none.
     fn advance(&mut self) -> bool {
-        // A stream waits for what was enqueued on the device before its copy.
+        // A copy waits for the kernels that were enqueued before it.
         let can_copy = self.copying.front().is_some_and(|(hop, bucket, _)| {
             let waits_for = |enqueued: &(Hop, usize)| enqueued.1 == *bucket && (*hop == Hop::GradsOut || enqueued.0 == Hop::Backward);
             !self.computing.iter().any(waits_for)
@@ -144,7 +144,7 @@ impl World {
         match work {
             Work::CommitThenSpeculate { pending, next } => {
                 pending.into_iter().for_each(|p| apply(state, p));
-                // Without a state, so that late rows may be missing.
+                // A speculation needs no complete gradient, so late rows may be missing.
                 weights = Some(held(next).map(|step| [&state[..], &[(step, next.update.scale.to_bits())]].concat()));
             }
             Work::Step { undo: u, next } => {
@@ -182,13 +182,13 @@ impl World {
             while !self.coordinator.is_settled(bucket) {
                 assert!(self.advance(), "stuck: bucket {bucket} never settles");
             }
-            // The forward waits for the copies in order; then it must see exactly the decided history.
+            // The forward pass waits for the copies in order. Then it must see exactly the decided history.
             while self.returning.iter().any(|(_, b, _)| *b == bucket) {
                 assert!(self.advance());
             }
             let want = [expected.clone(), expected.clone()];
             assert_eq!(self.device[bucket], want, "bucket {bucket} before step {}", self.step + 1);
-            // Embeddings do not stream.
+            // Embeddings are not streamed.
             if self.streamed_weights && bucket < self.params.len() && !self.coordinator.layout.early().contains(&bucket) {
                 assert_eq!(self.params[bucket], want, "what is streamed of bucket {bucket} before step {}", self.step + 1);
             }
@@ -279,7 +279,7 @@ proptest! {
 #[test]
 fn counters_prove_that_speculation_clipping_and_skipping_happened() {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
-    // Under Miri one seed, of which no count is expected.
+    // Under Miri, one seed; its counts are not checked.
     let seeds = if cfg!(miri) { 1 } else { 50 };
     let counts = (0..seeds).map(|seed| run(seed, rules, 6, 2, 2, &verdicts(seed, 30, 20, 20)));
     let mut all = Counts::default();
@@ -297,7 +297,7 @@ fn done(hop: Hop, bucket: usize) -> Event {
     Event::Done { hop, bucket }
 }
 
-/// The buckets that were told to begin `hop`, in order.
+/// The buckets for which `hop` was started, in order.
 #[cfg(feature = "deadline-order")]
 fn started(c: &mut Coordinator, hop: Hop) -> Vec<usize> {
     let commands = std::iter::from_fn(|| c.next_command());
@@ -320,7 +320,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
     }
 }
 
-/// A module makes several buckets at once, and the driver is modules ahead.
+/// A module completes several buckets at once, and the driver is modules ahead of the device.
 #[cfg(feature = "deadline-order")]
 #[test]
 fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
@@ -340,7 +340,7 @@ fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
     assert_eq!(started(&mut c, Hop::GradsOut), [4]);
 }
 
-/// The second step has begun, and the updates of the first are pending: the pool writes that of the last bucket.
+/// The second step has begun with pending updates of the first; the pool writes the update of the last bucket.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 fn with_pending_updates(buckets: usize, grad_slots: usize) -> Coordinator {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
@@ -358,7 +358,7 @@ fn with_pending_updates(buckets: usize, grad_slots: usize) -> Coordinator {
     c
 }
 
-/// The buckets whose updates the pool was told to write while it is idle, in order.
+/// The buckets of the idle pool's commits, in order.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 fn commits(c: &mut Coordinator) -> Vec<usize> {
     let commands = std::iter::from_fn(|| c.next_command());
@@ -366,7 +366,7 @@ fn commits(c: &mut Coordinator) -> Vec<usize> {
     commands.filter_map(|Command::Start { bucket, load, .. }| is_commit(&load).then_some(bucket)).collect()
 }
 
-/// The pool waits for gradients from the verdict to the next one that is computed, which is enqueued long before.
+/// The pool is idle between the verdict and the first computed gradient of the next step, which is enqueued long before.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 #[test]
 fn updates_are_written_until_a_gradient_is_computed() {
@@ -382,7 +382,7 @@ fn updates_are_written_until_a_gradient_is_computed() {
     assert_eq!(c.buckets.iter().map(|b| b.pending.is_some()).collect::<Vec<_>>(), [true, true, false]);
 }
 
-/// What only the next forward awaits comes after what keeps a slot, for which the device will stand still in this backward pass.
+/// While the device waits for a slot, a job that frees one runs before a job that only the next forward pass needs.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 #[test]
 fn while_the_driver_waits_for_a_slot_the_pool_frees_one() {
@@ -398,7 +398,7 @@ fn while_the_driver_waits_for_a_slot_the_pool_frees_one() {
     }
 }
 
-/// A backward pass that waits for a slot waits for the pool, which keeps them all, or for copies when the pool has nothing to do.
+/// A backward pass that lacks a slot waits for the pool, which holds all slots, or for copies if the pool is idle.
 #[cfg(all(feature = "stv", feature = "deadline-order"))]
 #[test]
 fn a_gradient_without_a_slot_waits_for_the_pool_or_for_copies() {
@@ -413,7 +413,7 @@ fn a_gradient_without_a_slot_waits_for_the_pool_or_for_copies() {
     assert_eq!((c.is_copied(2), c.waits_for_link(2)), (false, false), "the pool works");
 }
 
-/// In the middle of a step: one bucket of four runs, one has arrived, one is being copied, one waits for the device.
+/// A coordinator in the middle of a step of four buckets: one runs, one has arrived, one is being copied, one is not enqueued.
 fn in_a_step(policy: Policy) -> Coordinator {
     let rules = Rules { policy, adaptive: false, deadline_order: false, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
@@ -424,7 +424,8 @@ fn in_a_step(policy: Policy) -> Coordinator {
     c
 }
 
-/// In the middle of a step: of four buckets two left early, the last of which gets its rows now; the others are enqueued.
+/// A coordinator in the middle of a step of four buckets. Two left early, and their late rows are enqueued now. The gradients of the other
+/// two are enqueued as well.
 #[cfg(feature = "stv")]
 fn with_late_rows() -> Coordinator {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
@@ -460,7 +461,7 @@ fn rows_follow_when_they_are_computed_and_after_a_clip_the_whole_gradient_does()
     assert!(redone, "its gradient is whole, and its step is done again: {next:?}");
 }
 
-/// What has not left when the rows begin is one gradient as ever.
+/// A bucket that has no slot when its late rows begin leaves later as one whole gradient.
 #[cfg(feature = "stv")]
 #[test]
 fn what_no_slot_has_taken_leaves_with_its_rows() {
@@ -468,7 +469,7 @@ fn what_no_slot_has_taken_leaves_with_its_rows() {
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
-    // A step whose updates stay pending, each with its slot.
+    // A step whose updates stay pending and keep their slots.
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     for b in [0, 1] {
         let events = [Event::GradReady(b), done(Hop::GradsOut, b), done(Hop::Optimize, b), done(Hop::ParamsIn, b)];
@@ -529,7 +530,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
         let mut c = in_a_step(Policy::Deferred);
         c.check();
         spoil(&mut c);
-        // Else the count alone would tell.
+        // Without this, the check of the tally would fail first.
         c.tally = c.recount();
         assert!(panics(|| c.check()), "nobody misses {nth}");
     }

@@ -1,6 +1,6 @@
-//! How much was moved and stepped: counted by the driver, so that a report can name rates.
+//! Amounts moved and stepped, counted by the driver for the rates of a report.
 
-/// A struct of counts that are added and subtracted field by field.
+/// Defines a struct of counts that are added and subtracted field by field.
 macro_rules! amounts {
     ($(#[$of:meta])* $vis:vis struct $name:ident { $($(#[$about:meta])* pub $field:ident: u64,)+ }) => {
         $(#[$of])*
@@ -9,7 +9,7 @@ macro_rules! amounts {
         }
 
         impl $name {
-            /// The amounts, in their order.
+            /// The amounts, in the order of the fields.
             pub(crate) fn each(&mut self) -> impl Iterator<Item = &mut u64> {
                 [$(&mut self.$field),+].into_iter()
             }
@@ -33,7 +33,7 @@ macro_rules! amounts {
 pub(super) use amounts;
 
 amounts! {
-    /// Amounts since the engine began, or between two reports. Counted when work is given out, not when it is done.
+    /// Amounts since the start of the engine, or between two reports. Work is counted when it is issued, not when it is complete.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
     pub struct Counters {
         /// Bytes of gradients, or of paged states, sent to host memory.
@@ -42,7 +42,7 @@ amounts! {
         pub h2d_bytes: u64,
         /// Parameters whose weights the optimizer's pool computed; a redone or restored bucket counts again.
         pub adam_elems: u64,
-        /// Bytes that those passes read and wrote.
+        /// Bytes that these passes read and wrote.
         pub adam_bytes: u64,
         /// Nanoseconds in which the pool had a job.
         pub adam_busy_ns: u64,
@@ -50,14 +50,14 @@ amounts! {
 }
 
 amounts! {
-    /// Time of idle compute, by cause, in nanoseconds.
+    /// Idle time of the compute stream by cause, in nanoseconds.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub(crate) struct Exposed {
-        /// A forward pass waited for the optimizer, or a backward pass for slots that it keeps.
+        /// A forward pass waited for the optimizer, or a backward pass for slots that the optimizer held.
         pub cpu_ns: u64,
-        /// One of them waited for a copy.
+        /// A forward or backward pass waited for a copy.
         pub transfer_ns: u64,
-        /// Gradients, weights or reports of other ranks were waited for.
+        /// The rank waited for gradients, weights or reports of its peers.
         pub peer_ns: u64,
     }
 }

@@ -1,5 +1,5 @@
-//! What the driver does for buckets of a tied embedding that leave early: the coordinator is told when the output matrix's gradient is
-//! enqueued, and the rows of the batch, which come last, go packed. The protocol is in `coordinator/early.rs`.
+//! The driver's part for buckets of a tied embedding that leave early: it notifies the coordinator when the output matrix's gradient is
+//! enqueued, and copies the rows of the batch, which are completed last, in packed form. The protocol is in `coordinator/early.rs`.
 
 use super::coordinator::Event;
 use super::executor::Engine;
@@ -11,7 +11,7 @@ use crate::error::Result;
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
-    /// The buckets that leave early in this step: none where nothing is speculated, since rows are late for a speculation alone.
+    /// The buckets that leave early in this step. There are none without speculation, since only a speculation may lack rows.
     fn early(&self) -> Range<usize> {
         if self.coordinator.is_speculating() { self.plan.layout.early() } else { 0..0 }
     }
@@ -22,14 +22,14 @@ impl<D: Kernels> Engine<D> {
         self.scratch.rows.as_ref().expect("a plan with buckets that leave early")
     }
 
-    /// The output matrix's gradient of the step's last micro-batch is enqueued.
+    /// Called when the output matrix's gradient of the step's last micro-batch is enqueued.
     pub(super) fn head_grads_ready(&mut self, micro_step: usize) -> Result<()> {
         let early = self.early();
         let Some(rows) = self.scratch.rows.as_mut().filter(|_| !early.is_empty()) else { return Ok(()) };
         let tokens = self.plan.batch * self.plan.seq_length;
         rows.collect(&mut self.host, self.memory.batch(&self.plan, micro_step).slice(0, tokens * 4));
         for bucket in early.rev() {
-            // What a test writes over a gradient is written over all of it.
+            // A value that a test injects into a gradient must be in the early copy, too.
             self.spoil(bucket, 0)?;
             self.issue(Hop::HeadBackward, bucket, None)?;
             self.notify(Event::HeadGradReady(bucket))?;
@@ -37,7 +37,7 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// What is enqueued next writes rows of the embedding's gradient, behind what copies them.
+    /// Called before kernels that write rows of the embedding's gradient are enqueued. They wait for copies of the same buckets.
     pub(super) fn rows_begin(&mut self) -> Result<()> {
         self.early().try_for_each(|bucket| {
             self.notify(Event::RowsBegin(bucket))?;
@@ -45,7 +45,7 @@ impl<D: Kernels> Engine<D> {
         })
     }
 
-    /// The embedding's gradient is enqueued: packs its late rows.
+    /// Called when the embedding's gradient is enqueued: packs its late rows.
     pub(super) fn pack_rows(&mut self) -> Result<()> {
         let mut early = self.early();
         if early.is_empty() {
@@ -56,7 +56,7 @@ impl<D: Kernels> Engine<D> {
         self.model.pack_rows(&mut self.dev, ids)
     }
 
-    /// The gradient of a bucket's late rows; it may have none.
+    /// Copies the gradient of a bucket's late rows to `slot`. A bucket may have none.
     pub(super) fn copy_rows_out(&mut self, stream: Stream, flat: &Range<usize>, slot: Slot) -> Result<()> {
         let packed = self.late_rows().packing(&self.host).packed(flat);
         if packed.is_empty() {
@@ -65,7 +65,7 @@ impl<D: Kernels> Engine<D> {
         self.copy_out(stream, self.model.packed_rows(&packed), self.scratch.step.params.slot(slot, packed.len()))
     }
 
-    /// Their new weights.
+    /// Copies the new weights of a bucket's late rows from `slot` and scatters them.
     pub(super) fn copy_rows_in(&mut self, stream: Stream, flat: &Range<usize>, slot: Slot) -> Result<()> {
         let packing = self.late_rows().packing(&self.host);
         let packed = packing.packed(flat);

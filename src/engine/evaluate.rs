@@ -1,4 +1,4 @@
-//! Evaluation: forward passes alone, between steps. Nothing that training reads is written.
+//! Evaluation: forward passes between steps. It writes nothing that training reads.
 
 use super::counters::Exposed;
 use super::exchange::Order;
@@ -12,30 +12,31 @@ use crate::error::Result;
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
 
-/// The loss of some micro-batches under the present weights.
+/// The loss of some micro-batches under the current weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Evaluated {
-    /// Mean over the targets that count.
+    /// Mean over the counted targets.
     pub loss: f64,
-    /// How many these are.
+    /// Number of counted targets.
     pub targets: usize,
 }
 
 impl<D: Kernels> Engine<D> {
-    /// Evaluates as many micro-batches as a step has, dealt to ranks and shares as there: the loss has the same bits on any number of
-    /// ranks, and is that of a step with this data. Training goes on as if nothing had been.
+    /// Evaluates as many micro-batches as a step has, distributed to ranks and shares like those of a step. So the loss has the same bits
+    /// on any number of ranks, and equals the loss of a step with this data. Training is not affected.
     ///
     /// # Errors
-    /// `batches`'; `Resource` when a token, target, position or document reaches outside; the device's; what ended another rank.
+    /// Errors of `batches`; `Resource` when a token, target, position or document is out of range; errors of the device; the failure that
+    /// ended another rank.
     pub fn evaluate(&mut self, batches: &mut impl Batches) -> Result<Evaluated> {
         let targets = self.read_micro_batches(batches)?;
         Ok(Evaluated { loss: self.evaluate_read(targets)?, targets })
     }
 
-    /// The mean loss of the micro-batches that were read last, over their `targets` that count; 0 where there are none.
+    /// Mean loss of the micro-batches that were read last, over their `targets` counted targets; 0 if there are none.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     pub(crate) fn evaluate_read(&mut self, targets: usize) -> Result<f64> {
         if targets == 0 {
             return Ok(0.0);
@@ -47,7 +48,7 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.losses())
     }
 
-    /// This rank's part.
+    /// This rank's part of an evaluation.
     pub(super) fn run_evaluation(&mut self, targets: usize) -> Result<()> {
         self.vitals.now(Doing::Enqueuing, 0);
         let per_share = self.plan.micro_batches_of_share();
@@ -65,7 +66,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.record(self.compute_tail, Stream::Compute)?;
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(engine.compute_tail))?;
         self.exchange.tell_losses(self.report.losses(&self.host));
-        // What was waited for here is no step's.
+        // Idle time of an evaluation does not belong to a step.
         self.count_waits_of_streams();
         self.exposed = Exposed::default();
         self.vitals.now(Doing::Else, 0);

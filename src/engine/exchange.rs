@@ -1,5 +1,6 @@
-//! How a rank's slices meet those of the others: gradients are summed over the shares of a step, and new weights come from their owners.
-//! The driver calls it at points of its loop and from `pump`; nothing here blocks. [`Alone`] is one device; `pulls.rs` is several.
+//! Exchange between ranks: gradients are summed over the shares of a step, and each rank receives new weights from their owners. The driver
+//! calls these methods in its loop and from `pump`. Most only poll; methods that wait say so. [`Alone`] is the implementation for one
+//! device, `pulls.rs` for several ranks.
 
 use super::bounce::Sides;
 use super::hall::RankMemory;
@@ -21,369 +22,376 @@ use crate::units::NormSq;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What goes with an order.
+/// Arguments of an order.
 pub(crate) type Words = [u64; ORDER_WORDS];
 
-/// How the slices of ranks meet. Buckets go through it in flat order, round by round: in each, every rank computes one share.
+/// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one share.
 pub(crate) trait Exchange<D: Kernels> {
-    /// The stream on which sums are made, and all that follows them until the gradient leaves.
+    /// The stream that computes sums and everything after them until the gradient leaves.
     fn sums_on(&self) -> Stream;
 
-    /// What this rank owns.
+    /// The slices that this rank owns.
     fn slices(&self) -> &Slices;
 
-    /// Rank 0 tells the others which plan the next [`Order::Replan`] is about.
+    /// On rank 0, makes `plan` available to the other ranks for the next [`Order::Replan`].
     fn announce(&mut self, _plan: &Plan) {}
 
-    /// Lets the other ranks have their memory to themselves, and waits until this one has its own: nothing may be under way.
+    /// Drops all peer mappings and waits until the peers have dropped theirs. No work may be pending.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn leave(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
-    /// From here on the same buckets lie in the places of `layout`. Memory that a plan decides is given back.
+    /// Changes to `layout`, which has the same buckets in other tiers. Frees the memory that depends on the plan.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn rearrange(&mut self, sides: Sides<'_, D>, layout: &BucketLayout) -> Result<()>;
 
-    /// Takes the memory that `plan` decides.
+    /// Allocates the memory that depends on `plan`.
     ///
     /// # Errors
-    /// `Resource` when there is none.
+    /// `Resource` when memory is not available.
     fn take(&mut self, sides: Sides<'_, D>, plan: &Plan) -> Result<()>;
 
-    /// Why not all ranks have their memory, of which this one may have met a `refusal`; nothing when they have.
+    /// Waits until all ranks have tried to allocate the memory of a new plan. `refusal` is this rank's failure, if it failed. Returns the
+    /// first failure of any rank.
     ///
     /// # Errors
-    /// What ended another rank.
+    /// The failure that ended another rank.
     fn agree(&mut self, refusal: Option<Error>) -> Result<Option<Error>> {
         Ok(refusal)
     }
 
-    /// Leaves for the others what they need to know: where its memory lies, and by bucket what ends a step of its own slice of the weights.
+    /// Publishes this rank's memory addresses and events to its peers. By bucket, `stepped` is the event after which this rank's slice of
+    /// the weights is written.
     fn introduce(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) {}
 
-    /// All have: finds out what they have left.
+    /// Reads the memory addresses and events that all peers have published.
     ///
     /// # Errors
-    /// `Unsupported` when this rank would compute other bits than the first; the device's.
+    /// `Unsupported` when this rank would compute other bits than rank 0; errors of the device.
     fn greet(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
-    /// Once all have come as far, opens the way from device to device, if that is how they reach each other.
+    /// Opens direct connections between devices of different processes, if the transport has them, once all ranks have arrived.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn connect(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
-    /// Introduces itself and greets the others once more, since memory and events are others now.
+    /// Repeats [`Exchange::introduce`] and [`Exchange::greet`] after memory and events have changed.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn meet_again(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) -> Result<()> {
         Ok(())
     }
 
-    /// What ranks that share this one's sequences lack of it is enqueued to be written.
+    /// Publishes that the activations for the peers of this rank's sequence group are enqueued.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn hand_over(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
-    /// Whether all of them have said so.
+    /// Whether all ranks of the sequence group have published this exchange.
     fn is_handed_over(&self) -> bool {
         true
     }
 
-    /// Enqueues the copies of what this rank lacks of theirs, of a layer of `model`.
+    /// Enqueues copies of the peers' activations that this rank needs in a layer of `model`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn take_over(&mut self, _dev: &mut D, _model: &Model, _what: (Handover, usize)) -> Result<()> {
         Ok(())
     }
 
-    /// The gradient of this round's share is enqueued for `bucket`, in the flat `grads`. True when that of the step is.
+    /// The gradient of this round's share of `bucket` is enqueued, in the flat `grads`. Returns true if it is the gradient of the whole
+    /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
-    /// Enqueues the sums that can be; a bucket whose gradient of the step is enqueued now.
+    /// Enqueues the sums whose parts are available. Returns a bucket when its gradient of the whole step is enqueued.
     fn poll(&mut self, _dev: &mut D, _grads: DeviceSlice) -> Result<Option<usize>> {
         Ok(None)
     }
 
-    /// Whether all that was written is summed, as far as it was enqueued to be.
+    /// Whether the sums of all written gradients are enqueued.
     fn is_summed(&self) -> bool {
         true
     }
 
-    /// Whether what comes next may overwrite the gradient of `bucket`, written in this round, and those before it, as far as ranks pull
-    /// and sum them; then what is computed from now on waits for that.
+    /// Whether the gradients of `bucket` and of the buckets before it, written in this round, may be overwritten: all ranks have enqueued
+    /// their pulls and sums. If so, later work on the compute stream waits for these.
     fn may_overwrite(&mut self, _dev: &mut D, _bucket: usize) -> Result<bool> {
         Ok(true)
     }
 
-    /// Where the step's gradient of `flat` lies, a part of this rank's slice of a bucket that begins at `local` of its own order.
+    /// Location of the step's gradient of `flat`, a part of this rank's slice of a bucket that begins at `local` in the local order.
     fn own_grads(&self, grads: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
         grads.slice(flat.start, flat.len())
     }
 
-    /// Bytes of sums that crossed the link since the last call: to the device, and to the host.
+    /// Bytes of gradient sums that crossed the link since the last call: to the device, and to the host.
     fn crossed(&mut self) -> [u64; 2] {
         [0; 2]
     }
 
-    /// The next partial sums of the norm, in this rank's own order.
+    /// Adds the next partial sums of the norm, in the local order.
     fn add_partials(&mut self, partials: &[f32]);
 
-    /// The rest of what this rank reports of `step`: whether one of its gradients is infinite or NaN, the losses of its shares.
+    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its shares.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
 
-    /// What all ranks report of `step`, once that is known. Asked for until it is.
+    /// The merged outcome of `step` over all ranks, once it is known. Poll it until then.
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
 
-    /// Tells the losses of this rank's shares, outside of a step.
+    /// Publishes the losses of this rank's shares outside of a step.
     fn tell_losses(&mut self, losses: &[f32]);
 
-    /// The sum of all losses that were told last, in the order of shares; of several ranks once all have carried out their orders.
+    /// Sum of the losses that were published last, in the order of shares. With several ranks, it is valid after all have completed their
+    /// orders.
     fn losses(&self) -> f64;
 
-    /// From here on the weights of every bucket are others: those of the next version.
+    /// Begins the next version of the weights: the weights of every bucket will change.
     fn next_version(&mut self) {}
 
-    /// Whether the others wait to hear of any bucket that its weights are final.
+    /// Whether this rank has not yet published some bucket's weights as final.
     fn is_owing(&self) -> bool {
         false
     }
 
-    /// Whether the others wait to hear that this rank's weights of `bucket` are final.
+    /// Whether this rank has not yet published its weights of `bucket` as final.
     fn is_owed(&self, _bucket: usize) -> bool {
         false
     }
 
-    /// They are, and what writes them is enqueued.
+    /// Publishes that this rank's weights of `bucket` are final and that the work that writes them is enqueued.
     fn settle(&mut self, _bucket: usize) {}
 
-    /// Enqueues copies of the others' weights that are final; true when there were any.
+    /// Enqueues copies of the peers' final weights. Returns true if there were any.
     fn gather(&mut self, _dev: &mut D, _weights: DeviceSlice) -> Result<bool> {
         Ok(false)
     }
 
-    /// Whether the others' weights of `bucket` have come, as far as that is enqueued.
+    /// Whether copies of the peers' weights of `bucket` are enqueued.
     fn is_gathered(&self, _bucket: usize) -> bool {
         true
     }
 
-    /// Buckets whose weights ranks have to swap, the last one first, before anybody computes with those of `bucket`. They are the same on all.
+    /// Buckets whose weights the ranks must exchange before any rank computes with `bucket`, to be exchanged from the last to the first.
+    /// The range is equal on all ranks.
     fn to_swap(&self, _bucket: usize) -> Range<usize> {
         0..0
     }
 
-    /// Enqueues that of `bucket`, of which this rank's weights are final.
+    /// Enqueues the exchange of the weights of `bucket`; this rank's slice is final.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn swap_weights(&mut self, _dev: &mut D, _bucket: usize) -> Result<()> {
         Ok(())
     }
 
-    /// All swaps so far, as one number: that of every rank, if all go on in one order.
+    /// Hash of all exchanges so far. It is equal on all ranks if they exchange in the same order.
     fn swapped(&self) -> u64 {
         0
     }
 
-    /// Where this rank's weights of `flat` lie, a part of its slice of a bucket that begins at `local` of its own order.
+    /// Location of this rank's weights of `flat`, a part of its slice of a bucket that begins at `local` in the local order.
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, _local: usize) -> DeviceSlice {
         weights.slice(flat.start, flat.len())
     }
 
-    /// Whether a module's weights are fetched before those of the module before it are computed with: where nothing is computed while they come.
+    /// Whether a module's weights are fetched before the previous module is computed. This holds for a transport that blocks the compute
+    /// stream.
     fn fetches_ahead(&self) -> bool {
         false
     }
 
-    /// Has weights of `flat` come from other processes, where they do with each fetch, as soon as nobody of this one pulls what they overwrite;
-    /// whether that is so.
+    /// For weights that cross between processes with every fetch: starts to receive the weights of `flat` once no local rank pulls from the
+    /// memory that they overwrite. Returns whether it has started.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     fn bring(&mut self, _dev: &mut D, _flat: &Range<usize>) -> Result<bool> {
         Ok(true)
     }
 
-    /// Whether they have come to all ranks of this process, as far as that is enqueued.
+    /// Whether the weights started by [`Exchange::bring`] have arrived at all ranks of this process, or are enqueued to.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn is_brought(&mut self, _dev: &mut D, _flat: &Range<usize>) -> Result<bool> {
         Ok(true)
     }
 
-    /// Enqueues copies of the weights of `flat` from all other ranks that keep their slices alone.
+    /// Enqueues copies of the weights of `flat` from all other ranks that hold a slice of them.
     fn fetch(&mut self, _dev: &mut D, _weights: DeviceSlice, _flat: Range<usize>) -> Result<()> {
         Ok(())
     }
 
-    /// Enqueues copies of what this rank keeps alone of the weights of `flat`, which were fetched, between two modules on [`Stream::Compute`]:
-    /// copies within a GPU take multiprocessors, and beside a module they would wait for each kernel to end.
+    /// Enqueues copies of this rank's own slice of fetched weights in `flat`, on [`Stream::Compute`] between two modules. A copy within a
+    /// GPU uses its multiprocessors, so beside a module it would wait for each kernel to end.
     ///
     /// [`Stream::Compute`]: crate::device::Stream::Compute
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn place_own(&self, _dev: &mut D, _weights: DeviceSlice, _flat: &Range<usize>) -> Result<()> {
         Ok(())
     }
 
-    /// What is computed from now on finds the others' weights of `bucket`.
+    /// Makes later work on the compute stream wait for the peers' weights of `bucket`.
     fn arrive(&self, _dev: &mut D, _bucket: usize) -> Result<()> {
         Ok(())
     }
 
-    /// Whether all ranks can go on, as far as is known.
+    /// Checks that no rank has failed so far.
     ///
     /// # Errors
-    /// What ended the first that cannot.
+    /// The failure of the first rank that failed.
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// What ended this rank is what ends all, unless another has ended before: what did, and whose it is.
+    /// Records `error` as the failure that ends all ranks, unless another rank failed before. Returns the first failure, with the name of
+    /// its rank.
     fn blame(&self, error: Error) -> Error {
         error
     }
 
-    /// This rank, which has `vitals`, and all others.
+    /// The state of this rank's driver (`vitals`) and of all other ranks, for the watchdog.
     fn watched(&self, vitals: Arc<Vitals>) -> Watched {
         Watched::alone(vitals)
     }
 
-    /// Nanoseconds so far in which the compute stream waited for what comes from peers.
+    /// Nanoseconds so far in which the compute stream waited for peers.
     fn waited_ns(&self, _dev: &D) -> u64 {
         0
     }
 
-    /// When a peer published last, by the device's clock; 0 before, and without peers.
+    /// Time of the last publication of a peer, by the device's clock; 0 before the first, and without peers.
     fn published_ns(&self) -> u64 {
         0
     }
 
-    /// Tells rank 0 what this one did in a step.
+    /// Publishes this rank's amounts of a step for rank 0.
     fn publish_amounts(&self, _amounts: &mut dyn Iterator<Item = u64>) {}
 
-    /// What `rank` has told of its last step.
+    /// Reads the amounts of the last step that `rank` has published.
     fn amounts_of(&self, _rank: usize, _amounts: &mut dyn Iterator<Item = &mut u64>) {}
 
-    /// Tells rank 0 how many rows each expert had on this one in a step.
+    /// Publishes the number of rows of each expert on this rank in a step, for rank 0.
     fn publish_expert_rows(&self, _rows: &[u64]) {}
 
-    /// Adds what `rank` has told of them.
+    /// Adds the rows of each expert that `rank` has published to `rows`.
     fn add_expert_rows(&self, _rank: usize, _rows: &mut [u64]) {}
 
-    /// Hands the tracks of the timeline over to rank 0.
+    /// Passes this rank's tracks of the timeline to rank 0.
     fn publish_tracks(&self, _tracks: Vec<Recorder>) {}
 
-    /// The tracks of all ranks, once they are handed over; `own` are rank 0's.
+    /// The tracks of all ranks, once they are published; `own` are those of rank 0.
     fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
         own
     }
 
-    /// Lets another rank go on, in a test that decides who does.
+    /// Lets another rank run, in a test that schedules ranks.
     fn pass(&self) -> Result<()> {
         Ok(())
     }
 
-    /// In a test that decides who goes on: nothing is left to do here.
+    /// Reports that this rank has no runnable work, in a test that schedules ranks.
     ///
     /// # Errors
-    /// `Resource` when that is so everywhere.
+    /// `Resource` when no rank has runnable work: a deadlock.
     fn pass_idle(&self) -> Result<()> {
         Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"))
     }
 
-    /// Rank 0 has the others do this, too, once they have done what came before.
+    /// On rank 0, issues an order to all other ranks, once they have completed the order before it.
     fn lead(&mut self, _dev: &mut D, _order: Order, _words: Words) -> Result<()> {
         Ok(())
     }
 
-    /// Rank 0 waits until the others have done what they were told.
+    /// On rank 0, waits until all other ranks have completed their order.
     fn await_done(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
-    /// What rank 0 has this one do after `seen` other orders, once it has said so.
+    /// Waits for the order that rank 0 issues after `seen` other orders.
     ///
     /// # Errors
-    /// `Resource` where nobody gives orders; what ended another rank.
+    /// `Resource` on a single rank; the failure that ended another rank.
     fn next_order(&mut self, _dev: &mut D, _seen: u64) -> Result<(Order, Words)> {
         Err(Error::resource("wait for an order", "this rank is the only one"))
     }
 
-    /// It is done.
+    /// Publishes that this rank has completed its order.
     fn obeyed(&self) {}
 
-    /// The plan that all go over to.
+    /// The plan that all ranks change to.
     fn announced(&self) -> Option<Plan> {
         None
     }
 
-    /// Where a part of a step's micro-batches lies in this rank's memory, if it is this rank's. Parts are counted micro-batch by micro-batch,
-    /// one for each of the ranks that share its sequences.
+    /// Index in this rank's memory of a part of a step's micro-batches, if the part belongs to this rank. Parts are counted micro-batch by
+    /// micro-batch, with one part for each rank of a sequence group.
     fn place(&self, part: usize) -> Option<usize> {
         Some(part)
     }
 
-    /// Rank 0's room for a micro-batch of other ranks.
+    /// On rank 0, takes the buffer for a micro-batch of other ranks.
     fn room(&mut self) -> Vec<i32> {
         Vec::new()
     }
 
-    /// Takes the room back.
+    /// Returns the buffer.
     fn keep_room(&mut self, _room: Vec<i32>) {}
 
-    /// Sends these `words` to the rank whose part of a micro-batch they are.
+    /// Sends a part of a micro-batch to its rank.
     fn send_part(&mut self, _part: usize, _words: &mut dyn Iterator<Item = &[i32]>) {}
 
-    /// What lies at `place` in this rank's memory of micro-batches, if rank 0 has sent it.
+    /// Copies the micro-batch for index `place` of this rank's memory from the words that rank 0 has sent, if it has.
     fn sent_batch(&self, _place: usize, _memory: &mut [i32]) {}
 
-    /// Words for rank 0 to read, or of rank 0, behind an order: from `start` on.
+    /// Writes the words that belong to an order, for rank 0 or from rank 0, beginning at `start`.
     fn post(&self, _start: usize, _words: &[f32]) {}
 
-    /// Those words.
+    /// Reads these words.
     fn mail(&self, _start: usize, _words: &mut [f32]) {}
 
-    /// State that passes at once: nothing is passed on where one rank has all.
+    /// Words of state that one order can carry. A single rank sends no state.
     fn mail_words(&self) -> usize {
         usize::MAX
     }
 }
 
-/// One device: its slices are the buckets, and nobody else has weights.
+/// Exchange of one device: its slices are the whole buckets, and it has no peers.
 #[derive(Debug)]
 pub(crate) struct Alone {
     slices: Slices,
-    /// Of the shares' gradients so far, where a step has several shares.
+    /// Sums of the shares' gradients so far, if a step has several shares.
     sums: Option<ShareSums>,
     shares: usize,
-    /// Shares that are whole; of the last bucket that was written.
+    /// Index of the current share.
     share: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
-    /// Sum of the shares' losses that were told last.
+    /// Sum of the shares' losses that were published last.
     losses: f64,
 }
 
 impl Alone {
     /// # Errors
-    /// `Resource` when memory for sums is needed and there is none.
+    /// `Resource` when memory for sums is needed and not available.
     pub(super) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
         let sums = (plan.shares > 1).then(|| ShareSums::new(plan, sides));
         Ok(Self {

@@ -1,5 +1,5 @@
-//! The engine: what it owns, and how it begins and ends. One thread, the driver, runs all of it. What it does stands in rooms of
-//! their own: `step.rs`, `hops.rs`, `exposed.rs`, `state_io.rs`.
+//! The engine: the fields that it owns, its start and its end. One thread, the driver, runs it. Its work is in `step.rs`, `hops.rs`,
+//! `exposed.rs` and `state_io.rs`.
 
 use super::bounce::Sides;
 use super::coordinator::{Coordinator, Counts, Staging};
@@ -31,16 +31,16 @@ use crate::trace::Recorder;
 use crate::units::Norm;
 use std::sync::Arc;
 
-/// The data of a step, read and found good.
+/// The data of a step, read and checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepData {
-    /// Targets that count, over all micro-batches.
+    /// Counted targets over all micro-batches.
     pub(super) targets: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
-    /// Mean loss over the step's targets that count, before the update.
+    /// Mean loss over the step's counted targets, before the update.
     pub loss: f32,
     /// Gradient norm before clipping.
     pub grad_norm: Norm,
@@ -48,28 +48,28 @@ pub struct StepReport {
     /// Factor on the loss during the step.
     pub(crate) loss_scale: f32,
     pub verdict: Verdict,
-    /// Bucket steps since the last report, of all ranks: each steps its slice of every bucket.
+    /// Bucket steps since the last report, of all ranks. Each rank steps its slice of every bucket.
     pub counts: Counts,
-    /// Time in which a device had nothing to compute: of several, each the longest of any.
+    /// Idle time of the device by cause. With several devices, each time is the maximum over the devices.
     pub(crate) exposed: Exposed,
-    /// What moved and was stepped since the last report.
+    /// Amounts moved and stepped since the last report.
     pub counters: Counters,
-    /// What each rank was exposed to its peers, in nanoseconds.
+    /// Time that each rank waited for its peers, in nanoseconds.
     pub(crate) exposed_to_peers_ns: [u64; RANKS_MAX],
-    /// Over all ranks, where the model has experts.
+    /// Load of the experts over all ranks, if the model has experts.
     pub expert_load: Option<ExpertLoad>,
 }
 
-/// Modules (a layer's forward or backward) that the driver enqueues ahead of the device: enough that the device never
-/// waits for a launch, and not so many that a full launch queue blocks the driver, who has a pool to feed.
+/// Modules (a layer's forward or backward) that the driver enqueues ahead of the device. They hide the launch latency from the device. More
+/// of them would fill the launch queue and block the driver, which must keep the pool busy.
 pub(super) const MODULES_AHEAD: usize = 2;
 
-/// The training engine on one device, alone or as a rank among others.
+/// The training engine on one device, alone or as one of several ranks.
 pub struct Engine<D: Kernels> {
     pub(super) plan: Plan,
     pub(super) dev: D,
     pub(super) pool: Pool<StepJob>,
-    // Threads that use the memory are declared, and so dropped, before it.
+    // Fields with threads that use the memory are declared before it, so that they are dropped first.
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
@@ -80,12 +80,12 @@ pub struct Engine<D: Kernels> {
     pub(super) coordinator: Coordinator,
     pub(super) transfers: Transfers,
     pub(super) exchange: Box<dyn Exchange<D>>,
-    /// [`Coordinator::settlings`] when the other ranks were last told whose weights are final; none in a new version of them.
+    /// [`Coordinator::settlings`] when this rank last published final weights; `None` after a new version of them began.
     pub(super) settlings_told: Option<u64>,
-    /// The bucket that the pool was given.
+    /// The bucket of the pool's job.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
-    /// The ends of the last modules that were enqueued.
+    /// End events of the last modules that were enqueued.
     pub(super) modules: [EventId; MODULES_AHEAD + 1],
     pub(super) modules_enqueued: usize,
     pub(super) bell: Arc<Doorbell>,
@@ -113,18 +113,18 @@ pub(super) fn staging(plan: &Plan) -> Staging {
 }
 
 impl<D: Kernels> Engine<D> {
-    /// Allocates everything; the state is zero until [`Engine::write_state`] and [`Engine::send_weights`].
-    /// Use it from one thread: `bell` wakes the one that waits first.
+    /// Allocates all memory. The state is zero until [`Engine::write_state`] and [`Engine::send_weights`]. Use the engine from one thread
+    /// only: `bell` wakes the thread that waits first.
     ///
     /// # Errors
-    /// `Resource` when memory or threads cannot be had.
+    /// `Resource` when memory or threads are not available.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
         Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(Alone::new(sides, plan)?)))
     }
 }
 
 impl<D: Kernels> Engine<D> {
-    /// Allocates everything; `exchange` makes how its slices meet those of others.
+    /// Allocates all memory; `exchange` makes the exchange with other ranks.
     pub(super) fn assemble(
         plan: Plan,
         shape: ModelShape,
@@ -133,7 +133,7 @@ impl<D: Kernels> Engine<D> {
         bell: Arc<Doorbell>,
         exchange: impl FnOnce(Sides<'_, D>, &Plan) -> Result<Box<dyn Exchange<D>>>,
     ) -> Result<Self> {
-        // Declared before the threads' owners, and so dropped after them, also when something below fails.
+        // Declared before the owners of threads, and so dropped after them, also when a call below fails.
         let mut host = HostMemory::new(plan.host_memory.clone());
         let (mut dev, pool) = (dev, pool);
         let exchange = exchange((&mut dev, &mut host), &plan)?;
@@ -182,12 +182,12 @@ impl<D: Kernels> Engine<D> {
         &self.plan
     }
 
-    /// The device, in words.
+    /// Description of the device.
     pub fn describe(&self) -> String {
         self.dev.describe()
     }
 
-    /// What the device's bits depend on besides this program.
+    /// Versions of the libraries that the device's bits depend on.
     pub(crate) fn versions(&self) -> Vec<(&'static str, String)> {
         self.dev.versions()
     }
@@ -197,7 +197,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.product_algorithms()
     }
 
-    /// Signs of life of all ranks, for a watchdog.
+    /// The driver states of all ranks, for a watchdog.
     pub fn watched(&self) -> Watched {
         self.exchange.watched(self.vitals.clone())
     }
@@ -215,17 +215,17 @@ impl<D: Kernels> Engine<D> {
         &self.model.table
     }
 
-    /// Optimizer steps done (skipped steps do not count).
+    /// Completed optimizer steps; skipped steps do not count.
     pub fn optimizer_step(&self) -> u64 {
         self.optimizer_step
     }
 
-    /// Training steps done (skipped ones count: their data is used up).
+    /// Completed training steps; skipped steps count, because their data is used up.
     pub fn train_step(&self) -> u64 {
         self.train_step
     }
 
-    /// Dynamic loss scaling.
+    /// State of dynamic loss scaling.
     pub(crate) fn loss_scale(&self) -> LossScale {
         self.loss_scale
     }
@@ -245,28 +245,28 @@ impl<D: Kernels> Engine<D> {
         self.dev.allocations()
     }
 
-    /// Clips above this gradient norm from the next verdict on; 0 never clips.
+    /// Sets the gradient norm above which steps are clipped, from the next verdict on; 0 turns clipping off.
     pub(crate) fn set_max_grad_norm(&mut self, max_grad_norm: f64) {
         self.plan.max_grad_norm = max_grad_norm;
     }
 
-    /// Whether all ranks can go on, as far as is known.
+    /// Checks that no rank has failed so far.
     ///
     /// # Errors
-    /// What ended the first that cannot.
+    /// The failure of the first rank that failed.
     pub(crate) fn check(&self) -> Result<()> {
         self.exchange.check()
     }
 
-    /// Has every gradient norm be 1, on a device that computes none.
+    /// Makes every gradient norm 1, for a device that computes none.
     pub(crate) fn pretend_norm(&mut self) {
         self.report.pretend(&mut self.host);
     }
 
-    /// Takes over counters from a checkpoint.
+    /// Restores counters from a checkpoint.
     ///
     /// # Errors
-    /// What ended another rank.
+    /// The failure that ended another rank.
     pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
         let words =
             [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
@@ -276,10 +276,10 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Ends all threads and returns the tracks of the timeline: of all ranks, named by rank where there are several.
+    /// Ends all threads and returns the tracks of the timeline of all ranks. With several ranks, track names contain the rank.
     ///
     /// # Errors
-    /// When an optimizer worker had panicked; what ended another rank.
+    /// An optimizer worker panicked; the failure that ended another rank.
     pub fn finish(mut self) -> Result<Vec<Recorder>> {
         self.lead(Order::Finish, Words::default())?;
         let tracks = self.end_threads()?;

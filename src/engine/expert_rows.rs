@@ -1,5 +1,5 @@
-//! How many rows each expert had in a step. What routers chose leaves the device behind each forward pass, in one small copy, and is looked
-//! at when the step's loss has come: nobody waits for it.
+//! Counts the rows of each expert in a step. The routers' choices are copied from the device after each forward pass, in one small copy,
+//! and are read when the step's loss has arrived. No thread waits for them.
 
 use super::bounce::Sides;
 use crate::device::{Device, DeviceSlice, Stream};
@@ -9,25 +9,25 @@ use crate::model::activations::{bounds_elems, expert_bounds};
 use crate::model::shape::ModelShape;
 use std::ops::Range;
 
-/// How evenly routers dealt the rows of a step to experts.
+/// How evenly routers distributed the rows of a step to experts.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct ExpertLoad {
-    /// Rows of the expert that had most over the mean of its layer, in the layer where that is worst: 1 is even.
+    /// Rows of the expert with the most rows divided by the mean of its layer, in the least balanced layer. A value of 1 is even.
     #[serde(rename = "expert_largest_over_mean")]
     pub largest_over_mean: f64,
-    /// Share of all layers' experts that had no row.
+    /// Fraction of all layers' experts that had no row.
     #[serde(rename = "expert_unused_share")]
     pub unused_share: f64,
 }
 
-/// The rows of all layers' experts, where there are any.
+/// Rows of the experts of all layers; empty for a model without experts.
 pub(super) struct ExpertRows {
-    /// Of each layer, where its experts' segments begin in a micro-batch's bounds, and the end of the last one.
+    /// By layer, the indices of its experts' segment bounds in the bounds of a micro-batch. The last index is the end of the last segment.
     bounds: Vec<Range<usize>>,
     /// The bounds of every micro-batch of a step.
     host_bounds: PinnedSlice,
     micro_batch_bytes: usize,
-    /// By layer and expert: what was counted last.
+    /// Rows by layer and expert, as counted last.
     pub(super) rows: Vec<u64>,
 }
 
@@ -41,12 +41,12 @@ impl ExpertRows {
         Ok(Self { bounds, host_bounds, micro_batch_bytes, rows })
     }
 
-    /// The forward pass of micro-batch `micro_step` is enqueued, and what its routers chose is in `bounds`.
+    /// Enqueues the copy of `bounds`, the routers' choices, after the forward pass of micro-batch `micro_step`.
     pub(super) fn copy<D: Device>(&self, dev: &mut D, bounds: DeviceSlice, micro_step: usize) -> Result<()> {
         dev.copy_d2h(Stream::Compute, bounds, self.host_bounds.slice(micro_step * self.micro_batch_bytes, self.micro_batch_bytes))
     }
 
-    /// Adds up the micro-batches of this rank, once all have come.
+    /// Adds the micro-batches of this rank, once all copies have arrived.
     pub(super) fn count(&mut self, host: &HostMemory) {
         self.rows.fill(0);
         if !self.rows.is_empty() {
@@ -57,7 +57,7 @@ impl ExpertRows {
         }
     }
 
-    /// What was counted; nothing where no expert had a row, as on a device that computes nothing.
+    /// The load of the counted rows. `None` if no expert had a row, as on a device that computes nothing.
     pub(super) fn load(&self) -> Option<ExpertLoad> {
         let (mut largest_over_mean, mut rest) = (0f64, &self.rows[..]);
         for layer in &self.bounds {
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn rows_of_micro_batches_add_up_by_layer() {
-        // Two layers, of two and of three experts; between their bounds lies what nobody wrote.
+        // Two layers, of two and of three experts; the element between their bounds is never written.
         let (rows, load) = counted(&[0..3, 4..8], &[&[0, 2, 8, -9, 0, 0, 1, 8], &[0, 0, 8, -9, 0, 0, 8, 8]]);
         assert_eq!(rows, [2, 14, 0, 9, 7]);
         assert_eq!(load, Some(ExpertLoad { largest_over_mean: 14.0 / 8.0, unused_share: 0.2 }));

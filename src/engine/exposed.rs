@@ -1,4 +1,4 @@
-//! Waits for what the device computes with next, and counts the time in which it has nothing to compute meanwhile.
+//! Waits for the inputs of the next computation, and measures the idle time of the device meanwhile.
 
 use super::executor::Engine;
 use super::vitals::Doing;
@@ -13,7 +13,7 @@ impl<D: Kernels> Engine<D> {
         self.wait_exposed(Doing::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
     }
 
-    /// Waits until the gradient of `bucket` has a slot on the host, and so its copy is enqueued.
+    /// Waits until the gradient of `bucket` has a slot on the host, so that its copy is enqueued.
     pub(super) fn wait_until_copied(&mut self, bucket: usize) -> Result<()> {
         if self.coordinator.is_copied(bucket) {
             return Ok(());
@@ -24,7 +24,7 @@ impl<D: Kernels> Engine<D> {
         waited
     }
 
-    /// Waits for other ranks until `ready`, which `doing` says, of `bucket` where one belongs.
+    /// Waits for other ranks until `ready`. `doing` describes the wait; `bucket` is its bucket, if it has one.
     pub(super) fn wait_for_peers(&mut self, doing: Doing, bucket: usize, ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         if self.exchange.slices().ranks() == 1 {
             return self.block_until(doing, bucket, ready);
@@ -49,8 +49,8 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// While the compute stream has nothing to do, the time goes to what is waited for now. From a peer's publication until this thread
-    /// looks at it, it is this rank that is late.
+    /// While the compute stream is idle, adds the time to the current cause. For peers the time ends at the peer's publication: the delay
+    /// from then until this thread sees it is this rank's own.
     fn count_exposed(&mut self, doing: Doing, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
         if idle_since.is_none() && !self.dev.is_done(self.compute_tail)? {
             return Ok(());
@@ -66,17 +66,17 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// What streams waited for since the last call: of the device's own, and of peers'.
+    /// Adds the time that streams waited since the last call, for the device's own streams and for peers.
     pub(super) fn count_waits_of_streams(&mut self) {
         let (waited, for_peers) = (self.dev.waited_ns(), self.exchange.waited_ns(&self.dev));
         let [all, peers] = [waited - self.waited_ns, for_peers - self.waited_for_peers_ns];
-        // Both are cut to whole nanoseconds.
+        // The two times are rounded down to nanoseconds separately.
         self.exposed.transfer_ns += all.saturating_sub(peers);
         self.exposed.peer_ns += peers;
         (self.waited_ns, self.waited_for_peers_ns) = (waited, for_peers);
     }
 
-    /// Records what the driver did from `start_ns` until now.
+    /// Records a span of the driver from `start_ns` until now.
     pub(super) fn driver_span(&mut self, name: &'static str, index: u32, start_ns: u64) {
         let duration_ns = self.dev.now_ns() - start_ns;
         self.recorder.past_span(name, index, start_ns, duration_ns);

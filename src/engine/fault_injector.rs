@@ -1,4 +1,4 @@
-//! What tests do to a run on purpose: gradients that are made wrong, and a coin that decides who goes on first. A normal run has none.
+//! Faults that tests inject: wrong gradients, failures of a rank, and a random schedule. A normal run has none.
 
 use crate::config::options::{FaultKind, FaultPhase, Injection, RankFault};
 use crate::device::{DeviceSlice, Kernels, Poke};
@@ -9,10 +9,10 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::ops::Range;
 use std::time::Duration;
 
-/// How long a slow rank stands still.
+/// Duration of the pause of a slow rank.
 const SLOW: Duration = Duration::from_secs(2);
 
-/// What a plan asks for of it.
+/// The faults of a plan.
 pub(super) struct FaultInjector {
     faults: Vec<Injection>,
     rank_faults: Vec<RankFault>,
@@ -20,7 +20,7 @@ pub(super) struct FaultInjector {
 }
 
 impl FaultInjector {
-    /// What `rank` does; `None` in a normal run.
+    /// The faults of `rank`; `None` in a normal run.
     pub(super) fn of(plan: &Plan, rank: usize) -> Option<Self> {
         let coin = plan.adversary.map(|seed| ChaCha8Rng::seed_from_u64(seed ^ 0xc01));
         let rank_faults: Vec<_> = plan.rank_faults.iter().filter(|fault| fault.rank == rank).copied().collect();
@@ -28,7 +28,7 @@ impl FaultInjector {
         (!is_normal).then(|| Self { faults: plan.inject.clone(), rank_faults, coin })
     }
 
-    /// Goes wrong if that is asked for in this phase of a step, counted from 1.
+    /// Runs the fault that the plan has for this phase of a step, if any. Steps are counted from 1.
     ///
     /// # Errors
     /// `Resource` that names phase and step.
@@ -47,28 +47,28 @@ impl FaultInjector {
         }
     }
 
-    /// Writes what is injected in a step, counted from 1, over the gradients of one of its shares, as far as the flat range goes.
+    /// Writes the values injected in `step`, counted from 1, over the gradients of `share` within the flat `range`.
     pub(super) fn spoil<D: Kernels>(&self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>, step: u64, share: usize) -> Result<()> {
         let mut hit = self.faults.iter().filter(|fault| (fault.step, fault.share) == (step, share) && range.contains(&fault.element));
         hit.try_for_each(|fault| dev.launch(Poke { x: grads, index: fault.element, value: fault.value }))
     }
 
-    /// Whether the coin decides: nothing goes on by itself then, so that nothing under way is a deadlock.
+    /// Whether the schedule is random. Then nothing progresses without the driver, and an idle driver with nothing pending is a deadlock.
     pub(super) fn decides(&self) -> bool {
         self.coin.is_some()
     }
 
-    /// Whether a pool without threads does its job before the driver looks.
+    /// Whether a pool without threads completes its job before the driver polls.
     pub(super) fn pool_hurries(&mut self) -> bool {
         self.falls(4)
     }
 
-    /// Whether it goes on before the device, where both wait.
+    /// Whether the pool progresses before the device when both have work.
     pub(super) fn pool_is_first(&mut self) -> bool {
         self.falls(2)
     }
 
-    /// The coin, true one time in `faces`.
+    /// Random choice, true one time in `faces`.
     fn falls(&mut self, faces: u32) -> bool {
         self.coin.as_mut().is_some_and(|coin| coin.next_u32().is_multiple_of(faces))
     }

@@ -1,22 +1,22 @@
-//! The sum of the gradients of a step's shares, as its definition says it: in fp32, in the order of shares, rounded once. With groups, the sum of
-//! each group is made so and rounded, and then those of all groups are added so. Who adds, on how many devices and in how many rounds, decides
-//! nothing: whatever comes later begins with what was kept in fp32.
+//! The sum of the gradients of a step's shares, exactly as defined: in fp32, in the order of shares, rounded once. With groups, the sum of
+//! each group is computed and rounded this way, and then the sums of the groups are added this way. The bits do not depend on the number of
+//! devices or rounds, because every later round continues from the fp32 sum.
 
 use crate::device::{DeviceSlice, Kernels, PARTS_MAX, Stream, SumSlices};
 use crate::error::Result;
 use crate::planner::plan::Plan;
 
-/// How the shares of a step are added.
+/// Order in which the shares of a step are added.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Addition {
     /// Shares of a step.
     shares: usize,
-    /// Consecutive ones whose sum is rounded.
+    /// Number of consecutive shares whose sum is rounded.
     group: usize,
 }
 
-/// What is kept of a slice between two rounds, in fp32: the sum of whole groups, and that of the shares of a group that is not whole. Those that
-/// are not needed are not there.
+/// fp32 sums of a slice that are stored between two rounds: the sum of whole groups, and the sum of the shares of an incomplete group. Sums
+/// that are not needed are `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct KeptSums {
     pub(super) total: Option<DeviceSlice>,
@@ -24,7 +24,7 @@ pub(super) struct KeptSums {
 }
 
 impl KeptSums {
-    /// Those that lie one behind the other in `memory`, of a slice of so many elements.
+    /// The sums that are stored consecutively in `memory`, `elems` elements each.
     pub(super) fn of(memory: DeviceSlice, elems: usize) -> Self {
         let nth = |nth: usize| (memory.elems() > nth * elems).then(|| memory.slice(nth * elems, elems));
         Self { total: nth(0), group: nth(1) }
@@ -32,23 +32,23 @@ impl KeptSums {
 }
 
 impl Addition {
-    /// Of the shares of `plan`.
+    /// The addition of the shares of `plan`.
     pub(super) fn of(plan: &Plan) -> Self {
         Self { shares: plan.shares, group: plan.group }
     }
 
-    /// Of the sums of its groups.
+    /// The addition of the sums of its groups.
     pub(super) fn of_groups(self) -> Self {
         Self { shares: self.shares / self.group, group: 1 }
     }
 
-    /// Of the shares of one group.
+    /// The addition of the shares of one group.
     pub(super) fn of_one_group(self) -> Self {
         Self { shares: self.group, group: 1 }
     }
 
-    /// On `stream`, adds `parts`, the gradients of the shares from `first` on, which are overwritten. With those of the last share the step's
-    /// gradient is in `out`.
+    /// On `stream`, adds `parts`, the gradients of the shares from `first` on. The parts are overwritten. After the last share, `out`
+    /// contains the step's gradient.
     pub(super) fn add<D: Kernels>(
         self,
         dev: &mut D,
@@ -96,12 +96,12 @@ mod tests {
 
     const ELEMS: usize = 64;
 
-    /// Magnitudes apart, so that every rounding and every order shows.
+    /// Values of different magnitudes, so that every rounding and every change of order is visible.
     fn gradient(share: usize, at: usize) -> bf16 {
         bf16::from_f32([1.0, 3e-3, 1.7, -0.99][(share * 3 + at) % 4] * (1.0 + (share + at) as f32 / 7.0))
     }
 
-    /// The definition.
+    /// The sum according to the definition.
     fn expected(shares: usize, group: usize, at: usize) -> bf16 {
         let chain = |parts: &mut dyn Iterator<Item = bf16>| bf16::from_f32(parts.map(bf16::to_f32).reduce(|sum, part| sum + part).unwrap());
         chain(&mut (0..shares / group).map(|nth| chain(&mut (nth * group..(nth + 1) * group).map(|share| gradient(share, at)))))
@@ -127,7 +127,7 @@ mod tests {
             self.host.lend::<bf16>(to).to_vec()
         }
 
-        /// The sum of `shares` in groups of `group`, of which `ranks` parts come in each round.
+        /// The sum of `shares` in groups of `group`, with `ranks` parts in each round.
         fn sum(&mut self, shares: usize, group: usize, ranks: usize) -> Vec<bf16> {
             let addition = Addition { shares, group };
             let memory = self.dev.alloc("kept", kept_sums((shares, group), ranks) * ELEMS, Dtype::Float32).unwrap();

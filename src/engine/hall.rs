@@ -1,4 +1,5 @@
-//! Where ranks come to know each other: before step 0, and again where a plan has moved their memory. Nobody comes here within a step.
+//! Rendezvous of ranks, where they exchange memory addresses and events: before step 0, and after a new plan has moved their memory. It is
+//! not used within a step.
 
 use super::shards::Shards;
 use super::vitals::Vitals;
@@ -11,75 +12,77 @@ use crate::planner::plan::Plan;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Where a rank's memory lies that others read.
+/// Memory of a rank that its peers read.
 #[derive(Clone)]
 pub(crate) struct RankMemory {
-    /// Its flat gradients and weights.
+    /// Flat gradients and weights.
     pub(super) grads: DeviceSlice,
     pub(super) weights: DeviceSlice,
-    /// Weights that have no flat place for good.
+    /// Weights without a permanent flat location.
     pub(super) shards: Shards,
-    /// Where ranks share sequences.
+    /// Activations, if ranks share sequences.
     pub(super) activations: Option<SharedActivations>,
 }
 
 impl RankMemory {
-    /// That of `model`, without shards.
+    /// The memory of `model`, without shards.
     pub(super) fn of(model: &Model) -> Self {
         Self { grads: model.grads, weights: model.weights, shards: Shards::default(), activations: model.shared_activations() }
     }
 
-    /// Where the weights lie of the slice of `bucket` that `owner` owns: the rank whose memory this is, or one that it carries them for.
+    /// Location of the weights of the slice of `bucket` that `owner` owns. `owner` is this rank, or an inter-node peer whose slices this
+    /// rank relays.
     pub(super) fn weights_of(&self, slices: &Slices, owner: usize, bucket: usize) -> DeviceSlice {
         let flat = slices.of(owner, bucket);
         self.shards.of(slices, owner, bucket).unwrap_or_else(|| self.weights.slice(flat.start, flat.len()))
     }
 
-    /// The same of what of it lies within `flat`.
+    /// Location of the part of this slice that lies within `flat`.
     pub(super) fn weights_within(&self, slices: &Slices, owner: usize, bucket: usize, flat: &Range<usize>) -> DeviceSlice {
         let (whole, part) = (slices.of(owner, bucket), slices.within(owner, bucket, flat));
         self.weights_of(slices, owner, bucket).slice(part.start - whole.start, part.len())
     }
 }
 
-/// What a rank tells the others of itself.
+/// Information that a rank publishes to its peers.
 #[derive(Clone)]
 pub(super) struct Introduction<C> {
     pub(super) card: C,
     pub(super) memory: RankMemory,
-    /// By bucket: its gradient is written.
+    /// By bucket: the gradient is written.
     pub(super) written: Vec<EventId>,
-    /// By bucket: the gradients of others are pulled.
+    /// By bucket: the peers' gradients are pulled.
     pub(super) pulled: Vec<EventId>,
-    /// By bucket: its own slice of the weights is written.
+    /// By bucket: this rank's slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
-    /// By bucket: its namesakes' slices of the weights have come to it, where there are other processes.
+    /// By bucket: the slices of its inter-node peers have arrived, if there are other processes.
     pub(super) carried: Vec<EventId>,
-    /// It has pulled what it fetched last.
+    /// The rank has pulled the weights that it fetched last.
     pub(super) fetched: EventId,
-    /// What it hands over is written; by turns.
+    /// The activations for its sequence group are written; two events that alternate.
     pub(super) handed: [EventId; 2],
     pub(super) vitals: Arc<Vitals>,
-    /// The algorithms of its products so far.
+    /// The algorithms of its matrix products so far.
     pub(super) products: Vec<ProductAlgorithm>,
 }
 
-/// What lies there, by rank of this process. Of a rank of another process, or a mirror image, there is what its namesake here tells.
+/// The rendezvous of the ranks of one process. For a rank of another process, or a mirrored rank, the entry of the local rank with the same
+/// index is used.
 pub(crate) struct Hall<C> {
     introductions: Vec<Mutex<Option<Introduction<C>>>>,
-    /// The plan that all go over to.
+    /// The plan that all ranks change to.
     plan: Mutex<Option<Plan>>,
-    /// Whoever found no memory for it first, and why.
+    /// The first rank that had no memory for this plan, and why.
     refusal: Mutex<Option<(usize, String)>>,
 }
 
-/// A rank that panicked has said so on the board, which all look at.
+/// Locks an entry. Poisoning is ignored: a rank that panicked has already published its failure in the progress counters.
 fn open<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<C> Hall<C> {
-    /// A hall for so many ranks.
+    /// A rendezvous for `ranks` ranks.
     pub(crate) fn new(ranks: usize) -> Self {
         Self { introductions: (0..ranks).map(|_| Mutex::default()).collect(), plan: Mutex::default(), refusal: Mutex::default() }
     }
@@ -96,17 +99,17 @@ impl<C> Hall<C> {
         *open(self.place(rank)) = None;
     }
 
-    /// Whether all ranks are there.
+    /// Whether all ranks are present.
     pub(super) fn is_full(&self) -> bool {
         self.introductions.iter().all(|place| open(place).is_some())
     }
 
-    /// Rank 0 says what comes next; nobody has refused it yet.
+    /// On rank 0, publishes the next plan and clears an earlier refusal.
     pub(super) fn announce(&self, plan: Plan) {
         (*open(&self.plan), *open(&self.refusal)) = (Some(plan), None);
     }
 
-    /// What was announced last.
+    /// The plan that was announced last.
     pub(super) fn announced(&self) -> Option<Plan> {
         open(&self.plan).clone()
     }
@@ -121,13 +124,13 @@ impl<C> Hall<C> {
 }
 
 impl<C: Clone> Hall<C> {
-    /// Those of `ranks`, who are all there.
+    /// The entries of `ranks` ranks, which are all present.
     pub(super) fn introductions(&self, ranks: usize) -> Vec<Introduction<C>> {
         (0..ranks).filter_map(|rank| open(self.place(rank)).clone()).collect()
     }
 }
 
-/// Whether this rank, which multiplies matrices by the algorithms `own`, computes the bits of rank 0.
+/// Checks that this rank's matrix products use the same algorithms as rank 0's, so that both compute the same bits.
 ///
 /// # Errors
 /// `Unsupported` that names a product, both algorithms and a remedy.

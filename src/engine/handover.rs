@@ -1,9 +1,9 @@
-//! Ranks that share sequences exchange activations around attention: each records that its own are written, publishes that, and once all of
-//! them have, pulls from them on its compute stream.
+//! Ranks that share sequences exchange activations around attention. Each rank records an event after its own are written and publishes it.
+//! Once all ranks of the group have published, it pulls from them on its compute stream.
 //!
-//! Nobody overwrites what others still pull: every rank's next record comes, on its compute stream, after its pulls of this exchange, and
-//! whatever was handed over is written again only after another exchange. No rank is further ahead of another than one exchange, since
-//! none goes on before all have published: two events by turns let one that is behind wait for no more than it needs.
+//! No rank overwrites activations that a peer still pulls. Every rank's next event follows, on its compute stream, its pulls of this
+//! exchange, and exchanged memory is written again only after another exchange. No rank is more than one exchange ahead of a peer, since
+//! none proceeds before all have published. So two alternating events suffice, and a slower rank never waits for the later one.
 
 use super::executor::Engine;
 use super::hall::Introduction;
@@ -17,32 +17,32 @@ use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use std::ops::Range;
 
-/// What one rank has of it.
+/// State of one rank's activation exchanges.
 pub(super) struct Handovers {
-    /// The ranks that share its sequences, itself among them.
+    /// The ranks that share sequences with this one, itself included.
     group: Range<usize>,
-    /// By turns: what is handed over is written.
+    /// Alternating events: the activations are written.
     events: [EventId; 2],
-    /// How often it has published.
+    /// Number of published exchanges.
     published: u64,
 }
 
 impl Handovers {
-    /// Those of `rank`, of `sequence_ranks` that share sequences.
+    /// The exchanges of `rank`, in groups of `sequence_ranks` ranks.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn new<D: Device>(dev: &mut D, rank: usize, sequence_ranks: usize) -> Result<Self> {
         let first = rank / sequence_ranks * sequence_ranks;
         Ok(Self { group: first..first + sequence_ranks, events: [dev.event()?, dev.event()?], published: 0 })
     }
 
-    /// For the others.
+    /// The two events, for the peers.
     pub(super) fn events(&self) -> [EventId; 2] {
         self.events
     }
 
-    /// What this rank hands over is enqueued.
+    /// Records the event after this rank's activations and publishes it.
     pub(super) fn publish<D: Device>(&mut self, dev: &mut D, seat: &Seat) -> Result<()> {
         dev.record(self.events[turn(self.published)], Stream::Compute)?;
         self.published += 1;
@@ -50,12 +50,12 @@ impl Handovers {
         seat.pass()
     }
 
-    /// Whether all have published as often.
+    /// Whether all ranks of the group have published as many exchanges.
     pub(super) fn is_there(&self, board: &Board) -> bool {
         self.group.clone().all(|rank| board.handed(rank) >= self.published)
     }
 
-    /// Enqueues the pulls from `ranks`, by rank, of what they have published last.
+    /// Enqueues the pulls of the last published activations from `ranks`, indexed by rank.
     pub(super) fn pull<D: Kernels + Peers>(
         &self,
         dev: &mut D,
@@ -76,7 +76,7 @@ impl Handovers {
     }
 }
 
-/// The engine's passes: while it waits for others, it does for them what they wait for.
+/// Runs the engine's passes. While the driver waits for peers, it keeps running the event loop.
 impl<D: Kernels> PassRunner for Engine<D> {
     type Dev = D;
 
@@ -97,7 +97,7 @@ impl<D: Kernels> PassRunner for Engine<D> {
     }
 }
 
-/// Which of the two events belongs to an exchange.
+/// Index of the event of an exchange.
 fn turn(exchange: u64) -> usize {
     (exchange % 2) as usize
 }

@@ -1,4 +1,4 @@
-//! Begins the hops that the coordinator asks for, and tells it when they are done. The driver waits only in here.
+//! Starts the hops that the coordinator commands, and reports their completion to it. The driver blocks only in `block_until`.
 #![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};
@@ -18,7 +18,7 @@ use crate::optim::adam::{AdamConsts, AdamHyper};
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
-    /// Serves events until `ready`, for which `doing` waits, of bucket `number` where one belongs.
+    /// Runs the event loop until `ready`. `doing` describes the wait; `number` is its bucket, if it has one.
     pub(super) fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         let before = self.vitals.doing();
         self.vitals.now(doing, number as u64);
@@ -39,12 +39,12 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// Goes wrong here, in a test that asks for it.
+    /// Runs the injected fault of this phase, if a test has one.
     pub(super) fn strike(&self, phase: FaultPhase) -> Result<()> {
         self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.strike(phase, self.train_step + 1))
     }
 
-    /// Lets a device and a pool without threads do something; false when they have threads, or nothing to do.
+    /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
     fn go_on(&mut self) -> Result<bool> {
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_is_first) && self.pool.advance() {
             return Ok(true);
@@ -52,7 +52,7 @@ impl<D: Kernels> Engine<D> {
         Ok(self.dev.idle()? || self.pool.advance())
     }
 
-    /// Tells the coordinator what has happened since the last call; false when nothing has. Never blocks.
+    /// Reports everything that has completed since the last call to the coordinator. Returns false if nothing has. Never blocks.
     fn pump(&mut self) -> Result<bool> {
         let mut progressed = false;
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_hurries) {
@@ -82,7 +82,7 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.gather(&mut self.dev, self.model.weights)? || progressed)
     }
 
-    /// Tells the other ranks whose weights are final, if those of any became so since it last did.
+    /// Publishes the buckets whose weights became final since the last call, if a peer waits for any.
     fn settle_owed(&mut self) {
         let settlings = Some(self.coordinator.settlings());
         let is_news = self.settlings_told != settlings && self.exchange.is_owing();
@@ -141,9 +141,9 @@ impl<D: Kernels> Engine<D> {
         self.issue(hop, bucket, slot)
     }
 
-    /// What was enqueued last is `hop` of `bucket`.
+    /// Records the events of `hop` of `bucket`, whose work was enqueued last.
     pub(super) fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
-        // A gradient is whole where sums are made.
+        // A gradient is complete on the stream that computes sums.
         let stream = if hop == Hop::Backward { Some(self.exchange.sums_on()) } else { hop.leg().stream };
         if let Some(stream) = stream {
             self.transfers.issue(&mut self.dev, stream, hop, bucket, slot)?;
@@ -152,19 +152,21 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// `work` on a bucket, a range of this rank's order and where that begins in the flat one.
+    /// Submits `work` on a bucket to the pool. The bucket is given as a range of the local order and the flat position of its first
+    /// element.
     fn give_to_pool(&mut self, bucket: usize, (range, flat): (Range<usize>, usize), work: Work, params: Option<Slot>) {
         if let (Some(flow), Some(_), true) = (&mut self.flow, params, self.plan.streams_from_host()) {
             flow.forget(&range);
         }
         let state = self.memory.states.on_host(&range);
-        // SAFETY: the engine drops host memory after its pool. The coordinator begins `Optimize` when no other bucket runs, with gradients
-        // that have come to their slot and a parameter slot whose last copy is done, and gives both to nobody else until the pool is
-        // idle again. No copy touches the state of such a bucket, and the driver only when there is no job (`expect_no_job`).
+        // SAFETY: the engine drops host memory after its pool. The coordinator starts `Optimize` only when no other bucket runs, when the
+        // gradients have arrived in their slot, and when the last copy from the parameter slot is complete. It gives neither slot to any
+        // other user until the pool is idle again. No copy touches the state of such a bucket, and the driver touches it only when there is
+        // no job (`expect_no_job`).
         let mut job = unsafe { StepJob::new(bucket, (range.clone(), flat), work, params, state, self.scratch.step.clone()) };
         if let Work::SpeculateRows(_) = work {
             let rows = self.late_rows().part(&self.host, &range);
-            // SAFETY: the next rows are collected in the next step, which begins when all buckets are settled.
+            // SAFETY: the row numbers are next written in the next step, which begins when all buckets are settled.
             job = unsafe { job.with_rows(rows) };
         }
         self.counters.adam_elems += if params.is_some() { job.elems() as u64 } else { 0 };
@@ -204,7 +206,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.launch(Cast { stream, src: staging, dst: target })
     }
 
-    /// The part of a bucket that has its own place on the device: all that does not stream.
+    /// The part of a bucket that has its own location on the device, because it is not streamed.
     fn beside_flow(&self, range: &Range<usize>) -> Range<usize> {
         self.flow.as_ref().map_or(range.clone(), |flow| flow.beside(range))
     }
@@ -227,20 +229,20 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Moves a bucket's state between the two sides; returns its bytes. All of a step is enqueued at once: states that come and states
-    /// that go cross the link beside the steps of others.
+    /// Moves a bucket's state between host and device; returns its bytes. All moves of a step are enqueued at once, so that they overlap
+    /// with the steps of other buckets.
     fn page(&mut self, stream: Stream, range: &Range<usize>, space: MemorySpace) -> Result<u64> {
         let arrays = self.memory.states.on_device(range).arrays();
         arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, space))?;
         Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
     }
 
-    /// The step's gradient of `range`, which begins at `local` of this rank's own order.
+    /// The step's gradient of `range`, which begins at `local` in the local order.
     pub(super) fn grads(&self, range: &Range<usize>, local: usize) -> DeviceSlice {
         self.exchange.own_grads(self.model.grads, range, local)
     }
 
-    /// This rank's weights of `range`, which begins at `local` of its own order.
+    /// This rank's weights of `range`, which begins at `local` in the local order.
     pub(super) fn weights(&self, range: &Range<usize>, local: usize) -> DeviceSlice {
         self.exchange.own_weights(self.model.weights, range, local)
     }

@@ -1,8 +1,8 @@
-//! The rows of a tied embedding that a micro-batch uses: the only ones that the backward pass of the embedding adds to. All others have
-//! their gradient when the output matrix has.
+//! The rows of a tied embedding that a micro-batch uses. The backward pass of the embedding adds only to these rows; the gradient of all
+//! other rows is final when that of the output matrix is.
 //!
-//! The rows lie behind each other, *packed*, on their way between device and host. A bucket is a range of the flat order, which may begin
-//! and end inside of a row, so that what it has of them is a range of the packed order.
+//! Between device and host the rows are *packed*: stored consecutively. A bucket is a range of the flat order that may begin and end within
+//! a row, so its rows are a range of the packed order.
 
 use crate::bucket::layout::BucketLayout;
 use crate::data::batch::distinct;
@@ -14,22 +14,23 @@ use crate::model::tensors::{Module, Role, TensorTable};
 use std::iter;
 use std::ops::Range;
 
-/// Where rows of a table of `channels` columns, which begins at `start` of the flat order, lie in that and in the packed one.
+/// Maps rows of a table between the flat order and the packed order. The table has `channels` columns and begins at `start` in the flat
+/// order.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PackedRows<'a> {
-    /// Each once, in ascending order.
+    /// Distinct row numbers in ascending order.
     pub rows: &'a [i32],
     pub channels: usize,
     pub start: usize,
 }
 
 impl PackedRows<'_> {
-    /// What of the packed order lies in `flat`.
+    /// The packed range of the rows' elements within `flat`.
     pub(super) fn packed(&self, flat: &Range<usize>) -> Range<usize> {
         self.before(flat.start)..self.before(flat.end)
     }
 
-    /// Packed elements that lie before `flat`.
+    /// Number of packed elements before the flat position `flat`.
     fn before(&self, flat: usize) -> usize {
         let within = flat.saturating_sub(self.start);
         let (row, column) = (within / self.channels, within % self.channels);
@@ -38,12 +39,12 @@ impl PackedRows<'_> {
         whole * self.channels + part
     }
 
-    /// Which rows have elements in the packed range, and how many elements of the first one do not.
+    /// The rows with elements in the packed range, and how many elements of the first row lie before it.
     pub(super) fn rows_of(&self, packed: &Range<usize>) -> (Range<usize>, usize) {
         (packed.start / self.channels..packed.end.div_ceil(self.channels), packed.start % self.channels)
     }
 
-    /// The flat ranges behind a packed range, one for each row, and where each begins in the packed order.
+    /// The flat ranges of a packed range, one for each row, with their packed positions.
     pub(super) fn pieces(&self, packed: Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
         let mut at = packed.start;
         iter::from_fn(move || {
@@ -57,22 +58,22 @@ impl PackedRows<'_> {
     }
 }
 
-/// The rows of the last micro-batch of a step, which stay until the next step's take their place.
+/// The rows of the last micro-batch of a step. They are valid until the next step replaces them.
 #[derive(Debug)]
 pub(super) struct LateRows {
     ids: PinnedSlice,
     count: usize,
     channels: usize,
     start: usize,
-    /// A bit for each row of the table.
+    /// One bit for each row of the table.
     used: Vec<u64>,
 }
 
 impl LateRows {
-    /// Room for the rows of `tokens` tokens, where buckets of `layout` leave early.
+    /// Allocates memory for the rows of `tokens` tokens, if buckets of `layout` leave early.
     ///
     /// # Errors
-    /// `Resource` when memory cannot be had or locked.
+    /// `Resource` when memory is not available or cannot be locked.
     pub(super) fn take<D: Device>(
         layout: &BucketLayout,
         (shape, table): (&ModelShape, &TensorTable),
@@ -86,13 +87,13 @@ impl LateRows {
         Ok(Some(Self { ids, count: 0, channels: shape.channels, start: wte.offset_elems, used: vec![0; shape.vocab.div_ceil(64)] }))
     }
 
-    /// Takes the rows that `tokens` use. Nobody uses the last ones any more.
+    /// Replaces the rows by those that `tokens` use. The previous rows must no longer be in use.
     pub(super) fn collect(&mut self, host: &mut HostMemory, tokens: PinnedSlice) {
         mark(host.lend(tokens), &mut self.used);
         self.count = list(&self.used, host.lend_mut(self.ids));
     }
 
-    /// Their numbers, int32.
+    /// The row numbers, int32.
     pub(super) fn ids(&self) -> PinnedSlice {
         self.ids.slice(0, self.count * 4)
     }
@@ -101,7 +102,7 @@ impl LateRows {
         PackedRows { rows: host.lend(self.ids()), channels: self.channels, start: self.start }
     }
 
-    /// Those in a flat range.
+    /// The rows within a flat range.
     pub(super) fn part(&self, host: &HostMemory, flat: &Range<usize>) -> RowPart {
         RowPart { ids: self.ids(), channels: self.channels, start: self.start, packed: self.packing(host).packed(flat) }
     }
@@ -113,7 +114,7 @@ fn mark(tokens: &[i32], used: &mut [u64]) {
     tokens.iter().for_each(|token| used[*token as usize / 64] |= 1 << (token % 64));
 }
 
-/// Writes the numbers of marked rows, in ascending order, and returns how many they are.
+/// Writes the numbers of marked rows in ascending order and returns their count.
 fn list(used: &[u64], ids: &mut [i32]) -> usize {
     let mut count = 0;
     for (first, mut bits) in (0..).step_by(64).zip(used.iter().copied()) {
@@ -126,15 +127,15 @@ fn list(used: &[u64], ids: &mut [i32]) -> usize {
     count
 }
 
-/// Rows in a part of the flat order, for a job.
+/// The rows of a part of the flat order, for a job.
 #[derive(Clone, Debug)]
 pub(super) struct RowPart {
     /// Numbers of all rows, int32.
     pub ids: PinnedSlice,
     pub channels: usize,
-    /// Of the table, in the flat order.
+    /// Position of the table in the flat order.
     pub start: usize,
-    /// What of the packed order it is.
+    /// The packed range of these rows.
     pub packed: Range<usize>,
 }
 
@@ -144,7 +145,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Buckets that begin and end anywhere cut the packed order without gaps, and its pieces are the rows' elements, in order.
+        /// Buckets that begin and end anywhere cut the packed order without gaps, and its pieces are the rows' elements in order.
         #[test]
         fn buckets_cut_the_packed_order(
             rows in prop::collection::btree_set(0i32..40, 0..40), channels in 1usize..30, start in 0usize..50, bucket in 1usize..200, step in 1usize..40,
@@ -162,7 +163,7 @@ mod tests {
                     prop_assert_eq!(of.start * channels + skipped, packed.start);
                     prop_assert!((of.end - 1) * channels < packed.end && packed.end <= of.end * channels);
                 }
-                // As the pieces of a job cut it once more.
+                // The pieces of a job cut the range again.
                 for from in packed.clone().step_by(step) {
                     for (piece, at) in packing.pieces(from..(from + step).min(packed.end)) {
                         prop_assert_eq!(at, have.len());

@@ -1,8 +1,8 @@
-//! Dynamic loss scaling for float16, as `torch.amp.GradScaler` does it; other formats keep a scale of 1.
+//! Dynamic loss scaling for float16, like `torch.amp.GradScaler`; other formats keep a scale of 1.
 
 use crate::dtype::Dtype;
 
-/// The factor on the loss. Always a power of two, so that scaling and unscaling lose no bits of a normal number.
+/// The factor on the loss. It is always a power of two, so that scaling and unscaling a normal number is exact.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     scale: f32,
@@ -12,10 +12,11 @@ pub struct LossScale {
 
 /// Steps without overflow after which the scale doubles.
 const GROWTH_INTERVAL: u32 = 2000;
-/// The scale never exceeds it.
+/// Largest scale.
 const SCALE_MAX: f32 = 16_777_216.0;
 
-/// Whether a run can have this scale after this many good steps: a power of two from 1 to 2^24, fewer steps than double it.
+/// Whether a run can have this scale after `good_steps` steps without overflow: a power of two from 1 to 2^24, with fewer steps than the
+/// growth interval.
 pub(crate) fn is_possible(scale: f32, good_steps: u64) -> bool {
     (1.0..=SCALE_MAX).contains(&scale)
         && (scale as u32).is_power_of_two()
@@ -34,7 +35,7 @@ impl LossScale {
         self.scale
     }
 
-    /// What undoes it; exact.
+    /// The factor that undoes the scale; exact.
     pub fn inverse(self) -> f32 {
         1.0 / self.scale
     }
@@ -44,14 +45,14 @@ impl LossScale {
         self.good_steps
     }
 
-    /// Takes over a checkpoint's scale, one that [`is_possible`]; a format that needs none keeps 1.
+    /// Restores the scale of a checkpoint, for which [`is_possible`] must hold. Formats without loss scaling keep 1.
     pub(crate) fn restore(&mut self, scale: f32, good_steps: u64) {
         if self.dynamic {
             (self.scale, self.good_steps) = (scale, good_steps as u32);
         }
     }
 
-    /// Halves after an overflow (not below 1), doubles after a window without one (not above 2^24).
+    /// Halves the scale after an overflow (not below 1), and doubles it after a growth interval without one (not above 2^24).
     pub fn update(&mut self, overflow: bool) {
         if !self.dynamic {
             return;

@@ -1,4 +1,4 @@
-//! Memory that lives as long as the engine: the state of all buckets, and what the driver reads and writes.
+//! Memory that lives as long as the engine: the state of all buckets, and buffers of the driver.
 
 use super::bounce::{Bounce, Sides};
 use super::states::{DeviceState, StateTiers};
@@ -13,7 +13,7 @@ use crate::planner::plan::Plan;
 
 pub(super) struct Memory {
     pub(super) states: StateTiers,
-    /// Every micro-batch of a step.
+    /// All micro-batches of a step.
     batches: PinnedSlice,
     pub(super) bounce: Bounce,
 }
@@ -31,8 +31,7 @@ impl Memory {
         self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }
 
-    /// Writes random initial parameters where they lie, on `threads` threads; m and v are left as they are.
-    /// No job may be running.
+    /// Writes random initial parameters into the state, with `threads` threads. Leaves m and v unchanged. No job may be running.
     pub(super) fn init_params<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,

@@ -1,5 +1,5 @@
-//! The step: a pure state machine ([`coordinator`]) that decides, and an engine ([`executor`]) that does what it decided. README.md
-//! beside this file walks a bucket through both.
+//! The step: a pure state machine ([`coordinator`]) that makes decisions, and an engine ([`executor`]) that executes them. README.md beside
+//! this file follows a bucket through both.
 
 mod all_ranks;
 mod awaited;

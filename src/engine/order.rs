@@ -1,30 +1,30 @@
-//! Orders: what rank 0 has all ranks do.
+//! Orders that rank 0 issues to all ranks.
 
-/// What rank 0 has all ranks do. Its numbers are the board's.
+/// An order of rank 0 to all ranks. Its number identifies it in the progress counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Order {
-    /// The next step: learning rate, targets that count, limit of the norm.
+    /// Run the next step. Arguments: learning rate, counted targets, clipping threshold.
     Step,
-    /// Write what was decided into the state.
+    /// Write all decided updates into the state.
     Flush,
-    /// Random parameters: seed, threads.
+    /// Initialize random parameters. Arguments: seed, threads.
     Init,
-    /// State from the mail: part, first element, elements.
+    /// Write state from the mail buffer. Arguments: part, first element, elements.
     Write,
-    /// State into the mail: part, first element, elements.
+    /// Read state into the mail buffer. Arguments: part, first element, elements.
     Read,
-    /// Working weights from the state.
+    /// Compute working weights from the state.
     Send,
-    /// The losses of micro-batches: targets that count.
+    /// Compute the losses of micro-batches. Argument: counted targets.
     Evaluate,
-    /// Counters from a checkpoint: steps, optimizer steps, loss scale, good steps, verdicts.
+    /// Restore counters from a checkpoint. Arguments: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,
-    /// End all threads, and hand over the tracks of the timeline.
+    /// End all threads, and publish the tracks of the timeline.
     Finish,
-    /// Go over to the plan in the hall.
+    /// Change to the plan in the rendezvous.
     Replan,
-    /// Save its slices: two words for whoever does; checksums into the mail.
+    /// Save this rank's slices, and write the checksums into the mail buffer. Arguments: two words for the code that saves.
     Save,
 }
 
@@ -48,7 +48,7 @@ impl Order {
         Self::ALL.get(usize::try_from(number).ok()?).copied()
     }
 
-    /// What a process does that carries it out, in words.
+    /// Description of a process that is executing this order.
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Step => "is in a step",

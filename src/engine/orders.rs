@@ -1,4 +1,4 @@
-//! Ranks of one process: how they come to know each other, and what those behind rank 0 do.
+//! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
@@ -23,21 +23,21 @@ use crate::ranks::{RailKey, Seat};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Threads that another process may ask for, at most: no machine has more CPUs.
+/// Largest number of threads that another process can request; no machine has more CPUs.
 const THREADS_MAX: u64 = 1 << 13;
 
 impl<D: Kernels> Engine<D> {
-    /// Rank 0 has the others do this, too, once they have done what came before.
+    /// On rank 0, issues an order to all other ranks, once they have completed the order before it.
     pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
         self.while_ordering(|exchange, dev| exchange.lead(dev, order, words))
     }
 
-    /// Rank 0 waits until the others have done what they were told.
+    /// On rank 0, waits until all other ranks have completed their order.
     pub(super) fn await_done(&mut self) -> Result<()> {
         self.while_ordering(|exchange, dev| exchange.await_done(dev))
     }
 
-    /// By bucket what ends a step of this rank's slice of its weights.
+    /// By bucket, the event after which this rank's slice of its weights is written.
     pub(super) fn stepped(&self) -> Vec<EventId> {
         let written_by = |bucket: usize| match self.plan.layout.tier(bucket) {
             Tier::Host => Hop::ParamsIn,
@@ -57,11 +57,11 @@ impl<D: Kernels> Engine<D> {
 
 #[expect(private_bounds, reason = "ranks are this crate's own")]
 impl<D: Kernels + Peers> Engine<D> {
-    /// As [`Engine::new`], for the rank that has `seat`, on its thread, whose bell is the board's. Returns when all ranks have come as far: those
-    /// in the same `hall`, or those of other processes, which it can `reach` so.
+    /// Like [`Engine::new`], for the rank of `seat`, on that rank's own thread, with its doorbell. Returns when all ranks have arrived: the
+    /// local ranks in `hall`, and ranks of other processes over `reach`.
     ///
     /// # Errors
-    /// As there; what ended another rank.
+    /// As [`Engine::new`]; the failure that ended another rank.
     pub(crate) fn join(
         (plan, shape): (Plan, ModelShape),
         (dev, pool): (D, Pool<StepJob>),
@@ -87,10 +87,11 @@ impl<D: Kernels + Peers> Engine<D> {
         Ok(engine)
     }
 
-    /// As [`Engine::new`], for rank 0 of the plan's, on a device whose peers are its mirror images: they do what it does when it does it.
+    /// Like [`Engine::new`], for rank 0 of the plan on a simulated device. All other ranks are mirrored: they act like rank 0 at the same
+    /// times.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Engine::new`].
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
         let reach = match (plan.processes, plan.by_nccl) {
             (1, _) => Reach::Memory,
@@ -108,25 +109,26 @@ impl<D: Kernels + Peers> Engine<D> {
         Ok(engine)
     }
 
-    /// What the other ranks need to know of this one.
+    /// Publishes this rank's memory and events to its peers.
     fn introduce(&mut self) {
         let stepped = self.stepped();
         let memory = RankMemory::of(&self.model);
         self.exchange.introduce(&mut self.dev, memory, stepped, &self.vitals);
     }
 
-    /// Does what rank 0 says, until a rank ends; before the first step, once the state is there, `settle_down`.
+    /// Executes the orders of rank 0 until a rank ends. Calls `settle_down` once, after the state is initialized and before the first step
+    /// or evaluation.
     ///
     /// # Errors
-    /// The device's; those of `settle_down`; what ended another rank.
+    /// Errors of the device and of `settle_down`; the failure that ended another rank.
     pub(crate) fn follow(&mut self, settle_down: impl FnOnce() -> Result<()>) -> Result<()> {
         self.follow_and_save(settle_down, |_, _| Err(Error::resource("save", "no rank of this process saves for itself")))
     }
 
-    /// The same where this rank saves its slices itself: `save` does, and gives their checksums.
+    /// Like [`Engine::follow`], for a rank that saves its own slices: `save` writes them and returns their checksums.
     ///
     /// # Errors
-    /// As there; those of `save`.
+    /// As [`Engine::follow`]; errors of `save`.
     pub(crate) fn follow_and_save(
         &mut self,
         settle_down: impl FnOnce() -> Result<()>,
@@ -167,7 +169,7 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.exchange.publish_tracks(tracks);
                 Ok(())
             }
-            // Whoever follows does it.
+            // `follow_and_save` executes this order itself.
             Order::Save => Ok(()),
             Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
@@ -199,15 +201,15 @@ impl<D: Kernels + Peers> Engine<D> {
         }
     }
 
-    /// As [`piece_of`], of this engine's state and mail.
+    /// Like [`piece_of`], for this engine's state and mail buffer.
     ///
     /// # Errors
-    /// As there.
+    /// As [`piece_of`].
     fn piece_of(&self, words: Words) -> Result<(StatePart, Range<usize>)> {
         piece_of(words, self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
     }
 
-    /// Takes what rank 0 has dealt to this rank.
+    /// Receives the micro-batches that rank 0 has sent to this rank.
     fn take_batches(&mut self) {
         for place in 0..self.plan.micro_batches_of_rank() {
             let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
@@ -216,10 +218,10 @@ impl<D: Kernels + Peers> Engine<D> {
     }
 }
 
-/// The part of a state of so many elements that an order is about, and which of them, as far as they exist and the mail has room for them.
+/// The part of the state and the range of elements of an order. The state has `all` elements, and the mail buffer has `mail_words` words.
 ///
 /// # Errors
-/// `Resource` when there are none.
+/// `Resource` when the part or the range does not exist, or the mail buffer is too small.
 fn piece_of([part, start, elems, ..]: Words, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
     let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
     let known = usize::try_from(part).ok().and_then(|part| StatePart::ALL.get(part).copied());
@@ -232,7 +234,7 @@ fn piece_of([part, start, elems, ..]: Words, all: usize, mail_words: usize) -> R
 mod tests {
     use super::*;
 
-    /// Numbers of orders come over the network, and none of them panics or takes memory.
+    /// Orders arrive over the network, so invalid numbers must not cause a panic or an allocation.
     #[test]
     fn an_order_about_what_does_not_exist_is_an_error() {
         let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());

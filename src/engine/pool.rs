@@ -1,4 +1,4 @@
-//! Who runs the optimizer's jobs: worker threads, the driver itself under the adversary, or nobody in a simulation.
+//! Executors of the optimizer's jobs: worker threads, the driver's thread in adversarial tests, or a simulated pool.
 
 use crate::device::sim::SimPool;
 use crate::error::{Error, Result};
@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 pub enum Pool<J: Job> {
     Threads(Threads<J>),
-    /// The caller's thread, whenever it calls [`Pool::advance`]: the seeded adversary decides when.
+    /// The caller's thread, in [`Pool::advance`]; the seeded adversary chooses when.
     Stepped(Stepped<J>),
-    /// Nobody: time passes as if.
+    /// No execution: only the simulated clock advances.
     Simulated(SimPool),
 }
 
@@ -23,7 +23,7 @@ pub struct Stepped<J> {
 }
 
 impl<J: Job> Pool<J> {
-    /// A pool whose jobs run on the caller's thread, last piece first.
+    /// A pool that runs jobs on the caller's thread, last piece first.
     pub fn stepped(trace_spans: usize) -> Self {
         Self::Stepped(Stepped { job: None, recorder: Recorder::new("adam", trace_spans), busy_ns: 0 })
     }
@@ -46,7 +46,7 @@ impl<J: Job> Pool<J> {
         }
     }
 
-    /// [`Threads::pulse`]; of no worker, where there are no threads.
+    /// [`Threads::pulse`]; without workers if there are no threads.
     pub(crate) fn pulse(&self) -> Arc<Pulse> {
         match self {
             Self::Threads(pool) => pool.pulse(),
@@ -63,7 +63,7 @@ impl<J: Job> Pool<J> {
         }
     }
 
-    /// Lets a stepped pool do its job; false when there is none, or when threads do the work anyway.
+    /// Lets a stepped pool run its job. Returns false if there is none, or if the pool has threads or is simulated.
     pub(crate) fn advance(&mut self) -> bool {
         let Self::Stepped(pool) = self else { return false };
         let Some(job) = pool.job.take() else { return false };
@@ -74,7 +74,7 @@ impl<J: Job> Pool<J> {
         true
     }
 
-    /// [`Threads::finish`], once the pool is idle: an error otherwise.
+    /// [`Threads::finish`]; an error if the pool is not idle.
     pub fn finish(&mut self) -> Result<Vec<Recorder>> {
         if !self.is_idle()? {
             return Err(Error::resource("end the optimizer workers", "a job is not done"));

@@ -1,10 +1,13 @@
-//! Several ranks: each publishes on the board what it has recorded, and the others' copies pull it. From ranks of other processes gradients come
-//! by [`Sockets`] or [`Rails`]. So do weights, to one rank of this process for each: it *carries* them for the others, who pull them from it.
+//! Exchange between several ranks: each rank publishes its recorded events in the progress counters, and its peers copy from its memory.
+//! Gradients of ranks of other processes arrive by [`Sockets`] or [`Rails`]. So do weights: a rank exchanges them with its *inter-node
+//! peers*, the ranks with the same local index in other processes, and *relays* them to the other local ranks, which pull them from it.
 //!
-//! Where the ranks of a process compute a whole group of shares in each round, its sum is made here first: each rank pulls what its namesakes and
-//! itself own, and what then lies in the place of its gradient is the group's. Only that leaves the process, to the namesakes.
+//! If the local ranks compute a whole group of shares in each round, its sum is computed within the process first: each rank pulls the
+//! slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the process,
+//! to the inter-node peers.
 //!
-//! *Record, then publish, then others may enqueue a wait*: a wait for an event that was not yet recorded is no wait.
+//! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect, so a rank publishes an event after
+//! recording it, and only then may its peers enqueue a wait.
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};
@@ -37,67 +40,68 @@ use std::sync::Arc;
 mod gradients;
 mod weights;
 
-/// Partial sums of the norm that are looked at as a whole.
+/// Partial sums of the norm that are folded at once.
 const FOLDED_AT_ONCE: usize = 64;
 
-/// A rank among others.
+/// The exchange of one of several ranks.
 pub(crate) struct Pulls<C> {
     seat: Seat,
     hall: Arc<Hall<C>>,
-    /// The way to ranks of other processes, if there are any.
+    /// Connection to ranks of other processes, if there are any.
     far: Option<Far>,
-    /// How often it has met the others between two steps.
+    /// Number of meetings of all ranks between two steps.
     meetings: u64,
     slices: Slices,
     handovers: Handovers,
-    /// By rank, once all are known.
+    /// Rendezvous entries of all ranks, once they are known.
     peers: Vec<Introduction<C>>,
     written: Vec<EventId>,
-    /// By bucket: it has what it sums of the others, and the sum is made.
+    /// By bucket: the peers' parts of the sum are pulled, and the sum is computed.
     pulled: Vec<EventId>,
     summed: Vec<EventId>,
-    /// That of the sum that was enqueued last.
+    /// Event of the sum that was enqueued last.
     last_summed: EventId,
-    /// By bucket: the others' weights have come.
+    /// By bucket: the peers' weights have arrived.
     gathered: Vec<EventId>,
-    /// By bucket: the weights that it carries have come; none where there is one process.
+    /// By bucket: the weights that this rank relays have arrived; empty with one process.
     carried: Vec<EventId>,
-    /// What was fetched last is pulled, how many fetches have begun, and whether what this rank carries of the last is still to come.
+    /// Event after the pulls of the last fetch, number of started fetches, and whether the last fetch still awaits weights that this rank
+    /// relays.
     fetched: EventId,
     fetches: u64,
     is_bringing: bool,
-    /// The others' parts of one slice.
+    /// The peers' parts of one slice.
     staging: DeviceSlice,
     own: SliceMemory,
     lease: Lease,
-    /// fp32 sums so far of what this rank owns, where a step has several rounds, and how many of each element.
+    /// fp32 sums so far of the elements that this rank owns, if a step has several rounds, and the number of sums of each element.
     sums: DeviceSlice,
     kept_sums: usize,
     addition: Addition,
-    /// Groups are summed in this process first.
+    /// Groups are first summed within this process.
     is_grouped: bool,
     rounds: u64,
-    /// Micro-batches of a share, ranks that have a part of each, and words of a part.
+    /// Micro-batches of a share, ranks with a part of each micro-batch, and words of a part.
     per_share: usize,
     sequence_ranks: usize,
     batch_words: usize,
     room: Vec<i32>,
-    /// How many buckets, in all rounds, were written; have the sum of their group, where it is made here; were exchanged, on rails; were summed;
-    /// and have a sum that the driver knows of.
+    /// Number of buckets, over all rounds, that were written; have their group's sum, if groups are summed here; were exchanged over NCCL;
+    /// were summed; and have a sum that was reported to the driver.
     buckets_written: u64,
     buckets_grouped: u64,
     buckets_swapped: u64,
     buckets_summed: u64,
     buckets_told: u64,
-    /// Steps whose outcome is known.
+    /// Steps with a known outcome.
     steps: u64,
-    /// Partial sums of the norm that came in this step.
+    /// Partial sums of the norm received in this step.
     partials: usize,
-    /// Rank 0: what it has folded of this step, up to the slice of a rank in a bucket.
+    /// On rank 0: the norm folded so far in this step, and the bucket and rank of the next slice to fold.
     norm_sq: NormSq,
     folded: (usize, usize),
-    /// The version of the weights, which of its own buckets are published in it, how many are not, and where those that it carries, and all
-    /// others', have not come: below that bucket.
+    /// Version of the weights; by bucket, the version that this rank has published; number of buckets not yet published in this version;
+    /// and the bucket below which the relayed weights, and the peers' weights, have not arrived.
     version: u64,
     settled: Vec<u64>,
     unsettled: usize,
@@ -105,23 +109,23 @@ pub(crate) struct Pulls<C> {
     ungathered: usize,
 }
 
-/// How slices come from ranks of other processes, and go to them.
+/// Transport of slices to and from ranks of other processes.
 enum Far {
     Sockets(Box<Sockets>),
     Rails(Box<Rails>),
-    /// Nothing is sent: what mirror images have is pulled like what the ranks of this process have.
+    /// Nothing is sent: slices of mirrored ranks are pulled like those of local ranks.
     Images,
 }
 
-/// How a rank reaches the others.
+/// Connection of a rank to its peers.
 pub(crate) enum Reach {
-    /// They are of its process.
+    /// All ranks are local.
     Memory,
-    /// By lanes to each of another process, through host memory.
+    /// TCP connections to each rank of another process, through host memory.
     Lanes(LanesByRank),
-    /// From device to device.
+    /// NCCL, from device to device.
     Rail(RailKey),
-    /// They are mirror images, whose memory the device stands for, wherever they are.
+    /// The peers are mirrored ranks; the simulated device stands for their memory.
     Images,
 }
 
@@ -146,13 +150,13 @@ impl Far {
     }
 }
 
-/// Memory that a plan decides, and that holds nothing between two steps.
+/// Memory that depends on the plan, and that holds nothing between two steps.
 struct SliceMemory {
     shards: Shards,
-    /// Flat places of weights up to here are a ring.
+    /// Flat addresses of weights below this element are a ring.
     ringed_elems: usize,
-    /// This rank's slices of the step's gradients whose flat places are overwritten before the verdict, and where they begin in its own
-    /// order.
+    /// This rank's slices of the step's gradients whose flat addresses are overwritten before the verdict, and their first element in the
+    /// local order.
     kept: DeviceSlice,
     kept_from: usize,
 }
@@ -171,7 +175,7 @@ impl SliceMemory {
 
 impl<C> Pulls<C> {
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>, reach: Reach) -> Result<Self> {
         let (count, ranks) = (plan.layout.count(), seat.board.ranks());
         let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
@@ -236,13 +240,14 @@ impl<C> Pulls<C> {
         (0..self.seat.board.ranks()).filter(move |rank| *rank != own)
     }
 
-    /// The rank of this process at which weights of `owner` come first.
+    /// The local rank that receives the weights of `owner` first.
     fn carrier(&self, owner: usize) -> usize {
         let mates = self.seat.board.mates();
         mates.start + owner % mates.len()
     }
 
-    /// Which rank computes a part of a step's micro-batches, and where it lies there. Shares of the same micro-batches are in a row.
+    /// The rank that computes a part of a step's micro-batches, and the part's index on that rank. Shares of the same micro-batches are
+    /// consecutive.
     fn share_out(&self, part: usize) -> (usize, usize) {
         let (micro_batch, place) = (part / self.sequence_ranks, part % self.sequence_ranks);
         let (share, within) = (micro_batch / self.per_share * self.sequence_ranks + place, micro_batch % self.per_share);
@@ -250,7 +255,7 @@ impl<C> Pulls<C> {
         (share % ranks, share / ranks * self.per_share + within)
     }
 
-    /// The part that lies at `place` in this rank's memory.
+    /// The part at index `place` of this rank's memory.
     fn part_at(&self, place: usize) -> usize {
         let (round, within) = (place / self.per_share, place % self.per_share);
         let share = round * self.seat.board.ranks() + self.seat.rank;
@@ -258,7 +263,7 @@ impl<C> Pulls<C> {
         micro_batch * self.sequence_ranks + share % self.sequence_ranks
     }
 
-    /// Waits at the board, outside of a step's loop.
+    /// Waits for progress counters outside of a step's event loop.
     fn wait_until(&self, ready: impl Fn() -> bool) -> Result<()> {
         while !ready() {
             self.seat.check()?;
@@ -269,7 +274,7 @@ impl<C> Pulls<C> {
         self.seat.check()
     }
 
-    /// The same where others may need something of this rank meanwhile.
+    /// Like `wait_until`, but keeps sending and receiving slices for peers meanwhile.
     fn wait_serving<D: Device>(&mut self, dev: &mut D, ready: impl Fn(&Board) -> bool) -> Result<()> {
         let board = self.seat.board.clone();
         if self.far.is_none() {
@@ -283,7 +288,8 @@ impl<C> Pulls<C> {
             if ready(&board) {
                 return Ok(());
             }
-            // A bell rings for all that comes of others. Copies of its own ring none on every device.
+            // The doorbell rings for everything that arrives from peers. Copies of this device do not ring it on every device, so it is
+            // polled while they are pending.
             let is_quiet = match &self.far {
                 Some(Far::Sockets(far)) => far.is_quiet(),
                 Some(Far::Rails(rails)) => rails.is_quiet(dev)?,
@@ -299,7 +305,7 @@ impl<C> Pulls<C> {
         if let Some(Far::Sockets(sockets)) = &mut self.far { Some(sockets) } else { None }
     }
 
-    /// Waits until all ranks have come as far, between two steps.
+    /// Waits until all ranks have arrived, between two steps.
     pub(super) fn meet_others(&mut self) -> Result<()> {
         self.meetings += 1;
         self.seat.board.publish_met(self.seat.rank);
@@ -403,12 +409,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
-        // Whoever waits here for another rank would wait for ever once that one has failed.
+        // A rank that waited here for a failed peer would wait forever.
         self.seat.check()?;
         self.group_written(dev, grads, self.buckets_written)?;
         loop {
             if self.buckets_told == self.buckets_summed {
-                // While the device is far behind, the host has other things to do than to wait for it.
+                // Leaves the host free for other work while the device is far behind.
                 let is_next = self.buckets_summed < self.buckets_written && self.has_parts(dev)? && dev.has_room(Stream::Reduce)?;
                 if !is_next {
                     return Ok(None);
@@ -433,11 +439,12 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {
             return Ok(false);
         }
-        // What rails have enqueued comes before what is from now on. Sockets enqueue a wait when all has left, and so are asked last.
+        // Exchanges over NCCL are already enqueued before any later work. Sockets are asked last, because they enqueue a wait once
+        // everything has left.
         if !self.sockets().map_or(Ok(true), |far| far.may_overwrite(dev))? {
             return Ok(false);
         }
-        // Of this bucket, and so of those before it: what came later need not be done.
+        // Waits for this bucket and those before it, but not for later sums.
         dev.wait(Stream::Compute, self.summed[bucket])?;
         let mut mates = self.seat.board.mates().filter(|mate| *mate != self.seat.rank);
         mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
@@ -586,7 +593,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn watched(&self, _: Arc<Vitals>) -> Watched {
-        // Of other processes there is what they publish. Whoever watches is of the first.
+        // The driver state of ranks of other processes is not known here; their publications are in the progress counters.
         let known = self.peers.iter().take(self.seat.board.mates().len());
         Watched { ranks: known.map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
     }
@@ -699,13 +706,13 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
 }
 
 impl<C> Pulls<C> {
-    /// Tracks of this rank, among those of others.
+    /// Adds this rank's number to the names of its tracks.
     fn named(&self, mut tracks: Vec<Recorder>) -> Vec<Recorder> {
         tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.seat.rank)));
         tracks
     }
 
-    /// Folds what has come of the norm, in flat order: bucket by bucket, and in a bucket rank by rank.
+    /// Folds the received partial sums of the norm in flat order: bucket by bucket, and within a bucket rank by rank.
     fn fold(&mut self) {
         let (buckets, ranks) = (self.slices.layout().count(), self.seat.board.ranks());
         while self.folded.0 < buckets {

@@ -1,5 +1,5 @@
-//! The exchange alone: ranks with nothing but gradients, weights and an adversary that delays everything it may. Each number says whose it
-//! is and of when, so that what is read or overwritten too early is another number.
+//! Tests the exchange alone: ranks with gradients and weights only, and an adversary that delays operations at random. Each number encodes
+//! its rank and step, so that reading or overwriting too early yields a wrong number.
 
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -22,7 +22,7 @@ struct Case {
     rounds: usize,
     blocks: usize,
     bucket_blocks: usize,
-    /// Gradients lie in a ring of so many buckets, if there are more; 0: in places of their own.
+    /// Buckets in the ring of gradients, if the layout has more; 0 means no ring.
     ring: usize,
 }
 
@@ -30,7 +30,7 @@ const STEPS: u64 = 3;
 
 type Card = <CpuDevice as Peers>::Card;
 
-/// No integers, so that the order of a sum shows.
+/// Not integers, so that the order of a sum is visible.
 fn gradient(step: u64, share: usize, bucket: usize) -> f32 {
     (step * 4096 + share as u64 * 256 + bucket as u64) as f32 * 0.1
 }
@@ -39,7 +39,7 @@ fn weight(step: u64, owner: usize, bucket: usize) -> f32 {
     -((step * 4096 + owner as u64 * 256 + bucket as u64) as f32)
 }
 
-/// Partial sums whose sum depends on their order.
+/// Partial sums whose total depends on their order.
 fn partial(block: usize) -> f32 {
     [1e12, 1.7e-5, 3e-4][block % 3] * (block + 1) as f32
 }
@@ -49,14 +49,14 @@ fn plan(case: Case) -> Plan {
     let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
     let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
     let shares = case.ranks * case.rounds;
-    // One rank keeps no slices of sums.
+    // A single rank keeps no slices of sums.
     let is_ringed = case.ranks > 1 && (1..layout.count()).contains(&case.ring);
     let ring = RingShape { ringed_elems: layout.flat_elems(), period_elems: case.ring * layout.bucket_elems() };
     let grad_ring = is_ringed.then_some(ring);
     Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, grad_ring, ..plan }
 }
 
-/// Nobody looks at them.
+/// Not used by these tests.
 fn vitals(seat: &Seat) -> Arc<Vitals> {
     Arc::new(Vitals::new(0, seat.board.bell(seat.rank), Arc::default()))
 }
@@ -97,7 +97,7 @@ impl Rank {
         Ok(rank)
     }
 
-    /// Goes on until `ready`, enqueuing what can be.
+    /// Runs the event loop until `ready`.
     fn until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         loop {
             while let Some(bucket) = self.pulls.poll(&mut self.dev, self.grads)? {
@@ -105,7 +105,7 @@ impl Rank {
             }
             self.pulls.gather(&mut self.dev, self.weights)?;
             for stream in [Stream::Reduce, Stream::Gather] {
-                // A bucket's pulls may be the last ones for which there is room.
+                // A bucket's pulls may fill the queue.
                 assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.pulls.peers.len() + 4, "{stream:?} has no room");
             }
             if ready(self)? {
@@ -115,7 +115,7 @@ impl Rank {
         }
     }
 
-    /// Every share is written, sums are read, and new weights are sent and read where all ranks use them.
+    /// One step: writes every share, reads the sums, sends new weights, and reads them at the point where all ranks use them.
     fn step(&mut self, case: Case, step: u64) -> Result<()> {
         let (own, count) = (self.pulls.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {
@@ -142,7 +142,7 @@ impl Rank {
             self.see(Stream::Reduce, sum.slice(0, 1), bucket, want(bucket))?;
         }
         self.verdict(step)?;
-        // The pool's order is its own.
+        // The pool's order is arbitrary.
         for bucket in (0..count).rev().map(|bucket| (bucket + case.seed as usize) % count) {
             let flat = own.global(bucket);
             if !flat.is_empty() {
@@ -163,7 +163,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Reads one element on `stream`, when its turn has come.
+    /// Reads one element on `stream`, in stream order.
     fn see(&mut self, stream: Stream, source: DeviceSlice, place: usize, want: f32) -> Result<()> {
         let (event, target) = (self.dev.event()?, self.seen.slice(4 * place, 4));
         self.dev.copy_d2h(stream, source, target)?;
@@ -173,7 +173,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Nobody goes on before all have come as far, as in a step.
+    /// Waits until all ranks have reported, as in a step.
     fn verdict(&mut self, step: u64) -> Result<()> {
         let exchange = &mut self.pulls;
         let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
@@ -208,7 +208,7 @@ fn run(case: Case) {
                 let whole = std::panic::catch_unwind(AssertUnwindSafe(|| {
                     let mut rank = Rank::join(case, &seat, hall)?;
                     (1..=STEPS).try_for_each(|step| rank.step(case, step))?;
-                    // Others may still wait for what is enqueued here.
+                    // Peers may still wait for work that is enqueued here.
                     for stream in Stream::WITH_PEERS {
                         let done = rank.dev.event()?;
                         rank.dev.record(done, stream)?;
@@ -230,7 +230,7 @@ fn run(case: Case) {
     outcomes.into_iter().for_each(|outcome| outcome.unwrap_or_else(|error| panic!("{error}: {case:?}")));
 }
 
-/// What another rank has not said it may never say: whoever looks for it learns that.
+/// A peer may never publish after a failure, so a poll must return the failure.
 #[test]
 fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2, ring: 0 };
@@ -245,7 +245,7 @@ fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     assert_eq!(pulls.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
 }
 
-/// A driver that waited for room would serve nothing meanwhile, its pool neither.
+/// A driver that blocked on a full launch queue would not run its event loop, and its pool would be idle.
 #[test]
 fn what_has_no_room_waits_while_the_driver_serves() {
     run(Case { seed: 1, ranks: 3, rounds: 2, blocks: 96, bucket_blocks: 3, ring: 0 });

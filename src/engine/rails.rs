@@ -1,10 +1,10 @@
-//! Slices that go to other processes and come from them by the devices themselves, on the compute stream: nothing is computed while they go,
-//! which is when links between devices are fast.
+//! Slices that devices of different processes exchange directly over NCCL, on the compute stream. Nothing is computed during an exchange,
+//! because links between devices are fast only then.
 //!
-//! Whoever enters such an exchange waits there for the others, so that all have to enter them in one order. Only the plan decides it: gradients
-//! where they are written, weights where the forward pass first needs them, or, where they come with each fetch, before the module that comes before
-//! theirs. What a pool finishes first decides nothing. Gradients go from each rank to each of another process, those of groups and weights to its
-//! namesakes alone, from which the others of their processes pull weights.
+//! A rank blocks in an exchange until its peers enter it, so all ranks need the same order of exchanges. Only the plan determines it:
+//! gradients are exchanged where they are written, and weights where the forward pass first needs them, or, if they cross with each fetch,
+//! before the preceding module. The order in which a pool finishes has no influence. Gradients of shares go from each rank to each rank of
+//! the other processes. Sums of groups and weights go to the inter-node peers only, from which the other local ranks pull weights.
 
 use super::hall::RankMemory;
 use crate::bucket::slices::Slices;
@@ -14,36 +14,36 @@ use crate::ranks::RailKey;
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Which of the two kinds, in the record of what was exchanged.
+/// Kind of an exchange, for the hash of exchanges.
 #[derive(Clone, Copy)]
 enum Passed {
     Gradients = 1,
     Weights = 2,
 }
 
-/// See above.
+/// The NCCL transport of one rank.
 pub(super) struct Rails {
     slices: Slices,
-    /// The ranks of this process.
+    /// The local ranks.
     mates: Range<usize>,
-    /// Gradients are those of groups, and go to namesakes alone.
+    /// Gradients are sums of groups, and go to inter-node peers only.
     is_grouped: bool,
-    /// Where this rank's gradients and weights lie on the device.
+    /// Location of this rank's gradients and weights on the device.
     memory: Option<RankMemory>,
-    /// What was exchanged so far, as one number, which all ranks have alike.
+    /// Hash of all exchanges so far, equal on all ranks.
     passed: u64,
-    /// The last exchange is over here, and so on the other side.
+    /// End of the last exchange, on both sides.
     last: EventId,
     key: RailKey,
-    /// Folders to search for the library that carries slices.
+    /// Folders to search for the NCCL library.
     libraries: Vec<PathBuf>,
 }
 
 impl Rails {
-    /// To the devices that open the way by the same `key`.
+    /// A transport to the devices that connect with the same `key`.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn new<D: Device>(
         dev: &mut D,
         slices: &Slices,
@@ -53,15 +53,16 @@ impl Rails {
         Ok(Self { slices: slices.clone(), mates, is_grouped, memory: None, passed: 0, last: dev.event()?, key, libraries })
     }
 
-    /// Whether nobody waits in an exchange for this rank, as far as it has entered them.
+    /// Whether the last exchange that this rank has entered is complete.
     pub(super) fn is_quiet<D: Device>(&self, dev: &mut D) -> Result<bool> {
         dev.is_done(self.last)
     }
 
-    /// Opens the way, when all ranks have come as far, and passes something to each, so that nothing is made ready within a step.
+    /// Connects to all peers once all ranks have arrived, and exchanges one element with each, so that no connection is set up within a
+    /// step.
     ///
     /// # Errors
-    /// The device's; what ended another rank.
+    /// Errors of the device; the failure that ended another rank.
     pub(super) fn connect<D: Peers>(&mut self, dev: &mut D, memory: DeviceSlice) -> Result<()> {
         dev.connect(&self.key, &self.libraries)?;
         let (out, into) = (memory.slice(0, 1), memory.slice(1, 1));
@@ -70,18 +71,18 @@ impl Rails {
         dev.synchronize(self.last)
     }
 
-    /// Gradients and weights lie here.
+    /// Sets the location of gradients and weights.
     pub(super) fn settle_down(&mut self, memory: RankMemory) {
         self.memory = Some(memory);
     }
 
-    /// What was exchanged so far.
+    /// Hash of all exchanges so far.
     pub(super) fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Exchanges the gradients of `bucket`, which a round has written: that of this rank's slice comes of each rank to where `into` says, once
-    /// all these places are `free` of what came before.
+    /// Exchanges the gradients of `bucket` of a round. The part of this rank's slice from each peer goes to `into(peer)`, after the event
+    /// `free`, when these buffers are no longer in use.
     pub(super) fn swap_grads<D: Peers>(
         &mut self,
         dev: &mut D,
@@ -100,13 +101,13 @@ impl Rails {
         dev.record(self.last, Stream::Compute)
     }
 
-    /// What is enqueued on `stream` from now on finds what came in the last exchange.
+    /// Makes later work on `stream` wait for the last exchange.
     pub(super) fn wait<D: Device>(&self, dev: &mut D, stream: Stream) -> Result<()> {
         dev.wait(stream, self.last)
     }
 
-    /// Exchanges the weights of `bucket` within `flat` in a version or with a fetch, of which this rank's are there after `stepped`; then the
-    /// namesakes' are `carried`.
+    /// Exchanges the weights of `bucket` within `flat`, for a version or a fetch. This rank's weights are written after `stepped`;
+    /// `carried` is recorded after the inter-node peers' weights have arrived.
     pub(super) fn swap_weights<D: Peers>(
         &mut self,
         dev: &mut D,

@@ -1,5 +1,6 @@
-//! Ranks of several processes, each a thread here, that swap slices by a stand-in for NCCL: the bits of the ranks of one process, whatever
-//! their streams and pools do first, and one end for all. And what they take of memory, by whichever way they reach each other.
+//! Ranks of several processes, each a thread in this test, that exchange slices through a stand-in for NCCL. Their bits must equal those of
+//! ranks of one process, in any order of streams and pools; all must end together; and the memory that they allocate must match the plan,
+//! for each transport.
 
 use crate::checkpoint::engine_state;
 use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique, WeightsChoice};
@@ -35,18 +36,18 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// That of the tests of the program.
+/// Module of the program's tests.
 #[path = "../../tests/gpu/planned.rs"]
 #[allow(unreachable_pub, reason = "it is public in the program")]
 mod planned;
 
-/// Steps, an evaluation after every second one, and a resume in the middle.
+/// Steps, an evaluation after every second step, and a resume in the middle.
 #[derive(Clone, Copy)]
 struct Course {
     steps: u64,
 }
 
-/// Losses of steps and evaluations, verdicts that clipped, and the digest.
+/// Losses of steps and evaluations, number of clipping verdicts, and digest.
 type Learned = (Vec<f64>, usize, String);
 
 impl UseEngine for Course {
@@ -71,7 +72,7 @@ impl UseEngine for Course {
     }
 }
 
-/// As from a checkpoint.
+/// Reads and writes the state, as a resume from a checkpoint does.
 fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.flush()?;
     let mut state = vec![0.0; engine.table().params()];
@@ -82,10 +83,10 @@ fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.send_weights()
 }
 
-/// What a process does with the engine of its first rank before anybody leads.
+/// Work of a process on the engine of its first rank before the first order.
 type Beginning<'a> = &'a (dyn Fn(usize, &mut Engine<CpuDevice>) -> Result<()> + Sync);
 
-/// What the ranks of process `process` do with their engines, by rails of `key` or over TCP; the first of all leads by `course`.
+/// Runs the ranks of process `process`, over NCCL with `key` or over TCP. Rank 0 runs `course`.
 fn be<U: UseEngine>(
     process: usize,
     meeting: &Meeting,
@@ -112,7 +113,7 @@ fn be<U: UseEngine>(
     learned
 }
 
-/// Layers enough to share where `settings` say how weights lie.
+/// A shape with enough layers to shard, if `settings` choose the location of weights.
 fn shape(settings: &Settings) -> ModelShape {
     ModelShape::demo().with_layers(if settings.weights == WeightsChoice::Auto { 2 } else { 3 })
 }
@@ -121,12 +122,12 @@ fn plan(settings: &Settings) -> Plan {
     Plan::new(settings, &shape(settings), &Machine::cpu(2), false).unwrap()
 }
 
-/// What all processes of a run come to, by process.
+/// Runs all processes of a run; results by process.
 fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
     by_way(&plan(settings), &shape(settings), Course { steps }, Some(RailHub::open()))
 }
 
-/// What becomes of `course` where they meet in the hub of `key`, or over TCP.
+/// Runs `course` in all processes, connected by the hub of `key` or over TCP.
 fn by_way<U: UseEngine + Copy + Send>(plan: &Plan, shape: &ModelShape, course: U, key: Option<RailKey>) -> Vec<Result<Option<U::Output>>>
 where
     U::Output: Send,
@@ -134,7 +135,7 @@ where
     after(&|_, _| Ok(()), (plan, shape), course, key)
 }
 
-/// The same after each process began so.
+/// Like `by_way`, after each process has run `begin`.
 fn after<U: UseEngine + Copy + Send>(
     begin: Beginning<'_>,
     (plan, shape): (&Plan, &ModelShape),
@@ -157,7 +158,7 @@ where
     })
 }
 
-/// The same by ranks of one process, which pull.
+/// The same course on ranks of one process.
 fn as_ranks(settings: &Settings, steps: u64) -> Learned {
     let settings = Settings { gpus: settings.ranks(), processes: 1, ..settings.clone() };
     on_cpus(&plan(&settings), &shape(&settings), &Topology::this_machine(), Course { steps }).unwrap()
@@ -175,7 +176,7 @@ fn same_bits(settings: &Settings) -> Learned {
     led
 }
 
-/// By speculation all cases; by the other strategies, unless all is swept, the first three.
+/// Speculation runs all cases; the other strategies run the first three, unless the sweep is complete.
 #[test]
 fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
     let mut clips = 0;
@@ -189,14 +190,14 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
         let cases = [
             // Groups that are summed within a process.
             Settings { gpus: 2, gradient_group: Some(2), ..base.clone() },
-            // Two shares on each of two ranks of two processes, which pull from each other what the swaps have brought.
+            // Two shares on each of two ranks of two processes, which pull relayed weights from each other.
             Settings { gpus: 2, ..shares(8, 2) },
             Settings { max_grad_norm: 0.0, processes: 3, ..base.clone() },
             base.clone(),
             // Two shares of two micro-batches each.
             shares(4, 4),
             Settings { gpus: 2, ..base.clone() },
-            // Groups in two rounds, and those that no process sums.
+            // Groups in two rounds, and groups that no process sums by itself.
             Settings { gpus: 2, gradient_group: Some(2), ..shares(8, 2) },
             Settings { processes: 4, gradient_group: Some(2), ..shares(8, 2) },
         ];
@@ -207,8 +208,8 @@ fn swaps_in_the_order_of_the_plan_give_the_bits_of_pulls() {
     assert!(clips > 0, "nothing was clipped");
 }
 
-/// Ranks that keep what they carry, or have it come with each fetch: no rank has all weights, and each process has every slice of them, or only all
-/// processes have.
+/// Ranks that keep relayed weights, or receive them with each fetch. No rank has all weights: each process has every slice, or only all
+/// processes together have.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn swaps_of_weights_that_ranks_share_give_the_bits_of_one_rank_that_has_all() {
@@ -239,7 +240,7 @@ fn swaps_of_weights_that_ranks_share_give_the_bits_of_one_rank_that_has_all() {
     }
 }
 
-/// Compares what a plan counts with what the first rank took, which has no shorter slices than the others.
+/// Compares the memory of a plan with the memory allocated by rank 0, whose slices are not shorter than those of the other ranks.
 #[derive(Clone, Copy)]
 struct Compared;
 
@@ -252,7 +253,7 @@ impl UseEngine for Compared {
     }
 }
 
-/// A plan of a model whose slices are equally long for all ranks.
+/// A plan of a model whose slices have equal length on all ranks.
 fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
     let of = |vocab: usize| {
         let config = DEMO_CONFIG.replace("\"vocab_size\": 256", &format!("\"vocab_size\": {vocab}"));
@@ -284,7 +285,7 @@ fn every_class_of_a_plan_for_several_processes_is_what_each_rank_takes() {
     }
 }
 
-/// Of two ranks in each of two processes each sends half of its gradient, and with groups a quarter.
+/// With two ranks in each of two processes, each rank sends half of its gradient, and a quarter of it with groups.
 #[test]
 fn the_sum_of_a_group_leaves_its_process_once() {
     let flat = Settings { gpus: 2, ..settings(2) };
@@ -296,12 +297,12 @@ fn the_sum_of_a_group_leaves_its_process_once() {
     let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));
     let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).dtype.bytes()) as u64;
     assert_eq!(shares - groups, 4 * (bytes / 2 - bytes / 4));
-    // Weights are sent at the start, after the step, and as from a checkpoint; a word of each to each at their connection.
+    // Weights are sent at the start, after the step, and after the simulated resume; connections exchange one word between each pair.
     let words = 8 * plan(&flat).dtype.bytes() as u64;
     assert_eq!(groups, bytes + 3 * bytes + words);
 }
 
-/// Streams and pools of each process run in another order, as far as their events allow.
+/// Streams and pools of each process run in a random order that their events allow.
 #[test]
 fn what_a_process_does_first_does_not_decide_the_order_of_swaps() {
     for seed in crate::sweep::sweep(0..4, 0..64) {
@@ -313,7 +314,7 @@ fn what_a_process_does_first_does_not_decide_the_order_of_swaps() {
     }
 }
 
-/// Whoever waits in a swap for a rank that fails ends with it.
+/// A rank that blocks in an exchange with a failed rank ends with it.
 #[test]
 fn the_failure_of_one_ends_all_that_wait_for_it() {
     let start = Instant::now();
@@ -325,7 +326,7 @@ fn the_failure_of_one_ends_all_that_wait_for_it() {
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
-/// What comes in the place of something else has its length, and nothing but the record of what was exchanged tells.
+/// Slices have equal length, so only the hash of exchanges detects a wrong order.
 #[test]
 fn processes_that_swap_in_another_order_end_and_say_so() {
     let settings = settings(2);

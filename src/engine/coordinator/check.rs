@@ -1,15 +1,15 @@
-//! What must hold between any two events, looked at in tests and debug builds.
+//! Invariants that must hold between any two events, checked in tests and debug builds.
 
 use super::law::Phase::{self, Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use super::law::Queued::{Commit, Redo, Restore};
 use super::law::{Late, Tally};
 use super::{Coordinator, JobKind, Policy, Verdict};
 
-/// Up to so many buckets are all looked at after every event, N times as many after every N-th.
+/// Up to this number of buckets, the check runs after every event. With N times as many buckets it runs after every N-th event.
 const BUCKETS_AT_ONCE: usize = 64;
 
 impl Coordinator {
-    /// [`Coordinator::check`], in a time that the number of buckets does not change.
+    /// Runs [`Coordinator::check`] so rarely that its mean cost an event does not depend on the number of buckets.
     pub(super) fn check_often(&mut self) {
         self.unchecked += 1;
         if self.unchecked * BUCKETS_AT_ONCE >= self.buckets.len() {
@@ -19,7 +19,7 @@ impl Coordinator {
     }
 
     /// # Panics
-    /// If something does not hold.
+    /// If an invariant is violated.
     pub(super) fn check(&self) {
         (0..self.buckets.len()).for_each(|bucket| self.check_bucket(bucket));
         assert_eq!(self.tally, self.recount(), "buckets by phase, as counted and as they are");
@@ -33,13 +33,13 @@ impl Coordinator {
         tally
     }
 
-    /// What a bucket has is what its phase says.
+    /// Checks that the slots and updates of a bucket match its phase.
     fn check_bucket(&self, bucket: usize) {
         let (b, policy) = (&self.buckets[bucket], self.rules.policy);
         let has_gradient = match b.phase {
             Settled | Ready | Phase::Queued(Commit) => Some(false),
             Copying | Arrived | Speculated | LacksRows | CopyingRows | RowsArrived | Phase::Queued(Redo) => Some(true),
-            // Fresh state is sent without a gradient, and a flush has only the pending one.
+            // A restore of fresh state has no gradient, and a flush has only the pending one.
             Running | Phase::Queued(Restore) => None,
         };
         assert!(has_gradient.is_none_or(|has| has == b.grads.is_some()), "bucket {bucket}: {b:?} and its gradient's slot");
@@ -62,7 +62,7 @@ impl Coordinator {
         assert!(!dropped, "bucket {bucket}: {:?} in a step that is skipped", b.phase);
     }
 
-    /// Every slot that is lent has an owner, and no gradient waits while a slot is free.
+    /// Every lent slot has an owner, and no gradient waits while a slot is free.
     fn check_slots(&self) {
         let held: usize = self.buckets.iter().map(|b| usize::from(b.grads.is_some()) + usize::from(b.pending.is_some())).sum();
         assert_eq!(self.grad_slots.lent(), held, "gradient slots lent, and with buckets: copying, arrived, running, pending");
@@ -74,7 +74,7 @@ impl Coordinator {
         assert_eq!(self.param_slots.lent(), sent, "parameter slots lent, and written or on their way");
     }
 
-    /// One bucket runs, the one that the pool has; only an early commit leaves its bucket where it is.
+    /// At most one bucket is in the phase `Running`, the bucket of the pool's job. An early commit does not change the phase of its bucket.
     fn check_pool(&self) {
         let running = (0..self.buckets.len()).filter(|&bucket| self.buckets[bucket].phase == Running);
         let pool = self.running.as_ref().filter(|running| running.kind != JobKind::Commit).map(|running| running.bucket);

@@ -1,22 +1,22 @@
-//! Buckets that leave early: of a tied embedding nearly all of the gradient is final when the output matrix's is, first of all in backward;
-//! only the rows of the batch come last. Such a bucket is copied and speculated on at once. Its rows follow through a parameter slot, which
-//! brings their gradient and takes their weights back. A speculation writes no state, so that one with a wrong gradient of some rows costs
-//! nothing but these rows; and once a verdict overturns it, the bucket goes the way of all others.
+//! Buckets of a tied embedding that leave early. The output matrix is computed first in backward; after it nearly all of the embedding's
+//! gradient is final, and only the rows of the batch are completed at the end. Such a bucket is copied and speculated on at once. Its late
+//! rows follow through a parameter slot, which carries their gradient to the host and their weights back. A speculation writes no state, so
+//! incomplete rows only have to be computed again. Once a verdict overturns the speculation, the bucket is handled like any other.
 
 use super::law::{Late, Phase, Queued};
 use super::{Coordinator, Load};
 use crate::engine::route::Hop;
 
 impl Coordinator {
-    /// A bucket that has not begun to leave waits for all of its gradient.
+    /// Drops a bucket whose gradient has no slot yet: it leaves later with its whole gradient.
     pub(super) fn rows_begin(&mut self, bucket: usize) {
         if self.buckets[bucket].phase == Phase::Ready {
             self.drop_grads(bucket, Phase::Ready);
         }
     }
 
-    /// Rows leave as slots allow, once they are computed: the driver is modules ahead, and the stream of copies would wait for them with
-    /// gradients behind.
+    /// Copies late rows to the host while slots are free, once they are computed. The driver enqueues modules ahead of the device, so that
+    /// a copy of uncomputed rows would block the gradients behind it on the copy stream.
     pub(super) fn copy_late_rows(&mut self) {
         while self.tally.lacking_rows > 0
             && let Some(bucket) = self.next_bucket(|b| b.phase == Phase::LacksRows && b.late == Late::EnqueuedRows && b.computed)
@@ -33,14 +33,14 @@ impl Coordinator {
         self.meet_verdict(bucket);
     }
 
-    /// The step does not happen, and the device holds weights that must go.
+    /// The step is skipped, and the device holds speculated weights that must be restored.
     pub(super) fn drop_rows(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Queued(Queued::Restore));
         self.buckets[bucket].late = Late::Nothing;
         self.give_rows_back(bucket);
     }
 
-    /// What has come is of no use: the whole gradient leaves now.
+    /// Discards the copied gradient; the whole gradient is copied again.
     pub(super) fn copy_again(&mut self, bucket: usize, from: Phase) {
         self.transition(bucket, from, Phase::Ready);
         self.give_grads_back(bucket);

@@ -1,9 +1,9 @@
-//! The law of a bucket's step as a table: which phases there are, and what may follow what.
+//! The phases of a bucket's step, and the allowed transitions as a table.
 
 use Phase::{Arrived, Copying, CopyingRows, LacksRows, Ready, RowsArrived, Running, Settled, Speculated};
 use Queued::{Commit, Redo, Restore};
 
-/// Where a bucket is in its step.
+/// Phase of a bucket in its step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Phase {
     Settled,
@@ -12,7 +12,7 @@ pub(super) enum Phase {
     Arrived,
     Running,
     Speculated,
-    /// Speculated but for the batch's rows.
+    /// Speculated except for the batch's rows.
     LacksRows,
     CopyingRows,
     RowsArrived,
@@ -20,20 +20,20 @@ pub(super) enum Phase {
 }
 
 impl Phase {
-    /// The device holds, or will hold, weights that a verdict may overturn.
+    /// Whether the device holds, or will hold, weights that a verdict may overturn.
     pub(super) fn is_speculated(self) -> bool {
         matches!(self, Speculated | LacksRows | CopyingRows | RowsArrived)
     }
 }
 
-/// How many buckets are in the phases that are looked for, so that nobody looks where none is.
+/// Number of buckets in the phases that the coordinator searches for, so that it skips a search without a match.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tally {
-    /// Those that are not settled.
+    /// Buckets that are not settled.
     pub(super) under_way: usize,
     pub(super) ready: usize,
     pub(super) lacking_rows: usize,
-    /// Those that the pool may be given.
+    /// Buckets that wait for the pool.
     pub(super) for_pool: usize,
 }
 
@@ -58,28 +58,28 @@ impl Tally {
     }
 }
 
-/// Why a bucket waits for the pool though its gradient is not new.
+/// Why a bucket waits for the pool without a new gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Queued {
     /// The speculation used the wrong scale.
     Redo,
-    /// The step does not happen; the device holds weights that must go. Also: fresh state, weights never sent.
+    /// The step is skipped and the device holds speculated weights, or the state was set from outside and its weights were never sent.
     Restore,
-    /// A flush: only the pending update.
+    /// A flush of the pending update.
     Commit,
 }
 
-/// What of a bucket's gradient its slot, or the copy into it, lacks.
+/// The part of a bucket's gradient that is missing in its slot, or in the copy into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Late {
     Nothing,
     /// The batch's rows.
     Rows,
-    /// The batch's rows, which by now are enqueued on the device.
+    /// The batch's rows, which are now enqueued on the device.
     EnqueuedRows,
 }
 
-/// What may follow what; everything else is a bug.
+/// Allowed transitions; any other transition is a bug.
 const LAW: [(Phase, &[Phase]); 12] = [
     (Settled, &[Ready, Phase::Queued(Restore), Phase::Queued(Commit)]),
     (Ready, &[Copying, Settled]),
@@ -95,7 +95,7 @@ const LAW: [(Phase, &[Phase]); 12] = [
     (Phase::Queued(Commit), &[Running]),
 ];
 
-/// Whether a bucket may go from one phase to the other.
+/// Whether a bucket may change from one phase to the other.
 pub(super) fn allows(from: Phase, to: Phase) -> bool {
     LAW.iter().any(|(before, after)| *before == from && after.contains(&to))
 }

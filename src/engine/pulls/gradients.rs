@@ -1,4 +1,4 @@
-//! The gradients of ranks: what each pulls, what passes between processes, and the sums of both, bucket by bucket and round by round.
+//! Gradients: pulls between local ranks, transfers between processes, and sums of both, bucket by bucket and round by round.
 
 use super::{Far, Pulls};
 use crate::device::{Device, DeviceSlice, Kernels, PARTS_MAX, Peers, Stream};
@@ -9,18 +9,18 @@ use crate::error::Result;
 use std::ops::Range;
 
 impl<C> Pulls<C> {
-    /// The bucket and the round of a step that the `nth` of all that are written is of.
+    /// The bucket, and the round within its step, of the `nth` of all written buckets.
     pub(super) fn place_of(&self, nth: u64) -> (usize, u64) {
         ((nth % self.buckets()) as usize, nth / self.buckets() % self.rounds)
     }
 
-    /// Sockets by which each share leaves by itself.
+    /// The TCP transport, if each share leaves separately.
     pub(super) fn flat_sockets(&mut self) -> Option<&mut Sockets> {
         if self.is_grouped { None } else { self.sockets() }
     }
 
-    /// Whether all parts of the bucket that is summed next are there, or on their way: every rank of this process has written it, and what comes
-    /// from other processes has come.
+    /// Whether all parts of the bucket that is summed next have arrived or are enqueued: every local rank has written it, and the parts
+    /// from other processes have arrived.
     pub(super) fn has_parts<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
         let next = self.buckets_summed;
         let (bucket, round) = ((next % self.buckets()) as usize, next / self.buckets());
@@ -33,7 +33,8 @@ impl<C> Pulls<C> {
         Ok(is_here && has_come)
     }
 
-    /// Enqueues the sums of groups that can be made, where they are made here, of so many buckets; what is summed leaves.
+    /// Enqueues the sums of groups that are summed within the process, up to bucket count `until`, as far as all local ranks have written
+    /// them. The sums are then sent.
     pub(super) fn group_written<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, until: u64) -> Result<()> {
         while self.is_grouped && self.buckets_grouped < until && self.seat.board.all_written(self.buckets_grouped) {
             let (bucket, round) = ((self.buckets_grouped % self.buckets()) as usize, self.buckets_grouped / self.buckets());
@@ -45,7 +46,8 @@ impl<C> Pulls<C> {
         Ok(())
     }
 
-    /// Enqueues the group's sum of what its namesakes and itself own of `bucket`, to the place of its own gradient, which nobody else reads there.
+    /// Enqueues the group's sum of the slices of `bucket` that this rank and its inter-node peers own. It replaces this rank's own
+    /// gradient, which no other rank reads there.
     fn sum_group<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<()> {
         let (mates, own) = (self.seat.board.mates(), self.seat.rank);
         dev.wait(Stream::Reduce, self.written[bucket])?;
@@ -62,7 +64,7 @@ impl<C> Pulls<C> {
         self.record_summed(dev, bucket)
     }
 
-    /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; where it comes to.
+    /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; returns its destination.
     fn pull_grads<D: Peers<Card = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
         let (theirs, place) = (&self.peers[mate], self.staged(mate, flat.len()));
         dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;
@@ -81,8 +83,8 @@ impl<C> Pulls<C> {
         dev.record(self.last_summed, Stream::Reduce)
     }
 
-    /// Where the part of `peer` of a slice of so many elements lies that this rank takes: those of its process from the front on, all others from
-    /// the end.
+    /// Staging buffer for the part of `peer` of a slice of `elems` elements. Local ranks use it from the front, ranks of other processes
+    /// from the end.
     fn staged(&self, peer: usize, elems: usize) -> DeviceSlice {
         let mates = self.seat.board.mates();
         if mates.contains(&peer) {
@@ -94,9 +96,9 @@ impl<C> Pulls<C> {
         self.staging.slice(self.staging.elems() - (nth + 1) * elems, elems)
     }
 
-    /// On rails, enqueues exchanges right behind a bucket that was written: there all ranks do. It is that of this bucket, or of the one before
-    /// where groups are summed here, so that no device waits for their sum with nothing to compute. The sums that must come first wait for the
-    /// other ranks of the process, and so does this.
+    /// Over NCCL, enqueues exchanges directly after a bucket is written, which is the same point on all ranks. It exchanges this bucket, or
+    /// the one before if groups are summed here, so that the device computes while the group is summed. Sums that must come first wait for
+    /// the other local ranks, and so does this function.
     pub(super) fn swap_written<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
         let is_last = self.buckets_written.is_multiple_of(self.buckets());
         let until = self.buckets_written - u64::from(self.is_grouped && !is_last);
@@ -114,7 +116,7 @@ impl<C> Pulls<C> {
         Ok(())
     }
 
-    /// Enqueues the exchange of the gradients of `bucket`, once the places that they come to are free, and their groups summed.
+    /// Enqueues the exchange of the gradients of `bucket`, after the last sum: then the staging buffers are free, and the group is summed.
     fn swap<D: Peers<Card = C>>(&mut self, dev: &mut D, (bucket, round): (usize, u64)) -> Result<()> {
         let places: Vec<_> = (0..self.peers.len())
             .map(|peer| (peer != self.seat.rank).then(|| self.staged(peer, self.slices.global(bucket).len())))
@@ -124,7 +126,7 @@ impl<C> Pulls<C> {
         rails.swap_grads(dev, (bucket, round), into, self.last_summed)
     }
 
-    /// Enqueues the next sum, of which all parts are there or on their way.
+    /// Enqueues the next sum, whose parts have all arrived or are enqueued.
     pub(super) fn sum_next<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
         let (bucket, round) = self.place_of(self.buckets_summed);
         self.sum(dev, grads, bucket, round)?;
@@ -132,7 +134,7 @@ impl<C> Pulls<C> {
         Ok(())
     }
 
-    /// Enqueues the sum of one round's parts of this rank's slice: in the order of ranks, which is that of shares.
+    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of shares.
     fn sum<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
         let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);

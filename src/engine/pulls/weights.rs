@@ -1,4 +1,4 @@
-//! The weights of ranks, as they become final: what a rank carries for its process, and what each pulls of the others.
+//! Weights, once they are final: those that a rank relays to its process, and those that it pulls from its peers.
 
 use super::{Far, Pulls};
 use crate::device::{Device, DeviceSlice, Kernels, Peers, Stream};
@@ -6,20 +6,20 @@ use crate::error::Result;
 use std::ops::Range;
 
 impl<C> Pulls<C> {
-    /// The weights of `bucket` that this rank carries are there, as far as that is enqueued.
+    /// Publishes that the relayed weights of `bucket` have arrived or are enqueued.
     pub(super) fn carry(&mut self, bucket: usize) {
         self.uncarried = bucket;
         self.seat.board.publish_carried(self.seat.rank);
     }
 
-    /// Enqueues copies of the others' weights that are final, in forward order; true when there were any.
+    /// Enqueues copies of the peers' final weights in forward order. Returns true if there were any.
     pub(super) fn pull_settled<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
         let before = self.ungathered;
         while let Some(bucket) = self.ungathered.checked_sub(1)
-            // Its own, too: a slice that it keeps alone is copied to its place like the others'.
+            // This rank's own slice, too: a slice outside of its flat address is copied there like those of the peers.
             && self.seat.board.mates().all(|rank| self.seat.board.settled(rank, bucket) >= self.version)
             && (self.far.is_none() || self.seat.board.carried_by_all() >= self.carried_up_to(bucket))
-            // The first modules are computed while later weights come: the host has other things to do than to wait for them.
+            // Leaves the host free for other work: the first modules are computed while later weights arrive.
             && dev.has_room(Stream::Gather)?
         {
             let whole = self.slices.layout().range(bucket);
@@ -31,12 +31,12 @@ impl<C> Pulls<C> {
         Ok(self.ungathered < before)
     }
 
-    /// Of how many buckets a rank has carried the weights when it has those of `bucket` in this version.
+    /// Number of buckets that a rank has relayed once it has those of `bucket` in this version.
     fn carried_up_to(&self, bucket: usize) -> u64 {
         self.version * self.buckets() - bucket as u64
     }
 
-    /// Records what has come by sockets of the weights that this rank carries, in forward order.
+    /// Records the relayed weights that have arrived over TCP, in forward order.
     pub(super) fn take_in<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         while let Some(bucket) = self.uncarried.checked_sub(1)
             && self.sockets().is_some_and(|far| far.has_weights(bucket))
@@ -47,7 +47,7 @@ impl<C> Pulls<C> {
         Ok(())
     }
 
-    /// The same of mirror images, which have settled what this rank has: copies of it.
+    /// Like `take_in`, for mirrored ranks: their weights are copies of this rank's own.
     pub(super) fn take_images<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D) -> Result<()> {
         let own = self.seat.rank;
         while let (Some(Far::Images), Some(bucket)) = (&self.far, self.uncarried.checked_sub(1))
@@ -72,21 +72,21 @@ impl<C> Pulls<C> {
         Ok(())
     }
 
-    /// Enqueues, on rails, the exchange of the weights of `bucket` within `flat`, in a version or with a fetch.
+    /// Over NCCL, enqueues the exchange of the weights of `bucket` within `flat`, for a version or a fetch.
     pub(super) fn swap_within<D: Peers<Card = C>>(&mut self, dev: &mut D, (bucket, nth): (usize, u64), flat: &Range<usize>) -> Result<()> {
         let events = [self.peers[self.seat.rank].stepped[bucket], self.carried[bucket]];
         if let Some(Far::Rails(rails)) = &mut self.far { rails.swap_weights(dev, (bucket, nth), flat, events) } else { Ok(()) }
     }
 
-    /// Has the namesakes' weights of `flat` come to their flat places here, as soon as all ranks of this process have pulled what they fetched
-    /// before; whether that is so.
+    /// Starts to receive the inter-node peers' weights of `flat` at their flat addresses, once all local ranks have pulled the weights that
+    /// they fetched before. Returns whether it has started.
     pub(super) fn bring_weights<D: Peers<Card = C>>(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
         if !self.seat.board.all_fetched(2 * self.fetches) {
             return Ok(false);
         }
         let (own, is_swapped) = (self.seat.rank, matches!(self.far, Some(Far::Rails(_))));
         let stream = if is_swapped { Stream::Compute } else { Stream::Gather };
-        // Its own, too: whoever waits in a swap has done what others wait for.
+        // Waits for this rank's own pulls too, so that a rank that blocks in an exchange has completed its part for its peers.
         dev.wait(stream, self.fetched)?;
         for mate in self.seat.board.mates().filter(|mate| *mate != own && self.fetches > 0) {
             dev.wait_for(stream, mate, self.peers[mate].fetched)?;
@@ -106,7 +106,7 @@ impl<C> Pulls<C> {
         Ok(true)
     }
 
-    /// Publishes what has come of that; whether all ranks of this process have what they carry.
+    /// Publishes the arrived weights of the last fetch. Returns whether all local ranks have the weights that they relay.
     pub(super) fn take_brought<D: Device>(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
         let has_come = self.sockets().is_none_or(|far| far.has_fetched());
         if self.is_bringing && has_come {
@@ -120,8 +120,8 @@ impl<C> Pulls<C> {
         Ok(self.seat.board.all_fetched(2 * self.fetches - 1))
     }
 
-    /// Enqueues copies of the part of `bucket` within `flat` from those of this process that have its slices and are `wanted`: from itself, too,
-    /// where nobody has its slice in its place.
+    /// Enqueues copies of the part of `bucket` within `flat` from the local ranks that hold its slices and are `wanted`. This includes this
+    /// rank itself, if its slice is not at its flat address.
     pub(super) fn pull_weights<D: Kernels + Peers<Card = C>>(
         &self,
         dev: &mut D,
