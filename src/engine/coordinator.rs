@@ -186,7 +186,7 @@ pub(super) struct Coordinator {
     staging: Staging,
     grad_slots: FreeList,
     param_slots: FreeList,
-    /// Buckets whose weights are being copied to the device, with the source slots.
+    /// Pending copies of weights to the device: bucket and source slot.
     returning: VecDeque<(usize, Slot)>,
     running: Option<RunningJob>,
     /// This step's update without clipping.
@@ -206,7 +206,7 @@ pub(super) struct Coordinator {
 }
 
 impl Coordinator {
-    /// A state machine whose buckets are all settled, with no pending update.
+    /// A state machine with all buckets settled and no pending update.
     ///
     /// # Panics
     /// If a bucket is offloaded and there is no slot, or if there are too few slots for retained gradients or streamed weights.
@@ -534,8 +534,7 @@ impl Coordinator {
         self.next_bucket(|b| b.phase == Phase::Ready && b.computed).or_else(oldest)
     }
 
-    /// The matching bucket whose parameters are needed first. Flat order is backward order, so the last bucket has the earliest deadline:
-    /// the next forward pass begins there.
+    /// The matching bucket with the earliest deadline. Flat order is backward order, so the next forward pass needs the last bucket first.
     fn next_bucket(&self, is: impl Fn(&Bucket) -> bool) -> Option<usize> {
         let mut buckets = 0..self.buckets.len();
         let is = |&bucket: &usize| is(&self.buckets[bucket]);
@@ -569,10 +568,10 @@ impl Coordinator {
         matches!(b.phase, Phase::Queued(_) | Phase::RowsArrived) || (b.phase == Phase::Arrived && may_step)
     }
 
-    /// Writes pending updates into the state while the pool is idle, so that the next gradients find free slots and less work. Outside of a
-    /// speculated step the pool has time from one backward pass until the first gradient of the next one is computed, which is long after
-    /// it is enqueued: a large vocabulary takes as long as dozens of updates. Without speculation the pool has time until the verdict, and
-    /// must use it: slots that only the verdict would free could otherwise block gradients, and so the verdict.
+    /// Writes pending updates into the state while the pool is idle, so that the next gradients find free slots and less work. The pool has
+    /// time from one backward pass until the first gradient of the next one is computed. The driver enqueues that gradient long before: the
+    /// head of a large vocabulary takes as long as dozens of updates. In a step without speculation the pool has time until the verdict,
+    /// and must use it: slots that only the verdict would free could otherwise block gradients, and so the verdict.
     fn commit_early(&mut self) {
         let awaits_verdict = !self.speculating && self.verdict.is_none();
         let is_between = self.rules.early_commit && (self.is_between_steps() || !self.gradients_come);

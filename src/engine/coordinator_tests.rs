@@ -23,7 +23,7 @@ struct World {
     /// By parameter slot: the history of late rows and of all other rows. Both are equal for buckets that do not leave early.
     params: Vec<[Seen; 2]>,
     device: Vec<[Seen; 2]>,
-    /// By bucket: the steps whose gradients the device has computed, for late rows and all other rows.
+    /// By bucket: the steps of the last computed gradients, for late rows and all other rows.
     computed: Vec<[u64; 2]>,
     /// Hops enqueued on the device, in order.
     computing: VecDeque<(Hop, usize)>,
@@ -469,7 +469,7 @@ fn what_no_slot_has_taken_leaves_with_its_rows() {
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
     let mut c = Coordinator::new(layout, rules, staging);
-    // A step whose updates stay pending and keep their slots.
+    // A step with updates that stay pending and keep their slots.
     c.begin_step(Update { optimizer_step: 1, learning_rate: 0.1, scale: 1.0 });
     for b in [0, 1] {
         let events = [Event::GradReady(b), done(Hop::GradsOut, b), done(Hop::Optimize, b), done(Hop::ParamsIn, b)];

@@ -40,7 +40,7 @@ amounts! {
         pub d2h_bytes: u64,
         /// Bytes of parameters, or of paged states, sent to the device.
         pub h2d_bytes: u64,
-        /// Parameters whose weights the optimizer's pool computed; a redone or restored bucket counts again.
+        /// Parameters stepped by the optimizer's pool; a redone or restored bucket counts again.
         pub adam_elems: u64,
         /// Bytes that these passes read and wrote.
         pub adam_bytes: u64,

@@ -1,6 +1,6 @@
 //! Exchange between ranks: gradients are summed over the shares of a step, and each rank receives new weights from their owners. The driver
-//! calls these methods in its loop and from `pump`. Most only poll; methods that wait say so. [`Alone`] is the implementation for one
-//! device, `pulls.rs` for several ranks.
+//! calls these methods in its loop and from `pump`. Methods poll, unless their documentation says that they wait. [`Alone`] is the
+//! implementation for one device, `pulls.rs` for several ranks.
 
 use super::bounce::Sides;
 use super::hall::RankMemory;
@@ -118,7 +118,7 @@ pub(crate) trait Exchange<D: Kernels> {
     /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
-    /// Enqueues the sums whose parts are available. Returns a bucket when its gradient of the whole step is enqueued.
+    /// Enqueues the sums with all parts available. Returns a bucket when its gradient of the whole step is enqueued.
     fn poll(&mut self, _dev: &mut D, _grads: DeviceSlice) -> Result<Option<usize>> {
         Ok(None)
     }

@@ -11,7 +11,7 @@ use crate::planner::plan::Plan;
 pub(super) struct Addition {
     /// Shares of a step.
     shares: usize,
-    /// Number of consecutive shares whose sum is rounded.
+    /// Number of consecutive shares in a group. The sum of a group is rounded.
     group: usize,
 }
 

@@ -30,8 +30,8 @@ impl RankMemory {
         Self { grads: model.grads, weights: model.weights, shards: Shards::default(), activations: model.shared_activations() }
     }
 
-    /// Location of the weights of the slice of `bucket` that `owner` owns. `owner` is this rank, or an inter-node peer whose slices this
-    /// rank relays.
+    /// Location of the weights of the slice of `bucket` that `owner` owns. This rank holds its own slices, and those of inter-node peers
+    /// that it relays.
     pub(super) fn weights_of(&self, slices: &Slices, owner: usize, bucket: usize) -> DeviceSlice {
         let flat = slices.of(owner, bucket);
         self.shards.of(slices, owner, bucket).unwrap_or_else(|| self.weights.slice(flat.start, flat.len()))

@@ -82,7 +82,7 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.gather(&mut self.dev, self.model.weights)? || progressed)
     }
 
-    /// Publishes the buckets whose weights became final since the last call, if a peer waits for any.
+    /// Publishes buckets with newly final weights, if a peer waits for any.
     fn settle_owed(&mut self) {
         let settlings = Some(self.coordinator.settlings());
         let is_news = self.settlings_told != settlings && self.exchange.is_owing();
@@ -141,7 +141,7 @@ impl<D: Kernels> Engine<D> {
         self.issue(hop, bucket, slot)
     }
 
-    /// Records the events of `hop` of `bucket`, whose work was enqueued last.
+    /// Records the events of `hop` of `bucket` after its work was enqueued.
     pub(super) fn issue(&mut self, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
         // A gradient is complete on the stream that computes sums.
         let stream = if hop == Hop::Backward { Some(self.exchange.sums_on()) } else { hop.leg().stream };

@@ -155,8 +155,8 @@ struct SliceMemory {
     shards: Shards,
     /// Flat addresses of weights below this element are a ring.
     ringed_elems: usize,
-    /// This rank's slices of the step's gradients whose flat addresses are overwritten before the verdict, and their first element in the
-    /// local order.
+    /// Slices of the step's gradients that this rank keeps, because their flat addresses are overwritten before the verdict; and their
+    /// first element in the local order.
     kept: DeviceSlice,
     kept_from: usize,
 }

@@ -158,7 +158,7 @@ where
     })
 }
 
-/// The same course on ranks of one process.
+/// Runs `steps` steps on ranks of one process.
 fn as_ranks(settings: &Settings, steps: u64) -> Learned {
     let settings = Settings { gpus: settings.ranks(), processes: 1, ..settings.clone() };
     on_cpus(&plan(&settings), &shape(&settings), &Topology::this_machine(), Course { steps }).unwrap()
@@ -240,7 +240,7 @@ fn swaps_of_weights_that_ranks_share_give_the_bits_of_one_rank_that_has_all() {
     }
 }
 
-/// Compares the memory of a plan with the memory allocated by rank 0, whose slices are not shorter than those of the other ranks.
+/// Compares the memory of a plan with the memory allocated by rank 0, which has the longest slices.
 #[derive(Clone, Copy)]
 struct Compared;
 
@@ -253,7 +253,7 @@ impl UseEngine for Compared {
     }
 }
 
-/// A plan of a model whose slices have equal length on all ranks.
+/// A plan of a model with slices of equal length on all ranks.
 fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
     let of = |vocab: usize| {
         let config = DEMO_CONFIG.replace("\"vocab_size\": 256", &format!("\"vocab_size\": {vocab}"));

@@ -1,6 +1,6 @@
-//! Another plan between two steps: buckets change their side of the link, layers what they keep, slots their number. What a step computes
-//! stays the same, bit for bit: weights follow from the state, and the rest holds nothing between steps. Of several ranks all go over, at
-//! the same step, or none.
+//! Change of plan between two steps: buckets change their tier, layers change the activations that they keep for the backward pass, and the
+//! number of slots changes. The results of steps stay bit-identical, because weights are derived from the state and all other affected
+//! memory holds nothing between steps. Either all ranks change plans at the same step, or none does.
 
 use super::counters::Exposed;
 use super::exchange::{Order, Words};
@@ -14,15 +14,16 @@ use crate::error::{Error, Result};
 use crate::planner::plan::Plan;
 
 impl<D: Kernels> Engine<D> {
-    /// Goes on by the places of `plan`, on all ranks; everything else stays as it is. Returns why the old places are kept, if they are: there
-    /// is no memory for the new ones. Memory is given back before other memory is taken, so that a move needs no more than either plan.
+    /// Changes all ranks to the placement of `plan`; all else stays as it is. Returns an error if memory for the new placement is not
+    /// available; the old placement is then restored. Memory is freed before other memory is allocated, so that a change needs no more than
+    /// the larger of the two plans.
     ///
     /// # Errors
-    /// The device's; `Resource` when the old memory cannot be had again either; what ended another rank. The state is whole all the same,
-    /// and can be read.
+    /// Errors of the device; `Resource` when the old memory cannot be allocated again either; the failure that ended another rank. The
+    /// state stays complete and can be read.
     ///
     /// # Panics
-    /// If the plans differ in more than places.
+    /// If the plans differ in more than placement.
     pub fn replan(&mut self, plan: Plan) -> Result<Option<Error>> {
         let start = self.dev.now_ns();
         self.flush()?;
@@ -37,7 +38,7 @@ impl<D: Kernels> Engine<D> {
         Ok(kept)
     }
 
-    /// What each rank does of it: nothing is under way, and weights are still to be sent.
+    /// Changes this rank to the placement of `plan`. No work may be pending; the weights must be sent afterwards.
     pub(super) fn change_places(&mut self, plan: Plan) -> Result<Option<Error>> {
         self.vitals.now(Doing::Moving, 0);
         self.block_until(Doing::Moving, 0, |engine| Ok(engine.transfers.are_done()))?;
@@ -56,7 +57,7 @@ impl<D: Kernels> Engine<D> {
         Ok(kept)
     }
 
-    /// What was moved and waited for is no step's.
+    /// Excludes the bytes and times of the change from the next step's report.
     fn forget_the_move(&mut self) {
         self.counters.adam_busy_ns = self.pool.busy_ns();
         self.counters_reported = self.counters;
@@ -64,7 +65,7 @@ impl<D: Kernels> Engine<D> {
         self.exposed = Exposed::default();
     }
 
-    /// Has memory lie as `plan` says, whatever there is of it and wherever buckets are. After an error the scratch is missing.
+    /// Moves memory to the placement of `plan`, from any state of allocation. After an error the scratch memory is missing.
     fn arrange(&mut self, plan: Plan) -> Result<()> {
         let (exchange, (dev, host), bounce) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce);
         exchange.rearrange((dev, host), &plan.layout)?;

@@ -1,7 +1,7 @@
-//! What a step tells the driver: gradient norm, non-finite flag, loss.
+//! Results of a step that the driver waits for: gradient norm, non-finite flag and loss.
 //!
-//! The partial sums of the norm leave the device while the backward pass still runs, and are handed on as they arrive, in their
-//! order: when the last gradient is written, one small copy and a short fold are left before the verdict.
+//! The partial sums of the norm are copied from the device while the backward pass runs, and are passed on in order as they arrive. After
+//! the last gradient is written, only one small copy and a short fold remain before the verdict.
 
 use super::exchange::Exchange;
 use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
@@ -11,10 +11,10 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::optim::norm::BLOCK;
 use std::ops::Range;
 
-/// Copies of partial sums in one step, about; each stops the compute stream for some microseconds.
+/// Approximate number of copies of partial sums in one step; each copy stops the compute stream for some microseconds.
 const COPIES: usize = 16;
 
-/// The memory of a report, and how far this step's has come.
+/// Memory of a report, and its progress in this step.
 pub(super) struct Report {
     partials: DeviceSlice,
     nonfinite: DeviceSlice,
@@ -22,11 +22,11 @@ pub(super) struct Report {
     host_nonfinite: PinnedSlice,
     /// The loss of each share.
     host_losses: PinnedSlice,
-    /// One event a copy.
+    /// One event for each copy.
     copied: Vec<EventId>,
-    /// Where all of it is enqueued, but the losses of all shares but the last.
+    /// The stream of all copies, except those of the losses of all shares but the last.
     stream: Stream,
-    /// Where each copy ends, in partials, and how many have arrived.
+    /// End of each copy in partial sums, and the number of copies that have arrived.
     ends: Vec<usize>,
     arrived: usize,
 }
@@ -49,7 +49,7 @@ impl Report {
         Ok(report)
     }
 
-    /// Every step's norm is 1, unless a device says otherwise: whether a step is clipped is for the threshold to say.
+    /// Sets every step's norm to 1 on a device that computes none, so that only the threshold decides whether a step is clipped.
     pub(super) fn pretend(&self, host: &mut HostMemory) {
         host.lend_mut::<f32>(self.host_partials.slice(0, 4))[0] = 1.0;
     }
@@ -60,7 +60,7 @@ impl Report {
         dev.launch(Zero { x: self.nonfinite })
     }
 
-    /// The gradients `grads` of this local range are written: their sums of squares follow. Ranges come in their order.
+    /// Enqueues the sums of squares of the gradients `grads` of a local range, after they are written. Ranges must arrive in order.
     pub(super) fn add<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>) -> Result<()> {
         let (start, end) = (range.start / BLOCK, range.end / BLOCK);
         let partials = self.partials.slice(start, end - start);
@@ -72,24 +72,24 @@ impl Report {
         Ok(())
     }
 
-    /// The loss of `share` is computed; where gradients follow, that of the last one is a part of the end.
+    /// Enqueues the copy of the loss of `share`. In a step, the last share's loss is copied by [`Report::end`].
     pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, share: usize) -> Result<()> {
         dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(share * 4, 4))
     }
 
-    /// The losses of this rank's shares, once they have come.
+    /// The losses of this rank's shares, once they have arrived.
     pub(super) fn losses<'h>(&self, host: &'h HostMemory) -> &'h [f32] {
         host.lend(self.host_losses)
     }
 
-    /// All gradients are written: what is left of the report follows.
+    /// Enqueues the rest of the report, after all gradients are written.
     pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
         dev.copy_d2h(self.stream, self.nonfinite, self.host_nonfinite)?;
         dev.copy_d2h(self.stream, loss, self.host_losses.slice(self.host_losses.bytes() - 4, 4))?;
         self.copy_to(dev, self.partials.elems())
     }
 
-    /// Whether all of this step's is handed on.
+    /// Whether all of this step's report has been passed on.
     pub(super) fn is_told(&self) -> bool {
         self.arrived == self.ends.len()
     }
@@ -107,7 +107,7 @@ impl Report {
         Ok(())
     }
 
-    /// Hands to `exchange` what has arrived of `step`: partial sums in their order, and with the last of them, once, the flag and the
+    /// Passes everything of `step` that has arrived to `exchange`: partial sums in order, and with the last of them the flag and the
     /// losses. Never blocks.
     pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn Exchange<D>, step: u64) -> Result<()> {
         while self.arrived < self.ends.len() && dev.is_done(self.copied[self.arrived])? {

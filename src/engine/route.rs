@@ -1,13 +1,13 @@
-//! A bucket's way through a step as data: which hops there are, where each is done, and which of them a bucket takes.
+//! A bucket's path through a step as data: the hops, the stream of each, and the hops of each tier.
 //!
-//! README.md walks a bucket along it. A new hop is a row here, a copy or a kernel in `hops.rs`, and a phase of the coordinator
-//! if it decides when the hop begins.
+//! README.md follows a bucket along its path. A new hop is a row here, a copy or kernel in `hops.rs`, and a phase of the coordinator if the
+//! coordinator decides when it starts.
 
 use crate::bucket::layout::Tier;
 use crate::device::Stream;
 use crate::planner::budget::PAGED_WINDOW;
 
-/// Something that is begun for a bucket, and done later.
+/// An asynchronous operation on a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hop {
     /// The device computes the bucket's gradient.
@@ -18,34 +18,34 @@ pub(super) enum Hop {
     Optimize,
     /// The new weights are copied to the device.
     ParamsIn,
-    /// The state comes to the device.
+    /// The state is moved to the device.
     PageIn,
     /// The device applies the gradient to the state, and writes new weights.
     StepOnDevice,
-    /// The state goes back.
+    /// The state is moved back to the host.
     PageOut,
-    /// The device computes the output matrix's gradient, which is a tied embedding's but for the rows of the batch.
+    /// The device computes the output matrix's gradient, which is the gradient of a tied embedding except for the rows of the batch.
     HeadBackward,
     /// The gradient of these rows is copied to a parameter slot.
     RowsOut,
-    /// The new weights of these rows are copied to the device, and put into their places there.
+    /// The new weights of these rows are copied to the device and scattered to their rows.
     RowsIn,
 }
 
 pub(super) struct Leg {
-    /// The stream that does it; `None` is the optimizer's pool.
+    /// The stream of the hop; `None` for the optimizer's pool.
     pub stream: Option<Stream>,
-    /// On its stream it waits for these hops, as far as the bucket takes them.
+    /// Hops that this hop waits for on its stream, if the bucket takes them.
     pub after: &'static [Hop],
-    /// Buckets that may be in it at once; they take turns. `None` is all.
+    /// Number of buckets that may be in the hop at once, in turn; `None` means all.
     pub window: Option<usize>,
-    /// A bucket may be in it twice at once; its slots tell the two apart.
+    /// Whether a bucket may be in the hop twice at once; its two slots then distinguish the two passes.
     pub(crate) by_slot: bool,
-    /// What is moved or done, where somebody waits for it.
+    /// Description of the data, for hops that the coordinator waits for.
     pub what: &'static str,
-    /// What has happened when it begins, and what the bucket waits for then.
+    /// Description of the start of the hop, and of the wait that follows.
     pub begun: [&'static str; 2],
-    /// What has happened when it is done, and what the bucket waits for then.
+    /// Description of the end of the hop, and of the wait that follows.
     pub done: [&'static str; 2],
 }
 
@@ -147,8 +147,8 @@ impl Hop {
     }
 }
 
-/// The hops of a bucket of `tier`, in order; those of one that leaves `early`. The coordinator leads an offloaded one from hop to hop, and
-/// is told when each is done; of another it begins all that follow the verdict at once.
+/// The hops of a bucket of `tier`, in order; with `early`, of one that leaves early. For an offloaded bucket the coordinator starts each
+/// hop and receives its completion. For other buckets it starts all hops after the verdict at once.
 pub(super) fn route(tier: Tier, early: bool) -> &'static [Hop] {
     match tier {
         Tier::Host if early => {
@@ -171,7 +171,7 @@ mod tests {
         assert!(waits.all(|(hop, after)| after.window == hop.window && after.stream != hop.stream));
     }
 
-    /// What the coordinator is told of has words; what is only enqueued has none, and ends with no event.
+    /// Hops that are reported to the coordinator have descriptions; other hops have none and end without an event.
     #[test]
     fn the_hops_of_a_route_are_told_of_or_enqueued() {
         for (tier, early) in [(Tier::Host, false), (Tier::Host, true), (Tier::Unified, false), (Tier::Device, false)] {

@@ -1,5 +1,5 @@
-//! Memory whose place and size a plan decides, and which holds nothing between two steps: the model's flat weights (they follow from the
-//! state) and gradients, what layers keep, slots. Another plan takes it anew.
+//! Memory that depends on the plan and holds nothing between two steps: the model's flat weights (they are derived from the state),
+//! gradients, activations and slots. Another plan allocates it anew.
 
 use super::bounce::{Bounce, Sides};
 use super::late_rows::LateRows;
@@ -20,23 +20,23 @@ use crate::optim::simd::AdamKernels;
 use crate::planner::plan::Plan;
 use std::sync::Arc;
 
-/// What a plan decides but the model's, and the lease of all.
+/// Memory that depends on the plan, without the model's, and the lease of all.
 pub(super) struct StepScratch {
-    /// Slots of gradients and of working weights, and what else jobs share.
+    /// Slots of gradients and of working weights, and other data shared by jobs.
     pub(super) step: StepMemory,
-    /// fp32 room for one bucket on its way out and in, when the device casts.
+    /// fp32 staging buffers for one bucket in each direction, if the device casts.
     pub(super) staging_d2h: DeviceSlice,
     pub(super) staging_h2d: DeviceSlice,
-    /// Where buckets leave early.
+    /// Late rows, if buckets leave early.
     pub(super) rows: Option<LateRows>,
     lease: Lease,
 }
 
 impl StepScratch {
-    /// Takes what `plan` says; the model on it, and its weights that stream, if they do.
+    /// Allocates the memory of `plan`. Returns it with the model that uses it, and the streamed weights, if there are any.
     ///
     /// # Errors
-    /// `Resource` when something does not fit or cannot be locked: then nothing is taken.
+    /// `Resource` when memory is not available or cannot be locked; then nothing stays allocated.
     pub(super) fn take<D: Kernels>(
         plan: &Plan,
         shape: &ModelShape,
@@ -73,7 +73,7 @@ impl StepScratch {
         let (staging_d2h, staging_h2d) = (staging("gradient staging")?, staging("parameter staging")?);
         let step = step_memory(plan, slices, &table, (dev, host), lease)?;
         let source = if plan.streams_from_host() { Source::Host(step.params.memory) } else { Source::Ranks };
-        // Other ranks may still pull gradients when this one needs none any more.
+        // Peers may still pull gradients when this rank no longer needs them.
         let spare = if slices.ranks() == 1 { distinct(grads, plan.grad_ring) } else { grads.slice(0, 0) };
         let flow = plan.weight_ring.map(|ring| WeightFlow::new(dev, &table, ring, source, (weights, spare))).transpose()?;
         let tokens = plan.batch * plan.seq_length;
@@ -82,16 +82,16 @@ impl StepScratch {
         Ok((Self { step, staging_d2h, staging_h2d, rows, lease: Lease::default() }, model, flow))
     }
 
-    /// Gives all of it back: what is left of it is not to be used.
+    /// Frees all of the memory. It must not be used afterwards.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
         self.lease.give_back(dev, host)
     }
 }
 
-/// The part of `flat`, whose first part lies in `ring`, that has all its pages, each once.
+/// The part of `flat` that contains each of its pages once. The first part of `flat` lies in `ring`.
 fn distinct(flat: DeviceSlice, ring: Option<RingShape>) -> DeviceSlice {
     let start = ring.map_or(0, |ring| ring.ringed_elems.saturating_sub(ring.period_elems));
     flat.slice(start, flat.elems() - start)
@@ -116,7 +116,7 @@ fn step_memory<D: Device>(
     Ok(StepMemory { grads, params, segments, hyper: plan.hyper, kernels })
 }
 
-/// Neighbouring tensors with the same decay rule, joined; padding goes with the tensor before it.
+/// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.
 fn segments(table: &TensorTable) -> Vec<Segment> {
     let mut segments: Vec<Segment> = Vec::new();
     let ends = table.specs().iter().skip(1).map(|next| next.offset_elems).chain([table.flat_elems()]);
@@ -129,7 +129,7 @@ fn segments(table: &TensorTable) -> Vec<Segment> {
     segments
 }
 
-/// The same in the order of one rank's own elements.
+/// The segments in the local order of one rank.
 fn local_segments(segments: &[Segment], slices: &Slices) -> Arc<[Segment]> {
     let mut local: Vec<Segment> = Vec::new();
     for (flat, start) in slices.pieces(0..slices.elems()) {

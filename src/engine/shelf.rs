@@ -1,39 +1,39 @@
-//! Streamed weights that come before the ring has room for them: until the first backward pass of a step nothing uses the memory of gradients,
-//! and there they wait.
+//! Prefetch buffer for streamed weights that arrive before the ring has room. It uses the memory of gradients, which is unused until the
+//! first backward pass of a step.
 
 use crate::device::DeviceSlice;
 
-/// Memory that is lent to weights, from the beginning of a step until its first backward pass.
+/// Memory lent to weights from the beginning of a step until its first backward pass.
 #[derive(Debug)]
 pub(super) struct Shelf {
     memory: DeviceSlice,
     is_open: bool,
     taken_elems: usize,
-    /// Of each module what waits here.
+    /// By module, the location of its prefetched weights.
     waiting: Vec<Option<DeviceSlice>>,
 }
 
 impl Shelf {
-    /// Nothing waits in `memory`, which is not lent yet, of so many modules.
+    /// An empty buffer in `memory` for `modules` modules. The memory is not yet lent.
     pub(super) fn new(memory: DeviceSlice, modules: usize) -> Self {
         Self { memory, is_open: false, taken_elems: 0, waiting: vec![None; modules] }
     }
 
-    /// The memory is lent.
+    /// Starts to use the memory.
     pub(super) fn open(&mut self) {
         (self.is_open, self.taken_elems) = (true, 0);
     }
 
-    /// It is needed again.
+    /// Ends the use of the memory.
     ///
     /// # Panics
-    /// If weights wait there.
+    /// If it still contains weights.
     pub(super) fn close(&mut self) {
         assert!(self.waiting.iter().all(Option::is_none), "weights wait where gradients are about to be written");
         self.is_open = false;
     }
 
-    /// A place for so many weights of `module`, if there is one.
+    /// Location for `elems` weights of `module`, if there is room.
     pub(super) fn put(&mut self, module: usize, elems: usize) -> Option<DeviceSlice> {
         let fits = self.is_open && elems <= self.memory.elems() - self.taken_elems;
         let place = fits.then(|| self.memory.slice(self.taken_elems, elems))?;
@@ -42,12 +42,12 @@ impl Shelf {
         Some(place)
     }
 
-    /// Whether weights of `module` wait here.
+    /// Whether the buffer contains weights of `module`.
     pub(super) fn has(&self, module: usize) -> bool {
         self.waiting[module].is_some()
     }
 
-    /// Where they do; then they wait no longer.
+    /// Removes the weights of `module` and returns their location.
     pub(super) fn take(&mut self, module: usize) -> Option<DeviceSlice> {
         self.waiting[module].take()
     }

@@ -1,11 +1,12 @@
-//! Slices that go to ranks of other processes and come from them, through host memory and [`lanes`](crate::ranks::lanes): what ranks of one
-//! process pull from each other's memory, these are sent. Gradients go from each rank to each, those of groups and weights to its namesakes, from
-//! which the others of their processes pull weights. Nothing here blocks; whoever waits for anything calls [`Sockets::serve`] meanwhile.
+//! Slices exchanged with ranks of other processes over TCP, through host memory and [`lanes`](crate::ranks::lanes). It replaces the pulls
+//! between ranks of one process. Gradients of shares go from each rank to each rank of the other processes. Sums of groups and weights go
+//! to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls [`Sockets::serve`]
+//! meanwhile.
 //!
-//! Gradients go in the order of buckets and rounds, and one that comes in another order is an error. New weights go as they become final, and
-//! are taken in any order: nobody waits for one while another holds the way. Those that come with each fetch go in the order of fetches, which is that of
-//! the plan. All of a version come after the verdict that every rank waited for
-//! with its last kernel, so that nobody computes with what they overwrite.
+//! Gradients arrive in the order of buckets and rounds; any other order is an error. New weights are sent as they become final and accepted
+//! in any order, so no slice blocks another one. Weights that cross with each fetch arrive in the order of fetches, which the plan
+//! determines. All weights of a version arrive after the verdict, which every rank awaited after its last kernel, so no rank still computes
+//! with the weights that they overwrite.
 
 use super::hall::RankMemory;
 use crate::bucket::slices::Slices;
@@ -19,21 +20,21 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// A place in host memory, and the end of the last copy through it.
+/// A staging buffer in host memory, and the end of the last copy through it.
 #[derive(Clone, Copy, Debug)]
 struct WayPlace {
     memory: PinnedSlice,
     copied: EventId,
 }
 
-/// Places that copies of one kind and direction pass through.
+/// Staging buffers for copies of one kind and direction.
 struct HostPlaces {
     free: Vec<WayPlace>,
     /// In the order of their copies.
     busy: VecDeque<WayPlace>,
 }
 
-/// A slice that is to leave: where it lies on the device, after which event it is there, and to whom it goes.
+/// A slice to send: its location on the device, the event after which it is written, and its destinations.
 struct Departure {
     parcel: (u32, u64),
     source: DeviceSlice,
@@ -41,22 +42,22 @@ struct Departure {
     to: Vec<usize>,
 }
 
-/// What leaves of one kind.
+/// Slices of one kind that are being sent.
 struct Departures {
     stream: Stream,
     way: HostPlaces,
     waiting: VecDeque<Departure>,
-    /// Those that are copied to the host, with the places of `way.busy`.
+    /// Slices that are being copied to the host, in the order of `way.busy`.
     copying: VecDeque<Departure>,
-    /// What is on the host, and for whom a lane had no place yet.
+    /// A slice on the host, and the destinations that still lack room in their connection.
     leaving: Option<(Parcel, Vec<usize>)>,
     buffers: SliceBuffers,
 }
 
-/// See above.
+/// The TCP transport of one rank.
 pub(super) struct Sockets {
     host: HostMemory,
-    /// By rank; none to those of its process.
+    /// Connections by rank; `None` for local ranks.
     lanes: LanesByRank,
     /// The ranks that gradients are exchanged with.
     grads_with: Vec<usize>,
@@ -65,16 +66,16 @@ pub(super) struct Sockets {
     weights: Departures,
     grads_in: HostPlaces,
     weights_in: HostPlaces,
-    /// The last gradient that leaves is copied to the host, as far as that is enqueued.
+    /// All copies of outgoing gradients that were enqueued so far.
     grads_copied: EventId,
-    /// Where this rank's weights and gradients lie on the device.
+    /// Location of this rank's weights and gradients on the device.
     memory: Option<RankMemory>,
-    /// Slices of weights that are still to come in this version: by bucket.
+    /// By bucket, the number of slices of weights that have not arrived in this version.
     missing: Vec<usize>,
-    /// The round of this version, and the last one: each version is one, and each fetch.
+    /// Round of this version, and the last round. Each version and each fetch is a round.
     version: u64,
     round: u64,
-    /// What is fetched last: the flat places, and how many slices are still to come.
+    /// Flat range of the last fetch, and the number of slices that have not arrived.
     fetching: (Range<usize>, usize),
 }
 
@@ -86,7 +87,7 @@ impl HostPlaces {
         Ok(Self { free: (0..places).map(place).collect::<Result<_>>()?, busy: VecDeque::new() })
     }
 
-    /// Frees what has been copied through.
+    /// Frees the buffers of complete copies.
     fn clear<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         while let Some(place) = self.busy.front()
             && dev.is_done(place.copied)?
@@ -96,7 +97,7 @@ impl HostPlaces {
         Ok(())
     }
 
-    /// Copies `bytes` to the device, through a free place.
+    /// Copies `bytes` to the device through a free buffer.
     fn bring<D: Device>(
         &mut self,
         (dev, host): (&mut D, &mut HostMemory),
@@ -119,7 +120,7 @@ impl Departures {
         Self { stream, way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None, buffers: SliceBuffers::default() }
     }
 
-    /// Enqueues copies to the host, and hands over to the lanes what has come there. Returns how many copies were enqueued.
+    /// Enqueues copies to the host, and passes completed copies to the connections. Returns the number of enqueued copies.
     fn go_on<D: Device>(&mut self, (dev, host): (&mut D, &HostMemory), lanes: &[Option<RankLanes>], kind: LaneKind) -> Result<usize> {
         let mut enqueued = 0;
         loop {
@@ -151,7 +152,7 @@ impl Departures {
         Ok(())
     }
 
-    /// The next slice that has come to the host.
+    /// The next slice that has arrived on the host.
     fn arrived<D: Device>(&mut self, dev: &mut D, host: &HostMemory) -> Result<Option<(Parcel, Vec<usize>)>> {
         let Some(place) = self.way.busy.front().copied() else { return Ok(None) };
         if !dev.is_done(place.copied)? {
@@ -176,7 +177,7 @@ fn lane(lanes: &Option<RankLanes>, kind: LaneKind) -> Option<&ParcelLane> {
 
 impl Sockets {
     /// # Errors
-    /// `Resource` when there is no host memory.
+    /// `Resource` when host memory is not available.
     pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: LanesByRank) -> Result<Self> {
         let mut host = HostMemory::new(plan.host_memory.clone());
         let grads_with: Vec<usize> = if plan.sums_within() { namesakes(&lanes).collect() } else { others(&lanes).collect() };
@@ -203,12 +204,12 @@ impl Sockets {
         })
     }
 
-    /// Gradients and weights lie here.
+    /// Sets the location of gradients and weights.
     pub(super) fn settle_down(&mut self, memory: RankMemory) {
         self.memory = Some(memory);
     }
 
-    /// This rank's gradient of `bucket`, or its group's, is written in a round, after `written`: its slices of others leave.
+    /// Sends the peers' slices of this rank's gradient of `bucket`, or of its group's sum, after the event `written`.
     pub(super) fn send_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64, written: EventId) -> Result<()> {
         let Some(grads) = self.memory.as_ref().map(|memory| memory.grads) else { return Ok(()) };
         for &rank in &self.grads_with {
@@ -220,7 +221,7 @@ impl Sockets {
         self.serve(dev)
     }
 
-    /// This rank's weights of `bucket` are final, after `stepped`.
+    /// Sends this rank's weights of `bucket`, which are final after the event `stepped`.
     pub(super) fn send_weights(&mut self, bucket: usize, stepped: EventId) {
         let Some(memory) = &self.memory else { return };
         let once = memory.shards.passed_once(&self.slices);
@@ -236,7 +237,8 @@ impl Sockets {
         }
     }
 
-    /// This rank's weights of `flat` leave, as all ranks' do, those of each bucket after `stepped`; and the namesakes' may come.
+    /// Starts a fetch: sends this rank's weights of `flat`, each bucket after its event in `stepped`, and accepts those of the inter-node
+    /// peers.
     pub(super) fn fetch(&mut self, flat: &Range<usize>, stepped: &[EventId]) {
         self.round += 1;
         let buckets = self.slices.layout().overlapping(flat.clone());
@@ -245,17 +247,17 @@ impl Sockets {
         self.fetching = (flat.clone(), coming);
     }
 
-    /// Whether these have come, as far as their copies are enqueued.
+    /// Whether copies of all weights of the last fetch are enqueued.
     pub(super) fn has_fetched(&self) -> bool {
         self.fetching.1 == 0
     }
 
-    /// How many namesakes own something of `bucket` within `flat`.
+    /// Number of inter-node peers that own a part of `bucket` within `flat`.
     fn coming(&self, bucket: usize, flat: &Range<usize>) -> usize {
         namesakes(&self.lanes).filter(|rank| !self.slices.within(*rank, bucket, flat).is_empty()).count()
     }
 
-    /// Does what can be done now for others, and takes their weights of this version.
+    /// Sends and receives everything that is possible now. Weights are accepted for this version and fetch only.
     pub(super) fn serve<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         if self.grads.go_on((dev, &self.host), &self.lanes, LaneKind::Gradients)? > 0 {
             dev.record(self.grads_copied, Stream::Reduce)?;
@@ -264,14 +266,13 @@ impl Sockets {
         self.take_weights(dev)
     }
 
-    /// Whether no copy of its own is under way or waits for a place.
+    /// Whether no outgoing slice is pending, and no incoming weights are being copied to the device.
     pub(super) fn is_quiet(&self) -> bool {
         let leave = [&self.grads, &self.weights].iter().any(|kind| !kind.copying.is_empty() || !kind.waiting.is_empty());
         !leave && self.weights_in.busy.is_empty()
     }
 
-    /// Whether the gradients that were written so far may be overwritten, as far as they leave; then what is computed from now on waits for
-    /// that.
+    /// Whether all gradients written so far may be overwritten. If so, later work on the compute stream waits for their copies to the host.
     pub(super) fn may_overwrite<D: Device>(&mut self, dev: &mut D) -> Result<bool> {
         self.serve(dev)?;
         let all_leave = self.grads.waiting.is_empty();
@@ -281,10 +282,11 @@ impl Sockets {
         Ok(all_leave)
     }
 
-    /// Whether all others' gradients of this rank's slice of `bucket` have come, in `round`, and there is room to bring them to the device.
+    /// Whether the peers' gradients of this rank's slice of `bucket` have arrived in `round`, and there are buffers to copy them to the
+    /// device.
     ///
     /// # Errors
-    /// `Resource` when another's come in another order.
+    /// `Resource` when a gradient arrives in another order.
     pub(super) fn has_grads<D: Device>(&mut self, dev: &mut D, bucket: usize, round: u64) -> Result<bool> {
         if self.slices.global(bucket).is_empty() {
             return Ok(true);
@@ -303,7 +305,7 @@ impl Sockets {
         Ok(there == others && self.grads_in.free.len() >= others)
     }
 
-    /// Enqueues the copy of the gradient that came of `rank` to the device.
+    /// Enqueues the copy of the gradient that arrived from `rank` to the device.
     pub(super) fn bring_grads<D: Device>(&mut self, dev: &mut D, rank: usize, target: DeviceSlice) -> Result<()> {
         match self.lanes[rank].as_mut().filter(|_| target.elems() > 0).and_then(|lanes| lanes.grads.take()) {
             Some(parcel) => self.grads_in.bring((dev, &mut self.host), Stream::Reduce, &parcel.bytes, target),
@@ -311,7 +313,7 @@ impl Sockets {
         }
     }
 
-    /// From here on the weights of every bucket are others: those of the next version.
+    /// Begins the next version of the weights: the weights of every bucket will change.
     pub(super) fn next_version(&mut self) {
         self.round += 1;
         self.version = self.round;
@@ -319,7 +321,7 @@ impl Sockets {
         self.missing = (0..self.missing.len()).map(|bucket| self.coming(bucket, &once)).collect();
     }
 
-    /// Whether the namesakes' weights of `bucket` have come in this version, as far as their copies are enqueued.
+    /// Whether copies of the inter-node peers' weights of `bucket` are enqueued in this version.
     pub(super) fn has_weights(&self, bucket: usize) -> bool {
         self.missing[bucket] == 0
     }
@@ -330,7 +332,7 @@ impl Sockets {
         let once = memory.shards.passed_once(&self.slices);
         for (rank, lanes) in self.lanes.iter_mut().enumerate() {
             let Some(lane) = lanes.as_mut().and_then(|lanes| lanes.weights.as_mut()) else { continue };
-            // What comes of a later round waits until this rank has heard the verdict, or has begun the fetch, too.
+            // Slices of a later round wait until this rank, too, has the verdict or starts the fetch.
             while !self.weights_in.free.is_empty()
                 && lane.first().is_some_and(|parcel| parcel.round <= self.round)
                 && let Some(parcel) = lane.take()
@@ -361,12 +363,12 @@ fn others(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
     lanes.iter().enumerate().filter_map(|(rank, lanes)| lanes.as_ref().map(|_| rank))
 }
 
-/// Those with which weights are exchanged.
+/// The inter-node peers, with which weights are exchanged.
 fn namesakes(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
     others(lanes).filter(|rank| lanes[*rank].as_ref().is_some_and(|lanes| lanes.weights.is_some()))
 }
 
-/// A slice that comes of `rank` is of the bucket and the round that come next, and as long as it must be.
+/// Checks that a slice from `rank` has the expected bucket, round and length.
 fn check(rank: usize, parcel: &Parcel, expected: (u32, u64), bytes: usize) -> Result<()> {
     let is_next = (parcel.bucket, parcel.round) == expected && parcel.bytes.len() == bytes && bytes > 0;
     if is_next { Ok(()) } else { Err(strange(rank, parcel)) }

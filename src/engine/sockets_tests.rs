@@ -1,4 +1,4 @@
-//! Slices on their way to and from one other process, whose end of the lanes the test holds.
+//! Transfers to and from one other process; the test holds the other end of the connections.
 
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
@@ -20,10 +20,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const BUCKETS: usize = 24;
-/// A slice is a MiB: buffers of the system hold a few.
+/// A slice is 1 MiB: socket buffers hold a few of them.
 const SLICE_BLOCKS: usize = (1 << 18) / BLOCK;
 
-/// The first of two ranks, and what the other has of its lanes.
+/// The first of two ranks, and the other end of its connections.
 struct Pair {
     dev: CpuDevice,
     sockets: Sockets,
@@ -52,14 +52,14 @@ impl Pair {
         pair
     }
 
-    /// Writes `value` where the slice of `rank` of `bucket` begins.
+    /// Writes `value` to the first element of the slice of `rank` of `bucket`.
     fn write(&mut self, kind: usize, rank: usize, bucket: usize, value: f32) {
         let start = self.sockets.slices.of(rank, bucket).start;
         self.dev.launch(Poke { x: self.flat[kind], index: start, value }).unwrap();
         self.dev.record(self.event, Stream::Compute).unwrap();
     }
 
-    /// Lets everything go on that can.
+    /// Runs everything that can progress.
     fn go_on(&mut self) {
         let mut idle = 0;
         while idle < 5 {
@@ -71,7 +71,7 @@ impl Pair {
         }
     }
 
-    /// The next `count` parcels that the other side gets: bucket, round, first value.
+    /// The next `count` slices that arrive at the other end: bucket, round, first value.
     fn arrive(&mut self, kind: usize, count: usize) -> Vec<(u32, u64, f32)> {
         let mut arrived = Vec::new();
         for _ in 0..10_000 {
@@ -95,7 +95,7 @@ impl Pair {
         }
     }
 
-    /// The same until it `has` what is on its way, however long the system takes to bring that.
+    /// Like `go_on_once` until `has` is true, however long the system takes to deliver.
     fn go_on_until(&mut self, has: impl Fn(&Sockets) -> bool) {
         let came = (0..20_000).any(|_| {
             self.go_on_once();
@@ -105,7 +105,7 @@ impl Pair {
         self.go_on();
     }
 
-    /// The first weight of the slice of `rank` of `bucket`, once what is enqueued has run.
+    /// The first weight of the slice of `rank` of `bucket`, after all enqueued work.
     fn weight(&mut self, rank: usize, bucket: usize) -> f32 {
         let (start, seen) = (self.sockets.slices.of(rank, bucket).start, self.host.alloc("seen", 4).unwrap());
         self.dev.copy_d2h(Stream::Gather, self.flat[1].slice(start, 1), seen).unwrap();
@@ -122,7 +122,7 @@ impl Pair {
     }
 }
 
-/// Both ends of a lane.
+/// Both ends of a connection.
 fn lanes(kind: LaneKind) -> (ParcelLane, ParcelLane) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -192,7 +192,7 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
     assert!(!pair.sockets.has_weights(4));
     pair.go_on_until(|sockets| sockets.has_weights(4));
     assert_eq!(first(&mut pair), [40.5, 9.5]);
-    // Its own go to the other, in the order in which they become final.
+    // Its own slices are sent in the order in which they become final.
     for (bucket, value) in [(6, 6.5), (1, 1.5)] {
         pair.write(1, 0, bucket, value);
         pair.sockets.send_weights(bucket, pair.event);
@@ -207,7 +207,7 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
     assert!(refused.unwrap().to_string().contains("bucket 4 of round 2"));
 }
 
-/// What is fetched crosses anew with each fetch, and what comes of a later one waits for it.
+/// Fetched weights are transferred again with each fetch, and slices of a later fetch wait for it.
 #[test]
 fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
     let mut pair = Pair::new(5);
@@ -218,7 +218,7 @@ fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
         for (bucket, value) in [(5, fifth), (6, sixth)] {
             pair.write(1, 0, bucket, -value);
         }
-        // Ahead of this rank's fetch.
+        // Sent before this rank starts its fetch.
         pair.send(1, 6, round, sixth);
         let before = first(&mut pair);
         assert!(!before.contains(&sixth), "round {round}: {before:?}");
@@ -230,7 +230,7 @@ fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
         pair.go_on_until(Sockets::has_fetched);
         assert_eq!(first(&mut pair), [fifth, sixth], "round {round}");
     }
-    // Beyond what was fetched.
+    // A bucket outside of the fetch.
     pair.send(1, 7, 3, 7.5);
     let refused = (0..1000).find_map(|_| {
         std::thread::sleep(Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! State and weights from outside and to the outside, between steps.
+//! Reads and writes state and weights from outside, between steps.
 
 use super::exchange::{Order, Words};
 use super::executor::Engine;
@@ -18,14 +18,14 @@ use crate::optim::moments::{Rounding, rounding_key};
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
-    /// Sets all parameters to random values that depend on `seed` alone; the moments stay as they are: zero in an engine that
-    /// has not stepped. Call [`Engine::send_weights`] after it.
+    /// Sets all parameters to random values that depend on `seed` only. The moments are unchanged: zero in an engine that has not stepped.
+    /// Call [`Engine::send_weights`] afterwards.
     ///
     /// # Errors
-    /// The device's; `Resource` when a thread cannot start.
+    /// Errors of the device; `Resource` when a thread cannot start.
     ///
     /// # Panics
-    /// If an update is under way: see [`Engine::flush`].
+    /// If an update is pending: see [`Engine::flush`].
     pub(crate) fn init_state(&mut self, seed: u64, threads: usize) -> Result<()> {
         self.lead(Order::Init, [seed, threads as u64, 0, 0, 0, 0])?;
         self.expect_no_job();
@@ -33,11 +33,11 @@ impl<D: Kernels> Engine<D> {
         self.named(made)
     }
 
-    /// Sets parameters or moments from element `start` of the flat range on. Moments that the plan's format does not hold are rounded as the
-    /// engine's last step rounds: call [`Engine::resume`] before it, and [`Engine::send_weights`] after the last.
+    /// Sets parameters or moments from element `start` of the flat order on. Moments are rounded to the plan's format as in the engine's
+    /// last step: call [`Engine::resume`] before, and [`Engine::send_weights`] after the last call.
     ///
     /// # Panics
-    /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
+    /// If the range exceeds the flat order, or an update is pending: see [`Engine::flush`].
     pub fn write_state(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
         let piece_elems = self.exchange.mail_words().min(source.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(source.chunks(piece_elems)) {
@@ -50,7 +50,7 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// As [`Engine::write_state`], of this rank's slices alone.
+    /// Like [`Engine::write_state`], for this rank's slices only.
     pub(super) fn write_own(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
         self.strike(FaultPhase::Write)?;
         self.expect_no_job();
@@ -69,10 +69,10 @@ impl<D: Kernels> Engine<D> {
         })
     }
 
-    /// Reads parameters or moments from element `start` of the flat range on. Call [`Engine::flush`] first.
+    /// Reads parameters or moments from element `start` of the flat order on. Call [`Engine::flush`] first.
     ///
     /// # Panics
-    /// If they reach beyond the flat range, or an update is under way: see [`Engine::flush`].
+    /// If the range exceeds the flat order, or an update is pending: see [`Engine::flush`].
     pub fn read_state(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         let piece_elems = self.exchange.mail_words().min(out.len()).max(1);
         for (at, piece) in (start..).step_by(piece_elems).zip(out.chunks_mut(piece_elems)) {
@@ -85,7 +85,7 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// As [`Engine::read_state`], of this rank's slices alone; the rest of `out` stays as it is.
+    /// Like [`Engine::read_state`], for this rank's slices only; the rest of `out` is unchanged.
     pub(super) fn read_own(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         self.strike(FaultPhase::Read)?;
         self.expect_no_job();
@@ -102,12 +102,12 @@ impl<D: Kernels> Engine<D> {
         })
     }
 
-    /// What this rank owns.
+    /// The slices that this rank owns.
     pub(crate) fn slices(&self) -> &Slices {
         self.exchange.slices()
     }
 
-    /// Reads parameters or moments of this rank's slices, in its own order, from element `start` on.
+    /// Reads parameters or moments of this rank's slices in the local order, from element `start` on.
     ///
     /// # Panics
     /// As [`Engine::read_state`].
@@ -117,10 +117,11 @@ impl<D: Kernels> Engine<D> {
         self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, start, out)
     }
 
-    /// Has every rank save its slices, each in its own process, by `words` that say where; `own` does it here. The checksums of all, by rank.
+    /// Lets every rank save its slices in its own process. `words` are passed to the code that saves; `own` saves this rank's slices.
+    /// Returns the checksums by rank.
     ///
     /// # Errors
-    /// Those of `own`; what ended another rank.
+    /// Errors of `own`; the failure that ended another rank.
     pub(crate) fn save_slices(&mut self, [one, two]: [u64; 2], own: impl FnOnce(&mut Self) -> Result<Vec<u32>>) -> Result<Vec<Vec<u32>>> {
         self.lead(Order::Save, [one, two, 0, 0, 0, 0])?;
         let first = own(self)?;
@@ -134,7 +135,7 @@ impl<D: Kernels> Engine<D> {
         Ok([first].into_iter().chain((1..self.exchange.slices().ranks()).map(of_rank)).collect())
     }
 
-    /// Leaves the checksums of what this rank has saved for rank 0.
+    /// Writes the checksums of this rank's saved slices into the mail buffer, for rank 0.
     pub(super) fn tell_checksums(&self, crc32c: &[u32]) -> Result<()> {
         let place = self.checksums_of(self.exchange.slices().rank());
         if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
@@ -145,7 +146,7 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Where the checksums of `rank` lie in the mail, behind those of the ranks before it.
+    /// Position of the checksums of `rank` in the mail buffer, after those of lower ranks.
     fn checksums_of(&self, rank: usize) -> Range<usize> {
         let own = self.exchange.slices();
         let chunks = |rank| {
@@ -156,12 +157,12 @@ impl<D: Kernels> Engine<D> {
         start..start + chunks(rank)
     }
 
-    /// Nobody but jobs of the pool touches the state, and who borrows the engine submits none.
+    /// Checks that the pool has no job. Only jobs of the pool modify the state, and a caller that borrows the engine submits none.
     pub(super) fn expect_no_job(&self) {
         assert!(self.in_pool.is_none(), "an update of the state is under way: flush the engine first");
     }
 
-    /// Derives the device's working weights from the state.
+    /// Computes the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
         self.lead(Order::Send, Words::default())?;
         let sent = self.send_own_weights();
@@ -182,7 +183,7 @@ impl<D: Kernels> Engine<D> {
         self.wait_for_all_params()
     }
 
-    /// What went wrong on this rank, by its name, or on the one that failed first.
+    /// Adds this rank's name to its failure, or returns the failure of the rank that failed first.
     pub(super) fn named<T>(&self, own: Result<T>) -> Result<T> {
         own.map_err(|error| self.exchange.blame(error))
     }
@@ -208,10 +209,10 @@ impl<D: Kernels> Engine<D> {
 }
 
 impl<D: Kernels> Engine<D> {
-    /// The logits `[batch * seq_length, vocab]` of one batch, as fp32, for evaluation.
+    /// The logits `[batch * seq_length, vocab]` of one batch in fp32, for evaluation.
     ///
     /// # Errors
-    /// The device's; `batches`'.
+    /// Errors of the device and of `batches`.
     pub fn logits(&mut self, batches: &mut impl Batches) -> Result<Vec<f32>> {
         self.wait_for_all_params()?;
         let elems = self.plan.batch * self.plan.seq_length * self.model.shape.vocab;

@@ -1,5 +1,5 @@
-//! Optimizer state: where each bucket's lies, on which side of the link, and how it moves from one side to the other. Of one rank, in its
-//! own order: the host has the first buckets, the device the last ones.
+//! Optimizer state of one rank in its local order: the tier of each bucket, and moves between tiers. The host holds the first buckets, the
+//! device the last.
 
 use super::bounce::{Bounce, Sides};
 use crate::bucket::layout::Tier;
@@ -15,7 +15,7 @@ use std::ops::Range;
 /// State of a bucket that the device steps.
 #[derive(Clone, Debug)]
 pub(super) struct DeviceState {
-    /// What of this rank's own order it is the state of.
+    /// Local range of the state.
     pub(super) local: Range<usize>,
     pub(super) params: DeviceSlice,
     pub(super) m: DeviceSlice,
@@ -33,7 +33,7 @@ impl DeviceState {
         Ok(Self { params, m, v, local })
     }
 
-    /// The part that it has of a local range, if any.
+    /// The part within a local range, if any.
     fn part(&self, local: &Range<usize>) -> Option<Self> {
         let common = local.start.max(self.local.start)..local.end.min(self.local.end);
         let part = |s: DeviceSlice| s.slice(common.start - self.local.start, common.len());
@@ -50,9 +50,9 @@ impl DeviceState {
 #[derive(Debug)]
 pub(super) struct StateTiers {
     moments: Moments,
-    /// Pieces of whole buckets, behind each other from the first bucket on: where buckets came from the device, there are several.
+    /// Pieces of whole buckets in order, from the first bucket on. There are several after buckets were moved from the device.
     host: Vec<HostState>,
-    /// By bucket, behind what the host has.
+    /// By bucket, after the buckets of the host.
     pub(super) device: Vec<DeviceState>,
 }
 
@@ -65,7 +65,7 @@ impl StateTiers {
         Ok(Self { moments, host, device })
     }
 
-    /// Elements that the host has.
+    /// Number of elements on the host.
     pub(super) fn host_elems(&self) -> usize {
         self.host.last().map_or(0, HostState::end)
     }
@@ -73,28 +73,28 @@ impl StateTiers {
     /// The host's state of a local range of one bucket.
     ///
     /// # Panics
-    /// If the host does not have it.
+    /// If it is not on the host.
     pub(super) fn on_host(&self, local: &Range<usize>) -> HostState {
         let piece = self.host.iter().find(|state| state.first <= local.start && local.end <= state.end());
-        // Of a short bucket a rank may have nothing.
+        // The range may be empty: a short bucket has fewer blocks than there are ranks.
         piece.expect("a bucket that the pool steps").slice(local)
     }
 
     /// The device's state of a local range of one bucket.
     ///
     /// # Panics
-    /// If the device does not have it.
+    /// If it is not on the device.
     pub(super) fn on_device(&self, local: &Range<usize>) -> DeviceState {
         let before = self.device.partition_point(|state| state.local.end <= local.start);
         self.device.get(before).and_then(|state| state.part(local)).expect("a bucket that the device steps")
     }
 
-    /// The parts of a local range that the host has.
+    /// The parts of a local range that are on the host.
     pub(super) fn host_parts(&self, local: &Range<usize>) -> impl Iterator<Item = HostState> {
         self.host.iter().filter_map(|state| state.part(local))
     }
 
-    /// Stores values in their place, from local element `start` on, rounded as `rounding` says. No job may be running.
+    /// Writes values from local element `start` on, rounded by `rounding`. No job may be running.
     pub(super) fn write<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -119,7 +119,7 @@ impl StateTiers {
         Ok(())
     }
 
-    /// Copies state out of its place, from local element `start` on. No job may be running.
+    /// Reads state from local element `start` on. No job may be running.
     pub(super) fn read<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
@@ -144,10 +144,10 @@ impl StateTiers {
         Ok(())
     }
 
-    /// Brings buckets to the host that lie there by `slices`, and on the device now. No job may be running.
+    /// Moves buckets from the device to the host if `slices` has them there. No job may be running.
     ///
     /// # Errors
-    /// `Resource` when the host has no memory for them; the device's. Each bucket is then where it was.
+    /// `Resource` when host memory is not available; errors of the device. No bucket is moved then.
     pub(super) fn bring_to_host<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
         let coming = self.host_elems()..slices.elems_in(Tier::Host).end;
         if coming.is_empty() {
@@ -155,7 +155,7 @@ impl StateTiers {
         }
         let piece = host_state(host, self.moments, coming.clone(), slices)?;
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
-        // Of a short bucket a rank may have nothing.
+        // A rank may own nothing of a short bucket.
         for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
             let targets = piece.part(&state.local).expect("a part of what comes").arrays();
             for (source, target) in state.arrays().into_iter().zip(targets) {
@@ -166,10 +166,10 @@ impl StateTiers {
         self.device.drain(..count).flat_map(|state| state.arrays()).try_for_each(|memory| dev.free(memory))
     }
 
-    /// Sends buckets to the device that lie there by `slices`, and on the host now. No job may be running.
+    /// Moves buckets from the host to the device if `slices` has them there. No job may be running.
     ///
     /// # Errors
-    /// `Resource` when the device has no memory for them; its own. Each bucket is then where it was.
+    /// `Resource` when device memory is not available; errors of the device. No bucket is moved then.
     pub(super) fn send_to_device<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
         let kept = slices.elems_in(Tier::Host).end;
         let going = (0..slices.layout().count()).map(|bucket| slices.local(bucket));
@@ -193,7 +193,7 @@ impl StateTiers {
         Ok(())
     }
 
-    /// Gives back what the host has behind its first `kept` elements.
+    /// Frees the host's state after its first `kept` elements.
     fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
         for state in self.host.iter_mut().filter(|state| state.end() > kept) {
             let left = state.slice(&(state.first..kept.max(state.first)));
@@ -204,7 +204,7 @@ impl StateTiers {
     }
 }
 
-/// Host memory for the state of the local range `local`, whole buckets.
+/// Allocates host memory for the state of the local range `local`, which consists of whole buckets.
 fn host_state(host: &mut HostMemory, moments: Moments, local: Range<usize>, slices: &Slices) -> Result<HostState> {
     let period_elems = slices.slice_elems().min(local.len());
     let mut taken = Vec::new();

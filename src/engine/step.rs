@@ -1,4 +1,4 @@
-//! One step: every micro-batch forward and backward, the verdict, and the updates that it allows.
+//! One step: forward and backward of every micro-batch, the verdict, and the updates that it allows.
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::{Counters, Exposed};
@@ -20,7 +20,7 @@ use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
 use std::sync::Arc;
 
-/// Which way the modules go.
+/// Direction of a pass.
 #[derive(Clone, Copy)]
 pub(super) enum Pass {
     Forward,
@@ -28,21 +28,22 @@ pub(super) enum Pass {
 }
 
 impl<D: Kernels> Engine<D> {
-    /// One optimizer step: every micro-batch forward and backward, the verdict, and the updates that it allows. Updates of
-    /// late layers may still be under way when this returns; the next forward waits for each where it needs it.
+    /// One optimizer step: forward and backward of every micro-batch, the verdict, and the updates that it allows. Updates of late layers
+    /// may still be pending on return; the next forward pass waits for each where it needs it.
     ///
     /// # Errors
-    /// Those of [`Engine::read_data`] and of [`Engine::run_step`].
+    /// Errors of [`Engine::read_data`] and of [`Engine::run_step`].
     pub fn step(&mut self, learning_rate: f64, batches: &mut impl Batches) -> Result<StepReport> {
         let data = self.read_data(batches)?;
         self.run_step(learning_rate, data)
     }
 
-    /// Reads every micro-batch of the next step: what its loss is a mean over is known before the first one runs.
+    /// Reads every micro-batch of the next step. Its counted targets must be known before the first micro-batch runs, because the loss is
+    /// their mean.
     ///
     /// # Errors
-    /// `batches`'; `Resource` that names the step when a token, target, position or document reaches outside, or when no target of the
-    /// step counts. The engine is then as after the last step, whose state can be flushed and saved.
+    /// Errors of `batches`; `Resource` that names the step when a token, target, position or document is out of range, or when no target of
+    /// the step counts. The engine is then in the state after the last step, which can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.vitals.record(Mark::Step, self.train_step + 1);
         match self.read_micro_batches(batches)? {
@@ -51,7 +52,7 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// Reads as many micro-batches as a step has; returns their targets that count.
+    /// Reads the micro-batches of a step; returns the number of counted targets.
     pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.await_done()?;
         self.vitals.now(Doing::Data, 0);
@@ -60,7 +61,7 @@ impl<D: Kernels> Engine<D> {
         targets
     }
 
-    /// Fills micro-batch `micro_batch` of a step, whoever computes with it; returns its targets that count.
+    /// Reads micro-batch `micro_batch` of a step and passes it to the ranks that compute it; returns its counted targets.
     fn deal(&mut self, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
         match self.exchange.place(micro_batch) {
             Some(place) if self.plan.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
@@ -74,7 +75,7 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// Hands what the `rank`-th of those that share its sequences has of micro-batch `micro_batch`, which `whole` is, to whoever that is.
+    /// Passes the part of micro-batch `micro_batch` (`whole`) that belongs to the `rank`-th rank of a sequence group to that rank.
     fn deal_part(&mut self, micro_batch: usize, rank: usize, whole: &[i32]) {
         let Plan { batch, seq_length, sequence_ranks: ranks, .. } = self.plan;
         let (part, mut words) = (micro_batch * ranks + rank, batch::parts(whole, (batch * seq_length, seq_length), (rank, ranks)));
@@ -87,9 +88,9 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// Fills the memory of micro-batch `micro_batch`, which lies at `place`; returns its targets that count.
+    /// Reads micro-batch `micro_batch` into index `place` of this rank's memory; returns its counted targets.
     pub(super) fn read_batch(&mut self, place: usize, micro_batch: usize, batches: &mut impl Batches) -> Result<usize> {
-        // Nothing reads it: the verdict of the last step came after its copies, on the same stream.
+        // No copy still reads this memory: the verdict of the last step followed its copies on the same stream.
         let memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
         let targets = fill(&self.plan, self.model.shape.vocab, memory, batches)?;
         targets.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
@@ -99,7 +100,7 @@ impl<D: Kernels> Engine<D> {
         Error::resource(format!("use the data of step {}", self.train_step + 1), cause)
     }
 
-    /// The step whose data was read last.
+    /// Runs the step of the data that was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
         self.vitals.now(Doing::Enqueuing, 0);
@@ -114,11 +115,11 @@ impl<D: Kernels> Engine<D> {
     fn pass_and_validate(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.exposed = Exposed::default();
         let inv_targets = 1.0 / data.targets as f32;
-        // A mean over micro-batches, each of which balances its own choices.
+        // The loss is a mean over micro-batches, each of which balances its own experts.
         let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
         let layers = self.model.shape.layers.len();
         let per_share = self.plan.micro_batches_of_share();
-        // This rank's, of which a share a round.
+        // Micro-batches of this rank: one share a round.
         let accum = self.plan.micro_batches_of_rank();
         for micro_step in 0..accum {
             let first = micro_step % per_share == 0;
@@ -150,7 +151,8 @@ impl<D: Kernels> Engine<D> {
         self.validate(learning_rate)
     }
 
-    /// All modules but the head. Weights change between steps, and so before the `first` micro-batch of one, or of an evaluation, alone.
+    /// Enqueues the forward pass of all modules but the head. Weights change between steps only, so `first` is true for the first
+    /// micro-batch of a step or evaluation.
     pub(super) fn forward_modules(&mut self, first: bool) -> Result<()> {
         if let Some(flow) = self.flow.as_mut().filter(|_| first) {
             flow.open_shelf(&mut self.dev)?;
@@ -188,8 +190,8 @@ impl<D: Kernels> Engine<D> {
         self.grads_written(module, whole)
     }
 
-    /// Enqueues `compute` so that it finds the weights of `module`, and then the copy of those that `pass` needs next, which
-    /// runs beside it.
+    /// Enqueues `compute` after the weights of `module` have arrived, and then the copy of the weights that `pass` needs next, which
+    /// overlaps with it.
     pub(super) fn with_weights(&mut self, module: Module, pass: Pass, compute: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         if !self.streams_weights() {
             return compute(self);
@@ -213,9 +215,10 @@ impl<D: Kernels> Engine<D> {
         next.map_or(Ok(()), |next| self.fetch_weights(next))
     }
 
-    /// The modules that a forward pass begins with keep their weights, and the link would stand idle: those that come next are fetched, as far as
-    /// they are final. The ring is filled first. What has no room there, and all after it, waits where gradients will be, once nothing of the last
-    /// step is under way: until then the link is for what the modules in between wait for, and gradients may still be on their way to the host.
+    /// Prefetches final weights of the next modules, so that the link is not idle during the first modules of a forward pass, which are not
+    /// streamed. The ring is filled first. Modules without room there, and all modules after them, go to the prefetch buffer, once nothing
+    /// of the last step is pending. Until then the link is left to the modules in between, and gradients may still be copied from the
+    /// buffer's memory.
     fn fetch_early(&mut self, at: usize) -> Result<()> {
         if !self.plan.streams_from_host() {
             return Ok(());
@@ -232,7 +235,7 @@ impl<D: Kernels> Engine<D> {
                 self.fetch_weights(module)?;
                 continue;
             }
-            // The head is computed with when gradients are written.
+            // The head is not prefetched: it is computed when gradients are written.
             let may_wait = module != self.model.table.module_index(Module::Head) && self.coordinator.is_between_steps();
             let is_shelved = if may_wait { flow.shelve(&mut self.dev, module)? } else { None };
             let Some(bytes) = is_shelved else { return Ok(()) };
@@ -242,8 +245,8 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Only the first forward of a step may have to wait here: the pool writes a bucket's weights after its gradient has come,
-    /// which is after the last module of the step that uses them.
+    /// Fetches the weights of `module` into the ring. Only the first forward pass of a step may have to wait here: the pool writes a
+    /// bucket's weights after its gradient has arrived, which is after the last module of the step that uses them.
     fn fetch_weights(&mut self, module: usize) -> Result<()> {
         let streamed = self.flow.as_ref().map_or(0..0, |flow| flow.streamed(module));
         let buckets = self.plan.layout.overlapping(streamed.clone());
@@ -261,7 +264,7 @@ impl<D: Kernels> Engine<D> {
         Ok(())
     }
 
-    /// Waits for a half of a fetch, unless it is done.
+    /// Waits for one half of a fetch, unless it is complete.
     fn await_fetch(&mut self, bucket: usize, mut done: impl FnMut(&mut dyn Exchange<D>, &mut D) -> Result<bool>) -> Result<()> {
         if done(&mut *self.exchange, &mut self.dev)? {
             return Ok(());
@@ -269,23 +272,22 @@ impl<D: Kernels> Engine<D> {
         self.wait_for_peers(Doing::Gather, bucket, |engine| done(&mut *engine.exchange, &mut engine.dev))
     }
 
-    /// Without the feature `weight-flow` known at compile time.
+    /// Constant at compile time without the feature `weight-flow`.
     fn streams_weights(&self) -> bool {
         cfg!(feature = "weight-flow") && self.flow.is_some()
     }
 
-    /// What comes next may overwrite this round's gradients of `bucket` and those before it, as far as ranks sum them.
+    /// Waits until this round's gradients of `bucket` and the buckets before it may be overwritten: they are summed by all ranks.
     fn wait_for_sums(&mut self, bucket: usize) -> Result<()> {
         self.wait_for_peers(Doing::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, bucket))
     }
 
-    /// Share `round` of this rank is the last of a step.
+    /// Whether share `round` of this rank is the last of a step.
     fn is_last(&self, round: usize) -> bool {
         (round + 1) * self.exchange.slices().ranks() == self.plan.shares
     }
 
-    /// In a ring of gradients `module` writes where earlier buckets' gradients lie until they are summed, and in the last round until
-    /// they are copied.
+    /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
     fn wait_for_ring(&mut self, module: Module, round: Option<usize>) -> Result<()> {
         let Some(ring) = self.plan.grad_ring else { return if self.plan.streams_from_host() { self.zero_padding(module) } else { Ok(()) } };
         let range = self.model.table.module_range(module);
@@ -304,7 +306,8 @@ impl<D: Kernels> Engine<D> {
         self.zero_padding(module)
     }
 
-    /// No kernel writes padding, and it counts in the norm: other gradients lay there, in a ring, or weights that came early.
+    /// Zeroes the padding of `module`, which is included in the norm. No kernel writes padding, and the memory held other gradients (in a
+    /// ring) or prefetched weights.
     fn zero_padding(&mut self, module: Module) -> Result<()> {
         let mut padding = self.model.table.padding(module);
         padding.try_for_each(|pad| self.dev.launch(Zero { x: self.model.grads.slice(pad.start, pad.len()) }))
@@ -328,7 +331,8 @@ impl<D: Kernels> Engine<D> {
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `module` are enqueued; when they make a share `whole`, so they do for all buckets up to the end of its flat range.
+    /// The gradients of `module` are enqueued. If they complete the share `whole`, this reports all buckets that end within the module's
+    /// flat range.
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
         if let Some(share) = whole {
             let range = self.model.table.module_range(module);
@@ -340,7 +344,7 @@ impl<D: Kernels> Engine<D> {
         self.module_enqueued()
     }
 
-    /// Serves events until the device is at most `MODULES_AHEAD` modules behind.
+    /// Runs the event loop until the device is at most `MODULES_AHEAD` modules behind.
     pub(super) fn module_enqueued(&mut self) -> Result<()> {
         self.strike(FaultPhase::Module)?;
         let modules = self.modules;
@@ -351,7 +355,7 @@ impl<D: Kernels> Engine<D> {
         self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
-    /// The gradient of one of this rank's shares is enqueued.
+    /// The gradient of `bucket` for one of this rank's shares is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         self.strike(FaultPhase::Backward)?;
         self.spoil(bucket, round)?;
@@ -361,7 +365,7 @@ impl<D: Kernels> Engine<D> {
         if is_whole { self.bucket_ready(bucket) } else { Ok(()) }
     }
 
-    /// Writes over the gradient of a bucket what a test asks for.
+    /// Writes injected values over the gradient of a bucket, if a test has any.
     pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
         let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
         let share = round * slices.ranks() + slices.rank();
@@ -369,7 +373,7 @@ impl<D: Kernels> Engine<D> {
         fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)
     }
 
-    /// The step's gradient is enqueued for this rank's slice of a bucket.
+    /// The step's gradient of this rank's slice of `bucket` is enqueued.
     pub(super) fn bucket_ready(&mut self, bucket: usize) -> Result<()> {
         let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
         let grads = self.grads(&flat, local.start);
@@ -378,7 +382,7 @@ impl<D: Kernels> Engine<D> {
         self.notify(Event::GradReady(bucket))
     }
 
-    /// What a share of this rank reports; with the last one the report of the step ends.
+    /// Reports a share of this rank. The last share completes the step's report.
     fn report_share(&mut self, share: usize) -> Result<()> {
         let loss = self.model.activations.loss;
         if !self.is_last(share) {
@@ -390,7 +394,7 @@ impl<D: Kernels> Engine<D> {
         self.report.end(&mut self.dev, loss)
     }
 
-    /// Waits for the norm, decides, and starts what the verdict allows.
+    /// Waits for the norm, decides the verdict, and starts the allowed updates.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
         let (step, mut found, mut told_at) = (self.train_step + 1, None, None);
@@ -400,7 +404,7 @@ impl<D: Kernels> Engine<D> {
             told_at = told_at.or_else(|| (found.is_none() && engine.report.is_told()).then(|| engine.dev.now_ns()));
             Ok(found.is_some())
         })?;
-        // A rank that has told all of its own waits for others.
+        // After its own report is complete, this rank waits for its peers.
         self.exposed.peer_ns += told_at.map_or(0, |told_at| self.dev.now_ns() - told_at);
         self.driver_span("await verdict", step as u32, start);
         let Some(outcome) = found else { unreachable!("waited for it") };
@@ -427,7 +431,7 @@ impl<D: Kernels> Engine<D> {
         Ok(out)
     }
 
-    /// From here on the weights of every bucket are others.
+    /// Begins the next version of the weights: the weights of every bucket will change.
     pub(super) fn next_version(&mut self) {
         self.exchange.next_version();
         self.settlings_told = None;
@@ -455,7 +459,7 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    /// The compute stream goes on only when the parameters of `module` are on the device.
+    /// Makes the compute stream wait for the parameters of `module`.
     pub(super) fn wait_for_params(&mut self, module: Module) -> Result<()> {
         let buckets = self.plan.layout.overlapping(self.model.table.module_range(module));
         buckets.rev().try_for_each(|bucket| self.wait_for_bucket(bucket))
@@ -474,7 +478,7 @@ impl<D: Kernels> Engine<D> {
         self.exchange.arrive(&mut self.dev, bucket)
     }
 
-    /// Every rank has published its weights of `bucket`, as far as they are of others.
+    /// Waits until all ranks have published their slices of the weights of `bucket`, and copies of them are enqueued.
     fn wait_until_final(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
         self.strike(FaultPhase::Gather)?;
@@ -489,7 +493,7 @@ impl<D: Kernels> Engine<D> {
     }
 }
 
-/// Fills `memory` with a micro-batch; returns its targets that count, or what is wrong with it.
+/// Fills `memory` with a micro-batch. Returns its counted targets, or a description of invalid data.
 fn fill(plan: &Plan, vocab: usize, memory: &mut [i32], batches: &mut impl Batches) -> Result<std::result::Result<usize, String>> {
     let mut batch = Batch::new(memory, plan.seq_length, plan.separates_documents);
     batches.fill(&mut batch)?;

@@ -1,4 +1,4 @@
-//! One bucket's work for the optimizer pool: which memory, which pass, split by worker and by decay group.
+//! One bucket's job for the optimizer pool: the memory and pass, divided into pieces for workers and by weight-decay rule.
 #![allow(unsafe_code)]
 
 use crate::bucket::slot::Slot;
@@ -15,26 +15,26 @@ use half::bf16;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Elements that a worker takes at once, at most: some tenths of a millisecond, so that all end together, and streams that
-/// are long enough. Small buckets are cut, too, into whole pages of state: no two workers write one page.
+/// Largest piece of a worker: some tenths of a millisecond, short enough that all workers finish together, and long enough for streaming
+/// access. Small buckets are divided as well, at multiples of a page of state, so that no two workers write the same page.
 const PIECE_ELEMS_MAX: usize = 32 << 10;
 const PIECES_MIN: usize = 16;
 const PAGE_BYTES: usize = 4096;
 
-/// A flat range with one weight-decay rule.
+/// A range of the flat order, or of a rank's local order, with one weight-decay rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Flat elements.
+    /// Elements of that order.
     pub range: Range<usize>,
     /// Whether weight decay applies.
     pub decay: bool,
 }
 
-/// Equal slots side by side in one allocation.
+/// Slots of equal size, consecutive in one allocation.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotMemory {
     pub memory: PinnedSlice,
-    /// Elements that a slot has room for.
+    /// Capacity of a slot in elements.
     pub slot_elems: usize,
     pub dtype: Dtype,
 }
@@ -46,14 +46,14 @@ impl SlotMemory {
         self.memory.slice(slot.0 * self.slot_elems * width, elems * width)
     }
 
-    /// The flat range `part` of the bucket `whole`, which lies in `slot`.
+    /// The range `part` of the bucket `whole`, which is in `slot`.
     pub fn part(&self, slot: Slot, whole: &Range<usize>, part: &Range<usize>) -> PinnedSlice {
         let width = self.dtype.bytes();
         self.slot(slot, whole.len()).slice((part.start - whole.start) * width, part.len() * width)
     }
 }
 
-/// State in host memory, from element `first` of the rank's order on.
+/// State in host memory, from element `first` of the local order on.
 #[derive(Clone, Copy, Debug)]
 pub struct HostState {
     pub first: usize,
@@ -67,7 +67,7 @@ pub struct HostState {
 }
 
 impl HostState {
-    /// Behind its last element.
+    /// End of the state in the local order.
     pub(super) fn end(&self) -> usize {
         self.first + self.params.bytes() / 4
     }
@@ -76,16 +76,16 @@ impl HostState {
         [self.params, self.m, self.v]
     }
 
-    /// The part that it has of a flat range, if any.
+    /// The part within a local range, if any.
     pub(super) fn part(&self, range: &Range<usize>) -> Option<Self> {
         let common = range.start.max(self.first)..range.end.min(self.end());
         (!common.is_empty()).then(|| self.slice(&common))
     }
 
-    /// The part of this flat range.
+    /// The part of a local range.
     ///
     /// # Panics
-    /// If it reaches outside.
+    /// If the range exceeds this state.
     pub(super) fn slice(&self, range: &Range<usize>) -> Self {
         let [params, m, v] = StatePart::ALL.map(|part| {
             let width = self.moments.dtype(part).bytes();
@@ -95,15 +95,15 @@ impl HostState {
     }
 }
 
-/// What all jobs of a run share.
+/// Memory and settings shared by all jobs of a run.
 #[derive(Clone, Debug)]
 pub struct StepMemory {
     pub grads: SlotMemory,
-    /// Working-weight slots.
+    /// Slots of working weights.
     pub params: SlotMemory,
-    /// Decay groups of the flat order.
+    /// Weight-decay segments of the local order.
     pub segments: Arc<[Segment]>,
-    /// All of Adam but learning rate and step.
+    /// Adam's hyperparameters; learning rate and step come from the job.
     pub hyper: AdamHyper,
     pub kernels: AdamKernels,
 }
@@ -112,18 +112,18 @@ pub struct StepMemory {
 pub struct StepJob {
     bucket: usize,
     range: Range<usize>,
-    /// Place of the range's first element in the flat order.
+    /// Position of the range's first element in the flat order.
     flat: usize,
     work: Work,
     out: Option<Slot>,
     state: HostState,
     memory: StepMemory,
-    /// The late rows, where the work is theirs.
+    /// The late rows, if the job is a speculation on rows.
     rows: Option<RowPart>,
 }
 
-// SAFETY: the right to the memory is what `StepJob::new` asks for. A piece writes its own part of the range alone: of the state, and of
-// the slots.
+// SAFETY: `StepJob::new` requires exclusive use of the memory. A piece writes only its own part of the range, in the state and in the
+// slots.
 unsafe impl Job for StepJob {
     fn label(&self) -> (&'static str, u32) {
         let name = match self.work {
@@ -138,7 +138,7 @@ unsafe impl Job for StepJob {
         (name, self.bucket as u32)
     }
 
-    /// State in its formats, and gradients and weights in that of their slots.
+    /// Bytes of state in its formats, and of gradients and weights in the format of their slots.
     fn traffic_bytes(&self) -> u64 {
         let state = self.state.moments.state_bytes();
         let (grads, weights) = (self.memory.grads.dtype.bytes(), self.memory.params.dtype.bytes());
@@ -149,7 +149,7 @@ unsafe impl Job for StepJob {
             Work::Step { undo, .. } => inverse(undo) + 2 * state + grads + weights,
             Work::Restore { undo } => inverse(undo) + 4 + weights,
             Work::Commit(_) => 2 * state + grads,
-            // A gradient goes from one place to another.
+            // The gradient is moved from one slot to another.
             Work::SpeculateRows(_) => state + 2 * grads + weights,
         };
         (self.elems() * bytes_per_elem) as u64
@@ -163,7 +163,7 @@ unsafe impl Job for StepJob {
         let start = piece * self.piece_elems();
         let end = (start + self.piece_elems()).min(self.elems());
         match self.state.moments {
-            // SAFETY: a part of this piece, which the caller lets nobody else do.
+            // SAFETY: the range belongs to this piece, which the caller runs on one thread only.
             Moments::Float32 => unsafe { self.run_piece::<f32>(start..end) },
             // SAFETY: as above.
             Moments::Bfloat16 => unsafe { self.run_piece::<bf16>(start..end) },
@@ -172,12 +172,12 @@ unsafe impl Job for StepJob {
 }
 
 impl StepJob {
-    /// `work` on `bucket`, the range `range` of the rank's order, which begins at `flat` of the flat one and whose state is in `state`; its
-    /// working weights go to the slot `out`.
+    /// `work` on `bucket`, the local range `range`, which begins at `flat` in the flat order and has its state in `state`. Working weights
+    /// go to the slot `out`.
     ///
     /// # Safety
-    /// Until all pieces are done `state` and `memory` are there, nobody else uses the range's state or the slot `out`, and nobody writes the
-    /// gradient slots that `work` names.
+    /// Until all pieces are complete, `state` and `memory` must stay allocated, nothing else may use the range's state or the slot `out`,
+    /// and nothing may write the gradient slots named by `work`.
     pub unsafe fn new(
         bucket: usize,
         (range, flat): (Range<usize>, usize),
@@ -189,15 +189,15 @@ impl StepJob {
         Self { bucket, range, flat, work, out, state, memory, rows: None }
     }
 
-    /// The same on `rows` alone, which lie behind each other in the slot `out`; of these it writes the gradient slot.
+    /// Limits the job to `rows`, which are consecutive in the slot `out`. The job writes their elements of the gradient slot.
     ///
     /// # Safety
-    /// As [`StepJob::new`], of the gradient slot nobody else uses these rows, and nobody writes their numbers.
+    /// As [`StepJob::new`]. In addition, nothing else may use these rows of the gradient slot, and nothing may write the row numbers.
     pub(super) unsafe fn with_rows(self, rows: RowPart) -> Self {
         Self { rows: Some(rows), ..self }
     }
 
-    /// Elements that are stepped.
+    /// Number of stepped elements.
     pub(super) fn elems(&self) -> usize {
         self.rows.as_ref().map_or(self.range.len(), |rows| rows.packed.len())
     }
@@ -207,26 +207,26 @@ impl StepJob {
         self.elems().div_ceil(PIECES_MIN).max(1).next_multiple_of(page_elems).min(PIECE_ELEMS_MAX)
     }
 
-    /// Does the work on so many of its elements.
+    /// Runs the job on a range of its elements.
     ///
     /// # Safety
-    /// No two threads work on the same ones.
+    /// No two threads may work on the same elements.
     unsafe fn run_piece<M: Moment>(&self, piece: Range<usize>) {
         let Some(rows) = &self.rows else {
             let range = self.range.start + piece.start..self.range.start + piece.end;
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             return self.by_decay(&range, |part, decay| unsafe { self.run_part::<M>(part, decay) });
         };
-        // SAFETY: nobody writes the numbers of rows while a job has them.
+        // SAFETY: row numbers are not written while a job uses them.
         let packing = PackedRows { rows: unsafe { rows.ids.as_slice() }, channels: rows.channels, start: rows.start };
         for (flat, at) in packing.pieces(rows.packed.start + piece.start..rows.packed.start + piece.end) {
             let slot = at - rows.packed.start;
-            // SAFETY: the caller's promise; pieces of the packed order are other elements of the flat one.
+            // SAFETY: guaranteed by the caller; disjoint pieces of the packed order are disjoint in the flat order.
             self.by_decay(&flat, |part, decay| unsafe { self.run_rows::<M>(part.clone(), slot + part.start - flat.start, decay) });
         }
     }
 
-    /// The parts of `range` with one decay rule each.
+    /// Calls `run` for each part of `range` with one decay rule.
     fn by_decay(&self, range: &Range<usize>, mut run: impl FnMut(Range<usize>, bool)) {
         for segment in self.memory.segments.iter() {
             let part = segment.range.start.max(range.start)..segment.range.end.min(range.end);
@@ -236,50 +236,51 @@ impl StepJob {
         }
     }
 
-    /// Puts the gradient of `part`, some elements of one row, from place `at` of the parameter slot into its own, and their weights there.
+    /// Moves the gradient of `part`, elements of one row, from position `at` of the parameter slot into the gradient slot, and writes their
+    /// new weights at that position.
     ///
     /// # Safety
-    /// No two threads work on the same part.
+    /// No two threads may work on the same part.
     unsafe fn run_rows<M: Moment>(&self, part: Range<usize>, at: usize, decay: bool) {
         let StepMemory { grads, params: slots, kernels, .. } = self.memory;
         let (Work::SpeculateRows(next), Some(slot)) = (self.work, self.out) else {
             unreachable!("rows are speculated on: {:?}", self.work)
         };
         let width = slots.dtype.bytes();
-        // SAFETY: for both slots, of which this part is this thread's; once each.
+        // SAFETY: used once for each slot, for the part that belongs to this thread.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
         let place = write(grads.part(next.grads, &self.range, &part));
         let packed = write(slots.slot(slot, self.elems()).slice(at * width, part.len() * width));
         place.copy_from_slice(packed);
-        // SAFETY: the state of a part that is this thread's.
+        // SAFETY: the state of a part that belongs to this thread.
         let state = unsafe { self.state_of::<M>(&part) };
         let (grads, out) = (Grads::from_bytes(grads.dtype, place), Weights::from_bytes(slots.dtype, packed));
         kernels.speculate(self.step(next.update, decay), &state, grads, out);
     }
 
     /// # Safety
-    /// Nobody else uses the part's state, and the caller this alone.
+    /// The caller must be the only user of the part's state, and must use it through one result at a time.
     unsafe fn state_of<M: Moment>(&self, part: &Range<usize>) -> AdamState<'_, M> {
         let HostState { params, m, v, .. } = self.state.slice(part);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
         let moments = |memory| bytemuck::cast_slice_mut::<u8, M>(write(memory));
         let (first, params) = (self.flat + part.start - self.range.start, bytemuck::cast_slice_mut(write(params)));
         AdamState { first, params, m: moments(m), v: moments(v) }
     }
 
-    /// Does the work on a part of the bucket with one decay rule.
+    /// Runs the job on a part of the bucket with one decay rule.
     ///
     /// # Safety
-    /// No two threads work on the same part.
+    /// No two threads may work on the same part.
     unsafe fn run_part<M: Moment>(&self, part: Range<usize>, decay: bool) {
         let StepMemory { grads, params: slots, kernels, .. } = self.memory;
         let step = |update: Update| self.step(update, decay);
-        // SAFETY: for gradients, which the job has a right to and which none of its pieces writes.
+        // SAFETY: used for gradients, which the job may read and none of its pieces writes.
         let read = |memory: PinnedSlice| unsafe { memory.as_slice::<u8>() };
-        // SAFETY: for weights, which the job has to itself, and of these for the part that is this thread's; once.
+        // SAFETY: used once, for the part of the weights that belongs to this thread; the job owns the slot.
         let write = |memory: PinnedSlice| unsafe { memory.as_mut_slice::<u8>() };
-        // SAFETY: as above, of the state.
+        // SAFETY: as above, for the state.
         let mut state = unsafe { self.state_of::<M>(&part) };
         let grads = |g: GradUpdate| Grads::from_bytes(grads.dtype, read(grads.part(g.grads, &self.range, &part)));
         let out = self.out.map(|slot| Weights::from_bytes(slots.dtype, write(slots.part(slot, &self.range, &part))));
@@ -312,7 +313,7 @@ impl StepJob {
     }
 }
 
-/// The paper's rollback; a build without speculation has nothing to take back.
+/// The paper's rollback by the algebraic inverse. A build without speculation never needs it.
 fn invert<M: Moment>(kernels: AdamKernels, step: AdamStep, state: &mut AdamState<'_, M>, grads: Grads<'_>) {
     if cfg!(feature = "stv") {
         kernels.inverse(step, state, grads);

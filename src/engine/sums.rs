@@ -1,6 +1,7 @@
-//! ShareSums in fp32 of the gradients of a step's shares, on one device. Where the device has no room for all of them, those of buckets whose
-//! optimizer state is on the host lie there, too: each passes through a few places on the device, where the gradient of a share is added,
-//! and goes back. The device adds in either case, in the order of shares, so that no bit depends on where the sums lie.
+//! fp32 sums of the gradients of a step's shares, on one device. If the device has no room for all of them, the sums of buckets with
+//! optimizer state on the host are stored on the host. Each passes through one of a few staging buffers on the device, where the gradient
+//! of a share is added, and is copied back. The device adds in both cases, in the order of shares, so that the bits do not depend on where
+//! the sums are stored.
 
 use super::bounce::Sides;
 use super::groups::{Addition, KeptSums};
@@ -15,36 +16,36 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct ShareSums {
     places: [SumPlace; SUM_PLACES],
-    /// By bucket: its last share so far is added.
+    /// By bucket: the addition of its last share.
     added: Vec<EventId>,
     memory: SumMemory,
     addition: Addition,
     shares: usize,
-    /// Buckets that have passed so far.
+    /// Number of sums that have passed through the device so far.
     passed: usize,
-    /// Bytes that crossed the link since somebody asked: to the device, and to the host.
+    /// Bytes that crossed the link since the last read: to the device, and to the host.
     crossed: [u64; 2],
 }
 
-/// One of the places on the device that sums pass through, by turns.
+/// Events of one of the staging buffers on the device, which sums use in turn.
 #[derive(Clone, Copy, Debug)]
 struct SumPlace {
     /// The gradient is written.
     written: EventId,
-    /// The sum has come.
+    /// The sum has arrived on the device.
     came: EventId,
-    /// It has gone, or nobody needs it any more.
+    /// The sum has been copied back, or is no longer needed.
     left: EventId,
 }
 
-/// What a plan decides of it; it holds nothing between two steps.
+/// Memory that depends on the plan; it holds nothing between two steps.
 #[derive(Debug)]
 struct SumMemory {
-    /// Sums of each element: those of a bucket lie behind each other.
+    /// Sums of each element. The sums of a bucket are consecutive.
     each: usize,
-    /// Of the first elements in flat order.
+    /// Sums of the first elements in flat order.
     on_host: PinnedSlice,
-    /// Of all others.
+    /// Sums of all other elements.
     on_device: DeviceSlice,
     passing: DeviceSlice,
     place_elems: usize,
@@ -78,7 +79,7 @@ impl SumMemory {
         self.on_host.bytes() / 4
     }
 
-    /// Where the sums of `range`, a bucket, lie among all.
+    /// Location of the sums of the bucket `range` among all sums.
     fn place_of(&self, range: &Range<usize>) -> Range<usize> {
         range.start * self.each..range.end * self.each
     }
@@ -86,7 +87,7 @@ impl SumMemory {
 
 impl ShareSums {
     /// # Errors
-    /// `Resource` when there is no memory for them.
+    /// `Resource` when memory for sums is not available.
     pub(super) fn new<D: Device>(plan: &Plan, (dev, host): Sides<'_, D>) -> Result<Self> {
         let mut place = || Ok(SumPlace { written: dev.event()?, came: dev.event()?, left: dev.event()? });
         let places = [place()?, place()?, place()?];
@@ -99,7 +100,7 @@ impl ShareSums {
         self.memory.lease.give_back(dev, host)
     }
 
-    /// Takes what another `plan` of the same buckets says.
+    /// Allocates the memory of another `plan` with the same buckets.
     pub(super) fn take<D: Device>(&mut self, plan: &Plan, sides: Sides<'_, D>) -> Result<()> {
         self.memory = SumMemory::take(plan, sides)?;
         Ok(())
@@ -110,8 +111,8 @@ impl ShareSums {
         std::mem::take(&mut self.crossed)
     }
 
-    /// Adds `grads`, the gradient of `bucket` of a `share`, to the sum of `range`; with the last share the sum, rounded once, takes the gradient's
-    /// place.
+    /// Adds `grads`, the gradient of `bucket` (`range`) of a `share`, to its sum. After the last share the sum, rounded once, replaces the
+    /// gradient.
     pub(super) fn add<D: Kernels>(
         &mut self,
         dev: &mut D,
@@ -131,13 +132,14 @@ impl ShareSums {
         self.addition.add(dev, stream, (share, &[grads]), KeptSums::of(sums, grads.elems()), grads)
     }
 
-    /// What is computed from now on may overwrite the gradients of `bucket` and those before it.
+    /// Makes later work on the compute stream wait until the gradients of `bucket` and the buckets before it may be overwritten.
     pub(super) fn wait_for<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
         let passing = self.memory.host_elems().div_ceil(self.memory.place_elems);
         passing.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
     }
 
-    /// A sum comes as soon as a place is free, which asks for no gradient: copies to the device are not held up by what is computed.
+    /// Adds a gradient to a sum on the host. The copy to the device waits only for a free buffer, not for the gradient, so computation does
+    /// not delay it.
     fn pass<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, place: &Range<usize>, share: usize) -> Result<()> {
         let SumMemory { on_host, passing, place_elems, .. } = self.memory;
         let at = self.passed % (passing.elems() / place_elems);
@@ -145,7 +147,8 @@ impl ShareSums {
         let (there, here) = (on_host.slice(place.start * 4, place.len() * 4), passing.slice(at * place_elems, place.len()));
         self.passed += 1;
         if share > 0 {
-            // There are no more places than buckets: who left this one last left after this sum, which is there then.
+            // There are no more buffers than buckets, so the last user of this buffer left it after this sum's previous pass. The sum is on
+            // the host then.
             dev.wait(Stream::H2d, left)?;
             dev.copy_h2d(Stream::H2d, there, here)?;
             dev.record(came, Stream::H2d)?;

@@ -1,4 +1,4 @@
-//! The hops that streams do: one event for each hop and bucket, and for each stream one queue of what the coordinator waits for.
+//! Hops of streams: one event for each hop and bucket, and for each stream a queue of the hops that the coordinator waits for.
 
 use super::route::{Hop, Leg, route};
 use crate::bucket::layout::BucketLayout;
@@ -7,7 +7,7 @@ use crate::device::{Device, EventId, Stream};
 use crate::error::Result;
 use std::collections::VecDeque;
 
-/// A hop whose end the coordinator will be told of.
+/// A pending hop; its completion will be reported to the coordinator.
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
     hop: Hop,
@@ -15,12 +15,12 @@ struct InFlight {
     done: EventId,
 }
 
-/// Nothing in here allocates after construction.
+/// Events and queues of all hops. It allocates only in `new` and `rearrange`.
 pub(super) struct Transfers {
     layout: BucketLayout,
-    /// By hop, and by bucket or place in the window: the end of what was last enqueued.
+    /// By hop, and by bucket or position in the window: the end of the work that was enqueued last.
     events: [Vec<EventId>; Hop::ALL.len()],
-    /// The end of what was last enqueued with each parameter slot.
+    /// By parameter slot: the end of the copy that was enqueued last.
     slots: Vec<EventId>,
     in_flight: [VecDeque<InFlight>; Stream::WITH_PEERS.len()],
 }
@@ -39,10 +39,10 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Goes on with the same buckets in other places, and with so many parameter slots. Nothing is under way.
+    /// Continues with the same buckets in other tiers, and with `param_slots` parameter slots. No work may be pending.
     pub(super) fn rearrange<D: Device>(&mut self, dev: &mut D, layout: &BucketLayout, param_slots: usize) -> Result<()> {
         self.layout = layout.clone();
-        // Events stay for the life of a device: those of slots that go now wait for slots that come.
+        // Events live as long as a device: those of unused slots are kept for later plans.
         let more = (self.slots.len()..param_slots).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         self.slots.extend(more);
         self.make_room();
@@ -54,28 +54,29 @@ impl Transfers {
         self.in_flight.iter_mut().for_each(|queue| queue.reserve(most));
     }
 
-    /// Whether nothing is under way that somebody waits for.
+    /// Whether no hop is pending that the coordinator waits for.
     pub(super) fn are_done(&self) -> bool {
         self.in_flight.iter().all(VecDeque::is_empty)
     }
 
-    /// The end of the last `hop` of `bucket` that was enqueued.
+    /// End of the last enqueued `hop` of `bucket`.
     ///
     /// # Panics
-    /// If no stream does that hop.
+    /// If no stream runs that hop.
     pub(super) fn event(&self, hop: Hop, bucket: usize) -> EventId {
         let events = &self.events[hop as usize];
         events[bucket % events.len()]
     }
 
-    /// What is enqueued next for `hop` of `bucket` runs behind the hops that come before it.
+    /// Makes later work on the stream of `hop` wait for the preceding hops of `bucket`.
     pub(super) fn wait<D: Device>(&self, dev: &mut D, hop: Hop, bucket: usize) -> Result<()> {
         let Leg { stream: Some(stream), after, .. } = *hop.leg() else { return Ok(()) };
         let taken = route(self.layout.tier(bucket), self.layout.early().contains(&bucket));
         after.iter().filter(|after| taken.contains(after)).try_for_each(|after| dev.wait(stream, self.event(*after, bucket)))
     }
 
-    /// `hop` of `bucket`, with `slot`, is what was enqueued last on `stream`; of an offloaded bucket [`Transfers::poll`] tells its end.
+    /// Records the end of `hop` of `bucket`, with `slot`, after its work was enqueued on `stream`. For an offloaded bucket,
+    /// [`Transfers::poll`] reports it.
     pub(super) fn issue<D: Device>(&mut self, dev: &mut D, stream: Stream, hop: Hop, bucket: usize, slot: Option<Slot>) -> Result<()> {
         let mut done = self.event(hop, bucket);
         dev.record(done, stream)?;
@@ -89,7 +90,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Takes the first hop of `stream`'s queue if it is done; a stream does what it was given in order. Never blocks.
+    /// Removes the first hop of `stream`'s queue if it is complete; streams complete hops in order. Never blocks.
     pub(super) fn poll<D: Device>(&mut self, dev: &mut D, stream: Stream) -> Result<Option<(Hop, usize)>> {
         let queue = &mut self.in_flight[stream as usize];
         match queue.front() {
@@ -98,7 +99,7 @@ impl Transfers {
         }
     }
 
-    /// The first hop, and its bucket, in `stream`'s queue.
+    /// The first hop in `stream`'s queue, with its bucket.
     pub(super) fn front(&self, stream: Stream) -> Option<(Hop, usize)> {
         self.in_flight[stream as usize].front().map(|first| (first.hop, first.bucket))
     }

@@ -1,22 +1,22 @@
-//! What the gradient norm says about a step, and whether speculating on the next one pays.
+//! The verdict that follows from a step's gradient norm, and the decision whether to speculate on the next step.
 
 use crate::units::{ClipScale, Norm};
 
-/// The outcome of validation (paper 4.4), known once all gradients of the step exist.
+/// The outcome of validation (paper 4.4), known after all gradients of the step are computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Verdict {
-    /// The gradients are used as they are.
+    /// The gradients are used unchanged.
     Commit,
-    /// The norm exceeds the limit: every gradient is multiplied.
+    /// The norm exceeds the threshold: every gradient is scaled.
     Clip(ClipScale),
-    /// A gradient is infinite or NaN: the step does not happen.
+    /// A gradient is infinite or NaN: the step is skipped.
     SkipNonFinite,
 }
 
 impl Verdict {
-    /// `max_norm` 0 turns clipping off, as in Hugging Face's TrainingArguments.
+    /// Decides the verdict. A `max_norm` of 0 turns clipping off, as in Hugging Face's TrainingArguments.
     pub fn new(norm: Norm, nonfinite: bool, max_norm: f64) -> Self {
-        // A sum of squares that overflows is a gradient that no step should use.
+        // If the sum of squares overflows, no step should use the gradients.
         if nonfinite || !norm.0.is_finite() {
             return Self::SkipNonFinite;
         }
@@ -27,17 +27,17 @@ impl Verdict {
     }
 }
 
-/// Decides whether to speculate, from the last verdicts alone: a failed speculation costs an optimizer pass, a step that
-/// waits for its verdict costs the overlap with backward. Part of the checkpoint, so that a resumed run decides alike.
+/// Decides whether to speculate, from the last verdicts only. A failed speculation costs an optimizer pass; a step that waits for its
+/// verdict loses the overlap with backward. It is part of the checkpoint, so that a resumed run decides the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SpeculationHistory {
-    /// The last verdicts, newest in bit 0; 1: a speculation would have failed.
+    /// The last verdicts, newest in bit 0. A set bit means that a speculation would have failed.
     failures: u32,
 }
 
-/// Verdicts that count.
+/// Number of verdicts considered.
 const WINDOW: u32 = 16;
-/// Failures in the window from which on speculation stops paying: a redo costs about as much as the overlap wins.
+/// Number of failures in the window at which speculation stops: a redo costs about as much as the overlap gains.
 const FAILURES_MAX: u32 = 4;
 
 impl SpeculationHistory {
@@ -45,22 +45,22 @@ impl SpeculationHistory {
         self.failures = (self.failures << 1 | u32::from(verdict != Verdict::Commit)) & ((1 << WINDOW) - 1);
     }
 
-    /// Whether these are verdicts of the window alone: what a run can have recorded.
+    /// Whether only bits of the window are set, as in any recorded history.
     pub(crate) fn is_possible(self) -> bool {
         self.failures >> WINDOW == 0
     }
 
-    /// As a number, for other ranks.
+    /// The history as a number, for other ranks.
     pub(super) fn bits(self) -> u64 {
         u64::from(self.failures)
     }
 
-    /// The verdicts of that number.
+    /// The history of that number.
     pub(super) fn of(bits: u64) -> Self {
         Self { failures: bits as u32 }
     }
 
-    /// Whether failures are rare enough.
+    /// Whether failures are rare enough to speculate.
     pub fn pays(self) -> bool {
         self.failures.count_ones() < FAILURES_MAX
     }

@@ -1,4 +1,4 @@
-//! What the driver says of itself while it steps, for the watchdog: relaxed stores into memory that is there from the start.
+//! State of the driver for the watchdog, published by relaxed stores into preallocated memory.
 
 use super::coordinator::{Command, Event};
 use super::route::Hop;
@@ -11,36 +11,36 @@ use std::array;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Events that are remembered.
+/// Number of events kept.
 pub(crate) const EVENTS: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Doing {
-    /// Nothing of a step: saving, evaluating, printing.
+    /// Outside of a step, for example while the program saves or prints.
     Else,
     /// Enqueuing work.
     Enqueuing,
     /// Reading a micro-batch.
     Data,
-    /// Waiting until the device is not far behind.
+    /// Waiting until the device is at most a few modules behind.
     Device,
-    /// Waiting for the gradient of a bucket to leave the device.
+    /// Waiting until the gradient of a bucket has a slot on the host.
     Gradient,
     /// Waiting for the parameters of a bucket.
     Params,
     Norm,
     /// Waiting until every update is decided and written.
     Updates,
-    /// Waiting until the gradients of other ranks are pulled.
+    /// Waiting for sums of gradients: this rank's own, or those of peers that pull from it.
     Sums,
     /// Waiting for other ranks' parameters of a bucket.
     Gather,
-    /// Waiting for activations of ranks that share its sequences, so many with itself.
+    /// Waiting for activations of its sequence group; the number is the size of the group.
     HandOver,
-    /// Waiting until other ranks have done what they were told.
+    /// Waiting until other ranks have completed an order.
     Orders,
-    /// Moving states and memory to where another plan has them.
+    /// Moving states and memory to another plan's placement.
     Moving,
 }
 
@@ -61,25 +61,25 @@ impl Doing {
         (Self::Moving, "moves states to where another plan has them"),
     ];
 
-    /// In words; a bucket's number follows where one belongs.
+    /// Description; the number of a bucket follows if [`Doing::has_bucket`].
     pub(crate) fn words(self) -> &'static str {
         Self::ALL[self as usize].1
     }
 
-    /// Whether it is about a bucket.
+    /// Whether the number is a bucket.
     pub(super) fn has_bucket(self) -> bool {
         matches!(self, Self::Gradient | Self::Params | Self::Gather)
     }
 }
 
-/// What happened last, to a bucket or in the step.
+/// The last event of a bucket or step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mark {
-    /// Nothing yet.
+    /// No event yet.
     Nothing,
     /// A step began; its number.
     Step,
-    /// A module was enqueued; how many so far.
+    /// A module was enqueued; the count so far.
     Module,
     /// A verdict: commit.
     Commit,
@@ -92,7 +92,7 @@ pub(super) enum Mark {
 }
 
 impl Mark {
-    /// The marks that are about no bucket, and what each says.
+    /// Marks without a bucket, with their descriptions.
     const OF_STEPS: [(Self, &str); 6] = [
         (Self::Nothing, "nothing"),
         (Self::Step, "begin step"),
@@ -102,7 +102,7 @@ impl Mark {
         (Self::Skip, "verdict: skip step"),
     ];
 
-    /// As an event, to be followed by its number.
+    /// Description of the event, to be followed by its number.
     pub(super) fn event(self) -> &'static str {
         match self {
             Self::Begun(hop) => hop.leg().begun[0],
@@ -111,7 +111,7 @@ impl Mark {
         }
     }
 
-    /// What a bucket waits for to which this happened last.
+    /// Description of the wait that follows this event in a bucket.
     pub(super) fn pending(self) -> &'static str {
         match self {
             Self::Begun(hop) => hop.leg().begun[1],
@@ -137,12 +137,12 @@ impl Mark {
     }
 }
 
-/// A small code and a number in one word, so that both are read at once.
+/// Packs a small code and a number into one word, so that both are read at once.
 fn pack(code: u8, number: u64) -> u64 {
     number << 8 | u64::from(code)
 }
 
-/// Something that happened at a time.
+/// An event with its time.
 #[derive(Debug, Default)]
 struct Record {
     at_ns: AtomicU64,
@@ -153,16 +153,16 @@ pub(crate) struct Vitals {
     doing: AtomicU64,
     records: [Record; EVENTS],
     recorded: AtomicU64,
-    /// What happened last to each bucket.
+    /// The last event of each bucket.
     buckets: Box<[AtomicU64]>,
-    /// The hop, from 1, and the bucket that each stream works for first, as far as the driver waits for it; 0 is none.
+    /// By stream, the first pending hop that the driver waits for, counted from 1, with its bucket; 0 means none.
     streams: [AtomicU64; Stream::WITH_PEERS.len()],
     bell: Arc<Doorbell>,
     pub workers: Arc<Pulse>,
 }
 
 impl Vitals {
-    /// Of an engine with these buckets, whose driver `bell` wakes.
+    /// State of an engine with `buckets` buckets. Its driver waits on `bell`.
     pub(super) fn new(buckets: usize, bell: Arc<Doorbell>, workers: Arc<Pulse>) -> Self {
         Self {
             doing: AtomicU64::new(0),
@@ -175,12 +175,12 @@ impl Vitals {
         }
     }
 
-    /// The driver does this now; `number` is a bucket where one belongs.
+    /// Sets the driver's current activity; `number` is a bucket, if the activity has one.
     pub(super) fn now(&self, doing: Doing, number: u64) {
         self.doing.store(pack(doing as u8, number), Ordering::Relaxed);
     }
 
-    /// This happened, to bucket, module or step `number`. Only the driver calls it.
+    /// Records an event of bucket, module or step `number`. Only the driver calls it.
     pub(super) fn record(&self, mark: Mark, number: u64) {
         let (what, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
         let record = &self.records[nth as usize % EVENTS];
@@ -189,7 +189,7 @@ impl Vitals {
         self.recorded.store(nth + 1, Ordering::Release);
         if let Mark::Begun(_) | Mark::Done(_) = mark {
             let last = &self.buckets[number as usize];
-            // A gradient may be on its way before the device has computed it: that says more.
+            // A copy may be enqueued before the device has computed the gradient. The start of the copy is then the more informative event.
             let says_more = match mark {
                 Mark::Done(hop @ (Hop::Backward | Hop::HeadBackward)) => {
                     last.load(Ordering::Relaxed) == pack(Mark::Begun(hop).code(), number)
@@ -202,7 +202,7 @@ impl Vitals {
         }
     }
 
-    /// The coordinator is told this in step `step`.
+    /// Records an event that is passed to the coordinator in step `step`.
     pub(super) fn event(&self, event: Event, step: u64) {
         match event {
             Event::HeadGradReady(bucket) => self.record(Mark::Begun(Hop::HeadBackward), bucket as u64),
@@ -215,47 +215,47 @@ impl Vitals {
         }
     }
 
-    /// The coordinator asks for this.
+    /// Records a command of the coordinator.
     pub(super) fn command(&self, command: &Command) {
         let Command::Start { hop, bucket, .. } = *command;
         self.record(Mark::Begun(hop), bucket as u64);
     }
 
-    /// The first hop, and its bucket, that the driver waits for on `stream`.
+    /// Sets the first pending hop that the driver waits for on `stream`, with its bucket.
     pub(super) fn front(&self, stream: Stream, front: Option<(Hop, usize)>) {
         let word = front.map_or(0, |(hop, bucket)| pack(hop as u8 + 1, bucket as u64));
         self.streams[stream as usize].store(word, Ordering::Relaxed);
     }
 
-    /// Rises whenever an event happens or something is done that might cause one.
+    /// A counter that increases with every event, doorbell ring and finished piece of work.
     pub(crate) fn progress(&self) -> u64 {
         let pieces: u64 = (0..self.workers.workers()).map(|worker| self.workers.pieces(worker)).sum();
         self.recorded.load(Ordering::Relaxed).wrapping_add(self.bell.rings()).wrapping_add(pieces)
     }
 
-    /// What the driver does, and the number that belongs to it.
+    /// The driver's current activity and its number.
     pub(crate) fn doing(&self) -> (Doing, u64) {
         let word = self.doing.load(Ordering::Relaxed);
         (Doing::ALL[(word & 0xff) as usize].0, word >> 8)
     }
 
-    /// The first hop, and its bucket, that the driver waits for on `stream`.
+    /// The first pending hop that the driver waits for on `stream`, with its bucket.
     pub(super) fn pending(&self, stream: Stream) -> Option<(Hop, u64)> {
         let word = self.streams[stream as usize].load(Ordering::Relaxed);
         (word & 0xff).checked_sub(1).map(|hop| (Hop::ALL[hop as usize], word >> 8))
     }
 
-    /// What happened last to each bucket.
+    /// The last event of each bucket.
     pub(super) fn buckets(&self) -> impl Iterator<Item = Mark> {
         self.buckets.iter().map(|word| unpack(word.load(Ordering::Relaxed)).0)
     }
 
-    /// How many events there were.
+    /// Number of events so far.
     pub(super) fn recorded(&self) -> u64 {
         self.recorded.load(Ordering::Acquire)
     }
 
-    /// The last events, at most `count` and [`EVENTS`], oldest first: time, what, and the number that belongs to it.
+    /// The last events, at most `count` and [`EVENTS`], oldest first: time, event and number.
     pub(super) fn events(&self, count: usize) -> impl Iterator<Item = (u64, Mark, u64)> {
         let end = self.recorded();
         (end.saturating_sub(count.min(EVENTS) as u64)..end).map(|nth| {

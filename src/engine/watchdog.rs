@@ -1,9 +1,9 @@
-//! A thread that notices when others stand still: an optimizer worker is named, and a driver without progress ends the run with an
-//! account of what everything waits for, of all ranks where there are several. It reads what they publish ([`Vitals`], the board); they
-//! never wait for it.
+//! A thread that detects stalls. It names an optimizer worker that stands still. If no driver makes progress, it ends the run with a report
+//! of all pending waits, of all ranks if there are several. It reads published state ([`Vitals`], the progress counters); no other thread
+//! ever waits for it.
 //!
-//! Of several processes each watches its own ranks. A driver that waits until ranks of other processes have carried out an order makes no
-//! progress of its own, and that is no stall: those processes watch themselves, and one that dies or falls silent is noticed by its connection.
+//! With several processes, each watches its own ranks. A driver that waits for other processes to complete an order makes no progress of
+//! its own, but this is not a stall: those processes watch themselves, and the connection detects a process that dies or stops responding.
 
 use super::awaited::{Awaited, Orders};
 use super::route::Hop;
@@ -19,33 +19,33 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time between two looks, at most.
+/// Longest time between two polls.
 const PERIOD: Duration = Duration::from_secs(1);
-/// A worker that stands still for longer is named, or for longer than half the stall limit.
+/// A worker is named after this time without progress, or after half the stall limit if that is shorter.
 const WORKER_LIMIT: Duration = Duration::from_secs(30);
 
-/// What it looks at.
+/// The state that a watchdog reads.
 #[derive(Clone)]
 pub struct Watched {
-    /// Signs of life of the driver and workers of each rank of this process.
+    /// State of the driver and workers of each local rank.
     pub(super) ranks: Vec<Arc<Vitals>>,
-    /// Where several ranks meet.
+    /// Progress counters, if there are several ranks.
     pub(super) board: Option<Arc<Board>>,
 }
 
 impl Watched {
-    /// A driver without peers.
+    /// A single driver without peers.
     pub(super) fn alone(vitals: Arc<Vitals>) -> Self {
         Self { ranks: vec![vitals], board: None }
     }
 
-    /// The ranks of this process by their numbers.
+    /// The local ranks with their numbers.
     fn numbered(&self) -> impl Iterator<Item = (usize, &Vitals)> {
         let first = self.board.as_ref().map_or(0, |board| board.mates().start);
         self.ranks.iter().enumerate().map(move |(place, vitals)| (first + place, &**vitals))
     }
 
-    /// Every rank, and what it waits for of others: who is late before who waits for it.
+    /// Every local rank with its missing publications. Ranks that block others come before the ranks that wait for them.
     fn by_lateness(&self) -> Vec<(usize, &Vitals, Option<Awaited>)> {
         let missing = |rank: usize, vitals: &Vitals| self.board.as_ref().and_then(|board| Awaited::of(board, rank, vitals.doing()));
         let mut ranks: Vec<_> = self.numbered().map(|(rank, vitals)| (rank, vitals, missing(rank, vitals))).collect();
@@ -55,19 +55,19 @@ impl Watched {
         ranks
     }
 
-    /// ` of rank 1`, where there are several.
+    /// ` of rank 1`, if there are several ranks.
     fn of_rank(&self, rank: usize) -> String {
         self.board.as_ref().map_or(String::new(), |_| format!(" of rank {rank}"))
     }
 
-    /// The order that a rank of this process waits for, if ranks of other processes have not carried it out.
+    /// The order that a local rank waits for, if ranks of other processes have not completed it.
     fn order_abroad(&self) -> Option<Orders> {
         let waits = self.ranks.iter().any(|vitals| vitals.doing().0 == Doing::Orders);
         self.board.as_ref().filter(|_| waits).and_then(|board| Orders::abroad(board))
     }
 
-    /// Whether a driver is inside a step, which has to make progress. One that waits for an order is not while ranks of other processes alone
-    /// have not carried it out.
+    /// Whether a driver is inside a step, which has to make progress. A driver that waits for an order is not, if only ranks of other
+    /// processes have yet to complete it.
     fn is_in_step(&self, abroad: Option<&Orders>) -> bool {
         let waits_abroad = abroad.is_some_and(|orders| orders.is_done_here);
         self.ranks.iter().map(|vitals| vitals.doing().0).any(|doing| match doing {
@@ -78,28 +78,29 @@ impl Watched {
     }
 }
 
-/// What the watchdog has to say.
+/// A report of the watchdog.
 #[derive(Debug)]
 pub enum Alarm {
-    /// An optimizer worker stands still; the run may go on.
+    /// An optimizer worker stands still; the run may continue.
     Worker(String),
-    /// Another process takes long over an order; the run waits for it as long as that process lives.
+    /// Another process takes long to complete an order; the run waits as long as that process lives.
     Process(String),
-    /// The driver makes no progress: lines that say what it and everything else waits for. Nothing can be saved any more.
+    /// No driver makes progress: a report of all pending waits. Nothing can be saved any more.
     Stall(String),
 }
 
-/// Who hears it, on the watchdog's thread.
+/// Receives alarms, on the watchdog's thread.
 pub(crate) type OnAlarm = Box<dyn Fn(Alarm) + Send>;
 
-/// The thread; it ends when this is dropped.
+/// The watchdog's thread; it ends when this is dropped.
 pub struct Watchdog {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Watches from now on. No progress of any driver for `limit`, while one is inside a step, is an alarm, unless `limit` is 0.
+    /// Starts to watch. A stall is reported if no driver makes progress for `limit` while one of them is inside a step; a `limit` of 0
+    /// turns this off.
     ///
     /// # Errors
     /// `Resource` when the thread cannot start.
@@ -118,7 +119,7 @@ impl Watchdog {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Has it look now, besides the looks at their time.
+    /// Makes the watchdog poll now, in addition to its regular polls.
     pub fn look(&self) {
         if let Some(thread) = &self.thread {
             thread.thread().unpark();
@@ -131,13 +132,14 @@ impl Drop for Watchdog {
         self.stop.store(true, Ordering::Relaxed);
         self.look();
         if let Some(thread) = self.thread.take() {
-            // A panic there has said so itself, and ends no training.
+            // The panic handler has reported a panic of this thread, and it must not end training.
             let _ = thread.join();
         }
     }
 }
 
-/// For how long a count has not changed, in looks: a process that was stopped for hours is no older when it goes on.
+/// Number of polls in which a count has not changed. It counts polls, not wall time, so that a process that was stopped for hours is not
+/// reported as stalled.
 #[derive(Clone, Debug, Default)]
 struct Still {
     count: u64,
@@ -155,13 +157,13 @@ impl Still {
 struct Watch {
     watched: Watched,
     period: Duration,
-    /// In looks; `u32::MAX` looks never come.
+    /// Limits in polls; `u32::MAX` means never.
     limit: u32,
     worker_limit: u32,
     drivers: Still,
-    /// The order that other processes have not carried out.
+    /// Polls of the order that other processes have not completed.
     abroad: Still,
-    /// By rank.
+    /// By rank and worker.
     workers: Vec<Vec<Still>>,
 }
 
@@ -177,7 +179,7 @@ impl Watch {
         Self { period, limit, worker_limit: looks(worker_limit), drivers, abroad, workers, watched }
     }
 
-    /// Looks once; what there is to say.
+    /// Polls once; returns the alarms.
     fn look(&mut self) -> Vec<Alarm> {
         let abroad = self.watched.order_abroad();
         let mut alarms = self.look_at_workers();
@@ -200,7 +202,7 @@ impl Watch {
         alarms
     }
 
-    /// Names the processes that have not carried out the order for one more stall limit.
+    /// Names the processes that have not completed the order, once for each stall limit that has passed.
     fn look_abroad(&mut self, abroad: Option<&Orders>) -> Option<Alarm> {
         let Some(orders) = abroad else {
             self.abroad.looks = 0;
@@ -221,12 +223,12 @@ impl Watch {
         (looks == self.limit).then(|| Alarm::Stall(self.report(abroad)))
     }
 
-    /// One line for each rank and for the order that other processes carry out, and then all that is known of each rank.
+    /// The stall report: one line for each rank and for an order that other processes execute, then the full state of each rank.
     fn report(&self, abroad: Option<&Orders>) -> String {
         let mut text = format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint stays\n", self.period * self.limit);
         let ranks = self.watched.by_lateness();
         let several = ranks.len() > 1;
-        // Writing into a string does not fail.
+        // Writing into a string cannot fail.
         for (rank, vitals, missing) in &ranks {
             let name = if several { format!("rank {rank}") } else { "driver".into() };
             let _ = match missing {
@@ -245,7 +247,7 @@ impl Watch {
     }
 }
 
-/// The bucket in which `worker` has stood still for just as long as it may.
+/// The bucket of `worker`, if the worker has stood still for exactly `limit` polls.
 fn stands_still(vitals: &Vitals, worker: usize, still: &mut Still, limit: u32) -> Option<u64> {
     let pulse = &vitals.workers;
     let Some((job, bucket)) = pulse.owes(worker) else {
@@ -255,14 +257,14 @@ fn stands_still(vitals: &Vitals, worker: usize, still: &mut Still, limit: u32) -
     (still.look(pulse.pieces(worker).wrapping_add(job)) == limit).then_some(bucket)
 }
 
-/// What a driver does, in words.
+/// Description of a driver's current activity.
 fn doing(vitals: &Vitals) -> String {
     let (doing, number) = vitals.doing();
     let bucket = if doing.has_bucket() { format!(" {number}") } else { String::new() };
     format!("{}{bucket}", doing.words())
 }
 
-/// What streams, workers and buckets of one rank wait for, and the last events.
+/// Appends the pending waits of the streams, workers and buckets of one rank, and its last events.
 fn account(vitals: &Vitals, events: usize, text: &mut String) {
     streams(vitals, text);
     workers(vitals, text);
@@ -286,7 +288,7 @@ fn workers(vitals: &Vitals, text: &mut String) {
     }
 }
 
-/// Buckets that wait for the same thing, together.
+/// Groups buckets by the description of their wait.
 fn buckets(vitals: &Vitals, text: &mut String) {
     let mut by_mark: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (bucket, mark) in vitals.buckets().enumerate() {
@@ -320,7 +322,7 @@ mod tests {
         Watch::new(Watched::alone(Arc::new(Vitals::new(4, Arc::default(), Arc::default()))), limit)
     }
 
-    /// Looks until there is something to say, at most `looks` times: after how many looks, and what.
+    /// Polls until there is an alarm, at most `looks` times; returns the number of polls and the alarm.
     fn look(watch: &mut Watch, looks: u32) -> Option<(u32, Alarm)> {
         (1..=looks).find_map(|n| watch.look().pop().map(|alarm| (n, alarm)))
     }
@@ -341,7 +343,7 @@ mod tests {
         vitals.record(Mark::Begun(Hop::Optimize), 3);
         vitals.front(Stream::D2h, Some((Hop::GradsOut, 2)));
         vitals.now(Doing::Params, 3);
-        // The first look sees the progress of before.
+        // The first poll sees earlier progress.
         let (looks, report) = stall(look(&mut watch, 200));
         assert_eq!(looks, 81);
         for line in [
@@ -367,7 +369,7 @@ mod tests {
         let board = Arc::new(Board::new(Sizes { ranks: 3, buckets: 4, partials: 4, shares: 3, ..Sizes::default() }, None));
         let watched = Watched { ranks: vitals.clone(), board: Some(board.clone()) };
         let mut watch = Watch::new(watched, LIMIT);
-        // Rank 1 saves, or does anything else that is no step; that the others wait is nothing to tell.
+        // Rank 1 saves, or is outside of a step for another reason; peers that wait for it are not reported.
         board.give_order(0, [0; 6]);
         assert!(look(&mut watch, 200).is_none());
         [0, 2].into_iter().for_each(|rank| board.publish_written(rank));
@@ -391,7 +393,7 @@ mod tests {
         assert!(places.is_sorted(), "{report}");
     }
 
-    /// Process 0 of two with two ranks each, whose rank 0 waits until `order` is carried out; its board.
+    /// Process 0 of two with two ranks each; its rank 0 waits until `order` is completed. Returns its progress counters, too.
     fn watch_of_two_processes(order: u64) -> (Watch, Arc<Board>) {
         let vitals: Vec<_> = (0..2).map(|_| Arc::new(Vitals::new(4, Arc::default(), Arc::default()))).collect();
         let abroad = Abroad { process: 0, names: vec!["process 0 on a".into(), "process 1 on b".into()], outbox: Arc::new(Nobody) };
@@ -465,7 +467,7 @@ mod tests {
         assert!(look(&mut watch, 10_000).is_none());
     }
 
-    /// Lets a worker go on when it is dropped, so that a test that fails does not hang.
+    /// Releases a worker when it is dropped, so that a failing test does not hang.
     struct Release(Arc<AtomicBool>);
     impl Drop for Release {
         fn drop(&mut self) {
@@ -484,7 +486,7 @@ mod tests {
         let mut watch = Watch::new(watched, Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");
         let release = Release(go.clone());
-        // The second piece is done when somebody says so.
+        // The second piece blocks until `go` is set.
         let run = move |piece: usize| {
             while piece == 1 && !go.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(1));

@@ -1,5 +1,6 @@
-//! Weight-flow (paper 4.2), for models whose weights do not fit: layers' weights wait in host memory and come to the device
-//! module by module, into a ring that holds at least two neighbours, so that one comes while the other is computed with.
+//! Weight-flow (paper 4.2), for models whose weights do not fit on the device. Layers' weights are stored in host memory, or sharded over
+//! ranks, and are copied to the device module by module, into a ring. The ring normally holds at least two neighbouring modules, so that
+//! one is copied while the other is computed.
 
 use super::exchange::Exchange;
 use super::shelf::Shelf;
@@ -10,24 +11,24 @@ use crate::memory::RingShape;
 use crate::model::tensors::TensorTable;
 use std::ops::Range;
 
-/// What the ring holds of a module.
+/// Content of the ring for one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Held {
-    /// Nothing that can be used.
+    /// No usable weights.
     Nothing,
-    /// Weights that have changed since on the host, or others on top of them: nothing that is computed with from now on.
+    /// Weights that have changed on the host since, or that are partly overwritten: no later work uses them.
     Stale,
-    /// Its weights, but for what this rank keeps alone of them.
+    /// The module's weights, except this rank's own slice.
     Fetched,
-    /// Its weights.
+    /// The module's weights.
     Fresh,
 }
 
-/// Which module's weights lie in the ring. Modules go by their place in backward order.
+/// Tracks the modules with weights in the ring. Modules are numbered in backward order.
 #[derive(Debug)]
 struct Window {
     ring: RingShape,
-    /// Of each module the flat range that is streamed, and what of it the ring holds.
+    /// By module, the streamed flat range and the content of the ring.
     modules: Vec<(Range<usize>, Held)>,
 }
 
@@ -43,30 +44,30 @@ impl Window {
         Self { ring, modules }
     }
 
-    /// Whether the device can compute with what lies there.
+    /// Whether the ring holds the module's weights, or nothing of the module is streamed.
     fn has(&self, module: usize) -> bool {
         let (range, held) = &self.modules[module];
         range.is_empty() || matches!(held, Held::Fetched | Held::Fresh)
     }
 
-    /// The modules that lie where `module` goes; itself, if it lies there already.
+    /// The modules that occupy the location of `module`, including itself if it is there already.
     fn in_the_way(&self, module: usize) -> impl Iterator<Item = usize> + '_ {
         let place = &self.modules[module].0;
         let in_the_way = move |(range, held): &(Range<usize>, Held)| *held != Held::Nothing && self.share_a_place(place, range);
         self.modules.iter().enumerate().filter(move |(_, module)| in_the_way(module)).map(|(other, _)| other)
     }
 
-    /// Nothing that can still be used lies in the way of `module`.
+    /// Whether `module` is present, or no usable weights occupy its location.
     fn has_room(&self, module: usize) -> bool {
         self.has(module) || self.in_the_way(module).all(|other| self.modules[other].1 == Held::Stale)
     }
 
-    /// `module` now lies there, and what was in its way no more.
+    /// Marks `module` as present, and the modules that it overwrites as absent.
     fn put(&mut self, module: usize) {
         self.overwrite(module, Held::Nothing);
     }
 
-    /// The same on the stream that computes: what was in the way still is in that of copies, until it was computed with.
+    /// Like `put`, for a copy on the compute stream: later copies on another stream must still wait for the overwritten modules' last use.
     fn put_in_turn(&mut self, module: usize) {
         self.overwrite(module, Held::Stale);
     }
@@ -80,7 +81,7 @@ impl Window {
         self.modules[module].1 = Held::Fetched;
     }
 
-    /// The host writes these weights anew.
+    /// Marks the modules in `flat` as stale, because the host is about to overwrite their weights.
     fn forget(&mut self, flat: &Range<usize>) {
         for (range, held) in &mut self.modules {
             if matches!(held, Held::Fetched | Held::Fresh) && range.start < flat.end && flat.start < range.end {
@@ -91,41 +92,41 @@ impl Window {
 
     fn share_a_place(&self, a: &Range<usize>, b: &Range<usize>) -> bool {
         let period = self.ring.period_elems;
-        // How far behind `a`'s beginning `b` begins, going round.
+        // Distance around the ring from the start of `a` to the start of `b`.
         let behind = (b.start % period + period - a.start % period) % period;
         !a.is_empty() && !b.is_empty() && (behind < a.len() || behind + b.len() > period)
     }
 }
 
-/// Where streamed weights come from.
+/// Source of streamed weights.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    /// Host memory that holds all of them, in flat order from 0, in the format of the device.
+    /// Host memory with all streamed weights, in flat order from 0, in the device's format.
     Host(PinnedSlice),
     /// The slices of all ranks.
     Ranks,
 }
 
-/// The weights that are streamed, and the events that keep copies and kernels apart.
+/// The streamed weights, and the events that order their copies and kernels.
 #[derive(Debug)]
 pub(super) struct WeightFlow {
     window: Window,
     source: Source,
-    /// The flat weights, whose first part is the ring.
+    /// The flat weights; the first part of their address range is the ring.
     weights: DeviceSlice,
-    /// Where weights wait for room in the ring.
+    /// Prefetch buffer for weights without room in the ring.
     shelf: Shelf,
-    /// The compute stream is done with the shelf's memory.
+    /// Last use of the prefetch buffer's memory by the compute stream.
     shelf_free: EventId,
-    /// The compute stream is done with the module's weights.
+    /// By module, the last use of its weights by the compute stream.
     used: Vec<EventId>,
-    /// They have come.
+    /// By module, the end of the last copy of its weights.
     fetched: Vec<EventId>,
 }
 
 impl WeightFlow {
-    /// Streams the part of the flat `weights` that lies in `ring` from `source`; what comes early waits in `spare`, memory of the same format that is
-    /// used for something else from the first backward pass of a step on.
+    /// Streams the part of the flat `weights` that lies in `ring` from `source`. Prefetched weights use `spare`, memory of the same format
+    /// that has another use from the first backward pass of a step on.
     pub(super) fn new<D: Device>(
         dev: &mut D,
         table: &TensorTable,
@@ -140,32 +141,32 @@ impl WeightFlow {
         Ok(Self { window, source, weights, shelf, shelf_free, used, fetched })
     }
 
-    /// A step begins: what is enqueued so far is the last that uses the spare memory, but for copies to the host.
+    /// Opens the prefetch buffer at the beginning of a step. All earlier uses of its memory are enqueued, except copies to the host.
     pub(super) fn open_shelf<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         self.shelf.open();
         dev.record(self.shelf_free, Stream::Compute)
     }
 
-    /// Its first forward pass is enqueued.
+    /// Closes the prefetch buffer after the first forward pass of a step is enqueued.
     ///
     /// # Panics
-    /// If weights wait there: the pass did not use them.
+    /// If it still contains weights: the pass did not use them.
     pub(super) fn close_shelf(&mut self) {
         self.shelf.close();
     }
 
-    /// Whether `module` is on the device, though perhaps not where it is computed with.
+    /// Whether the weights of `module` are on the device, in the ring or in the prefetch buffer.
     pub(super) fn has(&self, module: usize) -> bool {
         self.window.has(module) || self.awaits_room(module)
     }
 
-    /// Whether it is, but not there: it goes into the ring when its turn has come.
+    /// Whether the weights of `module` are in the prefetch buffer. They are copied into the ring before they are used.
     pub(super) fn awaits_room(&self, module: usize) -> bool {
         self.shelf.has(module)
     }
 
-    /// Enqueues the copy of the weights of `module` to the spare memory, of which nothing is on its way to the host; returns the bytes that cross the
-    /// host's link, or none if there is no room.
+    /// Enqueues the copy of the weights of `module` to the prefetch buffer. No copy from this memory to the host may be pending. Returns
+    /// the bytes that cross the host's link, or `None` if there is no room.
     pub(super) fn shelve<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<Option<u64>> {
         let (Source::Host(host), range) = (self.source, self.streamed(module)) else { return Ok(None) };
         let Some(place) = self.shelf.put(module, range.len()) else { return Ok(None) };
@@ -176,13 +177,12 @@ impl WeightFlow {
         Ok(Some(bytes as u64))
     }
 
-    /// The flat range that is streamed of `module`; empty if there is none, or no such module.
+    /// The streamed flat range of `module`; empty if nothing of it is streamed, or if there is no such module.
     pub(super) fn streamed(&self, module: usize) -> Range<usize> {
         self.window.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
-    /// Whether `module` has to be fetched. Then the copies of its weights wait for what is in their way, which must have been used, as far as it was
-    /// enqueued to be.
+    /// Whether `module` has to be fetched. If so, later copies of its weights wait for the last use of the modules that they overwrite.
     pub(super) fn make_way<D: Device>(&self, dev: &mut D, module: usize) -> Result<bool> {
         if self.streamed(module).is_empty() || self.has(module) {
             return Ok(false);
@@ -191,7 +191,7 @@ impl WeightFlow {
         Ok(true)
     }
 
-    /// Whether `module` is there, or can come without pushing out what the device can compute with.
+    /// Whether `module` is present or can be fetched without overwriting usable weights.
     pub(super) fn has_room(&self, module: usize) -> bool {
         self.window.has_room(module)
     }
@@ -200,7 +200,8 @@ impl WeightFlow {
         if let Source::Host(_) = self.source { Stream::H2d } else { Stream::Gather }
     }
 
-    /// Enqueues the copy of the weights of `module`, for which there is room; returns the bytes that cross the host's link.
+    /// Enqueues the copy of the weights of `module` into the ring, after [`WeightFlow::make_way`]; returns the bytes that cross the host's
+    /// link.
     pub(super) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn Exchange<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         let bytes = match self.source {
@@ -217,10 +218,10 @@ impl WeightFlow {
         Ok(bytes)
     }
 
-    /// What is computed from now on finds the weights of `module`, which was fetched.
+    /// Makes later work on the compute stream wait for the weights of `module`, which was fetched or prefetched.
     pub(super) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
         if let Some(src) = self.shelf.take(module) {
-            // The compute stream is done with what lies there: a pass goes from neighbour to neighbour.
+            // The compute stream no longer uses the weights that this overwrites: a pass goes from neighbour to neighbour.
             dev.wait(Stream::Compute, self.fetched[module])?;
             let range = self.streamed(module);
             dev.launch(Cast { stream: Stream::Compute, src, dst: self.weights.slice(range.start, range.len()) })?;
@@ -234,22 +235,22 @@ impl WeightFlow {
         dev.wait(Stream::Compute, self.fetched[module])
     }
 
-    /// What was enqueued so far is all that is computed with these weights of `module`, for now.
+    /// Records the last use of the weights of `module` so far.
     pub(super) fn leave<D: Device>(&self, dev: &mut D, module: usize) -> Result<()> {
         dev.record(self.used[module], Stream::Compute)
     }
 
-    /// New weights are about to be written into the source: what lies in the ring is the last that this step needed.
+    /// Marks weights as stale that are about to be overwritten in the source; this step no longer needs them.
     pub(super) fn forget(&mut self, flat: &Range<usize>) {
         self.window.forget(flat);
     }
 
-    /// All weights are about to be others: what lies in the ring was used for the last time.
+    /// Marks all weights as stale, because all are about to change.
     pub(super) fn forget_all(&mut self) {
         self.window.forget(&(0..usize::MAX));
     }
 
-    /// The part of a slice that the host sends to its own place on the device.
+    /// The part of a slice that the host sends to its own location on the device, because it is not streamed.
     pub(super) fn beside(&self, flat: &Range<usize>) -> Range<usize> {
         if let Source::Ranks = self.source {
             return flat.clone();
@@ -265,7 +266,7 @@ mod tests {
     use crate::model::tensors::Module;
     use proptest::prelude::*;
 
-    /// Modules of these lengths behind each other, all streamed.
+    /// Consecutive modules of these lengths, all streamed.
     fn window(lens: &[usize], period_elems: usize) -> Window {
         let mut end = 0;
         let mut next = |len: &usize| {
@@ -328,7 +329,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a ring whose every element remembers whose it is.
+        /// Compares with a ring that records the owner of every element.
         #[test]
         fn the_window_knows_what_every_element_of_the_ring_holds(
             lens in prop::collection::vec(1usize..12, 1..9), slack in 0usize..12, walk in prop::collection::vec(0usize..9, 0..40),

@@ -8,7 +8,7 @@ use super::{Coordinator, Load};
 use crate::engine::route::Hop;
 
 impl Coordinator {
-    /// Drops a bucket whose gradient has no slot yet: it leaves later with its whole gradient.
+    /// Drops a bucket if its gradient has no slot yet: it leaves later with its whole gradient.
     pub(super) fn rows_begin(&mut self, bucket: usize) {
         if self.buckets[bucket].phase == Phase::Ready {
             self.drop_grads(bucket, Phase::Ready);

@@ -126,7 +126,7 @@ impl<C> Pulls<C> {
         rails.swap_grads(dev, (bucket, round), into, self.last_summed)
     }
 
-    /// Enqueues the next sum, whose parts have all arrived or are enqueued.
+    /// Enqueues the next sum. All of its parts have arrived or are enqueued.
     pub(super) fn sum_next<D: Kernels + Peers<Card = C>>(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<()> {
         let (bucket, round) = self.place_of(self.buckets_summed);
         self.sum(dev, grads, bucket, round)?;
