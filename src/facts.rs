@@ -1,4 +1,4 @@
-//! What a record says besides its measurements: program, machine, model, plan.
+//! Facts in a record besides its measurements: program, machine, model, plan.
 
 use crate::bucket::layout::Tier;
 use crate::config::options::Strategy;
@@ -18,10 +18,10 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, Serialize)]
 pub struct BuildFacts {
     pub version: &'static str,
-    /// The commit, as the build found it in the clone or was told by `SUPEROFFLOAD_COMMIT`.
+    /// Commit of the build's git clone, or the value of `SUPEROFFLOAD_COMMIT`.
     pub(crate) git_commit: Option<&'static str>,
     pub features: Vec<&'static str>,
-    /// With optimizations and without debug assertions.
+    /// Whether the build has optimizations and no debug assertions.
     pub release: bool,
 }
 
@@ -36,20 +36,21 @@ impl BuildFacts {
     }
 }
 
-/// What is trained on.
+/// Facts of the training data.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct DataFacts {
-    /// Of text; token files do not say.
+    /// Documents of text data; token files have none.
     documents: u64,
     tokens: usize,
     trained_tokens: u64,
     rows: usize,
     row_tokens: usize,
-    /// Tokens of rows that no document fills.
+    /// Padding tokens, in rows that documents do not fill.
     padding: usize,
-    /// How many documents, as attention sees them, have so many tokens at most and more than half of that: powers of two.
+    /// Number of documents, as attention sees them, by length: each key is a power of two, and counts lengths up to it and above half of
+    /// it.
     up_to: BTreeMap<usize, usize>,
-    /// What became of documents that are kept whole, in words.
+    /// Description of the packing, if documents are kept whole.
     packing: Option<String>,
 }
 
@@ -86,12 +87,12 @@ pub struct MachineFacts {
     pub kernel: Option<String>,
     /// The GPU, whether the steps used it or not.
     pub gpu: Option<GpuFacts>,
-    /// Why nothing is known of a GPU.
+    /// Why facts of a GPU are not available.
     pub(crate) gpu_missing: Option<String>,
 }
 
 impl MachineFacts {
-    /// Those of `topology`, and of the GPU that is here.
+    /// Facts of `topology`, and of the GPU of this machine.
     pub fn new(topology: &Topology) -> Self {
         let (gpu, gpu_missing) = match GpuFacts::read() {
             Ok(facts) => (Some(facts), None),
@@ -114,13 +115,13 @@ impl MachineFacts {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct HardwareFacts {
     pub profile: String,
-    /// The machine, in words.
+    /// Description of the machine.
     pub machine: String,
     pub(crate) date: String,
 }
 
 impl HardwareFacts {
-    /// Those of `profile`.
+    /// Facts of `profile`.
     pub(crate) fn of(profile: &Profile) -> Self {
         Self { profile: profile.name.clone(), machine: profile.machine.clone(), date: profile.date.clone() }
     }
@@ -128,7 +129,7 @@ impl HardwareFacts {
 
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ModelFacts {
-    /// The preset or file that it came from.
+    /// Preset or file of the model's configuration.
     pub config: String,
     /// Class name in `transformers`.
     pub(crate) architecture: &'static str,
@@ -145,7 +146,7 @@ pub(crate) struct ModelFacts {
     /// Inner width of the MLP.
     pub(crate) ffn: usize,
     pub vocab: usize,
-    /// The output matrix is the token embedding.
+    /// Whether the output matrix is the token embedding.
     pub tied: bool,
     pub params: usize,
     /// Parameters that take part in matrix products.
@@ -153,7 +154,7 @@ pub(crate) struct ModelFacts {
 }
 
 impl ModelFacts {
-    /// Those of `shape`, which came from `config`.
+    /// Facts of `shape`, which was read from `config`.
     pub(crate) fn new(config: String, shape: &ModelShape) -> Self {
         let table = TensorTable::new(shape);
         let ModelShape { channels, vocab, tied, ref layers, .. } = *shape;
@@ -164,18 +165,18 @@ impl ModelFacts {
     }
 }
 
-/// The plan, as far as numbers tell it.
+/// The plan in numbers.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct PlanFacts {
     /// Named set of techniques.
     pub strategy: Strategy,
-    /// Techniques in force.
+    /// Enabled techniques.
     pub(crate) techniques: Techniques,
     /// `Deferred`, `Inverse` or `ValidateFirst`.
     pub policy: String,
     /// Format of weights, activations and gradients on the device.
     pub dtype: String,
-    /// Format of the factors of layers' matrix products.
+    /// Format of the operands of layers' matrix products.
     pub(crate) matmul_dtype: String,
     pub link_dtype: String,
     /// Format of the optimizer's moments.
@@ -185,9 +186,9 @@ pub(crate) struct PlanFacts {
     /// Optimizer threads.
     pub threads: usize,
     pub buckets: usize,
-    /// Buckets whose optimizer stays on the device.
+    /// Buckets with their optimizer state on the device.
     pub(crate) resident_buckets: usize,
-    /// Buckets whose states lie in unified memory and come to the device to be stepped.
+    /// Buckets with states in unified memory, which are moved to the device for each step.
     pub(crate) paged_buckets: usize,
     /// Buckets of a tied embedding that leave early.
     pub(crate) early_buckets: usize,
@@ -199,29 +200,29 @@ pub(crate) struct PlanFacts {
     pub(crate) grad_slots: usize,
     /// Host slots for working weights.
     pub(crate) param_slots: usize,
-    /// Parameters whose weights stream through a ring on the device; 0 when all stay there.
+    /// Parameters with weights that stream through a ring on the device; 0 if all weights stay on the device.
     pub streamed_elems: usize,
-    /// Parameters that the ring has room for.
+    /// Parameters that fit into the ring.
     pub(crate) weight_ring_elems: usize,
-    /// The ranks of all processes keep a part of these each.
+    /// Whether each rank of each process holds only its own part of these weights.
     pub(crate) fully_sharded: bool,
-    /// Sums of the shares' gradients lie on the host, and pass through the device.
+    /// Whether the sums of the shares' gradients are stored on the host and pass through the device.
     pub(crate) sums_on_host: bool,
-    /// Layers by what they keep for the backward pass.
+    /// Number of layers by the activations that they keep for the backward pass.
     pub(crate) layer_policies: BTreeMap<String, usize>,
-    /// Layers whose forward pass runs again in the backward pass.
+    /// Layers that recompute their forward pass in the backward pass.
     pub(crate) recomputed_layers: usize,
     pub attention: String,
-    /// Who multiplies by experts on a GPU.
+    /// Implementation of the experts' matrix products on a GPU.
     pub expert_products: ExpertProducts,
-    /// Bytes of gradients and weights that come to each device from other processes in a step; as many leave it.
+    /// Bytes of gradients and weights that each device receives from other processes in a step; it sends as many.
     pub(crate) network_bytes: usize,
-    /// The planner's guess, where it has rates to guess from.
+    /// The step time that the planner simulated or predicted, if it has rates.
     pub(crate) predicted_step_ms: Option<f64>,
 }
 
 impl PlanFacts {
-    /// Those of `plan`.
+    /// Facts of `plan`.
     pub(crate) fn new(plan: &Plan) -> Self {
         let layout = &plan.layout;
         let mut layer_policies = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! What a run says about itself, one JSON object a step, and the memory behind it.
+//! Metrics of a run, one JSON object a step, and its memory use.
 
 use crate::engine::coordinator::Counts;
 use crate::engine::expert_rows::ExpertLoad;
@@ -8,19 +8,19 @@ use crate::planner::plan::Plan;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Bytes by class, of all ranks together.
+/// Bytes by class, the sum over all ranks.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct MemoryUse {
     /// Planned on the device, by class.
     pub(crate) device_bytes: BTreeMap<&'static str, u64>,
     /// Planned in pinned host memory, by class.
     pub(crate) host_bytes: BTreeMap<&'static str, u64>,
-    /// Resident set of the process, as the kernel counts it; 0 when it does not say.
+    /// Resident set of the process as the kernel reports it; 0 if it does not.
     pub(crate) rss_bytes: u64,
 }
 
 impl MemoryUse {
-    /// What `plan` gives each class, and the process's resident set now.
+    /// Planned bytes of each class of `plan`, and the current resident set of the process.
     pub(crate) fn of(plan: &Plan) -> Self {
         let at = |space| plan.memory.iter().filter(|m| m.space == space).map(|m| (m.name, m.bytes as u64)).collect();
         Self { device_bytes: at(MemorySpace::Device), host_bytes: at(MemorySpace::Host), rss_bytes: rss_bytes() }
@@ -30,9 +30,9 @@ impl MemoryUse {
 /// One training step.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct StepMetrics {
-    /// Training step, from 1; skipped ones count.
+    /// Training step, from 1; skipped steps count.
     pub step: u64,
-    /// Passes over the data, with the fraction.
+    /// Passes over the data, including the fraction.
     pub epoch: f64,
     /// Mean loss over the step's tokens.
     pub loss: f32,
@@ -46,44 +46,44 @@ pub struct StepMetrics {
     pub verdict: &'static str,
     /// Wall time of the step.
     pub step_ms: f64,
-    /// Wall time before it in which the run went over to another plan; 0 where it did not.
+    /// Wall time of a change of plan before this step; 0 without one.
     pub replan_ms: f64,
     /// Real tokens (no padding) per second.
     pub tokens_per_second: f64,
     /// Model FLOPs, as [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA) counts them, over wall time.
     pub model_tflops: f64,
-    /// Bucket steps since the last line, of all ranks: each steps its slice of every bucket.
+    /// Bucket steps since the last line, of all ranks. Each rank steps its slice of every bucket.
     #[serde(flatten)]
     pub counts: Counts,
-    /// Compute was idle because the optimizer was not done, or kept the slots that gradients need.
+    /// Idle time of compute because the optimizer was not done, or held the slots that gradients needed.
     pub exposed_cpu_ms: f64,
-    /// Compute was idle because a copy was not done.
+    /// Idle time of compute because a copy was not done.
     pub exposed_transfer_ms: f64,
-    /// Compute was idle because other ranks were not as far. Of several ranks each of these times is that of the one that waited longest.
+    /// Idle time of compute because other ranks were not ready. With several ranks, each of these times is the maximum over the ranks.
     pub exposed_peer_ms: f64,
-    /// The rank that waited longest for others; null when none did.
+    /// The rank that waited longest for other ranks; null if none waited.
     pub exposed_peer_rank: Option<usize>,
-    /// Bytes that left for host memory since the last line, over the links of all ranks.
+    /// Bytes copied to host memory since the last line, over the links of all ranks.
     pub d2h_bytes: u64,
-    /// Bytes that came from there.
+    /// Bytes copied to the devices since the last line, over the links of all ranks.
     pub h2d_bytes: u64,
-    /// How evenly the step's rows fell to experts; left out where the model has none.
+    /// How evenly the step's rows were distributed to experts; omitted if the model has none.
     #[serde(flatten)]
     pub expert_load: Option<ExpertLoad>,
-    /// Resident set of the process, as the kernel counts it; 0 when it does not say.
+    /// Resident set of the process as the kernel reports it; 0 if it does not.
     pub rss_bytes: u64,
 }
 
 /// One evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct EvalMetrics {
-    /// Training steps done before it.
+    /// Training steps done before the evaluation.
     pub step: u64,
-    /// Mean loss over the targets that count.
+    /// Mean loss over the counted targets.
     pub eval_loss: f64,
     /// `exp(eval_loss)`.
     pub eval_perplexity: f64,
-    /// Targets that count.
+    /// Counted targets.
     pub eval_tokens: u64,
     /// Wall time.
     pub eval_seconds: f64,
@@ -96,7 +96,7 @@ impl fmt::Display for EvalMetrics {
     }
 }
 
-/// Resident set of this process in bytes; 0 when the kernel does not say.
+/// Resident set of this process in bytes; 0 if the kernel does not report it.
 pub fn rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     meminfo_bytes(&status, "VmRSS").unwrap_or(0)

@@ -1,4 +1,4 @@
-//! Quantities that must not be mixed up, as types; and how sizes and dates are printed.
+//! Types for quantities that must not be mixed up, and the format of sizes and dates.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ pub struct NormSq(pub f64);
 pub struct Norm(pub f64);
 
 impl NormSq {
-    /// The root; `inv_loss_scale` undoes the loss scale, which multiplied every gradient.
+    /// The square root, divided by the loss scale, which multiplied every gradient.
     pub fn norm(self, inv_loss_scale: f32) -> Norm {
         Norm(self.0.sqrt() * f64::from(inv_loss_scale))
     }
@@ -30,7 +30,7 @@ impl Norm {
     }
 }
 
-/// `value` as text; a number of more digits than anyone reads as `1e300`.
+/// `value` as text; numbers with too many digits are printed like `1e300`.
 pub(crate) fn compact(value: impl fmt::Display) -> String {
     let text = value.to_string();
     match text.parse::<f64>() {
@@ -39,10 +39,10 @@ pub(crate) fn compact(value: impl fmt::Display) -> String {
     }
 }
 
-/// As many digits as a 64-bit integer has.
+/// Number of digits of a 64-bit integer.
 const DIGITS_MAX: usize = 20;
 
-/// A number of things, as people say it: `8.030 B`, `3.6 M`, `16.4 k`.
+/// A count in human-readable form: `8.030 B`, `3.6 M`, `16.4 k`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Count(pub usize);
 
@@ -61,11 +61,11 @@ impl fmt::Display for Count {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Bytes(pub u64);
 
-/// Each 1024 times the one before.
+/// Each unit is 1024 times the one before.
 const BYTE_UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 impl Bytes {
-    /// Both sizes as people read them, and to the byte where they differ but would read alike.
+    /// Both sizes in human-readable form. If they differ but would be printed alike, the exact bytes are added.
     pub(crate) fn apart(sizes: [u64; 2]) -> [String; 2] {
         let words = sizes.map(|bytes| Self(bytes).to_string());
         let is_alike = sizes[0] != sizes[1] && words[0] == words[1];
@@ -88,8 +88,7 @@ impl fmt::Display for Bytes {
 impl FromStr for Bytes {
     type Err = String;
 
-    /// A decimal number and a binary unit; a fraction of a byte is dropped. GB is refused: it is not GiB, and which one was
-    /// meant nobody can tell.
+    /// Parses a decimal number with a binary unit; a fraction of a byte is dropped. GB is refused, because it may be meant as GiB.
     fn from_str(text: &str) -> Result<Self, String> {
         let refuse = || format!("expected a size such as 80GiB, 1.5TiB or a number of bytes, not `{}`", text.escape_debug());
         let digits = text.trim().trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -97,12 +96,12 @@ impl FromStr for Bytes {
         let power = if unit.is_empty() { 0 } else { BYTE_UNITS.iter().position(|known| *known == unit).ok_or_else(refuse)? };
         let number: f64 = digits.trim_end().parse().map_err(|_| refuse())?;
         let bytes = number * 1024f64.powi(power as i32);
-        // The float that `u64::MAX` rounds to is one too large.
+        // `u64::MAX` as a float is rounded up by one.
         if (0.0..u64::MAX as f64).contains(&bytes) { Ok(Self(bytes as u64)) } else { Err(refuse()) }
     }
 }
 
-/// The day so many days after 1970 began, in the Gregorian calendar.
+/// The date `days` days after 1970-01-01, in the Gregorian calendar.
 pub(crate) fn date(mut days: u64) -> String {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;
@@ -119,7 +118,7 @@ pub(crate) fn date(mut days: u64) -> String {
     format!("{year}-{:02}-{:02}", month + 1, days + 1)
 }
 
-/// A moment so many seconds after 1970 began, in UTC.
+/// The time `seconds` seconds after 1970-01-01 00:00, in UTC.
 pub(crate) fn date_and_time(seconds: u64) -> String {
     let (day, second) = (date(seconds / 86_400), seconds % 86_400);
     format!("{day} {:02}:{:02}:{:02} UTC", second / 3600, second / 60 % 60, second % 60)

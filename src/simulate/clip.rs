@@ -1,4 +1,4 @@
-//! How often gradients are clipped: a clipped step is where speculation fails, and a benchmark decides how many there are.
+//! Fraction of clipped steps in a benchmark. Speculation fails in clipped steps.
 
 use serde::{Serialize, Serializer};
 use std::fmt;
@@ -9,11 +9,11 @@ use std::str::FromStr;
 pub enum Clip {
     /// None.
     Never,
-    /// One in so many, the last of each group; 1 is all.
+    /// Every N-th step, the last of each group of N; 1 means every step.
     OneIn(NonZeroU64),
 }
 
-/// Above every norm of a finite gradient, below every norm of a random model's. Not 0, which would turn clipping off.
+/// Thresholds above every norm of a finite gradient, and below every norm of a random model. 0 would turn clipping off.
 const NEVER: f64 = 1e30;
 const ALWAYS: f64 = 1e-2;
 

@@ -1,4 +1,4 @@
-//! The arithmetic of a step: what the model needs, and what the device does for it.
+//! FLOPs of a step: those that the model needs, and those that the device executes.
 
 use crate::model::policy::LayerPolicy;
 use crate::model::shape::ModelShape;
@@ -6,26 +6,26 @@ use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepFlops {
-    /// Of the model, by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA): nothing is recomputed.
+    /// FLOPs of the model by [`FLOPS_FORMULA`](crate::model::flops::FLOPS_FORMULA), without recomputation.
     pub model: f64,
-    /// With the layers' forward passes that the plan runs again.
+    /// FLOPs including the forward passes that the plan recomputes.
     pub hardware: f64,
 }
 
 impl StepFlops {
-    /// A pass over so many documents of each length in tokens, in which layers keep what `policies` say.
+    /// FLOPs of a pass over `documents` (number of documents by length in tokens), in which layers keep the activations of `policies`.
     pub(crate) fn of(shape: &ModelShape, documents: &BTreeMap<usize, usize>, policies: &[LayerPolicy]) -> Self {
         let model = shape.flops_of(documents);
         let tokens: usize = documents.iter().map(|(length, count)| length * count).sum();
         let output_matrix = 6.0 * (shape.vocab * shape.channels) as f64 * tokens as f64;
-        // Of three equal parts, one is the forward pass; layers count alike, though their windows may differ.
+        // The forward pass is one of three equal parts. Layers count equally, though their attention windows may differ.
         let forward = (model - output_matrix) / 3.0;
         let attention = shape.attention_flops_of(documents) / 3.0;
         let of = |holds: fn(LayerPolicy) -> bool| policies.iter().filter(|policy| holds(**policy)).count() as f64 / policies.len() as f64;
         Self { model, hardware: model + forward * of(LayerPolicy::recomputes_block) - attention * of(LayerPolicy::sends_attention) }
     }
 
-    /// One of so many equal shares.
+    /// One of `shares` equal shares.
     pub(crate) fn shared(self, shares: usize) -> Self {
         Self { model: self.model / shares as f64, hardware: self.hardware / shares as f64 }
     }
@@ -39,7 +39,7 @@ mod tests {
 
     #[test]
     fn steps_cost_what_the_napkin_says() {
-        // Name, batch, sequence, PFLOP of the model, and with every layer recomputed.
+        // Name, batch size, sequence length, PFLOP of the model, and PFLOP with every layer recomputed.
         let cases = [
             ("qwen3-4b", 4, 4096, 0.455, 0.594),
             ("llama-8b", 4, 4096, 0.791, 1.037),
@@ -52,7 +52,7 @@ mod tests {
             let kept = StepFlops::of(&shape, &[(seq_length, 10 * batch)].into(), &all(LayerPolicy::Keep)).shared(10);
             let again = StepFlops::of(&shape, &[(seq_length, batch)].into(), &all(LayerPolicy::Host));
             let attended = StepFlops::of(&shape, &[(seq_length, batch)].into(), &all(LayerPolicy::HostAttention));
-            // Four FLOPs for each query's channel and key, half of which it sees.
+            // Four FLOPs for each channel of a query and key, and half of the keys are visible.
             let [s, cols] = [seq_length, shape.layers[0].attn.out_cols()].map(|n| n as f64);
             let attention = shape.layers.len() as f64 * batch as f64 * 2.0 * s * s * cols;
             assert!(((again.hardware - attended.hardware) / attention - 1.0).abs() < 1e-9, "{name}");

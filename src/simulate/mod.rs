@@ -1,8 +1,8 @@
-//! A plan's steps on a machine that is not here, by its rates: the engine on the device that only counts time.
+//! Simulates a plan's steps on a machine given by its rates: the engine runs on a device that only counts time.
 
 pub(crate) mod clip;
 pub(crate) mod flops;
-// Of the whole program: what is measured had every technique.
+// These tests compare with measurements of a build with every technique.
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition"))]
 mod network_tests;
 pub(crate) mod outcome;
@@ -26,15 +26,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use timed::{Steps, Timed};
 
-/// Micro-batches of each share, where a plan has more than both together: what one more adds is known from these two.
+/// Numbers of micro-batches of a share that are simulated if a plan has more than both together. The cost of one more micro-batch follows
+/// from these two simulations.
 const FEW: [usize; 2] = [2, 4];
 
-/// Runs `steps` of `plan`, of several ranks the first, on the machine that it was made for: what they were, their timeline with room for
-/// `trace_spans` on each track, and when the timed ones ran on its clock. Without a timeline, steps of many micro-batches are drawn out from
-/// shorter ones.
+/// Simulates `steps` of `plan` on the machine of the plan; with several ranks, the first rank. Returns the outcome, the timeline with room
+/// for `trace_spans` on each track, and the window of the timed steps on the simulated clock. Without a timeline, steps of many
+/// micro-batches are extrapolated from shorter ones.
 ///
 /// # Errors
-/// `Resource` when not even addresses can be had, and for steps that outlast the clock.
+/// `Resource` when not even addresses can be reserved, or when the steps exceed the range of the clock.
 pub(crate) fn simulate(
     plan: &Plan,
     shape: &ModelShape,

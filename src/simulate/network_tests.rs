@@ -1,4 +1,4 @@
-//! Steps of several processes, simulated: what crosses takes its time, and the case that was measured.
+//! Simulated steps of several processes: network time, and a comparison with a measured case.
 
 use super::clip::Clip;
 use super::outcome::Outcome;
@@ -22,12 +22,12 @@ pub(super) fn step(settings: &Settings, shape: &ModelShape, profile: &Profile) -
     (plan, outcome)
 }
 
-/// Seconds of a step of twelve layers on four nodes of two GPUs, simulated and predicted, and the bytes that come to each in it.
+/// Seconds of a step of twelve layers on four nodes of two GPUs, simulated and predicted, and the bytes that each GPU receives in it.
 fn on_four_nodes((transport, gradient_group): (Transport, Option<usize>), bytes_per_s: f64) -> ([f64; 2], f64) {
     on_four_nodes_with(WeightsChoice::Replicated, (transport, gradient_group), bytes_per_s)
 }
 
-/// The same where weights lie as `weights` says.
+/// Like `on_four_nodes`, with the placement of weights `weights`.
 fn on_four_nodes_with(
     weights: WeightsChoice,
     (transport, gradient_group): (Transport, Option<usize>),
@@ -43,8 +43,8 @@ fn on_four_nodes_with(
     ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.crossing.far as f64)
 }
 
-/// Bytes are those of the protocol that ranks run: gradients from six of other nodes, or sums of groups from the three namesakes; weights from
-/// these.
+/// The bytes match the protocol: gradients from six ranks of other nodes, or sums of groups from three inter-node peers, and weights from
+/// three inter-node peers.
 #[test]
 fn what_nccl_carries_adds_its_time_to_a_step() {
     let mut carried = Vec::new();
@@ -72,7 +72,7 @@ fn what_tcp_carries_hides_behind_products_until_it_takes_longer() {
     }
 }
 
-/// Modules' weights stream from ranks of the same process alone: what crosses between processes is what crosses where all is on each GPU.
+/// Streamed weights come from ranks of the same process only, so as many bytes cross between processes as with replicated weights.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn nothing_crosses_between_processes_for_weights_that_each_shares() {
@@ -90,8 +90,8 @@ fn nothing_crosses_between_processes_for_weights_that_each_shares() {
     assert!(sharded[0] > replicated[0], "pulls take no time: {} s", sharded[0]);
 }
 
-/// Weights that each GPU has a part of alone cross in every pass. A bucket of two modules crosses in two parts, of which ranks have
-/// unequally much: the simulated rank, the first, sends more than its mean there.
+/// Fully sharded weights cross between processes in every pass. A bucket of two modules crosses in two parts, which are unevenly divided
+/// among ranks: the simulated rank, the first, sends more than the mean of a part.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn weights_that_all_share_cross_between_processes_with_every_fetch() {
@@ -110,8 +110,8 @@ fn weights_that_all_share_cross_between_processes_with_every_fetch() {
     assert!(tcp[0] < nccl[0] && is_between, "by NCCL {} s, over TCP {} s and {} s of {bytes} bytes", nccl[0], tcp[0], slow[0]);
 }
 
-/// Gradients of Qwen3-30B-A3B on two H200 lie in a ring. A module once waited for all sums that were enqueued, and so for the whole layer before:
-/// 178 ms of a step. Measured: the line of b531df4 in `paper-figures/results/h200-x2-step.jsonl`.
+/// Gradients of Qwen3-30B-A3B on two H200 lie in a ring. A module once waited for all enqueued sums, and so for the whole previous layer:
+/// 178 ms of a step. Measured value: commit b531df4 in `paper-figures/results/h200-x2-step.jsonl`.
 #[test]
 fn gpus_wait_for_no_sums_but_those_that_they_overwrite() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
@@ -131,7 +131,7 @@ fn gpus_wait_for_no_sums_but_those_that_they_overwrite() {
         assert!(plan.grad_ring.is_some() && peer_ms < 0.01 * step_ms, "{peer_ms} of {step_ms} ms: {plan}");
         step_ms
     };
-    // Eight of these are less than the layer that leaves.
+    // Eight of these buckets are smaller than the layer that is overwritten.
     timed(64.0, 584);
     let step_ms = timed(256.0, 148);
     assert!((step_ms / 2269.3 - 1.0).abs() < 0.08, "{step_ms} ms");

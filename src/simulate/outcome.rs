@@ -1,25 +1,25 @@
-//! What timed steps were: times, arithmetic, idle compute, copies, the optimizer.
+//! Results of timed steps: times, FLOPs, idle time, copies, optimizer.
 //!
-//! Rates are over wall time unless they say `busy`; G and T are powers of ten.
+//! Rates are over wall time unless their name contains `busy`. G and T are powers of ten.
 
 use super::flops::StepFlops;
 use crate::engine::coordinator::Counts;
 use serde::Serialize;
 use std::fmt;
 
-/// What timed steps were, on any device.
+/// Results of timed steps on any device.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Outcome {
     pub step_ms: Spread,
     /// Tokens of a step.
     pub tokens_per_step: usize,
-    /// Tokens over the median step.
+    /// Tokens divided by the time of the median step.
     pub tokens_per_second: f64,
-    /// Arithmetic, and how far it is from the device's best.
+    /// FLOP/s, and their fraction of the device's peak.
     pub(crate) speed: Speed,
-    /// Idle compute.
+    /// Idle time of the device.
     pub(crate) exposed: ExposedTime,
-    /// Gradients out, parameters in.
+    /// Copies of gradients to the host and parameters to the device.
     pub link: Link,
     pub adam: AdamOutcome,
     pub(crate) verdicts: Verdicts,
@@ -28,24 +28,24 @@ pub(crate) struct Outcome {
     pub loss: Ends,
 }
 
-/// Samples and their order.
+/// Distribution of samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Spread {
-    /// Half are below, half above.
+    /// The median.
     pub median: f64,
     /// The smallest.
     pub min: f64,
     /// The largest.
     pub max: f64,
-    /// All, as they came.
+    /// All samples in order of time.
     pub samples: Vec<f64>,
 }
 
 impl Spread {
-    /// Of samples, at least one.
+    /// Distribution of `samples`.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no sample.
     pub(crate) fn new(samples: Vec<f64>) -> Self {
         let mut sorted = samples.clone();
         sorted.sort_by(f64::total_cmp);
@@ -58,20 +58,20 @@ impl Spread {
     }
 }
 
-/// Arithmetic of the median step.
+/// FLOP/s of the median step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Speed {
     /// FLOPs of a step on one device, without recomputation.
     pub(crate) model_flops: f64,
-    /// How they are counted.
+    /// Formula of `model_flops`.
     pub(crate) model_flops_formula: &'static str,
-    /// With the layers that the plan computes twice.
+    /// FLOPs of a step on one device, including recomputed layers.
     pub(crate) hardware_flops: f64,
     /// `model_flops` a second, in 10^12.
     pub model_tflops: f64,
     /// `hardware_flops` a second, in 10^12.
     pub(crate) hardware_tflops: f64,
-    /// A large matrix product on the same device just before, in 10^12 a second.
+    /// 10^12 FLOP/s of a large matrix product on the same device, measured before the steps.
     pub(crate) matmul_tflops: Option<f64>,
     /// `model_tflops` over `matmul_tflops`.
     pub(crate) model_share: Option<f64>,
@@ -80,7 +80,7 @@ pub(crate) struct Speed {
 }
 
 impl Speed {
-    /// A step of these FLOPs in `seconds`, on a device that multiplies matrices at `matmul_flops` a second.
+    /// Speed of a step of `flops` in `seconds`, on a device with `matmul_flops` FLOP/s in a large matrix product.
     pub(crate) fn new(flops: StepFlops, seconds: f64, matmul_flops: Option<f64>) -> Self {
         let (model, hardware) = (flops.model / seconds, flops.hardware / seconds);
         Self {
@@ -96,22 +96,22 @@ impl Speed {
     }
 }
 
-/// Time of a mean step in which the device had nothing to compute, by cause.
+/// Idle time of the device in a mean step, by cause.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct ExposedTime {
-    /// The optimizer was not done.
+    /// The optimizer was not done, or held the slots that gradients needed.
     pub(crate) cpu_ms: f64,
     /// A copy was not done.
     pub(crate) transfer_ms: f64,
-    /// Other ranks were not as far. Of several ranks each of these times is that of the one that waited longest in a step.
+    /// Other ranks were not ready. With several ranks, each of these times is a mean of the maximum over the ranks in a step.
     pub(crate) peer_ms: f64,
-    /// The rank that waited longest for others, over all steps.
+    /// The rank that waited longest for other ranks, over all steps.
     pub(crate) peer_rank: Option<usize>,
-    /// The rest of the step, as a share of it.
+    /// Fraction of the step in which the device was not idle.
     pub(crate) device_busy_share: f64,
 }
 
-/// What crossed the link for the optimizer, in a mean step. Busy rates need a timeline (`--trace`).
+/// Bytes over the link in a mean step. Busy rates need a timeline (`--trace`).
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Link {
     /// Bytes of gradients a step.
@@ -143,7 +143,7 @@ pub(crate) struct AdamOutcome {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Verdicts {
-    /// Gradients were used as they were.
+    /// Gradients were used unchanged.
     pub commit: u64,
     /// Gradients were scaled down.
     pub clip: u64,
@@ -160,7 +160,7 @@ pub(crate) struct Ends {
     pub last: f32,
 }
 
-/// ` (76 % of a large product)`: how near a step comes to what the device reaches in a large matrix product; empty if that is unknown.
+/// ` (76 % of a large product)`: speed of a step as a percentage of a large matrix product's; empty if unknown.
 pub(crate) fn of_a_large_product(share: Option<f64>) -> String {
     share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2))
 }

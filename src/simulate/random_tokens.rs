@@ -1,4 +1,4 @@
-//! The data of a benchmark: random tokens, as one text or as documents of random lengths.
+//! Data of a benchmark: random tokens, as one text or as documents of random lengths.
 
 use crate::data::batch::{Batch, Batches};
 use crate::error::Result;
@@ -31,9 +31,9 @@ pub(crate) struct RandomTokens {
     rng: ChaCha8Rng,
     vocab: usize,
     next: i32,
-    /// Of the documents that fill rows which separate them; without, a row is one.
+    /// Document lengths for rows of separate documents; without them, a row is one document.
     lengths: Option<LengthRange>,
-    /// How many of each length there were.
+    /// Number of documents by length.
     documents: BTreeMap<usize, usize>,
 }
 
@@ -45,12 +45,12 @@ impl RandomTokens {
         tokens
     }
 
-    /// The same as documents of these lengths; the last of a row is cut where the row ends.
+    /// Divides the text into documents of these lengths. The last document of a row is cut at the end of the row.
     pub(crate) fn in_documents(self, lengths: Option<LengthRange>) -> Self {
         Self { lengths, ..self }
     }
 
-    /// How many documents of each length there were since they were last forgotten.
+    /// Number of documents by length since the last [`RandomTokens::forget`].
     pub(crate) fn documents(&self) -> &BTreeMap<usize, usize> {
         &self.documents
     }
@@ -59,18 +59,18 @@ impl RandomTokens {
         self.documents.clear();
     }
 
-    /// Below `end`, which fits into 32 bits: a product of 32 bits each needs no division.
+    /// A random number below `end`, which must fit into 32 bits: a 32-bit product replaces the division.
     fn below(&mut self, end: usize) -> usize {
         ((u64::from(self.rng.next_u32()) * end as u64) >> 32) as usize
     }
 
-    /// The present token; the next one takes its place.
+    /// Returns the current token and draws the next one.
     fn advance(&mut self) -> i32 {
         let next = self.below(self.vocab);
         std::mem::replace(&mut self.next, next as i32)
     }
 
-    /// Tokens of the next document, of which `left` have room.
+    /// Length of the next document, at most `left` tokens.
     fn length(&mut self, left: usize) -> usize {
         let drawn = match &self.lengths {
             None => left,
@@ -82,7 +82,7 @@ impl RandomTokens {
         drawn.min(left)
     }
 
-    /// Fills a row with documents: where each token's begins, and its place in it.
+    /// Fills a row with documents: each token's document start and position in the document.
     fn separate(&mut self, starts: &mut [i32], positions: &mut [i32]) {
         let mut start = 0;
         while start < starts.len() {

@@ -1,4 +1,4 @@
-//! Steps that are timed by the device's clock, and what they were in all.
+//! Steps timed by the device's clock, and their results.
 
 use super::clip::Clip;
 use super::flops::StepFlops;
@@ -21,14 +21,14 @@ use std::ops::Range;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Steps {
-    /// Steps before the clock.
+    /// Warm-up steps, which are not timed.
     pub(crate) warmup: u64,
     pub timed: u64,
     pub clip: Clip,
 }
 
 impl Steps {
-    /// Runs the steps of warm-up.
+    /// Runs the warm-up steps.
     pub(crate) fn warm_up<D: Kernels>(self, engine: &mut Engine<D>, tokens: &mut RandomTokens) -> Result<()> {
         (1..=self.warmup).try_for_each(|step| self.step(engine, tokens, step).map(drop))
     }
@@ -39,7 +39,7 @@ impl Steps {
         engine.step(learning_rate, tokens)
     }
 
-    /// Runs the timed steps, after those of warm-up; `tell` hears what was not as it should be.
+    /// Runs the timed steps, after the warm-up steps; `log` receives warnings.
     pub(crate) fn time<D: Kernels>(
         self,
         engine: &mut Engine<D>,
@@ -52,7 +52,7 @@ impl Steps {
         let mut start_ns = from_ns;
         for step in self.warmup + 1..=self.warmup + self.timed {
             let report = self.step(engine, tokens, step)?;
-            // From end to end: what a step leaves to be done under the next one is in some step's time.
+            // Steps are timed from end to end, so that work that overlaps with the next step is counted in one of the two.
             let end_ns = engine.now_ns();
             samples.push((end_ns - start_ns) as f64 / 1e6);
             start_ns = end_ns;
@@ -65,12 +65,12 @@ impl Steps {
     }
 }
 
-/// What the timed steps were in all.
+/// Totals of the timed steps.
 pub(crate) struct Timed {
     step_ms: Spread,
-    /// How many documents of each length they went over.
+    /// Number of documents by length.
     documents: BTreeMap<usize, usize>,
-    /// When they ran, on the device's clock.
+    /// Window of the steps on the device's clock.
     pub(crate) window_ns: Range<u64>,
     exposed: Exposed,
     /// By rank.
@@ -100,8 +100,8 @@ impl Timed {
         timed
     }
 
-    /// What steps with more micro-batches are, which have `times` as many more than these as these have more than `few`: each that is added takes
-    /// as long as another.
+    /// Extrapolates to steps with more micro-batches, assuming that each further micro-batch takes equally long. `few` are steps with fewer
+    /// micro-batches. `times` is the number of micro-batches to add, divided by the difference between `self` and `few`.
     pub(crate) fn drawn_out(self, mut few: Self, times: f64) -> Self {
         let drawn_out = |more: f64, few: f64| more + (more - few) * times;
         let longer = |more: &mut u64, few: u64| *more = drawn_out(*more as f64, few as f64).max(0.0).round() as u64;
@@ -116,8 +116,8 @@ impl Timed {
         long
     }
 
-    /// The figures of a record; speed is that of one GPU of several, and what it counted the first one's. `tracks` is the timeline,
-    /// if one was recorded; `matmul_flops` the device's best product.
+    /// The results in a record. With several GPUs, the speed is that of one GPU, and counts are totals over the ranks. `tracks` is the
+    /// timeline, if one was recorded; `matmul_flops` is the device's speed in a large matrix product.
     pub(crate) fn outcome(self, shape: &ModelShape, plan: &Plan, matmul_flops: Option<f64>, tracks: &[Recorder]) -> Outcome {
         let flops = StepFlops::of(shape, &self.documents, &plan.layer_policies).shared(self.step_ms.samples.len() * plan.ranks);
         let seconds = self.step_ms.median / 1e3;
@@ -135,7 +135,7 @@ impl Timed {
         }
     }
 
-    /// A total as its share of one step.
+    /// Mean of a total over the steps.
     fn per_step(&self, total: u64) -> f64 {
         total as f64 / self.step_ms.samples.len() as f64
     }
@@ -162,7 +162,7 @@ impl Timed {
         }
     }
 
-    /// Nanoseconds of the spans `name` on `track`, of any rank, that began while steps were timed; 0 without a timeline.
+    /// Nanoseconds of the spans `name` on `track`, of any rank, that began within the timed steps; 0 without a timeline.
     fn time_on(&self, tracks: &[Recorder], track: &str, name: &str) -> u64 {
         let spans = tracks.iter().filter(|recorder| recorder.track.ends_with(track)).flat_map(Recorder::spans);
         spans.filter(|span| span.name == name && self.window_ns.contains(&span.start_ns)).map(|span| span.duration_ns).sum()
@@ -179,7 +179,7 @@ impl Timed {
     }
 }
 
-/// 10^9 a second; `None` when no time was spent.
+/// Rate in 10^9 a second; `None` if no time was spent.
 fn per_ns(amount: u64, ns: u64) -> Option<f64> {
     (ns > 0).then(|| amount as f64 / ns as f64)
 }

@@ -1,4 +1,4 @@
-//! What a simulated device waits for: all of it is told, and so what it computes takes as long however long it waits.
+//! Waits of a simulated device: each is reported as idle time, so that its busy time does not depend on its waits.
 
 use super::network_tests::step;
 use crate::config::options::{ExpertProductsChoice, ResidentBuckets};
@@ -8,8 +8,8 @@ use crate::model::presets;
 use crate::optim::moments::Moments;
 use std::path::Path;
 
-/// GPT-OSS-20B on an H200, where gradients lie in a ring. On a slow host its backward pass waits for slots that the optimizer keeps, which once
-/// counted as computing: 322 ms of a step here.
+/// GPT-OSS-20B on an H200, where gradients lie in a ring. On a slow host its backward pass waits for slots held by the optimizer. These
+/// waits once counted as busy time: 322 ms of a step here.
 #[test]
 fn a_device_that_waits_for_slots_is_not_busy() {
     let shape = presets::shape("model", Path::new("gpt-oss-20b")).unwrap();
@@ -36,8 +36,8 @@ fn a_device_that_waits_for_slots_is_not_busy() {
     );
 }
 
-/// Qwen3-30B-A3B on two H200, whose optimizers bind: 2773 ms a step, and 2890 where the workers take the earliest deadline also while drivers wait
-/// for slots (`paper-figures/results/simulated-slots.jsonl`).
+/// Qwen3-30B-A3B on two H200, limited by the optimizers: 2773 ms a step. It takes 2890 ms if the workers follow deadlines only, even while
+/// drivers wait for slots (`paper-figures/results/simulated-slots.jsonl`).
 #[test]
 fn workers_free_the_slots_that_drivers_wait_for() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
