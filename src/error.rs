@@ -1,4 +1,4 @@
-//! One error type: it names the operation, the subject and the cause, in one line.
+//! The error type of the crate. An error names the operation, its subject and the cause, in one line.
 
 pub(crate) mod terminal;
 
@@ -9,61 +9,61 @@ pub(crate) use terminal::printable;
 /// Exit code of a run that was interrupted and can be resumed: EX_TEMPFAIL.
 pub(crate) const EXIT_INTERRUPTED: i32 = 75;
 
-/// Result of everything in this crate that can fail.
+/// Result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong. `Usage` is the person's to mend and exits 2, `Interrupted` exits 75; everything else is the world's and exits 1.
+/// An error. `Usage` errors are corrected by the user and exit with code 2; `Interrupted` exits with 75; all others exit with 1.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A flag, a config key or a combination of them that makes no sense.
+    /// An invalid flag, configuration key or combination of them.
     #[error("{}", printable(.0))]
     Usage(String),
     /// The operating system refused an operation on a file.
     #[error("{operation} {}: {source}", printable(path.display()))]
     Io {
-        /// What was attempted, as a verb: `read`, `write`, `fsync`, `rename`.
+        /// The operation as a verb: `read`, `write`, `fsync`, `rename`.
         operation: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// A file holds something that it must not hold.
+    /// A file with invalid contents.
     #[error("{}: {}", printable(path.display()), printable(cause))]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and where.
+        /// The invalid contents, and their location.
         cause: String,
     },
     /// A model or configuration that this build cannot train.
     #[error("unsupported: {}", printable(.0))]
     Unsupported(String),
-    /// Something does not fit or cannot be had: memory, threads, a device.
+    /// A resource that is not available: memory, threads, a device.
     #[error("{}: {}", printable(operation), printable(cause))]
     Resource {
-        /// What was attempted and on what: `allocate 3.2 GiB of pinned memory for adam m`.
+        /// The operation and its subject: `allocate 3.2 GiB of pinned memory for adam m`.
         operation: String,
-        /// Why it failed.
+        /// Cause of the failure.
         cause: String,
     },
-    /// One of the devices that train together cannot go on, and so none can.
+    /// A rank failed, so the run cannot continue.
     #[error("{name}: {}", printable(cause))]
     Rank {
-        /// Which one: `rank 1`, or `rank 1 (GPU 1)`.
+        /// Name of the rank: `rank 1`, or `rank 1 (GPU 1)`.
         name: String,
-        /// Why.
+        /// Cause of the failure.
         cause: String,
     },
-    /// Somebody asked the program to stop before there was anything to save.
+    /// The program was asked to stop before there was anything to save.
     #[error("interrupted while {0}: nothing was trained")]
     Interrupted(String),
-    /// Something went wrong, and then what was done about it.
+    /// An error, and a second error while handling it.
     #[error("{first}; then {then}")]
     Both {
-        /// What went wrong first.
+        /// The first error.
         first: Box<Error>,
-        /// What went wrong after it.
+        /// The second error.
         then: Box<Error>,
     },
 }
@@ -74,7 +74,7 @@ impl Error {
         Self::Io { operation, path: path.as_ref().to_path_buf(), source }
     }
 
-    /// A `Format` error: `path` holds something wrong.
+    /// A `Format` error: `path` has invalid contents.
     pub fn format(path: impl AsRef<Path>, cause: impl Display) -> Self {
         Self::Format { path: path.as_ref().to_path_buf(), cause: cause.to_string() }
     }
@@ -89,12 +89,12 @@ impl Error {
         Self::Resource { operation: operation.to_string(), cause: cause.to_string() }
     }
 
-    /// This error, after which `then` went wrong as well.
+    /// This error, followed by the error `then`.
     pub fn and(self, then: Self) -> Self {
         Self::Both { first: Box::new(self), then: Box::new(then) }
     }
 
-    /// The process exit code: 2 for usage, that of an interrupted run, 1 for the world.
+    /// The process exit code: 2 for `Usage`, 75 for `Interrupted`, 1 for all others.
     pub fn exit_code(&self) -> i32 {
         match self {
             Self::Usage(_) => 2,

@@ -1,16 +1,17 @@
-//! superoffload trains language models with every parameter trainable, the matrix work on the device and the optimizer
-//! on the CPU, and speculates exactly: the weights and moments are the bits of the synchronous step.
+//! superoffload trains all parameters of a language model. The device runs the matrix products, and the CPU runs the optimizer. The
+//! optimizer steps speculatively, before the gradient norm is known, and the results are exact: weights and moments are bit-identical to
+//! those of synchronous steps.
 //!
-//! The device is the CPU, which specifies every kernel's result, or a GPU (feature `cuda`), whose libraries are opened at run
-//! time: one binary runs with and without.
+//! The device is a GPU (feature `cuda`), or the CPU, which specifies every kernel's result. NVIDIA's libraries are opened at run time, so
+//! one binary runs with and without them.
 //!
-//! # The face
+//! # Public API
 //!
-//! Training from data to a finished model, each command as a function: [`view_data()`] and [`prepare()`] before a run, [`plan()`] without
-//! one, [`train()`], and [`digest`], [`export`] and [`report`] of what it wrote. [`TrainOptions`] is what can be asked of a run, and
-//! [`Settings`] what that means; [`ExportOptions`] are those of an export. An [`Observer`] of a run hears its [`Plan`] and [`RunFacts`],
-//! the [`StepMetrics`] of every step and an [`Alarm`] when threads stand still; a [`StopFlag`] ends it early, and a [`Summary`] says how
-//! it ended. All fail with an [`Error`] in a [`Result`]. What measures machines and steps is the program's alone.
+//! Each command is a function: [`view_data()`] and [`prepare()`] before a run, [`plan()`] without a run, [`train()`], and [`digest`],
+//! [`export`] and [`report`] on the files of a run. [`TrainOptions`] are the options of a run, and [`Settings`] their resolved values;
+//! [`ExportOptions`] are the options of an export. An [`Observer`] of a run receives its [`Plan`] and [`RunFacts`], the [`StepMetrics`] of
+//! every step, and an [`Alarm`] when threads stall. A [`StopFlag`] ends a run early, and a [`Summary`] describes its end. Errors are an
+//! [`Error`] in a [`Result`]. The commands that measure machines and steps are available in the program only.
 //!
 //! ```no_run
 //! use superoffload::{Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
@@ -44,23 +45,24 @@
 //!
 //! # Inside
 //!
-//! `train` turns `config` into a [`Plan`], which `planner` fits into memory, and runs steps. A step is the `engine` enqueuing the
-//! `model`'s passes on a `device` while `engine::coordinator`, a pure state machine, decides which `bucket` is copied, stepped by the
-//! `host`'s pool with the kernels of `optim`, redone, or restored. `checkpoint` keeps all of it; ARCHITECTURE.md walks through one step.
+//! `train` resolves `config` into a [`Plan`], which `planner` fits into memory, and runs steps. In a step, the `engine` enqueues the
+//! `model`'s passes on a `device`. Meanwhile `engine::coordinator`, a pure state machine, decides which `bucket` is copied, stepped, redone
+//! or restored. The `host`'s pool runs the kernels of `optim`. `checkpoint` saves and restores the state; ARCHITECTURE.md walks through one
+//! step.
 //!
-//! Unsafe code is denied; these modules allow it, each with a reason on every block, because they hand memory to other
-//! threads, to vector instructions or to the GPU: `device::cpu`, `device::cuda`, `host::pages`, `host::pinned`,
-//! `host::pool`, `engine::step_job`, `optim::simd`; these make jobs, and say why the memory is theirs: `engine::hops`, `probe`; and
-//! `launch::open` makes devices and promises that their streams are ordered. `data::sandbox::process` forks.
+//! Unsafe code is denied by default. These modules allow it, with a reason on every block. `device::cpu`, `device::cuda`, `host::pages`,
+//! `host::pinned`, `host::pool`, `engine::step_job` and `optim::simd` pass memory to other threads, to vector instructions or to the GPU.
+//! `engine::hops` and `probe` create jobs and guarantee their exclusive access to memory. `launch::open` creates devices and guarantees
+//! that their streams are ordered. `data::sandbox::process` forks.
 
-// What is `pub` can be reached from the face or the hidden door, so that the compiler says what nobody reaches.
+// `pub` is reserved for the public API and `internals`, so that the compiler reports unreachable items.
 #![warn(unreachable_pub)]
-// `missing_docs` asks for words on what is behind the door, too; tests/style.rs asks for those on the face.
+// `missing_docs` would also require docs in `internals`; tests/style.rs requires them for the public API.
 #![allow(missing_docs)]
-// Docs of what is behind the door link to their neighbours, for `cargo doc --document-private-items`.
+// Docs of internal modules link to private items, for `cargo doc --document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
-// Tests of the library include some of the program's.
+// Tests of the library include some tests of the program.
 #[cfg(test)]
 extern crate self as superoffload;
 

@@ -1,45 +1,45 @@
-//! Words for memory that every floor shares: the space it lies in, whose the device's is, and what the device reaches of the host's.
+//! Types for memory that all modules share: memory spaces, the device's memory, rings, and the device's access to host memory.
 
 use std::fmt;
 
-/// The memory space that something lies in.
+/// The memory space of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemorySpace {
     Device,
-    /// In host memory.
+    /// Host memory.
     Host,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceMemory {
-    /// The host's: that of the CPU device, and of GPUs with one memory for both.
+    /// The host's memory, as for the CPU device, and for GPUs that share one memory with the host.
     Shared,
     Own {
         /// Free bytes.
         bytes: u64,
-        /// What it sees of the host's.
+        /// The device's access to host memory.
         addressing: Addressing,
     },
 }
 
-/// Memory that repeats: below `ringed_elems`, elements whose distance is a multiple of `period_elems` are one.
+/// Shape of a ring: below `ringed_elems`, elements at a distance of a multiple of `period_elems` are the same memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingShape {
-    /// Where the ring ends; elements from there on are their own.
+    /// End of the ring; later elements are ordinary memory.
     pub ringed_elems: usize,
-    /// Elements that exist of the ring.
+    /// Elements of physical memory in the ring.
     pub period_elems: usize,
 }
 
-/// What a device's kernels reach of the host's memory by the host's own addresses.
+/// Access of a device's kernels to host memory by the host's own addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Addressing {
-    /// Nothing that both may use at the same time.
+    /// No memory that both can use at the same time.
     Separate,
-    /// Managed memory: two page tables that agree, and pages that move.
+    /// Managed memory: both have page tables for the same addresses, and pages migrate.
     Managed,
-    /// All of it: the device walks the host's page tables (GH200).
+    /// All host memory: the device uses the host's page tables (GH200).
     #[serde(rename = "shared")]
     Coherent,
 }

@@ -1,6 +1,6 @@
-//! Signals: one that asks to stop has a checkpoint written at the next step boundary. A second one ends the process at once, but only a second
-//! after the first one: launchers and schedulers send the same request twice within a moment. A file that may not grow is an error of the
-//! write, not the end of the process.
+//! Signals. A stop signal makes the run write a checkpoint at the next step boundary and end. A second stop signal ends the process at
+//! once, but only if it arrives at least one second after the first: launchers and schedulers send the same request twice within moments. A
+//! file that exceeds the size limit is a write error and does not end the process.
 
 use crate::error::{Error, Result};
 use clap::ValueEnum;
@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Signals within this time after the first one are the same request.
+/// Signals within this time after the first one belong to the same request.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// A signal that may ask a run to stop.
+/// A signal that can stop a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 pub enum StopSignal {
     /// What schedulers, containers and `kill` send.
@@ -47,7 +47,7 @@ pub enum StopSignal {
 }
 
 impl StopSignal {
-    /// Those that stop a run unless somebody names others: all.
+    /// All signals, the default of a run.
     pub const ALL: [Self; 6] = [Self::Term, Self::Int, Self::Hup, Self::Usr1, Self::Usr2, Self::Xcpu];
 
     fn number(self) -> i32 {
@@ -61,14 +61,16 @@ impl StopSignal {
         }
     }
 
-    /// Whether it is a warning of a batch system. It never ends the process at once, and the request that follows it, with time to save, is a
-    /// first one: the kernel repeats XCPU every second, and Slurm sends TERM at the time limit of which USR1 has warned.
+    /// Whether the signal is a warning of a batch system. A warning never ends the process at once, and does not count as the first of two
+    /// signals: the kernel repeats XCPU every second, and Slurm sends TERM at the time limit that USR1 announced, and leaves time to save
+    /// after it.
     fn is_warning(self) -> bool {
         matches!(self, Self::Usr1 | Self::Usr2 | Self::Xcpu)
     }
 }
 
-/// Whether somebody asked the run to stop: a signal, or another process of the run. The second does not count as the first of two signals.
+/// Whether the run was asked to stop, by a signal or by another process of the run. A request of another process does not count as the
+/// first of two signals.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag {
     signalled: Arc<AtomicBool>,
@@ -76,10 +78,10 @@ pub struct StopFlag {
 }
 
 impl StopFlag {
-    /// Listens from now on for these signals. A hang-up that was ignored at the start (`nohup`) stays ignored.
+    /// Handles `signals` from now on. A hang-up that was ignored at the start (`nohup`) stays ignored.
     ///
     /// # Errors
-    /// `Resource` when the system refuses the handlers, or the thread that waits out the time between two signals.
+    /// `Resource` when the system refuses the handlers, or the thread that measures the time between two signals.
     pub fn on_signals(signals: &[StopSignal]) -> Result<Self> {
         let stop = Self::default();
         let wanted = signals.iter().filter(|signal| **signal != StopSignal::Hup || !is_ignored(SIGHUP));
@@ -101,18 +103,18 @@ impl StopFlag {
         thread::Builder::new().name("signals".into()).spawn(move || after_grace(begun, &is_late)).map(drop)
     }
 
-    /// Asks to stop.
+    /// Requests a stop.
     pub(crate) fn ask(&self) {
         self.asked.store(true, Ordering::Relaxed);
     }
 
-    /// Whether to stop.
+    /// Whether a stop was requested.
     pub(crate) fn is_set(&self) -> bool {
         self.signalled.load(Ordering::Relaxed) || self.asked.load(Ordering::Relaxed)
     }
 }
 
-/// Sets `is_late` once the grace after the first signal is over, of which `begun` gets a byte.
+/// Sets `is_late` after the grace period, which begins when a byte arrives at `begun`.
 fn after_grace(mut begun: UnixStream, is_late: &AtomicBool) {
     if begun.read_exact(&mut [0]).is_ok() {
         thread::sleep(GRACE);
@@ -120,8 +122,8 @@ fn after_grace(mut begun: UnixStream, is_late: &AtomicBool) {
     }
 }
 
-/// From now on a write beyond the file size limit (`ulimit -f`) fails as EFBIG instead of ending the process without a word: a
-/// handler that does nothing serves like ignoring the signal, which takes unsafe code.
+/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG instead of ending the process. It installs a handler that does
+/// nothing, since ignoring the signal would take unsafe code.
 ///
 /// # Errors
 /// `Resource` when the system refuses the handler.
@@ -129,7 +131,7 @@ pub(crate) fn outlive_file_size_limit() -> Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(|_| ()).map_err(|e| Error::resource("listen for signals", e))
 }
 
-/// Whether the process ignores `signal`, as the kernel says; if it does not say, no.
+/// Whether the process ignores `signal`, as the kernel reports it; false if it does not.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -1,7 +1,7 @@
-//! Where threads meet: the atomics, cells and threads of the doorbell, the pool and the CPU device's streams.
+//! Synchronization primitives: the atomics, cells and threads of the doorbell, the pool and the CPU device's streams.
 //!
-//! Plainly `std`'s. Under `--cfg loom` they are loom's, which runs a test once for every order that the memory model allows
-//! (`tests/threads/loom.sh`), so that what it explores is this code and no copy of it.
+//! They are those of `std`. Under `--cfg loom` they are loom's, which runs a test once for every order that the memory model allows
+//! (`tests/threads/loom.sh`), so that loom explores the production code and not a copy.
 
 #[cfg(not(loom))]
 pub(crate) use self::plain::UnsafeCell;
@@ -22,7 +22,7 @@ pub(crate) use loom::{
 
 #[cfg(not(loom))]
 mod plain {
-    /// `std`'s cell behind loom's interface: a pointer is good for one call, so that loom sees when a cell is used.
+    /// The cell of `std` with loom's interface: a pointer is valid for one call, so that loom sees each use of a cell.
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 
     impl<T> UnsafeCell<T> {
@@ -30,12 +30,12 @@ mod plain {
             Self(std::cell::UnsafeCell::new(value))
         }
 
-        /// Lets `read` read what the pointer shows.
+        /// Calls `read` with a pointer to the value.
         pub(crate) fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
             read(self.0.get())
         }
 
-        /// Lets `write` write it.
+        /// Calls `write` with a pointer to the value.
         pub(crate) fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
             write(self.0.get())
         }
@@ -46,7 +46,7 @@ mod plain {
 mod explored {
     use loom::sync::atomic::{AtomicBool, Ordering};
 
-    /// Loom has none. A reader sees the value only after it was set, in loom's order of things.
+    /// A replacement, since loom has none. Readers see the value only after it was set in loom's order.
     pub(crate) struct OnceLock<T> {
         value: std::sync::OnceLock<T>,
         is_set: AtomicBool,

@@ -1,7 +1,7 @@
-//! Spans of time, one recorder per thread or stream, written at the end as a Chrome/Perfetto trace.
+//! Spans of time, with one recorder for each thread or stream, written at the end as a Chrome/Perfetto trace.
 //!
-//! A recorder belongs to one thread, has room from the start and never grows: recording takes no lock and no memory. What is recorded last stays,
-//! so that a timeline shows steps, however much ran before the first one.
+//! A recorder belongs to one thread. Its memory is allocated at the start and never grows, so recording takes no lock. When it is full, new
+//! spans replace the oldest, so that a timeline shows the last steps.
 
 pub(crate) mod file;
 
@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::time::Instant;
 
-/// Spans kept in all, and on one track.
+/// Largest number of spans in all, and on one track.
 const SPANS_ALL: usize = 1 << 20;
 const SPANS_MAX: usize = 1 << 16;
 
@@ -19,18 +19,18 @@ pub(crate) fn spans_per_track(tracks: usize) -> usize {
     (SPANS_ALL / tracks.max(1)).min(SPANS_MAX)
 }
 
-/// The one clock of a trace: nanoseconds since the first call in this process.
+/// The clock of all traces: nanoseconds since the first call in this process.
 pub(crate) fn now_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// What a driver's track calls a step.
+/// Name of a step on a driver's track.
 pub(crate) const STEP_SPAN: &str = "step";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
-    /// What ran: a kernel's or a protocol step's name.
+    /// Name of the kernel or protocol step.
     pub name: &'static str,
     /// Bucket, layer or step; `u32::MAX` when there is none.
     pub index: u32,
@@ -49,23 +49,23 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// A recorder with room for `room` spans. The memory is touched now, so that a run does not grow while it records.
+    /// A recorder with room for `room` spans. The memory is touched now, so that the resident set does not grow during a run.
     pub fn new(track: impl Into<String>, room: usize) -> Self {
         let mut spans = VecDeque::from(vec![Span::default(); room]);
         spans.clear();
         Self { track: track.into(), room, spans, dropped: 0 }
     }
 
-    /// Records what ran from `start_ns` until now.
+    /// Records a span from `start_ns` until now.
     pub fn span(&mut self, name: &'static str, index: u32, start_ns: u64) {
         self.past_span(name, index, start_ns, now_ns().saturating_sub(start_ns));
     }
 
-    /// Records what ran on another clock, brought to this one.
+    /// Records a span with times converted from another clock.
     pub(crate) fn past_span(&mut self, name: &'static str, index: u32, start_ns: u64, duration_ns: u64) {
         if self.spans.len() == self.room {
             self.dropped += 1;
-            // Without any room there is none to make.
+            // A recorder without room drops every span.
             if self.spans.pop_front().is_none() {
                 return;
             }
@@ -79,18 +79,18 @@ impl Recorder {
         self.dropped += 1;
     }
 
-    /// Spans that were not kept.
+    /// Spans that were dropped.
     pub(crate) fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// What was recorded last, in order.
+    /// The spans that were recorded last, in order.
     pub fn spans(&self) -> &VecDeque<Span> {
         &self.spans
     }
 }
 
-/// What every timeline begins with, and nothing else: by this a file is known as one of ours.
+/// First bytes of every timeline; they identify a file as a timeline of this program.
 pub(super) const HEAD: &str = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
 
 /// Writes the tracks as a Chrome trace (open it in ui.perfetto.dev).

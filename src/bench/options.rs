@@ -66,7 +66,8 @@ impl StepOptions {
     }
 }
 
-/// Largest number of timed steps: the record holds the time of each, in memory that is allocated before the first step.
+/// Largest number of warm-up or timed steps: the record holds the time of each timed step, in memory that is allocated before the first
+/// one.
 const STEPS_MAX: u64 = 100_000;
 
 /// Options of `train` that have no effect in a benchmark.

@@ -72,6 +72,7 @@ impl StepBench {
 
     /// Runs the benchmark; `log` receives progress lines. With several processes, only process 0 returns the record. `last_resort` ends a
     /// process that hangs.
+    ///
     /// # Errors
     /// `Usage`, `Resource` or `Io` for options, devices, memory and files; the failure that ended another process.
     pub(crate) fn run(&self, last_resort: Option<LastResort>, log: &mut dyn FnMut(&dyn Display)) -> Result<Option<StepRecord>> {
@@ -272,9 +273,9 @@ mod tests {
             // The last buckets of a step may be counted in the next step's report: over five steps, at most one step's worth.
             assert!((per_param - expected).abs() <= expected / 5.0, "{section}.{key}: {per_param}");
         }
-        // Bytes a parameter in fp32: 32 for a synchronous step, 36 for a deferred step (28 for a commit and 20 for a speculation alone), 20
-        // for the first speculation. The first speculation of the step before the timed steps may be counted late, for at most one in five
-        // parameters.
+        // Bytes a parameter in fp32: 32 for a synchronous step; 36 for a deferred step in one pass, or 28 for its commit and 20 for its
+        // speculation in two passes; 20 for the first speculation. The first speculation of the step before the timed steps may be counted
+        // late, for at most one in five parameters.
         let bytes_per_param = number("adam", "busy_gb_per_s") / number("adam", "busy_gparams_per_s");
         assert!((26.3..48.1).contains(&bytes_per_param), "{bytes_per_param}");
         assert!((0.0..=1.0).contains(&number("exposed", "device_busy_share")));

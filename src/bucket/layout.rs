@@ -50,8 +50,8 @@ impl BucketLayout {
         Self { resident: resident.min(self.count()), ..self.clone() }
     }
 
-    /// This layout with early buckets: offloaded buckets in the flat range `table`, nearly all of whose gradient is final long before the
-    /// rest.
+    /// This layout with early buckets: the offloaded buckets in the flat range `table`. Nearly all of their gradient is final long before
+    /// the rest.
     pub(crate) fn with_early(&self, table: Range<usize>) -> Self {
         let early = table.start.div_ceil(self.bucket_elems)..self.complete(table.end);
         Self { early, ..self.clone() }

@@ -1,4 +1,4 @@
-//! Where a timeline goes.
+//! The file of a timeline.
 
 use super::{HEAD, Recorder, write_chrome};
 use crate::disk::{Dir, OwnMark, OwnedName, ResultFile, ResultKind};
@@ -11,20 +11,20 @@ const TIMELINE: ResultKind = ResultKind { name: "timeline", head: HEAD, flag: "-
 /// The timeline of a run in its output directory.
 pub(crate) const TRACE: OwnedName = OwnedName { pattern: "trace.json", kind: TIMELINE.name, mark: OwnMark::Head(HEAD) };
 
-/// A place that was found fit for a timeline.
+/// A path at which a timeline can be written.
 #[derive(Debug)]
 pub(crate) struct TraceFile(ResultFile);
 
 impl TraceFile {
-    /// The place `path`; nothing is written yet.
+    /// Checks `path`; nothing is written yet.
     ///
     /// # Errors
-    /// `Usage` when something is there that is not a timeline of this program; `Io` when it cannot be written.
+    /// `Usage` when a file is there that is not a timeline of this program; `Io` when it cannot be written.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         ResultFile::open(path, &TIMELINE).map(Self)
     }
 
-    /// The place `name` in `dir`.
+    /// Checks the path `name` in `dir`.
     pub(crate) fn in_dir(dir: Dir, name: OsString) -> Result<Self> {
         ResultFile::in_dir(dir, name, &TIMELINE).map(Self)
     }
@@ -33,7 +33,7 @@ impl TraceFile {
         self.0.path()
     }
 
-    /// Whether a timeline is there: this run's, or an earlier one's.
+    /// Whether a timeline exists, of this run or an earlier one.
     ///
     /// # Errors
     /// `Io` when the directory cannot be read.
@@ -41,10 +41,10 @@ impl TraceFile {
         self.0.exists()
     }
 
-    /// Writes the tracks. Returns how many spans made room for later ones.
+    /// Writes the tracks. Returns the number of dropped spans.
     ///
     /// # Errors
-    /// As [`TraceFile::open`], for what has taken the place since.
+    /// As [`TraceFile::open`], for a file that was created there since.
     pub(crate) fn write(&self, tracks: &[Recorder]) -> Result<u64> {
         self.0.write(|out| write_chrome(out, tracks))?;
         Ok(tracks.iter().map(Recorder::dropped).sum())
@@ -91,7 +91,7 @@ mod tests {
             let refused = TraceFile::open(&path(name)).unwrap_err();
             assert!(refused.exit_code() == 2 && refused.to_string().contains(&format!("{name}: not a timeline")), "{refused}");
         }
-        // And what took the place after the check is left alone, too.
+        // A file that was created after the check is kept as well.
         let trace = TraceFile::open(&path("late")).unwrap();
         fs::write(path("late"), "mine").unwrap();
         trace.write(&tracks()).unwrap_err();
