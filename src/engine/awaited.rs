@@ -1,4 +1,4 @@
-//! Derives the peers that a rank waits for, from its driver's current activity and the shared progress counters.
+//! Derives the peers that a rank waits for, from its driver's current activity and the shared progress counters ([`Board`]).
 
 use super::order::Order;
 use super::vitals::Doing;

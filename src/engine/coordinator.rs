@@ -1,6 +1,8 @@
 //! The step protocol as a pure state machine: events in, commands out. It has no clock, no thread and no tensor memory.
 //!
-//! README.md beside this file draws the phases of a bucket in a step; `law.rs` is the same diagram as a table.
+//! A *hop* is an asynchronous operation on a bucket, such as a copy or an optimizer job (`route.rs`). The *verdict* on a step follows from
+//! its gradient norm: commit, clip or skip (`verdict.rs`). README.md beside this file draws the phases of a bucket in a step; `law.rs` is
+//! the same diagram as a table.
 //!
 //! A bucket is `Settled` when the device holds its final parameters of the step, or will hold them after a copy that is already enqueued.
 //! Only then may the next forward pass wait for that copy and proceed.

@@ -1,6 +1,6 @@
-//! Exchange between ranks: gradients are summed over the shares of a step, and each rank receives new weights from their owners. The driver
-//! calls these methods in its loop and from `pump`. Methods poll, unless their documentation says that they wait. [`Alone`] is the
-//! implementation for one device, `pulls.rs` for several ranks.
+//! Exchange between ranks: gradients are summed over the gradient shares of a step (parts of its micro-batches, `--gradient-shares`), and
+//! each rank receives new weights from their owners. The driver calls these methods in its loop and from `pump`. Methods poll, unless their
+//! documentation says that they wait. [`Alone`] is the implementation for one device, `pulls.rs` for several ranks.
 
 use super::bounce::Sides;
 use super::hall::RankMemory;
@@ -268,7 +268,7 @@ pub(crate) trait Exchange<D: Kernels> {
         error
     }
 
-    /// The state of this rank's driver (`vitals`) and of all other ranks, for the watchdog.
+    /// The driver states of the local ranks, including this rank's `vitals`, and the progress counters, for the watchdog.
     fn watched(&self, vitals: Arc<Vitals>) -> Watched {
         Watched::alone(vitals)
     }

@@ -197,7 +197,7 @@ impl<D: Kernels> Engine<D> {
         self.dev.product_algorithms()
     }
 
-    /// The driver states of all ranks, for a watchdog.
+    /// The driver states of the local ranks, and the progress counters, for a watchdog.
     pub fn watched(&self) -> Watched {
         self.exchange.watched(self.vitals.clone())
     }

@@ -1,4 +1,5 @@
-//! Starts the hops that the coordinator commands, and reports their completion to it. The driver blocks only in `block_until`.
+//! Starts the hops that the coordinator commands, and reports their completion to it. `block_until` is the event loop in which the driver
+//! waits.
 #![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};

@@ -1,13 +1,14 @@
-//! Exchange between several ranks: each rank publishes its recorded events in the progress counters, and its peers copy from its memory.
-//! Gradients of ranks of other processes arrive by [`Sockets`] or [`Rails`]. So do weights: a rank exchanges them with its *inter-node
-//! peers*, the ranks with the same local index in other processes, and *relays* them to the other local ranks, which pull them from it.
+//! Exchange between several ranks: each rank publishes its recorded events in the progress counters ([`Board`]), and its peers copy from
+//! its memory. Gradients of ranks of other processes arrive by [`Sockets`] (TCP) or [`Rails`] (NCCL). So do weights: a rank exchanges them
+//! with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the other local ranks, which
+//! pull them from it.
 //!
 //! If the local ranks compute a whole group of shares in each round, its sum is computed within the process first: each rank pulls the
 //! slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the process,
 //! to the inter-node peers.
 //!
-//! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect, so a rank publishes an event after
-//! recording it, and only then may its peers enqueue a wait.
+//! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect. So a rank records an event before it
+//! publishes it, and its peers enqueue a wait only afterwards.
 
 use super::bounce::Sides;
 use super::exchange::{Exchange, Order, Words};

@@ -151,7 +151,7 @@ impl<D: Kernels> Engine<D> {
         self.validate(learning_rate)
     }
 
-    /// Enqueues the forward pass of all modules but the head. Weights change between steps only, so `first` is true for the first
+    /// Enqueues the forward pass of all modules but the head. Weights change between steps only: `first` must be true for the first
     /// micro-batch of a step or evaluation.
     pub(super) fn forward_modules(&mut self, first: bool) -> Result<()> {
         if let Some(flow) = self.flow.as_mut().filter(|_| first) {

@@ -155,7 +155,7 @@ pub(crate) struct Vitals {
     recorded: AtomicU64,
     /// The last event of each bucket.
     buckets: Box<[AtomicU64]>,
-    /// By stream, the first pending hop that the driver waits for, counted from 1, with its bucket; 0 means none.
+    /// By stream, the first pending hop that the driver waits for (its number plus 1) and its bucket; 0 means none.
     streams: [AtomicU64; Stream::WITH_PEERS.len()],
     bell: Arc<Doorbell>,
     pub workers: Arc<Pulse>,

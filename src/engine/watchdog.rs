@@ -1,6 +1,6 @@
-//! A thread that detects stalls. It names an optimizer worker that stands still. If no driver makes progress, it ends the run with a report
-//! of all pending waits, of all ranks if there are several. It reads published state ([`Vitals`], the progress counters); no other thread
-//! ever waits for it.
+//! A thread that detects stalls. It names an optimizer worker that makes no progress. If no driver makes progress, it reports all pending
+//! waits, of all ranks if there are several, and the run ends. It reads published state ([`Vitals`], the progress counters); no other
+//! thread ever waits for it.
 //!
 //! With several processes, each watches its own ranks. A driver that waits for other processes to complete an order makes no progress of
 //! its own, but this is not a stall: those processes watch themselves, and the connection detects a process that dies or stops responding.
@@ -81,7 +81,7 @@ impl Watched {
 /// A report of the watchdog.
 #[derive(Debug)]
 pub enum Alarm {
-    /// An optimizer worker stands still; the run may continue.
+    /// An optimizer worker makes no progress; the run may continue.
     Worker(String),
     /// Another process takes long to complete an order; the run waits as long as that process lives.
     Process(String),
@@ -247,7 +247,7 @@ impl Watch {
     }
 }
 
-/// The bucket of `worker`, if the worker has stood still for exactly `limit` polls.
+/// The bucket of `worker`, if the worker has made no progress for exactly `limit` polls.
 fn stands_still(vitals: &Vitals, worker: usize, still: &mut Still, limit: u32) -> Option<u64> {
     let pulse = &vitals.workers;
     let Some((job, bucket)) = pulse.owes(worker) else {
