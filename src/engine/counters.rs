@@ -36,9 +36,9 @@ amounts! {
     /// Amounts since the start of the engine, or between two reports. Work is counted when it is issued, not when it is complete.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
     pub struct Counters {
-        /// Bytes of gradients, or of paged states, sent to host memory.
+        /// Bytes of gradients, paged states and gradient sums sent to host memory.
         pub d2h_bytes: u64,
-        /// Bytes of parameters, or of paged states, sent to the device.
+        /// Bytes of weights, paged states and gradient sums sent to the device.
         pub h2d_bytes: u64,
         /// Parameters stepped by the optimizer's pool; a redone or restored bucket counts again.
         pub adam_elems: u64,

@@ -19,7 +19,7 @@ pub(crate) struct Outcome {
     pub(crate) speed: Speed,
     /// Idle time of the device.
     pub(crate) exposed: ExposedTime,
-    /// Copies of gradients to the host and parameters to the device.
+    /// Traffic of the host link, mostly gradients to the host and weights to the device.
     pub link: Link,
     pub adam: AdamOutcome,
     pub(crate) verdicts: Verdicts,
@@ -111,20 +111,20 @@ pub(crate) struct ExposedTime {
     pub(crate) device_busy_share: f64,
 }
 
-/// Bytes over the link in a mean step. Busy rates need a timeline (`--trace`).
+/// Traffic of the host link in a mean step: gradients, weights, paged states and gradient sums. Busy rates need a timeline (`--trace`).
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Link {
-    /// Bytes of gradients a step.
+    /// Bytes sent to the host a step.
     pub d2h_bytes: f64,
-    /// Bytes of parameters a step.
+    /// Bytes sent to the device a step.
     pub h2d_bytes: f64,
-    /// Gradients over wall time.
+    /// `d2h_bytes` over wall time.
     pub(crate) d2h_gb_per_s: f64,
-    /// Parameters over wall time.
+    /// `h2d_bytes` over wall time.
     pub(crate) h2d_gb_per_s: f64,
-    /// Gradients over the time in which they were copied.
+    /// `d2h_bytes` over the time of copies to the host.
     pub(crate) d2h_busy_gb_per_s: Option<f64>,
-    /// Parameters over the time in which they were copied.
+    /// `h2d_bytes` over the time of copies to the device.
     pub(crate) h2d_busy_gb_per_s: Option<f64>,
 }
 
