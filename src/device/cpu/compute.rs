@@ -1,4 +1,4 @@
-//! What kernels run on and reach: the compute threads and the device's memory, for tasks of the compute stream.
+//! The compute threads and the device's memory, as tasks of the compute stream access them.
 #![allow(unsafe_code)]
 
 use super::kernels::Compute;
@@ -7,14 +7,14 @@ use crate::device::DeviceSlice;
 use crate::error::Result;
 use std::ptr::NonNull;
 
-/// Owns what kernels run on. A device that holds one must end its streams before it drops it.
+/// Owner of the [`Compute`]. A device must end its streams before it drops its `ComputeOwner`.
 pub(crate) struct ComputeOwner {
     pub(super) compute: NonNull<Compute>,
     isa: KernelIsa,
     threads: usize,
 }
 
-// SAFETY: it owns the `Compute`, which may go to another thread.
+// SAFETY: a `ComputeOwner` is the only owner of its `Compute`, which may move to another thread.
 unsafe impl Send for ComputeOwner {}
 
 impl ComputeOwner {
@@ -44,39 +44,39 @@ impl Drop for ComputeOwner {
     }
 }
 
-/// How a task of the compute stream reaches the [`Compute`].
+/// A pointer to the [`Compute`] for tasks of the compute stream.
 #[derive(Clone, Copy)]
 pub(super) struct ComputeRef(pub(super) NonNull<Compute>);
 
-// SAFETY: only tasks of the compute stream follow it, one at a time.
+// SAFETY: only tasks of the compute stream dereference the pointer, one at a time.
 unsafe impl Send for ComputeRef {}
 
 impl ComputeRef {
     /// # Safety
-    /// Only inside a task of the compute stream, and not twice there.
+    /// Call this only inside a task of the compute stream, and at most once in each task.
     pub(super) unsafe fn get<'a>(self) -> &'a mut Compute {
-        // SAFETY: the device outlives its streams' tasks, and those of one stream run one after the other.
+        // SAFETY: the device outlives the tasks of its streams, and the tasks of one stream run one after the other.
         unsafe { &mut *self.0.as_ptr() }
     }
 }
 
-/// The memory behind `s`, to read. Only inside a task.
+/// The memory of `s` for reading. Call this only inside a task.
 ///
 /// # Safety
-/// `s` came from this process's CPU device, which is alive, and no other task writes it now: the streams' order and
-/// events see to that.
+/// `s` came from this process's CPU device, the device is alive, and no other task writes the memory at the same time. Stream order and
+/// events ensure the last condition.
 pub(super) unsafe fn view<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a [T] {
     assert_eq!(size_of::<T>(), s.dtype().bytes());
-    // SAFETY: the caller's promise; the address is aligned because allocations and slices are.
+    // SAFETY: the caller upholds the contract; the address is aligned because allocations and slices are aligned.
     unsafe { std::slice::from_raw_parts(s.addr() as *const T, s.elems()) }
 }
 
-/// The memory behind `s`, to write. Only inside a task.
+/// The memory of `s` for writing. Call this only inside a task.
 ///
 /// # Safety
-/// As [`view`], and no other task reads or writes it now.
+/// The conditions of [`view`], and no other task reads or writes the memory at the same time.
 pub(super) unsafe fn view_mut<'a, T: bytemuck::Pod>(s: DeviceSlice) -> &'a mut [T] {
     assert_eq!(size_of::<T>(), s.dtype().bytes());
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds the contract.
     unsafe { std::slice::from_raw_parts_mut(s.addr() as *mut T, s.elems()) }
 }

@@ -1,4 +1,4 @@
-//! The queue of a stream of the CPU device in every order that the memory model allows, by loom: `tests/threads/loom.sh`.
+//! Loom models of the CPU device's stream queue: they run it in every order that the memory model allows. Run with `tests/threads/loom.sh`.
 
 use super::stream::{Op, OpQueue, Point, QUEUE_OPS};
 use crate::host::doorbell::Doorbell;

@@ -1,4 +1,4 @@
-//! How a kernel reaches the CPU's compute threads: in its float format, with its operands lent to it.
+//! Launch of a kernel on the CPU's compute threads: selects its float format and lends it its operands.
 
 use super::CpuDevice;
 use super::compute::{ComputeRef, view, view_mut};
@@ -8,10 +8,10 @@ use crate::dtype::Element;
 use crate::error::Result;
 use std::cell::Cell;
 
-/// The operands of one kernel, seen from inside its task.
+/// The operands of one kernel, as its task accesses them.
 pub(super) struct TaskMemory<'a> {
     operands: &'a [Operand],
-    /// A bit for each operand that has been lent to be written.
+    /// One bit for each operand that has been lent for writing.
     lent: Cell<u32>,
 }
 
@@ -19,33 +19,33 @@ impl<'a> TaskMemory<'a> {
     /// An operand that the kernel reads.
     ///
     /// # Panics
-    /// If the kernel has not declared it, or writes it.
+    /// If the kernel has not declared the operand, or writes it.
     pub(super) fn read<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a [T] {
         assert!(self.find(slice, false).is_some() && self.find(slice, true).is_none(), "an operand that is read");
-        // SAFETY: a `TaskMemory` is made in the task of a checked kernel: the device owns the operands, none of them overlaps one that is written,
-        // and the streams' order keeps other tasks away.
+        // SAFETY: a `TaskMemory` is made in the task of a checked kernel: the device owns the operands, none of them overlaps a written
+        // operand, and the order of the streams keeps other tasks away.
         unsafe { view(slice) }
     }
 
     /// An operand that the kernel writes.
     ///
     /// # Panics
-    /// If the kernel has not declared it, or it was lent before.
+    /// If the kernel has not declared the operand, or if it was lent before.
     pub(super) fn write<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a mut [T] {
         let index = self.find(slice, true).expect("an operand that is written");
         let lent = self.lent.replace(self.lent.get() | 1 << index);
         assert!(lent >> index & 1 == 0, "an operand that is written is lent once");
-        // SAFETY: as above; it overlaps no other operand, and nobody else has it.
+        // SAFETY: as above; the operand overlaps no other operand, and it is lent only once.
         unsafe { view_mut(slice) }
     }
 
-    /// An operand that a part of the kernel has written.
+    /// An operand that an earlier part of the kernel has written.
     ///
     /// # Panics
-    /// If the kernel does not write it.
+    /// If the kernel does not write the operand.
     pub(super) fn written<T: bytemuck::Pod>(&self, slice: DeviceSlice) -> &'a [T] {
         assert!(self.find(slice, true).is_some(), "an operand that is written");
-        // SAFETY: as above; whoever wrote it has returned, and a kernel keeps nothing that it was lent.
+        // SAFETY: as above; the part of the kernel that wrote the operand has returned, and a kernel does not keep its operands.
         unsafe { view(slice) }
     }
 
@@ -55,7 +55,7 @@ impl<'a> TaskMemory<'a> {
     }
 }
 
-/// A kernel's arithmetic on the CPU in one float format; the rest of what it is given has a format of its own.
+/// A kernel's arithmetic on the CPU in one float format; operands with a fixed format keep theirs.
 pub(super) trait CpuArithmetic: Kernel {
     fn run<T: Element>(self, cx: &mut Compute, memory: &TaskMemory<'_>);
 }
@@ -89,7 +89,7 @@ impl<K: CpuArithmetic> Launch<K> for CpuDevice {
 }
 
 impl CpuDevice {
-    /// Enqueues a kernel on the compute stream, whose tasks have the compute threads.
+    /// Enqueues a kernel on the compute stream, whose tasks may use the compute threads.
     pub(super) fn compute<K, F>(&mut self, kernel: Checked<K>, run: F) -> Result<()>
     where
         K: Kernel,
@@ -97,11 +97,11 @@ impl CpuDevice {
     {
         assert_eq!(kernel.stream(), Stream::Compute, "the compute threads belong to the compute stream");
         let compute = ComputeRef(self.compute.compute);
-        // SAFETY: this is a task of the compute stream, and follows the reference once.
+        // SAFETY: this is a task of the compute stream, and it dereferences the pointer once.
         self.beside(kernel, move |kernel, memory| run(kernel, unsafe { compute.get() }, memory))
     }
 
-    /// Enqueues a kernel on its stream, whose own thread runs it.
+    /// Enqueues a kernel on its stream; the stream's own thread runs it.
     pub(super) fn beside<K: Kernel>(
         &mut self,
         kernel: Checked<K>,
@@ -127,7 +127,7 @@ mod tests {
     use half::{bf16, f16};
     use std::sync::Arc;
 
-    /// A device, and what its memory holds once all streams are done.
+    /// A device whose memory can be read once all streams are done.
     struct Harness(CpuDevice);
 
     impl Harness {
@@ -136,13 +136,13 @@ mod tests {
         }
 
         fn with_schedule(schedule: Schedule) -> Self {
-            // SAFETY: each test waits for what it has enqueued, and copies nothing that it then drops.
+            // SAFETY: each test waits for the operations that it enqueued, and drops no memory of a pending copy.
             Self(unsafe { CpuDevice::new(2, schedule, Arc::default(), 0) }.unwrap())
         }
 
         fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, values: &[T]) -> DeviceSlice {
             let slice = self.0.alloc("test", values.len(), dtype).unwrap();
-            // SAFETY: no task knows this memory yet.
+            // SAFETY: no task uses this memory yet.
             unsafe { view_mut::<T>(slice) }.copy_from_slice(values);
             slice
         }
@@ -375,7 +375,7 @@ mod tests {
             true,
         );
         harness.0.launch(Adam { first: 0, params, m, v, grads, out, consts, scale: 0.5 }).unwrap();
-        // The first step of Adam moves by the learning rate.
+        // The first step of Adam changes a parameter by the learning rate.
         assert_eq!(harness.read::<f16>(out), vec![f16::from_f32(0.75); n]);
         assert_eq!((harness.read::<f32>(params)[n - 1], harness.read::<f32>(m)[0], harness.read::<f32>(v)[0]), (0.75, 0.5, 0.5));
     }

@@ -1,8 +1,8 @@
 //! The CPU as a device: the specification of every kernel, with real streams.
 //!
-//! Two ways to run the same operations ([`Schedule`]): a thread per stream, as a GPU would; or, for tests, a seeded
-//! adversary that delays and interleaves the streams in any order that their events allow. An operation that reads
-//! memory before the event it should have waited for then reads old bytes, and a digest changes.
+//! There are two ways to run the operations ([`Schedule`]): one thread per stream, like a GPU; or, for tests, a seeded adversary that
+//! delays and interleaves the streams in any order that their events allow. An operation with a missing wait then reads old bytes, and a
+//! digest changes.
 #![allow(unsafe_code)]
 
 mod compute;
@@ -35,14 +35,14 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
 use stream::{Op, OpQueue, Point, Task};
 
-/// Who runs the operations, and when.
+/// Threads and order in which operations run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Schedule {
     /// One thread per stream.
     Threads,
-    /// The driver's thread, in a random legal order.
+    /// The driver's thread, in a random order that events allow.
     Adversary {
-        /// Same seed, same order.
+        /// The seed determines the order.
         seed: u64,
     },
 }
@@ -51,33 +51,34 @@ pub struct CpuDevice {
     memory: HostMemory,
     allocated: Allocated,
     shared: Arc<StreamsShared>,
-    /// Where each event was last recorded: a [`Point`] in a word, since peers look at it.
+    /// Point of the last record of each event: a packed [`Point`], because peers read it.
     events: Vec<Arc<AtomicU64>>,
-    /// What it has to do with others, if it has.
+    /// Connections to the devices of the other ranks, if there are any.
     company: Option<Company>,
     #[cfg(test)]
     rail: Option<rail::RailStandIn>,
     runner: Runner,
     compute: ComputeOwner,
-    /// Room on each stream's track.
+    /// Capacity of each stream's trace track, in spans.
     trace_spans: usize,
 }
 
-/// What a device has to do with others.
+/// Connections of a device to the devices of the other ranks.
 struct Company {
     seat: Seat,
-    /// What others may read of its memory, unless they have left. All of them hold it, so that it is there as long as one of them may.
+    /// Memory that peers may read; `None` once the device has taken it back. Every peer holds a reference, so the memory lives as long as a
+    /// peer may read it.
     lent: Option<Arc<HostMemory>>,
     cards: Vec<Card>,
 }
 
-/// How others reach a device.
+/// A device's handle for its peers.
 #[derive(Clone)]
 pub(crate) struct Card {
     shared: Weak<StreamsShared>,
     events: Vec<Arc<AtomicU64>>,
     memory: Arc<HostMemory>,
-    /// Where that is.
+    /// Allocations in `memory`.
     allocated: Arc<Allocated>,
 }
 
@@ -91,10 +92,11 @@ enum Runner {
 struct Adversary {
     rng: ChaCha8Rng,
     recorders: Vec<Recorder>,
-    /// Of eight operations that are enqueued, behind how many one runs at once.
+    /// Probability, in eighths, that an operation runs right after an enqueue.
     eagerness: u32,
-    /// A stream that runs only where the driver waits and no other stream can run: a quarter of all seeds have one. None below 16 has, for tests of
-    /// what must happen within a step, as speculation, which ends where gradients always come after the verdict.
+    /// A stream that runs only when the driver waits and no other stream can run. A quarter of all seeds have one. Seeds below 16 have
+    /// none; tests use them when something must happen within a step, such as speculation, which stops when gradients always arrive after
+    /// the verdict.
     starved: Option<usize>,
 }
 
@@ -106,12 +108,12 @@ impl Adversary {
         Self { rng, recorders, eagerness: (seed % 8) as u32, starved }
     }
 
-    /// Whether operations are to run although nobody waits for them.
+    /// Whether to run an operation although the driver does not wait.
     fn is_eager(&mut self) -> bool {
         self.rng.next_u32() % 8 < self.eagerness
     }
 
-    /// A random one of `streams` that can run.
+    /// A random runnable stream among `streams`.
     fn choose(&mut self, streams: usize, can_run: impl Fn(usize) -> bool) -> Option<usize> {
         let first = self.rng.next_u32() as usize % streams;
         let others = (0..streams).map(|i| (first + i) % streams).filter(|stream| Some(*stream) != self.starved);
@@ -121,13 +123,13 @@ impl Adversary {
 
 struct StreamsShared {
     queues: [OpQueue; Stream::WITH_PEERS.len()],
-    /// The devices of all ranks, once they are known.
+    /// Devices of all ranks, set when the ranks connect.
     peers: OnceLock<Vec<Weak<StreamsShared>>>,
     stop: AtomicBool,
-    /// Set when an operation panicked: its stream is dead and every wait must fail instead of hanging.
+    /// Set when an operation panics: its stream is dead, and every wait must fail instead of hanging.
     failed: AtomicBool,
     compute_waited_ns: AtomicU64,
-    /// Of that, for peers and for streams that pull from them.
+    /// The part of `compute_waited_ns` that was spent on peers and on streams that pull from peers.
     compute_waited_for_peers_ns: AtomicU64,
     driver: Arc<Doorbell>,
 }
@@ -136,8 +138,8 @@ impl CpuDevice {
     /// A device with `threads` compute threads; `driver` is rung whenever an operation is done.
     ///
     /// # Safety
-    /// Operations on different streams that touch the same bytes, one of them writing, are ordered by events. Host memory that a copy is given
-    /// lives, and is not touched by others, until the copy is done.
+    /// Operations on different streams that touch the same bytes are ordered by events if one of them writes. Host memory of a copy lives,
+    /// and is not accessed elsewhere, until the copy is done.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
@@ -172,7 +174,7 @@ impl CpuDevice {
         })
     }
 
-    /// Runs `task` on `stream`, after everything enqueued there before.
+    /// Runs `task` on `stream`, after all operations enqueued there before.
     fn enqueue(&mut self, stream: Stream, name: &'static str, task: impl FnOnce() + Copy + Send + 'static) -> Result<()> {
         self.push(stream, Op::Run(Task::new(name, task)))
     }
@@ -184,8 +186,8 @@ impl CpuDevice {
         self.dawdle()
     }
 
-    /// The adversary's other freedom: to be ahead of the driver by any amount. Some seeds run operations as soon as they
-    /// are enqueued, some only when the driver has to wait, most something between.
+    /// Lets the adversary run operations after an enqueue, so that streams lag behind the driver by a random amount. Some seeds run
+    /// operations as soon as they are enqueued, some only when the driver has to wait, most something between.
     fn dawdle(&mut self) -> Result<()> {
         while let Runner::Adversary(adversary) = &mut self.runner {
             let may_run = |stream: usize| Some(stream) != adversary.starved && self.shared.can_run(stream);
@@ -203,7 +205,7 @@ impl CpuDevice {
             if !self.advance()? {
                 let (shared, company) = (&self.shared, &self.company);
                 let others_failed = || company.as_ref().is_some_and(|company| company.seat.board.has_failed());
-                // What an adversary's stream waits for may have been done by a peer.
+                // A peer may have made a stream of the adversary runnable.
                 let is_own = matches!(self.runner, Runner::Adversary { .. });
                 let can_go_on = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
                 let is_over = || shared.failed.load(Ordering::Acquire) || others_failed();
@@ -214,7 +216,7 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Waits until all that is enqueued has run.
+    /// Waits until all enqueued operations have run.
     fn finish_streams(&mut self) -> Result<()> {
         self.run_until(|shared| shared.queues.iter().all(|queue| queue.done() >= queue.enqueued()))
     }
@@ -230,10 +232,10 @@ impl CpuDevice {
         self.company.as_ref().map_or(Ok(()), |company| company.seat.check())
     }
 
-    /// Lets the adversary run one operation of a random stream; false when threads run them.
+    /// Lets the adversary run one operation of a random stream; false when threads run the operations.
     ///
     /// # Errors
-    /// `Resource` if no stream can go on: the driver waits for something that nobody will do.
+    /// `Resource` if no stream is runnable: the driver waits for an operation that will never run.
     fn advance(&mut self) -> Result<bool> {
         let Runner::Adversary(adversary) = &mut self.runner else { return Ok(false) };
         let streams = if self.company.is_some() { Stream::WITH_PEERS.len() } else { Stream::COUNT };
@@ -248,7 +250,7 @@ impl CpuDevice {
         Ok(true)
     }
 
-    /// Ends the streams and returns what they recorded.
+    /// Ends the streams and returns their recorded spans.
     fn join(&mut self) -> Vec<Recorder> {
         match &mut self.runner {
             Runner::Adversary(adversary) => std::mem::take(&mut adversary.recorders),
@@ -263,7 +265,7 @@ impl CpuDevice {
 
 impl Drop for CpuDevice {
     fn drop(&mut self) {
-        // The streams' threads must end before the memory they work on is unmapped.
+        // The streams' threads must end before their memory is unmapped.
         self.join();
         #[cfg(test)]
         self.rail.iter().for_each(rail::RailStandIn::withdraw);
@@ -293,7 +295,7 @@ fn run_stream(shared: &StreamsShared, stream: usize, mut recorder: Recorder) -> 
             shared.wait_for_stream(stream, &mut recorder);
         }
         if !shared.can_run(stream) {
-            // Told to stop, with nothing left to do or with a wait that nobody will end.
+            // The device stops: there is no operation left, or only a wait that will never end.
             return recorder;
         }
         shared.run_front(stream, &mut recorder);
@@ -328,7 +330,7 @@ impl StreamsShared {
         self.queues[stream].done() >= ops
     }
 
-    /// The front operation waits for another stream.
+    /// Blocks until the wait at the front of the queue is over.
     fn wait_for_stream(&self, stream: usize, recorder: &mut Recorder) {
         let start = now_ns();
         let (point, for_peers) = match self.queues[stream].front() {
@@ -390,7 +392,7 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    /// Moves nothing, in its turn: a span shows when it would have.
+    /// Moves no data; the operation only records a span in stream order.
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()> {
         self.check_memory(memory)?;
         self.enqueue(stream, prefetch_span(space), || ())
@@ -457,7 +459,8 @@ impl Device for CpuDevice {
         assert_eq!(src.bytes(), dst.bytes(), "copy_d2h");
         self.check_memory(src)?;
         self.enqueue(stream, "copy_d2h", move || {
-            // SAFETY: sizes agree; the device owns one side, and whoever made it keeps the other until the copy is done.
+            // SAFETY: sizes agree; the device owns one side, and the maker of the device guarantees that the other side lives until the
+            // copy is done.
             unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
         })
     }
@@ -466,7 +469,8 @@ impl Device for CpuDevice {
         assert_eq!(src.bytes(), dst.bytes(), "copy_h2d");
         self.check_memory(dst)?;
         self.enqueue(stream, "copy_h2d", move || {
-            // SAFETY: sizes agree; the device owns one side, and whoever made it keeps the other until the copy is done.
+            // SAFETY: sizes agree; the device owns one side, and the maker of the device guarantees that the other side lives until the
+            // copy is done.
             unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, src.bytes()) }
         })
     }

@@ -1,4 +1,4 @@
-//! CPU devices that work beside each other: one waits for the other's streams and copies from its memory.
+//! Several CPU devices of one process: a device waits for its peers' streams and copies from their memory.
 #![allow(unsafe_code)]
 
 use super::stream::{Op, OpQueue, Point};
@@ -11,17 +11,18 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-/// Operations ahead of a stream that leave room for a bucket's: few, as on a GPU, though the queue takes more.
+/// Pending operations below which a stream accepts the operations of another bucket. The limit is low, as on a GPU, although the queue
+/// holds more.
 pub(crate) const ROOM_OPS: usize = 64;
 
 impl StreamsShared {
-    /// Whether a stream of `peer` has reached `point`; of a device that is gone none will.
+    /// Whether a stream of `peer` has reached `point`; false if the device of the peer is gone.
     pub(super) fn peer_has_passed(&self, peer: usize, point: Point) -> bool {
         let peer = self.peers.get().and_then(|peers| peers[peer].upgrade());
         peer.is_some_and(|peer| peer.has_passed(point))
     }
 
-    /// Wakes the streams, of this device and of peers, that wait for what `stream` has just done.
+    /// Wakes the streams, of this device and of peers, that wait for the latest operation of `stream`.
     pub(super) fn wake(&self, stream: usize) {
         let reached = Point { stream, ops: self.queues[stream].done() };
         OpQueue::wake(reached, self.queues.iter());
@@ -33,7 +34,7 @@ impl StreamsShared {
 
 #[cfg(test)]
 impl CpuDevice {
-    /// Operations of `stream` that are not done.
+    /// Pending operations of `stream`.
     pub(crate) fn ahead(&self, stream: Stream) -> usize {
         self.shared.queues[stream as usize].ahead()
     }
@@ -67,7 +68,7 @@ impl Peers for CpuDevice {
             return Ok(());
         }
         let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
-        // Nobody else has set it.
+        // Only this call sets the peers.
         let _ = self.shared.peers.set(cards.iter().enumerate().map(stranger).collect());
         let more = Stream::WITH_PEERS[Stream::COUNT..].iter().map(|stream| Recorder::new(stream.name(), self.trace_spans));
         match &mut self.runner {
@@ -102,8 +103,8 @@ impl Peers for CpuDevice {
         self.check_memory(dst)?;
         self.company.iter().try_for_each(|company| company.cards[peer].allocated.check(src))?;
         self.enqueue(stream, "pull", move || {
-            // SAFETY: the peer's memory lives as long as this device has its card, and this device's streams end before that; sizes
-            // agree. The ranks' protocol keeps writers away until the pull is published.
+            // SAFETY: sizes agree. The peer's memory lives as long as this device holds the peer's handle, and the streams of this device
+            // end before that. The protocol between ranks prevents writes until the pull is published.
             unsafe { std::ptr::copy_nonoverlapping(src.addr() as *const u8, dst.addr() as *mut u8, dst.bytes()) }
         })
     }
@@ -118,7 +119,7 @@ impl Peers for CpuDevice {
         Err(no_rail())
     }
 
-    /// In tests the key names a hub of this process.
+    /// In tests the key names a [`RailHub`](super::rail::RailHub) of this process.
     #[cfg(test)]
     fn connect(&mut self, key: &RailKey, _: &[PathBuf]) -> Result<()> {
         let Some(company) = &self.company else { return Err(no_rail()) };
@@ -140,7 +141,7 @@ impl Peers for CpuDevice {
             for row in 0..src.count {
                 let (from, to) =
                     (src.memory.addr() as usize + row * src.pitch_bytes(), dst.memory.addr() as usize + row * dst.pitch_bytes());
-                // SAFETY: as for whole slices; every row lies between the first element and the last, which are inside.
+                // SAFETY: as for whole slices; every row lies between the first and the last element, which are inside.
                 unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, src.row_bytes()) }
             }
         })

@@ -1,5 +1,5 @@
-//! A stand-in for NCCL in tests: devices of one process that behave as those of several do. Whoever enters a swap waits in it for its
-//! partners, on its compute stream, and they have to enter their swaps in one order.
+//! A stand-in for NCCL in tests: devices of one process that behave like devices of several processes. A swap blocks the compute stream of
+//! a rank until its peers have entered the swap, and all ranks must enter their swaps in the same order.
 
 use super::stream::{Op, Task};
 use crate::device::{DeviceSlice, Swap};
@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What one rank has for another: where it lies, and how far that is, a number of swap and one of these.
+/// Mailbox from one rank to another: address and size of the posted memory. `state` is the number of the swap times 4, plus one of the
+/// constants below.
 #[derive(Default)]
 struct Mailbox {
     state: AtomicU64,
@@ -29,7 +30,7 @@ impl Mailbox {
     }
 }
 
-/// Where ranks meet, by sender, then by receiver; and how many bytes all have sent.
+/// Mailboxes of all pairs of ranks, by sender, then by receiver; and the total number of bytes sent.
 #[derive(Default)]
 pub(crate) struct RailHub {
     boxes: [[Mailbox; RANKS_MAX]; RANKS_MAX],
@@ -37,7 +38,7 @@ pub(crate) struct RailHub {
 }
 
 impl RailHub {
-    /// The key of a new one, which stays as long as the process.
+    /// Opens a hub, which lives as long as the process, and returns its key.
     pub(crate) fn open() -> RailKey {
         let hub: &'static Self = Box::leak(Box::default());
         let mut key = RailKey([0; 128]);
@@ -45,18 +46,18 @@ impl RailHub {
         key
     }
 
-    /// The bytes that all have sent in the one of this `key`.
+    /// Bytes that all ranks have sent through the hub of this `key`.
     pub(crate) fn sent_bytes(key: &RailKey) -> u64 {
         Self::of(key).sent.load(Ordering::Relaxed)
     }
 
     fn of(key: &RailKey) -> &'static Self {
-        // SAFETY: the address of a hub that `RailHub::open` has leaked.
+        // SAFETY: the key holds the address of a hub that `RailHub::open` has leaked.
         unsafe { &*(u64::from_le_bytes(*key.0.first_chunk().expect("128 bytes")) as *const Self) }
     }
 }
 
-/// A rank's way to the others.
+/// Connection of one rank to the hub.
 #[derive(Clone, Copy)]
 pub(super) struct RailStandIn {
     hub: &'static RailHub,
@@ -71,7 +72,7 @@ impl RailStandIn {
         Self { hub: RailHub::of(key), board, rank: seat.rank, swaps: 0 }
     }
 
-    /// What the compute stream has to do for the next swap.
+    /// Operations of the compute stream for the next swap.
     pub(super) fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Vec<Op> {
         self.swaps += 1;
         let (rail, swaps) = (*self, Vec::from_iter(swaps));
@@ -107,12 +108,12 @@ impl RailStandIn {
         if theirs.state.compare_exchange(posted, self.swaps * 4 + TAKING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
         }
-        // SAFETY: as many bytes are there. The partner waits until this is taken before its memory goes, and before anybody writes it.
+        // SAFETY: sizes agree. The sender waits for `TAKEN` before its memory is freed or overwritten.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, into.addr() as *mut u8, into.bytes()) };
         theirs.state.store(self.swaps * 4 + TAKEN, Ordering::Release);
     }
 
-    /// Nobody takes anything of this rank from now on: its memory goes.
+    /// Withdraws all posted memory of this rank, so that its memory can be freed.
     pub(super) fn withdraw(&self) {
         for own in &self.hub.boxes[self.rank] {
             loop {
@@ -127,7 +128,8 @@ impl RailStandIn {
         }
     }
 
-    /// Where a rank has failed nobody comes any more. Sleeps, so that whoever is awaited has a core.
+    /// Waits for `ready`, or until a rank has failed, because a failed rank posts nothing. Sleeps between polls to leave the core to the
+    /// other rank.
     fn wait(self, ready: impl Fn() -> bool) {
         while !ready() && !self.board.has_failed() {
             std::thread::sleep(Duration::from_micros(20));

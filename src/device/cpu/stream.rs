@@ -1,5 +1,5 @@
-//! One stream of the CPU device: a queue of operations, filled by the driver, emptied in order by a thread or by the
-//! seeded adversary. Operations are closures stored inline: enqueuing allocates nothing and takes no lock.
+//! One stream of the CPU device: a queue of operations, filled by the driver, emptied in order by a thread or by the seeded adversary.
+//! Operations are closures stored inline, so enqueuing allocates nothing and takes no lock.
 #![allow(unsafe_code)]
 
 use crate::host::doorbell::Doorbell;
@@ -7,14 +7,14 @@ use crate::sync::UnsafeCell;
 use crate::sync::atomic::{AtomicU64, Ordering, fence};
 use std::mem::MaybeUninit;
 
-/// Operations that a stream holds before the driver has to wait: few where loom fills them in every order.
+/// Operations that a stream holds before the driver has to wait: few under loom, which explores all orders.
 pub(super) const QUEUE_OPS: usize = if cfg!(loom) { 2 } else { 1024 };
-/// Room for what an operation captures.
+/// Maximum size of a closure's captured values, in words.
 const CAPTURE_WORDS: usize = 32;
-/// [`OpQueue::awaited`] of a stream that waits for no other.
+/// Value of [`OpQueue::awaited`] when the stream waits for no other stream.
 const NOTHING: u64 = u64::MAX;
 
-/// A closure without a heap: its captured values and the function that runs them.
+/// A closure without heap memory: its captured values and the function that runs them.
 #[derive(Clone, Copy)]
 pub(super) struct Task {
     pub(super) name: &'static str,
@@ -41,7 +41,7 @@ impl Task {
     }
 }
 
-/// So many operations of a stream.
+/// A position in a stream: the number of operations done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Point {
     pub(super) stream: usize,
@@ -49,7 +49,7 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// In one word.
+    /// Packs the point into one word.
     pub(super) fn pack(self) -> u64 {
         self.ops << 3 | self.stream as u64
     }
@@ -58,39 +58,39 @@ impl Point {
         Self { stream: (word & 7) as usize, ops: word >> 3 }
     }
 
-    /// Whether a stream that has come to `reached` is, on whichever device, that of this point and has passed it.
+    /// Whether a stream that has reached `reached` has passed this point. Both streams have the same index, possibly on different devices.
     fn is_reached_by(self, reached: Self) -> bool {
         self.stream == reached.stream && self.ops <= reached.ops
     }
 }
 
-/// What a stream does, in order.
+/// An operation of a stream.
 #[derive(Clone, Copy)]
 #[expect(clippy::large_enum_variant, reason = "stored in the queue itself: a box would be an allocation per operation")]
 pub(super) enum Op {
     Run(Task),
-    /// Go on only after a stream has reached this point.
+    /// Wait until a stream of this device has reached the point.
     Wait(Point),
-    /// The same of a peer's stream.
+    /// Wait until a stream of a peer has reached the point.
     WaitForPeer {
         peer: usize,
         point: Point,
     },
 }
 
-/// The queue: one producer (the driver), one consumer.
+/// The queue, with one producer (the driver) and one consumer.
 pub(super) struct OpQueue {
     slots: Box<[UnsafeCell<MaybeUninit<Op>>]>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// What the stream sleeps for until another has done it: a packed [`Point`].
+    /// Packed [`Point`] for which the stream sleeps.
     awaited: AtomicU64,
-    /// Rung when an operation is added, and when another stream has done what is awaited.
+    /// Rung when an operation is added, and when another stream has reached the awaited point.
     pub(super) bell: Doorbell,
 }
 
-// SAFETY: a slot is written by the producer while `enqueued - done < RING_OPS` keeps the consumer away from it, and
-// read by the consumer after the release of `enqueued`.
+// SAFETY: the producer writes a slot only while `enqueued - done < QUEUE_OPS`, when the consumer does not access it; the consumer reads a
+// slot only after it has acquired the `enqueued` that the producer released.
 unsafe impl Sync for OpQueue {}
 // SAFETY: operations are `Send`.
 unsafe impl Send for OpQueue {}
@@ -110,7 +110,7 @@ impl OpQueue {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Operations that are not done.
+    /// Number of pending operations.
     pub(super) fn ahead(&self) -> usize {
         (self.enqueued() - self.done()) as usize
     }
@@ -119,23 +119,23 @@ impl OpQueue {
         self.ahead() == QUEUE_OPS
     }
 
-    /// Adds an operation. Only the driver calls it, and only when the queue is not full.
+    /// Adds an operation. Only the driver calls this function, and only when the queue is not full.
     pub(super) fn push(&self, op: Op) {
         assert!(!self.is_full(), "the driver must wait for a full queue");
         let at = self.enqueued.load(Ordering::Relaxed);
-        // SAFETY: not full, so that the consumer is past this slot; there is one producer.
+        // SAFETY: the queue is not full, so the consumer is past this slot; there is one producer.
         self.slots[at as usize % QUEUE_OPS].with_mut(|slot| unsafe { (*slot).write(op) });
         self.enqueued.store(at + 1, Ordering::Release);
         self.bell.ring();
     }
 
-    /// The next operation, left in place until [`OpQueue::pop`]. Only the consumer calls it.
+    /// The next operation, which stays in place until [`OpQueue::pop`]. Only the consumer calls this function.
     pub(super) fn front(&self) -> Option<Op> {
         let at = self.done.load(Ordering::Relaxed);
         if at == self.enqueued() {
             return None;
         }
-        // SAFETY: written before `enqueued` was released; the producer stays away until `done` passes it.
+        // SAFETY: the slot was written before `enqueued` was released; the producer does not reuse it until `done` passes it.
         Some(self.slots[at as usize % QUEUE_OPS].with(|slot| unsafe { (*slot).assume_init_read() }))
     }
 
@@ -144,16 +144,16 @@ impl OpQueue {
         self.done.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Sleeps until `is_over` holds, which it does at the latest when the stream of `point` has come there. Only the consumer calls it.
+    /// Sleeps until `is_over` holds, at the latest when the stream of `point` has reached it. Only the consumer calls this function.
     pub(super) fn wait_for(&self, point: Point, is_over: impl FnMut() -> bool) {
         self.awaited.store(point.pack(), Ordering::Relaxed);
-        // With the one in `wake`: either this stream sees what was done, or that one sees what is awaited.
+        // Pairs with the fence in `wake`: either this stream sees the operation done, or the other stream sees the awaited point.
         fence(Ordering::SeqCst);
         self.bell.wait_until(is_over);
         self.awaited.store(NOTHING, Ordering::Relaxed);
     }
 
-    /// Of a stream that has come to `reached`: wakes those of `queues` that wait for it, and lets others sleep.
+    /// Wakes the streams of `queues` that wait for a point up to `reached`; the remaining streams are not woken.
     pub(super) fn wake<'a>(reached: Point, queues: impl Iterator<Item = &'a Self>) {
         fence(Ordering::SeqCst);
         let is_awaited = |queue: &&Self| match queue.awaited.load(Ordering::Relaxed) {

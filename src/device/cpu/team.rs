@@ -1,9 +1,9 @@
 //! Fork-join over independent blocks, without allocation and without locks.
 //!
-//! A job is a number of blocks and a closure. The caller opens a gate, wakes its helpers, works along, closes the gate
-//! and waits for the helpers that are still inside. A helper that comes late finds the gate closed and sleeps on, so
-//! that a small job never waits for a thread that the system has not scheduled yet. An atomic counter hands out the
-//! blocks: which thread runs which block is open, so blocks must not depend on one another.
+//! A job is a number of blocks and a closure. The caller opens a gate, wakes its helpers, works along, closes the gate and waits for the
+//! helpers that are still inside. A late helper finds the gate closed and keeps sleeping, so a small job never waits for a thread that the
+//! system has not scheduled yet. An atomic counter assigns the blocks to threads in no fixed order, so blocks must not depend on one
+//! another.
 
 use crate::error::{Error, Result};
 use std::any::Any;
@@ -13,13 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-/// What runs: `(thread, block)`.
+/// Work of a job: `(thread, block)`.
 type BlockWork<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// Turns of an idle helper before it sleeps, and of a waiting caller before it yields its core.
+/// Polls of an idle helper before it sleeps, and of a waiting caller before it yields its core.
 const SPINS: u32 = 2000;
 
-/// [`TeamShared::gate`]: low bits count the helpers inside, this bit says that more may come in, the rest is the job's number.
+/// Flag in [`TeamShared::gate`]: helpers may enter. The bits below count the helpers inside; the bits above are the number of the job.
 const OPEN: u64 = 1 << 16;
 const JOB_SHIFT: u32 = 17;
 
@@ -29,7 +29,7 @@ struct TeamJob {
 }
 
 struct TeamShared {
-    /// Written by the caller while the gate is closed and nobody is inside; read by helpers inside.
+    /// Written by the caller while the gate is closed and no helper is inside; read by helpers inside.
     job: UnsafeCell<TeamJob>,
     gate: AtomicU64,
     next: AtomicUsize,
@@ -37,12 +37,12 @@ struct TeamShared {
     stop: AtomicBool,
 }
 
-// SAFETY: the gate keeps the caller's writes of `job` apart from the helpers' reads, and the closure behind it is `Sync`.
+// SAFETY: the gate separates the caller's writes of `job` from the helpers' reads, and the closure is `Sync`.
 unsafe impl Send for TeamShared {}
 // SAFETY: as above.
 unsafe impl Sync for TeamShared {}
 
-/// The threads that compute: the caller's own and its helpers.
+/// The compute threads: the caller's own and its helpers.
 pub(crate) struct Team {
     shared: Arc<TeamShared>,
     helpers: Vec<JoinHandle<()>>,
@@ -52,7 +52,7 @@ impl Team {
     /// A team of `threads`: the caller and `threads - 1` helpers, named `compute-01` and so on.
     ///
     /// # Errors
-    /// `Resource` when the system gives no thread.
+    /// `Resource` when the system cannot start a thread.
     pub(crate) fn new(threads: usize) -> Result<Self> {
         fn nothing(_: usize, _: usize) {}
         let job = UnsafeCell::new(TeamJob { work: &nothing, blocks: 0 });
@@ -67,16 +67,16 @@ impl Team {
         Ok(team)
     }
 
-    /// Threads, the caller's included.
+    /// Number of threads, including the caller's.
     pub(crate) fn threads(&self) -> usize {
         self.helpers.len() + 1
     }
 
-    /// Runs `work(thread, block)` for every block below `blocks` and returns when all have run. `thread` is below
-    /// [`Team::threads`], and no two blocks run on one thread at a time.
+    /// Runs `work(thread, block)` for every block below `blocks` and returns when all have run. `thread` is below [`Team::threads`], and
+    /// each thread runs one block at a time.
     ///
     /// # Panics
-    /// If a block panics. Blocks not yet begun are then left out.
+    /// If a block panics. Blocks that have not begun are then skipped.
     pub(crate) fn run(&mut self, blocks: usize, work: &BlockWork<'_>) {
         if self.helpers.is_empty() || blocks <= 1 {
             (0..blocks).for_each(|block| work(0, block));
@@ -88,7 +88,7 @@ impl Team {
         }
         let outcome = self.shared.work(0);
         self.close();
-        // Taken back before anything unwinds: the next job starts clean.
+        // Reset before a panic unwinds, so that the next job starts clean.
         let helper_panicked = self.shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(panic) = outcome {
             resume_unwind(panic);
@@ -97,9 +97,9 @@ impl Team {
     }
 
     fn open(&self, blocks: usize, work: &BlockWork<'_>) {
-        // SAFETY: only the lifetime changes; `close` waits for every helper before `run` returns, panics included.
+        // SAFETY: only the lifetime changes; `close` waits for every helper before `run` returns, even after a panic.
         let work = unsafe { std::mem::transmute::<*const BlockWork<'_>, *const BlockWork<'static>>(work) };
-        // SAFETY: the gate is closed and nobody is inside: `close` saw to that, and `run` has the team to itself.
+        // SAFETY: the gate is closed and no helper is inside: `close` ensured both, and `run` borrows the team exclusively.
         unsafe { *self.shared.job.get() = TeamJob { work, blocks } };
         self.shared.next.store(0, Ordering::Relaxed);
         let number = (self.shared.gate.load(Ordering::Relaxed) >> JOB_SHIFT) + 1;
@@ -121,14 +121,14 @@ impl Drop for Team {
         self.shared.stop.store(true, Ordering::Release);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
-            // A helper catches every panic of its blocks, so there is nothing to learn from its end.
+            // A helper catches all panics of its blocks, so the result carries no information.
             let _ = helper.join();
         }
     }
 }
 
 impl TeamShared {
-    /// The life of helper `thread`.
+    /// Main loop of helper `thread`.
     fn help(&self, thread: usize) {
         let mut done = 0;
         while let Some(gate) = self.next_job(done) {
@@ -143,7 +143,7 @@ impl TeamShared {
         }
     }
 
-    /// Waits for an open gate with another job than `done`; `None` when the team ends.
+    /// Waits for an open gate with a job other than `done`; `None` when the team ends.
     fn next_job(&self, done: u64) -> Option<u64> {
         let mut turns = 0;
         loop {
@@ -159,9 +159,9 @@ impl TeamShared {
         }
     }
 
-    /// Takes blocks until none is left. Only inside the gate, or as the caller.
+    /// Runs blocks until none is left. Called only inside the gate, or by the caller of the job.
     fn work(&self, thread: usize) -> std::result::Result<(), Box<dyn Any + Send>> {
-        // SAFETY: the caller wrote the job before it opened the gate, and neither it nor the closure goes before we leave.
+        // SAFETY: the caller wrote the job before it opened the gate, and job and closure stay valid until this thread leaves the gate.
         let (work, blocks) = unsafe { (&*(*self.job.get()).work, (*self.job.get()).blocks) };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             loop {
@@ -203,7 +203,7 @@ mod tests {
         let mut team = Team::new(2).unwrap();
         std::thread::sleep(std::time::Duration::from_millis(20));
         let both = std::sync::Barrier::new(2);
-        // Two blocks that wait for each other: only two threads can finish them.
+        // Two blocks that wait for each other can finish only on two threads.
         team.run(2, &|_, _| {
             both.wait();
         });

@@ -1,6 +1,6 @@
-//! Causal attention, forward. One block is one head of one sequence; it goes through its queries 64 at a time, and
-//! multiplies on the same register tiles as [`matmul`](super::matmul). Keys that a query does not see count with
-//! probability 0 if they lie in its group: only a value that is not finite can be seen that way.
+//! Causal attention, forward. One block is one head of one sequence. It processes queries in groups of 64 and multiplies on the register
+//! tiles of [`matmul`](super::matmul). A masked key inside the key range of a query's group has probability 0 and is still multiplied, so
+//! it affects the result only if its value is not finite.
 
 use super::isa::vectorised;
 use super::math::{exp, soft_capped};
@@ -13,7 +13,7 @@ use crate::device::{AttentionForward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
 
-/// Queries that are treated together.
+/// Queries in one group.
 pub(super) const QUERIES: usize = 64;
 
 impl CpuArithmetic for AttentionForward {
@@ -49,7 +49,7 @@ pub(super) struct HeadInput<'a, T> {
     pub(super) k: PanelOperand<'a, T>,
     pub(super) v: &'a [T],
     pub(super) pitch: usize,
-    /// Where each token's document begins.
+    /// Index of the first token of each token's document.
     documents: Option<&'a [i32]>,
 }
 
@@ -65,14 +65,14 @@ impl<'a, T: Element> HeadInput<'a, T> {
         Self { q: PanelOperand::by_rows(q, pitch), k: PanelOperand::by_rows(k, pitch), v, pitch, documents }
     }
 
-    /// The keys that query `query` sees.
+    /// Keys that are visible to query `query`.
     pub(super) fn visible(&self, shape: &AttentionShape, query: usize) -> Range<usize> {
         let in_window = shape.window.map_or(0, |window| (query + 1).saturating_sub(window));
         let in_document = self.documents.map_or(0, |starts| starts[query] as usize);
         in_window.max(in_document)..query + 1
     }
 
-    /// The blocks of `block` queries, of each document of the sequence, or one of the whole sequence.
+    /// Blocks of `block` queries. Blocks start anew at each document of the sequence; without documents they cover the whole sequence.
     pub(super) fn blocks(&self, shape: &AttentionShape, block: usize) -> impl Iterator<Item = Range<usize>> + Clone + use<'a, T> {
         let (shape, all) = (*shape, shape.seq_length);
         let starts = self.documents.filter(|_| block < all);
@@ -86,7 +86,8 @@ impl<'a, T: Element> HeadInput<'a, T> {
         std::iter::successors(Some(0), move |start| Some(end(*start)).filter(|next| *next < all)).map(move |start| start..end(start))
     }
 
-    /// The blocks of keys that `queries`, one of [`Self::blocks`], see: of its document, up to itself; behind a window all at once.
+    /// Blocks of keys that are visible to `queries`, one of the blocks of [`Self::blocks`]: all blocks of the same document up to and
+    /// including `queries`. With a window that hides keys, one block covers all keys.
     pub(super) fn key_blocks(
         &self,
         shape: &AttentionShape,
@@ -99,19 +100,19 @@ impl<'a, T: Element> HeadInput<'a, T> {
         self.blocks(shape, block).filter(move |keys| is_cut && (first..=last).contains(&keys.start)).chain(whole)
     }
 
-    /// The keys that some query of a group sees, from a multiple of [`B_PANEL`] on.
+    /// Keys that are visible to at least one query of a group, extended downwards to a multiple of [`B_PANEL`].
     pub(super) fn keys_of(&self, shape: &AttentionShape, queries: &Range<usize>) -> Range<usize> {
         self.visible(shape, queries.start).start / B_PANEL * B_PANEL..queries.end
     }
 }
 
-/// The groups of [`QUERIES`] of a sequence's `queries`.
+/// Groups of [`QUERIES`] queries.
 pub(super) fn query_groups(queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let end = queries.end;
     queries.clone().step_by(QUERIES).map(move |start| start..end.min(start + QUERIES))
 }
 
-/// Floats of scratch that [`forward_head`] takes.
+/// Scratch floats of [`forward_head`].
 fn scratch_elems(shape: &AttentionShape) -> usize {
     let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
     2 * t * d + QUERIES * (2 * t + 2 * d)
@@ -169,7 +170,8 @@ fn forward_head<T: Element>(
 }
 
 vectorised! {
-    /// Turns raw scores into `exp(score - max)`, scaled and capped before, where `seen`, 0 elsewhere; gives the maximum and the sum.
+    /// Scales and caps the raw scores, then turns them into `exp(score - max)` inside `seen` and 0 elsewhere. Returns the maximum and the
+    /// sum.
     fn softmax(scores: &mut [f32], seen: std::ops::Range<usize>, scale: f32, softcap: Option<f32>) -> (f32, f32) {
         scores[..seen.start].fill(0.0);
         scores[seen.end..].fill(0.0);
@@ -196,7 +198,7 @@ pub(super) mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    /// Every ratio of heads, sequences around the sizes of panels and groups, odd head sizes, windows.
+    /// All ratios of heads, sequence lengths around the sizes of panels and groups, odd head sizes, windows.
     pub(in super::super) const SHAPES: [AttentionShape; 9] = [
         shape(1, 1, (1, 1), 1, None),
         shape(2, 5, (2, 1), 4, None),
@@ -213,7 +215,7 @@ pub(super) mod tests {
         AttentionShape { batch, seq_length, heads: heads.0, kv_heads: heads.1, head_dim, scale: 0.7, window, softcap: None }
     }
 
-    /// Where documents of 1, 2, 3, ... tokens begin, in each row from the first token on.
+    /// Starts of documents with 1, 2, 3, ... tokens, which begin anew in each row.
     pub(in super::super) fn documents(shape: &AttentionShape) -> Vec<i32> {
         let row = (1..).flat_map(|len| std::iter::repeat_n(len * (len - 1) / 2, len as usize)).take(shape.seq_length);
         (0..shape.batch).flat_map(|_| row.clone()).collect()
@@ -224,7 +226,7 @@ pub(super) mod tests {
         shape: &AttentionShape,
         documents: Option<&[i32]>,
     ) -> (Vec<T>, Vec<T>, Vec<f32>) {
-        // Three times the usual size, so that the softmax is far from flat.
+        // Three times the usual magnitude, so that the softmax is far from flat.
         let qkv: Vec<T> = values(1, shape.tokens() * shape.qkv_cols()).iter().map(|x: &f32| T::from_f32(3.0 * x)).collect();
         let mut out = vec![T::from_f32(f32::NAN); shape.tokens() * shape.out_cols()];
         let mut lse = vec![f32::NAN; shape.tokens() * shape.heads];
@@ -232,7 +234,7 @@ pub(super) mod tests {
         (qkv, out, lse)
     }
 
-    /// Element `channel` of `(token, head)` in a row of `qkv`, where keys and values count as further heads.
+    /// Index of element `channel` of `(token, head)` in `qkv`. Heads of keys and values are numbered after the query heads.
     pub(in super::super) fn at(shape: &AttentionShape, (sequence, query): (usize, usize), head: usize, channel: usize) -> usize {
         (sequence * shape.seq_length + query) * shape.qkv_cols() + head * shape.head_dim + channel
     }
@@ -279,7 +281,7 @@ pub(super) mod tests {
         let mut cx = fastest();
         for shape in SHAPES {
             let several = documents(&shape);
-            // Of few keys' scores each may be off by the rounding of `scale |q| |k|`, which is 134 for the longest heads.
+            // With few keys a score may be off by the rounding of `scale |q| |k|`, which is 134 for the longest heads.
             for (documents, error) in [(None, 2e-6), (Some(&several[..]), 8e-6)] {
                 let (qkv, out, lse) = run::<f32>(&mut cx, &shape, documents);
                 let (want_out, want_lse) = reference(&shape, &wide(&qkv), documents);

@@ -1,10 +1,10 @@
-//! Causal attention, backward. One block is one key head of one sequence, with all query heads that read it, so that
-//! the gradients of its keys and values are one chain each: query heads ascending, queries ascending.
+//! Causal attention, backward. One block is one key head of one sequence with all query heads that read it. The gradient of each key and
+//! value is therefore one sum in a fixed order: query heads ascending, queries ascending.
 //!
-//! Probabilities come again from the scores and the kept log-sum-exp.
+//! Probabilities are recomputed from the scores and the stored log-sum-exp.
 //!
-//! Where gradients come in blocks of queries and keys, there is a chain for each block. What it gives is rounded to the format and added to the
-//! sums of the blocks before, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it; the sum is rounded at the end.
+//! With blocks of queries and keys, each block has its own sum. The sum of a block is rounded to the format and added to the sums of the
+//! earlier blocks, as [`AddKeyGradients`](crate::device::AddKeyGradients) adds it. The total is rounded at the end.
 
 use super::attention::{HeadInput, QUERIES, query_groups};
 use super::isa::vectorised;
@@ -18,14 +18,14 @@ use crate::device::{AttentionBackward, AttentionShape};
 use crate::dtype::Element;
 use std::ops::Range;
 
-/// What the forward pass left, and the gradient of its output.
+/// Inputs and outputs of the forward pass, and the gradient of its output.
 #[derive(Clone, Copy)]
 pub(crate) struct Forward<'a, T> {
     /// `[T, heads * head_dim]`.
     pub(crate) dout: &'a [T],
     /// `[T, (heads + 2 kv_heads) * head_dim]`.
     pub(crate) qkv: &'a [T],
-    /// Where each token's document begins in its row, `[T]`.
+    /// Index of the first token of each token's document in its row, `[T]`.
     pub(crate) documents: Option<&'a [i32]>,
     /// `[T, heads * head_dim]`.
     pub(crate) out: &'a [T],
@@ -76,15 +76,15 @@ pub(crate) fn attention_backward<T: Element>(
     });
 }
 
-/// Where the multiplications of one block find and leave their operands; letters as in the formulas, `_a` and `_b` say in which form
-/// of panel, `_t` that it is transposed.
+/// Operands and results of one block's multiplications. Names are those of the formulas; the suffixes `_a` and `_b` give the panel layout,
+/// `_t` marks a transposed operand.
 struct Scratch<'a> {
     k_t_b: &'a mut [f32],
     v_t_b: &'a mut [f32],
     k_b: &'a mut [f32],
     dk: &'a mut [f32],
     dv: &'a mut [f32],
-    /// Sums of dk and dv over blocks, where there are several, and of dq.
+    /// Sums of dk and dv over blocks, and of dq. `None` when there is only one block.
     sums: Option<([&'a mut [f32]; 2], &'a mut [f32])>,
     q_a: &'a mut [f32],
     dout_a: &'a mut [f32],
@@ -95,11 +95,11 @@ struct Scratch<'a> {
     p: &'a mut [f32],
     /// Gradients of probabilities, then of scores.
     ds: &'a mut [f32],
-    /// Either of them as an operand.
+    /// Probabilities or score gradients, packed as an operand.
     packed: &'a mut [f32],
 }
 
-/// Floats that [`Scratch`] takes.
+/// Scratch floats of [`Scratch`].
 fn scratch_elems(shape: &AttentionShape, block: usize) -> usize {
     let (t, d) = (shape.seq_length.next_multiple_of(B_PANEL), shape.head_dim.next_multiple_of(B_PANEL));
     let (of_keys, of_queries) = if block < shape.seq_length { (7, 6) } else { (5, 5) };
@@ -126,7 +126,7 @@ impl<'a> Scratch<'a> {
         self.sums.iter_mut().flat_map(|(of_keys, _)| of_keys).for_each(|sums| sums.fill(0.0));
     }
 
-    /// Adds what a block gave to the gradients of `keys`, whose rows have `head_dim` columns, to the sums, and begins anew.
+    /// Adds one block's gradients of `keys` to the sums over blocks and clears them. The rows have `head_dim` columns.
     fn end_block<T: Element>(&mut self, head_dim: usize, keys: Range<usize>) {
         let Some((sums, _)) = &mut self.sums else { return };
         let pitch = head_dim.next_multiple_of(B_PANEL);
@@ -199,7 +199,7 @@ fn scores(isa: KernelIsa, scratch: &mut Scratch<'_>, keys: &Range<usize>, rows: 
     }
 }
 
-/// `dq = ds k` for `rows` queries of `d` channels out of `t` keys, block by block of these.
+/// `dq = ds k` for `rows` queries of `d` channels and `t` keys, one block of keys at a time.
 fn query_gradients<T: Element>(
     isa: KernelIsa,
     scratch: &mut Scratch<'_>,
@@ -248,7 +248,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Turns scores `p` into probabilities and gradients `ds` of probabilities into gradients of raw scores; 0 where not `seen`.
+    /// Turns scores `p` into probabilities, and gradients `ds` of probabilities into gradients of raw scores. Both are 0 outside `seen`.
     fn score_gradients(
         p: &mut [f32], ds: &mut [f32], seen: std::ops::Range<usize>, scale: f32, softcap: Option<f32>, lse: f32, delta: f32,
     ) {
@@ -368,7 +368,7 @@ mod tests {
         rounds_once::<bf16>();
         rounds_once::<f16>();
     }
-    /// Gradients where only the outputs of `queries`, places in their rows, have one.
+    /// Gradients when only the outputs of `queries` (indices in their rows) have a gradient.
     fn run_of<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, queries: Range<usize>) -> Vec<T> {
         let mut cx = fastest();
         let (qkv, out, lse) = forward::<T>(&mut cx, shape, documents);
@@ -383,12 +383,12 @@ mod tests {
         dqkv
     }
 
-    /// Gradients of queries where only `keys`, places in their rows, count.
+    /// Gradients of queries when only `keys` (indices in their rows) contribute.
     fn run_with<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, keys: Range<usize>) -> Vec<T> {
         let mut cx = fastest();
         let (mut qkv, out, lse) = forward::<T>(&mut cx, shape, documents);
         let dout = values::<T>(2, out.len());
-        // What a key gives to dq is a multiple of it; how much of it does not depend on other keys.
+        // A key's contribution to dq is a multiple of the key, and the factor does not depend on other keys.
         let columns = shape.heads * shape.head_dim..(shape.heads + shape.kv_heads) * shape.head_dim;
         for (token, row) in qkv.chunks_exact_mut(shape.qkv_cols()).enumerate() {
             if !keys.contains(&(token % shape.seq_length)) {
@@ -400,7 +400,7 @@ mod tests {
         dqkv
     }
 
-    /// Each block alone, rounded; their sum in order, rounded.
+    /// Expects the gradients of each block alone, rounded, and their sum in order, rounded.
     fn blocks_are_rounded_and_added_in_order<T: Element>(shape: &AttentionShape, documents: Option<&[i32]>, blocks: &[Range<usize>]) {
         let got = run::<T>(&mut fastest(), shape, documents, Some(blocks[0].len()));
         let queries = shape.heads * shape.head_dim;
@@ -435,10 +435,11 @@ mod tests {
         let all = AttentionShape { window: None, ..shape };
         blocks_are_rounded_and_added_in_order::<bf16>(&all, None, &blocks);
         blocks_are_rounded_and_added_in_order::<f16>(&AttentionShape { window: None, ..SHAPES[8] }, None, &[0..32, 32..64, 64..70]);
-        // A rest of one query is in the block before it, but of a document among several: a GPU pads these.
+        // A last block of one query is merged with the block before it, except within one of several documents, because a GPU pads
+        // documents.
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, None, &[0..43, 43..86, 86..130]);
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&[0; 130]), &[0..43, 43..86, 86..129, 129..130]);
-        // The second document begins at 70, and its blocks there.
+        // The second document begins at token 70, and its blocks begin there.
         let starts: Vec<i32> = (0..130).map(|token| if token < 70 { 0 } else { 70 }).collect();
         let blocks = [0..48, 48..70, 70..118, 118..130];
         blocks_are_rounded_and_added_in_order::<bf16>(&shape, Some(&starts), &blocks);

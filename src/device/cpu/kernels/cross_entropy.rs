@@ -9,26 +9,26 @@ use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
 use crate::dtype::Element;
 
-/// Rows of one block: logits have few, long rows.
+/// Rows of one block, few because a row of logits is long.
 const BLOCK: usize = 16;
 
-/// One tile of logits `[rows, cols]` and where it lies.
+/// One tile `[rows, cols]` of the logits and its position in the vocabulary.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile<'a> {
-    /// The token that each row should predict; negative: the row has no loss.
+    /// Target token of each row; a negative value means that the row has no loss.
     pub(crate) targets: &'a [i32],
     /// Token of the first column.
     pub(crate) vocab_start: usize,
     /// Columns.
     pub(crate) cols: usize,
-    /// Bends logits.
+    /// Soft cap of logits.
     pub(crate) softcap: Option<f32>,
 }
 
 /// Statistics of a row without a loss: `0 + ln 1 - 0`.
 const NO_LOSS: [f32; 3] = [0.0, 1.0, 0.0];
 
-/// A logit as it counts, and its slope.
+/// The capped logit and the slope of the cap.
 #[inline(always)]
 fn capped(x: f32, softcap: Option<f32>) -> (f32, f32) {
     softcap.map_or((x, 1.0), |cap| soft_capped(x, cap))
@@ -39,7 +39,7 @@ impl Tile<'_> {
         self.targets[row] >= 0
     }
 
-    /// The column of the target of `row`, if it lies in this tile.
+    /// Column of the target of `row`, if the target lies in this tile.
     fn target(&self, row: usize) -> Option<usize> {
         let token = usize::try_from(self.targets[row]).ok()?;
         token.checked_sub(self.vocab_start).filter(|&col| col < self.cols)
@@ -117,7 +117,7 @@ pub(crate) fn loss(stats: &[f32], loss: &mut f32, scale: f32, accumulate: bool) 
 }
 
 vectorised! {
-    /// The maximum and the sum of exponentials below it, extended by one row of logits.
+    /// Extends a running maximum and sum of exponentials by one row of logits.
     fn extend<T>(logits: &[T], softcap: Option<f32>, old_max: f32, old_sum: f32) -> (f32, f32) {
         let tile_max = capped(max(logits), softcap).0;
         let max = if tile_max > old_max { tile_max } else { old_max };
@@ -156,7 +156,7 @@ mod tests {
         (logits, (0..ROWS).map(|row| (row * 7 % VOCAB) as i32).collect())
     }
 
-    /// Statistics, loss and gradient with the vocabulary in tiles of `tile_cols`.
+    /// Statistics, loss and gradient, computed in vocabulary tiles of `tile_cols`.
     fn run<T: Element>(cx: &mut Compute, logits: &[T], targets: &[i32], tile_cols: usize) -> (Vec<f32>, f32, Vec<T>) {
         run_capped(cx, logits, targets, tile_cols, None)
     }

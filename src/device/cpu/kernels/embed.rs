@@ -49,8 +49,8 @@ impl CpuArithmetic for EmbedBackward {
     }
 }
 
-/// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order. `entries` names each row's entry: its
-/// token, or its position.
+/// `dtable[e] (+)=` the sum over the rows of `dout` that used entry `e` of a table, in ascending order. `entries` holds the entry of each
+/// row: its token or its position.
 pub(crate) fn embed_backward<T: Element>(
     cx: &mut Compute,
     entries: &[i32],
@@ -60,7 +60,7 @@ pub(crate) fn embed_backward<T: Element>(
     channels: usize,
 ) {
     let isa = cx.isa;
-    // Sorted by entry, then by row: each entry finds its rows together and in order.
+    // Sorting by entry, then by row, makes the rows of each entry contiguous and ordered.
     cx.sorted.clear();
     cx.sorted.extend(entries.iter().zip(0u64..).map(|(&entry, row)| (entry as u64) << 32 | row));
     cx.sorted.sort_unstable();
@@ -72,7 +72,7 @@ pub(crate) fn embed_backward<T: Element>(
             let (rows, later) = rest.split_at(rest.partition_point(|key| key >> 32 == entry));
             rest = later;
             if accumulate && rows.is_empty() {
-                // Nobody who reads it already needs to know.
+                // The entry's gradient stays unchanged.
                 continue;
             }
             sum_rows(isa, dout, rows, accumulate, dtable);
@@ -96,7 +96,7 @@ vectorised! {
     }
 }
 
-/// On the stream of the copy before it, whose thread does it.
+/// Runs on the thread of the stream that did the copy before it.
 impl Launch<ScatterRows> for CpuDevice {
     fn accept(&mut self, kernel: Checked<ScatterRows>) -> Result<()> {
         by_float!(kernel.float_format()?, T => self.beside(kernel, |kernel, memory| {
@@ -128,7 +128,7 @@ mod tests {
     const CHANNELS: usize = 70;
     const SEQ_LENGTH: usize = 33;
 
-    /// Repeats, gaps, the first and the last entry.
+    /// Repeated entries, gaps, the first and the last entry.
     fn tokens() -> Vec<i32> {
         (0..2 * SEQ_LENGTH as i32).map(|t| if t == 5 { VOCAB as i32 - 1 } else { t * t % 50 }).collect()
     }
@@ -167,7 +167,7 @@ mod tests {
         }
     }
 
-    /// Rows 1, 4 and 7 of a table of ten: the first lacks its first element, the last its last two.
+    /// Rows 1, 4 and 7 of a table of ten; the first lacks its first element, the last its last two.
     #[test]
     fn rows_go_to_their_places_and_all_else_stays() {
         let (rows, channels) = ([1, 4, 7], 5);
@@ -185,7 +185,7 @@ mod tests {
         assert!(fits(3, 1) && fits(3, 3) && !fits(2, 1) && !fits(3, 4) && !fits(4, 5));
     }
 
-    /// Where gradients accumulate, those of rows that no token used keep their bits, the sign of a zero, too.
+    /// With accumulation, gradients of rows that no token used keep their bits, including the sign of a zero.
     #[test]
     fn rows_that_no_token_uses_are_not_touched() {
         let (dout, mut dwte) = (vec![1.0f32; tokens().len() * CHANNELS], vec![-0.0f32; VOCAB * CHANNELS]);

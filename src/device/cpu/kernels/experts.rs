@@ -1,4 +1,4 @@
-//! What experts do to their rows between the two products.
+//! Activations, biases and gradients between the two matrix products of experts.
 
 use super::isa::vectorised;
 use super::math::sigmoid;
@@ -35,7 +35,7 @@ vectorised! {
     }
 }
 
-/// An activation, and its slopes.
+/// Output of an activation, and its derivatives.
 struct Glu {
     out: f32,
     by_gate: f32,
@@ -49,7 +49,7 @@ fn swiglu(gate: f32, up: f32) -> Glu {
     Glu { out: silu * up, by_gate: up * (s * gate.mul_add(1.0 - s, 1.0)), by_up: silu }
 }
 
-/// At its limits a slope is that inside.
+/// At exactly the limit the slope is that of the inside.
 #[inline(always)]
 fn clamped(gate: f32, up: f32, alpha: f32, limit: f32) -> Glu {
     let g = if gate > limit { limit } else { gate };
@@ -69,17 +69,17 @@ impl CpuArithmetic for ExpertBias {
     }
 }
 
-/// Whose each row is.
+/// Expert of each row.
 #[derive(Clone, Copy)]
 pub(crate) struct RowExperts<'a> {
-    /// By choice.
+    /// Experts by index of the routing choice.
     pub(crate) experts: &'a [i32],
-    /// The choice of each row.
+    /// Index of the routing choice of each row.
     pub(crate) entries: &'a [i32],
 }
 
 impl RowExperts<'_> {
-    /// What the expert of `row` has in `table`, which has rows of `cols`.
+    /// The row of `table` that belongs to the expert of `row`; the table has `cols` columns.
     fn of<'t, T>(&self, row: usize, table: &'t [T], cols: usize) -> &'t [T] {
         &table[self.experts[self.entries[row] as usize] as usize * cols..][..cols]
     }
@@ -104,7 +104,7 @@ impl CpuArithmetic for ExpertBackward {
     }
 }
 
-/// What [`ExpertBackward`] writes.
+/// Outputs of [`ExpertBackward`].
 pub(crate) struct Gradients<'a, T> {
     pub(crate) dgate_up: &'a mut [T],
     pub(crate) weighted: &'a mut [T],
@@ -136,10 +136,10 @@ pub(crate) fn expert_backward<T: Element>(
     });
 }
 
-/// Lanes of a row's sum: see [`super::reduce`].
+/// Partial sums of one row: see [`super::reduce`].
 const LANES: usize = 16;
 
-/// Stores what one element gives, and adds to its lane of the gradient of the row's weight.
+/// Stores the gradients of one element and adds its term to a partial sum of the row weight's gradient.
 macro_rules! element {
     ($lanes:ident, $i:ident, $weight:ident, $da:expr, $glu:expr, $dgate:expr, $dup:expr, $weighted:expr) => {
         let (da, glu) = ($da.to_f32(), $glu);
@@ -207,7 +207,7 @@ mod tests {
 
     const ROWS: usize = 70;
     const COLS: usize = 21;
-    /// Half of the inputs, which lie in -6..6, are beyond the limit.
+    /// Half of the inputs, which lie in -6..6, exceed the limit.
     const ACTIVATIONS: [ExpertActivation; 2] = [Swiglu, Clamped { alpha: 1.702, limit: 3.0 }];
 
     fn inputs<T: Element>(seed: u64, elems: usize) -> Vec<T> {

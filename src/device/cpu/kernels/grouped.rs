@@ -1,4 +1,4 @@
-//! Products of experts: a matrix product for each, of the rows of its segment.
+//! Matrix products of experts: one for each expert, over the rows of its segment.
 
 use super::matmul::{matmul, reserve};
 use super::reduce::store;
@@ -26,7 +26,7 @@ pub(crate) fn grouped_matmul<T: Element>(
     accumulate: bool,
 ) {
     let GroupedShape { layout, rows, outs, ins, .. } = shape;
-    // How rows fall to experts differs from step to step; memory is taken for the most that one can get.
+    // The number of rows of an expert changes from step to step, so the scratch memory is reserved for the maximum.
     reserve(cx, product(layout, rows, outs, ins));
     for (expert, rows) in segments(bounds).enumerate() {
         let (x, y, w) = (part(&rows, ins), part(&rows, outs), part(&(expert..expert + 1), outs * ins));
@@ -54,7 +54,7 @@ fn segments(bounds: &[i32]) -> impl Iterator<Item = Range<usize>> {
     bounds.windows(2).map(|ends| ends[0] as usize..ends[1] as usize)
 }
 
-/// Where these rows of `cols` lie.
+/// Range of elements of `rows` in a matrix with `cols` columns.
 fn part(rows: &Range<usize>, cols: usize) -> Range<usize> {
     rows.start * cols..rows.end * cols
 }
@@ -74,7 +74,7 @@ impl CpuArithmetic for SegmentSums {
     }
 }
 
-/// See [`SegmentSums`]; `weights` are by choice, with the choice of each row.
+/// See [`SegmentSums`]; `weights` holds the weights by routing choice and the choice of each row.
 pub(crate) fn segment_sums<T: Element>(
     cx: &mut Compute,
     x: &[T],
@@ -104,7 +104,7 @@ mod tests {
     use MatmulLayout::{Nn, Nt, Tn};
     use half::bf16;
 
-    /// Segments: none, one row, rows that fill no tile, all in one.
+    /// Empty segments, segments of one row, segments that fill no tile, one segment with all rows.
     const BOUNDS: [&[i32]; 5] = [&[0, 0, 1, 1, 68, 70], &[0, 70, 70, 70], &[0, 0, 0, 70], &[0, 70], &[0, 33, 70]];
 
     fn shape(layout: MatmulLayout, bounds: &[i32]) -> GroupedShape {

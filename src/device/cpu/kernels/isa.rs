@@ -1,19 +1,19 @@
-//! One body, several instruction sets.
+//! Kernels for several instruction sets from one function body.
 //!
-//! A kernel is written once, in plain Rust with a fixed order of operations and explicit `mul_add`. [`vectorised`]
-//! compiles it under one `#[target_feature]` shell per instruction set; the compiler may not reorder or fuse float
-//! arithmetic, so every shell gives the same bits and differs in speed only.
+//! A kernel is written once, in plain Rust with a fixed order of operations and explicit `mul_add`. [`vectorised`] compiles it as one
+//! `#[target_feature]` function per instruction set. The compiler may not reorder or fuse float arithmetic, so all of them produce the same
+//! bits and differ in speed only.
 
 use std::fmt;
 
-/// An instruction set that this machine has: values come from [`KernelIsa::detect`] and [`KernelIsa::available`] alone.
+/// An instruction set that this machine supports. Only [`KernelIsa::detect`] and [`KernelIsa::available`] create values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KernelIsa(Level);
 
-/// What to match on in a shell.
+/// Instruction set levels, for `match`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Level {
-    /// What every processor of the architecture has.
+    /// The baseline of the architecture.
     Baseline,
     /// 256-bit vectors with fused multiply-add.
     #[cfg(target_arch = "x86_64")]
@@ -24,17 +24,17 @@ pub(crate) enum Level {
 }
 
 impl KernelIsa {
-    /// The widest instruction set of this machine.
+    /// The widest supported instruction set.
     pub(crate) fn detect() -> Self {
         Self::available().last().unwrap_or(Self(Level::Baseline))
     }
 
-    /// Every instruction set of this machine, narrow to wide.
+    /// All supported instruction sets, narrow to wide.
     pub(crate) fn available() -> impl Iterator<Item = Self> {
         Level::ALL.iter().copied().filter(|level| level.is_supported()).map(Self)
     }
 
-    /// What to match on.
+    /// The level, for `match`.
     #[inline(always)]
     pub(crate) fn level(self) -> Level {
         self.0
@@ -78,7 +78,7 @@ impl Level {
     }
 }
 
-/// Compiles a function for every instruction set; the caller passes the [`KernelIsa`] as a new first argument.
+/// Compiles a function for every instruction set; the caller passes the [`KernelIsa`] as an additional first argument.
 macro_rules! vectorised {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($t:ident $(: $bound:path)?),+>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -103,7 +103,7 @@ macro_rules! vectorised {
             }
             match isa.level() {
                 Level::Baseline => body($($arg),*),
-                // SAFETY: a `KernelIsa` of this level exists only where the processor has it.
+                // SAFETY: a `KernelIsa` of this level exists only if the processor supports it.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
                 // SAFETY: as above.

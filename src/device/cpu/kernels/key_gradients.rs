@@ -1,4 +1,4 @@
-//! Gradients of keys and values, block by block of queries.
+//! Gradients of keys and values, accumulated over blocks of queries.
 
 use super::split::Chunks;
 use super::{Compute, ROW_BLOCK};

@@ -1,12 +1,12 @@
 //! Elementary functions as branch-free polynomials with a fixed order of operations, so that loops over them become
 //! vector code with the same bits on every instruction set.
 
-/// `1.5 * 2^23`: adding it rounds a small number to an integer, kept in the low bits.
+/// `1.5 * 2^23`: adding this constant rounds a small number to an integer, which is then in the low bits.
 const ROUND: f32 = 12_582_912.0;
 /// `ln 2` in two parts; products of the first with small integers are exact.
 const LN2_HIGH: f32 = 0.693_145_75;
 const LN2_LOW: f32 = 1.428_606_8e-6;
-/// `(e^r - 1 - r) / r^2` on `|r| <= ln(2) / 2`, interpolated at Chebyshev's nodes: relative error of `e^r` under 2^-26.
+/// `(e^r - 1 - r) / r^2` on `|r| <= ln(2) / 2`, interpolated at Chebyshev nodes: relative error of `e^r` under 2^-26.
 const EXP: [f32; 5] = [0.5, 0.166_665_76, 0.041_666_556, 0.008_363_179, 0.001_392_618_4];
 
 /// `e^x` within 1.1 ulp (subnormal results included); `+inf` and 0 beyond the range; NaN stays NaN.
@@ -16,7 +16,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let x = if x < -104.0 { -104.0 } else { x };
     let (n, r, p) = powers(x);
     let p = (r * r).mul_add(p, r) + 1.0;
-    // In two halves, because 2^n leaves the range of floats before the product does.
+    // Two factors, because 2^n leaves the range of floats before the product does.
     p * pow2(n >> 1) * pow2(n.wrapping_sub(n >> 1))
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `e^x - 1` for `|x| < 88`, precise near 0, too.
+/// `e^x - 1` for `|x| < 88`, also precise near 0.
 #[inline(always)]
 fn exp_m1(x: f32) -> f32 {
     let (n, r, p) = powers(x);
@@ -56,14 +56,14 @@ fn exp_m1(x: f32) -> f32 {
 /// `tanh x` within 3 ulp.
 #[inline(always)]
 fn tanh(x: f32) -> f32 {
-    // Beyond 10 it is 1 to the last bit.
+    // Beyond 10 the result rounds to 1.
     let x = if x > 10.0 { 10.0 } else { x };
     let x = if x < -10.0 { -10.0 } else { x };
     let e = exp_m1(2.0 * x);
     e / (e + 2.0)
 }
 
-/// `x` bent so that it stays between `-cap` and `cap`: `cap * tanh(x / cap)`; and its slope.
+/// The soft cap `cap * tanh(x / cap)`, which lies between `-cap` and `cap`, and its slope.
 #[inline(always)]
 pub(crate) fn soft_capped(x: f32, cap: f32) -> (f32, f32) {
     let t = tanh(x / cap);
@@ -74,7 +74,7 @@ pub(crate) fn soft_capped(x: f32, cap: f32) -> (f32, f32) {
 mod tests {
     use super::*;
 
-    /// Distance between `got` and `want` in units of the last place of an f32 near `want`.
+    /// Distance between `got` and `want` in ulps of an f32 near `want`.
     fn ulps(got: f32, want: f64) -> f64 {
         let ulp = f64::from(f32::from_bits((want.abs() as f32).to_bits() + 1)) - f64::from(want.abs() as f32);
         (f64::from(got) - want).abs() / ulp

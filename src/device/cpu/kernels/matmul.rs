@@ -1,4 +1,4 @@
-//! Matrix multiplication. See [`panels`](super::panels) for the order of its sums.
+//! Matrix multiplication. See [`panels`](super::panels) for the order of summation.
 
 use super::isa::KernelIsa;
 use super::panels::{A_PANEL, B_PANEL, PanelOperand, Panels, multiply, packed_elems};
@@ -9,12 +9,12 @@ use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
 use crate::dtype::{Dtype, E4m3, E5m2, Element};
 
-/// Rows and columns of `c` that one block computes: multiples of the panels.
+/// Rows and columns of `c` in one block: multiples of the panel sizes.
 const TILE_ROWS: usize = 64;
 const TILE_COLS: usize = 128;
 /// Rows of an operand that one block packs.
 const PACK_ROWS: usize = 64;
-/// Floats that a packed operand may take: wider matrices go in slabs.
+/// Maximum floats of a packed operand; larger matrices are multiplied in slabs.
 const PACKED_ELEMS_MAX: usize = 1 << 23;
 
 impl CpuArithmetic for Matmul {
@@ -50,7 +50,7 @@ fn scaled<A: Element, T: Element>(kernel: ScaledMatmul, cx: &mut Compute, memory
 /// `c = a * b (+ bias over columns) (+ c)`; see [`Matmul`].
 ///
 /// # Panics
-/// If a slice is shorter than `shape` says.
+/// If a slice is shorter than `shape` requires.
 pub(crate) fn matmul<T: Element, C: Element>(
     cx: &mut Compute,
     shape: MatmulShape,
@@ -63,18 +63,18 @@ pub(crate) fn matmul<T: Element, C: Element>(
     product(cx, shape, a, b, AfterSums { scale: 1.0, bias, accumulate }, c);
 }
 
-/// What becomes of a product's sums before they are rounded.
+/// Operations on a product's sums before they are rounded.
 #[derive(Clone, Copy)]
 struct AfterSums<'a, T> {
-    /// Multiplies them.
+    /// Factor of the sums.
     scale: f32,
     bias: Option<&'a [T]>,
-    /// Adds them to what there is.
+    /// Whether to add the sums to the present values of `c`.
     accumulate: bool,
 }
 
 impl<T: Element> AfterSums<'_, T> {
-    /// Stores the `sums` of a part of a row of `c` that begins at column `col`.
+    /// Stores `sums` into a part of a row of `c` that begins at column `col`.
     fn store<C: Element>(&self, isa: KernelIsa, sums: &mut [f32], col: usize, c: &mut [C]) {
         if self.scale != 1.0 {
             sums.iter_mut().for_each(|sum| *sum *= self.scale);
@@ -108,12 +108,12 @@ fn product<A: Element, B: Element, T: Element, C: Element>(
     }
 }
 
-/// Rows and columns of a slab.
+/// Maximum rows and columns of a slab.
 fn rows_max(k: usize) -> usize {
     (PACKED_ELEMS_MAX / k.max(1) / TILE_COLS * TILE_COLS).max(TILE_COLS)
 }
 
-/// Takes the memory for a product of this shape, and for any of a shape that is nowhere larger.
+/// Allocates the scratch memory for a product of this shape, and of any shape that is not larger in any dimension.
 pub(crate) fn reserve(cx: &mut Compute, shape: MatmulShape) {
     let MatmulShape { m, n, k, .. } = shape;
     let slab_max = PACKED_ELEMS_MAX.max(TILE_COLS * k);
@@ -121,7 +121,7 @@ pub(crate) fn reserve(cx: &mut Compute, shape: MatmulShape) {
     cx.local.get(cx.team.threads() * TILE_ROWS * TILE_COLS);
 }
 
-/// The part of `c` that starts at row and column `first` of the operands.
+/// Computes the part of `c` that begins at row and column `first` of the operands.
 fn slab<A: Element, B: Element, T: Element, C: Element>(
     cx: &mut Compute,
     (a, a_first): (PanelOperand<'_, A>, usize),
@@ -199,7 +199,7 @@ mod tests {
                 for (bias, accumulate) in [(false, false), (true, false), (false, true), (true, true)] {
                     let shape = MatmulShape { layout, m, n, k };
                     let want = reference::<f32>(shape, bias, accumulate);
-                    // k roundings of sums below k, each within 2^-24.
+                    // k rounded partial sums below k, each rounding within 2^-24.
                     assert_close(&format!("{shape:?}"), &run::<f32>(&mut cx, shape, bias, accumulate), &want, 6e-8 * k as f64);
                 }
             }
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn slabs_change_no_bit() {
-        // So long a sum that only one tile's operands fit: `c` goes in slabs.
+        // The sum is so long that the operands of only one tile fit, so `c` is computed in slabs.
         let (m, n, k) = (129, 130, PACKED_ELEMS_MAX / TILE_COLS);
         let (a, b): (Vec<bf16>, Vec<bf16>) = (values(1, m * k), values(2, n * k));
         let mut c = vec![0.0f32; 1];

@@ -1,7 +1,7 @@
 //! The arithmetic of the CPU device on plain slices, independent of streams and devices.
 //!
-//! Every output element and every sum has one fixed order: results depend neither on the number of threads, nor on
-//! timing, nor on the instruction set. Work is split in blocks whose sizes follow from shapes alone.
+//! Every output element and every sum has one fixed order, so results do not depend on the number of threads, on timing or on the
+//! instruction set. Block sizes follow from shapes alone.
 
 pub(crate) mod attention;
 pub(crate) mod attention_backward;
@@ -31,18 +31,18 @@ use super::team::Team;
 use crate::error::Result;
 use isa::KernelIsa;
 
-/// Rows of one block of the kernels that go by rows.
+/// Rows of one block in kernels that process rows.
 const ROW_BLOCK: usize = 64;
-/// Columns that are summed at a time, over rows that lie apart.
+/// Columns that are summed at a time in sums over rows.
 const SUMS: usize = 64;
 
-/// What kernels run on: threads, the instruction set, and scratch memory that grows when a shape first needs it.
+/// The resources of kernels: threads, the instruction set, and scratch memory that grows when a shape first needs it.
 pub(crate) struct Compute {
     pub(crate) team: Team,
     pub(crate) isa: KernelIsa,
-    /// Scratch that all threads share: packed matrices, partial sums.
+    /// Scratch shared by all threads: packed matrices, partial sums.
     shared: Buffer,
-    /// Scratch in one equal part for each thread.
+    /// Scratch with one equal part for each thread.
     local: Buffer,
     /// Tokens in sorted order.
     sorted: Vec<u64>,
@@ -62,12 +62,12 @@ impl Compute {
 #[repr(C, align(64))]
 struct CacheLine([f32; 16]);
 
-/// Reusable scratch, aligned to cache lines. Its content is whatever the last user left.
+/// Reusable scratch, aligned to cache lines. Its content is undefined: it holds the values of its last use.
 #[derive(Default)]
 struct Buffer(Vec<CacheLine>);
 
 impl Buffer {
-    /// `elems` floats; allocates only when no earlier call asked for as many.
+    /// Returns `elems` floats; allocates only if no earlier call requested as many.
     fn get(&mut self, elems: usize) -> &mut [f32] {
         let lines = elems.div_ceil(16);
         if self.0.len() < lines {
@@ -77,7 +77,7 @@ impl Buffer {
     }
 }
 
-/// Hands out consecutive parts of a scratch slice.
+/// Splits a scratch slice into consecutive parts.
 struct Arena<'a>(&'a mut [f32]);
 
 impl<'a> Arena<'a> {

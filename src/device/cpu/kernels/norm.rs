@@ -1,5 +1,5 @@
-//! RMS and layer normalisation by rows. The backward pass takes each row once: it adds the input's gradient and sums
-//! the parameters' gradients.
+//! RMS and layer normalisation by rows. The backward pass reads each row once: it adds the gradient of the input and sums the gradients of
+//! the parameters.
 
 use super::isa::vectorised;
 use super::reduce::{fold, fold2, fold3, row_blocks};
@@ -96,13 +96,13 @@ pub(crate) fn layer_norm_backward<T: Element>(
     });
 }
 
-/// What a stored weight stands for.
+/// The factor that a stored weight represents.
 #[inline(always)]
 pub(super) fn factor(weight: f32, plus_one: bool) -> f32 {
     if plus_one { 1.0 + weight } else { weight }
 }
 
-/// `out = x * rstd * weight`; the result is `rstd`.
+/// `out = x * rstd * weight`; returns `rstd`.
 #[inline(always)]
 pub(super) fn rms_norm_row<T: Element>(x: &[T], (weight, plus_one): (&[T], bool), eps: f32, out: &mut [T]) -> f32 {
     let mean_sq = fold(x, |sum, x| x.mul_add(x, sum)) / x.len() as f32;
@@ -191,7 +191,7 @@ mod tests {
     use half::{bf16, f16};
 
     const EPS: f32 = 1e-2;
-    /// Rows beyond a block of rows, columns around the lanes.
+    /// More rows than a block of rows, numbers of columns around the number of partial sums.
     const SIZES: [(usize, usize); 5] = [(1, 1), (3, 16), (5, 19), (65, 7), (130, 33)];
 
     struct Run<T> {
@@ -208,7 +208,7 @@ mod tests {
         }
     }
 
-    /// `x`, `dout`, `weight`, `bias`, and what `dx`, `dweight` and `dbias` hold before.
+    /// `x`, `dout`, `weight`, `bias`, and the previous values of `dx`, `dweight` and `dbias`.
     fn inputs<T: Element>((rows, cols): (usize, usize)) -> [Vec<T>; 7] {
         let elems = [rows * cols, rows * cols, cols, cols, rows * cols, cols, cols];
         std::array::from_fn(|i| values(i as u64 + 1, elems[i]))
@@ -247,7 +247,7 @@ mod tests {
         Run { out, stats, dx, dweight, dbias }
     }
 
-    /// Either norm in f64, `centred` being layer norm.
+    /// Both norms in f64; `centred` selects layer norm.
     fn reference(x: &[f64], weight: &[f64], bias: &[f64], centred: bool) -> Vec<f64> {
         let n = weight.len() as f64;
         let row = |x: &[f64]| -> Vec<f64> {

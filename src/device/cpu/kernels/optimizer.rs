@@ -1,4 +1,4 @@
-//! The optimizer on resident memory: passes of [`crate::optim`] on the compute threads.
+//! The optimizer on device memory: the passes of [`crate::optim`] on the compute threads.
 
 use super::Compute;
 use super::isa::vectorised;
@@ -14,9 +14,9 @@ use crate::optim::norm::{self, BLOCK};
 use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Partial sums of one block of work.
+/// Partial sums that one block of work computes.
 const PARTIALS: usize = 4;
-/// Parameters of one block of work.
+/// Parameters that one block of work steps.
 const PARAMS: usize = 4 * BLOCK;
 
 impl Launch<GradNormPartials> for CpuDevice {
@@ -27,7 +27,7 @@ impl Launch<GradNormPartials> for CpuDevice {
                 let (partials, nonfinite) = (memory.write(partials), memory.write::<i32>(nonfinite));
                 grad_norm_partials::<T>(cx, memory.read(grads), partials, &mut nonfinite[0]);
             }),
-            // The compute threads belong to the compute stream.
+            // Only the compute stream may use the compute threads.
             _ => self.beside(kernel, move |GradNormPartials { grads, partials, nonfinite, .. }, memory| {
                 if norm_partials::<T>(isa, memory.read(grads), memory.write(partials)) {
                     memory.write::<i32>(nonfinite)[0] = 1;
@@ -52,7 +52,7 @@ pub(crate) fn grad_norm_partials<T: Element>(cx: &mut Compute, grads: &[T], part
     }
 }
 
-/// Moments, gradients and working weights may be of three formats.
+/// Moments, gradients and working weights may have three different formats.
 impl Launch<Adam> for CpuDevice {
     fn accept(&mut self, kernel: Checked<Adam>) -> Result<()> {
         let packed = kernel.m.dtype() == Dtype::Bfloat16;

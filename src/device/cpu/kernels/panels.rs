@@ -1,21 +1,20 @@
 //! Packed operands and the register tile that multiplies them: the core of matrix multiplication and attention.
 //!
-//! This is not a library's GEMM because those allocate on every call and choose the order of summation by machine and
-//! thread count. Here each element of the result is one chain of fused multiply-adds in ascending `k`, whatever the
-//! tile, so the bits are the same everywhere. Chunks of `k` keep panels in cache; between chunks the chain
-//! rests in fp32 memory, which changes no bit.
+//! GEMM libraries are not used because they allocate on every call and choose the order of summation by machine and thread count. Here each
+//! element of the result is one chain of fused multiply-adds in ascending `k`, whatever the tile, so the bits are the same everywhere.
+//! Panels stay in cache because `k` is processed in chunks. Between chunks the partial sum is stored as fp32, which changes no bit.
 
 use super::isa::{KernelIsa, Level};
 use crate::dtype::Element;
 
-/// Rows of `a` that lie side by side in a packed panel.
+/// Rows of `a` that are interleaved in a packed panel.
 pub(crate) const A_PANEL: usize = 8;
-/// Columns of `b` that lie side by side in a packed panel.
+/// Columns of `b` that are interleaved in a packed panel.
 pub(crate) const B_PANEL: usize = 32;
-/// Steps of `k` that run over a panel before the next panel has its turn.
+/// Steps of `k` that are multiplied before the next panel.
 const K_CHUNK: usize = 512;
 
-/// An operand in memory: element `(r, k)`, where `r` counts rows of `a` or columns of `b`, is `data[r * row_step + k * k_step]`.
+/// An operand in memory: element `(r, k)` is `data[r * row_step + k * k_step]`, where `r` counts rows of `a` or columns of `b`.
 #[derive(Clone, Copy)]
 pub(crate) struct PanelOperand<'a, T> {
     pub(crate) data: &'a [T],
@@ -24,18 +23,18 @@ pub(crate) struct PanelOperand<'a, T> {
 }
 
 impl<'a, T: Element> PanelOperand<'a, T> {
-    /// Rows lie one after the other, `pitch` elements apart.
+    /// An operand with contiguous rows, which begin `pitch` elements apart.
     pub(crate) fn by_rows(data: &'a [T], pitch: usize) -> Self {
         Self { data, row_step: pitch, k_step: 1 }
     }
 
-    /// Steps of `k` lie one after the other, `pitch` elements apart.
+    /// An operand with contiguous steps of `k`, which begin `pitch` elements apart.
     pub(crate) fn by_k(data: &'a [T], pitch: usize) -> Self {
         Self { data, row_step: 1, k_step: pitch }
     }
 
-    /// Packs `rows` rows from `first` on, `k` steps each, into panels of `WIDTH` rows: widened to fp32, step by step, the last panel
-    /// filled up with zeros. `out` holds [`packed_elems`].
+    /// Packs `rows` rows of `k` steps, beginning with row `first`, into panels of `WIDTH` rows. Elements are widened to fp32 and stored
+    /// step by step; the last panel is padded with zeros. `out` holds [`packed_elems`] floats.
     pub(crate) fn pack<const WIDTH: usize>(&self, first: usize, rows: usize, k: usize, out: &mut [f32]) {
         for (panel, out) in out[..packed_elems::<WIDTH>(rows, k)].chunks_exact_mut(WIDTH * k).enumerate() {
             let width = WIDTH.min(rows - panel * WIDTH);
@@ -55,7 +54,7 @@ impl<'a, T: Element> PanelOperand<'a, T> {
     }
 }
 
-/// Floats that `rows` rows of `k` steps take in panels of `WIDTH`.
+/// Floats of `rows` rows of `k` steps in panels of `WIDTH`.
 pub(crate) const fn packed_elems<const WIDTH: usize>(rows: usize, k: usize) -> usize {
     rows.next_multiple_of(WIDTH) * k
 }
@@ -63,7 +62,7 @@ pub(crate) const fn packed_elems<const WIDTH: usize>(rows: usize, k: usize) -> u
 #[inline(always)]
 fn copy_step<T: Element, const WIDTH: usize>(data: &[T], out: &mut [f32; WIDTH]) {
     if let Some(data) = data.first_chunk::<WIDTH>() {
-        // `map` would be a call for each element in builds that do not optimize across the parts of a crate.
+        // `map` would be a function call per element in builds without optimization across codegen units.
         out.iter_mut().zip(data).for_each(|(o, x)| *o = x.to_f32());
         return;
     }
@@ -79,20 +78,20 @@ fn spread_row<T: Element, const WIDTH: usize>(data: &[T], row: usize, steps: &mu
     steps.iter_mut().zip(data).for_each(|(step, x)| step[row] = x.to_f32());
 }
 
-/// Packed panels: `stride` floats from one panel to the next.
+/// Packed panels that begin `stride` floats apart.
 #[derive(Clone, Copy)]
 pub(crate) struct Panels<'a> {
     pub(crate) data: &'a [f32],
     pub(crate) stride: usize,
 }
 
-/// `c += a * b` on packed panels: `c[i, j]` gains `k` products in ascending order. `c` is `size` rows by columns, whole panels
-/// both, with rows `pitch` apart.
+/// `c += a * b` on packed panels: each `c[i, j]` adds `k` products in ascending order. `size` is rows by columns of `c`, both whole panels;
+/// the rows of `c` begin `pitch` elements apart.
 ///
 /// # Panics
-/// If a panel or a tile reaches outside of its slice.
+/// If a panel or a tile exceeds its slice.
 pub(crate) fn multiply(isa: KernelIsa, a: Panels<'_>, b: Panels<'_>, k: usize, c: &mut [f32], size: (usize, usize), pitch: usize) {
-    // Two rows of sums and their operands fit the 16 registers of AVX2, eight rows the 32 of AVX-512.
+    // Two rows of sums and their operands fit the 16 registers of AVX2; eight rows fit the 32 registers of AVX-512.
     let (rows, tile): (usize, TileKernel) = match isa.level() {
         Level::Baseline => (2, tile::<f32, 2, B_PANEL>),
         #[cfg(target_arch = "x86_64")]
@@ -106,7 +105,7 @@ pub(crate) fn multiply(isa: KernelIsa, a: Panels<'_>, b: Panels<'_>, k: usize, c
             let b = &b.data[col / B_PANEL * b.stride + k0 * B_PANEL..][..steps * B_PANEL];
             for row in (0..size.0).step_by(rows) {
                 let a = &a.data[row / A_PANEL * a.stride + k0 * A_PANEL..][..steps * A_PANEL];
-                // SAFETY: a `KernelIsa` of this level exists only where the processor has it.
+                // SAFETY: a `KernelIsa` of this level exists only if the processor supports it.
                 unsafe { tile(a, row % A_PANEL, b, &mut c[row * pitch + col..], pitch) };
             }
         }
@@ -116,14 +115,14 @@ pub(crate) fn multiply(isa: KernelIsa, a: Panels<'_>, b: Panels<'_>, k: usize, c
 /// `(a, first, b, c, pitch)`; see [`tile`].
 type TileKernel = unsafe fn(&[f32], usize, &[f32], &mut [f32], usize);
 
-/// A vector register, in the operations of a tile.
+/// A vector register with the operations of a tile.
 ///
-/// This is the one place that names instructions and pointers: left to itself, the compiler keeps a tile's sums in
-/// registers at some optimisation levels and in memory, thirty times slower, at others.
+/// Only this trait uses intrinsics and pointers. Without it the compiler keeps the sums of a tile in registers at some optimisation levels
+/// and in memory, thirty times slower, at others.
 ///
 /// # Safety
-/// All methods: the processor has the instructions. `load` and `store`: the pointer is good for [`Vector::LANES`] floats,
-/// at any alignment.
+/// All methods: the processor supports the instructions. `load` and `store`: the pointer is valid for [`Vector::LANES`] floats, at any
+/// alignment.
 trait Vector: Copy {
     const LANES: usize;
     unsafe fn splat(x: f32) -> Self;
@@ -141,12 +140,12 @@ impl Vector for f32 {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { *from }
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { *to = self }
     }
     #[inline(always)]
@@ -155,13 +154,13 @@ impl Vector for f32 {
     }
 }
 
-/// One register tile: `ROWS` rows of panel `a` from row `first` on, all columns of panel `b` in `VECTORS` vectors.
+/// One register tile: `ROWS` rows of panel `a` from row `first` on, times all columns of panel `b` in `VECTORS` vectors.
 ///
 /// # Safety
-/// The processor has the instructions of `V`.
+/// The processor supports the instructions of `V`.
 ///
 /// # Panics
-/// If the tile reaches outside of `c`.
+/// If the tile exceeds `c`.
 // By index, because an iterator over the sums would take their address.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
@@ -169,7 +168,8 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], fi
     const { assert!(V::LANES * VECTORS == B_PANEL && A_PANEL.is_multiple_of(ROWS)) };
     assert!((ROWS - 1) * pitch + B_PANEL <= c.len());
     let c = c.as_mut_ptr();
-    // SAFETY: vectors of row i of the tile lie in `c`, as asserted; those of a row of `b` fill it; instructions as promised.
+    // SAFETY: the assertion above keeps the vectors of row i inside `c`; the vectors of a row of `b` fill the row exactly; the caller
+    // guarantees the instructions.
     unsafe {
         let at = |i: usize, v: usize| c.add(i.wrapping_mul(pitch).wrapping_add(v * V::LANES));
         let mut sums = [[V::splat(0.0); VECTORS]; ROWS];
@@ -184,7 +184,7 @@ unsafe fn tile<V: Vector, const ROWS: usize, const VECTORS: usize>(a: &[f32], fi
                 row[v] = V::load(b.as_ptr().add(v * V::LANES));
             }
             for i in 0..ROWS {
-                // Wrapping and the remainder spare the loop its checks.
+                // Wrapping addition and the remainder remove the bounds checks from the loop.
                 let a = V::splat(a[first.wrapping_add(i) % A_PANEL]);
                 for v in 0..VECTORS {
                     sums[i][v] = sums[i][v].fused_add(a, row[v]);
@@ -208,22 +208,22 @@ mod x86 {
         const LANES: usize = 8;
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm256_set1_ps(x) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm256_loadu_ps(from) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm256_storeu_ps(to, self) }
         }
         #[inline(always)]
         unsafe fn fused_add(self, a: Self, b: Self) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm256_fmadd_ps(a, b, self) }
         }
     }
@@ -232,36 +232,36 @@ mod x86 {
         const LANES: usize = 16;
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm512_set1_ps(x) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm512_loadu_ps(from) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm512_storeu_ps(to, self) }
         }
         #[inline(always)]
         unsafe fn fused_add(self, a: Self, b: Self) -> Self {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm512_fmadd_ps(a, b, self) }
         }
     }
 
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn tile_avx2(a: &[f32], first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-        // SAFETY: these are the instructions that this function turns on.
+        // SAFETY: this function enables the instructions of the tile.
         unsafe { tile::<__m256, 2, 4>(a, first, b, c, pitch) }
     }
 
-    // A tile of a whole panel: its first row is 0.
+    // The tile covers a whole panel, so its first row is 0.
     #[target_feature(enable = "avx512f")]
     pub(super) fn tile_avx512(a: &[f32], _first: usize, b: &[f32], c: &mut [f32], pitch: usize) {
-        // SAFETY: these are the instructions that this function turns on.
+        // SAFETY: this function enables the instructions of the tile.
         unsafe { tile::<__m512, A_PANEL, 2>(a, 0, b, c, pitch) }
     }
 }

@@ -1,4 +1,4 @@
-//! Kernels that treat every element alone.
+//! Elementwise kernels.
 
 use super::isa::{KernelIsa, vectorised};
 use super::math::sigmoid;
@@ -11,7 +11,7 @@ use crate::dtype::Element;
 /// Elements of one block.
 pub(super) const BLOCK_ELEMS: usize = 16384;
 
-/// `sqrt(2 / pi)` and the cubic coefficient of GELU's tanh form.
+/// `sqrt(2 / pi)` and the cubic coefficient of GELU's tanh approximation.
 const GELU_SCALE: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
@@ -59,9 +59,9 @@ pub(crate) fn geglu_backward<T: Element>(cx: &mut Compute, dout: &[T], gate_up: 
     gated_backward(cx, [dout, gate_up], dgate_up, cols, geglu_backward_row);
 }
 
-/// What a gated unit makes of one row: of gates and of what they let pass.
+/// Forward pass of a gated unit for one row: gates, up projections, output.
 type GatedRow<T> = fn(KernelIsa, &[T], &[T], &mut [T]);
-/// The gradients of both, of the output's.
+/// Backward pass of a gated unit for one row: output gradients, gates, up projections, gradients of gates and of up projections.
 type GatedBackwardRow<T> = fn(KernelIsa, &[T], &[T], &[T], &mut [T], &mut [T]);
 
 fn gated<T: Element>(cx: &mut Compute, gate_up: &[T], out: &mut [T], cols: usize, row: GatedRow<T>) {
@@ -108,7 +108,7 @@ impl CpuArithmetic for GeluBackward {
     }
 }
 
-/// See [`GeluBackward`]; `dx` holds `dout` and becomes the input's gradient.
+/// See [`GeluBackward`]; `dx` holds `dout` on entry and the input's gradient on return.
 pub(crate) fn gelu_backward<T: Element>(cx: &mut Compute, x: &[T], dx: &mut [T]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dx, BLOCK_ELEMS), |block, dx| gelu_backward_elems(isa, &x[block * BLOCK_ELEMS..], dx));
@@ -124,7 +124,7 @@ impl CpuArithmetic for ScaleAdd {
     }
 }
 
-/// See [`ScaleAdd`]; `out` holds `x`.
+/// See [`ScaleAdd`]; `out` holds `x` on entry.
 pub(crate) fn scale_add<T: Element>(cx: &mut Compute, scale: f32, base: Option<&[T]>, out: &mut [T]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(out, BLOCK_ELEMS), |block, out| match base {
@@ -145,7 +145,7 @@ pub(crate) fn zero<T: bytemuck::Pod + Send>(cx: &mut Compute, x: &mut [T]) {
     cx.team.for_each(Chunks::new(x, BLOCK_ELEMS), |_, x| x.fill(T::zeroed()));
 }
 
-/// [`cast_elems`] on all threads.
+/// Runs [`cast_elems`] on all threads.
 pub(crate) fn cast<S: Element, D: Element>(cx: &mut Compute, src: &[S], dst: &mut [D]) {
     let isa = cx.isa;
     cx.team.for_each(Chunks::new(dst, BLOCK_ELEMS), |block, dst| cast_elems(isa, &src[block * BLOCK_ELEMS..], dst));
@@ -198,7 +198,7 @@ vectorised! {
     }
 }
 
-// 0.5 x (1 + tanh u) is x sigmoid(2u), which keeps its precision where tanh u nears -1.
+// 0.5 x (1 + tanh u) equals x sigmoid(2u), which stays precise where tanh u is close to -1.
 #[inline(always)]
 fn gelu_of(x: f32) -> f32 {
     let u = GELU_SCALE * (x * x * GELU_CUBIC).mul_add(x, x);
@@ -252,7 +252,7 @@ mod tests {
     const ROWS: usize = 70;
     const COLS: usize = 21;
 
-    /// Values in -6..6, where the functions bend.
+    /// Values in -6..6, where the activations are far from linear.
     fn inputs<T: Element>(seed: u64, elems: usize) -> Vec<T> {
         values(seed, elems).iter().map(|x: &f32| T::from_f32(6.0 * x)).collect()
     }
@@ -300,7 +300,7 @@ mod tests {
         let (x, dout) = (inputs::<f32>(1, 2 * ROWS * COLS), inputs::<f32>(2, ROWS * COLS));
         let (out, dx) = run_swiglu(&mut cx, &x, &dout);
         assert_close("swiglu", &out, &reference_swiglu(&wide(&x)), 1e-6);
-        // Central differences over all would take long: rows are independent, so one row at a time.
+        // Central differences over all rows at once would be slow. Rows are independent, so the test differentiates one row at a time.
         for row in 0..ROWS {
             let (x, dout) = (wide(&x[2 * row * COLS..][..2 * COLS]), wide(&dout[row * COLS..][..COLS]));
             assert_close("swiglu dx", &dx[2 * row * COLS..][..2 * COLS], &slopes(&x, |x| dot(&reference_swiglu(x), &dout)), 1e-6);
@@ -308,7 +308,7 @@ mod tests {
         let (x, dout) = (inputs::<f32>(3, 1000), inputs::<f32>(4, 1000));
         let (out, dx) = run_gelu(&mut cx, &x, &dout);
         assert_close("gelu", &out, &reference_gelu(&wide(&x)), 1e-6);
-        // The slope holds 2 x du (1 - s), where 1 - s carries up to half an ulp of 1, and the gradient is up to 6 times that.
+        // The slope contains 2 x du (1 - s). 1 - s has an error of up to half an ulp of 1, and the gradient is up to 6 times that.
         assert_close("gelu dx", &dx, &slopes(&wide(&x), |x| dot(&reference_gelu(x), &wide(&dout))), 3e-6);
     }
 
@@ -319,7 +319,7 @@ mod tests {
         assert_close("geglu", &out, &reference_geglu(&wide(&x)), 1e-6);
         for row in 0..ROWS {
             let (x, dout) = (wide(&x[2 * row * COLS..][..2 * COLS]), wide(&dout[row * COLS..][..COLS]));
-            // As for gelu's own gradient, times the gate's partner, up to 6.
+            // The tolerance for GELU's own gradient, times the up projection, which is at most 6.
             assert_close("geglu dx", &dx[2 * row * COLS..][..2 * COLS], &slopes(&x, |x| dot(&reference_geglu(x), &dout)), 2e-5);
         }
     }

@@ -1,4 +1,4 @@
-//! RMS normalisation of queries and keys before the rotation, by heads or all of a token together.
+//! RMS normalisation of queries and keys before the rotation, over each head or over all heads of a token.
 
 use super::isa::vectorised;
 use super::norm::{factor, rms_norm_gradient, rms_norm_mean, rms_norm_row};
@@ -41,7 +41,7 @@ fn parts(shape: &AttentionShape) -> [usize; 2] {
     [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_dim)
 }
 
-/// How often the weights span their parts of a token.
+/// Number of normalised spans of a token: the columns of queries and keys divided by the lengths of their weights.
 fn spans<T>([q_cols, k_cols]: [usize; 2], [(q_weight, _), (k_weight, _)]: [(&[T], bool); 2]) -> usize {
     q_cols / q_weight.len() + k_cols / k_weight.len()
 }
@@ -122,7 +122,7 @@ mod tests {
     const SHAPE: AttentionShape =
         AttentionShape { batch: 2, seq_length: 33, heads: 4, kv_heads: 2, head_dim: 6, scale: 1.0, window: None, softcap: None };
     const ELEMS: usize = 2 * 33 * 8 * 6;
-    /// Lengths of the weights: a head each, or all heads.
+    /// Lengths of the weights: one head each, or all heads.
     const SPANS: [[usize; 2]; 2] = [[6, 6], [24, 12]];
 
     struct Run<T> {
@@ -133,7 +133,7 @@ mod tests {
         dk_weight: Vec<T>,
     }
 
-    /// `qkv`, the weights, the output's gradient, and what the weights' gradients hold before.
+    /// `qkv`, the weights, the output's gradient, and the previous values of the weights' gradients.
     fn inputs<T: Element>([q, k]: [usize; 2]) -> [Vec<T>; 6] {
         let elems = [ELEMS, q, k, ELEMS, q, k];
         std::array::from_fn(|i| values(i as u64 + 1, elems[i]))

@@ -1,4 +1,4 @@
-//! From numbers of 16 bits to numbers of 8 and their scale.
+//! Quantization of 16-bit floats to 8-bit floats and their scale.
 
 use super::pointwise::BLOCK_ELEMS;
 use super::split::Chunks;
@@ -23,7 +23,7 @@ impl<K: CpuArithmetic + WritesMatrix> CpuArithmetic for WithScale<K> {
     }
 }
 
-/// The largest magnitude; NaN is larger than all numbers.
+/// The largest magnitude; NaN counts as larger than all numbers.
 pub(crate) fn abs_max<T: Element>(cx: &mut Compute, x: &[T]) -> f32 {
     let largest = |x: &[T]| x.iter().map(|x| x.to_f32().abs().to_bits()).max().unwrap_or(0);
     let blocks = cx.shared.get(x.len().div_ceil(BLOCK_ELEMS));
@@ -53,7 +53,7 @@ fn run<T: Element, Q: Element>(kernel: Quantize, cx: &mut Compute, memory: &Task
     }
 }
 
-/// The factor that divides by `scale`, which is exact; NaN of what is no scale, as that of a matrix which nobody found.
+/// `1 / scale`, which is exact because scales are powers of two. NaN if `scale` is not positive, for example because no kernel computed it.
 fn inverse(scale: f32) -> f32 {
     if scale > 0.0 { 1.0 / scale } else { f32::NAN }
 }
@@ -67,7 +67,7 @@ pub(crate) fn quantize<T: Element, Q: Element>(cx: &mut Compute, x: &[T], scale:
     });
 }
 
-/// The same of `x`, `[rows, cols]`, transposed.
+/// As [`quantize`], for a transposed copy of `x`, `[rows, cols]`.
 fn quantize_transposed<T: Element, Q: Element>(cx: &mut Compute, x: &[T], scale: f32, out: &mut [Q], cols: usize) {
     let (inverse, rows) = (inverse(scale), x.len() / cols);
     cx.team.for_each(Chunks::new(out, ROW_BLOCK * rows), |block, out| {

@@ -1,7 +1,7 @@
 //! Sums in a fixed order.
 //!
-//! Along a row: sixteen lanes, lane `l` taking elements `l`, `l + 16`, ... in ascending order, then a fixed tree. Down the columns: blocks
-//! of [`ROW_BLOCK`] rows, each summed in ascending order, then folded in ascending order.
+//! Along a row: sixteen partial sums, of which number `l` adds the elements `l`, `l + 16`, ... in ascending order, then a fixed tree. Down
+//! the columns: blocks of [`ROW_BLOCK`] rows, each summed in ascending order, then the blocks in ascending order.
 
 use super::isa::vectorised;
 use super::split::{Chunks, Split};
@@ -50,7 +50,7 @@ pub(crate) fn fold<A: Element>(a: &[A], f: impl Fn(f32, f32) -> f32) -> f32 {
     fold2(a, a, |sum, a, _| f(sum, a))
 }
 
-/// The largest element; NaN is passed over, and a row of nothing else gives minus infinity.
+/// The largest element; NaN is ignored, and a row without numbers gives minus infinity.
 #[inline(always)]
 pub(crate) fn max<A: Element>(a: &[A]) -> f32 {
     let larger = |m: f32, x: f32| if x > m { x } else { m };
@@ -75,8 +75,8 @@ fn tree(mut lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes[0]
 }
 
-/// Visits blocks of [`ROW_BLOCK`] rows and sums over all rows into `out`: `block(block_idx, part, sums)` gets part `block_idx` of `parts` and
-/// adds its rows, in ascending order, to `sums`, which starts at zero and is as long as all of `out` together.
+/// Visits blocks of [`ROW_BLOCK`] rows and sums over all rows into `out`. `block(block_idx, part, sums)` receives part `block_idx` of
+/// `parts` and adds its rows, in ascending order, to `sums`, which starts at zero and has the total length of all slices of `out`.
 pub(crate) fn row_blocks<T: Element, S: Split>(
     cx: &mut Compute,
     parts: S,
@@ -104,7 +104,7 @@ impl CpuArithmetic for BiasBackward {
     }
 }
 
-/// `dbias (+)=` the sums of the columns of `dout`.
+/// `dbias (+)=` the column sums of `dout`.
 pub(crate) fn bias_backward<T: Element>(cx: &mut Compute, dout: &[T], dbias: &mut [T], accumulate: bool) {
     let (isa, cols) = (cx.isa, dbias.len());
     let blocks = Blocks(dout.len().div_ceil(cols * ROW_BLOCK));
@@ -114,7 +114,7 @@ pub(crate) fn bias_backward<T: Element>(cx: &mut Compute, dout: &[T], dbias: &mu
     });
 }
 
-/// Blocks that own no memory besides their sums.
+/// Blocks whose only memory is their partial sums.
 struct Blocks(usize);
 
 impl Split for Blocks {
@@ -133,7 +133,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Rounds `values` (plus what `out` holds) into `out`.
+    /// Rounds `values`, plus the present values of `out` with `accumulate`, into `out`.
     pub(crate) fn store<T>(values: &[f32], accumulate: bool, out: &mut [T]) {
         if accumulate {
             out.iter_mut().zip(values).for_each(|(o, x)| *o = T::from_f32(x + o.to_f32()));

@@ -1,4 +1,4 @@
-//! Rotary positions.
+//! Rotary position embedding.
 
 use super::isa::vectorised;
 use super::split::Chunks;
@@ -51,7 +51,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// As [`rotate_heads`], for pairs of neighbours.
+    /// As [`rotate_heads`], for pairs of adjacent elements.
     fn rotate_neighbours<T>(heads: &mut [T], table: &[f32], head_dim: usize, sign: f32) {
         for head in heads.chunks_exact_mut(head_dim) {
             for (pair, &[cos, sin]) in head.as_chunks_mut::<2>().0.iter_mut().zip(table.as_chunks::<2>().0) {
@@ -72,7 +72,7 @@ mod tests {
         AttentionShape { batch: 2, seq_length: 35, heads: 4, kv_heads: 2, head_dim: 10, scale: 1.0, window: None, softcap: None };
     const ELEMS: usize = 2 * 35 * 8 * 10;
 
-    /// Two documents to a row, the second one shorter.
+    /// Two documents in each row, the second one shorter.
     fn positions() -> Vec<i32> {
         (0..70).map(|t| if t % 35 < 20 { t % 35 } else { t % 35 - 20 }).collect()
     }

@@ -1,4 +1,4 @@
-//! The router: choices, their order by expert, and the way back.
+//! The router of a mixture of experts: expert choices, their order by expert, dispatch and combination.
 
 use super::isa::vectorised;
 use super::math::exp;
@@ -9,7 +9,7 @@ use crate::device::cpu::launch::{CpuArithmetic, TaskMemory};
 use crate::device::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
 use crate::dtype::Element;
 
-/// Lanes of a sum over all experts, a warp's: with them a GPU gives the same bits.
+/// Partial sums of a sum over all experts: one for each lane of a warp, so that a GPU gives the same bits.
 const LANES: usize = 32;
 
 impl CpuArithmetic for RouterLogits {
@@ -39,7 +39,7 @@ pub(crate) fn route(cx: &mut Compute, shape: RouteShape, logits: &[f32], experts
     });
 }
 
-/// The experts of the largest logits. NaN is below all numbers: whatever the logits are, these are different experts.
+/// Selects the experts with the largest logits. NaN ranks below all numbers, so the chosen experts are distinct whatever the logits are.
 fn choose(logits: &[f32], experts: &mut [i32]) {
     let mut last = u64::MAX;
     for expert in experts {
@@ -49,7 +49,7 @@ fn choose(logits: &[f32], experts: &mut [i32]) {
     }
 }
 
-/// Orders like the numbers: both zeros are one, and NaN is the least.
+/// Maps floats to integers of the same order: both zeros are equal, and NaN is the least.
 fn order(x: f32) -> u32 {
     let bits = (x + 0.0).to_bits();
     match (x.is_nan(), bits >> 31) {
@@ -74,7 +74,7 @@ fn exp_sum(logits: &[f32], largest: f32) -> f32 {
     lane_sum(logits.len(), |i, sum| sum + exp(logits[i] - largest))
 }
 
-/// A sum over `count` numbers, of which every lane adds its own in order.
+/// A sum over `count` numbers with [`LANES`] partial sums, each in ascending order.
 fn lane_sum(count: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     for i in 0..count {
@@ -114,7 +114,7 @@ impl CpuArithmetic for Dispatch {
     }
 }
 
-/// See [`Dispatch`]. Threads share out rows, so they need to know the token of each.
+/// See [`Dispatch`]. Threads divide the output rows, so this function first computes the token of each row.
 pub(crate) fn dispatch<T: Element>(cx: &mut Compute, x: &[T], slots: &[i32], out: &mut [T], cols: usize) {
     let top_k = slots.len() * cols / x.len();
     let tokens = &mut cx.sorted;
@@ -156,7 +156,7 @@ vectorised! {
         for (group, out) in out.chunks_mut(SUMS).enumerate() {
             let mut sums = [0.0f32; SUMS];
             for (j, &slot) in slots.iter().enumerate() {
-                // Times 1 changes nothing.
+                // A factor of 1 changes no bit.
                 let weight = weights.map_or(1.0, |weights| weights[j]);
                 let x = &x[slot as usize * cols + group * SUMS..][..out.len()];
                 sums.iter_mut().zip(x).for_each(|(sum, x)| *sum = weight.mul_add(x.to_f32(), *sum));
@@ -181,7 +181,7 @@ impl CpuArithmetic for RouterBackward {
     }
 }
 
-/// What a forward pass has chosen, as [`RouterBackward`] has it.
+/// The forward pass's choices, as [`RouterBackward`] reads them.
 #[derive(Clone, Copy)]
 pub(crate) struct Choices<'a> {
     pub(crate) logits: &'a [f32],
@@ -225,7 +225,7 @@ impl CpuArithmetic for RouterBalance {
     }
 }
 
-/// See [`RouterBalance`]; `count` has the choices of an expert.
+/// See [`RouterBalance`]; `count` returns the number of choices of an expert.
 pub(crate) fn router_balance<T: Element>(
     cx: &mut Compute,
     shape: RouteShape,
@@ -414,7 +414,7 @@ mod tests {
         assert_rounded("out", &sum(&mut fastest()), &exact);
     }
 
-    /// The loss as transformers has it, in f64, over two layers of which the second one's logits are varied.
+    /// Differentiates the balancing loss of transformers, in f64, over two layers; the logits of the second layer are varied.
     #[test]
     fn the_balance_is_the_slope_of_its_loss() {
         for (tokens, experts, top_k) in [(1, 1, 1), (7, 5, 2), (sweep(17, TOKENS), COUNT, 5), (9, 64, 64)] {

@@ -1,4 +1,4 @@
-//! Attention sinks, behind attention.
+//! Attention sinks, applied after attention.
 
 use super::math::exp;
 use super::reduce::fold2;
@@ -35,7 +35,7 @@ pub(crate) fn sinks<T: Element>(cx: &mut Compute, shape: &AttentionShape, sinks:
     });
 }
 
-/// The exponentials of both, less the larger of them, and that.
+/// `exp(lse - m)`, `exp(sink - m)` and `m`, where `m` is the larger of `lse` and `sink`.
 fn parts(lse: f32, sink: f32) -> (f32, f32, f32) {
     let largest = if sink > lse { sink } else { lse };
     (exp(lse - largest), exp(sink - largest), largest)
@@ -48,7 +48,7 @@ impl CpuArithmetic for SinksBackward {
     }
 }
 
-/// See [`SinksBackward`]: one chain over the tokens for each head.
+/// See [`SinksBackward`]: one sum in token order for each head.
 pub(crate) fn sinks_backward<T: Element>(
     cx: &mut Compute,
     shape: &AttentionShape,
@@ -92,7 +92,7 @@ mod tests {
         (out, lse)
     }
 
-    /// Attention with a column more, in f64.
+    /// Attention with an additional column for the sink, in f64.
     fn reference(qkv: &[f64], sinks: &[f64]) -> Vec<f64> {
         let AttentionShape { seq_length, heads, kv_heads, head_dim, .. } = SHAPE;
         let at = |token: usize, head: usize| &qkv[token * SHAPE.qkv_cols() + head * head_dim..][..head_dim];

@@ -1,18 +1,17 @@
-//! Memory that falls into disjoint parts, one for each block of a [`Team`]'s job: what makes writing from many threads
-//! safe for the kernels.
+//! Memory in disjoint parts, one for each block of a [`Team`]'s job, so that kernels may write from many threads.
 
 use crate::device::cpu::team::Team;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Mutable memory cut into parts that do not overlap.
+/// Mutable memory divided into parts that do not overlap.
 pub(crate) trait Split: Sync {
     type Part;
     fn count(&self) -> usize;
     /// Part `index`, which is below [`Split::count`].
     ///
     /// # Safety
-    /// No two parts of one index may exist at a time.
+    /// At most one part of each index may exist at a time.
     unsafe fn part(&self, index: usize) -> Self::Part;
 }
 
@@ -42,7 +41,7 @@ pub(crate) struct Chunks<'a, T> {
     memory: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it hands out disjoint `&mut [T]`, which may go to other threads.
+// SAFETY: `Chunks` returns disjoint `&mut [T]`, which may go to other threads.
 unsafe impl<T: Send> Sync for Chunks<'_, T> {}
 
 impl<'a, T> Chunks<'a, T> {
@@ -60,7 +59,7 @@ impl<'a, T: Send> Split for Chunks<'a, T> {
     unsafe fn part(&self, index: usize) -> &'a mut [T] {
         let start = index * self.chunk;
         assert!(start < self.elems);
-        // SAFETY: inside the slice; disjoint from the other chunks; the caller promises that this one exists once.
+        // SAFETY: the chunk is inside the slice and disjoint from the other chunks; the caller guarantees that this chunk exists once.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), self.chunk.min(self.elems - start)) }
     }
 }
@@ -72,29 +71,29 @@ impl<A: Split, B: Split> Split for (A, B) {
         self.0.count()
     }
     unsafe fn part(&self, index: usize) -> Self::Part {
-        // SAFETY: the caller's promise covers both.
+        // SAFETY: the caller's guarantee covers both.
         unsafe { (self.0.part(index), self.1.part(index)) }
     }
 }
 
-/// A row-major matrix whose rows may lie further apart than they are long.
+/// A row-major matrix with a row pitch of at least its number of columns.
 pub(crate) struct MatMut<'a, T> {
     start: *mut T,
     rows: usize,
     cols: usize,
-    /// Elements from one row to the next.
+    /// Elements between the beginnings of two rows.
     pitch: usize,
     memory: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it is a `&mut` to its elements.
+// SAFETY: a `MatMut` is a `&mut` to its elements.
 unsafe impl<T: Send> Send for MatMut<'_, T> {}
 
 impl<'a, T> MatMut<'a, T> {
     /// A dense matrix with rows of `cols`.
     ///
     /// # Panics
-    /// If `memory` is not whole rows.
+    /// If `memory` does not consist of whole rows.
     pub(crate) fn new(memory: &'a mut [T], cols: usize) -> Self {
         assert!(cols > 0 && memory.len().is_multiple_of(cols), "{} elements in rows of {cols}", memory.len());
         Self { start: memory.as_mut_ptr(), rows: memory.len() / cols, cols, pitch: cols, memory: PhantomData }
@@ -120,18 +119,18 @@ impl<'a, T> MatMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.pitch), self.cols) }
     }
 
-    /// The columns before `at`, and the rest.
+    /// The columns before `at`, and the remaining columns.
     ///
     /// # Panics
     /// If there are fewer columns.
     pub(crate) fn split_cols(self, at: usize) -> (Self, Self) {
         assert!(at <= self.cols);
-        // Wrapping, because a matrix without rows has no memory to stay inside of.
+        // Wrapping addition, because a matrix without rows has no memory that the pointer could stay inside.
         let right = self.start.wrapping_add(at);
         (Self { cols: at, ..self }, Self { start: right, cols: self.cols - at, ..self })
     }
 
-    /// Some of the columns, for a while.
+    /// Borrows a range of columns.
     ///
     /// # Panics
     /// If there are fewer columns.
@@ -140,20 +139,20 @@ impl<'a, T> MatMut<'a, T> {
         MatMut { start: self.start.wrapping_add(range.start), cols: range.len(), memory: PhantomData, ..*self }
     }
 
-    /// Cut into tiles of at most `rows` by `cols`, counted along rows of tiles.
+    /// Divides the matrix into tiles of at most `rows` by `cols`, numbered along rows of tiles.
     pub(crate) fn tiles(self, rows: usize, cols: usize) -> Tiles<'a, T> {
         Tiles { matrix: self, rows: rows.max(1), cols: cols.max(1) }
     }
 }
 
-/// A matrix cut into tiles; those at the right and lower edges may be smaller.
+/// A matrix divided into tiles; tiles at the right and lower edges may be smaller.
 pub(crate) struct Tiles<'a, T> {
     matrix: MatMut<'a, T>,
     rows: usize,
     cols: usize,
 }
 
-// SAFETY: it hands out disjoint tiles, which may go to other threads.
+// SAFETY: `Tiles` returns disjoint tiles, which may go to other threads.
 unsafe impl<T: Send> Sync for Tiles<'_, T> {}
 
 impl<'a, T: Send> Split for Tiles<'a, T> {

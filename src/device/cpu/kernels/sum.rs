@@ -7,10 +7,10 @@ use crate::device::{Checked, Launch, SumSlices};
 use crate::dtype::Element;
 use crate::error::Result;
 
-/// Elements that are summed at once: their sums stay in the nearest cache.
+/// Elements of one block: their sums stay in the L1 cache.
 const BLOCK: usize = 2048;
 
-/// On the stream's own thread, whichever it is: a copy stream has no others.
+/// Runs on the thread of the stream; the compute threads do not serve copy streams.
 impl Launch<SumSlices> for CpuDevice {
     fn accept(&mut self, kernel: Checked<SumSlices>) -> Result<()> {
         let isa = self.compute.isa();
@@ -27,7 +27,7 @@ fn sum_slices<T: Element, O: Element>(isa: KernelIsa, SumSlices { parts, before,
     for (nth, out) in memory.write::<O>(out).chunks_mut(BLOCK).enumerate() {
         let here = nth * BLOCK..nth * BLOCK + out.len();
         let mut sums = Sums { values: [0.0; BLOCK], elems: 0 };
-        // What is read where the sum goes has the format of the sum.
+        // An input that is the output slice itself has the format of the output.
         if let Some(before) = before {
             match before {
                 Some(before) => sums.add(isa, &before[here.clone()]),
@@ -44,7 +44,7 @@ fn sum_slices<T: Element, O: Element>(isa: KernelIsa, SumSlices { parts, before,
     }
 }
 
-/// Sums that are not rounded yet; none before the first term.
+/// Sums before rounding; `elems` is 0 before the first term.
 struct Sums {
     values: [f32; BLOCK],
     elems: usize,

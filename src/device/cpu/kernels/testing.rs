@@ -1,4 +1,4 @@
-//! What the kernels' tests share: inputs, every way to run, and comparison.
+//! Shared parts of the kernels' tests: inputs, runs in every configuration, and comparisons.
 
 use super::Compute;
 use super::isa::KernelIsa;
@@ -16,12 +16,12 @@ pub(crate) fn values<T: Element>(seed: u64, elems: usize) -> Vec<T> {
     (0..elems).map(|_| T::from_f32(next())).collect()
 }
 
-/// The same numbers in f64.
+/// The values in f64.
 pub(crate) fn wide<T: Element>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| f64::from(x.to_f32())).collect()
 }
 
-/// The bits of a result, in a form that compares.
+/// The bytes of a result, for comparison.
 pub(crate) fn bits<T: Element>(x: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(x).to_vec()
 }
@@ -57,12 +57,12 @@ pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Widened to f32.
+/// The values in f32.
 pub(crate) fn widened<T: Element>(x: &[T]) -> Vec<f32> {
     x.iter().map(|x| x.to_f32()).collect()
 }
 
-/// A compute with the widest instruction set and two threads.
+/// A [`Compute`] with the widest instruction set and two threads.
 pub(crate) fn fastest() -> Compute {
     Compute::new(2, KernelIsa::detect()).unwrap()
 }

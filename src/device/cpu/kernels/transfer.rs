@@ -8,7 +8,7 @@ use crate::device::{Cast, Checked, Launch, Poke, Stream, Zero};
 use crate::dtype::{Dtype, Element};
 use crate::error::{Error, Result};
 
-/// Of any format, int32 too.
+/// Supports all formats, including int32.
 impl Launch<Zero> for CpuDevice {
     fn accept(&mut self, kernel: Checked<Zero>) -> Result<()> {
         match kernel.x.dtype().bytes() {
@@ -33,7 +33,7 @@ impl Launch<Cast> for CpuDevice {
         let isa = self.compute.isa();
         by_float!(from, S => by_float!(to, D => match kernel.stream {
             Stream::Compute => self.compute(kernel, |Cast { src, dst, .. }, cx, memory| cast::<S, D>(cx, memory.read(src), memory.write(dst))),
-            // A copy stream converts by itself.
+            // A copy stream converts on its own thread.
             _ => self.beside(kernel, move |Cast { src, dst, .. }, memory| cast_elems::<S, D>(isa, memory.read(src), memory.write(dst))),
         }))
     }
