@@ -1,18 +1,19 @@
-//! How far a rank runs ahead of its GPU.
+//! Limit on the operations that a rank enqueues ahead of its GPU.
 //!
-//! The driver's queue of a stream takes about a thousand operations. Who finds it full waits within the driver, perhaps with locks of its context,
-//! without which no other thread enqueues a copy from this GPU's memory, or a wait for its events. So a rank waits before that, outside of it.
+//! The driver's launch queue of a stream holds about a thousand operations. A thread that finds the queue full blocks inside the driver,
+//! possibly with locks of its context. Without these locks no other thread can enqueue a copy from this GPU's memory or a wait for its
+//! events. A rank therefore waits earlier, outside the driver.
 
 use crate::error::Result;
 use std::time::Duration;
 
-/// Operations between two marks, and marks that may be ahead. With a span around it an operation is three of the driver's.
+/// Operations between two marks, and the number of marks. An operation with a trace span takes three entries of the driver's queue.
 const STRIDE: usize = 16;
 const MARKS: usize = 16;
-/// Between two looks at a mark: a fraction of what is still ahead behind it.
+/// Interval between two polls of a mark: a fraction of the time that the operations after the mark take.
 pub(super) const LOOK_AGAIN: Duration = Duration::from_micros(50);
 
-/// What is ahead on one stream.
+/// Operations enqueued and not yet done on one stream.
 pub(super) struct Backlog<Mark> {
     /// Recorded in turn, one every [`STRIDE`] operations.
     marks: Vec<Mark>,
@@ -21,19 +22,21 @@ pub(super) struct Backlog<Mark> {
 
 impl<Mark> Backlog<Mark> {
     /// # Errors
-    /// Those of `mark`, which makes one that has passed.
+    /// Errors of `mark`, which makes a mark that has passed.
     pub(super) fn new(mark: impl Fn() -> Result<Mark>) -> Result<Self> {
         Ok(Self { marks: (0..MARKS).map(|_| mark()).collect::<Result<_>>()?, operations: 0 })
     }
 
-    /// Counts an operation that is about to be enqueued. Now and then a mark comes back: once the stream has passed it, it is to be recorded again.
+    /// Counts an operation that is about to be enqueued. At every [`STRIDE`]th operation returns the next mark; the caller waits until the
+    /// stream has passed it, then records it again.
     pub(super) fn count(&mut self) -> Option<&mut Mark> {
         let nth = self.operations;
         self.operations += 1;
         nth.is_multiple_of(STRIDE).then(|| &mut self.marks[nth / STRIDE % MARKS])
     }
 
-    /// The mark that comes back next. Once the stream has passed it, nobody waits who enqueues up to [`STRIDE`] operations.
+    /// The mark that [`Self::count`] returns next. Once the stream has passed this mark, up to [`STRIDE`] operations can be enqueued
+    /// without waiting.
     pub(super) fn next(&self) -> &Mark {
         &self.marks[self.operations.div_ceil(STRIDE) % MARKS]
     }
@@ -45,7 +48,7 @@ mod tests {
 
     #[test]
     fn who_waits_for_each_mark_is_never_a_full_queue_ahead_nor_far_behind_one() {
-        // A mark says how many operations come before it; the stream runs only when somebody waits for one.
+        // A mark holds the number of operations before it; the stream runs only when the test waits for a mark.
         let mut backlog = Backlog::new(|| Ok(0)).unwrap();
         let (mut passed, mut most_ahead) = (0, 0);
         for enqueued in 0..10_000 {
@@ -66,7 +69,7 @@ mod tests {
         let mut backlog = Backlog::new(|| Ok(0)).unwrap();
         let (mut passed, mut enqueued, mut full, mut most_ahead) = (0, 0, 0, 0);
         for round in 0..10_000 {
-            // One less than a bucket has, so that the queue fills.
+            // One operation less than the bucket has, so that the queue fills.
             passed = enqueued.min(passed + round % STRIDE);
             if *backlog.next() > passed {
                 full += 1;

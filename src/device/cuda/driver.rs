@@ -1,5 +1,5 @@
-//! Owners of the driver's objects that cust does not offer in the form needed here: non-blocking streams, timed events
-//! that can be recorded again, registered host memory.
+//! Owned driver objects that cust does not offer in the required form: non-blocking streams, timed events that can be recorded again,
+//! registered host memory.
 
 use super::error::check;
 use crate::error::Result;
@@ -8,11 +8,11 @@ use crate::units::Bytes;
 use cust::sys;
 use std::ptr;
 
-/// A stream that does not wait for the default stream (cust's always do).
+/// A stream that does not synchronize with the default stream (streams of cust always do).
 pub(super) struct RawStream(pub(super) sys::CUstream);
 
 impl RawStream {
-    /// `priority`: lower numbers first; see [`priorities`].
+    /// `priority`: lower numbers run first; see [`priorities`].
     pub(super) fn new(priority: i32) -> Result<Self> {
         const NON_BLOCKING: u32 = 1;
         let mut stream = ptr::null_mut();
@@ -38,10 +38,10 @@ pub(super) fn priorities() -> Result<(i32, i32)> {
     Ok((least, most))
 }
 
-/// An event, with or without a time.
+/// An event, with or without timing.
 pub(super) struct RawEvent(pub(super) sys::CUevent);
 
-// SAFETY: the driver's handles are good on every thread of a process, and its functions may be called from several at once.
+// SAFETY: driver handles are valid on every thread of a process, and driver functions may be called from several threads at once.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
@@ -61,7 +61,7 @@ impl RawEvent {
         check(unsafe { sys::cuEventRecord(self.0, stream.0) }, || "record a CUDA event".into())
     }
 
-    /// Whether everything before the last recording has run; true for an event that was never recorded.
+    /// Whether all operations before the last record have run; true for an event that was never recorded.
     pub(super) fn is_done(&self) -> Result<bool> {
         const NOT_READY: u32 = 600;
         // SAFETY: live.
@@ -77,7 +77,7 @@ impl RawEvent {
         check(unsafe { sys::cuEventSynchronize(self.0) }, || "run the enqueued kernels and copies".into())
     }
 
-    /// Nanoseconds from `start` to this event, less than none if that passed later; both were recorded, with times, and are done.
+    /// Nanoseconds from `start` to this event, negative if `start` passed later. Both events were recorded with timing and are done.
     pub(super) fn ns_since(&self, start: &RawEvent) -> Result<i64> {
         let mut ms = 0f32;
         // SAFETY: both are live; writes one float.
@@ -93,7 +93,7 @@ impl Drop for RawEvent {
     }
 }
 
-/// Page-locks host memory for copies that overlap. Ordinary cached memory: the CPU reads it, too.
+/// Page-locks host memory for asynchronous copies. The memory stays cached because the CPU reads it, too.
 pub(super) struct Registered(PinnedSlice);
 
 impl Registered {
@@ -105,7 +105,7 @@ impl Registered {
         Ok(Self(memory))
     }
 
-    /// Whether all of `part` is in this memory.
+    /// Whether `part` lies completely in this memory.
     pub(super) fn contains(&self, part: PinnedSlice) -> bool {
         self.0.addr() <= part.addr() && part.addr() + part.bytes() <= self.0.addr() + self.0.bytes()
     }

@@ -1,8 +1,8 @@
-//! Matrix products by cuBLASLt. What it needs to know about a product, its descriptors and the algorithm, is a plan, made
-//! when a shape is first seen and kept.
+//! Matrix products by cuBLASLt. A product's descriptors and algorithm form a plan, which is made when a shape is first used and then
+//! cached.
 //!
-//! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32:
-//! the same in every process with this library on this GPU. One algorithm whose results may be wrong is passed over.
+//! The algorithm is the library's first suggestion, chosen without timing, among those that sum in a fixed order in fp32. It is therefore
+//! the same in every process with this library on this GPU. One algorithm with possibly wrong results is skipped.
 
 mod groups;
 mod parts;
@@ -24,24 +24,24 @@ use parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
 use std::collections::HashMap;
 use std::ptr;
 
-/// cuBLASLt's numbers, from `cublasLt.h` of CUDA 13.0; they are the same in 12.
+/// Constants of cuBLASLt, from `cublasLt.h` of CUDA 13.0; they are the same in CUDA 12.
 const DESC_EPILOGUE: i32 = 7;
 const DESC_BIAS_POINTER: i32 = 8;
 const DESC_SCALE_POINTER_A: i32 = 17;
 const DESC_SCALE_POINTER_B: i32 = 18;
 const EPILOGUE_BIAS: u32 = 4;
 
-/// The oldest cuBLAS whose products in FP8 are used: 12.1, the first that has them on Ada, too. Their sums are in fp32, as `FAST_ACCUM` is off
-/// unless it is asked for.
+/// The oldest cuBLAS used for FP8 products: 12.1, the first version that supports them on Ada, too. Sums are in fp32, because `FAST_ACCUM`
+/// is off by default.
 const OLDEST_FP8: usize = 120_100;
 
-/// A product of either kind.
+/// A product with or without scales.
 #[derive(Clone, Copy)]
 pub(super) struct CublasProduct {
     shape: MatmulShape,
     a: DeviceSlice,
     b: DeviceSlice,
-    /// Of a and b, where these have scales.
+    /// Scales of a and b, if they have scales.
     scales: Option<[DeviceSlice; 2]>,
     bias: Option<DeviceSlice>,
     base: Option<DeviceSlice>,
@@ -51,14 +51,14 @@ pub(super) struct CublasProduct {
 
 impl CublasProduct {
     /// # Errors
-    /// `Unsupported` when its operands are of several formats.
+    /// `Unsupported` when the operands have different formats.
     pub(super) fn of(kernel: Matmul) -> Result<Self> {
         let Matmul { shape, a, b, bias, base, c } = kernel;
         Ok(Self { shape, a, b, scales: None, bias, base, c, formats: Formats::one(kernel.float_format()?) })
     }
 
     /// # Errors
-    /// `Unsupported` when what is added is of another format than the result.
+    /// `Unsupported` when bias or base have another format than the result.
     pub(super) fn scaled(kernel: ScaledMatmul) -> Result<Self> {
         let ScaledMatmul { a, a_scale, b, b_scale, bias, base, c, .. } = kernel;
         let formats = Formats { a: a.dtype(), b: b.dtype(), c: kernel.float_format()? };
@@ -80,11 +80,11 @@ impl Formats {
     }
 }
 
-/// Addresses that a description holds and that are set anew for each product; 0 where there is none.
+/// Device addresses in a matmul descriptor, which are set for each product; 0 for absent operands.
 #[derive(Clone, Copy)]
 struct Pointers {
     bias: u64,
-    /// Of a and b.
+    /// Scales of a and b.
     scales: [u64; 2],
 }
 
@@ -96,7 +96,7 @@ impl Pointers {
         Self { bias: product.bias.map_or(0, DeviceSlice::addr), scales }
     }
 
-    /// cuBLASLt's first factor is `b`.
+    /// The first factor of cuBLASLt is `b`.
     fn set(self, describe: impl Fn(i32, u64) -> Result<()>) -> Result<()> {
         let [a_scale, b_scale] = self.scales;
         let all = [(DESC_BIAS_POINTER, self.bias), (DESC_SCALE_POINTER_A, b_scale), (DESC_SCALE_POINTER_B, a_scale)];
@@ -109,21 +109,21 @@ impl Pointers {
 struct MatmulKey {
     shape: MatmulShape,
     formats: Formats,
-    /// Bytes to which a, b, base and c are aligned; the bias as well, or 0 when there is none.
+    /// Alignments of a, b, base, c and bias in bytes; 0 for an absent bias.
     alignments: [u16; 5],
 }
 
-/// Why the cuBLASLt that is found does not multiply by experts on a GPU of this generation, if it does not.
+/// The reason why the installed cuBLASLt has no grouped expert products on a GPU of this generation; `None` if it has them.
 ///
 /// # Errors
-/// `Resource` when there is none.
+/// `Resource` when cuBLASLt is not installed.
 pub(super) fn grouped_obstacle(libraries: &Libraries, generation: i32) -> Result<Option<String>> {
     let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
-    // SAFETY: takes nothing, and needs no context.
+    // SAFETY: the function takes no arguments and needs no context.
     Ok(groups::obstacle(unsafe { (lt.version)() }, generation))
 }
 
-/// The library, the plans made so far, and the memory that they share.
+/// The library, the cached plans, and their shared workspace.
 pub(super) struct Gemm {
     lt: CublasLt,
     handle: Opaque,
@@ -136,7 +136,8 @@ impl Gemm {
     /// Opens the library for the current context.
     pub(super) fn new(libraries: &Libraries) -> Result<Self> {
         let lt = CublasLt::bind(&libraries.open(&CUBLASLT)?)?;
-        // SAFETY: single products read what they have written; for those of experts it is cleared when they are opened.
+        // SAFETY: products read only parts of the workspace that they have written; for grouped products the workspace is cleared when they
+        // are enabled.
         let workspace = unsafe { DeviceBuffer::uninitialized(WORKSPACE_BYTES) }.map_err(|e| {
             let operation = format!("allocate {} of GPU memory for cuBLASLt", Bytes(WORKSPACE_BYTES as u64));
             failed(e as u32, operation)
@@ -147,42 +148,43 @@ impl Gemm {
         Ok(Self { lt, handle, plans: HashMap::new(), groups: None, workspace })
     }
 
-    /// Has it multiply by experts, too, on a GPU of `generation`.
+    /// Enables grouped expert products on a GPU of `generation`.
     ///
     /// # Errors
-    /// `Unsupported` when the library or the GPU cannot.
+    /// `Unsupported` when the library or the GPU does not support them.
     pub(super) fn open_groups(&mut self, libraries: &Libraries, generation: i32) -> Result<()> {
         self.groups = Some(GroupProducts::new(libraries, self.version(), generation)?);
         let clear = |e: CudaError| failed(e as u32, "clear cuBLASLt's memory for products of experts".into());
-        // These kernels read more of it than they have written (13.8, by initcheck): it is the same in every process.
+        // The grouped kernels read more of the workspace than they have written (13.8, by initcheck), so clear it for reproducible bits.
         self.workspace.set_zero().map_err(clear)?;
-        // The streams that products run on do not wait for what is set here.
+        // The streams of products are non-blocking and would not wait for this memset.
         CurrentContext::synchronize().map_err(clear)
     }
 
-    /// Where kernels write what products of experts read; `None` unless they were asked for.
+    /// Tables that kernels write and grouped expert products read; `None` unless the products are enabled.
     pub(super) fn group_tables(&self) -> Option<GroupTables> {
         self.groups.as_ref().map(GroupProducts::tables)
     }
 
-    /// What enqueues the products of experts that the tables describe, of 16-bit `dtype`; no size of `shape` is 0.
+    /// Returns a closure that enqueues the grouped expert products that the tables describe, of 16-bit `dtype`. All sizes in `shape` must
+    /// be positive.
     ///
     /// # Errors
-    /// `Unsupported` unless they were asked for; `Resource` when the library has no algorithm.
+    /// `Unsupported` unless grouped products are enabled; `Resource` when the library has no algorithm.
     pub(super) fn groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
         let workspace = self.workspace.as_device_ptr().as_raw();
         let groups = self.groups.as_mut().ok_or_else(|| Error::Unsupported("products of experts that nobody asked cuBLASLt for".into()))?;
         groups.product((self.lt, self.handle, workspace), shape, dtype)
     }
 
-    /// As 130100 for 13.1.0.
+    /// Version as a number, such as 130100 for 13.1.0.
     pub(super) fn version(&self) -> usize {
         // SAFETY: no arguments.
         unsafe { (self.lt.version)() }
     }
 
     /// # Errors
-    /// `Unsupported` when this version has no products in FP8 that are used here.
+    /// `Unsupported` when this version does not support the FP8 products used here.
     pub(super) fn check_fp8(&self) -> Result<()> {
         let version = self.version();
         if version >= OLDEST_FP8 {
@@ -191,7 +193,7 @@ impl Gemm {
         Err(Error::Unsupported(format!("products in FP8 by cuBLASLt {version}: they need {OLDEST_FP8} (CUDA 12.1) or newer")))
     }
 
-    /// What enqueues a product. `None`: the result has no elements.
+    /// Returns a closure that enqueues a product. `None`: the result has no elements.
     ///
     /// # Errors
     /// `Unsupported` on int32, and for sums of no terms (`k = 0`).
@@ -238,7 +240,7 @@ impl Gemm {
         }))
     }
 
-    /// The plan for `key`, made now if this is its first use. `pointers` stand for all of their alignments.
+    /// The plan for `key`, made on its first use. `pointers` represent all pointers with the same alignments.
     fn plan(&mut self, key: MatmulKey, pointers: Pointers) -> Result<MatmulPlan> {
         if let Some(plan) = self.plans.get(&key) {
             return Ok(*plan);
@@ -252,7 +254,7 @@ impl Gemm {
         Ok(plan)
     }
 
-    /// The algorithms of all plans so far, in an order of their own: that of every process.
+    /// Algorithms of all plans so far, sorted, so that the order is the same in every process.
     pub(super) fn algorithms(&self) -> Vec<ProductAlgorithm> {
         let single = self.plans.iter().map(|(key, plan)| plan.algorithm(key.shape, None, key.formats.a));
         let mut all: Vec<_> = single.chain(self.groups.iter().flat_map(GroupProducts::algorithms)).collect();
@@ -260,15 +262,15 @@ impl Gemm {
         all
     }
 
-    /// The algorithm of a product of well aligned matrices without bias; runs nothing.
+    /// The algorithm of a product of well aligned matrices without bias. Runs no kernel.
     pub(super) fn algorithm_of(&mut self, shape: MatmulShape, dtype: Dtype) -> Result<ProductAlgorithm> {
         let key = MatmulKey { shape, formats: Formats::one(dtype), alignments: [256, 256, 256, 256, 0] };
         Ok(self.plan(key, Pointers::NONE)?.algorithm(shape, None, dtype))
     }
 }
 
-/// cuBLASLt's matrices are column-major: a row-major matrix is its transpose there. So `c^T = op(b)^T op(a)^T`, the
-/// first factor is `b`, and `c^T` has n rows.
+/// Matrices of cuBLASLt are column-major, so a row-major matrix is passed as its transpose. The product becomes `c^T = op(b)^T op(a)^T`:
+/// the first factor is `b`, and `c^T` has n rows.
 fn describe(lt: &CublasLt, parts: &mut Parts, key: MatmulKey, pointers: Pointers) -> Result<()> {
     let MatmulShape { layout, m, n, k } = key.shape;
     let (b, transpose_b) = match layout {
@@ -304,7 +306,7 @@ impl Drop for Gemm {
     }
 }
 
-/// The largest power of two that divides the address, up to the 256 beyond which nothing gains.
+/// The largest power of two that divides the address, at most 256, because larger alignments gain nothing.
 fn alignment(slice: DeviceSlice) -> u16 {
     1 << slice.addr().trailing_zeros().min(8)
 }

@@ -1,5 +1,5 @@
-//! Kernels that are recorded once and enqueued as one. The engine uses none: a step's kernels are hidden behind those before
-//! them. What launches would cost in a graph is measured by `device_facts`.
+//! CUDA graphs: kernels that are recorded once and enqueued together. The engine uses none, because the launches of a step overlap with
+//! running kernels. `device_facts` measures the launch cost of kernels in a graph.
 
 use cust::sys;
 

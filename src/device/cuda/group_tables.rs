@@ -1,9 +1,9 @@
-//! What cuBLASLt reads of products of experts, and where: `ptx/groups.ptx` writes it, `gemm/groups.rs` describes it to the library.
+//! Tables that grouped expert products of cuBLASLt read. `ptx/groups.ptx` writes them, and `gemm/groups.rs` describes them to the library.
 
 use crate::device::{EXPERTS_MAX, MatmulLayout};
 
-/// What lies by segments: the rows that go in, those that come out, the weights. Column-major, as cuBLASLt's matrices are, an expert's `X` is
-/// `ins` by rows, its `Y` `outs` by rows, and its weight `ins` by `outs`.
+/// Matrices with one part for each expert: input rows X, output rows Y, weights. In cuBLASLt's column-major view, an expert's `X` is `ins`
+/// by rows, its `Y` is `outs` by rows, and its weight is `ins` by `outs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Segmented {
     X,
@@ -11,7 +11,7 @@ pub(super) enum Segmented {
     Weights,
 }
 
-/// Which of a matrix's sizes.
+/// A size of an expert's matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GroupSize {
     Rows,
@@ -20,7 +20,7 @@ pub(super) enum GroupSize {
 }
 
 impl Segmented {
-    /// Rows and columns, column-major; rows are the leading dimension.
+    /// Column-major rows and columns; rows are the leading dimension.
     pub(super) fn sizes(self) -> [GroupSize; 2] {
         match self {
             Self::X => [GroupSize::Ins, GroupSize::Rows],
@@ -30,12 +30,12 @@ impl Segmented {
     }
 }
 
-/// Who is what in a product: both factors, whether each is transposed, and the result.
+/// Operands of a product: both factors, whether each is transposed, and the result.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupRoles {
     pub(super) factors: [(Segmented, bool); 2],
     pub(super) result: Segmented,
-    /// What is summed over.
+    /// Number of terms of each sum.
     pub(super) terms: GroupSize,
 }
 
@@ -50,7 +50,7 @@ impl GroupRoles {
     }
 }
 
-/// Where `ptx/groups.ptx` writes: see there.
+/// Address of the tables; `ptx/groups.ptx` documents their layout.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupTables(pub(super) u64);
 
@@ -60,17 +60,17 @@ impl GroupTables {
     const FACTORS: u64 = 3 * Self::ADDRESSES + 3 * Self::SIZES;
     pub(super) const BYTES: usize = Self::FACTORS as usize + 8;
 
-    /// Of a matrix of each expert, 8 bytes each.
+    /// Address of the table of matrix addresses, 8 bytes for each expert.
     pub(super) fn addresses(self, of: Segmented) -> u64 {
         self.0 + of as u64 * Self::ADDRESSES
     }
 
-    /// Int32, one an expert.
+    /// Address of the table of sizes, one int32 for each expert.
     pub(super) fn sizes(self, of: GroupSize) -> u64 {
         self.0 + 3 * Self::ADDRESSES + of as u64 * Self::SIZES
     }
 
-    /// Of the product and of what it is added to, fp32 each.
+    /// Addresses of the factors of the product and of the addend, fp32 each.
     pub(super) fn factors(self) -> [u64; 2] {
         [self.0 + Self::FACTORS, self.0 + Self::FACTORS + 4]
     }

@@ -1,4 +1,4 @@
-//! The kernels on the GPU, in a file for each file of PTX.
+//! Launches of kernels on the GPU, with one file for each file of PTX.
 
 mod attention;
 mod bias;
@@ -25,14 +25,14 @@ pub(super) mod transfer;
 
 use super::modules::PtxSource;
 
-/// The PTX files that every model needs, with what they export.
+/// PTX files that every model needs, with the kernels that they export.
 pub(super) fn sources() -> impl Iterator<Item = &'static PtxSource> {
     let transformer =
         [&attention::SOURCE, &bias::SOURCE, &cross_entropy::SOURCE, &embed::SOURCE, &norm::SOURCE, &pointwise::SOURCE, &rope::SOURCE];
     transfer::SOURCES.iter().chain(transformer)
 }
 
-/// Those of documents, of mixtures of experts, of blocks of queries, of FP8 and of sinks: a megabyte, loaded when it is first needed.
+/// PTX files for documents, mixtures of experts, blocks of queries, FP8 and sinks. They take a megabyte and are loaded on first use.
 pub(super) static LATER: [&PtxSource; 9] = [
     &documents::SOURCE,
     &experts::SOURCE,
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    /// The text of a kernel file below `ptx`: by hand, or generated and packed.
+    /// Text of a PTX file below `ptx`; generated files are stored compressed.
     fn committed(name: &str) -> String {
         let path = Path::new("ptx").join(name);
         if name.starts_with("generated/") {

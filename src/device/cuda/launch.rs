@@ -1,4 +1,4 @@
-//! Enqueuing a kernel: its name, its shape, its arguments.
+//! Kernel launches: name, grid and arguments.
 
 use super::CudaDevice;
 use super::error::check;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::units::Bytes;
 use cust::sys;
 
-/// One argument. Kernels take pointers, 32-bit and 64-bit numbers; all start at the first byte of eight.
+/// One kernel argument. Kernels take pointers, 32-bit and 64-bit numbers; all begin at the first of eight bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Arg(pub(super) u64);
 
@@ -19,7 +19,7 @@ impl From<DeviceSlice> for Arg {
     }
 }
 
-/// A null pointer for an argument that is left out.
+/// A null pointer for `None`.
 impl From<Option<DeviceSlice>> for Arg {
     fn from(x: Option<DeviceSlice>) -> Self {
         Self(x.map_or(0, DeviceSlice::addr))
@@ -56,7 +56,7 @@ macro_rules! args {
 }
 pub(super) use args;
 
-/// A size as the kernels take it.
+/// Converts a size to a kernel argument.
 ///
 /// # Errors
 /// `Unsupported` above 2^32.
@@ -72,27 +72,27 @@ pub(super) struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// One dimension, no dynamic shared memory.
+    /// A one-dimensional grid without dynamic shared memory.
     pub(super) fn new(blocks: u32, threads: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
     }
 }
 
-/// Dynamic shared memory that a kernel may have unasked, in bytes.
+/// Maximum bytes of dynamic shared memory that need no function attribute.
 const SHARED_BYTES_UNASKED: u32 = 48 << 10;
 
-/// Where launches go: to the GPU, or into a list of a test.
+/// Destination of launches: the GPU, or a list in tests.
 pub(super) trait Queue {
-    /// Whether kernels for Hopper alone (`sm_90a`) may be launched.
+    /// Whether kernels for Hopper only (`sm_90a`) may be launched.
     fn is_hopper(&self) -> bool;
 
-    /// Where to write what cuBLASLt reads of products of experts; `None` unless it computes them.
+    /// Tables for grouped expert products of cuBLASLt; `None` unless cuBLASLt computes them.
     fn group_tables(&self) -> Option<GroupTables>;
 
-    /// Has cuBLASLt compute the products that the tables describe, of 16-bit `dtype`, on the compute stream.
+    /// Enqueues the grouped expert products that the tables describe, of 16-bit `dtype`, on the compute stream by cuBLASLt.
     fn multiply_groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<()>;
 
-    /// Enqueues the kernel `name` on `stream`: `name_bf16` and so on when there is a `dtype`. Nothing to do is no launch.
+    /// Enqueues the kernel `name` on `stream`; with a `dtype`, the kernel `name_bf16` and so on. An empty grid launches nothing.
     fn launch<const N: usize>(
         &mut self,
         stream: Stream,
@@ -102,19 +102,19 @@ pub(super) trait Queue {
         args: [Arg; N],
     ) -> Result<()>;
 
-    /// At least `elems` fp32 elements for the kernel that is being enqueued on the compute stream.
+    /// At least `elems` fp32 elements of scratch for the kernel that is being enqueued on the compute stream.
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice>;
 
     /// Fills with zero bytes, on the compute stream.
     fn zero(&mut self, x: DeviceSlice) -> Result<()>;
 
-    /// Copies between slices of one size that do not overlap.
+    /// Copies between slices of equal size that do not overlap.
     fn copy(&mut self, stream: Stream, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
 }
 
-/// What a kernel launches on a GPU.
+/// The launches of a kernel on a GPU.
 pub(super) trait GpuKernel: Kernel {
-    /// Enqueues it; its operands have been checked.
+    /// Enqueues the kernel; its operands have been checked.
     fn enqueue(self, queue: &mut impl Queue) -> Result<()>;
 }
 
@@ -159,7 +159,7 @@ impl Queue for CudaDevice {
         let mut pointers = args.each_ref().map(|arg| std::ptr::from_ref(&arg.0).cast_mut().cast());
         let raw = self.streams[stream as usize].0;
         self.timed(stream, name, |_| {
-            // SAFETY: the function is loaded; the arguments are what its launcher here passes, and live for the call.
+            // SAFETY: the function is loaded; the arguments match its parameters and live for the call.
             let status = unsafe {
                 sys::cuLaunchKernel(
                     function,
@@ -181,7 +181,7 @@ impl Queue for CudaDevice {
 
     fn scratch(&mut self, elems: usize) -> Result<DeviceSlice> {
         if self.scratch.elems() < elems {
-            // Kernels under way may use the old one: it stays.
+            // Pending kernels may still use the old scratch, so it is not freed.
             self.scratch = self.alloc("kernels' scratch", elems, Dtype::Float32)?;
         }
         Ok(self.scratch.slice(0, elems))
@@ -196,7 +196,7 @@ impl Queue for CudaDevice {
             return Ok(());
         }
         self.timed(stream, "cast", |raw| {
-            // SAFETY: the caller saw that sizes agree and that the two do not overlap.
+            // SAFETY: the caller guarantees equal sizes and no overlap.
             let status = unsafe { sys::cuMemcpyDtoDAsync_v2(dst.addr(), src.addr(), src.bytes(), raw.0) };
             check(status, || format!("copy {} within the GPU", Bytes(src.bytes() as u64)))
         })

@@ -1,7 +1,8 @@
-//! What GPUs of one process lend each other.
+//! Memory and events that GPUs of one process share.
 //!
-//! Nobody's memory, events or context go while another rank may use them: what a GPU [lends](Lent) is held by all ranks, and each lets it
-//! go only when its own streams have ended. What is enqueued there waits for points that were recorded before, so that it always ends.
+//! All ranks hold a reference to each GPU's [`Lent`] memory, events and context, and a rank drops its references only after its own streams
+//! have ended. Memory, events and contexts are therefore never freed while another rank may use them. Operations wait only for points that
+//! were recorded earlier, so the streams always end.
 
 use super::backlog::Backlog;
 use super::driver::RawEvent;
@@ -15,30 +16,30 @@ use cust::context::{Context, ContextHandle};
 use cust::sys;
 use std::sync::Arc;
 
-/// What a GPU has to do with others.
+/// Connections of a GPU to the GPUs of other ranks.
 pub(super) struct Peering {
     pub(super) seat: Seat,
-    /// What this GPU has lent, unless the others have left.
+    /// Memory and events of this GPU that peers may use; `None` once the peers have dropped theirs.
     pub(super) own: Option<Arc<Lent>>,
-    /// By rank.
+    /// Indexed by rank.
     pub(super) gpus: Vec<PeerGpu>,
-    /// By stream.
+    /// Indexed by stream.
     pub(super) backlogs: Vec<Backlog<RawEvent>>,
 }
 
-/// Another rank's GPU, or this one.
+/// The GPU of a rank, possibly this one.
 pub(super) struct PeerGpu {
     pub(super) lent: Arc<Lent>,
-    /// This GPU reads its memory itself; otherwise the driver passes it through host memory.
+    /// Whether this GPU reads the peer's memory directly; otherwise the driver stages copies through host memory.
     pub(super) is_direct: bool,
 }
 
-/// What others may use of a GPU: its memory and events, and the context in which they live.
+/// Parts of a GPU that its peers may use: memory and events, and their context.
 pub(crate) struct Lent {
     pub(super) events: Vec<Arc<RawEvent>>,
     pub(super) allocations: Vec<(String, DeviceSlice)>,
     pub(super) rings: Vec<(String, Ring)>,
-    /// All of both.
+    /// Slices of `allocations` and `rings`.
     pub(super) allocated: Allocated,
     pub(super) gpu: sys::CUdevice,
     pub(super) context: Context,
@@ -55,8 +56,8 @@ impl Lent {
 impl Drop for Lent {
     fn drop(&mut self) {
         let mut pushed = std::ptr::null_mut();
-        // Whoever is last may be another GPU's thread. An error here has been reported where it arose, or the process is ending.
-        // SAFETY: the context is retained until the fields are dropped; all streams that used the memory have ended.
+        // The last owner may be the thread of another GPU. Errors are ignored: they were reported where they arose, or the process is
+        // ending. SAFETY: the context is retained until the fields are dropped; all streams that used the memory have ended.
         unsafe { sys::cuCtxPushCurrent_v2(self.context.get_inner()) };
         self.events.clear();
         self.rings.clear();
@@ -66,7 +67,7 @@ impl Drop for Lent {
     }
 }
 
-/// Whether kernels and copies of `gpu` can reach memory of `other`.
+/// Whether kernels and copies of `gpu` can access memory of `other`.
 pub(super) fn may_read(gpu: sys::CUdevice, other: sys::CUdevice) -> Result<bool> {
     let mut may = 0;
     // SAFETY: writes one integer.
@@ -74,7 +75,7 @@ pub(super) fn may_read(gpu: sys::CUdevice, other: sys::CUdevice) -> Result<bool>
     Ok(may != 0)
 }
 
-/// Lets `gpu`, whose context is current, reach memory of the GPU that has lent this; false when there is no link between them.
+/// Enables access of `gpu`, whose context is current, to the memory of the GPU of `lent`; false when the two GPUs have no direct link.
 pub(super) fn open_link(gpu: sys::CUdevice, lent: &Lent) -> Result<bool> {
     const ALREADY_ENABLED: u32 = 704;
     if !may_read(gpu, lent.gpu)? {
@@ -88,10 +89,10 @@ pub(super) fn open_link(gpu: sys::CUdevice, lent: &Lent) -> Result<bool> {
     Ok(true)
 }
 
-/// Frees memory that nothing uses any more, of the current context.
+/// Frees unused memory of the current context.
 pub(super) fn free(allocations: &[(String, DeviceSlice)]) {
     for (_, slice) in allocations {
-        // SAFETY: came from cuMemAlloc or cuMemAllocManaged; its owner is being dropped.
+        // SAFETY: allocated by cuMemAlloc or cuMemAllocManaged; its owner is being dropped.
         unsafe { sys::cuMemFree_v2(slice.addr()) };
     }
 }

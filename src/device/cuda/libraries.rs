@@ -1,15 +1,15 @@
-//! Opens NVIDIA's libraries at run time: nothing here is needed to build, and one missing library is an error that names
-//! it, says where it was looked for, and how to get it.
+//! Opens NVIDIA's libraries at run time. The build needs none of them. A missing library is an error with its name, the searched folders
+//! and the package to install.
 //!
-//! A library is opened by its absolute path and its symbols are made visible to all, so that what it opens by name itself
-//! (cuDNN opens NVRTC) is found among what is already open.
+//! A library is opened by its absolute path, with global symbols, so that libraries which it opens by name (cuDNN opens NVRTC) are found
+//! among the open ones.
 
 use crate::error::{Error, Result};
 use std::ffi::{CStr, CString, OsStr, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A library for one release of CUDA: its name, and the package that brings it.
+/// A library for one release of CUDA: its name, and its Python package.
 pub(super) struct Build {
     cuda: u32,
     soname: &'static str,
@@ -37,42 +37,43 @@ pub(super) const NCCL: Builds = [
     Build { cuda: 12, soname: "libnccl.so.2", package: "nvidia-nccl-cu12" },
 ];
 
-/// What cuDNN opens by name, beside it.
+/// A library that cuDNN opens by name from its own folder.
 const CUDNN_GRAPH: &str = "libcudnn_graph.so.9";
 
-/// NVRTC opens this by a name that holds its own minor version.
+/// A library that NVRTC opens by a name with its own minor version.
 const NVRTC_BUILTINS: &str = "libnvrtc-builtins.so.*";
 
-/// Where Python packages keep NVIDIA's libraries, below a Python's prefix.
+/// Folders of NVIDIA's libraries in Python packages, below a Python prefix.
 const WHEELS: [&str; 2] = ["lib/python3*/site-packages/nvidia/*/lib", "lib/python3*/dist-packages/nvidia/*/lib"];
 
-/// Other prefixes that hold a Python, and the toolkit's own folders, below the root of the file system.
+/// Further prefixes that may contain a Python, and the folders of the CUDA toolkit, below the root of the file system.
 const PREFIXES: [&str; 3] = ["usr/local", "opt/*", "opt/*/.venv"];
 const TOOLKIT: [&str; 2] = ["usr/local/cuda/lib64", "usr/local/cuda/targets/*/lib"];
 
-/// The folders to look into, in order, and the newest release of CUDA that the driver serves.
+/// Search folders in order, and the newest CUDA release that the driver supports.
 pub(super) struct Libraries {
     folders: Vec<PathBuf>,
     cuda: u32,
 }
 
-/// An open library. It stays open: threads and exit handlers of its own may outlive any owner.
+/// An open library. It is never closed, because its threads and exit handlers may outlive any owner.
 pub(super) struct Library {
     handle: *mut c_void,
-    /// Its path, or its bare name when the system's loader found it.
+    /// Path, or the bare name when the system's loader found the library.
     pub(super) path: PathBuf,
 }
 
 impl Libraries {
-    /// Folders `named` by the person come first, then the environment that this program was installed in, active or not, the Python in use,
-    /// other Pythons and the CUDA toolkit. Only looks at folders: runs nothing. `cuda` is the newest release that the driver serves.
+    /// Collects the search folders: first the folders `named` by the user, then the environment in which this program is installed, active
+    /// or not, the Python in use, other Pythons and the CUDA toolkit. Only reads directories and runs no program. `cuda` is the newest
+    /// release that the driver supports.
     pub(super) fn new(named: &[PathBuf], cuda: u32) -> Self {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let python = std::env::split_paths(&path).find(|folder| folder.join("python3").is_file());
         let own = std::env::current_exe().ok();
         let prefix_of = |program: Option<&Path>| program.and_then(Path::parent).map(Path::to_path_buf);
         let variable = |name| std::env::var_os(name).map(PathBuf::from);
-        // Where pip installs for a person who may not write elsewhere.
+        // Prefix of `pip install --user`.
         let personal = std::env::home_dir().map(|home| home.join(".local"));
         let own = prefix_of(own.as_deref().and_then(Path::parent));
         let pythons = [own, prefix_of(python.as_deref()), variable("VIRTUAL_ENV"), variable("CONDA_PREFIX"), personal];
@@ -92,10 +93,10 @@ impl Libraries {
         Self { folders, cuda }
     }
 
-    /// Opens the first library that the driver serves.
+    /// Opens the first library that the driver supports.
     ///
     /// # Errors
-    /// `Resource` names the library, every place looked at and the package that has it.
+    /// `Resource` with the library's name, all searched places and the package.
     pub(super) fn open(&self, builds: &Builds) -> Result<Library> {
         let mut refusals = Vec::new();
         let mut sonames: Vec<_> = builds.iter().filter(|build| build.cuda <= self.cuda).map(|build| build.soname).collect();
@@ -111,8 +112,8 @@ impl Libraries {
         Err(self.missing(builds, &refusals))
     }
 
-    /// The library, unless it is a cuDNN of a newer CUDA than the driver's, which its name does not say. An NCCL says so itself. No other is
-    /// tried then: this one's parts are open by now, and another's have the same names.
+    /// Returns the library, unless it is a cuDNN built for a newer CUDA than the driver supports, which its file name does not show. NCCL
+    /// reports such a mismatch itself. No further build is tried, because parts of this one are already open under the same names.
     fn served(&self, library: Library, builds: &Builds) -> Result<Library> {
         let [Build { soname, .. }, Build { package, .. }] = builds;
         let cuda = if *soname == CUDNN[0].soname { cuda_of_cudnn(&library.path)? } else { self.cuda };
@@ -136,27 +137,27 @@ impl Libraries {
         Error::resource(format!("open {soname}"), cause)
     }
 
-    /// The libraries that a run needs: name, and its path or why it cannot be opened.
+    /// The libraries that a run needs: name, and path or error.
     pub(super) fn all(&self) -> Vec<(&'static str, Result<PathBuf>)> {
         [("cuBLASLt", &CUBLASLT), ("NVRTC", &NVRTC), ("cuDNN", &CUDNN)]
             .map(|(what, builds)| (what, self.open(builds).map(|l| l.path)))
             .into()
     }
 
-    /// Opens NVRTC with its builtins, which lie beside it, for libraries that will look for both by name.
+    /// Opens NVRTC with the builtins beside it, for libraries that open both by name.
     pub(super) fn open_nvrtc(&self) -> Result<()> {
         let nvrtc = self.open(&NVRTC)?;
         let beside = nvrtc.path.parent().map_or(Vec::new(), |folder| matching(folder, NVRTC_BUILTINS));
-        // A system that found NVRTC by its bare name finds the builtins in the same way.
+        // If NVRTC was found by its bare name, the system's loader finds the builtins in the same way.
         beside.iter().try_for_each(|path| open(path).map(drop)).map_err(|why| Error::resource("open NVRTC's builtins", why))
     }
 }
 
 impl Library {
-    /// The address of a function.
+    /// Address of a function.
     ///
     /// # Errors
-    /// `Resource` when this version of the library lacks it.
+    /// `Resource` when this version of the library lacks the function.
     pub(super) fn symbol(&self, name: &CStr) -> Result<*mut c_void> {
         // SAFETY: the handle is open.
         let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
@@ -168,21 +169,22 @@ impl Library {
     }
 }
 
-/// The release of CUDA that this cuDNN is built for, as 13. It is asked of its part, since a cuDNN that does not find that ends the process.
+/// The CUDA release for which this cuDNN is built, such as 13. The function is called in cuDNN's graph library, because cuDNN ends the
+/// process if that library is missing.
 ///
 /// # Errors
-/// `Resource` when the part is missing.
+/// `Resource` when the graph library is missing.
 fn cuda_of_cudnn(cudnn: &Path) -> Result<u32> {
     let part = open(&cudnn.with_file_name(CUDNN_GRAPH)).map_err(|why| Error::resource("open cuDNN", why))?;
     let address = part.symbol(c"cudnnGetCudartVersion")?;
     // SAFETY: cuDNN's headers declare this name with this signature.
     let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> usize>(address) };
-    // SAFETY: no arguments.
+    // SAFETY: the function takes no arguments.
     Ok(unsafe { version() } as u32 / 1000)
 }
 
-/// The C functions of a library that are used here, with its name for them and its signatures. Status codes are plain
-/// integers: a library may know more of them than any enum.
+/// Defines a table of C functions of a library, with their symbols and signatures. Status codes are plain integers, because a library may
+/// have more codes than any enum here.
 macro_rules! functions {
     ($(#[$doc:meta])* $visibility:vis $table:ident { $($field:ident = $symbol:literal($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
         $(#[$doc])*
@@ -208,7 +210,7 @@ pub(super) use functions;
 
 fn open(path: &Path) -> std::result::Result<Library, String> {
     let name = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|e| e.to_string())?;
-    // SAFETY: runs the library's own initialisers, as linking with it would.
+    // SAFETY: runs the library's own initialisers, as linking with the library would.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
     if handle.is_null() {
         // SAFETY: not null after a failure; copied before the next call of the loader.
@@ -217,7 +219,7 @@ fn open(path: &Path) -> std::result::Result<Library, String> {
     Ok(Library { handle, path: path.to_path_buf() })
 }
 
-/// Paths below `base` that fit `pattern`, sorted. A `*` stands at the end of a name and for anything.
+/// Paths below `base` that match `pattern`, sorted. A `*` may stand only at the end of a path component and matches any characters.
 fn matching(base: &Path, pattern: &str) -> Vec<PathBuf> {
     pattern.split('/').fold(vec![base.to_path_buf()], |folders, name| match name.strip_suffix('*') {
         Some(start) => folders.iter().flat_map(|folder| children(folder, start)).collect(),

@@ -1,7 +1,7 @@
-//! One NVIDIA GPU: streams, events, copies; the kernels of `ptx/`, cuBLASLt's matrix products, cuDNN's attention.
+//! One NVIDIA GPU: streams, events, copies, the kernels of `ptx/`, cuBLASLt's matrix products, cuDNN's attention.
 //!
-//! Everything that calls CUDA is in this folder. Libraries are opened at run time (`libraries.rs`); a machine without a
-//! driver runs the same binary without this device.
+//! All calls of CUDA are in this folder. Libraries are opened at run time (`libraries.rs`), so the same binary runs on a machine without a
+//! driver, without this device.
 #![allow(unsafe_code)]
 
 mod backlog;
@@ -62,15 +62,15 @@ pub struct CudaOptions {
     /// Folders to search for NVIDIA's libraries before the usual ones.
     pub libraries: Vec<PathBuf>,
     pub engines: Engines,
-    /// Room for spans on each stream's track; 0 records none.
+    /// Capacity of each stream's trace track, in spans; 0 records none.
     pub trace_spans: usize,
-    /// Only kernels that every GPU since Ampere takes, so that these can be tested on a newer one.
+    /// Use only kernels for every GPU since Ampere, so that tests can run these kernels on a newer GPU.
     pub portable: bool,
 }
 
-/// A GPU. Belongs to the thread that made it.
+/// A GPU. A `CudaDevice` belongs to the thread that made it.
 pub struct CudaDevice {
-    // Dropped in this order: libraries before the streams that they were given, what is lent and borrowed after them, the context last.
+    // Fields are dropped in this order: libraries before the streams that they use, shared memory after the streams, the context last.
     sdpa: Option<Sdpa>,
     packed: Packed,
     gemm: Gemm,
@@ -79,33 +79,33 @@ pub struct CudaDevice {
     registered: Vec<Registered>,
     allocations: Vec<(String, DeviceSlice)>,
     rings: Vec<(String, Ring)>,
-    /// All of both, and what lies in `system`.
+    /// Slices of `allocations`, `rings` and `system`.
     allocated: Allocated,
-    /// Host memory that kernels use by its own addresses.
+    /// Host memory that kernels access by its host addresses.
     system: HostMemory,
     addressing: Addressing,
     events: Vec<Arc<RawEvent>>,
-    /// By event, what waits for it wait for.
+    /// For each event, the cause of a wait for it.
     awaited: Vec<StreamWait>,
     streams: Vec<RawStream>,
-    /// What it has to do with others, if it has.
+    /// Connections to the GPUs of other ranks, if there are any.
     peering: Option<Peering>,
-    /// The way to GPUs of other processes.
+    /// Connection to GPUs of other processes.
     rail: Option<Rail>,
     modules: Modules,
-    /// Whether kernels for Hopper alone run on it.
+    /// Whether kernels for Hopper only can run.
     hopper: bool,
-    /// Memory that the compute stream's kernels share for partial sums; each leaves in it what it likes.
+    /// Scratch memory for partial sums, shared by all kernels of the compute stream. Its content is undefined between kernels.
     scratch: DeviceSlice,
     name: String,
     gpu: sys::CUdevice,
     context: Context,
 }
 
-/// The GPUs that CUDA shows.
+/// The GPUs visible to CUDA.
 ///
 /// # Errors
-/// `Resource` with the driver's or the loader's words when there is none.
+/// `Resource` with the message of the driver or loader when there is no GPU.
 pub fn visible_gpus() -> Result<Vec<GpuId>> {
     visible_gpu(0)?;
     let identify = |index| {
@@ -115,7 +115,7 @@ pub fn visible_gpus() -> Result<Vec<GpuId>> {
     (0..count()?).map(identify).collect()
 }
 
-/// Whether kernels and copies of the visible GPU `ordinal` can reach memory of the other.
+/// Whether kernels and copies of the visible GPU `ordinal` can access memory of GPU `other`.
 ///
 /// # Errors
 /// `Resource` when there is no such GPU.
@@ -123,17 +123,17 @@ pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
     lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
 }
 
-/// The driver's release, or the newest CUDA that it serves where no library tells.
+/// The driver's release; without NVML, the newest CUDA release that the driver supports.
 fn driver_version() -> String {
     let release = GpuFacts::read().ok().and_then(|facts| facts.driver);
     let cuda = || CudaApiVersion::get().map_or("unknown".into(), |cuda| format!("of CUDA {}.{}", cuda.major(), cuda.minor()));
     release.unwrap_or_else(cuda)
 }
 
-/// Bytes of memory that are free on the visible GPU `ordinal`, counted from 0.
+/// Free bytes of memory on the visible GPU `ordinal`, counted from 0.
 ///
 /// # Errors
-/// `Resource` with the driver's or the loader's words when there is no such GPU.
+/// `Resource` with the message of the driver or loader when there is no such GPU.
 pub fn free_bytes(ordinal: usize) -> Result<u64> {
     let _context = open(visible_gpu(ordinal)?)?;
     let (mut free, mut total) = (0, 0);
@@ -142,21 +142,21 @@ pub fn free_bytes(ordinal: usize) -> Result<u64> {
     Ok(free as u64)
 }
 
-/// What the visible GPU `ordinal` sees of the host's memory, if it can be opened.
+/// The ways in which the visible GPU `ordinal` can address host memory.
 ///
 /// # Errors
-/// Those of [`free_bytes`].
+/// The errors of [`free_bytes`].
 pub fn probe(ordinal: usize) -> Result<Addressing> {
     free_bytes(ordinal)?;
     unified::addressing(visible_gpu(ordinal)?.as_raw())
 }
 
-/// NVIDIA's libraries that a run needs: name, and the path or why it cannot be opened. Opens them.
+/// NVIDIA's libraries that a run needs: name, and path or error. Opens the libraries.
 pub(crate) fn libraries() -> Vec<(&'static str, Result<PathBuf>)> {
     newest_cuda().map_or(Vec::new(), |cuda| Libraries::new(&[], cuda).all())
 }
 
-/// The algorithms that cuBLASLt would compute these products by, on the first visible GPU. Runs none of them.
+/// The algorithms that cuBLASLt would choose for these products on the first visible GPU. Runs none of them.
 ///
 /// # Errors
 /// `Resource` when there is no GPU, cuBLASLt is missing, or has no algorithm.
@@ -166,7 +166,8 @@ pub(crate) fn product_algorithms(shapes: &[MatmulShape], dtype: Dtype) -> Result
     shapes.iter().map(|&shape| gemm.algorithm_of(shape, dtype)).collect()
 }
 
-/// Why cuBLASLt, found in the folders `named` or the usual places, does not multiply by experts on the first visible GPU, if it does not.
+/// The reason why cuBLASLt, searched in the folders `named` and the usual places, has no grouped expert products on the first visible GPU;
+/// `None` if it has them.
 ///
 /// # Errors
 /// `Resource` when there is no GPU or no cuBLASLt.
@@ -178,8 +179,8 @@ impl CudaDevice {
     /// Opens the visible GPU `ordinal`, counted from 0, and loads the kernels.
     ///
     /// # Safety
-    /// As [`CpuDevice::new`](super::cpu::CpuDevice::new). Tokens, positions and targets that kernels read lie inside of their tables: nothing here
-    /// looks at them.
+    /// The conditions of [`CpuDevice::new`](super::cpu::CpuDevice::new). Tokens, positions and targets that kernels read lie inside their
+    /// tables; they are not checked here.
     ///
     /// # Errors
     /// `Resource` when there is no driver, no such GPU, or a library is missing.
@@ -232,13 +233,13 @@ impl CudaDevice {
         Ok(dev)
     }
 
-    /// Whether a kernel copies between the two: see [`Stream::copies_words`].
+    /// Whether a kernel performs this copy: see [`Stream::copies_words`].
     fn may_copy_words(&self, stream: Stream, here: DeviceSlice, there: PinnedSlice) -> bool {
         let words = || [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
         stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(there))
     }
 
-    /// Waits for the compute stream: what it filled, other streams may use at once.
+    /// Waits for the compute stream, so that other streams may use its results at once.
     fn finish_compute(&self, operation: impl FnOnce() -> String) -> Result<()> {
         // SAFETY: the stream is live.
         check(unsafe { sys::cuStreamSynchronize(self.streams[Stream::Compute as usize].0) }, operation)
@@ -257,13 +258,13 @@ impl CudaDevice {
             return Ok(());
         }
         self.timed(Stream::Compute, "zero", |raw| {
-            // SAFETY: the slice's memory, in the order of the stream.
+            // SAFETY: the memory belongs to the slice, and the operation runs in stream order.
             check(unsafe { sys::cuMemsetD8Async(x.addr(), 0, x.bytes(), raw.0) }, || format!("zero {} elements", x.elems()))
         })
     }
 
-    /// What is enqueued on `stream` from now on runs after the last recorded point of `event`, which may be another GPU's: events are asked, and
-    /// waited for, across contexts.
+    /// Makes operations that are enqueued on `stream` from now on run after the last recorded point of `event`. The event may belong to
+    /// another GPU: events can be queried and waited for across contexts.
     fn wait_until_passed(&mut self, stream: Stream, event: &RawEvent, awaited: StreamWait) -> Result<()> {
         if event.is_done()? {
             return Ok(());
@@ -276,7 +277,7 @@ impl CudaDevice {
         self.timeline.end(raw, span)
     }
 
-    /// Enqueues by `enqueue`, and a span around it when spans are recorded.
+    /// Calls `enqueue`, and records a span around it when tracing is on.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
         self.make_room(stream)?;
         let raw = &self.streams[stream as usize];
@@ -287,10 +288,10 @@ impl CudaDevice {
         self.timeline.end(raw, span)
     }
 
-    /// Waits until the driver's queue of `stream` cannot fill with one operation more, if others read this GPU.
+    /// Waits until the driver's launch queue of `stream` has room for one more operation. Without peers it does nothing.
     ///
     /// # Errors
-    /// The GPU's; what ended another rank.
+    /// Errors of the GPU; the failure of another rank.
     fn make_room(&mut self, stream: Stream) -> Result<()> {
         let Some(peering) = &mut self.peering else { return Ok(()) };
         let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
@@ -307,9 +308,10 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        // What waits for another process ends with the way to it.
+        // Dropping the connection ends operations that wait for another process.
         self.rail = None;
-        // What is enqueued uses the memory, and that of others. An error here has been reported where it arose, or the process is ending.
+        // Pending operations use the memory of this GPU and of its peers. Errors are ignored: they were reported where they arose, or the
+        // process is ending.
         for stream in &self.streams {
             // SAFETY: the stream is live.
             unsafe { sys::cuStreamSynchronize(stream.0) };
@@ -337,7 +339,7 @@ impl Device for CudaDevice {
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
         let bytes = elems * dtype.bytes();
         if bytes == 0 {
-            // Never followed; not null, so that it is not taken for an argument that is left out.
+            // Never dereferenced. Not null, because null means an absent argument.
             return Ok(DeviceSlice::at(256, elems, dtype));
         }
         let operation = || format!("allocate {} of GPU memory for {name}", Bytes(bytes as u64));
@@ -462,7 +464,7 @@ impl Device for CudaDevice {
     fn synchronize(&mut self, event: EventId) -> Result<()> {
         let event = &self.events[event.0 as usize];
         let Some(peering) = &self.peering else { return event.synchronize() };
-        // Who slept in the driver would not hear that another rank has failed.
+        // A thread blocked in the driver would not notice that another rank has failed.
         while !event.is_done()? {
             peering.seat.check()?;
             std::hint::spin_loop();
@@ -471,7 +473,7 @@ impl Device for CudaDevice {
     }
 
     fn idle(&mut self) -> Result<bool> {
-        // The GPU rings no bell: the driver looks again.
+        // The GPU rings no doorbell, so the driver thread polls.
         std::hint::spin_loop();
         self.rail.as_ref().map_or(Ok(()), Rail::check).map(|()| true)
     }
@@ -487,7 +489,7 @@ impl Device for CudaDevice {
             return kernels::transfer::copy_words(self, stream, src.addr(), dst.addr() as u64, src.bytes());
         }
         self.timed(stream, "copy_d2h", |raw| {
-            // SAFETY: sizes agree; the protocol gives both to this copy until its event.
+            // SAFETY: sizes agree; the protocol reserves both sides for this copy until its event.
             let status = unsafe { sys::cuMemcpyDtoHAsync_v2(dst.addr() as *mut _, src.addr(), src.bytes(), raw.0) };
             check(status, || format!("copy {} from the GPU", Bytes(src.bytes() as u64)))
         })

@@ -1,4 +1,4 @@
-//! The kernels of `ptx/`, each loaded once; the driver compiles them for the GPU it finds, which takes time where it has not done so before.
+//! The kernels of `ptx/`, each loaded once. The driver compiles them for the installed GPU, which takes time on first use.
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -6,15 +6,15 @@ use cust::module::Module;
 use cust::sys::CUfunction;
 use std::collections::HashMap;
 
-/// A PTX file in this program.
+/// A PTX file embedded in this program.
 pub(super) struct PtxFile {
-    /// Its name below `ptx/`.
+    /// Name below `ptx/`.
     pub(super) name: &'static str,
-    /// As build.rs packed it: its text is twelve times as long.
+    /// The file as compressed by build.rs, a twelfth of its text.
     pub(super) packed: &'static [u8],
 }
 
-/// The [`PtxFile`] of a name below `ptx/`.
+/// The [`PtxFile`] with the given name below `ptx/`.
 macro_rules! ptx_file {
     ($name:literal) => {
         $crate::device::cuda::modules::PtxFile { name: $name, packed: include_bytes!(concat!(env!("OUT_DIR"), "/ptx/", $name, ".zst")) }
@@ -22,7 +22,7 @@ macro_rules! ptx_file {
 }
 pub(super) use ptx_file;
 
-/// One PTX file and what it exports.
+/// A PTX file and the names of its kernels.
 pub(super) struct PtxSource {
     pub(super) file: PtxFile,
     /// Kernels in three formats: `name_bf16`, `name_f16`, `name_f32`.
@@ -31,10 +31,10 @@ pub(super) struct PtxSource {
 }
 
 impl PtxFile {
-    /// Its text.
+    /// The text of the file.
     ///
     /// # Errors
-    /// `Format` where this program does not hold what was built into it.
+    /// `Format` when the embedded file is damaged.
     pub(super) fn text(&self) -> Result<String> {
         let packed = |e: std::io::Error| Error::format(format!("ptx/{}", self.name), format_args!("in this program: {e}"));
         let bytes = zstd::decode_all(self.packed).map_err(packed)?;
@@ -51,14 +51,14 @@ impl PtxSource {
 /// Loaded kernels by name and format.
 pub(super) struct Modules {
     functions: HashMap<(&'static str, Option<Dtype>), CUfunction>,
-    /// Functions live as long as their modules.
+    /// Keeps the modules loaded, because functions are valid only as long as their modules.
     modules: Vec<Module>,
     /// Loaded when one of their kernels is first launched.
     later: &'static [&'static PtxSource],
 }
 
 impl Modules {
-    /// Loads all of `sources`, and those of `later` when a kernel of theirs is asked for.
+    /// Loads all of `sources`; a file of `later` is loaded when one of its kernels is first requested.
     pub(super) fn load(sources: impl Iterator<Item = &'static PtxSource>, later: &'static [&'static PtxSource]) -> Result<Self> {
         let mut modules = Self { functions: HashMap::new(), modules: Vec::new(), later };
         for source in sources {
@@ -80,7 +80,7 @@ impl Modules {
         Ok(())
     }
 
-    /// The kernel `name`, in the form for `dtype` if it has several.
+    /// The kernel `name`, in the variant for `dtype` if it has several.
     pub(super) fn get(&mut self, name: &'static str, dtype: Option<Dtype>) -> Result<CUfunction> {
         let unknown = || Error::Unsupported(format!("kernel {name} on {}", dtype.map_or("one format".into(), |d| d.to_string())));
         if let Some(function) = self.functions.get(&(name, dtype)) {

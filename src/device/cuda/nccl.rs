@@ -1,5 +1,5 @@
-//! Slices between GPUs of several processes, by NVIDIA's NCCL, which only moves bytes: it adds nothing, so that bits depend on none of its
-//! algorithms. The communicator never blocks a caller, so that a process whose partner has died hears of it, and ends.
+//! Exchange of slices between GPUs of several processes by NVIDIA's NCCL. NCCL only moves bytes and adds nothing, so bits do not depend on
+//! its algorithms. The communicator is non-blocking, so a process whose peer has died receives an error and ends.
 
 use super::driver::RawStream;
 use super::libraries::{Libraries, NCCL, functions};
@@ -14,17 +14,18 @@ use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The oldest release whose communicators can be given up at any time, as it numbers itself: 2.27.
+/// The oldest supported release, 2.27: its communicators can be aborted at any time. The number is NCCL's version code.
 const OLDEST: i32 = 22_700;
-/// Sums in the switch are off: bits would depend on the release, and some machines forbid multicast between GPUs. NCCL reads it once.
+/// Disables sums in the switch: their bits would depend on the release, and some machines forbid multicast between GPUs. NCCL reads the
+/// variable once.
 const NO_MULTICAST: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
 
-/// NCCL's results.
+/// Result codes of NCCL.
 const SUCCESS: i32 = 0;
 const IN_PROGRESS: i32 = 7;
-/// NCCL's number for bytes.
+/// Data type of bytes in NCCL.
 const UINT8: i32 = 1;
-/// How long a communicator that is given up may take to end its kernels.
+/// Maximum time for an aborted communicator to end its kernels.
 const ABORT_PATIENCE: Duration = Duration::from_secs(5);
 
 functions! {
@@ -43,7 +44,7 @@ functions! {
     }
 }
 
-/// How NCCL 2.27 begins its `ncclConfig_t`. Later ones read as much as `size` says, and take their defaults for the rest.
+/// The beginning of `ncclConfig_t` in NCCL 2.27. Later releases read as many bytes as `size` states and use defaults for the rest.
 #[repr(C)]
 struct CommConfig {
     size: usize,
@@ -57,7 +58,7 @@ struct CommConfig {
 }
 
 impl CommConfig {
-    /// Calls return at once; all else is NCCL's choice.
+    /// Calls return at once; all other options are NCCL's defaults.
     fn non_blocking() -> Self {
         const MAGIC: u32 = 0xcafe_beef;
         const UNDEFINED: i32 = i32::MIN;
@@ -74,7 +75,7 @@ impl CommConfig {
     }
 }
 
-/// Has NCCL use no multicast. Called when the process has one thread.
+/// Disables multicast in NCCL. Called while the process has one thread.
 ///
 /// # Safety
 /// No other thread reads or writes the environment.
@@ -83,18 +84,18 @@ pub(crate) unsafe fn forbid_multicast() {
     unsafe { std::env::set_var(NO_MULTICAST.0, NO_MULTICAST.1) };
 }
 
-/// The release of the NCCL that is found, as `2.28.9`; `named` are folders to search first.
+/// The release of the installed NCCL, such as `2.28.9`; the folders `named` are searched first.
 ///
 /// # Errors
-/// `Resource` when none is found, `Unsupported` when it is too old; `Usage` without the variable that forbids multicast.
+/// `Resource` when no NCCL is found, `Unsupported` when it is too old; `Usage` unless the environment variable disables multicast.
 pub(crate) fn release(named: &[PathBuf]) -> Result<String> {
     open(named).map(|(_, version)| in_words(version))
 }
 
-/// A key for a new rail, which all its processes need.
+/// A key for a new communicator, which all of its processes need.
 ///
 /// # Errors
-/// Those of [`release`]; NCCL's.
+/// The errors of [`release`]; errors of NCCL.
 pub(crate) fn new_key(named: &[PathBuf]) -> Result<RailKey> {
     let (nccl, _) = open(named)?;
     let mut key = RailKey([0; 128]);
@@ -136,11 +137,11 @@ impl Nccl {
         if status == SUCCESS {
             return Ok(());
         }
-        // SAFETY: any number has a text; a communicator need not be there.
+        // SAFETY: every code has a text; the communicator may be null.
         let texts = unsafe { [(self.error_string)(status), (self.last_error)(comm)] };
         let said = texts.map(|text| match text.is_null() {
             true => String::new(),
-            // SAFETY: NCCL's texts end in NUL, and the next call of this thread is after the copy.
+            // SAFETY: NCCL's texts end in NUL, and the text is copied before this thread's next call.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         });
         let remedy = "NCCL_DEBUG=INFO tells more; --transport tcp does without NCCL";
@@ -148,40 +149,40 @@ impl Nccl {
     }
 }
 
-/// The way from this GPU to those of the other processes. What goes over it is enqueued on one stream, in an order that all share.
+/// Connection from this GPU to the GPUs of the other processes. All exchanges are enqueued on one stream, in the same order on all ranks.
 pub(super) struct Rail {
     nccl: Nccl,
     comm: *mut c_void,
-    /// The GPU's, in which it ends.
+    /// Context of the GPU, in which the communicator is aborted.
     context: sys::CUcontext,
 }
 
 impl Rail {
-    /// Opens it for the GPU of `context`, which is current; returns when all others have.
+    /// Opens the connection for the GPU of `context`, which is current. Returns when all other ranks have opened theirs.
     ///
     /// # Errors
-    /// Those of [`release`]; NCCL's; what ended another rank.
+    /// The errors of [`release`]; errors of NCCL; the failure of another rank.
     pub(super) fn open(named: &[PathBuf], key: &RailKey, seat: &Seat, context: sys::CUcontext) -> Result<Self> {
         let (nccl, _) = open(named)?;
         let (ranks, rank, mut config) = (seat.board.ranks() as i32, seat.rank as i32, CommConfig::non_blocking());
-        // A thread of NCCL may write it again as long as it joins, also when nobody waits any more.
+        // Leaked, because a thread of NCCL may write the handle as long as it joins, even after this function has given up.
         let comm: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
-        // SAFETY: writes one handle, which stays, and reads key and configuration before it returns.
+        // SAFETY: writes one handle, which is leaked, and reads key and configuration before it returns.
         let status = unsafe { (nccl.init)(comm, ranks, *key, rank, &mut config) };
         let rail = Self { nccl, comm: *comm, context };
         rail.finish(status, seat, "join the GPUs of all processes")?;
         Ok(rail)
     }
 
-    /// Enqueues all of `swaps` on `stream` as one operation, which ends there when the others have done their parts of it.
+    /// Enqueues all of `swaps` on `stream` as one operation, which ends when the peers have done their parts.
     ///
     /// # Errors
-    /// NCCL's; what ended another rank.
+    /// Errors of NCCL; the failure of another rank.
     pub(super) fn swap(&self, stream: &RawStream, swaps: &[Swap], seat: &Seat) -> Result<()> {
         const WHAT: &str = "exchange slices with the GPUs of other processes";
         let Self { nccl, comm, .. } = *self;
         let stream = stream.0.cast();
-        // SAFETY: takes nothing.
+        // SAFETY: the function takes no arguments.
         nccl.check(unsafe { (nccl.group_start)() }, comm, WHAT)?;
         let mut status = SUCCESS;
         for &Swap { peer, out, into } in swaps {
@@ -191,17 +192,17 @@ impl Rail {
                 }
             };
             let peer = peer as i32;
-            // SAFETY: the slice is this device's memory, which nobody writes before the stream has come past this point.
+            // SAFETY: the slice is this device's memory, and it is not written before the stream has passed this point.
             call(out.bytes(), &|| unsafe { (nccl.send)(out.addr() as *const _, out.bytes(), UINT8, peer, comm, stream) });
-            // SAFETY: the slice is this device's memory, which nobody else uses before that.
+            // SAFETY: the slice is this device's memory, and it has no other user before the stream has passed this point.
             call(into.bytes(), &|| unsafe { (nccl.receive)(into.addr() as *mut _, into.bytes(), UINT8, peer, comm, stream) });
         }
-        // SAFETY: ends the group that was started above, also after a refusal.
+        // SAFETY: ends the group that was started above, also after an error.
         let ended = unsafe { (nccl.group_end)() };
         self.finish(if matches!(status, SUCCESS | IN_PROGRESS) { ended } else { status }, seat, WHAT)
     }
 
-    /// Waits until what was called is done on the host's side; on the GPU it has only begun.
+    /// Waits until the host side of a call is done; the GPU may still be executing it.
     fn finish(&self, status: i32, seat: &Seat, what: &str) -> Result<()> {
         let mut state = status;
         while state == IN_PROGRESS {
@@ -213,10 +214,10 @@ impl Rail {
         self.nccl.check(state, self.comm, what)
     }
 
-    /// What went wrong since, if something did.
+    /// Checks for asynchronous errors.
     ///
     /// # Errors
-    /// NCCL's.
+    /// Errors of NCCL.
     pub(super) fn check(&self) -> Result<()> {
         let mut state = SUCCESS;
         // SAFETY: as above.
@@ -225,15 +226,15 @@ impl Rail {
     }
 }
 
-/// An address that another thread may use.
+/// A communicator and its context, which another thread may use.
 struct CommHandle(*mut c_void, sys::CUcontext);
 
-// SAFETY: a communicator belongs to whoever calls NCCL with it, one thread at a time; a context may be current on several.
+// SAFETY: a communicator may be used by any thread, one at a time; a context may be current on several threads.
 unsafe impl Send for CommHandle {}
 
 impl Drop for Rail {
-    /// Kernels that wait for a process that has died end with their communicator; where even that does not end, whoever watches the run ends
-    /// the process. Nothing is under way at a good end, and there it only frees.
+    /// Aborts the communicator, which ends kernels that wait for a dead process. If the abort does not end, the watchdog ends the process.
+    /// At a regular end no kernel is pending, and the abort only frees memory.
     fn drop(&mut self) {
         if self.comm.is_null() {
             return;
@@ -241,8 +242,8 @@ impl Drop for Rail {
         let (abort, handle) = (self.nccl.abort, CommHandle(self.comm, self.context));
         let body = move || {
             let CommHandle(comm, context) = { handle };
-            // SAFETY: the context is live until this has ended, or the process has. The owner is being dropped, so that nobody else calls NCCL
-            // with its communicator.
+            // SAFETY: the context is live until this thread has ended, or the process has ended. The owner of the communicator is being
+            // dropped, so there is no other call of NCCL with it.
             unsafe {
                 sys::cuCtxSetCurrent(context);
                 abort(comm);

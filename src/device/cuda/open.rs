@@ -1,5 +1,5 @@
-//! Finding and opening GPUs. The driver is asked itself before cust is, and again where cust fails: cust calls every code that it does not
-//! know 999.
+//! Finding and opening GPUs. This module calls the driver directly before it uses cust, and again when cust fails, because cust reports
+//! every unknown status code as 999.
 
 use super::error::check;
 use crate::error::{Error, Result};
@@ -8,23 +8,23 @@ use cust::device::Device;
 use cust::sys;
 use std::ffi::{CStr, c_char};
 
-/// Releases of CUDA whose drivers take the kernels, whose PTX is of CUDA 12.0.
+/// Oldest CUDA release of a supported driver; the PTX of the kernels is of CUDA 12.0.
 const OLDEST_CUDA: u32 = 12;
 
-/// The oldest generation that the kernels are made for: Ampere.
+/// Oldest GPU generation that the kernels support: Ampere.
 const OLDEST_GENERATION: i32 = 8;
 
-/// The first with products in FP8: Ada.
+/// First compute capability with FP8 products: Ada.
 const FP8_CAPABILITY: (i32, i32) = (8, 9);
 
-/// The generation that kernels called `sm90a` are made for.
+/// The generation for which kernels with `sm90a` in their names are compiled.
 pub(super) const HOPPER: i32 = 9;
 
-/// The GPU `ordinal` of those that CUDA shows, which are as many, and in the order, as `CUDA_VISIBLE_DEVICES` says.
+/// The GPU `ordinal` among those visible to CUDA. `CUDA_VISIBLE_DEVICES` sets their number and order.
 pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     let find = || "find an NVIDIA GPU".to_string();
     cuda_driver_shim::load().map_err(|cause| Error::resource(find(), cause))?;
-    // SAFETY: takes no flags today.
+    // SAFETY: the flags are reserved and 0.
     check(unsafe { sys::cuInit(0) }, find)?;
     let mut gpu = 0;
     // SAFETY: writes one number.
@@ -37,7 +37,7 @@ pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
     })
 }
 
-/// The newest release of CUDA that the driver serves, as 13.
+/// The newest CUDA release that the driver supports, such as 13.
 pub(super) fn newest_cuda() -> Result<u32> {
     let mut version = 0;
     // SAFETY: writes one number.
@@ -50,13 +50,13 @@ pub(super) fn generation(gpu: sys::CUdevice) -> Result<i32> {
     attribute(gpu, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
 }
 
-/// Compute capability: 8 and 9 for Ada.
+/// Compute capability: (8, 9) for Ada.
 pub(super) fn capability(gpu: sys::CUdevice) -> Result<(i32, i32)> {
     Ok((generation(gpu)?, attribute(gpu, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?))
 }
 
 /// # Errors
-/// `Unsupported` for a GPU without products in FP8.
+/// `Unsupported` for a GPU without FP8 products.
 pub(super) fn has_fp8((major, minor): (i32, i32)) -> Result<()> {
     if (major, minor) >= FP8_CAPABILITY {
         return Ok(());
@@ -66,7 +66,7 @@ pub(super) fn has_fp8((major, minor): (i32, i32)) -> Result<()> {
 }
 
 /// # Errors
-/// `Unsupported` for a driver or a GPU that is too old, with what is needed.
+/// `Unsupported` for a driver or a GPU that is too old, with the requirement.
 fn is_served(cuda: u32, generation: i32) -> Result<()> {
     if cuda < OLDEST_CUDA {
         return Err(Error::Unsupported(format!("a driver for CUDA {cuda}: the kernels need driver 525 or newer (CUDA {OLDEST_CUDA})")));
@@ -85,26 +85,26 @@ pub(super) fn count() -> Result<usize> {
     Ok(gpus as usize)
 }
 
-/// As NVIDIA sells it.
+/// The product name of a GPU.
 pub(super) fn name(gpu: sys::CUdevice) -> Result<String> {
     // SAFETY: writes within this length.
     text::<256>(|to, length| unsafe { sys::cuDeviceGetName(to, length, gpu) }, || format!("ask for the name of GPU {gpu}"))
 }
 
-/// As `0000:0F:00.0`.
+/// PCI address such as `0000:0F:00.0`.
 pub(super) fn pci_address(gpu: sys::CUdevice) -> Result<String> {
     // SAFETY: writes within this length.
     text::<32>(|to, length| unsafe { sys::cuDeviceGetPCIBusId(to, length, gpu) }, || format!("ask for the PCI address of GPU {gpu}"))
 }
 
-/// What `write` puts where it is told, a string that ends in NUL.
+/// The NUL-terminated string that `write` stores at the given address.
 fn text<const N: usize>(write: impl FnOnce(*mut c_char, i32) -> sys::CUresult, operation: impl FnOnce() -> String) -> Result<String> {
     let mut text = [0; N];
     check(write(text.as_mut_ptr().cast(), N as i32), operation)?;
     Ok(CStr::from_bytes_until_nul(&text).unwrap_or_default().to_string_lossy().into_owned())
 }
 
-/// What the driver says of the GPU.
+/// An attribute of the GPU.
 pub(super) fn attribute(gpu: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<i32> {
     let mut value = 0;
     // SAFETY: writes one integer.
@@ -112,7 +112,7 @@ pub(super) fn attribute(gpu: sys::CUdevice, attribute: sys::CUdevice_attribute) 
     Ok(value)
 }
 
-/// The GPU's primary context, current on this thread from now on.
+/// Opens the GPU's primary context and makes it current on this thread.
 pub(super) fn open(gpu: Device) -> Result<Context> {
     let mut context = std::ptr::null_mut();
     // SAFETY: writes one handle.

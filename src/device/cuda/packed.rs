@@ -1,13 +1,14 @@
-//! What rows of several documents need for cuDNN's attention, which knows one document a sequence: see `kernels/packed.rs`.
+//! State for rows of several documents. cuDNN's attention supports one document per sequence, so documents are copied to a padded layout:
+//! see `kernels/packed.rs`.
 
 use crate::device::DeviceSlice;
 use crate::device::documents::DocumentTable;
 use crate::dtype::Dtype;
 
-/// What documents are gathered to, and the table of those of the present micro-batch.
+/// Scratch memory for gathered documents, and the table of the current micro-batch's documents.
 pub(super) struct Packed {
     pub(super) documents: DocumentTable,
-    /// The same on the GPU, `[documents, 2]`.
+    /// The table on the GPU, `[documents, 2]`.
     pub(super) table: DeviceSlice,
     pub(super) scratch: DeviceSlice,
 }

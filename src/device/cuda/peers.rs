@@ -1,4 +1,4 @@
-//! GPUs that work beside each other: one waits for the other's events and copies from its memory.
+//! Several GPUs of one process: a GPU waits for its peers' events and copies from their memory.
 
 use super::CudaDevice;
 use super::backlog::Backlog;
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::Arc;
 
-/// A copy of rows between addresses of any GPU that this one reads.
+/// A copy of rows between addresses that this GPU can access.
 fn rows_copy(src: MatrixPart, dst: MatrixPart) -> sys::CUDA_MEMCPY2D {
     sys::CUDA_MEMCPY2D {
         srcXInBytes: 0,
@@ -39,7 +39,7 @@ fn rows_copy(src: MatrixPart, dst: MatrixPart) -> sys::CUDA_MEMCPY2D {
     }
 }
 
-/// The same between contexts.
+/// A copy of rows between two contexts.
 fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (MatrixPart, sys::CUcontext)) -> sys::CUDA_MEMCPY3D_PEER {
     sys::CUDA_MEMCPY3D_PEER {
         srcXInBytes: 0,
@@ -101,7 +101,7 @@ impl Peers for CudaDevice {
     fn admit(&mut self, seat: Seat, cards: Vec<Arc<Lent>>) -> Result<()> {
         let own = seat.rank;
         let meet = |lent: Arc<Lent>| {
-            // Where others are of other processes, all cards are its own.
+            // For peers in other processes `cards` holds this GPU's own handle.
             let is_own = lent.gpu == self.gpu;
             let is_direct = is_own || open_link(self.gpu, &lent)?;
             if !is_own && may_read(lent.gpu, self.gpu)? {
@@ -134,8 +134,8 @@ impl Peers for CudaDevice {
         self.peering.as_ref().map_or(Ok(true), |peering| peering.backlogs[stream as usize].next().is_done())
     }
 
-    /// Where there is a direct link a copy between addresses, which is what was measured beside products; elsewhere the one that names both
-    /// contexts, which the driver then stages through page-locked memory of its own, in order of the stream all the same.
+    /// With a direct link this is a copy between addresses, which was measured to run well beside matrix products. Otherwise it is a copy
+    /// between contexts, which the driver stages through its own page-locked memory. Both run in stream order.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
         self.check_memory(dst)?;
@@ -145,8 +145,8 @@ impl Peers for CudaDevice {
         let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
         let (from, to, bytes) = (src.addr(), dst.addr(), src.bytes());
         self.timed(stream, "pull", |raw| {
-            // SAFETY: sizes agree. The peer's memory and context live as long as this device, whose streams end first. The ranks' protocol keeps
-            // writers away until the pull is published.
+            // SAFETY: sizes agree. The peer's memory and context live as long as this device, whose streams end first. The protocol between
+            // ranks prevents writes until the pull is published.
             let status = unsafe {
                 if is_direct {
                     sys::cuMemcpyDtoDAsync_v2(to, from, bytes, raw.0)
@@ -174,7 +174,8 @@ impl Peers for CudaDevice {
         self.timeline.end(raw, span)
     }
 
-    /// The same two ways; both are one copy of two dimensions, which copy engines do as fast as one of as many bytes in a row.
+    /// Uses the same two paths as `pull`. Both are one two-dimensional copy, which copy engines perform as fast as a contiguous copy of the
+    /// same size.
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.check_memory(dst.memory)?;
@@ -183,7 +184,7 @@ impl Peers for CudaDevice {
         lent.allocated.check(src.memory)?;
         let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
         self.timed(stream, "pull", |raw| {
-            // SAFETY: as for whole slices; every row lies between the first element and the last, which are inside.
+            // SAFETY: as for whole slices; every row lies between the first and the last element, which are inside.
             let status = unsafe {
                 if is_direct {
                     sys::cuMemcpy2DAsync_v2(&rows_copy(src, dst), raw.0)

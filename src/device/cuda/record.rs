@@ -1,4 +1,4 @@
-//! Recording a graph and enqueuing it. The engine does neither.
+//! Recording and enqueuing a CUDA graph. The engine uses no graphs.
 
 use super::error::check;
 use super::graph::{GraphExec, GraphId};
@@ -8,11 +8,11 @@ use cust::sys;
 use std::ptr;
 
 impl CudaDevice {
-    /// Records what `enqueue` gives the compute stream; nothing of it runs. Spans must be off, and `enqueue` may not allocate or
-    /// use another stream.
+    /// Records the operations that `enqueue` enqueues on the compute stream, without running them. Spans must be off, and `enqueue` may not
+    /// allocate or use another stream.
     ///
     /// # Errors
-    /// Those of `enqueue`; `Resource` when the driver cannot record it.
+    /// Errors of `enqueue`; `Resource` when the driver cannot record the graph.
     pub fn record_graph(&mut self, enqueue: impl FnOnce(&mut Self) -> Result<()>) -> Result<GraphId> {
         const THIS_THREAD: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let stream = self.streams[Stream::Compute as usize].0;
@@ -20,7 +20,7 @@ impl CudaDevice {
         check(unsafe { sys::cuStreamBeginCapture_v2(stream, THIS_THREAD) }, || "record a CUDA graph".into())?;
         let enqueued = enqueue(self);
         let (mut graph, mut executable) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: writes one handle. The stream records until here, whatever `enqueue` met.
+        // SAFETY: writes one handle. The stream records until here, even if `enqueue` failed.
         let ended = check(unsafe { sys::cuStreamEndCapture(stream, &mut graph) }, || "end a CUDA graph".into());
         let instantiated = enqueued.and(ended).and_then(|()| {
             // SAFETY: the graph is live; writes one handle.
@@ -28,7 +28,7 @@ impl CudaDevice {
             check(status, || "instantiate a CUDA graph".into())
         });
         if !graph.is_null() {
-            // SAFETY: made above; what was instantiated does not need it.
+            // SAFETY: made above; the instantiated graph does not need it.
             unsafe { sys::cuGraphDestroy(graph) };
         }
         instantiated?;
@@ -39,13 +39,13 @@ impl CudaDevice {
     /// Enqueues a graph on the compute stream.
     ///
     /// # Errors
-    /// `Resource` with the driver's words.
+    /// `Resource` with the driver's message.
     ///
     /// # Panics
-    /// If the graph is another device's.
+    /// If the graph belongs to another device.
     pub fn launch_graph(&mut self, graph: GraphId) -> Result<()> {
         let stream = self.streams[Stream::Compute as usize].0;
-        // SAFETY: both are live, and so is the memory of what was recorded: it is the device's own.
+        // SAFETY: both are live, and so is the memory that the recorded operations use: it belongs to the device.
         check(unsafe { sys::cuGraphLaunch(self.graphs[graph.0 as usize].0, stream) }, || "launch a CUDA graph".into())
     }
 }

@@ -1,4 +1,4 @@
-//! Memory of the GPU that repeats: the same physical chunks mapped one period after the other.
+//! GPU memory with a periodic mapping: the same physical chunks are mapped once in every period.
 
 use super::error::check;
 use crate::device::footprint::gpu::RING_CHUNK_BYTES as CHUNK_BYTES;
@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::units::Bytes;
 use cust::sys;
 
-/// A range of addresses and the chunks behind it.
+/// A range of addresses and its physical chunks.
 pub(super) struct Ring {
     pub(super) addr: u64,
     bytes: usize,
@@ -15,12 +15,13 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Memory behind the addresses.
+    /// Bytes of physical memory.
     pub(super) fn bytes(&self) -> usize {
         self.chunks.len() * CHUNK_BYTES
     }
 
-    /// `bytes` of addresses; below `ringed_bytes`, one chunk in every `period_bytes` is the same. All are whole chunks.
+    /// Reserves and maps `bytes` of addresses. Below `ringed_bytes`, addresses that are `period_bytes` apart share a physical chunk. All
+    /// three sizes are whole chunks.
     pub(super) fn new(name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize, gpu: sys::CUdevice) -> Result<Self> {
         assert!([bytes, ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(CHUNK_BYTES)), "a ring of whole chunks");
         let mut ring = Self { addr: 0, bytes, mapped: 0, chunks: Vec::new() };
@@ -66,7 +67,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Lets `gpu`, this memory's own or one with a link to it, read and write it.
+    /// Allows `gpu`, the owner of this memory or a GPU with a link to it, to read and write the memory.
     pub(super) fn allow(&self, name: &str, gpu: sys::CUdevice) -> Result<()> {
         let access =
             sys::CUmemAccessDesc { location: location(gpu), flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };

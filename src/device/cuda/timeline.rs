@@ -1,10 +1,9 @@
-//! When operations ran on the GPU, on the host's clock.
+//! Times of operations on the GPU, on the host's clock.
 //!
-//! Pairs of timed events lie around operations. A pair is read when both have passed, and turned into a span by the
-//! distance to a base event whose host time is known. Pairs come from a fixed ring: when the ring is full, an operation
-//! goes without a span, and is counted.
+//! Pairs of timed events surround operations. A pair is read when both events have passed. Its distance to a base event, whose host time is
+//! known, turns it into a span. The number of pairs is fixed: when none is free, an operation gets no span and is counted as dropped.
 //!
-//! A track of its own has the calls in which the host stayed long: whoever enqueues late has streams wait that nothing else keeps.
+//! A separate track has the host's long calls, because a late enqueue leaves streams idle that wait for nothing else.
 
 use super::driver::{RawEvent, RawStream};
 use crate::device::Stream;
@@ -13,18 +12,18 @@ use crate::trace::{Recorder, now_ns};
 use std::collections::VecDeque;
 use std::mem;
 
-/// Pairs of events that may be under way at once.
+/// Maximum pending pairs of events.
 const PAIRS: usize = 4096;
-/// Pairs around waits alone, when no spans are recorded.
+/// Maximum pending pairs when only waits are timed, without tracing.
 const WAIT_PAIRS: usize = 256;
-/// Distances of events are floats of milliseconds: the base moves on before their steps reach a microsecond.
+/// Event distances are f32 milliseconds. The base moves forward before their resolution reaches a microsecond.
 const REBASE_NS: u64 = 4_000_000_000;
 
-/// Calls that get a span take at least so long, many times what enqueuing takes; and of how many.
+/// Minimum duration of a call with a span, many times that of an enqueue; and the capacity of the track.
 const LONG_CALL_NS: u64 = 100_000;
 const LONG_CALLS: usize = 1 << 13;
 
-/// A span that has begun.
+/// A span that has begun, or nothing if it is not recorded.
 #[derive(Clone, Copy)]
 pub(super) struct Begun(Option<Open>);
 
@@ -33,14 +32,14 @@ struct Open {
     pair: usize,
     stream: usize,
     name: &'static str,
-    /// What a wait is for.
+    /// The cause, if the operation is a wait.
     awaited: Option<StreamWait>,
 }
 
-/// What a stream waits for.
+/// The cause of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamWait {
-    /// Another stream's work for this device alone.
+    /// Work of this device's other streams for this device alone.
     Own,
     /// A peer, or a stream that pulls from peers.
     Peers,
@@ -52,9 +51,9 @@ pub(super) struct Timeline {
     pairs: Vec<[RawEvent; 2]>,
     free: Vec<usize>,
     under_way: VecDeque<Open>,
-    /// By stream.
+    /// Indexed by stream.
     recorders: Vec<Recorder>,
-    /// Long calls of the driver, and waits for room in its queues.
+    /// Long driver calls, and waits for room in the launch queues.
     calls: Recorder,
     trace_spans: usize,
     compute_waited_ns: u64,
@@ -81,7 +80,7 @@ impl Timeline {
         })
     }
 
-    /// One stream more, behind those that there are.
+    /// Adds a stream after the existing ones.
     pub(super) fn add(&mut self, stream: Stream) {
         self.recorders.push(Recorder::new(stream.name(), self.trace_spans));
     }
@@ -94,14 +93,14 @@ impl Timeline {
         if self.records_all() { self.open(raw, stream, name, None) } else { Ok(Begun(None)) }
     }
 
-    /// The host is back from enqueuing what it began at `start_ns`.
+    /// Records the call that began at `start_ns` and has just returned, if it was long.
     pub(super) fn called(&mut self, name: &'static str, start_ns: u64) {
         if self.records_all() && now_ns() - start_ns >= LONG_CALL_NS {
             self.calls.span(name, u32::MAX, start_ns);
         }
     }
 
-    /// Waits are always timed: the summary of a step names them.
+    /// Begins the span of a wait. Waits of the compute stream are always timed, because step summaries report them.
     pub(super) fn begin_wait(&mut self, raw: &RawStream, stream: Stream, awaited: StreamWait) -> Result<Begun> {
         if self.records_all() || stream == Stream::Compute { self.open(raw, stream, "wait", Some(awaited)) } else { Ok(Begun(None)) }
     }
@@ -130,7 +129,7 @@ impl Timeline {
         for _ in 0..self.under_way.len() {
             let Some(open) = self.under_way.pop_front() else { break };
             if !self.pairs[open.pair][1].is_done()? {
-                // Another stream's may have passed, but order hardly matters: try again later.
+                // Pairs of other streams may have passed, but they can wait for the next call.
                 self.under_way.push_front(open);
                 break;
             }
@@ -150,7 +149,7 @@ impl Timeline {
             let start_ns = self.base_ns.saturating_add_signed(start.ns_since(&self.base)?);
             self.recorders[open.stream].past_span(open.name, u32::MAX, start_ns, duration_ns);
             if start_ns > self.base_ns + REBASE_NS {
-                // What began before it, on another stream, lies behind the new base.
+                // A span of another stream that began earlier has a negative distance to the new base.
                 mem::swap(&mut self.base, &mut self.pairs[open.pair][0]);
                 self.base_ns = start_ns;
             }
@@ -163,16 +162,16 @@ impl Timeline {
         self.compute_waited_ns
     }
 
-    /// Of that, for peers and for the streams that pull from them.
+    /// The part of `waited_ns` that was spent on peers and on streams that pull from peers.
     pub(super) fn waited_for_peers_ns(&self) -> u64 {
         self.compute_waited_for_peers_ns
     }
 
-    /// The recorders, once everything has run.
+    /// Returns the recorders, once all operations have run.
     pub(super) fn finish(&mut self) -> Vec<Recorder> {
-        // Spans that cannot be read any more are lost with the GPU that made them.
+        // Spans that can no longer be read are lost with the GPU.
         let _ = self.collect();
-        // What is still under way has no track any more.
+        // Pending spans have no track any more.
         self.under_way.clear();
         let calls = mem::take(&mut self.calls);
         let mut tracks = mem::take(&mut self.recorders);

@@ -1,4 +1,4 @@
-//! Memory that host and GPU know by one address: managed, or the system's own where the GPU walks the host's page tables.
+//! Memory with the same address on host and GPU: managed memory, or the system's own memory if the GPU uses the host's page tables.
 
 use super::CudaDevice;
 use super::error::check;
@@ -9,10 +9,10 @@ use crate::memory::{Addressing, MemorySpace};
 use crate::units::Bytes;
 use cust::sys;
 
-/// The host, as advice and prefetches name it.
+/// The host as a location in advice and prefetches.
 const HOST: sys::CUdevice = -1;
 
-/// What the driver says of the GPU.
+/// The GPU's kind of unified addressing, from its attributes.
 pub(super) fn addressing(gpu: sys::CUdevice) -> Result<Addressing> {
     use sys::CUdevice_attribute::{
         CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as CONCURRENT_MANAGED_ACCESS,
@@ -34,14 +34,14 @@ pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype
         Addressing::Managed => alloc_managed(dev, name, elems, dtype),
         Addressing::Coherent => {
             let block = dev.system.alloc(name, elems * dtype.bytes())?;
-            // A page lies where it is first touched.
+            // Touching the pages first here places them on the host.
             dev.system.lend_mut::<u8>(block).fill(0);
             Ok(dev.allocated.add(DeviceSlice::at(block.addr() as u64, elems, dtype)))
         }
     }
 }
 
-/// On the host until it is prefetched, and mapped for the GPU there: an access over the link moves no page.
+/// Managed memory that stays on the host until it is prefetched. It is also mapped for the GPU, so an access over the link moves no page.
 fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
     use sys::CUmem_advise::{CU_MEM_ADVISE_SET_ACCESSED_BY as ACCESSED_BY, CU_MEM_ADVISE_SET_PREFERRED_LOCATION as PREFERRED_LOCATION};
     const ATTACH_GLOBAL: u32 = 1;
@@ -56,7 +56,7 @@ fn alloc_managed(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -
         // SAFETY: just allocated, of this size.
         check(unsafe { sys::cuMemAdvise(addr, bytes, advice, whose) }, operation)?;
     }
-    // Pages exist from here on: a host without room for them says so now.
+    // The prefetch creates the pages, so a host without room for them fails here.
     prefetch(dev, Stream::Compute, slice, MemorySpace::Host)?;
     dev.fill_zero(slice)?;
     dev.finish_compute(operation)?;
@@ -73,7 +73,7 @@ pub(super) fn prefetch(dev: &mut CudaDevice, stream: Stream, memory: DeviceSlice
         MemorySpace::Host => HOST,
     };
     dev.timed(stream, prefetch_span(space), |raw| {
-        // SAFETY: a part of managed memory; nothing but its place changes.
+        // SAFETY: a part of managed memory; only its location changes.
         let status = unsafe { sys::cuMemPrefetchAsync(memory.addr(), memory.bytes(), target, raw.0) };
         check(status, || format!("move {} of managed memory to the {space:?}", Bytes(memory.bytes() as u64)))
     })

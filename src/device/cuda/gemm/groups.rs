@@ -1,7 +1,7 @@
-//! Products of experts by cuBLASLt's grouped layouts, which read addresses and sizes on the GPU: nobody waits for them on the host.
+//! Expert products by cuBLASLt's grouped layouts, which read addresses and sizes on the GPU, so the host does not wait for them.
 //!
-//! Kernels write both into tables just before (`ptx/groups.ptx`). Which algorithm is taken follows from sizes that the host knows, the
-//! mean rows of an expert among them, never from how many an expert has: it is the same in every step and process.
+//! Kernels write addresses and sizes into tables just before (`ptx/groups.ptx`). The algorithm follows from sizes that the host knows, such
+//! as the mean rows of an expert, never from the actual rows of an expert. It is therefore the same in every step and process.
 
 use super::parts::{CublasLt, MatmulPlan, Opaque, Parts, data_type};
 use crate::device::cuda::driver::RawStream;
@@ -16,27 +16,28 @@ use cust::memory::DeviceBuffer;
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
-/// The oldest cuBLAS whose grouped layouts are used. NVIDIA's release notes list products that are wrong on Hopper, and calls that hang, before it.
+/// The oldest cuBLAS whose grouped layouts are used. NVIDIA's release notes list wrong products on Hopper, and calls that hang, for earlier
+/// versions.
 const OLDEST: usize = 130_800;
 
-/// Generations of GPUs that have them: Hopper, and Blackwell in data centres.
+/// GPU generations with grouped layouts: Hopper and data-centre Blackwell.
 const GENERATIONS: RangeInclusive<i32> = 9..=11;
 
 const DESC_POINTER_MODE: i32 = 2;
 const POINTER_MODE_DEVICE: i32 = 1;
-/// Of the terms of a sum; those of the result's rows and columns follow.
+/// Attribute of the mean number of terms of a sum; the attributes of the result's mean rows and columns follow.
 const PREFERENCE_MEANS: i32 = 13;
-/// Bytes to which every matrix is aligned.
+/// Alignment of every matrix in bytes.
 const ALIGNMENT: u16 = 16;
 
 functions! {
-    /// What only newer releases have.
+    /// Functions of newer cuBLAS releases only.
     GroupedLayouts {
         create = c"cublasLtGroupedMatrixLayoutCreate"(*mut Opaque, i32, i32, u64, u64, u64) -> i32;
     }
 }
 
-/// What only products of experts need.
+/// State of grouped expert products.
 pub(super) struct GroupProducts {
     layouts: GroupedLayouts,
     tables: DeviceBuffer<u8>,
@@ -44,10 +45,10 @@ pub(super) struct GroupProducts {
 }
 
 impl GroupProducts {
-    /// For a GPU of `generation`, with cuBLASLt as `version` says.
+    /// For a GPU of `generation` and cuBLASLt of `version`.
     ///
     /// # Errors
-    /// `Unsupported` with the [`obstacle`]; `Resource` when there is no memory.
+    /// `Unsupported` with the [`obstacle`]; `Resource` when there is not enough memory.
     pub(super) fn new(libraries: &Libraries, version: usize, generation: i32) -> Result<Self> {
         if let Some(obstacle) = obstacle(version, generation) {
             return Err(Error::Unsupported(format!(
@@ -56,7 +57,7 @@ impl GroupProducts {
             )));
         }
         let layouts = GroupedLayouts::bind(&libraries.open(&CUBLASLT)?)?;
-        // SAFETY: kernels write what is read.
+        // SAFETY: kernels write the tables before products read them.
         let tables = unsafe { DeviceBuffer::uninitialized(GroupTables::BYTES) }
             .map_err(|e| failed(e as u32, "allocate GPU memory for tables of experts".into()))?;
         Ok(Self { layouts, tables, plans: HashMap::new() })
@@ -70,12 +71,12 @@ impl GroupProducts {
         self.plans.values()
     }
 
-    /// By which algorithms.
+    /// Algorithms of the plans so far.
     pub(super) fn algorithms(&self) -> impl Iterator<Item = ProductAlgorithm> {
         self.plans.iter().map(|((shape, dtype), plan)| plan.algorithm(shape.together(), Some(shape.experts), *dtype))
     }
 
-    /// What enqueues the products that the tables describe, by a library, its handle and its workspace.
+    /// Returns a closure that enqueues the products that the tables describe. Takes the library, its handle and its workspace.
     pub(super) fn product(
         &mut self,
         (lt, handle, workspace): (CublasLt, Opaque, u64),
@@ -96,7 +97,7 @@ impl GroupProducts {
         let [first, second, layout] = plan.layouts;
         let [one, beta] = tables.factors().map(|address| address as *const f32);
         Ok(move |raw: &RawStream| {
-            // SAFETY: the layouts describe what the tables name; these and the factors are in the GPU's memory, as the plan says.
+            // SAFETY: the layouts describe the matrices in the tables; tables and factors are in GPU memory, as the plan states.
             let status = unsafe {
                 (lt.matmul)(
                     handle,
@@ -122,7 +123,7 @@ impl GroupProducts {
     }
 }
 
-/// The products of `shape` ready to run.
+/// Makes the plan for the products of `shape`.
 fn plan(
     (lt, handle): (CublasLt, Opaque),
     layouts: &GroupedLayouts,
@@ -134,7 +135,7 @@ fn plan(
     let mut parts = Parts::new(lt);
     for (out, of) in parts.layouts.iter_mut().zip([a, b, result]) {
         let [rows, columns] = of.sizes().map(|size| tables.sizes(size));
-        // SAFETY: writes one handle; the addresses are read on the GPU, when a product runs.
+        // SAFETY: writes one handle; the GPU reads the addresses when a product runs.
         let status = unsafe { (layouts.create)(out, data_type(dtype)?, shape.experts as i32, rows, columns, rows) };
         lt.check(status, || format!("describe matrices of {} experts", shape.experts))?;
     }
@@ -149,7 +150,7 @@ fn plan(
     Ok(parts.keep(suggestion, chosen))
 }
 
-/// Of all experts. The header says 32 bits; 13.8.2 takes 64 and refuses 32.
+/// Mean of `size` over all experts. The header documents 32 bits, but 13.8.2 requires 64 and rejects 32.
 fn mean(shape: GroupedShape, size: GroupSize) -> i64 {
     let GroupedShape { experts, rows, outs, ins, .. } = shape;
     let mean = match size {
@@ -160,7 +161,7 @@ fn mean(shape: GroupedShape, size: GroupSize) -> i64 {
     mean as i64
 }
 
-/// Why no grouped layouts of cuBLASLt are used in this `version` of it, on a GPU of this generation.
+/// The reason why grouped layouts of cuBLASLt are not used with this `version` on a GPU of this generation.
 pub(super) fn obstacle(version: usize, generation: i32) -> Option<String> {
     if !GENERATIONS.contains(&generation) {
         return Some(format!("cuBLASLt does it on Hopper and Blackwell in data centres, this GPU's compute capability is {generation}"));

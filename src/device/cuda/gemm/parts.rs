@@ -1,4 +1,4 @@
-//! cuBLASLt's functions, and what a product needs before it runs: descriptors, and the algorithm.
+//! Bindings of cuBLASLt, and the preparation of a product: descriptors, preferences, choice of the algorithm.
 
 use crate::device::cuda::libraries::functions;
 use crate::device::footprint::gpu::MATMUL_WORKSPACE_BYTES as WORKSPACE_BYTES;
@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 
-/// Suggestions to choose from: the first may need what is excluded.
+/// Number of suggestions requested, several because the first may be excluded.
 const SUGGESTIONS: usize = 8;
 
-/// cuBLASLt's numbers, from `cublasLt.h` of CUDA 13.0; they are the same in 12.
+/// Constants of cuBLASLt, from `cublasLt.h` of CUDA 13.0; they are the same in CUDA 12.
 const COMPUTE_32F: i32 = 68;
 const TYPE_F32: i32 = 0;
 const TYPE_F16: i32 = 2;
@@ -22,18 +22,18 @@ const DESC_TRANSPOSE_A: i32 = 3;
 const DESC_TRANSPOSE_B: i32 = 4;
 const PREFERENCE_WORKSPACE_BYTES: i32 = 1;
 const PREFERENCE_REDUCTION_SCHEMES: i32 = 3;
-/// Of A; those of B, C and D follow.
+/// Attribute of the alignment of A; the attributes of B, C and D follow.
 const PREFERENCE_ALIGNMENT: i32 = 5;
-/// Parts of a split product are kept in fp32 and added in a pass of their own; no split is always allowed. The others
-/// add in the output's format, in place.
+/// Reduction scheme for split products: parts are kept in fp32 and added by a second pass. Algorithms without split are always allowed. All
+/// further schemes add in the output's format, in place.
 const REDUCTION_IN_FP32: u32 = 2;
-/// No product is split.
+/// Reduction scheme that excludes split products.
 const NO_REDUCTION: u32 = 0;
 const CONFIG_ALGORITHM: i32 = 0;
 const CONFIG_SPLIT_K: i32 = 2;
 
-/// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is passed over in
-/// every version and on every GPU: a library that has it mended has others that are as fast.
+/// NVIDIA's release notes list wrong results of this algorithm with split-K on Hopper, in cuBLAS 12.6.3 to 13.7. It is skipped in every
+/// version and on every GPU, because fixed versions offer other algorithms of the same speed.
 const WRONG_WITH_SPLIT_K: i32 = 66;
 
 pub(super) type Opaque = *mut c_void;
@@ -53,7 +53,7 @@ pub(super) struct Suggestion {
 }
 
 functions! {
-    /// The part of cuBLASLt used here.
+    /// The functions of cuBLASLt used here.
     pub(super) CublasLt {
         version = c"cublasLtGetVersion"() -> usize;
         status_name = c"cublasLtGetStatusName"(i32) -> *const c_char;
@@ -93,31 +93,31 @@ impl CublasLt {
 #[derive(Clone, Copy)]
 pub(super) struct MatmulPlan {
     pub(super) description: Opaque,
-    /// Of the first and the second factor as cuBLASLt sees them, and of the result.
+    /// Layouts of the first and second factor in cuBLASLt's order, and of the result.
     pub(super) layouts: [Opaque; 3],
     pub(super) algorithm: Algorithm,
     chosen: AlgorithmChoice,
 }
 
 impl MatmulPlan {
-    /// What is told of its algorithm.
+    /// Describes the plan's algorithm for logs.
     pub(super) fn algorithm(&self, shape: MatmulShape, experts: Option<usize>, dtype: Dtype) -> ProductAlgorithm {
         let AlgorithmChoice { algorithm, split_k, passed_over } = self.chosen;
         ProductAlgorithm { shape, experts, dtype, algorithm, split_k, passed_over }
     }
 
-    /// Sets anew what a description says.
+    /// Sets an attribute of the plan's descriptor.
     pub(super) fn describe<T>(&self, lt: &CublasLt, attribute: i32, value: T) -> Result<()> {
         set_attribute(lt, lt.desc_set, self.description, attribute, value)
     }
 
-    /// Destroys what running needed.
+    /// Destroys the descriptors of the plan.
     pub(super) fn destroy(self, lt: CublasLt) {
         drop(Parts { description: self.description, layouts: self.layouts, ..Parts::new(lt) });
     }
 }
 
-/// What is known of a plan's algorithm.
+/// Configuration of a plan's algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AlgorithmChoice {
     algorithm: i32,
@@ -125,7 +125,7 @@ pub(super) struct AlgorithmChoice {
     passed_over: usize,
 }
 
-/// Descriptors of a plan in the making; those that are not null are destroyed with it.
+/// Descriptors of a plan under construction. Descriptors that are not null are destroyed on drop.
 pub(super) struct Parts {
     lt: CublasLt,
     description: Opaque,
@@ -135,7 +135,7 @@ pub(super) struct Parts {
 
 impl Drop for Parts {
     fn drop(&mut self) {
-        // SAFETY: made for these parts, destroyed once; cuBLASLt ignores null.
+        // SAFETY: made for this plan, destroyed once; cuBLASLt ignores null.
         unsafe {
             for layout in self.layouts {
                 (self.lt.layout_destroy)(layout);
@@ -151,7 +151,7 @@ impl Parts {
         Self { lt, description: ptr::null_mut(), layouts: [ptr::null_mut(); 3], preference: ptr::null_mut() }
     }
 
-    /// Of factors that are transposed so, which are summed in fp32.
+    /// Creates the descriptor of a product summed in fp32; `transposed` gives the transposition of each factor.
     pub(super) fn describe_product(&mut self, transposed: [bool; 2]) -> Result<()> {
         // SAFETY: writes one handle.
         let status = unsafe { (self.lt.desc_create)(&mut self.description, COMPUTE_32F, TYPE_F32) };
@@ -160,7 +160,8 @@ impl Parts {
         attributes.try_for_each(|(attribute, transposed)| self.describe(attribute, i32::from(transposed)))
     }
 
-    /// What algorithms may do; `alignments` are those of both factors, of what is added to and of the result, in bytes.
+    /// Sets the preferences of the search for algorithms. `alignments` are those of both factors, of the addend and of the result, in
+    /// bytes.
     pub(super) fn prefer_all(&mut self, alignments: [u16; 4]) -> Result<()> {
         // SAFETY: writes one handle.
         let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
@@ -178,8 +179,8 @@ impl Parts {
         set_attribute(&self.lt, self.lt.preference_set, self.preference, attribute, value)
     }
 
-    /// The first suggestion that can run and is right. The library has been told to suggest none whose sums have no fixed order. Where all
-    /// are of the algorithm that is passed over, it is asked for those that do not split.
+    /// Returns the first suggestion that can run and is not listed as wrong. The preferences exclude algorithms whose sums have no fixed
+    /// order. If all suggestions are of the excluded algorithm, requests suggestions without split-K.
     pub(super) fn choose(&self, handle: Opaque, operation: impl Fn() -> String) -> Result<(Suggestion, AlgorithmChoice)> {
         let none = || Error::resource(operation(), "cuBLASLt has none");
         let (found, passed_over) = self.first_right(&self.suggestions(handle, &operation)?)?;
@@ -193,12 +194,12 @@ impl Parts {
         Ok((suggestion, AlgorithmChoice { passed_over, ..chosen }))
     }
 
-    /// What the library suggests by the present preferences.
+    /// The library's suggestions for the present preferences.
     fn suggestions(&self, handle: Opaque, operation: impl FnOnce() -> String) -> Result<Vec<Suggestion>> {
         let mut suggestions = [Suggestion::default(); SUGGESTIONS];
         let mut count = 0;
         let [first, second, result] = self.layouts;
-        // SAFETY: all are live; writes at most as many suggestions as there are.
+        // SAFETY: all handles are live; the call writes at most `SUGGESTIONS` suggestions.
         let status = unsafe {
             let most = SUGGESTIONS as i32;
             let to = suggestions.as_mut_ptr();
@@ -208,7 +209,7 @@ impl Parts {
         Ok(suggestions[..count as usize].iter().filter(|suggestion| suggestion.status == 0).copied().collect())
     }
 
-    /// The first of `suggestions` that is right, and how many before it were not.
+    /// The first of `suggestions` that is not excluded, and the number of excluded suggestions before it.
     fn first_right(&self, suggestions: &[Suggestion]) -> Result<(Option<(Suggestion, AlgorithmChoice)>, usize)> {
         for (passed_over, suggestion) in suggestions.iter().enumerate() {
             let [algorithm, split_k] = [CONFIG_ALGORITHM, CONFIG_SPLIT_K].map(|attribute| self.configured(suggestion, attribute));
@@ -220,17 +221,17 @@ impl Parts {
         Ok((None, suggestions.len()))
     }
 
-    /// One number of a suggested algorithm's configuration.
+    /// One attribute of a suggested algorithm's configuration.
     fn configured(&self, suggestion: &Suggestion, attribute: i32) -> Result<i32> {
         let (mut value, mut written) = (0i32, 0);
-        // SAFETY: the algorithm is one that the library made; it writes at most the size of the number.
+        // SAFETY: the library made the algorithm; the call writes at most the size of the number.
         let status =
             unsafe { (self.lt.algorithm_get)(&suggestion.algorithm, attribute, (&raw mut value).cast(), size_of::<i32>(), &mut written) };
         self.lt.check(status, || format!("read attribute {attribute} of an algorithm"))?;
         Ok(value)
     }
 
-    /// Keeps what running needs.
+    /// Turns the parts into a plan.
     pub(super) fn keep(mut self, suggestion: Suggestion, chosen: AlgorithmChoice) -> MatmulPlan {
         let algorithm = suggestion.algorithm;
         let description = std::mem::replace(&mut self.description, ptr::null_mut());
@@ -246,7 +247,7 @@ fn may_be_wrong(chosen: AlgorithmChoice) -> bool {
 
 type SetAttribute = unsafe extern "C" fn(Opaque, i32, *const c_void, usize) -> i32;
 
-/// `T` is the type that the header names for the attribute.
+/// `T` is the attribute's type in the header.
 fn set_attribute<T>(lt: &CublasLt, set: SetAttribute, object: Opaque, attribute: i32, value: T) -> Result<()> {
     // SAFETY: the object is live; the value is read during the call.
     let status = unsafe { set(object, attribute, (&raw const value).cast(), size_of::<T>()) };

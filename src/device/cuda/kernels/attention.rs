@@ -1,4 +1,4 @@
-//! Attention: by cuDNN, or without a library (`--attention plain`).
+//! Attention by cuDNN, or by this program's kernels (`--attention plain`).
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -21,7 +21,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// As in `attention.cu`: threads of a block, queries or keys of a block, channels of a block's result.
+/// Constants of `attention.cu`: threads of a block, queries or keys of a block, channels of a block's result.
 const THREADS: usize = 256;
 const TILE: usize = 64;
 const SLICE: usize = 128;
@@ -49,9 +49,9 @@ impl Launch<AttentionBackward> for CudaDevice {
     }
 }
 
-/// Enqueues `call` by cuDNN.
+/// Enqueues `call` with cuDNN.
 pub(super) fn fused(dev: &mut CudaDevice, call: &sdpa::AttentionCall) -> Result<()> {
-    // Taken out while it runs: the span around it needs the device.
+    // Taken out for the call, because the span around it borrows the device.
     let mut sdpa = dev.sdpa.take().ok_or_else(|| Error::Unsupported("fused attention on a device opened without cuDNN".into()))?;
     let result = enqueue_steps(dev, &mut sdpa, call);
     dev.sdpa = Some(sdpa);
@@ -83,7 +83,7 @@ pub(super) fn plain(kernel: AttentionForward, queue: &mut impl Queue) -> Result<
     }
 }
 
-/// The engine's own kernels: queries' gradients, then those of keys and values.
+/// Enqueues this program's backward kernels: gradients of queries, then of keys and values.
 pub(super) fn plain_backward(kernel: AttentionBackward, queue: &mut impl Queue) -> Result<()> {
     let AttentionBackward { dout, qkv, documents, out, lse, dqkv, shape, block } = kernel;
     if block.is_some_and(|block| block < shape.seq_length) {
@@ -116,7 +116,7 @@ struct KernelShape {
     heads: u32,
     kv_heads: u32,
     head_dim: u32,
-    /// Every token sees itself and at most all of its sequence.
+    /// Number of visible keys, at most the sequence length.
     window: u32,
 }
 
@@ -133,7 +133,7 @@ impl KernelShape {
     }
 }
 
-/// Blocks for the tiles of `heads` heads of every sequence, each as often as its channels have slices.
+/// Grid over the tiles of `heads` heads of every sequence, with one block for each slice of channels.
 fn tiles(shape: &AttentionShape, heads: usize) -> Result<LaunchConfig> {
     let (tiles, slices) = (shape.seq_length.div_ceil(TILE), shape.head_dim.div_ceil(SLICE));
     Ok(LaunchConfig { grid: [size(tiles)?, size(heads * slices)?, size(shape.batch)?], block: [THREADS as u32, 1, 1], shared_bytes: 0 })

@@ -1,4 +1,4 @@
-//! Sums down columns: a bias's gradient, and the last stage of every other sum over rows.
+//! Column sums: the gradient of a bias, and the last stage of every other sum over rows.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -10,10 +10,10 @@ use crate::error::Result;
 pub(super) const SOURCE: PtxSource =
     PtxSource { file: ptx_file!("generated/bias.ptx"), typed: &["column_sums", "column_sums_any", "fold_columns"], plain: &[] };
 
-/// Warps of a block of `column_sums`; six such blocks fit on a multiprocessor.
+/// Warps of a block of `column_sums`; six of these blocks fit on a multiprocessor.
 const SLICE_WARPS: usize = 8;
 const BLOCKS: usize = 6 * MULTIPROCESSORS;
-/// Fewer rows are not worth a block.
+/// Minimum rows of a block.
 const SLICE_ROWS_MIN: usize = 8 * SLICE_WARPS;
 /// Warps of a block of `fold_columns`.
 const FOLD_WARPS: u32 = 32;
@@ -34,7 +34,7 @@ impl GpuKernel for BiasBackward {
     }
 }
 
-/// `out (+)=` the sums down the columns of `partials`, fp32 `[rows, cols]`; a second `out` has its own `partials` behind.
+/// `out (+)=` the column sums of `partials`, fp32 `[rows, cols]`. The partials of the optional second `out` follow those of the first.
 pub(super) fn fold_columns(
     queue: &mut impl Queue,
     partials: DeviceSlice,
@@ -49,7 +49,7 @@ pub(super) fn fold_columns(
     queue.launch(Stream::Compute, "fold_columns", Some(out.dtype()), launch, args)
 }
 
-/// Rows of a slice, so that all `tiles` of columns together fill the GPU once.
+/// Rows of a slice, so that the blocks of all `tiles` fill the GPU once.
 fn slice_rows(rows: usize, tiles: usize) -> usize {
     let slices = (BLOCKS / tiles.max(1)).max(1);
     rows.div_ceil(slices).max(SLICE_ROWS_MIN)

@@ -15,7 +15,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
 /// Threads of a block, as in `cross_entropy.cu`.
 const THREADS: u32 = 512;
 const LOSS_THREADS: u32 = 1024;
-/// Columns of a block of the gradient: four vectors of a narrow format for each thread.
+/// Columns of a block of the gradient: four vectors of a 16-bit format for each thread.
 const GRAD_COLS: usize = 16384;
 
 impl GpuKernel for CrossEntropyStats {

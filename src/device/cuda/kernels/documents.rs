@@ -1,4 +1,4 @@
-//! Documents out of their rows, to where cuDNN's attention finds one a sequence, and back.
+//! Copies of documents from packed rows to cuDNN's layout, which has one document in each sequence, and back.
 
 use super::super::launch::{LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -13,10 +13,11 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &["gather_documents", "scatter_documents", "gather_lse", "scatter_lse"],
 };
 
-/// As in `documents.cu`.
+/// Constant of `documents.cu`.
 const THREADS: usize = 256;
 
-/// Copies of one batch of documents: `shape` is that of the batch, `seq_length` a row's, and `table` says where its documents lie.
+/// Copies of one batch of documents. `shape` is the shape of the batch, `seq_length` the length of a row, and `table` the positions of the
+/// batch's documents.
 pub(super) struct DocumentCopies {
     table: DeviceSlice,
     count: u32,
@@ -25,24 +26,24 @@ pub(super) struct DocumentCopies {
 }
 
 impl DocumentCopies {
-    /// `table` is that of the micro-batch.
+    /// `table` is the table of the whole micro-batch.
     pub(super) fn new(table: DeviceSlice, batch: &DocumentBatch, shape: AttentionShape, seq_length: usize) -> Result<Self> {
         let documents = &batch.documents;
         let table = table.slice(2 * documents.start, 2 * documents.len());
         Ok(Self { table, count: size(documents.len())?, shape, seq_length })
     }
 
-    /// `padded`, `[documents, length, cols]`, from the rows of `rows`, `[T, cols]`; zeros where no token is.
+    /// Copies the documents of `rows`, `[T, cols]`, to `padded`, `[documents, length, cols]`; padding is zero.
     pub(super) fn gather(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
         self.copy(queue, "gather_documents", [rows, padded], padded)
     }
 
-    /// The rows of `rows` that the batch's tokens have, from `padded`.
+    /// Copies the batch's tokens from `padded` back to `rows`.
     pub(super) fn scatter(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
         self.copy(queue, "scatter_documents", [padded, rows], padded)
     }
 
-    /// `padded` is one of the two.
+    /// `padded` is either `from` or `to`.
     fn copy(&self, queue: &mut impl Queue, name: &'static str, [from, to]: [DeviceSlice; 2], padded: DeviceSlice) -> Result<()> {
         let cols = padded.elems() / self.shape.tokens();
         if !whole_vectors(cols, &[from, to]) {
@@ -55,12 +56,12 @@ impl DocumentCopies {
         queue.launch(Stream::Compute, name, None, blocks, args)
     }
 
-    /// `padded`, `[documents, heads, length]`, from `rows`, `[batch, heads, seq_length]`; zeros where no token is.
+    /// Copies `rows`, `[batch, heads, seq_length]`, to `padded`, `[documents, heads, length]`; padding is zero.
     pub(super) fn gather_lse(&self, queue: &mut impl Queue, rows: DeviceSlice, padded: DeviceSlice) -> Result<()> {
         self.copy_lse(queue, "gather_lse", [rows, padded])
     }
 
-    /// Those of the batch's tokens in `rows`, from `padded`.
+    /// Copies the log-sum-exps of the batch's tokens from `padded` back to `rows`.
     pub(super) fn scatter_lse(&self, queue: &mut impl Queue, padded: DeviceSlice, rows: DeviceSlice) -> Result<()> {
         self.copy_lse(queue, "scatter_lse", [padded, rows])
     }

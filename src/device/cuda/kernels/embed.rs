@@ -13,14 +13,14 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &["sort_entries"],
 };
 
-/// Most threads of a block of `embed`, and the vectors of a row that each has at a time.
+/// Maximum threads of a block of `embed`, and vectors that a thread loads at a time.
 const EMBED_THREADS: usize = 256;
 const EMBED_VECS: usize = 2;
-/// Most threads of a block of `scatter_rows`, which has a row.
+/// Maximum threads of a block of `scatter_rows`, which copies one row.
 const SCATTER_THREADS: usize = 256;
-/// Most threads of a block of the gradients.
+/// Maximum threads of a block of the gradients.
 const BACKWARD_THREADS: usize = 128;
-/// Threads of a block of `sort_entries`, which ranks a warp's rows.
+/// Threads of a block of `sort_entries`, which ranks 32 rows, one for each lane of a warp.
 const SORT_THREADS: u32 = 256;
 
 impl GpuKernel for Embed {
@@ -50,7 +50,7 @@ impl GpuKernel for ScatterRows {
         let Self { stream, rows, packed, table, below, skipped, channels } = self;
         let dtype = self.float_format()?;
         let lanes = wide(dtype);
-        // The last row, too, may only end where a vector does.
+        // The last row must end on a whole vector, too.
         let is_whole = [below, skipped, packed.elems()].iter().all(|elems| elems.is_multiple_of(lanes));
         let vectors = is_whole && whole_vectors(channels, &[packed, table]);
         let (name, lanes) = if vectors { ("scatter_rows", lanes) } else { ("scatter_rows_any", 1) };
@@ -73,7 +73,7 @@ impl Table {
     fn enqueue(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
         let Self { entries, dout, dtable, accumulate, channels } = self;
         if !accumulate {
-            // Most rows of a vocabulary are used by no token: writing those that are used twice costs little.
+            // Most rows of a vocabulary are unused, so writing the used rows twice costs little.
             queue.zero(dtable)?;
         }
         let t = entries.elems();

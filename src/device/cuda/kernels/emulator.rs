@@ -1,7 +1,7 @@
 //! Runs the hand-written PTX without a GPU, for tests: warp by warp, instruction by instruction.
 //!
-//! It knows the instructions that the transfer path uses and panics at any other, so also at arithmetic that leaves its
-//! rounding to the assembler. Accesses must be aligned and stay inside memory that was handed out.
+//! The emulator supports the instructions of the transfer kernels and panics at all others, including arithmetic without an explicit
+//! rounding mode. Accesses must be aligned and stay inside allocations.
 
 use crate::device::DeviceSlice;
 use crate::device::cuda::launch::{Arg, LaunchConfig};
@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Where device memory begins, and what lies between allocations.
+/// First address of device memory, and the bytes between allocations.
 const BASE: u64 = 1 << 20;
 const GUARD: [u8; 64] = [0xa5; 64];
 
@@ -24,7 +24,7 @@ pub(super) struct EmulatedMemory {
 }
 
 impl EmulatedMemory {
-    /// Memory that holds `values` and begins `offset` elements behind a multiple of 16 bytes.
+    /// Allocates memory with `values`, beginning `offset` elements after a multiple of 16 bytes.
     pub(super) fn with<T: bytemuck::Pod>(&mut self, dtype: Dtype, offset: usize, values: &[T]) -> DeviceSlice {
         assert_eq!(size_of::<T>(), dtype.bytes());
         let start = self.bytes.len().next_multiple_of(16) + GUARD.len() + offset * dtype.bytes();
@@ -40,7 +40,7 @@ impl EmulatedMemory {
         self.bytes[start..start + slice.bytes()].chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// Writes `values` where `slice` begins.
+    /// Writes `values` to the beginning of `slice`.
     pub(super) fn write<T: bytemuck::Pod>(&mut self, slice: DeviceSlice, values: &[T]) {
         let start = (slice.addr() - BASE) as usize;
         self.bytes[start..start + size_of_val(values)].copy_from_slice(bytemuck::cast_slice(values));
@@ -65,9 +65,9 @@ enum PtxOperand {
 }
 
 struct Instruction<'a> {
-    /// A predicate register and the value that lets the instruction run.
+    /// The predicate register, and the value for which the instruction runs.
     guard: Option<(usize, bool)>,
-    /// Opcode and its modifiers; the last one is the type.
+    /// Opcode and modifiers; the last modifier is the type.
     op: Vec<&'a str>,
     operands: Vec<PtxOperand>,
 }
@@ -144,7 +144,7 @@ fn word(line: &str, index: usize) -> &str {
     line.split_whitespace().nth(index).unwrap().trim_end_matches(',')
 }
 
-/// At commas outside braces.
+/// Splits at commas outside braces.
 fn split_operands(text: &str) -> Vec<&str> {
     let mut depth = 0;
     let outside = move |c| {
@@ -199,7 +199,7 @@ struct Thread<'a> {
 
 impl<'a> Thread<'a> {
     fn new(kernel: &'a EmulatedKernel<'a>, args: &'a [u64], specials: &[(&str, u32)]) -> Self {
-        // What is read before it is written must not look like a zero.
+        // A register that is read before it is written must not look like zero.
         let mut registers = vec![0xdead_beef_7fc1_2345; kernel.registers.len()];
         for (name, value) in specials {
             if let Some(&register) = kernel.registers.get(name) {
@@ -228,7 +228,7 @@ impl<'a> Thread<'a> {
         self.registers[*register] = if width(ty) == 64 { value } else { value & ((1 << width(ty)) - 1) };
     }
 
-    /// One instruction; false at a shuffle, which is the warp's, and when the thread is done.
+    /// Runs one instruction. Returns false at a shuffle, which needs the whole warp, and when the thread has ended.
     fn step(&mut self, memory: &mut EmulatedMemory) -> bool {
         let kernel = self.kernel;
         let Instruction { guard, op, operands } = &kernel.code[self.pc];
@@ -300,7 +300,7 @@ impl<'a> Thread<'a> {
         }
     }
 
-    /// Everything without side effects.
+    /// Evaluates an instruction without side effects.
     fn compute(&self, op: &[&str], inputs: &[PtxOperand]) -> u64 {
         let int = |i: usize| self.value(&inputs[i]);
         let float = |i: usize| self.float(&inputs[i]);
@@ -359,7 +359,7 @@ fn width(ty: &str) -> u32 {
     }
 }
 
-/// Arithmetic on a GPU yields one NaN.
+/// Arithmetic on a GPU produces a single NaN value.
 fn canonical(x: f32) -> u64 {
     u64::from(if x.is_nan() { 0x7fff_ffff } else { x.to_bits() })
 }

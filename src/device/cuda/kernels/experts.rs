@@ -1,4 +1,4 @@
-//! What experts do to their rows between the two products.
+//! Activations, biases and gradients between the two matrix products of experts.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -21,7 +21,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// As in `experts.cu`: most threads of a block, rows of one of `expert_bias`.
+/// Constants of `experts.cu`: maximum threads of a block, rows of a block of `expert_bias`.
 const THREADS: usize = 256;
 const BIAS_ROWS: usize = 4;
 
@@ -29,7 +29,7 @@ impl GpuKernel for ClampedSwiglu {
     fn enqueue(self, queue: &mut impl Queue) -> Result<()> {
         let Self { gate_up, out, alpha, limit } = self;
         let elems = out.elems();
-        // Gate and up together are a vector.
+        // A vector holds both gates and up projections.
         let vectors = whole_vectors(elems, &[gate_up, out]);
         let (name, each) = if vectors { (Self::NAME, wide(out.dtype()) / 2) } else { ("clamped_swiglu_any", 1) };
         let blocks = LaunchConfig::new(size(elems.div_ceil(THREADS * each))?, THREADS as u32);
@@ -52,7 +52,7 @@ impl GpuKernel for ExpertBackward {
         let Self { da, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols } = self;
         let vectors = whole_vectors(cols, &[da, gate_up, dgate_up, weighted]);
         let (name, each) = if vectors { (Self::NAME, wide(da.dtype())) } else { ("expert_backward_any", 1) };
-        // No limit is 0: a positive one clamps, and a thread takes half as much.
+        // A limit of 0 means no limit. With a limit, a thread processes half as many elements.
         let (alpha, limit, each) = match activation {
             ExpertActivation::Swiglu => (0.0, 0.0, each),
             ExpertActivation::Clamped { alpha, limit } => (alpha, limit, each.div_ceil(2)),

@@ -5,8 +5,8 @@ use crate::device::DeviceSlice;
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-/// Multiprocessors of an H200, for which grids are sized. Not asked of the GPU: sums are cut where blocks end, and
-/// results must not depend on the machine.
+/// Multiprocessors of an H200, for which grids are sized. This is a constant because sums are split at block boundaries, and results must
+/// not depend on the machine.
 pub(super) const MULTIPROCESSORS: usize = 132;
 
 /// Threads of a warp.
@@ -22,12 +22,13 @@ pub(super) fn whole_vectors(cols: usize, slices: &[DeviceSlice]) -> bool {
     slices.iter().all(|x| x.addr().is_multiple_of(16) && cols.is_multiple_of(wide(x.dtype())))
 }
 
-/// Threads, whole warps and at least one, that take `items`, `each` of them a thread.
+/// Number of threads for `items` at `each` per thread: whole warps, at least one.
 pub(super) fn threads(items: usize, each: usize) -> usize {
     items.div_ceil(each).next_multiple_of(WARP).max(WARP)
 }
 
-/// Whether `cols` are taken by vectors; blocks of at most `most` threads for each of `rows`, one over a part of the columns.
+/// Whether rows of `cols` are processed as vectors, and a grid of blocks of at most `most` threads: each block processes a part of the
+/// columns of one of `rows`.
 pub(super) fn rows_blocks(rows: usize, cols: usize, most: usize, slices: &[DeviceSlice]) -> Result<(bool, LaunchConfig)> {
     let vectors = whole_vectors(cols, slices);
     let items = if vectors { cols / wide(slices[0].dtype()) } else { cols };

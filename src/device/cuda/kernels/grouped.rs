@@ -1,4 +1,4 @@
-//! Products of experts, whose segments only the GPU knows: grids follow from sizes alone.
+//! Expert products. Only the GPU knows the segments, so grids follow from sizes alone.
 
 use super::super::group_tables::GroupTables;
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
@@ -25,7 +25,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// The same products by instructions that only Hopper has.
+/// Expert products with instructions of Hopper only.
 pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
     file: ptx_file!("generated/grouped_sm90a.ptx"),
     typed: &[],
@@ -39,19 +39,19 @@ pub(super) const HOPPER_SOURCE: PtxSource = PtxSource {
     ],
 };
 
-/// What cuBLASLt's grouped layouts read.
+/// Kernels that write the tables of cuBLASLt's grouped layouts.
 pub(super) const TABLES_SOURCE: PtxSource =
     PtxSource { file: ptx_file!("groups.ptx"), typed: &[], plain: &["group_tables", "zero_groups"] };
 
-/// Threads of a block, as in `grouped.cu`, and of one that sums an expert's rows.
+/// Threads of a block, as in `grouped.cu`, and of a block that sums an expert's rows.
 const THREADS: u32 = 256;
 const SUM_THREADS: u32 = 1024;
 
-/// As in `grouped_sm90a.cu`: threads of a block; four slots of 128 and 256 rows of 128 bytes, and what aligns them.
+/// Constants of `grouped_sm90a.cu`: threads of a block; bytes of four slots of 128 and 256 rows of 128 bytes, plus alignment.
 const HOPPER_THREADS: u32 = 384;
 const HOPPER_SHARED_BYTES: u32 = 4 * (128 + 256) * 128 + 1024;
 
-/// As in `groups.ptx`: blocks that fill one expert's weight with zeros, and bytes of what they write at once.
+/// Constants of `groups.ptx`: blocks that fill one expert's weight with zeros, and bytes of one write.
 const ZERO_BLOCKS: usize = 32;
 const ZERO_BYTES: usize = 16;
 
@@ -91,7 +91,8 @@ impl GpuKernel for GroupedMatmul {
 }
 
 impl GroupedMatmul {
-    /// Tables first, which the products read. Weights of experts without rows become zeros here, whatever the library makes of sums of no terms.
+    /// Writes the tables, then enqueues the products that read them. Weight gradients of experts without rows are set to zero by a kernel,
+    /// because cuBLASLt releases differ in their results for sums of no terms.
     fn enqueue_for_cublaslt(self, queue: &mut impl Queue, tables: GroupTables, dtype: Dtype) -> Result<()> {
         let Self { shape, a, b, bounds, c, accumulate } = self;
         let GroupedShape { layout, experts, rows, outs, ins } = shape;
@@ -111,7 +112,7 @@ impl GroupedMatmul {
         if rows * outs * ins == 0 { Ok(()) } else { queue.multiply_groups(shape, dtype) }
     }
 
-    /// A block for each multiprocessor: it takes tile after tile, or none.
+    /// Launches one block for each multiprocessor; each block processes any number of tiles, possibly none.
     fn enqueue_on_hopper(self, queue: &mut impl Queue, dtype: Dtype) -> Result<()> {
         let Self { shape: GroupedShape { layout, experts, rows, outs, ins }, a, b, bounds, c, accumulate } = self;
         let name = match (layout, dtype) {
@@ -160,7 +161,7 @@ fn tile(dtype: Dtype) -> usize {
 }
 
 /// # Errors
-/// `Unsupported` where a GPU has no grid of this size.
+/// `Unsupported` when a GPU does not support a grid of this size.
 fn blocks(grid: [usize; 3]) -> Result<LaunchConfig> {
     if grid[1..].iter().any(|&blocks| blocks > usize::from(u16::MAX)) {
         return Err(Error::Unsupported(format!("a grid of {grid:?} blocks: use smaller micro-batches")));

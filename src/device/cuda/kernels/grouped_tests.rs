@@ -1,5 +1,5 @@
-//! Products of experts for cuBLASLt: what its tables say, written by emulated kernels and multiplied as it reads them, against products by
-//! definition.
+//! Tests of expert products for cuBLASLt: emulated kernels write the tables, the test multiplies as cuBLASLt reads them, and the results
+//! are compared with products by definition.
 
 use super::*;
 use crate::device::DeviceSlice;
@@ -13,11 +13,11 @@ const INS: usize = 24;
 /// Rows of each expert.
 const LOADS: [&[usize]; 4] = [&[3, 0, 5, 1], &[0, 0], &[7], &[0, 2, 0]];
 
-/// A GPU whose cuBLASLt is this file.
+/// A GPU whose cuBLASLt is emulated by this file.
 struct Library {
     memory: EmulatedMemory,
     tables: GroupTables,
-    /// It writes sums of no terms; some releases leave such results as they are.
+    /// Whether the library writes sums of no terms; some releases leave these results unchanged.
     writes_empty_sums: bool,
 }
 
@@ -26,7 +26,7 @@ impl Library {
         self.memory.read(DeviceSlice::at(addr, size_of::<T>(), Dtype::Float8E4m3))[0]
     }
 
-    /// Rows and columns of an expert's matrix, column-major.
+    /// Column-major rows and columns of an expert's matrix.
     fn sizes(&self, of: Segmented, expert: usize) -> [usize; 2] {
         of.sizes().map(|size| self.number::<i32>(self.tables.sizes(size) + 4 * expert as u64) as usize)
     }
@@ -102,12 +102,12 @@ impl Queue for Library {
     }
 }
 
-/// Small whole numbers: sums of them are exact.
+/// Small integers, so that their sums are exact.
 fn numbers(seed: usize, elems: usize) -> Vec<bf16> {
     (0..elems).map(|i| bf16::from_f32(((i * 7 + i / 5 + seed) % 5) as f32 - 2.0)).collect()
 }
 
-/// By definition.
+/// The products by definition.
 fn expected(shape: GroupedShape, bounds: &[i32], [x, y, w]: &[Vec<bf16>; 3], accumulate: bool) -> Vec<f32> {
     let expert_of = |row: usize| bounds.iter().skip(1).position(|&end| row < end as usize).unwrap();
     let (x_at, y_at) = (|row: usize, i: usize| x[row * INS + i].to_f32(), |row: usize, o: usize| y[row * OUTS + o].to_f32());
@@ -141,7 +141,7 @@ fn product_matches(layout: MatmulLayout, load: &[usize], accumulate: bool, write
     let mut memory = EmulatedMemory::default();
     let tables = memory.with(Dtype::Float8E4m3, 0, &vec![0xa5_u8; GroupTables::BYTES]);
     let at = memory.with(Dtype::Int32, 0, &bounds);
-    // What is not added to holds what no sum is.
+    // A result without accumulation begins as NaN.
     let places = [0, 1, 2].map(|which| {
         let values = if which == result && !accumulate { vec![bf16::NAN; held[which].len()] } else { held[which].clone() };
         memory.with(Dtype::Bfloat16, 0, &values)

@@ -1,4 +1,4 @@
-//! Gradients of keys and values, block by block of queries.
+//! Gradients of keys and values, accumulated over blocks of queries.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -9,7 +9,7 @@ use crate::error::Result;
 pub(super) const SOURCE: PtxSource =
     PtxSource { file: ptx_file!("generated/key_gradients.ptx"), typed: &["add_key_gradients"], plain: &[] };
 
-/// As in `key_gradients.cu`.
+/// Constant of `key_gradients.cu`.
 const THREADS: usize = 256;
 
 impl GpuKernel for AddKeyGradients {

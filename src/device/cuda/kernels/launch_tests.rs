@@ -1,7 +1,6 @@
-//! What every kernel launches, for vectors and for single elements: names, blocks and arguments, as `launches.txt` lists them.
+//! Launches of every kernel, with vectors and with single elements: names, grids and arguments, compared with `launches.txt`.
 //!
-//! A GPU runs what this list says. A change of the list is a change of grids, of arguments or of their order; with
-//! `SUPEROFFLOAD_WRITE_LAUNCHES=1` the test writes it.
+//! A changed list means changed grids, arguments or order of arguments. With `SUPEROFFLOAD_WRITE_LAUNCHES=1` the test writes the list.
 
 use super::super::group_tables::GroupTables;
 use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue};
@@ -16,12 +15,12 @@ use crate::optim::norm::BLOCK;
 
 const LISTED: &str = include_str!("launches.txt");
 
-/// A list instead of a GPU.
+/// A queue that lists launches.
 #[derive(Default)]
 struct List {
     lines: String,
     is_hopper: bool,
-    /// cuBLASLt multiplies by experts.
+    /// Whether cuBLASLt computes expert products.
     by_cublaslt: bool,
 }
 
@@ -75,7 +74,7 @@ impl Queue for List {
     }
 }
 
-/// Arguments of a case: each has its own addresses, `skew` elements behind aligned ones.
+/// Operands of a case: each has its own address, `skew` elements after an aligned address.
 struct Room {
     dtype: Dtype,
     skew: usize,
@@ -88,7 +87,7 @@ impl Room {
         DeviceSlice::at((self.given << 32) + (self.skew * dtype.bytes()) as u64, elems, dtype)
     }
 
-    /// In the format of the case.
+    /// A slice in the format of the case.
     fn x(&mut self, elems: usize) -> DeviceSlice {
         self.of(elems, self.dtype)
     }
@@ -102,7 +101,7 @@ impl Room {
     }
 }
 
-/// Rows of `cols` through the kernels that go by rows.
+/// Row kernels on rows of `cols`.
 fn rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     let n = rows * cols;
     let (vocab, places) = (50 * cols, 40 * cols);
@@ -166,7 +165,7 @@ fn heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize
     plain_backward(AttentionBackward { dout, qkv, documents, out: r.x(out), lse: r.f(lse), dqkv: r.x(n), shape, block: None }, list)
 }
 
-/// What only some families have: factors, gates by GELU, weights plus one, soft caps.
+/// Kernels of some families only: scale factors, GELU gates, weights plus one, soft caps.
 fn family_rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Result<()> {
     let n = rows * cols;
     let x = r.x(n);
@@ -182,7 +181,7 @@ fn family_rows(list: &mut List, r: &mut Room, rows: usize, cols: usize) -> Resul
     CrossEntropyGrad { logits, targets, stats, vocab_start: 18, cols, softcap, scale: 0.25 }.enqueue(list)
 }
 
-/// Weights plus one, spans of a head and of all heads, neighbours that rotate, soft caps.
+/// Weights plus one, norms over one head and over all heads, rotation of adjacent pairs, soft caps.
 fn family_heads(list: &mut List, r: &mut Room, shape: AttentionShape, rotary_dim: usize) -> Result<()> {
     let (n, out, d) = (shape.tokens() * shape.qkv_cols(), shape.tokens() * shape.out_cols(), shape.head_dim);
     let all = shape.tokens() * (shape.heads + shape.kv_heads);
@@ -262,7 +261,7 @@ fn sinks(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
     SinksBackward { dout, out, lse, sinks: r.x(heads), dsinks: r.x(heads), accumulate: true, shape }.enqueue(list)
 }
 
-/// Two heads of eight, where a block's last key is the first without a sum; then columns that no vector fits.
+/// Two key heads in rows of eight heads, where the last key of a block is the first without a sum; then columns that fit no vector.
 fn key_gradients(list: &mut List, r: &mut Room) -> Result<()> {
     for (keys, pitch, columns, width) in [(700, 1536, [1024, 1280], 256), (67, 35, [7, 21], 14)] {
         let (dqkv, sums) = (r.x(keys * pitch), r.f(keys * 2 * width));
@@ -271,7 +270,7 @@ fn key_gradients(list: &mut List, r: &mut Room) -> Result<()> {
     Ok(())
 }
 
-/// Two rows of two documents each, the four of one padded length: out of the rows and back.
+/// Two rows of two documents each, all four padded to the same length: gather and scatter.
 fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()> {
     let starts: Vec<i32> = (0..2 * 700).map(|token| if token % 700 < 300 { 0 } else { 300 }).collect();
     let table = DocumentTable::new(&starts, 700);
@@ -286,7 +285,7 @@ fn documents(list: &mut List, r: &mut Room, shape: AttentionShape) -> Result<()>
     copies.scatter_lse(list, padded, rows)
 }
 
-/// Scales and numbers of 8 bits of matrices that are less than a tile, and many.
+/// Scales and 8-bit numbers of a matrix smaller than a tile and of a large matrix.
 fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
     for (rows, cols, format) in [(16, 48, Dtype::Float8E4m3), (16384, 4096, Dtype::Float8E5m2)] {
         let (n, scale) = (rows * cols, r.f(1));
@@ -301,7 +300,7 @@ fn fp8(list: &mut List, r: &mut Room) -> Result<()> {
     Ok(())
 }
 
-/// Kernels that find the scale of what they write.
+/// Kernels that compute the scale of their output.
 fn scaling(list: &mut List, r: &mut Room, (rows, cols): (usize, usize), cell: Option<ScaleCell>) -> Result<()> {
     let n = rows * cols;
     let (x, weight, rstd, out) = (r.x(n), r.x(cols), r.f(rows), r.x(n));

@@ -29,20 +29,20 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// Threads of a block of the kernels named `any`.
+/// Threads of a block of the kernels with suffix `any`.
 const ANY_THREADS: usize = 256;
 
-/// How a pair of kernels goes through rows.
+/// Two kernels of one pass over rows, and their launch parameters.
 struct RowPass {
     /// The kernel that keeps a row in registers.
     name: &'static str,
-    /// The one for all other rows.
+    /// The kernel for all other rows.
     any: &'static str,
-    /// 16-byte vectors of a row that a thread keeps.
+    /// 16-byte vectors of a row that a thread keeps in registers.
     vecs: usize,
-    /// Most threads of a block.
+    /// Maximum threads of a block.
     threads_max: usize,
-    /// Threads that a multiprocessor has registers for.
+    /// Threads that the registers of a multiprocessor suffice for.
     resident_threads: usize,
 }
 
@@ -57,13 +57,13 @@ const LAYER_NORM_BACKWARD: RowPass =
     RowPass { name: "layer_norm_backward", any: "layer_norm_backward_any", resident_threads: 640, ..RMS_NORM_BACKWARD };
 
 impl RowPass {
-    /// The kernel for rows of `cols` in `slices`, and the threads of its blocks.
+    /// The kernel for rows of `cols` columns in `slices`, and the threads of its blocks.
     fn choose(&self, cols: usize, slices: &[DeviceSlice]) -> (&'static str, usize) {
         let threads = threads(cols, self.vecs * wide(slices[0].dtype()));
         if whole_vectors(cols, slices) && threads <= self.threads_max { (self.name, threads) } else { (self.any, ANY_THREADS) }
     }
 
-    /// Blocks that share out `rows`: as many as run at a time.
+    /// Number of blocks for `rows` rows: at most as many as run concurrently.
     fn blocks(&self, rows: usize, threads: usize) -> usize {
         rows.min(MULTIPROCESSORS * (self.resident_threads / threads).clamp(1, 8))
     }
@@ -108,7 +108,7 @@ impl ScalingKernel for LayerNormBackward {
     }
 }
 
-/// What the backward passes of both norms have in common.
+/// Common operands of the backward passes of both norms.
 struct Backward {
     dout: DeviceSlice,
     x: DeviceSlice,
@@ -121,7 +121,7 @@ struct Backward {
 }
 
 impl Backward {
-    /// Both stages: `dx` and sums over each block's rows in one pass, then the sums over blocks into `dweight` and `dbias`.
+    /// Enqueues both stages: one pass computes `dx` and sums over each block's rows; then the sums over blocks go to `dweight` and `dbias`.
     fn enqueue(self, queue: &mut impl Queue, (dtype, pass): (Dtype, RowPass), [cell, exponent]: [Arg; 2]) -> Result<()> {
         let Self { dout, x, weight, stats, dx, dweight, dbias, accumulate } = self;
         let (cols, rows) = (weight.elems(), rows(x, weight.elems()));

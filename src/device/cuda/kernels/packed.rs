@@ -1,5 +1,5 @@
-//! cuDNN's attention over rows of several documents: these are gathered by length, computed as sequences of their own, and put back. See
-//! [`documents`](crate::device::documents).
+//! cuDNN's attention over rows of several documents: documents of similar length are gathered, computed as separate sequences, and
+//! scattered back. See [`documents`](crate::device::documents).
 
 use super::super::CudaDevice;
 use super::super::error::check;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use cust::sys;
 
 impl CudaDevice {
-    /// Compiles what documents of any length may need, and makes room for them.
+    /// Compiles the plans for documents of any length, and allocates scratch memory for them.
     pub(in super::super) fn prepare_documents(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<()> {
         self.reserve_documents(shape)?;
         let Some(sdpa) = &mut self.sdpa else { return Ok(()) };
@@ -33,7 +33,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// The kernels enqueued from now on find these documents.
+    /// Sends the table of documents to the GPU; kernels enqueued later use it.
     pub(in super::super) fn send_documents(&mut self, documents: DocumentTable) -> Result<()> {
         if self.packed.table.elems() < 2 * documents.tokens {
             self.free(self.packed.table)?;
@@ -41,17 +41,18 @@ impl CudaDevice {
         }
         let bytes: &[u8] = bytemuck::cast_slice(&documents.documents);
         let (to, raw) = (self.packed.table.addr(), &self.streams[Stream::Compute as usize]);
-        // SAFETY: the table has room for a document a token. The driver has read pageable memory when the call returns.
+        // SAFETY: the table has room for one document per token. The driver has read pageable memory when the call returns.
         let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), raw.0) };
         check(status, || "send a table of documents".into())?;
         self.packed.documents = documents;
         Ok(())
     }
 
-    /// The copies of each batch of documents, and what these are gathered to.
+    /// The copies of each batch of documents, and the shape of the batch.
     ///
     /// # Errors
-    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take; `Resource` for other documents than were announced.
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not support; `Resource` if the number of tokens differs from the last
+    /// table of documents.
     fn document_batches(&mut self, shape: &AttentionShape, dtype: Dtype) -> Result<Vec<(DocumentCopies, AttentionShape)>> {
         self.prepare_documents(shape, dtype)?;
         let Packed { documents, table, .. } = &self.packed;
@@ -97,7 +98,7 @@ impl CudaDevice {
     }
 }
 
-/// Where one batch of documents has what.
+/// Gathered operands of one batch of documents, in the scratch memory.
 struct GatheredDocuments {
     qkv: DeviceSlice,
     dqkv: DeviceSlice,

@@ -1,4 +1,4 @@
-//! Kernels that treat every element alone.
+//! Elementwise kernels.
 
 use super::super::launch::{Arg, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -74,20 +74,20 @@ impl ScalingKernel for ScaleAdd {
     }
 }
 
-/// How threads share out the elements of one result.
+/// Division of a result's elements into groups, one group for each thread.
 #[derive(Clone, Copy)]
 struct Groups {
-    /// One for each thread; they do not reach past 2^32 even when whole blocks of threads take them.
+    /// Number of groups. Rounded up to whole blocks of threads it stays below 2^32.
     count: u32,
-    /// Whether a group is 16 bytes, not one element.
+    /// Whether a group is a 16-byte vector instead of one element.
     wide: bool,
 }
 
 impl Groups {
-    /// Of `out`, whose rows of `cols`, in all of `slices`, decide how wide they are.
+    /// Groups of `out`. They are vectors if rows of `cols` columns consist of whole vectors in all of `slices`.
     ///
     /// # Errors
-    /// `Unsupported` when they are too many for one grid.
+    /// `Unsupported` when there are too many groups for one grid.
     fn new(out: DeviceSlice, cols: usize, slices: &[DeviceSlice]) -> Result<Self> {
         let wide_groups = whole_vectors(cols, slices);
         let count = if wide_groups { out.elems() / wide(out.dtype()) } else { out.elems() };

@@ -1,4 +1,4 @@
-//! Matrix products: by cuBLASLt.
+//! Matrix products by cuBLASLt.
 
 use super::super::CudaDevice;
 use super::super::gemm::CublasProduct;

@@ -1,4 +1,4 @@
-//! From bfloat16 to numbers of 8 bits, on GPUs since Ada.
+//! Quantization of bfloat16 to 8-bit floats, on GPUs since Ada.
 
 use super::super::launch::{Arg, GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 pub(super) const SOURCE: PtxSource =
     PtxSource { file: ptx_file!("generated/quantize_sm89.ptx"), typed: &[], plain: &["abs_max_scale", "quantize_e4m3", "quantize_e5m2"] };
 
-/// As in `quantize_sm89.cu`: threads of a block, rows and columns of its tile.
+/// Constants of `quantize_sm89.cu`: threads of a block, rows and columns of its tile.
 const THREADS: usize = 256;
 const TILE: usize = 128;
-/// Blocks that look for a largest number on each multiprocessor: as many as it runs at once.
+/// Blocks of `abs_max_scale` for each multiprocessor: as many as it runs concurrently.
 const BLOCKS_EACH: usize = 8;
 
 impl GpuKernel for AbsMaxScale {
@@ -29,12 +29,12 @@ impl GpuKernel for AbsMaxScale {
     }
 }
 
-/// A kernel whose last two arguments say where the scale of what it writes goes: `SCALE_PARAMS` of `scale.cuh`.
+/// A kernel that can compute the scale of its output: its last two arguments are the `SCALE_PARAMS` of `scale.cuh`.
 pub(super) trait ScalingKernel: WritesMatrix {
     fn enqueue_scaling(self, queue: &mut impl Queue, scale: [Arg; 2]) -> Result<()>;
 }
 
-/// Alone they find no scale.
+/// Implements the kernels without a scale.
 macro_rules! also_without_scale {
     ($($kernel:ident),+ $(,)?) => {
         $(impl $crate::device::cuda::launch::GpuKernel for $kernel {
@@ -68,7 +68,7 @@ impl GpuKernel for Quantize {
 }
 
 /// # Errors
-/// `Unsupported` for another format, and for addresses within vectors.
+/// `Unsupported` for other formats than bfloat16, and for unaligned addresses.
 fn check_input(x: DeviceSlice) -> Result<()> {
     check_format(x)?;
     check_aligned(x)

@@ -1,4 +1,4 @@
-//! Query and key heads: their RMS normalisation and their rotation.
+//! RMS normalisation and rotation of query and key heads.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -34,17 +34,17 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// Threads of every block here, but for those of the backward pass of whole tokens: most of these.
+/// Threads of a block of every kernel here, except the backward pass of whole tokens, whose maximum is `WHOLE_THREADS`.
 const THREADS: usize = 256;
 const WHOLE_THREADS: usize = 1024;
-/// 16-byte vectors of a head that a lane keeps.
+/// 16-byte vectors of a head that a lane keeps in registers.
 const HEAD_VECS: usize = 2;
-/// Blocks of `qk_norm_backward` that run at a time.
+/// Maximum blocks of `qk_norm_backward`: as many as run concurrently.
 const BACKWARD_BLOCKS: usize = 4 * MULTIPROCESSORS;
 /// Heads that a thread of `rope` rotates.
 const ROPE_HEADS: usize = 4;
 
-/// The kernels of a norm of queries and keys: for heads of whole vectors, for any, and for a token's heads together, likewise.
+/// Kernels of a norm of queries and keys: for heads of whole vectors, for any heads, and both kinds for all heads of a token together.
 struct QkNormNames {
     vectors: &'static str,
     any: &'static str,
@@ -52,7 +52,7 @@ struct QkNormNames {
     whole_any: &'static str,
 }
 
-/// Those of a pass, and those whose factors are the weights plus one.
+/// Kernels of each pass; the second entry is for weights plus one.
 const FORWARD: [QkNormNames; 2] = [
     QkNormNames { vectors: "qk_norm", any: "qk_norm_any", whole: "qk_norm_whole", whole_any: "qk_norm_whole_any" },
     QkNormNames {
@@ -77,7 +77,8 @@ const BACKWARD: [QkNormNames; 2] = [
     },
 ];
 
-/// The base-2 logarithm of the lanes that keep a head in registers, if its rows in `slices` are whole vectors and few enough.
+/// Base-2 logarithm of the number of lanes that keep a head in registers. `None` unless a head in `slices` consists of whole vectors and
+/// fits.
 fn lanes_log2(head_dim: usize, slices: &[DeviceSlice]) -> Option<u32> {
     let lanes = head_dim.div_ceil(HEAD_VECS * wide(slices[0].dtype())).next_power_of_two();
     (whole_vectors(head_dim, slices) && lanes <= WARP).then_some(lanes.ilog2())
@@ -106,7 +107,7 @@ impl GpuKernel for QkNorm {
         };
         let blocks = LaunchConfig::new(size(all_heads.div_ceil(heads_per_block))?, THREADS as u32);
         let (all_heads, heads, normed, per_token) = (size(all_heads)?, size(shape.heads)?, size(normed)?, size(per_token)?);
-        // The kernel named `any` has no use for the last.
+        // The kernel with suffix `any` ignores the last argument.
         let args = args![qkv, q_weight, k_weight, eps, out, rstd, all_heads, heads, normed, per_token, size(d)?, lanes.unwrap_or_default()];
         queue.launch(Stream::Compute, name, Some(self.float_format()?), blocks, args)
     }
@@ -126,13 +127,13 @@ impl GpuKernel for QkNormBackward {
     }
 }
 
-/// Columns of queries and of keys, where each of these is one span.
+/// Columns of queries and of keys, if the norm spans all heads of a token.
 fn whole(shape: &AttentionShape, q_weight: DeviceSlice) -> Option<[usize; 2]> {
     let Spans { q, k, .. } = Spans::of(shape, q_weight);
     (q != shape.head_dim).then_some([q, k])
 }
 
-/// The span `part` of every token, `cols` columns from `first` on.
+/// Enqueues the gradients of span `part` of every token: `cols` columns from `first` on.
 fn whole_backward(
     queue: &mut impl Queue,
     kernel: &QkNormBackward,
@@ -142,7 +143,7 @@ fn whole_backward(
     let QkNormBackward { dqkv, qkv, plus_one, rstd, accumulate, shape, .. } = *kernel;
     let (tokens, per_token) = (shape.tokens(), shape.qkv_cols());
     let (names, by_vectors) = (&BACKWARD[usize::from(plus_one)], threads(cols, wide(qkv.dtype())));
-    // A thread has one vector, of which all spans begin at one.
+    // A thread processes one vector, so all spans must begin at a vector.
     let vectors = [first, cols, per_token].into_iter().all(|cols| whole_vectors(cols, &[dqkv, qkv, weight]));
     let (name, threads) = if vectors && by_vectors <= WHOLE_THREADS { (names.whole, by_vectors) } else { (names.whole_any, THREADS) };
     let blocks = tokens.min(BACKWARD_BLOCKS);
@@ -168,7 +169,7 @@ impl Heads {
         let (tokens, d, normed) = (shape.tokens(), shape.head_dim, shape.heads + shape.kv_heads);
         let lanes = lanes_log2(d, &[dqkv, qkv, weight]);
         let names = &BACKWARD[usize::from(plus_one)];
-        // The kernel named `any` sums by warps, the other by blocks.
+        // The kernel with suffix `any` writes one partial sum for each warp, the other kernel one for each block.
         let (name, heads_per_block, sums_per_block) = match lanes {
             Some(lanes) => (names.vectors, THREADS >> lanes, 1),
             None => (names.any, THREADS / WARP, THREADS / WARP),

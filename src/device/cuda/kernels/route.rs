@@ -1,4 +1,4 @@
-//! The router.
+//! The router of a mixture of experts.
 
 use super::super::launch::{GpuKernel, LaunchConfig, Queue, args, size};
 use super::super::modules::{PtxSource, ptx_file};
@@ -13,7 +13,7 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &["route", "segment_counts", "segment_starts", "segment_rows"],
 };
 
-/// As in `route.cu`: threads of a block, of the one block that adds up the counts, choices of a block of the sort.
+/// Constants of `route.cu`: threads of a block, threads of the single block that adds the counts, choices that a block sorts.
 const THREADS: usize = 256;
 const STARTS_THREADS: u32 = 1024;
 const CHUNK: usize = 1024;
@@ -32,7 +32,7 @@ impl GpuKernel for Segments {
         let Self { experts, bounds, slots, entries, shape } = self;
         let [_, count, _] = sizes(&shape)?;
         let (rows, chunks) = (size(shape.rows())?, size(shape.rows().div_ceil(CHUNK))?);
-        // fp32 numbers and counts have one size.
+        // Counts have the same size as fp32 elements.
         let counts = queue.scratch(chunks as usize * shape.experts)?;
         let blocks = LaunchConfig::new(chunks, THREADS as u32);
         queue.launch(Stream::Compute, "segment_counts", None, blocks, args![experts, counts, rows, count])?;
@@ -87,7 +87,7 @@ fn sizes(shape: &RouteShape) -> Result<[u32; 3]> {
     Ok([size(shape.tokens)?, size(shape.experts)?, size(shape.top_k)?])
 }
 
-/// Blocks with a warp for each token.
+/// A grid with one warp for each token.
 fn a_warp_each(shape: &RouteShape) -> Result<LaunchConfig> {
     Ok(LaunchConfig::new(size(shape.tokens.div_ceil(THREADS / WARP))?, THREADS as u32))
 }

@@ -13,12 +13,12 @@ pub(super) const SOURCE: PtxSource = PtxSource {
     plain: &[],
 };
 
-/// As in `sinks.cu`.
+/// Constant of `sinks.cu`.
 const THREADS: usize = 256;
-/// Parts of the tokens that are summed apart: blocks of 256 threads that a GPU holds.
+/// Partial sums over tokens: the number of blocks of 256 threads that a GPU runs concurrently.
 const PARTS: usize = 8 * MULTIPROCESSORS;
 
-/// Whether a head is taken by vectors, and the base-2 logarithm of the lanes that take it.
+/// Whether a head is processed as vectors, and the base-2 logarithm of the number of lanes for it.
 fn lanes_log2(head_dim: usize, slices: &[DeviceSlice]) -> (bool, u32) {
     let vectors = whole_vectors(head_dim, slices);
     let items = if vectors { head_dim / wide(slices[0].dtype()) } else { head_dim };

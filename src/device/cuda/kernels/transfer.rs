@@ -1,7 +1,7 @@
-//! The transfer path: casts, the gradient's norm, the optimizer of resident buckets. By hand in `ptx/{cast,grad_norm,adam,poke}.ptx`.
+//! Transfer kernels: casts, gradient norm, optimizer of resident buckets. They are hand-written in `ptx/{cast,grad_norm,adam,poke}.ptx`.
 //!
-//! Each kernel has a path for aligned vectors and one for single elements, which is for tails, and for everything when an
-//! address is not aligned: see [`vectors`].
+//! Each kernel has a path for aligned vectors and a path for single elements. The second serves tails, and all elements if an address is
+//! not aligned: see [`vectors`].
 
 #[cfg(test)]
 #[path = "transfer_tests.rs"]
@@ -23,13 +23,13 @@ pub(super) const SOURCES: [PtxSource; 6] = [
     PtxSource { file: ptx_file!("poke.ptx"), typed: &["poke"], plain: &[] },
 ];
 
-/// Threads of a block, in every kernel but `poke`.
+/// Threads of a block, in every kernel except `poke`.
 const THREADS: usize = 256;
-/// Elements that a thread of `cast`, `sum_slices`, `grad_norm` and `adam_step` reads at once.
+/// Elements that a thread of `cast`, `sum_slices`, `grad_norm` and `adam_step` loads at once.
 const VECTOR: usize = 4;
 /// Vectors of one thread of `cast`.
 const CAST_VECTORS: usize = 4;
-/// Sums of one block of `grad_norm`: one a warp.
+/// Partial sums of one block of `grad_norm`: one for each warp.
 const NORM_WARPS: usize = THREADS / 32;
 
 /// Copies whole 32-bit words between the GPU and registered host memory.
@@ -67,7 +67,7 @@ impl GpuKernel for SumSlices {
         let (dtype, Self { stream, parts: p, before, out }) = (self.dtype(), self);
         let (sums, rounded) = if out.dtype() == dtype { (None, Some(out)) } else { (Some(out), None) };
         let vectors = p.iter().chain([&before]).flatten().map(|&slice| vectors(out.elems(), VECTOR, &[slice, out])).min().unwrap_or(0);
-        // A thread each for vectors and for the elements behind them.
+        // One thread for each vector and for each element of the tail.
         let blocks = grid(out.elems() - (VECTOR - 1) * vectors as usize, THREADS)?;
         let elems = out.elems() as u64;
         let args = args![p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], before, sums, rounded, elems, vectors];
@@ -90,7 +90,7 @@ impl GpuKernel for Adam {
         let Self { first, params, m, v, grads, out, consts: c, scale } = self;
         let elems = params.elems();
         let vectors = vectors(elems, VECTOR, &[params, m, v, grads, out]);
-        // A thread each for vectors and for the elements behind them.
+        // One thread for each vector and for each element of the tail.
         let blocks = grid(elems - (VECTOR - 1) * vectors as usize, THREADS)?;
         let step = args![
             params,
@@ -114,7 +114,7 @@ impl GpuKernel for Adam {
         if m.dtype() == Dtype::Float32 {
             return queue.launch(Stream::Compute, Self::NAME, format, blocks, step);
         }
-        // Bits come from the place in the flat order modulo 2^32.
+        // Rounding bits depend on the index in the flat order modulo 2^32.
         let rounding = args![first as u32, c.rounding];
         let args: [Arg; 18] = std::array::from_fn(|i| if i < step.len() { step[i] } else { rounding[i - step.len()] });
         queue.launch(Stream::Compute, "adam_step_packed", format, blocks, args)
@@ -128,12 +128,12 @@ impl GpuKernel for Poke {
     }
 }
 
-/// As many blocks of [`THREADS`] as `items` need when one block takes `per_block` of them.
+/// A grid of blocks of [`THREADS`] threads for `items`, with `per_block` items for each block.
 fn grid(items: usize, per_block: usize) -> Result<LaunchConfig> {
     Ok(LaunchConfig::new(size(items.div_ceil(per_block))?, THREADS as u32))
 }
 
-/// Whole vectors of `vector` elements in `elems`, or none if one of the slices does not begin at a multiple of its vector.
+/// Number of whole vectors of `vector` elements in `elems`; 0 if one of the slices is not aligned to its vectors.
 fn vectors(elems: usize, vector: usize, slices: &[DeviceSlice]) -> u64 {
     let aligned = |x: &DeviceSlice| x.addr().is_multiple_of((vector * x.dtype().bytes()) as u64);
     if slices.iter().all(aligned) { (elems / vector) as u64 } else { 0 }

@@ -1,4 +1,4 @@
-//! The transfer path's PTX, emulated, against the specification: to the bit.
+//! Compares the emulated PTX of the transfer kernels with the CPU specification, bit for bit.
 
 use super::super::emulator::{EmulatedMemory, run};
 use super::*;
@@ -63,7 +63,7 @@ fn bits<T: Element>(values: &[T]) -> Vec<u32> {
     values.iter().map(wide).collect()
 }
 
-/// So many parts, which begin so many elements behind multiples of 16 bytes, in a place of their own or in that of what is read.
+/// Sums `count` parts, which begin `offset` elements after multiples of 16 bytes, both into separate memory and in place.
 fn sum_matches<T: Element>(elems: usize, count: usize, offset: usize) {
     let before = wild::<f32>(99, elems);
     for (begun, wide, in_place) in (0..8).map(|bits| (bits & 1 > 0, bits & 2 > 0, bits & 4 > 0)) {
@@ -114,7 +114,7 @@ fn casts_are_exact_for_every_half_and_round_as_the_specification() {
     let halves: Vec<u16> = (0..=u16::MAX).collect();
     cast_matches::<f16, f32>(bytemuck::cast_slice(&halves), [0, 0]);
     cast_matches::<bf16, f32>(bytemuck::cast_slice(&halves), [0, 0]);
-    // Every upper half with lower halves that decide rounding.
+    // Upper halves combined with lower halves that decide rounding.
     let edges = [0u32, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001].into_iter().enumerate();
     let floats: Vec<f32> =
         edges.flat_map(|(i, low)| (i as u32..0x1_0000).step_by(7).map(move |high| f32::from_bits(high << 16 | low))).collect();
@@ -167,15 +167,15 @@ fn norms_keep_the_specified_order() {
     norms_match::<bf16>();
     norms_match::<f16>();
     norms_match::<f32>();
-    // Squares overflow, gradients do not: no flag.
+    // The squares overflow, but the gradients are finite: no flag.
     norm_matches(&[1e30f32; 200], 0);
 }
 
-/// `offset` moves every argument off its alignment.
+/// `offset` moves every operand off its alignment.
 fn adam_matches<M: Moment, T: Element>(elems: usize, offset: usize) {
     let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let (consts, scale) = (AdamConsts::new(&hyper, 3, true), 0.7);
-    // Rare magnitudes too: zeros, subnormals, infinities.
+    // Includes rare magnitudes: zeros, subnormals, infinities.
     let mixed = |seed| [ordinary::<f32>(seed, elems - elems / 3), wild(seed, elems / 3)].concat();
     let (mut params, first) = (mixed(1), (1 << 32) - 700);
     let mut m: Vec<M> = mixed(2).into_iter().map(M::from_f32).collect();

@@ -1,7 +1,7 @@
-//! Causal attention and its gradients as the graphs that cuDNN's fused engines recognise.
+//! Causal attention and its gradients as graphs that cuDNN's fused engines recognise.
 //!
-//! The engines match the pattern of nodes, so nodes that compute nothing new stand here on purpose. Formats matter as
-//! well: a plan for an output in fp32 compiles, and writes garbage.
+//! The engines match the pattern of nodes, so the graphs contain nodes that compute nothing new. Formats matter as well: a plan for an
+//! output in fp32 compiles, and writes garbage.
 
 use super::blocks::BlockSize;
 use super::graph::{AttentionTensor, Extent, Graph, Id, Operation, Storage, Tensor};
@@ -10,64 +10,64 @@ use crate::device::AttentionShape;
 
 struct GraphBuilder {
     graph: Graph,
-    /// Of q, k, v, their gradients, and what is multiplied with them.
+    /// Format of q, k, v, of their gradients, and of the tensors multiplied with them.
     dtype: DataType,
     scale: f32,
     window: Option<usize>,
     batch: i64,
     /// Tokens of a sequence in memory.
     seq: i64,
-    /// Those whose queries are computed, and those whose keys they see, of which the last are theirs if `is_causal`.
+    /// Number of queries and of the keys that they see. If `is_causal`, the last keys belong to the same tokens as the queries.
     queries: i64,
     keys: i64,
     is_causal: bool,
     heads: i64,
     kv_heads: i64,
     width: i64,
-    /// Columns of the packed queries, keys and values, and of the output: of all heads.
+    /// Columns, over all heads, of the packed queries, keys and values, and of the output.
     qkv_columns: i64,
     out_columns: i64,
 }
 
-/// A virtual tensor's dims and strides; cuDNN reads the dims.
+/// Dims and strides of a virtual tensor; cuDNN reads only the dims.
 #[derive(Clone, Copy)]
 struct Shape(Extent, Extent);
 
 impl GraphBuilder {
-    /// For so many queries and keys of each sequence of `part` of what `shape` says.
+    /// A builder for a block of queries and keys of each sequence of `part`, which is a part of `shape`.
     fn new(shape: &AttentionShape, part: &AttentionShape, BlockSize { queries, keys, is_causal }: BlockSize, dtype: DataType) -> Self {
         let AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap: _ } = *part;
         let [qkv_columns, out_columns] = [shape.qkv_cols(), shape.out_cols()].map(|cols| cols as i64);
         let [batch, seq, heads, kv_heads, width] = [batch, seq_length, heads, kv_heads, head_dim].map(|size| size as i64);
-        // A window that reaches the first key from the last query hides nothing.
+        // A window that reaches from the last query to the first key hides nothing.
         let window = window.filter(|window| *window < keys);
         let (queries, keys) = (queries as i64, keys as i64);
         let graph = Graph::default();
         Self { graph, dtype, scale, window, batch, seq, queries, keys, is_causal, heads, kv_heads, width, qkv_columns, out_columns }
     }
 
-    /// Scores of every query and key.
+    /// One score for each query and key.
     fn scores(&self) -> Shape {
         dense([self.batch, self.heads, self.queries, self.keys])
     }
 
-    /// One number a query.
+    /// One number for each query.
     fn rows(&self) -> Shape {
         dense([self.batch, self.heads, self.queries, 1])
     }
 
-    /// A vector for every query head of each of `tokens`.
+    /// A vector for each query head of each of `tokens`.
     fn vectors(&self, tokens: i64) -> Shape {
         dense([self.batch, self.heads, tokens, self.width])
     }
 
-    /// Scores with rows and columns exchanged, as they lie in memory.
+    /// The transpose of the scores, with the same memory layout.
     fn turned(&self) -> Shape {
         let Shape([batch, heads, queries, keys], [in_batch, in_head, row, column]) = self.scores();
         Shape([batch, heads, keys, queries], [in_batch, in_head, column, row])
     }
 
-    /// Tokens of a tensor of the caller: of queries, or of keys.
+    /// Number of tokens of a caller's tensor: of queries or of keys.
     fn tokens(&self, role: AttentionTensor) -> i64 {
         use AttentionTensor::{Dk, Dv, K, V};
         if matches!(role, K | V | Dk | Dv) { self.keys } else { self.queries }
@@ -81,13 +81,13 @@ impl GraphBuilder {
         self.tensor(DataType::F32, dense([1; 4]), Storage::Value(value))
     }
 
-    /// One of the caller's tensors: rows of `columns` are tokens.
+    /// One of the caller's tensors; each row of `columns` is a token.
     fn caller(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
         let dims = [self.batch, heads, self.tokens(role), self.width];
         self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, columns, 1]), Storage::Caller(role))
     }
 
-    /// The same, as the second factor of a product that needs its transpose.
+    /// The transpose of a caller's tensor, as the second factor of a product.
     fn transposed(&mut self, role: AttentionTensor, heads: i64, columns: i64) -> Id {
         let dims = [self.batch, heads, self.width, self.tokens(role)];
         self.tensor(self.dtype, Shape(dims, [self.seq * columns, self.width, 1, columns]), Storage::Caller(role))
@@ -99,7 +99,7 @@ impl GraphBuilder {
         self.tensor(DataType::F32, Shape(dims, strides), Storage::Caller(AttentionTensor::Lse))
     }
 
-    /// `mode(x, b)` into a virtual fp32 tensor.
+    /// `mode(x, b)` as a virtual fp32 tensor.
     fn pointwise(&mut self, mode: Mode, x: Id, b: Option<Id>, shape: Shape) -> Id {
         let y = self.tensor(DataType::F32, shape, Storage::Virtual);
         self.pointwise_into(mode, x, b, y)
@@ -123,7 +123,7 @@ impl GraphBuilder {
         self.graph.node(Operation::Pointwise { mode: Mode::Index, axis: Some(axis), b: None, t: None }, x, y)
     }
 
-    /// `x` where `mode(left, right)`, minus infinity elsewhere.
+    /// `x` where `mode(left, right)` holds, minus infinity elsewhere.
     fn keep(&mut self, x: Id, mode: Mode, left: Id, right: Id) -> Id {
         let holds = self.tensor(DataType::Bool, self.scores(), Storage::Virtual);
         self.pointwise_into(mode, left, Some(right), holds);
@@ -132,13 +132,13 @@ impl GraphBuilder {
         self.graph.node(Operation::Pointwise { mode: Mode::Select, axis: None, b: Some(fill), t: Some(holds) }, x, y)
     }
 
-    /// The key of each query itself: as many rows further down as there are keys before the first query.
+    /// Index of each query's own key: the row plus the number of keys before the first query.
     fn diagonal(&mut self, x: Id) -> Id {
         let row = self.index(2, x);
         if self.keys == self.queries {
             return row;
         }
-        // The engines know this as an alignment: both numbers, in this order.
+        // The engines recognise this pattern as an alignment: both numbers, in this order.
         let (keys, queries) = (self.integer(self.keys), self.integer(self.queries));
         let below = self.shifted(Mode::Add, row, keys);
         self.shifted(Mode::Sub, below, queries)
@@ -153,7 +153,7 @@ impl GraphBuilder {
         self.pointwise_into(mode, index, Some(by), y)
     }
 
-    /// Hides later keys, then those that lie a window or more behind.
+    /// Masks later keys, then keys that are a window or more behind the query.
     fn masked(&mut self, mut x: Id) -> Id {
         if !self.is_causal {
             return x;
@@ -177,12 +177,12 @@ impl GraphBuilder {
     }
 }
 
-/// A dense tensor.
+/// Shape of a dense tensor.
 fn dense(dims: Extent) -> Shape {
     Shape(dims, [dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1])
 }
 
-/// The output and the log-sum-exp from the packed queries, keys and values.
+/// Graph of the output and the log-sum-exp, from packed queries, keys and values.
 pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     let all = BlockSize { queries: shape.seq_length, keys: shape.seq_length, is_causal: true };
     let mut b = GraphBuilder::new(shape, shape, all, dtype);
@@ -208,9 +208,8 @@ pub(super) fn forward(shape: &AttentionShape, dtype: DataType) -> Graph {
     b.graph
 }
 
-/// The gradients of queries, keys and values, packed as they are, of `part` of the sequences and heads: of so many queries and keys of each
-/// sequence. `deterministic` sums dq in a fixed order, which takes memory for every score of dq's product;
-/// otherwise dq is added up in fp32 as thread blocks finish.
+/// Graph of the packed gradients of queries, keys and values, for the block `size` of each sequence of `part`. With `deterministic`, dq is
+/// summed in a fixed order, which takes workspace for every score; otherwise thread blocks add to dq in fp32 as they finish.
 pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, size: BlockSize, dtype: DataType, deterministic: bool) -> Graph {
     let mut b = GraphBuilder::new(shape, part, size, dtype);
     let (heads, kv_heads, columns) = (b.heads, b.kv_heads, b.qkv_columns);
@@ -222,14 +221,14 @@ pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, size: Bloc
     let lse = b.lse();
     let dq = b.caller(AttentionTensor::Dq, heads, columns);
 
-    // Delta: each row of dout * out, summed. The product with one stands where dropout would; it is part of the pattern.
+    // Delta: the row sums of dout * out. The product with one takes the place of dropout, which is part of the pattern.
     let products = b.pointwise(Mode::Mul, dout, Some(out), b.vectors(b.queries));
     let sums = b.reduce(Fold::Add, products);
     let one = b.value(1.0);
     let delta = b.tensor(DataType::F32, b.rows(), Storage::Workspace);
     b.pointwise_into(Mode::Mul, sums, Some(one), delta);
 
-    // The probabilities again.
+    // Recompute the probabilities.
     let scale = b.value(b.scale);
     let scaled = b.scaled_scores(q, k_t, scale);
     let below = b.pointwise(Mode::Sub, scaled, Some(lse), b.scores());
@@ -264,7 +263,7 @@ pub(super) fn backward(shape: &AttentionShape, part: &AttentionShape, size: Bloc
 }
 
 impl GraphBuilder {
-    /// `x^T y` for every query head, summed over those that share a key head.
+    /// `x^T y` for every query head, summed over the query heads that share a key head.
     fn gradient_of_keys(&mut self, x: Id, y: Id, role: AttentionTensor) {
         let x_t = self.tensor(self.dtype, self.turned(), Storage::Virtual);
         self.graph.node(Operation::Reshape, x, x_t);
@@ -298,17 +297,17 @@ mod tests {
         [forward(&shape, DataType::Bf16), whole(&shape, &shape, DataType::Bf16, deterministic)].map(|graph| graph.nodes.len())
     }
 
-    /// So many queries, and the keys up to the last of them.
+    /// A block of `queries` queries, with keys up to the last of them.
     fn block(queries: usize, keys: usize) -> BlockSize {
         BlockSize { queries, keys, is_causal: true }
     }
 
-    /// The backward pass of all queries of `part`.
+    /// The backward pass over all queries of `part`.
     fn whole(shape: &AttentionShape, part: &AttentionShape, dtype: DataType, deterministic: bool) -> Graph {
         backward(shape, part, block(shape.seq_length, shape.seq_length), dtype, deterministic)
     }
 
-    /// A caller's tensor.
+    /// Dims and strides of a caller's tensor.
     fn caller(graph: &Graph, role: AttentionTensor) -> (Extent, Extent) {
         let tensor = graph.tensors.iter().find(|tensor| tensor.place == Storage::Caller(role)).unwrap();
         (tensor.dims, tensor.strides)
@@ -320,7 +319,7 @@ mod tests {
         let graph = backward(&SHAPE, &part, block(1024, 3072), DataType::Bf16, true);
         assert_eq!(graph.nodes.len(), 25);
         let before = backward(&SHAPE, &part, BlockSize { is_causal: false, ..block(1024, 3072) }, DataType::Bf16, true);
-        // Two indices, how they compare, and the choice.
+        // Two indices, their comparison, and the selection.
         assert_eq!(before.nodes.len(), whole(&SHAPE, &part, DataType::Bf16, true).nodes.len() - 4, "nothing is hidden");
         let whole = whole(&SHAPE, &part, DataType::Bf16, true);
         use AttentionTensor::{Dk, Dout, Dq, Dv, K, Lse, Out, Q, V};
@@ -332,7 +331,7 @@ mod tests {
         let numbers: Vec<_> =
             graph.tensors.iter().filter_map(|tensor| if let Storage::Integer(x) = tensor.place { Some(x) } else { None }).collect();
         assert_eq!(numbers, [3072, 1024]);
-        // Key `c` of a block is seen by query `r` while `c + window > r + 2048`.
+        // Query `r` sees key `c` of a block while `c + window > r + 2048`.
         let windowed = AttentionShape { window: Some(2500), ..SHAPE };
         let value = |keys: usize, shift: f32| {
             let part = AttentionShape { window: Some(2500), ..part };

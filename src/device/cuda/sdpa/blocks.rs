@@ -1,21 +1,22 @@
-//! Blocks of queries and keys, one after another, where a sequence's scores take too much memory at once.
+//! Blocks of queries and keys, which are processed in sequence when the scores of a whole sequence would take too much memory.
 
 use crate::device::AttentionShape;
 use std::ops::Range;
 
-/// Queries of a sequence, and keys that some of them see.
+/// A range of queries of a sequence, and a range of keys that some of them see.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ScoreBlock {
     pub(super) queries: Range<usize>,
     pub(super) keys: Range<usize>,
 }
 
-/// All that a plan depends on.
+/// Size of a block, which determines its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockSize {
     pub(super) queries: usize,
     pub(super) keys: usize,
-    /// The last keys are the queries' own, which see none behind themselves; else every query sees every key.
+    /// True if the last keys belong to the same tokens as the queries, so that a mask hides later keys; false if every query sees every
+    /// key.
     pub(super) is_causal: bool,
 }
 
@@ -25,7 +26,7 @@ impl ScoreBlock {
     }
 }
 
-/// Blocks of `block` queries and as many keys: of each block of queries the keys in order.
+/// Blocks of `block` queries and `block` keys: for each block of queries, the blocks of keys in order.
 pub(super) fn blocks(shape: &AttentionShape, block: usize) -> Vec<ScoreBlock> {
     let of = |queries: Range<usize>| {
         let keys = shape.key_blocks(&queries, block).into_iter();

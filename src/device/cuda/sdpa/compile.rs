@@ -1,14 +1,14 @@
-//! Several things made at once by several threads: cuDNN takes half a second of one thread for each plan.
+//! Compilation of several plans by several threads: cuDNN takes half a second of one thread for each plan.
 
 use crate::error::Result;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// `make` of every item, in their order. Each worker is used by one thread, the first by the calling one; a thread calls `enter` before it makes
-/// anything.
+/// Calls `make` for every item and returns the results in the order of the items. Each worker is used by one thread, the first worker by
+/// the calling thread. A thread calls `enter` before it makes an item.
 ///
 /// # Errors
-/// Of those that fail the first in the order of the items, whatever the threads' order was.
+/// The error of the first failed item in the order of the items, whatever the order of the threads.
 pub(super) fn make_all<W: Send, T: Sync, R: Send>(
     workers: &mut [W],
     items: &[T],
@@ -16,7 +16,7 @@ pub(super) fn make_all<W: Send, T: Sync, R: Send>(
     make: impl Fn(&W, &T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-    // Items are begun in order, and what is begun is ended: so no earlier one than the first that failed is left out.
+    // Items begin in order, and an item that has begun is completed. So every item before the first failed one is made.
     let take = || (!failed.load(Ordering::Relaxed)).then(|| next.fetch_add(1, Ordering::Relaxed)).filter(|&index| index < items.len());
     let work = |worker: &mut W| -> Vec<(usize, Result<R>)> {
         let mut made = Vec::new();
@@ -47,7 +47,7 @@ mod tests {
     #[test]
     fn all_are_made_in_order_by_as_many_threads_as_there_are_workers() {
         for workers in 1..5 {
-            // Nobody goes on before all threads have begun; if some never do, their numbers are missing below.
+            // No thread continues before all threads have begun; if a thread never begins, its number is missing below.
             let (begun, items, start) = (AtomicUsize::new(0), Vec::from_iter(0..workers * 20), Instant::now());
             let meet = |worker: &usize, item: &usize| {
                 begun.fetch_add(1, Ordering::Relaxed);
@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn of_several_errors_the_first_in_order_is_told() {
         let make = |_: &usize, item: &usize| match item {
-            // The later one fails first.
+            // The later item fails first.
             30 => {
                 thread::sleep(Duration::from_millis(20));
                 Err(Error::usage("30"))

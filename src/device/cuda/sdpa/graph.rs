@@ -1,12 +1,12 @@
-//! An operation graph as plain data, and its translation into cuDNN's descriptors.
+//! An operation graph as plain data, and its translation to cuDNN's descriptors.
 
 use super::sys::{Attribute, Cudnn, DataType, Descriptor, DescriptorKind, Fold, Mode};
 use crate::error::Result;
 
-/// Bytes to which every tensor in memory is aligned.
+/// Alignment in bytes of every tensor in memory.
 pub(super) const ALIGNMENT: u64 = 16;
 
-/// What the caller's tensors mean.
+/// Roles of the caller's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AttentionTensor {
     Q,
@@ -27,11 +27,11 @@ impl AttentionTensor {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Storage {
-    /// Nowhere: it passes between nodes.
+    /// No memory: the tensor passes between nodes.
     Virtual,
-    /// In the caller's memory.
+    /// The caller's memory.
     Caller(AttentionTensor),
-    /// In the workspace: fp32 and dense.
+    /// The workspace: fp32 and dense.
     Workspace,
     /// A number on the host, read at each execution.
     Value(f32),
@@ -55,12 +55,12 @@ impl Tensor {
     }
 }
 
-/// A tensor by its position in the graph.
+/// Index of a tensor in the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Id(pub(super) usize);
 
 impl Id {
-    /// What cuDNN calls it.
+    /// The tensor's identifier in cuDNN.
     pub(super) fn number(self) -> i64 {
         self.0 as i64 + 1
     }
@@ -72,9 +72,9 @@ pub(super) enum Operation {
     Matmul { b: Id },
     /// `y = mode(x, b, t)`; `Select` takes x where t holds and b elsewhere, `Index` has an axis.
     Pointwise { mode: Mode, axis: Option<i64>, b: Option<Id>, t: Option<Id> },
-    /// Folds the dimensions in which y is 1, or has fewer heads.
+    /// Reduces the dimensions in which y has size 1, or fewer heads.
     Reduce(Fold),
-    /// `y` is x under other dimensions.
+    /// `y` is x with other dimensions.
     Reshape,
 }
 
@@ -106,7 +106,7 @@ impl Graph {
         y
     }
 
-    /// The operations as cuDNN takes them.
+    /// Translates the operations to cuDNN's descriptors.
     pub(super) fn lower(&self, cudnn: Cudnn) -> Result<Vec<Descriptor>> {
         let tensors = self.tensors().map(|(id, tensor)| lower_tensor(cudnn, id, tensor)).collect::<Result<Vec<_>>>()?;
         let lower = |node: &Node| lower_node(cudnn, node, self.tensors[node.y.0].dtype, &tensors);
@@ -129,7 +129,7 @@ fn lower_tensor(cudnn: Cudnn, id: Id, tensor: &Tensor) -> Result<Descriptor> {
     })
 }
 
-/// `dtype` is that of the node's `y`.
+/// `dtype` is the format of the node's `y`.
 fn lower_node(cudnn: Cudnn, node: &Node, dtype: DataType, tensors: &[Descriptor]) -> Result<Descriptor> {
     use Attribute as A;
     let tensor = |id: Id| &tensors[id.0];

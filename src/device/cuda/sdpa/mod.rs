@@ -1,4 +1,4 @@
-//! Attention by cuDNN's fused kernels, through its backend interface: a graph of what attention computes ([`attention`]),
+//! Attention by cuDNN's fused kernels, through its backend interface. A graph describes the arithmetic of attention ([`attention`]). It is
 //! translated ([`graph`]) and compiled ([`plan`]) once for each shape.
 
 mod attention;
@@ -25,16 +25,16 @@ use std::ptr;
 use std::thread::available_parallelism;
 use sys::{Connection, Cudnn, DataType};
 
-/// Plans compiled at once: other ranks of the machine compile theirs at the same time.
+/// Maximum plans compiled at once; other ranks of the machine compile at the same time.
 const COMPILING_MAX: usize = 8;
 
-/// What cuDNN's kernels take on the GPUs of a generation, by its table (documentation of 9.18.1, "Support Matrix").
+/// Limits of cuDNN's kernels on the GPUs of a generation, from the documentation of 9.18.1, "Support Matrix".
 struct AttentionLimits {
-    /// The first generation that these are of; they hold up to the next one.
+    /// First generation with these limits, which apply up to the next entry.
     from: i32,
-    /// Channels of the widest head whose backward pass there is.
+    /// Channels of the widest head with a backward pass.
     head_dim: usize,
-    /// The first version whose backward pass can repeat its bits, as 91900 for 9.19.0.
+    /// First version with a deterministic backward pass, such as 91900 for 9.19.0.
     deterministic: usize,
 }
 
@@ -53,7 +53,7 @@ impl AttentionLimits {
     }
 
     /// # Errors
-    /// `Unsupported` for a version whose backward pass would give other bits each time.
+    /// `Unsupported` for a version whose backward pass is not reproducible, if `deterministic`.
     fn check_version(&self, version: usize, deterministic: bool) -> Result<()> {
         if deterministic && version < self.deterministic {
             let needed = self.deterministic;
@@ -66,14 +66,14 @@ impl AttentionLimits {
     }
 }
 
-/// cuDNN, the plans made so far, and the workspace that they share.
+/// cuDNN, the cached plans, and their shared workspace.
 pub(super) struct Sdpa {
-    // Dropped in this order: the connections last.
+    // Fields are dropped in this order: the connections last.
     forward: Vec<ForwardPlan>,
     backward: Vec<BackwardPlans>,
     workspace: DeviceBuffer<u8>,
     connection: Connection,
-    /// Of the threads that compile beside this one; plans may know what they were compiled by.
+    /// Connections of the additional compiling threads. They stay open because plans may refer to the connection that compiled them.
     compilers: Vec<Connection>,
     stream: CUstream,
     limits: &'static AttentionLimits,
@@ -85,19 +85,19 @@ struct ForwardPlan {
     plan: ExecutionPlan,
 }
 
-/// The backward pass of one shape in blocks of one size.
+/// The backward pass of one shape with one block size.
 struct BackwardPlans {
     of: (AttentionShape, Dtype, usize),
-    /// What is computed at a time: of this, block by block.
+    /// Sequences and heads that are computed at a time, block by block.
     part: AttentionShape,
     blocks: Vec<ScoreBlock>,
-    /// One for each size of a block.
+    /// One plan for each size of a block.
     plans: Vec<(BlockSize, ExecutionPlan)>,
 }
 
 impl Sdpa {
-    /// Opens cuDNN for the current context; it will run on the stream, on a GPU of the generation. Unless `deterministic`, repeated backward passes
-    /// differ in the last bits of dq; with it, they take 8 % more time and 2 bytes of workspace for every score.
+    /// Opens cuDNN for the current context, to run on `stream` of a GPU of `generation`. Without `deterministic`, repeated backward passes
+    /// differ in the last bits of dq. With it, they take 8 % more time and 2 bytes of workspace for every score.
     ///
     /// # Errors
     /// `Resource` when a library is missing; `Unsupported` when cuDNN is too old.
@@ -122,22 +122,22 @@ impl Sdpa {
         self.workspace.len()
     }
 
-    /// As 91900 for 9.19.0.
+    /// Version as a number, such as 91900 for 9.19.0.
     pub(super) fn version(&self) -> usize {
         self.connection.cudnn.version()
     }
 
-    /// Queries and keys of a block of the backward pass, unless somebody says otherwise.
+    /// Default size of the backward pass's blocks, in queries and keys.
     pub(super) fn block(&self, shape: &AttentionShape) -> usize {
         attention_block(shape, self.deterministic)
     }
 
-    /// Compiles both directions for shapes, whose backward passes go in blocks of so many queries and keys, and makes room for them; nothing if
-    /// that is done. A plan takes a thread half a second, and there is one for each direction and size of a block; only before step 0, for a step
-    /// must not wait for it.
+    /// Compiles the missing plans of both directions for `shapes` and allocates their workspace; each shape comes with the block size of
+    /// its backward pass. Each direction and each size of a block needs a plan, and a plan takes half a second of one thread. Call this
+    /// before step 0 only, because a step must not wait for it.
     ///
     /// # Errors
-    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not support.
     pub(super) fn prepare(&mut self, shapes: &[(AttentionShape, usize)], dtype: Dtype) -> Result<()> {
         let forward = shapes.iter().map(|(shape, _)| (*shape, dtype)).collect();
         self.compile_missing(forward, shapes.iter().map(|(shape, block)| (*shape, dtype, *block)).collect())
@@ -163,7 +163,7 @@ impl Sdpa {
         self.reserve(bytes.unwrap_or(0))
     }
 
-    /// The plans, in order: by several threads where there are several.
+    /// Compiles plans on several threads, if available, and returns them in order.
     fn compile(&mut self, wanted: &[Wanted]) -> Result<Vec<ExecutionPlan>> {
         let threads = available_parallelism().map_or(1, usize::from).min(COMPILING_MAX).min(wanted.len());
         while self.compilers.len() + 1 < threads {
@@ -191,8 +191,7 @@ impl Sdpa {
 
     fn reserve(&mut self, bytes: usize) -> Result<()> {
         if bytes > self.workspace.len() {
-            // What is enqueued uses the old one.
-            // SAFETY: the stream is live.
+            // Pending operations use the old workspace. SAFETY: the stream is live.
             check(unsafe { cuStreamSynchronize(self.stream) }, || "grow cuDNN's workspace".into())?;
             self.workspace = allocate(0)?;
             self.workspace = allocate(bytes)?;
@@ -201,8 +200,8 @@ impl Sdpa {
         Ok(())
     }
 
-    /// Fills the workspace with NaN of every format. cuDNN reads rows of it that it never wrote (9.19, `fmha_reduce_head`); should
-    /// one of them ever count, nothing hides it.
+    /// Fills the workspace with bytes that are NaN in every format. cuDNN reads rows of the workspace that it never wrote (9.19,
+    /// `fmha_reduce_head`); if such a row ever affected a result, the NaN would show.
     fn fill_workspace(&self) -> Result<()> {
         const NAN_BYTE: u8 = 0xff;
         let (address, bytes) = (self.workspace.as_device_ptr().as_raw(), self.workspace.len());
@@ -210,10 +209,10 @@ impl Sdpa {
         check(unsafe { cuMemsetD8Async(address, NAN_BYTE, bytes, self.stream) }, || "fill cuDNN's workspace".into())
     }
 
-    /// The steps of a call in their order; behind each group come sums, if there are any.
+    /// The steps of a call in order, in groups; [`Self::sums_behind`] returns the sums after each group.
     ///
     /// # Errors
-    /// `Unsupported` for shapes and formats that cuDNN's kernels do not take.
+    /// `Unsupported` for shapes and formats that cuDNN's kernels do not support.
     pub(super) fn steps(&mut self, call: &AttentionCall) -> Result<Vec<Vec<AttentionStep>>> {
         match call.direction {
             Direction::Forward => {
@@ -241,12 +240,12 @@ impl Sdpa {
             }
             _ => (self.forward_plan(&call.shape, call.dtype), call.addresses),
         };
-        // SAFETY: the slices of a call have been checked against its shape, which its parts and blocks are of; the workspace is large enough for
-        // every plan made.
+        // SAFETY: the slices of a call have been checked against its shape, and parts and blocks lie inside it; the workspace is large
+        // enough for every plan.
         unsafe { plan.execute(handle, &addresses, workspace) }
     }
 
-    /// What comes behind a group of steps where there are several blocks: sums over these, of each sequence of the step's part.
+    /// Sums over blocks after a group of steps, for each sequence of the step's part; empty if there is only one block.
     pub(super) fn sums_behind(&mut self, call: &AttentionCall, steps: &[AttentionStep]) -> Result<Vec<AddKeyGradients>> {
         let (&[AttentionStep::Backward { place, block }], Direction::Backward { dqkv, block: queries }) = (steps, call.direction) else {
             return Ok(Vec::new());
@@ -262,7 +261,7 @@ impl Sdpa {
     }
 }
 
-/// A plan that is not there yet.
+/// A plan to be compiled.
 struct Wanted {
     shape: AttentionShape,
     dtype: Dtype,
@@ -275,7 +274,7 @@ impl Wanted {
         Ok(Self { shape, dtype, graph: attention::forward(&shape, format) })
     }
 
-    /// What cuDNN does not compile it does not support.
+    /// Compiles the plan; a failure to compile is reported as `Unsupported`.
     fn build(&self, cudnn: Cudnn, target: &Target) -> Result<ExecutionPlan> {
         ExecutionPlan::build(cudnn, &self.graph, target).map_err(|error| match error {
             Error::Resource { operation, cause } => unsupported(&self.shape, self.dtype, &format!("{operation}: {cause}")),
@@ -285,13 +284,13 @@ impl Wanted {
 }
 
 impl BackwardPlans {
-    /// Without its plans.
+    /// Backward plans before compilation.
     fn new(of: (AttentionShape, Dtype, usize), deterministic: bool) -> Self {
         let (shape, _, block) = of;
         Self { of, part: attention_part(&shape, block, deterministic), blocks: blocks(&shape, block), plans: Vec::new() }
     }
 
-    /// Sizes that blocks have, each once.
+    /// All sizes of blocks, each once.
     fn sizes(&self) -> Vec<BlockSize> {
         let mut sizes: Vec<_> = self.blocks.iter().map(ScoreBlock::size).collect();
         sizes.sort_unstable();
@@ -299,7 +298,7 @@ impl BackwardPlans {
         sizes
     }
 
-    /// The plans that it needs, by size.
+    /// The plans to compile, by size.
     fn wanted(&self, limits: &AttentionLimits, deterministic: bool) -> Result<Vec<Wanted>> {
         let (shape, dtype, _) = self.of;
         let format = supported(&shape, dtype, limits)?;
@@ -307,17 +306,18 @@ impl BackwardPlans {
         Ok(self.sizes().into_iter().map(|size| Wanted { shape, dtype, graph: graph(size) }).collect())
     }
 
-    /// Takes its plans off the front of `made`.
+    /// Takes the compiled plans from the front of `made`.
     fn take(&mut self, made: &mut impl Iterator<Item = ExecutionPlan>) {
         self.plans = self.sizes().into_iter().zip(made).collect();
     }
 
-    /// Bytes of the workspace that cuDNN wants.
+    /// Workspace bytes of cuDNN's plans.
     fn own_bytes(&self) -> usize {
         self.plans.iter().map(|(_, plan)| plan.workspace_bytes()).max().unwrap_or(0).next_multiple_of(256)
     }
 
-    /// With the sums over blocks. Where there are several, as much as of layers whose windows leave them all keys: layers share it.
+    /// Workspace bytes with the sums over blocks. With several blocks, at least the workspace of a layer without window, because layers
+    /// share the workspace.
     fn workspace_bytes(&self, deterministic: bool) -> usize {
         if self.blocks.len() == 1 {
             return self.plans[0].1.workspace_bytes();
@@ -338,14 +338,14 @@ impl BackwardPlans {
         &mut self.plans[known].1
     }
 
-    /// The blocks of each part, in order: each alone where there are several.
+    /// Steps for all parts and blocks, in order; with several blocks each step is a group of its own.
     fn steps(&self, shape: &AttentionShape) -> Vec<Vec<AttentionStep>> {
         let blocks = self.blocks.len();
         let steps = parts_of(shape, &self.part).flat_map(|place| (0..blocks).map(move |block| AttentionStep::Backward { place, block }));
         if blocks == 1 { vec![steps.collect()] } else { steps.map(|step| vec![step]).collect() }
     }
 
-    /// Of each sequence of the part at `place`, after block `index`. `sums` are those of a part: of keys, then of queries.
+    /// Sums after block `index` for each sequence of the part at `place`. `sums` has the sums of keys, then those of queries.
     fn add_gradients(
         &self,
         shape: &AttentionShape,
@@ -367,7 +367,8 @@ impl BackwardPlans {
         (0..self.part.batch).flat_map(of_sequence).collect()
     }
 
-    /// Of a sequence from row `first` of `dqkv` on. Keys have sums from the first block of queries on that sees them to the last.
+    /// Sums of keys for one sequence, which begins at row `first` of `dqkv`. The sum of a key extends from the first to the last block of
+    /// queries that sees the key.
     fn add_keys(
         &self,
         (shape, group): (&AttentionShape, usize),
@@ -391,7 +392,8 @@ impl BackwardPlans {
         }
     }
 
-    /// Queries have sums from their first block of keys to their last, if these are two; half of their columns stand for keys' gradients there.
+    /// Sums of queries for one sequence, if the queries have at least two blocks of keys. They extend from the first to the last block of
+    /// keys. Because [`AddKeyGradients`] adds two column ranges, each range is half of the query columns.
     fn add_queries(
         &self,
         (shape, group): (&AttentionShape, usize),
@@ -417,7 +419,7 @@ impl BackwardPlans {
     }
 }
 
-/// cuDNN's format, if its kernels take the shape.
+/// cuDNN's format, if its kernels support the shape.
 fn supported(shape: &AttentionShape, dtype: Dtype, limits: &AttentionLimits) -> Result<DataType> {
     if shape.softcap.is_some() {
         return Err(unsupported(shape, dtype, "its graph has no soft caps on scores"));
@@ -448,14 +450,14 @@ fn allocate(bytes: usize) -> Result<DeviceBuffer<u8>> {
         .map_err(|e| failed(e as u32, format!("allocate {} of GPU memory for cuDNN's attention", Bytes(bytes as u64))))
 }
 
-/// Where a part begins: its first sequence, and which of the groups of heads it has.
+/// Position of a part: its first sequence, and the index of its group of heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PartPlace {
     sequence: usize,
     group: usize,
 }
 
-/// The parts of `shape` that are as large as `part`.
+/// Positions of the parts of `shape` that have the size of `part`.
 fn parts_of(shape: &AttentionShape, part: &AttentionShape) -> impl Iterator<Item = PartPlace> + use<> {
     let (sequences, at_a_time, groups) = (shape.batch, part.batch, shape.kv_heads / part.kv_heads);
     (0..sequences).step_by(at_a_time).flat_map(move |sequence| (0..groups).map(move |group| PartPlace { sequence, group }))
@@ -467,18 +469,18 @@ fn qkv_addresses(packed: DeviceSlice, shape: &AttentionShape) -> [u64; 3] {
     [0, shape.heads, shape.heads + shape.kv_heads].map(|head| packed.addr() + head as u64 * bytes)
 }
 
-/// What of a call runs at once.
+/// A step of a call, which is enqueued at once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum AttentionStep {
     Forward,
-    /// A block of a part.
+    /// One block of a part.
     Backward {
         place: PartPlace,
         block: usize,
     },
 }
 
-/// One direction of attention over memory that was checked against its shape.
+/// One direction of attention over memory that has been checked against its shape.
 pub(super) struct AttentionCall {
     pub(super) name: &'static str,
     dtype: Dtype,
@@ -490,7 +492,7 @@ pub(super) struct AttentionCall {
 #[derive(Clone, Copy)]
 enum Direction {
     Forward,
-    /// Block by block of `block` queries and keys.
+    /// In blocks of `block` queries and keys.
     Backward {
         dqkv: DeviceSlice,
         block: usize,
@@ -498,10 +500,10 @@ enum Direction {
 }
 
 impl AttentionCall {
-    /// The output and the log-sum-exp, where every row is one document.
+    /// The output and the log-sum-exp; every row is one document.
     ///
     /// # Errors
-    /// `Unsupported` for operands of several formats.
+    /// `Unsupported` for operands of different formats.
     pub(super) fn forward(kernel: &AttentionForward) -> Result<Self> {
         let AttentionForward { qkv, documents: _, out, lse, shape } = *kernel;
         let mut addresses = [0; AttentionTensor::COUNT];
@@ -512,7 +514,7 @@ impl AttentionCall {
         Ok(Self { name: AttentionForward::NAME, dtype, shape, direction: Direction::Forward, addresses })
     }
 
-    /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries and keys unless the kernel says of how many.
+    /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries and keys unless the kernel sets its own size.
     pub(super) fn backward(kernel: &AttentionBackward, block: usize) -> Result<Self> {
         let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape, block: said } = *kernel;
         let [q, k, v] = qkv_addresses(qkv, &shape);
@@ -527,7 +529,7 @@ impl AttentionCall {
         Ok(Self { name: AttentionBackward::NAME, dtype, shape, direction, addresses })
     }
 
-    /// Those of a block of the part at `place`, as large as `part`.
+    /// Addresses of a block of the part at `place`, which has the size of `part`.
     fn addresses_of(&self, part: &AttentionShape, place: PartPlace, block: &ScoreBlock) -> Addresses {
         let shape = &self.shape;
         let first = place.sequence * shape.seq_length;

@@ -1,4 +1,4 @@
-//! A graph that cuDNN has compiled for the GPU, and the memory that it wants.
+//! A compiled cuDNN graph and its memory.
 
 use super::graph::{ALIGNMENT, AttentionTensor, Graph, Storage};
 use super::sys::{Attribute, Cudnn, Descriptor, DescriptorKind, Handle, Heuristic};
@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 use std::ffi::c_void;
 
 pub(super) enum Target {
-    /// The GPU behind the handle.
+    /// The GPU of the handle.
     Gpu(Handle),
-    /// A GPU that need not be here, as cuDNN describes it.
+    /// A GPU described by cuDNN's device properties, which need not be installed.
     #[cfg(test)]
     Described(Descriptor),
 }
@@ -31,29 +31,29 @@ impl Target {
     }
 }
 
-/// Where an execution finds a tensor of the graph.
+/// Location of a graph's tensor at execution.
 #[derive(Clone, Copy)]
 enum Binding {
     Caller(AttentionTensor),
-    /// Bytes into the workspace.
+    /// Offset in bytes into the workspace.
     Workspace(u64),
-    /// Index of a number.
+    /// Index in `values`.
     Value(usize),
 }
 
 /// Device addresses of the caller's tensors, by role.
 pub(super) type Addresses = [u64; AttentionTensor::COUNT];
 
-/// An executable graph. The memory that a pack names is written down in place: executing allocates nothing here.
+/// An executable graph. The vectors of a variant pack are reused, so execution allocates no memory here.
 pub(super) struct ExecutionPlan {
     cudnn: Cudnn,
     plan: Descriptor,
     ids: Vec<i64>,
     bindings: Vec<Binding>,
     pointers: Vec<*mut c_void>,
-    /// Bits of numbers.
+    /// Bits of numbers passed by value.
     values: Vec<u32>,
-    /// Where cuDNN's own part of the workspace begins, and where it ends.
+    /// Range of cuDNN's own part of the workspace.
     own: std::ops::Range<u64>,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct ExecutionPlan {
 unsafe impl Send for ExecutionPlan {}
 
 impl ExecutionPlan {
-    /// Takes the first suggestion that compiles: the same in every process.
+    /// Compiles the first suggested engine that works, which is the same in every process.
     pub(super) fn build(cudnn: Cudnn, graph: &Graph, target: &Target) -> Result<Self> {
         let operations = graph.lower(cudnn)?;
         let operations = Descriptor::build(cudnn, DescriptorKind::OperationGraph, |all| {
@@ -87,7 +87,7 @@ impl ExecutionPlan {
         Err(refusal)
     }
 
-    /// Lays out the workspace: the graph's tensors first, then cuDNN's own.
+    /// Lays out the workspace: the graph's tensors first, then cuDNN's own part.
     fn bind(cudnn: Cudnn, plan: Descriptor, graph: &Graph) -> Result<Self> {
         let mut own_bytes = [0i64];
         plan.get(Attribute::PlanWorkspaceBytes, &mut own_bytes)?;
@@ -117,10 +117,10 @@ impl ExecutionPlan {
     /// Enqueues the plan.
     ///
     /// # Errors
-    /// `Resource` when an address is not aligned to 16 bytes, or cuDNN refuses.
+    /// `Resource` when an address is not aligned to 16 bytes, or when cuDNN fails.
     ///
     /// # Safety
-    /// Every role that the graph names has device memory of its size; the workspace has [`ExecutionPlan::workspace_bytes`].
+    /// Every role in the graph has device memory of its size; the workspace has [`ExecutionPlan::workspace_bytes`].
     pub(super) unsafe fn execute(&mut self, handle: Handle, addresses: &Addresses, workspace: u64) -> Result<()> {
         for (pointer, binding) in self.pointers.iter_mut().zip(&self.bindings) {
             *pointer = match *binding {
@@ -134,11 +134,11 @@ impl ExecutionPlan {
             pack.set(Attribute::PackPointers, &self.pointers)?;
             pack.set(Attribute::PackWorkspace, &[(workspace + self.own.start) as *mut c_void])
         })?;
-        // SAFETY: the caller's promise; the numbers live in `self`.
+        // SAFETY: the caller upholds the contract; the numbers live in `self`.
         unsafe { self.plan.execute(handle, &pack) }
     }
 
-    /// What cuDNN says of the plan, the compiled kernels included.
+    /// cuDNN's description of the plan, including the compiled kernels.
     #[cfg(test)]
     pub(super) fn json(&self) -> String {
         let bytes = self.plan.get::<u8>(Attribute::PlanJson, &mut []).unwrap();

@@ -1,7 +1,7 @@
-//! The part of cuDNN's backend interface that attention needs, and its descriptors as owned values.
+//! The functions of cuDNN's backend interface used by attention, with descriptors as owned values.
 //!
-//! Numbers are those of `cudnn_graph.h` of cuDNN 9, which only ever adds to them. The enums here are only given to cuDNN,
-//! never received from it.
+//! Constants are those of `cudnn_graph.h` of cuDNN 9, which only adds new ones. The enums here are only passed to cuDNN, never received
+//! from it.
 
 use crate::device::cuda::libraries::{CUBLASLT, CUDNN, Libraries, functions};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use cust::sys::CUstream;
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 
-/// Before 9.16 the backward pass needs another graph for lengths that are no multiple of 128.
+/// The oldest supported cuDNN: before 9.16 the backward pass needs another graph for lengths that are no multiple of 128.
 const OLDEST: usize = 91_600;
 
 /// Kinds of descriptors.
@@ -33,7 +33,7 @@ pub(super) enum DescriptorKind {
     DeviceProperties = 38,
 }
 
-/// What descriptors hold.
+/// Attributes of descriptors.
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub(super) enum Attribute {
@@ -83,17 +83,17 @@ pub(super) enum Attribute {
     DeviceJson = 2702,
 }
 
-/// A value of the C type with that number.
+/// A value of the C type with the number `TYPE`.
 ///
 /// # Safety
-/// Laid out as the C type.
+/// The type has the layout of the C type.
 pub(super) unsafe trait AttributeValue: Copy {
     const TYPE: i32;
 }
 
 macro_rules! values {
     ($($number:literal $type:ty),* $(,)?) => {
-        // SAFETY: integers, floats, pointers and enums of the sizes that the header gives these numbers.
+        // SAFETY: integers, floats, pointers and enums of the sizes that the header defines for these numbers.
         $(unsafe impl AttributeValue for $type { const TYPE: i32 = $number; })*
     };
 }
@@ -105,7 +105,7 @@ values! { 0 Handle, 1 DataType, 2 bool, 3 i64, 4 f32, 6 *mut c_void, 8 Heuristic
 #[repr(transparent)]
 pub(super) struct Handle(*mut c_void);
 
-// SAFETY: cuDNN lets any thread use a handle that no other uses at the same time.
+// SAFETY: cuDNN allows any thread to use a handle, one at a time.
 unsafe impl Send for Handle {}
 
 /// A descriptor's address.
@@ -113,7 +113,7 @@ unsafe impl Send for Handle {}
 #[repr(transparent)]
 pub(super) struct Raw(*mut c_void);
 
-// SAFETY: memory of cuDNN's, which is no thread's own.
+// SAFETY: memory of cuDNN, which is not bound to a thread.
 unsafe impl Send for Raw {}
 
 /// Formats of tensors and of arithmetic.
@@ -127,7 +127,7 @@ pub(super) enum DataType {
     Bool = 11,
 }
 
-/// Operations on elements.
+/// Elementwise operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(super) enum Mode {
@@ -145,7 +145,7 @@ pub(super) enum Mode {
     Select = 601,
 }
 
-/// Operations along a row.
+/// Reductions along a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub(super) enum Fold {
@@ -153,7 +153,7 @@ pub(super) enum Fold {
     Max = 3,
 }
 
-/// How plans are suggested: the best heuristic that cuDNN has, without timing.
+/// Heuristic for plan suggestions: cuDNN's best heuristic without timing.
 #[derive(Clone, Copy)]
 #[repr(i32)]
 pub(super) enum Heuristic {
@@ -178,7 +178,7 @@ functions! {
 }
 
 impl Cudnn {
-    /// Opens cuDNN and what it will look for by name.
+    /// Opens cuDNN and the libraries that it opens by name.
     ///
     /// # Errors
     /// `Resource` when a library is missing; `Unsupported` when cuDNN is too old.
@@ -193,7 +193,7 @@ impl Cudnn {
         }
     }
 
-    /// As 91900 for 9.19.0.
+    /// Version as a number, such as 91900 for 9.19.0.
     pub(super) fn version(&self) -> usize {
         // SAFETY: no arguments.
         unsafe { (self.version)() }
@@ -204,7 +204,7 @@ impl Cudnn {
             return Ok(());
         }
         let mut text = [0; 1024];
-        // SAFETY: the buffer is as long as stated; the last byte stays 0.
+        // SAFETY: the buffer has the stated length; the last byte stays 0.
         let text = unsafe {
             (self.last_error)(text.as_mut_ptr(), text.len() - 1);
             CStr::from_ptr(text.as_ptr()).to_string_lossy()
@@ -213,14 +213,14 @@ impl Cudnn {
     }
 }
 
-/// A connection to the GPU of the current context.
+/// A cuDNN handle for the GPU of the current context.
 pub(super) struct Connection {
     pub(super) cudnn: Cudnn,
     pub(super) handle: Handle,
 }
 
 impl Connection {
-    /// Plans executed through it run on `stream`.
+    /// A connection whose plans run on `stream`.
     pub(super) fn new(cudnn: Cudnn, stream: CUstream) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -254,7 +254,7 @@ impl Drop for Descriptor {
 }
 
 impl Descriptor {
-    /// A descriptor that `fill` describes; nothing can be set after, nothing read before.
+    /// A finalized descriptor, with the attributes that `fill` sets. Attributes can be set only before, and read only after, finalization.
     pub(super) fn build(cudnn: Cudnn, kind: DescriptorKind, fill: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
         let descriptor = Self::new(cudnn, kind)?;
         fill(&descriptor)?;
@@ -272,7 +272,7 @@ impl Descriptor {
     }
 
     pub(super) fn set<T: AttributeValue>(&self, attribute: Attribute, values: &[T]) -> Result<()> {
-        // SAFETY: reads that many values of the type named.
+        // SAFETY: reads as many values of this type as stated.
         let status = unsafe { (self.cudnn.descriptor_set)(self.raw, attribute, T::TYPE, values.len() as i64, values.as_ptr().cast()) };
         self.cudnn.check(status, || format!("set {attribute:?} of cuDNN's {:?}", self.kind))
     }
@@ -285,18 +285,18 @@ impl Descriptor {
         self.set(attribute, &descriptors.iter().map(|descriptor| descriptor.raw).collect::<Vec<_>>())
     }
 
-    /// Reads into `values` and returns how many there are; none asks for the number alone.
+    /// Reads into `values` and returns the number of values; with empty `values`, only returns the number.
     pub(super) fn get<T: AttributeValue>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize> {
         let mut count = 0;
-        // cuDNN knows the question for the number by the null pointer.
+        // A null pointer makes cuDNN return only the number.
         let to = if values.is_empty() { ptr::null_mut() } else { values.as_mut_ptr().cast() };
-        // SAFETY: writes at most that many values of the type named.
+        // SAFETY: writes at most as many values of this type as stated.
         let status = unsafe { (self.cudnn.descriptor_get)(self.raw, attribute, T::TYPE, values.len() as i64, &mut count, to) };
         self.cudnn.check(status, || format!("read {attribute:?} of cuDNN's {:?}", self.kind))?;
         Ok(count as usize)
     }
 
-    /// Reads descriptors, all of one kind. cuDNN fills some that exist already.
+    /// Reads descriptors, all of one kind. cuDNN fills descriptors that the caller creates.
     pub(super) fn get_all(&self, attribute: Attribute, kind: DescriptorKind) -> Result<Vec<Descriptor>> {
         let count = self.get::<Raw>(attribute, &mut [])?;
         let mut made = (0..count).map(|_| Descriptor::new(self.cudnn, kind)).collect::<Result<Vec<_>>>()?;
@@ -310,7 +310,7 @@ impl Descriptor {
     /// # Safety
     /// The pack's pointers have the sizes that the plan's graph states.
     pub(super) unsafe fn execute(&self, handle: Handle, pack: &Descriptor) -> Result<()> {
-        // SAFETY: both are final; the caller vouches for the memory.
+        // SAFETY: both are finalized; the caller guarantees the memory.
         let status = unsafe { (self.cudnn.execute)(handle, self.raw, pack.raw) };
         self.cudnn.check(status, || "run cuDNN's attention".into())
     }

@@ -1,4 +1,4 @@
-//! What can be said of cuDNN's plans without a GPU: cuDNN compiles them for one that is only described to it.
+//! Tests of cuDNN's plans without a GPU: cuDNN compiles them for a GPU that is only described.
 
 use super::*;
 use sys::{Attribute, Descriptor, DescriptorKind};
@@ -59,7 +59,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
     let last = call.addresses_of(&part, PartPlace { sequence: 1, group: 1 }, &ScoreBlock { queries: 0..512, keys: 0..512 });
     let of = |role: AttentionTensor| last[role as usize];
-    // Sequence 1 begins at row 512; the second group has heads 4 to 7, and key head 1 behind eight of queries.
+    // Sequence 1 begins at row 512. The second group has heads 4 to 7, and key head 1, whose columns follow those of eight query heads.
     assert_eq!(of(AttentionTensor::Q), qkv.addr() + (512 * 12 * 128 + 4 * 128) * 2);
     assert_eq!(of(AttentionTensor::Dk), dqkv.addr() + (512 * 12 * 128 + (8 + 1) * 128) * 2);
     assert_eq!(of(AttentionTensor::V), qkv.addr() + (512 * 12 * 128 + (10 + 1) * 128) * 2);
@@ -77,7 +77,7 @@ fn parts_of_the_backward_pass_cover_it_once() {
     }
 }
 
-/// Plans of the backward pass that nothing compiled.
+/// Backward plans without compiled plans.
 fn in_blocks(shape: AttentionShape, part: AttentionShape, block: usize) -> BackwardPlans {
     BackwardPlans { part, ..BackwardPlans::new((shape, Dtype::Bfloat16, block), true) }
 }
@@ -91,9 +91,9 @@ fn every_size_of_a_block_is_wanted_once() {
     };
     assert_eq!(sizes(SHAPE, 512), [(512, 512, true)]);
     assert_eq!(sizes(SHAPE, 192), [(128, 128, true), (128, 192, false), (192, 192, false), (192, 192, true)]);
-    // However long the sequence is.
+    // Independent of the length of the sequence.
     assert_eq!(sizes(AttentionShape { seq_length: 1 << 20, ..SHAPE }, 1 << 14).len(), 2);
-    // Behind a window blocks are alike.
+    // With a window, all blocks except the first have the same size.
     let windowed = AttentionShape { seq_length: 2048, window: Some(128), ..SHAPE };
     assert_eq!(sizes(windowed, 256), [(256, 256, true), (256, 384, true)]);
     let wanted = in_blocks(windowed, windowed, 256).wanted(limits, true).unwrap();
@@ -102,13 +102,13 @@ fn every_size_of_a_block_is_wanted_once() {
     assert!(in_blocks(odd, odd, 512).wanted(limits, true).is_err());
 }
 
-/// An H200 that need not be here.
+/// An H200 by description only.
 fn h200(cudnn: Cudnn) -> Descriptor {
     let described = |device: &Descriptor| device.set(Attribute::DeviceJson, H200.trim().as_bytes());
     Descriptor::build(cudnn, DescriptorKind::DeviceProperties, described).unwrap()
 }
 
-/// Needs what the test below needs.
+/// Has the requirements of the test below.
 #[test]
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn threads_compile_side_by_side() {
@@ -126,7 +126,7 @@ fn threads_compile_side_by_side() {
     assert!(two < 0.75 * one, "one thread {one:.2} s, two {two:.2} s");
 }
 
-/// What is added after block `index` of a part of one sequence of [`SHAPE`], the second, and one key head, the second.
+/// Sums after block `index` of a part of [`SHAPE`] with one sequence, the second, and one key head, the second.
 fn added(plans: &BackwardPlans, index: usize) -> Vec<AddKeyGradients> {
     let [dqkv, sums] = [(SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16), (plans.sums(), Dtype::Float32)]
         .map(|(elems, dtype)| DeviceSlice::at(1 << 32, elems, dtype));
@@ -144,7 +144,7 @@ fn queries_have_sums_over_blocks_of_keys() {
     let of_keys = [0, 1, 2, 3, 4, 5].map(|index| rows(&added(&plans, index)[0]));
     assert_eq!(of_keys, [(192, 0, 0), (192, 192, 0), (192, 0, 0), (192, 192, 192), (192, 192, 192), (128, 0, 128)]);
     let last = added(&plans, 5)[1];
-    // The second four heads, in halves; behind the sums of 512 keys of one head and their values.
+    // Columns of the second group of four heads, in halves. Their sums follow the sums of 512 keys and values of one head.
     assert_eq!((last.columns, last.width), ([4 * 128, 6 * 128], 2 * 128));
     assert_eq!(last.dqkv.addr(), (1 << 32) + (512 + 384) * 12 * 128 * 2);
     assert_eq!((last.sums.addr(), last.sums.elems()), ((1 << 32) + 512 * 2 * 128 * 4, 128 * 4 * 128));
@@ -163,7 +163,7 @@ fn sums_begin_with_the_first_block_that_sees_a_key_and_end_with_the_last() {
     assert_eq!((last.keys(), last.begun, last.done), (384, 128, 384));
     assert_eq!((first.columns, first.width), ([(8 + 1) * 128, (10 + 1) * 128], 128));
     assert_eq!((last.dqkv.addr(), last.sums.addr()), ((1 << 32) + (512 + 128) * 12 * 128 * 2, (1 << 32) + 128 * 256 * 4));
-    // All keys stay until the end where nothing hides them; each sequence of a part has its own.
+    // Without a window all keys are summed until the last block; each sequence of a part has its own sums.
     let plans = in_blocks(SHAPE, AttentionShape { batch: 2, ..part }, 256);
     let dqkv = DeviceSlice::at(1 << 32, SHAPE.tokens() * SHAPE.qkv_cols(), Dtype::Bfloat16);
     let sums = DeviceSlice::at(1 << 40, plans.sums(), Dtype::Float32);
@@ -183,10 +183,10 @@ fn one_block_is_enqueued_whole_and_several_one_by_one() {
     assert_eq!((lengths(512), lengths(256)), (vec![4], vec![1; 12]));
 }
 
-/// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that says that it has loaded what cuDNN compiled: the
-/// driver or, first in `LD_LIBRARY_PATH`, a stand-in with every function of `cuda.h`. There `cuLibraryLoadData`,
-/// `cuLibraryGetKernel`, `cuLibraryUnload`, `cuKernel{GetFunction,GetAttribute,SetAttribute}`,
-/// `cuFunc{GetAttribute,SetAttribute}` and `cuOccupancyMaxActiveBlocksPerMultiprocessor` return 0, all others 34.
+/// Needs cuDNN and NVRTC (see `Libraries`), and a `libcuda.so.1` that claims to load compiled code. This is the driver or, first in
+/// `LD_LIBRARY_PATH`, a stand-in with every function of `cuda.h`. In the stand-in `cuLibraryLoadData`, `cuLibraryGetKernel`,
+/// `cuLibraryUnload`, `cuKernel{GetFunction,GetAttribute,SetAttribute}`, `cuFunc{GetAttribute,SetAttribute}` and
+/// `cuOccupancyMaxActiveBlocksPerMultiprocessor` return 0, all other functions 34.
 #[test]
 #[ignore = "needs cuDNN, and a driver or a stand-in for one"]
 fn cudnn_compiles_its_fused_kernels_for_every_kind_of_graph() {
