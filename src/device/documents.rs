@@ -1,15 +1,17 @@
-//! Rows of several documents, for an attention that knows one document a sequence: each document is padded to one of a few lengths, and
-//! documents of one such length are computed together. Causal attention sees nothing behind a token, so that padding behind a document changes no
-//! bit of it; nor do the documents beside it, for a batch has as many of a length whatever the data are.
+//! Rows of several documents, for an attention that supports one document per sequence. Each document is padded to one of a few lengths,
+//! and documents of the same padded length are computed together. Causal attention sees no later tokens, so padding after a document does
+//! not change its bits. Neighbouring documents do not change them either, because the shape of a batch depends on the padded length alone.
 
 use super::AttentionShape;
 
-/// Padded lengths are multiples of this many tokens, at least half and above 1024 at least two thirds of which are a document's.
+/// Padded lengths are multiples of this number of tokens. A document of more than 128 tokens fills at least half of its padded length, a
+/// document of more than 1024 tokens at least two thirds.
 const UNIT: usize = 128;
-/// Tokens of a batch, unless one document has more: enough to fill a GPU, few enough for its memory beside everything else.
+/// Tokens of a batch, unless one document has more: enough to fill a GPU, and small beside its other memory.
 const TOGETHER: usize = 4096;
 
-/// A document of a micro-batch: its first token, counted over all rows, and how many it has. As the GPU's kernels read it.
+/// A document of a micro-batch: its first token, counted over all rows, and its number of tokens. The layout is the one that the GPU's
+/// kernels read.
 #[cfg(any(test, feature = "cuda"))]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -18,13 +20,13 @@ pub(crate) struct PackedDocument {
     pub(crate) tokens: i32,
 }
 
-/// Documents of a micro-batch that are computed at once.
+/// Documents of a micro-batch that are computed together.
 #[cfg(any(test, feature = "cuda"))]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DocumentBatch {
-    /// Tokens of each, with padding.
+    /// Tokens of each document, with padding.
     pub(crate) length: usize,
-    /// Places in the table.
+    /// Indices in the table.
     pub(crate) documents: std::ops::Range<usize>,
 }
 
@@ -33,13 +35,13 @@ pub(crate) struct DocumentBatch {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DocumentTable {
     pub(crate) documents: Vec<PackedDocument>,
-    /// Tokens of all.
+    /// Tokens of all documents.
     pub(crate) tokens: usize,
 }
 
 #[cfg(any(test, feature = "cuda"))]
 impl DocumentTable {
-    /// From where in its row of `seq_length` each token's document begins.
+    /// Builds the table. `starts` has, for each token, the index in its row of `seq_length` at which its document begins.
     pub(crate) fn new(starts: &[i32], seq_length: usize) -> Self {
         let mut documents: Vec<PackedDocument> = Vec::new();
         for (token, start) in starts.iter().enumerate() {
@@ -52,7 +54,7 @@ impl DocumentTable {
         Self { documents, tokens: starts.len() }
     }
 
-    /// All documents, those of one padded length together as far as they are computed together.
+    /// All documents in batches of the same padded length.
     pub(crate) fn batches(&self) -> Vec<DocumentBatch> {
         let mut batches: Vec<DocumentBatch> = Vec::new();
         for (place, document) in self.documents.iter().enumerate() {
@@ -74,30 +76,30 @@ fn padded_length(tokens: usize) -> usize {
     UNIT * if power > 8 && units <= between { between } else { power }
 }
 
-/// Documents of a padded length that are computed at once.
+/// Documents of a padded length that are computed together.
 fn together(length: usize) -> usize {
     (TOGETHER / length).max(1)
 }
 
-/// What is computed at once of documents of a padded `length`, by layers that attend as `shape` says.
+/// Shape of a batch of documents of a padded `length`, in layers of attention `shape`.
 pub(crate) fn batch_shape(shape: &AttentionShape, length: usize) -> AttentionShape {
     AttentionShape { batch: together(length), seq_length: length, ..*shape }
 }
 
-/// Queries of a block of the backward pass of a batch of documents, whose rows go back in blocks of `block`. Where a row is one block, so is a
-/// document, whose padding may be longer than a row.
+/// Queries of a block of the backward pass for a batch of documents; `block` is the block size for rows. If a row is one block, so is a
+/// document, although its padding may be longer than a row.
 pub(crate) fn batch_block(row: &AttentionShape, block: usize, batch: &AttentionShape) -> usize {
     if block < row.seq_length { block.min(batch.seq_length) } else { batch.seq_length }
 }
 
-/// Everything that may be computed at once, from short documents to those that fill a row.
+/// Shapes of all possible batches, from short documents to documents that fill a row.
 pub(crate) fn batch_shapes(shape: &AttentionShape) -> impl Iterator<Item = AttentionShape> + use<> {
     let (shape, longest) = (*shape, padded_length(shape.seq_length));
     let next = |length: &usize| Some(padded_length(length + 1));
     std::iter::successors(Some(UNIT), next).take_while(move |length| *length <= longest).map(move |length| batch_shape(&shape, length))
 }
 
-/// Most tokens that are computed at once, with padding.
+/// Maximum tokens of a batch, with padding.
 pub(crate) fn most_tokens(shape: &AttentionShape) -> usize {
     TOGETHER.max(padded_length(shape.seq_length))
 }
@@ -109,7 +111,7 @@ mod tests {
     const SHAPE: AttentionShape =
         AttentionShape { batch: 2, seq_length: 3000, heads: 4, kv_heads: 2, head_dim: 64, scale: 1.0, window: None, softcap: None };
 
-    /// Starts of documents of these lengths, which fill rows of `seq_length`.
+    /// Starts of documents with these lengths, which fill rows of `seq_length`.
     fn starts(lengths: &[usize], seq_length: usize) -> Vec<i32> {
         let mut starts = Vec::new();
         lengths.iter().for_each(|length| starts.extend(vec![(starts.len() % seq_length) as i32; *length]));
@@ -142,7 +144,7 @@ mod tests {
 
     #[test]
     fn every_document_is_in_one_batch_whose_size_depends_on_its_length_alone() {
-        // Two rows; the first document of the second begins where that of the first does.
+        // Two rows; the first document of the second row begins at the same index as the first document of the first row.
         let lengths = [100, 1, 700, 90, 109, 200, 800];
         let table = DocumentTable::new(&starts(&lengths, 1000), 1000);
         assert_eq!(table.tokens, 2000);

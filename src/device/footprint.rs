@@ -1,12 +1,12 @@
-//! What a device takes for itself, beside the memory that it is asked for. No device is needed to know it: the planner adds it up, and the
-//! devices take their sizes from here.
+//! Memory that a device takes for itself, in addition to allocations. The planner adds these sizes without a device, and the devices use
+//! the same sizes.
 
 use super::{Attention, AttentionShape};
 use crate::dtype::Dtype;
 use crate::host::pinned;
 use crate::memory::{MemorySpace, RingShape};
 
-/// What computes. Where its memory lies is another question: there are GPUs without memory of their own.
+/// The kind of processor that computes. It does not determine the place of memory: some GPUs have no memory of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     /// The host's own cores.
@@ -22,7 +22,7 @@ pub struct MemoryClass {
 }
 
 impl DeviceKind {
-    /// What the sizes of a [`RingShape`] are multiples of, in bytes.
+    /// Granularity of the sizes of a [`RingShape`], in bytes.
     pub(crate) fn ring_grain_bytes(self) -> usize {
         match self {
             Self::Cpu => pinned::RING_GRAIN_BYTES,
@@ -30,7 +30,7 @@ impl DeviceKind {
         }
     }
 
-    /// Memory behind `elems` elements that repeat as `ring` says, if they do.
+    /// Bytes of physical memory for `elems` elements, which are mapped periodically if there is a `ring`.
     pub(crate) fn flat_bytes(self, elems: usize, dtype: Dtype, ring: Option<RingShape>) -> usize {
         let bytes = elems * dtype.bytes();
         let Some(RingShape { ringed_elems, period_elems }) = ring else { return bytes };
@@ -38,12 +38,12 @@ impl DeviceKind {
         whole - (ringed_elems - period_elems) * dtype.bytes()
     }
 
-    /// Host memory in which a GPU's driver lists the pages of `pinned` bytes of host memory.
+    /// Host memory in which a GPU's driver stores the page list of `pinned` bytes of host memory.
     pub(crate) fn page_list_bytes(self, pinned: usize) -> usize {
         if self == Self::Gpu { pinned / gpu::PINNED_PER_LISTED } else { 0 }
     }
 
-    /// What it takes for itself, where layers attend to tokens as `shapes` say, and rows may hold several documents.
+    /// The device's own memory for layers with attention `shapes`; with `separates_documents`, rows may hold several documents.
     pub fn own_memory(self, attention: Attention, shapes: &[AttentionShape], separates_documents: bool) -> Vec<MemoryClass> {
         if self == Self::Cpu {
             return Vec::new();
@@ -63,57 +63,58 @@ impl DeviceKind {
 }
 
 impl Attention {
-    /// Queries and keys of a block of the backward pass, where it goes in several.
+    /// Queries and keys of a block of the backward pass; `None` if there is only one block.
     pub(crate) fn block(self, shape: &AttentionShape) -> Option<usize> {
         let block = gpu::attention_block(shape, matches!(self, Self::Cudnn { deterministic: true }));
         Some(block).filter(|block| *block < shape.seq_length)
     }
 }
 
-/// An NVIDIA GPU's sizes.
+/// Sizes of an NVIDIA GPU.
 pub(crate) mod gpu {
     use super::{Attention, AttentionShape};
     use crate::device::documents::{batch_block, batch_shapes, most_tokens};
     use crate::dtype::Dtype;
 
-    /// Device memory that no class names (0.6 GiB on an H200): the CUDA context, the code of cuBLASLt and cuDNN, which is loaded
-    /// kernel by kernel, and what the driver loses by rounding each allocation up to 2 MiB.
+    /// Remaining device memory (0.6 GiB on an H200): the CUDA context; the code of cuBLASLt and cuDNN, which is loaded kernel by kernel;
+    /// rounding of each allocation to 2 MiB by the driver.
     pub(super) const CONTEXT_BYTES: usize = 1 << 30;
-    /// Host memory that no class names: the driver's, the libraries' and this program's own.
+    /// Remaining host memory: the driver's, the libraries' and this program's own.
     pub(super) const PROCESS_BYTES: usize = 1 << 30;
-    /// Of pinned host memory, one part in this many is what the driver writes down for each GPU: 32 bytes a page of 4 KiB (two H200, 182 GiB
+    /// Ratio of pinned host memory to the driver's page list for each GPU, which takes 32 bytes for each page of 4 KiB (two H200, 182 GiB
     /// pinned: 2.5 GiB).
     pub(super) const PINNED_PER_LISTED: usize = 4096 / 32;
-    /// Chunks that a ring is made of: a multiple of the 2 MiB pages of the GPU, and few maps for many gigabytes.
+    /// Chunk size of rings: a multiple of the GPU's 2 MiB pages, large enough that many gigabytes need few mappings.
     pub const RING_CHUNK_BYTES: usize = 32 << 20;
-    /// Pages of managed memory.
+    /// Page size of managed memory.
     pub(crate) const PAGE_BYTES: usize = 2 << 20;
-    /// cuBLASLt's memory for partial sums of split products; NVIDIA's advice for Hopper is 32 MiB or more.
+    /// cuBLASLt's workspace for partial sums of split products; NVIDIA recommends 32 MiB or more for Hopper.
     pub(crate) const MATMUL_WORKSPACE_BYTES: usize = 64 << 20;
-    /// Partial sums of this engine's kernels, from the start. Kernels that need more make it grow at their first call: norms of more than
-    /// 31,000 channels, micro-batches of more than 8 million tokens.
+    /// Initial scratch for partial sums of this program's kernels. It grows at the first call of a kernel that needs more: norms of more
+    /// than 31,000 channels, micro-batches of more than 8 million tokens.
     pub(crate) const SCRATCH_BYTES: usize = 64 << 20;
 
-    /// NCCL's buffers for its partners, and what its kernels take.
+    /// Memory of NCCL: buffers for peers, and its kernels.
     pub(crate) const NCCL_BYTES: usize = 1 << 30;
 
-    /// The most that cuDNN may want for a part of attention's backward pass, in bytes, unless it is the smallest. On an H200, Llama-8B's step of
-    /// 4 x 4096 tokens takes 0.15 % longer in two parts, 0.9 % in four: 4.25 GiB, which it wants, are one.
+    /// Maximum bytes of cuDNN's workspace for a part of attention's backward pass; the smallest part may exceed it. On an H200, Llama-8B's
+    /// step of 4 x 4096 tokens takes 0.15 % longer in two parts and 0.9 % longer in four, so the limit admits its 4.25 GiB in one part.
     const ATTENTION_PART_BYTES: usize = 9 << 29;
-    /// Numbers of log-sum-exp that 16 bytes hold; cuDNN wants each part's to begin there.
+    /// Log-sum-exps in 16 bytes. cuDNN requires the log-sum-exps of each part to begin at a multiple of 16 bytes.
     const ALIGNED_LSE: usize = 4;
 
-    /// The most that scores may take of one key head's queries, in bytes, where a sequence is one block: Llama-8B's of 32,768 tokens are.
+    /// Maximum bytes of one key head's scores for which a sequence is one block. Sequences of 32,768 tokens of Llama-8B are one block.
     const WHOLE_SCORES_BYTES: u128 = 8 << 30;
-    /// The same of a block, unless it is the smallest. Two heads fit into a part then, or two key heads of such as four share: cuDNN computes dq
-    /// by a thread block for 128 queries of a head, and is as fast as it gets with several of these on each multiprocessor.
+    /// Maximum bytes of the scores of a block; the smallest block may exceed it. Two heads then fit into a part, or two key heads of four
+    /// query heads each. cuDNN computes dq with one thread block for 128 queries of a head, and reaches its full speed with several thread
+    /// blocks on each multiprocessor.
     const BLOCK_SCORES_BYTES: usize = 2 << 30;
     /// Queries of the smallest block.
     const LEAST_BLOCK: usize = 128;
 
-    /// Queries and keys of a block of attention's backward pass: all of a sequence, unless their scores take too much even of one key head;
-    /// then a power of two. Sums over blocks change bits, so it follows from the shape alone, whatever memory there is. Where the shape is one
-    /// of rows of several documents, it holds for each of them.
+    /// Queries and keys of a block of attention's backward pass: the whole sequence, unless the scores of one key head exceed the limit;
+    /// then a power of two. Sums over blocks change bits, so the size follows from the shape alone, not from available memory. For rows of
+    /// several documents, the size applies to each document.
     pub(crate) fn attention_block(shape: &AttentionShape, deterministic: bool) -> usize {
         let (of_a_pair, n) = (2 * shape.heads / shape.kv_heads, shape.seq_length);
         if !deterministic || of_a_pair as u128 * n as u128 * n as u128 <= WHOLE_SCORES_BYTES {
@@ -121,12 +122,12 @@ pub(crate) mod gpu {
         }
         let pairs = BLOCK_SCORES_BYTES / of_a_pair;
         let most = pairs.isqrt();
-        // A quarter more, or the shortest window would halve the block.
+        // A quarter more than the limit, because otherwise the shortest window would halve the block.
         let behind = |window| pairs / 4 * 5 / (most + window);
         1 << shape.hiding_window().map_or(most, behind).clamp(LEAST_BLOCK, most.max(LEAST_BLOCK)).ilog2()
     }
 
-    /// Bytes of the workspace and of packed documents, where layers attend to tokens as `shape` says.
+    /// Bytes of the workspace and of packed documents, for layers of attention `shape`.
     pub(super) fn attention_bytes(attention: Attention, shape: &AttentionShape, separates_documents: bool) -> [usize; 2] {
         let Attention::Cudnn { deterministic } = attention else { return [0, 0] };
         let of_parts = |batch: &_| {
@@ -140,9 +141,9 @@ pub(crate) mod gpu {
         [largest.unwrap_or(0), document_scratch(shape).total() + document_table_bytes(shape)]
     }
 
-    /// What attention's backward pass computes at a time, so that its workspace is bounded: as many sequences as divide them, or of one
-    /// sequence as many heads, with the keys' heads that they read; of these, blocks of `block` queries and keys one after another. Nothing is
-    /// summed over parts: they do not change bits.
+    /// The part of attention's backward pass that is computed at once, so that its workspace is bounded. A part has as many sequences as
+    /// divide the batch, or as many heads of one sequence with their key heads. Each part is computed in blocks of `block` queries and
+    /// keys. No sum extends over parts, so they do not change bits.
     pub(crate) fn attention_part(shape: &AttentionShape, block: usize, deterministic: bool) -> AttentionShape {
         let divisors = |n: usize| (1..=n).rev().filter(move |part| n.is_multiple_of(*part));
         let sharing = shape.heads / shape.kv_heads;
@@ -154,8 +155,8 @@ pub(crate) mod gpu {
         *parts.iter().find(fits).unwrap_or(&parts[parts.len() - 1])
     }
 
-    /// Bytes of what documents are gathered to, each array from a multiple of 256 on: queries, keys and values, and their gradients;
-    /// attention's output, and its gradient; the log-sum-exp.
+    /// Bytes of the arrays of gathered documents, each aligned to 256 bytes: `qkv` and its gradient; attention's output and its gradient;
+    /// the log-sum-exp.
     pub(crate) struct DocumentScratch {
         pub(crate) qkv: usize,
         pub(crate) out: usize,
@@ -176,26 +177,27 @@ pub(crate) mod gpu {
         DocumentScratch { qkv, out, lse }
     }
 
-    /// The first token of each document and its number of tokens: as many as there are tokens.
+    /// Bytes of the table with the first token and the number of tokens of each document; there are at most as many documents as tokens.
     pub(crate) fn document_table_bytes(shape: &AttentionShape) -> usize {
         2 * shape.tokens() * Dtype::Int32.bytes()
     }
 
-    /// Bytes of the workspace for the backward pass of a shape in blocks of `block` queries and keys, and so for both passes: what cuDNN wants,
-    /// and behind it sums over blocks. All layers share it.
+    /// Bytes of the workspace for the backward pass of `shape` in blocks of `block` queries and keys, which suffices for both passes:
+    /// cuDNN's workspace, followed by the sums over blocks. All layers share it.
     pub(crate) fn attention_workspace_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
         let sums = if block < shape.seq_length { key_gradient_sums(shape) + query_gradient_sums(shape, block) } else { 0 };
         cudnn_bytes(shape, block, deterministic) + sums * Dtype::Float32.bytes()
     }
 
-    /// What cuDNN 9.19 wants: delta; dq in fp32, or tiles of scores when deterministic; dk and dv of every query head when these share key
-    /// heads.
+    /// Workspace bytes of cuDNN 9.19: delta; dq in fp32, or tiles of scores when deterministic; dk and dv of every query head when query
+    /// heads share key heads.
     fn cudnn_bytes(shape: &AttentionShape, block: usize, deterministic: bool) -> usize {
         let heads = shape.batch * shape.heads;
         let queries = shape.longest_block(block);
         let n = shape.most_keys(block);
         let vectors = |tokens: usize| 4 * heads * tokens * shape.head_dim;
-        // The one size that grows with the square of the sequence: cut to what no machine has, where sums cannot overflow.
+        // The only size that grows with the square of the sequence. It is capped at a size that no machine has, so that sums cannot
+        // overflow.
         let scores = 2 * heads as u128 * queries.next_multiple_of(64) as u128 * n.next_multiple_of(128) as u128;
         let delta = (4 * heads * queries).next_multiple_of(256);
         let dq = if deterministic { scores.min(1 << 56) as usize } else { vectors(queries).next_multiple_of(256) };
@@ -203,12 +205,12 @@ pub(crate) mod gpu {
         delta + dq + each + 256
     }
 
-    /// Elements of the sums of keys' and values' gradients over blocks.
+    /// Elements of the sums over blocks of key and value gradients.
     pub(crate) fn key_gradient_sums(part: &AttentionShape) -> usize {
         part.tokens() * 2 * part.kv_heads * part.head_dim
     }
 
-    /// Elements of the sums of queries' gradients over blocks of keys: of one block of queries.
+    /// Elements of the sums over blocks of keys of query gradients, for one block of queries.
     pub(crate) fn query_gradient_sums(part: &AttentionShape, block: usize) -> usize {
         part.batch * part.longest_block(block) * part.heads * part.head_dim
     }
@@ -221,7 +223,7 @@ mod tests {
     const SHAPE: AttentionShape =
         AttentionShape { batch: 1, seq_length: 4096, heads: 32, kv_heads: 8, head_dim: 128, scale: 0.1, window: None, softcap: None };
 
-    /// (sequences, heads, keys' heads) of a part.
+    /// (sequences, heads, key heads) of a part.
     fn part(batch: usize, seq_length: usize, heads: usize, kv_heads: usize) -> (usize, usize, usize) {
         let shape = AttentionShape { batch, seq_length, heads, kv_heads, ..SHAPE };
         let part = gpu::attention_part(&shape, gpu::attention_block(&shape, true), true);
@@ -232,12 +234,12 @@ mod tests {
     fn queries_are_cut_into_blocks_where_their_scores_take_too_much_of_one_key_head() {
         let shape = |seq_length, heads, kv_heads| AttentionShape { seq_length, heads, kv_heads, ..SHAPE };
         let block = |seq_length, heads, kv_heads| gpu::attention_block(&shape(seq_length, heads, kv_heads), true);
-        // Two bytes a score; four query heads to a key head, then one, then a thousand.
+        // Two bytes for each score; four query heads for each key head, then one, then a million.
         assert_eq!([4096, 32_768, 32_769, 131_072, 1 << 40].map(|n| block(n, 32, 8)), [4096, 32_768, 16_384, 16_384, 16_384]);
         assert_eq!([65_536, 131_072].map(|n| block(n, 32, 32)), [65_536, 32_768]);
         assert_eq!(block(1 << 40, 1_000_000, 1), 128);
         assert_eq!(gpu::attention_block(&shape(131_072, 32, 8), false), 131_072);
-        // Keys behind a window come with those of the block.
+        // A window adds keys to those of the block.
         let windowed = |window| gpu::attention_block(&AttentionShape { window: Some(window), ..shape(131_072, 32, 8) }, true);
         assert_eq!([128, 4096, 16_384, 65_536, 131_072].map(windowed), [16_384, 16_384, 8192, 4096, 16_384]);
         let part = AttentionShape { heads: 4, kv_heads: 1, ..shape(131_072, 4, 1) };
@@ -246,7 +248,7 @@ mod tests {
             gpu::attention_workspace_bytes(&part, 16_384, true),
             (4 * 4 * 16_384) + 2 * 4 * (1 << 28) + 2 * (2 * 4 * 16_384 * 128) + 256 + sums
         );
-        // A rest of one query makes its block longer, by one tile of queries.
+        // A remainder of one query extends its block by one tile of queries.
         let rest = AttentionShape { seq_length: 2 * 8192 + 1, ..part };
         let (scores, each, sums) = (2 * 4 * (8192 + 64) * (8192 + 128), 2 * 2 * 4 * 8193 * 128, (16_385 * 2 + 8193 * 4) * 128 * 4);
         let delta = (4 * 4 * 8193usize).next_multiple_of(256);
@@ -254,7 +256,7 @@ mod tests {
         let long = |shapes: &[AttentionShape]| DeviceKind::Gpu.own_memory(Attention::Cudnn { deterministic: true }, shapes, false)[1].bytes;
         let two = AttentionShape { heads: 8, kv_heads: 2, ..part };
         assert_eq!(long(&[shape(131_072, 32, 8)]), gpu::attention_workspace_bytes(&two, 16_384, true));
-        // Layers of both kinds share what either wants.
+        // Layers of both kinds share the larger workspace.
         let windowed = AttentionShape { window: Some(4096), ..shape(131_072, 32, 8) };
         let mixed = long(&[windowed, shape(131_072, 32, 8)]);
         assert_eq!((mixed, mixed), (long(&[shape(131_072, 32, 8), windowed]), long(&[windowed]).max(long(&[shape(131_072, 32, 8)]))));
@@ -266,12 +268,12 @@ mod tests {
         assert_eq!(part(8, 4096, 64, 8), (2, 64, 8));
         assert_eq!(part(6, 4096, 32, 8), (3, 32, 8));
         assert_eq!(part(2, 16384, 32, 8), (1, 8, 2));
-        // One group of heads is the least, whatever it wants; two blocks of two groups fit, whatever their sums take.
+        // One group of heads is the smallest part, whatever its workspace; two blocks of two groups fit, whatever their sums take.
         assert_eq!((part(1, 32_768, 32, 8), part(1, 131_072, 32, 8), part(1, 1 << 20, 32, 8)), ((1, 4, 1), (1, 8, 2), (1, 8, 2)));
         assert_eq!(part(1, 458_752, 20, 20), (1, 2, 2));
     }
 
-    /// Those of `tests/gpu/attention_parts.rs`, which would compare wholes if these did not go in parts.
+    /// Shapes of `tests/gpu/attention_parts.rs`, which would not test parts if these shapes were computed at once.
     #[test]
     fn shapes_that_are_compared_with_a_head_alone_go_in_parts_of_sequences_and_of_heads() {
         let part = |batch, seq_length| {
@@ -284,7 +286,7 @@ mod tests {
 
     #[test]
     fn parts_begin_where_cudnn_reads_whole_vectors() {
-        // A second sequence of three heads would begin at 12 bytes, a second head at 8.
+        // A second sequence of three heads would begin at byte 12, a second head at byte 8.
         assert_eq!(part(2, 30_001, 3, 3), (2, 3, 3));
         assert_eq!(part(1, 60_002, 2, 2), (1, 2, 2));
     }

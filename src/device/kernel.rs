@@ -1,4 +1,4 @@
-//! A kernel as a value: its operands, what they must be like, and what it costs.
+//! A kernel as a value: its operands, their requirements, and its cost.
 
 use super::slice::DeviceSlice;
 use super::stream::Stream;
@@ -7,26 +7,27 @@ use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
 use std::ops::Deref;
 
-/// One call of a kernel. Arithmetic inside of it is fp32 and a result is rounded once. Sums have a fixed order, so that results never depend
-/// on timing or on the number of threads. `accumulate` adds to what the output holds (rounding once more); otherwise it is overwritten.
+/// One call of a kernel. Arithmetic inside is fp32, and a result is rounded once. Sums have a fixed order, so results do not depend on
+/// timing or on the number of threads. With `accumulate` the result is added to the output (and rounded once more); otherwise it overwrites
+/// the output.
 pub trait Kernel: Copy + Send + 'static {
-    /// What errors and spans call it.
+    /// Name in errors and spans.
     const NAME: &'static str;
 
-    /// The memory that it reads and writes. The order of `operands` is that of the complaints.
+    /// The operands: memory that the kernel reads and writes. Errors are reported in their order.
     fn operands(&self) -> impl AsRef<[Operand]>;
 
-    /// Bytes read and written: what it takes at least, by the memory's bandwidth.
+    /// Bytes read and written. With the memory bandwidth they give the minimum time.
     fn bytes(&self) -> f64 {
         self.operands().as_ref().iter().map(Operand::traffic).sum()
     }
 
-    /// FLOPs that may take longer than the bytes.
+    /// FLOPs, if they may take longer than the bytes.
     fn flops(&self) -> f64 {
         0.0
     }
 
-    /// How fast a machine of these rates does its FLOPs.
+    /// FLOP/s of this kernel on a machine with these rates.
     fn flops_per_s(&self, _: &Rates) -> f64 {
         f64::INFINITY
     }
@@ -35,15 +36,15 @@ pub trait Kernel: Copy + Send + 'static {
         Stream::Compute
     }
 
-    /// An error if its numbers make no sense, whatever its operands are.
+    /// An error if the sizes are invalid, whatever the operands are.
     fn check_shape(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The one float format of all operands whose format is open, for devices whose kernels have one.
+    /// The common float format of all operands whose format is open, for devices whose kernels support one format only.
     ///
     /// # Errors
-    /// `Unsupported` when they are of several.
+    /// `Unsupported` when their formats differ.
     fn float_format(&self) -> Result<Dtype> {
         let operands = self.operands();
         let open = operands.as_ref().iter().filter(|operand| operand.dtype.is_none());
@@ -58,16 +59,16 @@ pub trait Kernel: Copy + Send + 'static {
     }
 }
 
-/// What a kernel does with an operand.
+/// Access of a kernel to an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Reads it: it may overlap others that are read.
+    /// Read; it may overlap other read operands.
     Read,
-    /// Reads it: it also may be exactly what is written.
+    /// Read; it may also be identical to the written operand.
     ReadInPlace,
-    /// Writes it: it overlaps nothing.
+    /// Written; it overlaps no operand.
     Write,
-    /// Reads and writes it: it overlaps nothing.
+    /// Read and written; it overlaps no operand.
     Update,
 }
 
@@ -77,19 +78,19 @@ impl Access {
     }
 }
 
-/// One operand of a kernel, and what it must be like.
+/// One operand of a kernel, and its requirements.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand {
-    /// What errors call it.
+    /// Name in errors.
     pub name: &'static str,
-    /// Where it lies; `None`: it is left out.
+    /// Memory of the operand; `None` if it is absent.
     pub slice: Option<DeviceSlice>,
-    /// Its format; `None`: a float format, of which devices say what they take.
+    /// Format; `None`: any float format that the device supports.
     pub dtype: Option<Dtype>,
-    /// Its elements.
+    /// Number of elements.
     pub elems: usize,
     pub(crate) access: Access,
-    /// It is small beside others, by whose bytes the kernel takes time.
+    /// Whether the operand is small compared with the others, so that it does not count for the kernel's time.
     pub small: bool,
 }
 
@@ -101,13 +102,13 @@ impl Operand {
         }
     }
 
-    /// Bytes that count.
+    /// Bytes that count for the kernel's time.
     fn traffic(&self) -> f64 {
         let ways = if self.access == Access::Update { 2.0 } else { 1.0 };
         self.slice.filter(|_| !self.small).map_or(0.0, |slice| ways * slice.bytes() as f64)
     }
 
-    /// An error that names what is wrong with `operands` of `kernel`: format, size, or one written that overlaps another.
+    /// An error for a wrong format or size of an operand of `kernel`, or a written operand that overlaps another.
     fn check(kernel: &'static str, operands: &[Self]) -> Result<()> {
         for (i, operand) in operands.iter().enumerate() {
             let Some(slice) = operand.slice else { continue };
@@ -125,8 +126,8 @@ impl Operand {
     }
 }
 
-/// The operands of `$kernel` by its fields: access, elements and, unless it is a float format that is open, format. Behind a semicolon come
-/// those that are small beside the others.
+/// Makes the operands of `$kernel` from its fields: access, elements, and the format unless it is an open float format. Small operands
+/// follow after a semicolon.
 macro_rules! operands {
     (
         $kernel:expr;
@@ -158,11 +159,11 @@ pub(super) fn refused(kernel: &'static str, cause: String) -> Error {
     Error::resource(format!("launch {kernel}"), cause)
 }
 
-/// A kernel whose operands fit, and lie in the memory of the device that it goes to.
+/// A kernel whose operands have been checked and belong to the device that it is launched on.
 pub struct Checked<K>(K);
 
 impl<K: Kernel> Checked<K> {
-    /// `kernel`, if it makes sense and `owned` knows the memory of all its operands.
+    /// Checks `kernel`: its sizes, its operands, and with `owned` the memory of all operands.
     pub(super) fn new(kernel: K, owned: impl Fn(DeviceSlice) -> Result<()>) -> Result<Self> {
         kernel.check_shape()?;
         let operands = kernel.operands();
@@ -185,7 +186,7 @@ pub(super) fn bytes<const N: usize>(slices: [DeviceSlice; N]) -> f64 {
     slices.iter().map(|slice| slice.bytes() as f64).sum()
 }
 
-/// Rows of `cols` in `x`.
+/// Rows of `cols` columns in `x`.
 pub(super) fn rows(x: DeviceSlice, cols: usize) -> usize {
     x.elems() / cols.max(1)
 }

@@ -1,4 +1,4 @@
-//! Memory on both sides of the link that is taken together and given back together.
+//! Device and host memory that is allocated together and freed together.
 
 use super::{Device, DeviceSlice};
 use crate::dtype::Dtype;
@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::RingShape;
 
-/// What was taken and not yet given back.
+/// Memory that has been allocated and not yet freed.
 #[derive(Debug, Default)]
 pub(crate) struct Lease {
     device: Vec<DeviceSlice>,
@@ -19,7 +19,7 @@ impl Lease {
         Ok(self.keep(dev.alloc(name, elems, dtype)?))
     }
 
-    /// [`Device::alloc_ring`] where there is a ring, else [`Device::alloc`].
+    /// [`Device::alloc_ring`] if there is a ring, else [`Device::alloc`].
     pub(crate) fn alloc_flat<D: Device>(
         &mut self,
         dev: &mut D,
@@ -39,7 +39,7 @@ impl Lease {
         memory
     }
 
-    /// [`HostMemory::alloc_periodic`], prepared for copies.
+    /// [`HostMemory::alloc_periodic`], pinned for copies.
     pub(crate) fn alloc_pinned<D: Device>(
         &mut self,
         (dev, host): (&mut D, &mut HostMemory),
@@ -53,18 +53,18 @@ impl Lease {
         Ok(memory)
     }
 
-    /// Gives back what lies on the device, once all that is enqueued has run.
+    /// Frees the device memory, once all enqueued operations have run.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(crate) fn give_back_device<D: Device>(&mut self, dev: &mut D) -> Result<()> {
         self.device.drain(..).try_for_each(|memory| dev.free(memory))
     }
 
-    /// Gives all of it back, once all that is enqueued has run.
+    /// Frees all memory, once all enqueued operations have run.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     pub(crate) fn give_back<D: Device>(&mut self, dev: &mut D, host: &mut HostMemory) -> Result<()> {
         self.give_back_device(dev)?;
         self.pinned.drain(..).try_for_each(|memory| {

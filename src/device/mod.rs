@@ -1,8 +1,8 @@
-//! What the engine asks of a machine that computes: memory, streams, events and copies ([`Device`]), and the
-//! transformer's arithmetic ([`Kernels`]). Static dispatch; one thread (the driver) holds the device and enqueues.
+//! The interface of a compute device: memory, streams, events and copies ([`Device`]), and the transformer's arithmetic ([`Kernels`]).
+//! Dispatch is static; one thread, the driver, owns the device and enqueues operations.
 //!
-//! Everything enqueued on one [`Stream`] runs in order; streams run concurrently and meet only through events.
-//! Nothing here waits for the work it enqueues, except [`Device::synchronize`].
+//! Operations on one [`Stream`] run in order; streams run concurrently and synchronize only through events. No function here waits for the
+//! operations that it enqueues, except [`Device::synchronize`].
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -54,7 +54,7 @@ pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
 pub use stream::{EventId, Stream};
 
-/// What a span of [`Device::prefetch`] is called.
+/// Name of the span of [`Device::prefetch`].
 fn prefetch_span(space: MemorySpace) -> &'static str {
     match space {
         MemorySpace::Device => "page_in",
@@ -62,145 +62,144 @@ fn prefetch_span(space: MemorySpace) -> &'static str {
     }
 }
 
-/// Why a device's memory is not its own again.
+/// The error when a peer still uses this device's memory.
 fn still_lent() -> Error {
     Error::resource("take device memory back from the other ranks", "one of them still has its card")
 }
 
-/// Memory, streams, events and copies. No arithmetic.
+/// Memory, streams, events and copies, without arithmetic.
 pub trait Device {
-    /// What this device is, for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
+    /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
     fn describe(&self) -> String;
 
-    /// What its bits depend on besides this program: names, and which they are. Nothing where this program alone computes.
+    /// Versions that affect the bits of results besides this program: names and versions of GPU, driver and libraries. Empty if only this
+    /// program computes.
     fn versions(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
 
-    /// The algorithms of all products so far, where a library chooses among several.
+    /// The algorithms of all products so far, if a library chooses among several.
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         Vec::new()
     }
 
-    /// Zeroed device memory, aligned to 256 bytes, until it is given back or the device goes. Only between steps.
+    /// Allocates zeroed device memory, aligned to 256 bytes. It lives until it is freed or the device is dropped. Only between steps.
     ///
     /// # Errors
-    /// `Resource` when it does not fit; `name` is in the message.
+    /// `Resource` when there is not enough memory; `name` is in the message.
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
 
-    /// Gives an allocation back, once all that is enqueued has run.
+    /// Frees an allocation, once all enqueued operations have run.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn free(&mut self, memory: DeviceSlice) -> Result<()>;
 
-    /// What was taken so far, by the names that were asked for, and what the device took for itself: names and bytes. Nothing where
-    /// nothing is taken.
+    /// Names and bytes of all allocations, including the device's own. Empty on a device without memory of its own.
     fn allocations(&self) -> Vec<(&str, usize)> {
         Vec::new()
     }
 
-    /// [`Device::alloc`] for memory that repeats. Both sizes are whole multiples of [`DeviceKind::ring_grain_bytes`].
+    /// [`Device::alloc`] for memory with a periodic mapping. Both sizes are multiples of [`DeviceKind::ring_grain_bytes`].
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice>;
 
-    /// [`Device::alloc`] in memory that host and device know by one address. It lies on the host, where kernels reach it over the
-    /// link.
+    /// [`Device::alloc`] for memory with the same address on host and device. It lies on the host, and kernels access it over the link.
     ///
     /// # Errors
-    /// As there; `Unsupported` where there is no such memory.
+    /// The errors of [`Device::alloc`]; `Unsupported` if the device has no such memory.
     fn alloc_unified(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice>;
 
-    /// On `stream`, moves unified memory to `space`, from where it stays valid for both sides. Nothing moves where page tables are
-    /// shared, or memory is.
+    /// Moves unified memory to `space`, on `stream`. The memory stays valid for both sides. Nothing moves if host and device share page
+    /// tables or memory.
     fn prefetch(&mut self, stream: Stream, memory: DeviceSlice, space: MemorySpace) -> Result<()>;
 
-    /// Prepares host memory for copies that run beside everything else. Only between steps.
+    /// Prepares host memory for asynchronous copies. Only between steps.
     ///
     /// # Errors
-    /// `Resource` when the system refuses to lock it.
+    /// `Resource` when the system refuses to lock the memory.
     fn pin(&mut self, memory: PinnedSlice) -> Result<()>;
 
-    /// Takes that back, once all that is enqueued has run: the memory may then go.
+    /// Reverts [`Device::pin`], once all enqueued operations have run. The memory may be freed afterwards.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn unpin(&mut self, memory: PinnedSlice) -> Result<()>;
 
-    /// An error unless this device has allocated `memory`, where addresses lead somewhere.
+    /// An error unless this device has allocated `memory`. The simulated device, whose addresses have no memory, accepts all.
     ///
     /// # Errors
     /// `Resource` with the address.
     fn check_memory(&self, memory: DeviceSlice) -> Result<()>;
 
-    /// Gets ready for attention of this shape and format, over rows that may hold several documents if it separates them: what has to be
-    /// compiled or allocated for it. Only before step 0.
+    /// Compiles and allocates everything that attention of this shape and format needs; with `separates_documents`, rows may hold several
+    /// documents. Only before step 0.
     ///
     /// # Errors
-    /// `Unsupported` when no kernel takes them.
+    /// `Unsupported` when no kernel supports the shape and format.
     fn prepare_attention(&mut self, _shape: AttentionShape, _dtype: Dtype, _separates_documents: bool) -> Result<()> {
         Ok(())
     }
 
-    /// Gets ready for products in FP8. Only before step 0.
+    /// Prepares for FP8 products. Only before step 0.
     ///
     /// # Errors
-    /// `Unsupported` with what the device lacks.
+    /// `Unsupported` with the missing feature.
     fn prepare_fp8(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Announces what the `documents` of attention hold in the kernels that are launched from now on: where in its row of `seq_length` each
-    /// token's document begins. A device may have to know it before a kernel runs.
+    /// Announces the values of the operand `documents` of attention in kernels launched from now on: the index in its row of `seq_length`
+    /// at which each token's document begins. A device may need them on the host before a kernel runs.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn set_documents(&mut self, _starts: &[i32], _seq_length: usize) -> Result<()> {
         Ok(())
     }
 
-    /// Whether it loads kernels, and chooses among a library's, when they are first used.
+    /// Whether the device loads kernels, and chooses library algorithms, on their first use.
     fn learns_by_doing(&self) -> bool {
         false
     }
 
-    /// A new event; it counts as done until it is first recorded.
+    /// Creates an event, which counts as done until it is first recorded.
     fn event(&mut self) -> Result<EventId>;
 
-    /// Marks the present end of `stream`; earlier recordings of the event are forgotten.
+    /// Records the present end of `stream`; the event's earlier record is overwritten.
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()>;
 
-    /// What is enqueued on `stream` from now on runs after the recorded point.
+    /// Makes operations that are enqueued on `stream` from now on run after the recorded point.
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<()>;
 
-    /// Whether everything before the recorded point has run. Never blocks.
+    /// Whether all operations before the recorded point have run. Never blocks.
     fn is_done(&mut self, event: EventId) -> Result<bool>;
 
-    /// Blocks the driver until [`Device::is_done`].
+    /// Blocks the driver thread until [`Device::is_done`].
     fn synchronize(&mut self, event: EventId) -> Result<()>;
 
-    /// Called when the driver finds nothing to do: a device whose time only passes here does one operation and says
-    /// `true`. A device that works by itself says `false`, and the driver sleeps until it is rung.
+    /// Called when the driver thread has nothing to do. A device whose time only advances here performs one operation and returns `true`. A
+    /// device that runs by itself returns `false`, and the driver sleeps until its doorbell is rung.
     fn idle(&mut self) -> Result<bool>;
 
-    /// The clock of the spans: the timeline's, unless time only passes in the device's imagination.
+    /// The clock of the spans: the host's, or the simulated clock of a simulated device.
     fn now_ns(&self) -> u64 {
         trace::now_ns()
     }
 
-    /// Nanoseconds so far in which the compute stream waited for an event of another stream.
+    /// Nanoseconds so far during which the compute stream waited for an event of another stream.
     fn waited_ns(&self) -> u64;
 
-    /// Device to pinned host memory; sizes in bytes must agree.
+    /// Copies device memory to pinned host memory; sizes in bytes must agree.
     fn copy_d2h(&mut self, stream: Stream, src: DeviceSlice, dst: PinnedSlice) -> Result<()>;
 
-    /// Pinned host memory to device; sizes in bytes must agree.
+    /// Copies pinned host memory to device memory; sizes in bytes must agree.
     fn copy_h2d(&mut self, stream: Stream, src: PinnedSlice, dst: DeviceSlice) -> Result<()>;
 
-    /// Ends the streams, which must be idle, and returns the spans that they recorded.
+    /// Ends the streams, which must be idle, and returns their recorded spans.
     fn finish(&mut self) -> Vec<Recorder>;
 }
 
-/// What goes to another rank, and where what comes of it goes.
+/// An exchange with another rank: the slice to send, and the destination of the slice to receive.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "only GPUs swap"))]
 pub(crate) struct Swap {
@@ -209,80 +208,82 @@ pub(crate) struct Swap {
     pub(crate) into: DeviceSlice,
 }
 
-/// Why a device knows no way to those of other processes.
+/// The error of a device without a connection to devices of other processes.
 fn no_rail() -> Error {
     Error::Unsupported("a way from this device to those of other processes; use --transport tcp".into())
 }
 
-/// A device that works beside others of its kind in one process: it waits for their events and reads their memory.
+/// A device with peers of its kind in the same process: it waits for their events and reads their memory.
 pub(crate) trait Peers: Device {
-    /// How others reach it.
+    /// A handle through which peers access a device.
     type Card: Clone + Send + Sync + 'static;
 
-    /// Its card, for the others. What is allocated later they do not reach.
+    /// The handle of this device for its peers. Peers cannot access memory that is allocated later.
     fn card(&mut self) -> Self::Card;
 
-    /// Waits until all that is enqueued has run, and forgets the others' cards.
+    /// Waits until all enqueued operations have run, and drops the peers' handles.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn leave(&mut self) -> Result<()>;
 
-    /// Has the memory that others reached by its card to itself again, once all of them have left, so that it can be given back.
+    /// Takes back the memory that peers could access through the handle, once all peers have dropped the handle, so that the memory can be
+    /// freed.
     ///
     /// # Errors
-    /// `Resource` when one of them has not.
+    /// `Resource` when a peer still has the handle.
     fn take_back(&mut self) -> Result<()>;
 
-    /// Takes its seat among the devices of all ranks, whose cards these are, by rank: its own streams beyond [`Stream::ALL`] begin, unless
-    /// they have. From here on its waits fail when another rank has.
+    /// Connects this device to its peers; `cards` are the handles of all ranks, by rank. Starts the streams beyond [`Stream::ALL`] unless
+    /// they already run. From now on waits of this device fail when another rank has failed.
     ///
     /// # Errors
-    /// `Resource` when a stream cannot begin.
+    /// `Resource` when a stream cannot start.
     fn admit(&mut self, seat: Seat, cards: Vec<Self::Card>) -> Result<()>;
 
-    /// Nanoseconds of [`Device::waited_ns`] in which it waited for peers, or for the own streams that pull from them.
+    /// The part of [`Device::waited_ns`] that was spent on peers, or on this device's streams that pull from peers.
     fn waited_for_peers_ns(&self) -> u64;
 
-    /// What is enqueued on `stream` from now on runs after the point that `peer` has recorded last for its `event`.
+    /// Makes operations that are enqueued on `stream` from now on run after the point that `peer` last recorded for its `event`.
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()>;
 
-    /// Whether a bucket's pulls, and their sum, can be enqueued on `stream` at once; else the host would wait for earlier ones.
+    /// Whether the pulls of a bucket and their sum can be enqueued on `stream` without blocking the host on earlier operations.
     ///
     /// # Errors
-    /// The device's.
+    /// Errors of the device.
     fn has_room(&mut self, _stream: Stream) -> Result<bool> {
         Ok(true)
     }
 
-    /// On `stream`, copies `src`, memory of `peer`, to `dst`; sizes in bytes must agree.
+    /// Copies `src`, memory of `peer`, to `dst`, on `stream`; sizes in bytes must agree.
     ///
     /// # Errors
-    /// `Resource` when one of them is not memory of that device.
+    /// `Resource` when `src` or `dst` is not memory of its device.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()>;
 
-    /// Opens the way to the devices of other processes, of which each does so by the same `key`. `libraries` are folders to search for NVIDIA's
+    /// Opens the connection to devices of other processes, which all pass the same `key`. `libraries` are folders to search for NVIDIA's
     /// library. Called once, after [`Peers::admit`].
     ///
     /// # Errors
-    /// `Unsupported` where there is no such way; the library's; what ended another rank.
+    /// `Unsupported` if the device has no such connection; errors of the library; the failure of another rank.
     fn connect(&mut self, key: &RailKey, libraries: &[PathBuf]) -> Result<()>;
 
-    /// On [`Stream::Compute`], passes slices of this device to those of other processes, and takes theirs. It begins when all before it has
-    /// run, and ends when the other side of each has done its part. All ranks call it as often, in one order.
+    /// Sends slices of this device to devices of other processes and receives theirs, on [`Stream::Compute`]. The operation begins when all
+    /// earlier ones have run, and ends when all peers have done their parts. All ranks make the same calls in the same order.
     ///
     /// # Errors
-    /// As for [`Peers::connect`].
+    /// The errors of [`Peers::connect`].
     fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()>;
 
-    /// On `stream`, copies the rows `src`, memory of `peer`, which may be this device itself, to `dst`: as many, and as long.
+    /// Copies the rows `src`, memory of `peer`, to `dst`, on `stream`. Both have the same number and length of rows; `peer` may be this
+    /// device.
     ///
     /// # Errors
-    /// As for [`Peers::pull`].
+    /// The errors of [`Peers::pull`].
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()>;
 }
 
-/// Who computes what on a GPU, where there is a choice.
+/// Implementations of operations on a GPU for which there is a choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Engines {
     pub attention: Attention,
@@ -290,17 +291,17 @@ pub struct Engines {
 }
 
 impl Engines {
-    /// The engine's own kernels for all.
+    /// This program's own kernels for all operations.
     pub const OWN: Self = Self { attention: Attention::Plain, expert_products: ExpertProducts::Own };
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attention {
-    /// The engine's own kernels: any format and shape.
+    /// This program's own kernels, for any format and shape.
     Plain,
     /// cuDNN's fused kernels.
     Cudnn {
-        /// The backward pass gives the same bits every time.
+        /// Whether the backward pass is reproducible bit for bit.
         deterministic: bool,
     },
 }

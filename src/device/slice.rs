@@ -13,17 +13,17 @@ pub struct DeviceSlice {
 }
 
 impl DeviceSlice {
-    /// `elems` elements from `addr` on: for devices, which know what lies there, and for layouts that nobody follows.
+    /// `elems` elements from `addr` on. Used by devices, which own the memory, and for layouts that are never dereferenced.
     pub(crate) fn at(addr: u64, elems: usize, dtype: Dtype) -> Self {
         Self { addr, elems, dtype }
     }
 
-    /// Address of the first element on the device, which alone may follow it.
+    /// Address of the first element on the device; only the device may dereference it.
     pub fn addr(self) -> u64 {
         self.addr
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn elems(self) -> usize {
         self.elems
     }
@@ -38,24 +38,24 @@ impl DeviceSlice {
         self.elems * self.dtype.bytes()
     }
 
-    /// Address behind the last element.
+    /// Address after the last element.
     fn end(self) -> u64 {
         self.addr + self.bytes() as u64
     }
 
-    /// The part that starts at element `start` and holds `elems` elements.
+    /// The part with `elems` elements from element `start` on.
     ///
     /// # Panics
-    /// If the part reaches outside.
+    /// If the part exceeds the slice.
     pub fn slice(self, start: usize, elems: usize) -> Self {
         assert!(start.checked_add(elems).is_some_and(|end| end <= self.elems), "slice {start}+{elems} of {}", self.elems);
         Self { addr: self.addr + (start * self.dtype.bytes()) as u64, elems, dtype: self.dtype }
     }
 
-    /// `elems` elements of `dtype` in its bytes, from byte `start` on.
+    /// A view of the same memory as `elems` elements of `dtype`, from byte `start` on.
     ///
     /// # Panics
-    /// If they reach outside or are not aligned.
+    /// If the view exceeds the slice or is not aligned.
     pub fn view(self, start: usize, elems: usize, dtype: Dtype) -> Self {
         let part = Self { addr: self.addr + start as u64, elems, dtype };
         assert!(start + part.bytes() <= self.bytes(), "view {start}+{} of {} bytes", part.bytes(), self.bytes());
@@ -63,10 +63,10 @@ impl DeviceSlice {
         part
     }
 
-    /// Columns `cols` of rows `rows` of the matrix of `pitch` columns that begins here.
+    /// Columns `cols` of rows `rows` of the matrix with `pitch` columns that begins here.
     ///
     /// # Panics
-    /// If they reach outside, or there are none.
+    /// If the part exceeds the slice, or has no rows.
     pub(crate) fn part(self, pitch: usize, rows: Range<usize>, cols: Range<usize>) -> MatrixPart {
         assert!(cols.end <= pitch && !rows.is_empty(), "columns {cols:?} of {pitch} in rows {rows:?}");
         MatrixPart {
@@ -77,25 +77,25 @@ impl DeviceSlice {
         }
     }
 
-    /// Whether both have a byte of the same address.
+    /// Whether the two slices share a byte.
     pub(super) fn overlaps(self, other: Self) -> bool {
         self.addr < other.end() && other.addr < self.end()
     }
 }
 
-/// Equally long parts of memory, equally far apart: some columns of some rows of a matrix.
+/// Some columns of some rows of a matrix: parts of memory with equal length and equal distance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MatrixPart {
-    /// From the first element to the last.
+    /// Memory from the first element to the last.
     pub(super) memory: DeviceSlice,
-    /// Elements from the beginning of a row to that of the next one.
+    /// Elements between the beginnings of two rows.
     pitch: usize,
     cols: usize,
     pub(super) count: usize,
 }
 
 impl MatrixPart {
-    /// Bytes from the beginning of a row to that of the next one.
+    /// Bytes between the beginnings of two rows.
     pub(super) fn pitch_bytes(self) -> usize {
         self.pitch * self.memory.dtype.bytes()
     }
@@ -110,25 +110,25 @@ impl MatrixPart {
         self.count * self.row_bytes()
     }
 
-    /// Both have as many rows of as many bytes.
+    /// Whether both parts have the same number and length of rows.
     pub(super) fn fits(self, other: Self) -> bool {
         (self.count, self.row_bytes()) == (other.count, other.row_bytes())
     }
 }
 
-/// All that a device has allocated, in the order of its addresses.
+/// All allocations of a device, in the order of their addresses.
 #[derive(Clone, Default)]
 pub(super) struct Allocated(Vec<DeviceSlice>);
 
 impl Allocated {
-    /// Adds what has just been allocated.
+    /// Adds a new allocation.
     pub(super) fn add(&mut self, memory: DeviceSlice) -> DeviceSlice {
         let index = self.0.partition_point(|known| known.addr < memory.addr);
         self.0.insert(index, memory);
         memory
     }
 
-    /// Takes out what was allocated at the address of `memory`.
+    /// Removes the allocation at the address of `memory`.
     pub(super) fn remove(&mut self, memory: DeviceSlice) {
         self.0.retain(|known| known.addr != memory.addr);
     }

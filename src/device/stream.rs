@@ -1,20 +1,20 @@
-//! The queues of a step, and the points in them that others wait for.
+//! The streams of a step, and events in them.
 
 use crate::trace::Recorder;
 
-/// The queues of a step. A device makes its streams, its lanes and its tracks of the timeline from [`Stream::ALL`]; those of
-/// [`Stream::WITH_PEERS`] are there where it works beside others.
+/// The streams of a step. A device makes its streams, lanes and trace tracks from [`Stream::ALL`]; a device with peers also has the others
+/// of [`Stream::WITH_PEERS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Forward, backward, norms and the optimizer of resident buckets.
     Compute = 0,
-    /// Gradients leave.
+    /// Copies of gradients to the host.
     D2h = 1,
-    /// Parameters return.
+    /// Copies of parameters to the device.
     H2d = 2,
-    /// Gradients are pulled from peers and summed.
+    /// Pulls of gradients from peers, and their sums.
     Reduce = 3,
-    /// Weights are pulled from peers.
+    /// Pulls of weights from peers.
     Gather = 4,
 }
 
@@ -36,25 +36,25 @@ impl Stream {
         }
     }
 
-    /// Whether what it does goes before what others do: copies are short, and the step waits for them.
+    /// Whether the stream has priority: copies are short, and the step waits for them.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_urgent(self) -> bool {
         self != Self::Compute
     }
 
-    /// Whether its small copies to and from the host are kernels: gradients' sums wait for them, and copy engines, which work in order of
-    /// arrival, have whole buckets before them.
+    /// Whether small copies to and from the host are kernels on this stream. Sums of gradients wait for them, and copy engines, which work
+    /// in order of arrival, may have whole buckets queued.
     #[cfg(feature = "cuda")]
     pub(crate) fn copies_words(self) -> bool {
         matches!(self, Self::Compute | Self::Reduce)
     }
 
-    /// A recorder for each, with room for `trace_spans` spans.
+    /// A recorder for each stream, with room for `trace_spans` spans.
     pub(super) fn recorders(trace_spans: usize) -> [Recorder; Self::COUNT] {
         Self::ALL.map(|stream| Recorder::new(stream.name(), trace_spans))
     }
 }
 
-/// A point in a stream that others can wait for; made by [`Device::event`](super::Device::event).
+/// A recorded point in a stream, for which other streams can wait; made by [`Device::event`](super::Device::event).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventId(pub u32);

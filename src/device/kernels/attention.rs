@@ -6,9 +6,9 @@ use crate::error::Result;
 use crate::hardware::rates::Rates;
 use std::ops::Range;
 
-/// FLOPs of the backward pass over those of the forward pass, as its rate counts them.
+/// Ratio of the FLOPs of backward and forward pass, as used for the measured rate.
 const BACKWARD_FLOPS: f64 = 2.0;
-/// Keys behind a window begin at a multiple of this, so that cuDNN's tiles are whole and blocks there have one plan.
+/// With a window, keys of a block begin at a multiple of this number, so that cuDNN's tiles are whole and all blocks share one plan.
 const KEY_GRAIN: usize = 128;
 
 /// Shape of one layer's attention. Rows of `qkv` are tokens (`batch * seq_length`); a row holds `heads` queries, then
@@ -27,9 +27,9 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Factor on the scores before the softmax.
     pub scale: f32,
-    /// A token sees this many tokens, itself included (sliding window); `None`: all before it.
+    /// Number of tokens that a token sees, including itself (sliding window); `None`: all earlier tokens.
     pub window: Option<usize>,
-    /// Scaled scores `s` become `cap * tanh(s / cap)`.
+    /// Soft cap: scaled scores `s` become `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
 }
 
@@ -49,8 +49,8 @@ impl AttentionShape {
         self.heads * self.head_dim
     }
 
-    /// The queries of each block of a sequence that is one document. A rest of one query is in the block before it: of a single query and several
-    /// keys cuDNN's repeatable backward pass gives wrong gradients (9.19, on an H200).
+    /// Blocks of queries of a sequence that is one document. A remainder of one query is merged with the block before it, because cuDNN's
+    /// deterministic backward pass gives wrong gradients for a single query with several keys (9.19, on an H200).
     pub(crate) fn query_blocks(&self, block: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let (n, end) = (self.seq_length, self.seq_length - usize::from(self.joins_rest(block)));
         (0..end).step_by(block).map(move |start| start..if start + block < end { start + block } else { n })
@@ -61,7 +61,8 @@ impl AttentionShape {
         block.min(self.seq_length) + usize::from(self.joins_rest(block))
     }
 
-    /// The keys of each product with `queries`, a block of [`Self::query_blocks`]: the blocks up to theirs, or those that a window leaves.
+    /// Keys of each product with `queries`, one of the blocks of [`Self::query_blocks`]: blocks of keys up to that of the queries, or one
+    /// range of keys if there is a window that hides keys.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn key_blocks(&self, queries: &Range<usize>, block: usize) -> Vec<Range<usize>> {
         if let Some(window) = self.hiding_window() {
@@ -71,13 +72,13 @@ impl AttentionShape {
         self.query_blocks(block).take_while(|keys| keys.start <= queries.start).collect()
     }
 
-    /// Most keys of [`Self::key_blocks`].
+    /// Maximum keys of one of [`Self::key_blocks`].
     pub(crate) fn most_keys(&self, block: usize) -> usize {
         let longest = self.longest_block(block);
         self.hiding_window().map_or(longest, |window| (longest + window + KEY_GRAIN - 1).min(self.seq_length))
     }
 
-    /// The window, where it hides keys from some query.
+    /// The window, if it hides keys from some query.
     pub(crate) fn hiding_window(&self) -> Option<usize> {
         self.window.filter(|window| *window < self.seq_length)
     }
@@ -86,7 +87,7 @@ impl AttentionShape {
         self.seq_length > block && self.seq_length % block == 1
     }
 
-    /// FLOPs of the forward pass: two products over the tokens that each token sees.
+    /// FLOPs of the forward pass: two products over the keys that each token sees.
     pub(crate) fn flops(&self) -> f64 {
         let s = self.seq_length as f64;
         let seen = match self.hiding_window().map(|window| window as f64) {
@@ -96,7 +97,7 @@ impl AttentionShape {
         4.0 * self.tokens() as f64 * seen * (self.heads * self.head_dim) as f64
     }
 
-    /// An error of `kernel` if the heads do not fit together or the sequences are empty.
+    /// An error of `kernel` if the numbers of heads do not fit together or a size is zero.
     pub(crate) fn check(&self, kernel: &'static str) -> Result<()> {
         let whole = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads);
         if whole && self.heads * self.head_dim * self.tokens() > 0 && self.window != Some(0) && self.softcap.is_none_or(|cap| cap > 0.0) {
@@ -109,19 +110,19 @@ impl AttentionShape {
 /// Causal attention.
 ///
 /// # Errors
-/// `Unsupported` for soft caps where a library computes attention, which has none.
+/// `Unsupported` for soft caps when cuDNN computes attention, which does not support them.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionForward {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
     pub qkv: DeviceSlice,
-    /// Where in its row each token's document begins, int32 `[T]`: it sees nothing before that. They do not descend along a row. `None`:
-    /// every row is one document.
+    /// Index in its row at which each token's document begins, int32 `[T]`; a token sees nothing before it. Indices do not descend along a
+    /// row. `None`: every row is one document.
     pub documents: Option<DeviceSlice>,
     /// `[T, heads * head_dim]`
     pub out: DeviceSlice,
     /// Log-sum-exp of the scaled scores, fp32 `[batch, heads, seq_length]`, kept for the backward pass.
     pub lse: DeviceSlice,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 
@@ -155,7 +156,7 @@ impl Kernel for AttentionForward {
 pub struct AttentionBackward {
     /// Gradient of the output, `[T, heads * head_dim]`.
     pub dout: DeviceSlice,
-    /// As in the forward pass, like all that follow.
+    /// As in the forward pass, like the operands that follow.
     pub qkv: DeviceSlice,
     /// See [`AttentionForward::documents`].
     pub documents: Option<DeviceSlice>,
@@ -164,11 +165,11 @@ pub struct AttentionBackward {
     pub lse: DeviceSlice,
     /// `[T, (heads + 2 kv_heads) * head_dim]`
     pub dqkv: DeviceSlice,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
-    /// Queries and keys of a block: the gradients that each block of a document gives are rounded to the format, and added in fp32 in the order
-    /// of blocks. Keys behind a window are not cut. A rest of one query is in the block before it, unless rows hold several documents. `None`:
-    /// what the device takes for the shape, which is all queries unless cuDNN needs too much memory for them.
+    /// Queries and keys of a block. The gradients of each block of a document are rounded to the format, and added in fp32 in the order of
+    /// blocks. With a window that hides keys, keys are not divided. A remainder of one query is merged with the block before it, unless
+    /// rows hold several documents. `None`: the device's default for the shape, which is one block unless cuDNN would need too much memory.
     pub block: Option<usize>,
 }
 

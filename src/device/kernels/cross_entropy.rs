@@ -3,7 +3,8 @@
 use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
 
-/// Softmax statistics of one tile of logits. Where the target is negative they are 0, 1 and 0, whatever the logits are: no loss.
+/// Softmax statistics of one tile of logits. A row with a negative target has no loss: its statistics are 0, 1 and 0, whatever the logits
+/// are.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyStats {
     /// `[rows, cols]`
@@ -16,9 +17,9 @@ pub struct CrossEntropyStats {
     pub vocab_start: usize,
     /// Columns of the tile.
     pub cols: usize,
-    /// Logits `x` count as `cap * tanh(x / cap)`.
+    /// Soft cap: logits `x` become `cap * tanh(x / cap)`.
     pub softcap: Option<f32>,
-    /// Starts anew.
+    /// Whether this is the first tile, which overwrites `stats`.
     pub first: bool,
 }
 
@@ -31,20 +32,20 @@ impl Kernel for CrossEntropyStats {
     }
 }
 
-/// Turns the tile into `(softmax - onehot(target)) * scale`, in place; a row whose target is negative into zeros.
+/// Turns the tile into `(softmax - onehot(target)) * scale`, in place; rows with a negative target become zero.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyGrad {
     /// `[rows, cols]`
     pub logits: DeviceSlice,
     /// int32 `[rows]`
     pub targets: DeviceSlice,
-    /// Of all tiles, see [`CrossEntropyStats::stats`].
+    /// Statistics over all tiles, see [`CrossEntropyStats::stats`].
     pub stats: DeviceSlice,
     /// Token of the first column.
     pub vocab_start: usize,
     /// Columns of the tile.
     pub cols: usize,
-    /// See [`CrossEntropyStats::softcap`]; the gradient is that of the logits before the cap.
+    /// See [`CrossEntropyStats::softcap`]; the result is the gradient of the logits before the cap.
     pub softcap: Option<f32>,
     /// Factor on the gradient.
     pub scale: f32,
@@ -59,7 +60,7 @@ impl Kernel for CrossEntropyGrad {
     }
 }
 
-/// `loss[0] (+)= scale * sum over rows of (log-sum-exp - target's logit)`, folded in row order in fp64.
+/// `loss[0] (+)= scale * sum over rows of (log-sum-exp - target's logit)`, summed in row order in fp64.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyLoss {
     /// fp32 `[rows, 3]`

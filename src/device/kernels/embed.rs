@@ -1,4 +1,4 @@
-//! Token and position embeddings. Tokens and positions are already known to be inside of their tables.
+//! Token and position embeddings. The caller guarantees that tokens and positions lie inside their tables.
 
 use crate::device::kernel::{Kernel, Operand, bytes, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
@@ -14,7 +14,7 @@ pub struct Embed {
     pub positions: DeviceSlice,
     /// `[vocabulary, channels]`
     pub wte: DeviceSlice,
-    /// `[positions, channels]`; `None`: nothing is added.
+    /// `[positions, channels]`; `None`: no position embedding.
     pub wpe: Option<DeviceSlice>,
     /// `[T, channels]`
     pub out: DeviceSlice,
@@ -38,8 +38,8 @@ impl Kernel for Embed {
     }
 }
 
-/// Gradients of [`Embed`]: rows of `dwte` and `dwpe` sum the rows of `dout` that used them; rows never used become zero, or stay where
-/// gradients accumulate.
+/// Gradients of [`Embed`]: rows of `dwte` and `dwpe` sum the rows of `dout` that used them. Unused rows become zero, or keep their value
+/// with accumulation.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbedBackward {
     /// int32 `[T]`
@@ -52,7 +52,7 @@ pub struct EmbedBackward {
     pub dwte: DeviceSlice,
     /// Adds to `dwte`.
     pub accumulate_wte: bool,
-    /// `[positions, channels]`, where there is such a table.
+    /// `[positions, channels]`, if there is a position embedding.
     pub dwpe: Option<DeviceSlice>,
     /// Adds to `dwpe`.
     pub accumulate_wpe: bool,
@@ -77,18 +77,18 @@ impl Kernel for EmbedBackward {
     }
 }
 
-/// Puts elements of some rows of a table into their places: `table[rows[r] * channels + c - below] = packed[r * channels + c - skipped]`,
-/// for all elements of `packed`. Rows ascend, each is there once, and all that is written lies inside.
+/// Copies elements of some rows to their places in a table: `table[rows[r] * channels + c - below] = packed[r * channels + c - skipped]`,
+/// for all elements of `packed`. Rows ascend without repetition, and all written elements lie inside the table.
 #[derive(Clone, Copy, Debug)]
 pub struct ScatterRows {
     pub stream: Stream,
     /// int32 `[R]`
     pub rows: DeviceSlice,
-    /// Rows behind each other, of which the first lacks its first `skipped` elements; the last may end early.
+    /// Contiguous rows. The first row lacks its first `skipped` elements; the last row may end early.
     pub packed: DeviceSlice,
     /// A part of a table.
     pub table: DeviceSlice,
-    /// Elements of the table before that part.
+    /// Elements of the table before this part.
     pub below: usize,
     pub skipped: usize,
     /// Columns of the table.
@@ -119,7 +119,7 @@ impl Kernel for ScatterRows {
     }
 }
 
-/// Elements of the whole rows of a table.
+/// Elements of a table in whole rows.
 fn whole(table: Option<DeviceSlice>, channels: usize) -> usize {
     table.map_or(0, |table| rows(table, channels) * channels)
 }

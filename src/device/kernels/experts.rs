@@ -1,21 +1,22 @@
-//! What experts do to their rows between the two products.
+//! Activations, biases and gradients between the two matrix products of experts.
 
 use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
 
-/// How an expert's gate and up make its activation.
+/// An expert's activation of gate and up projection.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ExpertActivation {
-    /// [`Swiglu`](super::pointwise::Swiglu): all gates, then all ups.
+    /// [`Swiglu`](super::pointwise::Swiglu): all gates, then all up projections.
     Swiglu,
-    /// [`ClampedSwiglu`]: gate and up in turns.
+    /// [`ClampedSwiglu`]: gate and up projection interleaved.
     Clamped { alpha: f32, limit: f32 },
 }
 
-/// `out[r,c] = (u + 1) * g * sigmoid(alpha * g)`, where `g` is the gate, at most `limit`, and `u` is up, between `-limit` and `limit`.
+/// `out[r,c] = (u + 1) * g * sigmoid(alpha * g)`, where `g` is the gate, at most `limit`, and `u` is the up projection, between `-limit`
+/// and `limit`.
 #[derive(Clone, Copy, Debug)]
 pub struct ClampedSwiglu {
-    /// `[rows, 2 cols]`: gate and up in turns.
+    /// `[rows, 2 cols]`: gate and up projection interleaved.
     pub gate_up: DeviceSlice,
     /// `[rows, cols]`
     pub out: DeviceSlice,
@@ -41,7 +42,7 @@ pub struct ExpertBias {
     pub bias: DeviceSlice,
     /// int32 `[T, k]`, below `experts`.
     pub experts: DeviceSlice,
-    /// Which choice each row is, int32 `[rows]`.
+    /// Index of the routing choice of each row, int32 `[rows]`.
     pub entries: DeviceSlice,
     pub cols: usize,
 }
@@ -55,25 +56,26 @@ impl Kernel for ExpertBias {
     }
 }
 
-/// Backward of an expert's activation `a`, of which `da` is the gradient as if the expert's weight were 1.
+/// Backward pass of an expert's activation `a`; `da` is its gradient for an expert weight of 1.
 ///
-/// The weight `w` of a row comes in here, so that neither the experts' results nor their weighted gradients are ever stored: with `dout`, the
-/// gradient of a token, `y = a W + bias` and `da = dout W^T`, the gradient of the weight is `<dout, y> = <da, a> + <dout, bias>`.
+/// The routing weight `w` of a row is applied here, so that neither the experts' results nor their weighted gradients are ever stored. With
+/// the gradient `dout` of a token, `y = a W + bias` and `da = dout W^T`, the gradient of the routing weight is
+/// `<dout, y> = <da, a> + <dout, bias>`.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertBackward {
     /// `[rows, cols]`
     pub da: DeviceSlice,
     /// `[rows, 2 cols]`
     pub gate_up: DeviceSlice,
-    /// By choice, fp32 `[T, k]`.
+    /// Routing weights by choice, fp32 `[T, k]`.
     pub weights: DeviceSlice,
-    /// Which choice each row is, int32 `[rows]`.
+    /// Index of the routing choice of each row, int32 `[rows]`.
     pub entries: DeviceSlice,
     /// The gradient of `gate_up`, times the row's weight: `[rows, 2 cols]`.
     pub dgate_up: DeviceSlice,
-    /// The activation times the row's weight, `[rows, cols]`: with `dout` it makes the gradient of the second product's weight.
+    /// The activation times the row's weight, `[rows, cols]`. Its product with `dout` is the gradient of the second matrix.
     pub weighted: DeviceSlice,
-    /// The gradient of each row's weight: fp32 `[rows]`. With a bias it is what [`ExpertBiasDot`] adds to.
+    /// The gradient of each row's weight: fp32 `[rows]`. For experts with a bias, [`ExpertBiasDot`] adds to it.
     pub dweights: DeviceSlice,
     pub activation: ExpertActivation,
     pub cols: usize,
@@ -101,7 +103,7 @@ pub struct ExpertBiasDot {
     pub bias: DeviceSlice,
     /// int32 `[T, k]`, below `experts`.
     pub experts: DeviceSlice,
-    /// Which choice each row is, int32 `[rows]`.
+    /// Index of the routing choice of each row, int32 `[rows]`.
     pub entries: DeviceSlice,
     /// fp32 `[rows]`
     pub dweights: DeviceSlice,

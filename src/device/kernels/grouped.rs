@@ -1,4 +1,4 @@
-//! Products of experts: the rows of a matrix belong to experts, segment by segment, and each expert has a weight of its own.
+//! Expert products: the rows of a matrix form one segment for each expert, and each expert has its own weight.
 
 use super::product::{MatmulLayout, MatmulShape};
 use crate::device::kernel::{Kernel, Operand, operands, refused};
@@ -6,15 +6,15 @@ use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 use crate::hardware::rates::Rates;
 
-/// Experts that a layer may have: kernels keep a number for each.
+/// Maximum experts of a layer: kernels keep a number for each expert.
 pub(crate) const EXPERTS_MAX: usize = 1024;
 
-/// Sizes of a [`GroupedMatmul`], in the words of a linear layer: its weights, one expert's below the other's, are `[experts * outs, ins]`.
+/// Sizes of a [`GroupedMatmul`], named as in a linear layer. The weights of all experts together are `[experts * outs, ins]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupedShape {
     pub layout: MatmulLayout,
     pub experts: usize,
-    /// Rows of all segments together.
+    /// Rows of all segments.
     pub rows: usize,
     /// Rows of an expert's weight.
     pub outs: usize,
@@ -23,7 +23,7 @@ pub struct GroupedShape {
 }
 
 impl GroupedShape {
-    /// The product of all experts together, as if they had one weight.
+    /// The product of all rows with a single weight, which has the same FLOPs.
     pub(crate) fn together(&self) -> MatmulShape {
         let Self { layout, rows, outs, ins, .. } = *self;
         let (m, n, k) = match layout {
@@ -56,10 +56,10 @@ pub struct GroupedMatmul {
     pub shape: GroupedShape,
     pub a: DeviceSlice,
     pub b: DeviceSlice,
-    /// Where the experts' segments begin, and the end of the last one: int32 `[experts + 1]`, ascending from 0 to `rows`.
+    /// Bounds of the experts' segments: int32 `[experts + 1]`, ascending from 0 to `rows`.
     pub bounds: DeviceSlice,
     pub c: DeviceSlice,
-    /// Adds to the gradient of a weight.
+    /// Whether to add to the gradient of a weight.
     pub accumulate: bool,
 }
 
@@ -90,16 +90,16 @@ impl Kernel for GroupedMatmul {
     }
 }
 
-/// `out_e[c] (+)=` the sum of column `c` over the rows of expert `e`, each row times its weight where there are weights.
+/// `out_e[c] (+)=` the sum of column `c` over the rows of expert `e`, each row times its weight if there are weights.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentSums {
     /// `[rows, cols]`
     pub x: DeviceSlice,
-    /// By choice, fp32 `[T * k]`.
+    /// Routing weights by choice, fp32 `[T * k]`.
     pub weights: Option<DeviceSlice>,
-    /// Which choice each row is, int32 `[rows]`.
+    /// Index of the routing choice of each row, int32 `[rows]`.
     pub entries: DeviceSlice,
-    /// As of [`GroupedMatmul`].
+    /// See [`GroupedMatmul::bounds`].
     pub bounds: DeviceSlice,
     /// `[experts, cols]`
     pub out: DeviceSlice,
@@ -125,7 +125,7 @@ impl Kernel for SegmentSums {
     }
 }
 
-/// An error of `kernel` unless it can have so many experts.
+/// An error of `kernel` for an unsupported number of experts.
 pub(super) fn check_experts(kernel: &'static str, experts: usize) -> Result<()> {
     if (1..=EXPERTS_MAX).contains(&experts) {
         return Ok(());

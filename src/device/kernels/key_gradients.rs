@@ -1,32 +1,32 @@
-//! Gradients of attention that come block by block.
+//! Sums of attention's gradients over blocks.
 
 use crate::device::kernel::{Kernel, Operand, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
-/// Adds what one block of queries gave to gradients of keys and values to the sums of the blocks before it, in fp32. Of keys that no later
-/// block sees, the sum is rounded to where the block's own gradients were. The same adds up gradients of queries over blocks of keys: one half of
-/// their columns stands where keys are, the other where values are.
+/// Adds the key and value gradients of one block of queries to the fp32 sums of earlier blocks. For keys that no later block sees, the sum
+/// is rounded and replaces the block's own gradients. The same kernel sums query gradients over blocks of keys, with one half of their
+/// columns in place of keys and the other half in place of values.
 #[derive(Clone, Copy, Debug)]
 pub struct AddKeyGradients {
-    /// What the block gave, `[keys, pitch]`, in `width` columns from each of `columns` on; others are not touched.
+    /// Gradients of the block, `[keys, pitch]`, in `width` columns from each of `columns` on; other columns are not accessed.
     pub dqkv: DeviceSlice,
     /// fp32 `[keys, 2, width]`.
     pub sums: DeviceSlice,
     /// Columns of a row of `dqkv`.
     pub pitch: usize,
-    /// The first column of keys' gradients, and that of values'.
+    /// First columns of key gradients and of value gradients.
     pub columns: [usize; 2],
-    /// Columns of each.
+    /// Columns of key gradients, and of value gradients.
     pub width: usize,
-    /// So many keys, the first ones, have a sum; that of others begins with 0.
+    /// Number of leading keys that already have a sum; the sums of the remaining keys begin with 0.
     pub begun: usize,
-    /// So many keys, the first ones, are seen by no later block.
+    /// Number of leading keys that no later block sees.
     pub done: usize,
 }
 
 impl AddKeyGradients {
-    /// Keys.
+    /// Number of keys.
     pub(crate) fn keys(&self) -> usize {
         rows(self.dqkv, self.pitch)
     }
@@ -49,7 +49,7 @@ impl Kernel for AddKeyGradients {
         operands![self; Update dqkv[keys * self.pitch], Update sums[keys * 2 * self.width] Float32]
     }
 
-    /// Reads gradients, and of each sum what there was; writes one of both.
+    /// Reads the gradients and the present sums; writes either the gradient or the sum of each key.
     fn bytes(&self) -> f64 {
         let (sums, gradient) = (self.sums.bytes() as f64, self.dqkv.dtype().bytes() as f64 / 4.0);
         sums * (2.0 + gradient)

@@ -1,4 +1,4 @@
-//! The arithmetic of a transformer and of the transfer path: a value for each kernel, in a file for each file of PTX.
+//! The arithmetic of a transformer and of transfers: one value for each kernel, one file for each file of PTX.
 
 pub(super) mod attention;
 pub(super) mod cross_entropy;
@@ -20,26 +20,26 @@ use super::kernel::{Checked, Kernel};
 use crate::error::Result;
 use quantize::WithScale;
 
-/// A device that has the kernel `K`.
+/// A device that supports the kernel `K`.
 pub trait Launch<K: Kernel>: Device {
-    /// Enqueues `kernel` once its operands have been found right.
+    /// Checks the operands of `kernel` and enqueues it.
     ///
     /// # Errors
-    /// `Resource` when an operand has a wrong size or format, overlaps what is written, or is not this device's; `Unsupported` when the device
-    /// has no kernel for these formats or sizes.
+    /// `Resource` when an operand has a wrong size or format, overlaps a written operand, or is not this device's memory; `Unsupported`
+    /// when the device has no kernel for these formats or sizes.
     fn launch(&mut self, kernel: K) -> Result<()> {
         let checked = Checked::new(kernel, |memory| self.check_memory(memory))?;
         self.accept(checked)
     }
 
-    /// Enqueues what has been checked: [`Launch::launch`] calls it.
+    /// Enqueues a checked kernel; [`Launch::launch`] calls it.
     ///
     /// # Errors
-    /// `Unsupported` as there.
+    /// `Unsupported` when the device has no kernel for these formats or sizes.
     fn accept(&mut self, kernel: Checked<K>) -> Result<()>;
 }
 
-/// A trait for all devices that have each of these kernels, and those behind the semicolon also [`WithScale`].
+/// A trait for all devices that support each of these kernels; kernels after the semicolon are also supported with [`WithScale`].
 macro_rules! sum {
     (
         $(#[$doc:meta])*

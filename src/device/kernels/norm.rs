@@ -3,14 +3,14 @@
 use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
 
-/// `out = x * rstd * weight` by rows of the weight's length; or with `1 + weight`.
+/// `out = x * rstd * weight` by rows of the weight's length; with `plus_one` the factor is `1 + weight`.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     /// `[rows, cols]`
     pub x: DeviceSlice,
     /// `[cols]`
     pub weight: DeviceSlice,
-    /// The factor is `1 + weight`.
+    /// Whether the factor is `1 + weight`.
     pub plus_one: bool,
     /// Added to the mean of squares.
     pub eps: f32,
@@ -29,7 +29,7 @@ impl Kernel for RmsNorm {
     }
 }
 
-/// Adds the gradient of [`RmsNorm`]'s input into `dx`; `dweight (+)=` the weight's.
+/// Adds the gradient of [`RmsNorm`]'s input to `dx`; `dweight (+)=` the gradient of the weight.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormBackward {
     /// Gradient of the output, `[rows, cols]`.
@@ -38,9 +38,9 @@ pub struct RmsNormBackward {
     pub x: DeviceSlice,
     /// `[cols]`
     pub weight: DeviceSlice,
-    /// The factor is `1 + weight`.
+    /// Whether the factor is `1 + weight`.
     pub plus_one: bool,
-    /// Of the forward pass, fp32 `[rows]`.
+    /// Result of the forward pass, fp32 `[rows]`.
     pub rstd: DeviceSlice,
     /// `[rows, cols]`
     pub dx: DeviceSlice,
@@ -87,7 +87,7 @@ impl Kernel for LayerNorm {
     }
 }
 
-/// Adds the gradient of [`LayerNorm`]'s input into `dx`; `dweight (+)=` and `dbias (+)=` the parameters'.
+/// Adds the gradient of [`LayerNorm`]'s input to `dx`; `dweight (+)=` and `dbias (+)=` the gradients of the parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerNormBackward {
     /// Gradient of the output, `[rows, cols]`.
@@ -96,7 +96,7 @@ pub struct LayerNormBackward {
     pub x: DeviceSlice,
     /// `[cols]`
     pub weight: DeviceSlice,
-    /// Of the forward pass, fp32 `[rows, 2]`.
+    /// Result of the forward pass, fp32 `[rows, 2]`.
     pub stats: DeviceSlice,
     /// `[rows, cols]`
     pub dx: DeviceSlice,

@@ -1,4 +1,4 @@
-//! Activations: every element alone.
+//! Elementwise activations.
 
 use crate::device::kernel::{Kernel, Operand, operands, rows};
 use crate::device::slice::DeviceSlice;
@@ -6,7 +6,7 @@ use crate::device::slice::DeviceSlice;
 /// `out[r,c] = silu(gate_up[r,c]) * gate_up[r, c + cols]`
 #[derive(Clone, Copy, Debug)]
 pub struct Swiglu {
-    /// `[rows, 2 cols]`: gate, then up.
+    /// `[rows, 2 cols]`: gate, then up projection.
     pub gate_up: DeviceSlice,
     /// `[rows, cols]`
     pub out: DeviceSlice,
@@ -48,7 +48,7 @@ impl Kernel for SwigluBackward {
 /// `out[r,c] = gelu(gate_up[r,c]) * gate_up[r, c + cols]`, with the tanh form of GELU.
 #[derive(Clone, Copy, Debug)]
 pub struct Geglu {
-    /// `[rows, 2 cols]`: gate, then up.
+    /// `[rows, 2 cols]`: gate, then up projection.
     pub gate_up: DeviceSlice,
     /// `[rows, cols]`
     pub out: DeviceSlice,
@@ -92,7 +92,7 @@ impl Kernel for GegluBackward {
 pub struct Gelu {
     /// Any size.
     pub x: DeviceSlice,
-    /// As large as `x`.
+    /// Same size as `x`.
     pub out: DeviceSlice,
 }
 
@@ -109,7 +109,7 @@ impl Kernel for Gelu {
 pub struct GeluBackward {
     pub dout: DeviceSlice,
     pub x: DeviceSlice,
-    /// As large as `x`; may be `dout`.
+    /// Same size as `x`; may be `dout`.
     pub dx: DeviceSlice,
 }
 
@@ -127,9 +127,9 @@ pub struct ScaleAdd {
     /// Any size.
     pub x: DeviceSlice,
     pub scale: f32,
-    /// As large as `x`; `None`: nothing is added.
+    /// Same size as `x`; `None`: no addend.
     pub base: Option<DeviceSlice>,
-    /// As large as `x`; may be `x`.
+    /// Same size as `x`; may be `x`.
     pub out: DeviceSlice,
 }
 

@@ -8,11 +8,11 @@ use crate::error::{Error, Result};
 use crate::hardware::rates::Rates;
 use std::fmt;
 
-/// How the two inputs of a [`Matmul`] are laid out.
+/// Layout of the two factors of a [`Matmul`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MatmulLayout {
-    /// `c[m,n] = a[m,k] * b[n,k]^T`: a linear layer's forward, `b` its weight `[out, in]`.
+    /// `c[m,n] = a[m,k] * b[n,k]^T`: the forward pass of a linear layer with weight `b`, `[out, in]`.
     Nt,
     /// `c[m,n] = a[m,k] * b[k,n]`: the gradient of a linear layer's input.
     Nn,
@@ -32,7 +32,7 @@ pub struct MatmulShape {
     pub m: usize,
     /// Columns of `c`.
     pub n: usize,
-    /// The dimension summed over.
+    /// The dimension of the sum.
     pub k: usize,
 }
 
@@ -43,25 +43,25 @@ impl MatmulShape {
     }
 }
 
-/// The algorithm that a library chose for the products of one shape.
+/// The algorithm that cuBLASLt chose for the products of one shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct ProductAlgorithm {
     #[serde(flatten)]
     pub shape: MatmulShape,
-    /// Of which one factor is in as many parts, where it is a product of experts; the shape is then that of all together.
+    /// Number of experts of a grouped product, whose `shape` is that of all experts together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) experts: Option<usize>,
     pub dtype: Dtype,
-    /// The library's number for the algorithm.
+    /// Number of the algorithm in cuBLASLt.
     pub(crate) algorithm: i32,
-    /// Parts that the sum over `k` is split into; 0 and 1 are no split.
+    /// Parts into which the sum over `k` is split; 0 and 1 mean no split.
     pub(crate) split_k: i32,
-    /// Suggestions before it that were passed over because their results may be wrong.
+    /// Number of earlier suggestions that were skipped because their results may be wrong.
     pub(crate) passed_over: usize,
 }
 
 impl fmt::Display for ProductAlgorithm {
-    /// `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`, and then `of 32 experts`.
+    /// For example `algorithm 71 in 4 parts for 8 x 16 x 32 (Tn) on bfloat16`, followed by `of 32 experts` for grouped products.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MatmulShape { layout, m, n, k } = self.shape;
         let parts = if self.split_k > 1 { format!(" in {} parts", self.split_k) } else { String::new() };
@@ -80,7 +80,7 @@ pub struct Matmul {
     pub b: DeviceSlice,
     /// `[n]`
     pub bias: Option<DeviceSlice>,
-    /// What the product is added to, `[m, n]`: `c` itself, to accumulate, or what a residual branch joins, which does not overlap it.
+    /// Addend of the product, `[m, n]`: `c` itself, to accumulate, or the input of a residual connection, which does not overlap `c`.
     pub base: Option<DeviceSlice>,
     /// `[m, n]`
     pub c: DeviceSlice,
@@ -92,12 +92,12 @@ impl Matmul {
         Self { shape, a, b, bias: None, base: None, c }
     }
 
-    /// With what `c` holds for its base, if it is to `accumulate`.
+    /// Uses `c` as the base if the product is to `accumulate`.
     pub(crate) fn onto_itself(self, accumulate: bool) -> Self {
         Self { base: accumulate.then_some(self.c), ..self }
     }
 
-    /// The base, where it is not `c` itself.
+    /// The base, if it is not `c` itself.
     pub(crate) fn base_apart(&self) -> Option<DeviceSlice> {
         self.base.filter(|base| *base != self.c)
     }
@@ -121,32 +121,32 @@ impl Kernel for Matmul {
     }
 }
 
-/// Bytes that addresses of all operands of a [`ScaledMatmul`] are multiples of, of scales, too: cuBLASLt refuses others.
+/// Alignment in bytes of all operands of a [`ScaledMatmul`], including scales; cuBLASLt rejects smaller alignments.
 pub(crate) const FP8_ALIGN_BYTES: u64 = 16;
 
-/// `c = (a * b^T) a_scale b_scale (+ bias over columns) (+ base)` over numbers of 8 bits: `c[m,n]`, `a[m,k]`, `b[n,k]`. The sum over k is fp32,
+/// `c = (a * b^T) a_scale b_scale (+ bias over columns) (+ base)` over 8-bit floats: `c[m,n]`, `a[m,k]`, `b[n,k]`. The sum over k is fp32,
 /// in ascending order; `c` is rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaledMatmul {
-    /// `[m, k]`, in either format of 8 bits.
+    /// `[m, k]`, in either 8-bit format.
     pub a: DeviceSlice,
-    /// What one of `a` means, fp32 `[1]`.
+    /// Scale of `a`, fp32 `[1]`.
     pub a_scale: DeviceSlice,
     /// `[n, k]`, E4M3.
     pub b: DeviceSlice,
-    /// What one of `b` means, fp32 `[1]`.
+    /// Scale of `b`, fp32 `[1]`.
     pub b_scale: DeviceSlice,
     /// `[n]`
     pub bias: Option<DeviceSlice>,
-    /// As [`Matmul::base`].
+    /// See [`Matmul::base`].
     pub base: Option<DeviceSlice>,
-    /// `[m, n]`, no number of 8 bits.
+    /// `[m, n]`, not in an 8-bit format.
     pub c: DeviceSlice,
     /// Rows of `c`.
     pub m: usize,
     /// Columns of `c`.
     pub n: usize,
-    /// The dimension summed over.
+    /// The dimension of the sum.
     pub k: usize,
 }
 
@@ -155,7 +155,7 @@ impl ScaledMatmul {
         MatmulShape { layout: MatmulLayout::Nt, m: self.m, n: self.n, k: self.k }
     }
 
-    /// As [`Matmul::base_apart`].
+    /// See [`Matmul::base_apart`].
     pub(crate) fn base_apart(&self) -> Option<DeviceSlice> {
         self.base.filter(|base| *base != self.c)
     }
@@ -194,7 +194,7 @@ impl Kernel for ScaledMatmul {
         }
     }
 
-    /// That of the result, and of what is added to it.
+    /// The common format of the result and of its addends.
     fn float_format(&self) -> Result<Dtype> {
         let dtype = self.c.dtype();
         match [self.bias, self.base].into_iter().flatten().find(|added| added.dtype() != dtype) {

@@ -1,6 +1,6 @@
-//! From numbers of 16 bits to numbers of 8 and one scale for all of them: what products in FP8 read.
+//! Quantization of 16-bit floats to 8-bit floats with one scale, for FP8 products.
 //!
-//! A scale is a power of two, so that dividing by it is exact, and every device rounds once and alike.
+//! Scales are powers of two, so division by a scale is exact, and all devices round once and identically.
 
 use crate::device::kernel::{Access, Kernel, Operand, operands, refused};
 use crate::device::kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
@@ -9,19 +9,19 @@ use crate::device::slice::DeviceSlice;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// What the dimensions of matrices of 8 bits are multiples of: rows of them, in either orientation, are whole 16-byte vectors.
+/// The dimensions of 8-bit matrices are multiples of this number, so that rows are whole 16-byte vectors in both orientations.
 pub(crate) const FP8_GRAIN: usize = 16;
 
-/// Bits of fp32's exponent and mantissa.
+/// Position of fp32's exponent, which follows the mantissa bits.
 const MANTISSA_BITS: u32 = 23;
-/// The mantissa of 1.75: that of the largest number of both formats of 8 bits.
+/// Mantissa of 1.75, the mantissa of the largest number of both 8-bit formats.
 const LARGEST_MANTISSA: u32 = 0x60_0000;
 
-/// The scale for numbers of which the largest has the magnitude `largest`: the least power of two, from 2^-126 on, by whose division it lies
-/// within `format`; NaN where it is no number, so that nothing that is computed with the matrix is one either.
+/// The scale for numbers of magnitude up to `largest`: the smallest power of two, at least 2^-126, such that the quotient lies within
+/// `format`. If `largest` is infinite or NaN the scale is NaN, so that every result computed with the matrix is NaN.
 ///
 /// # Panics
-/// If the format is none of 8 bits.
+/// If the format is not an 8-bit format.
 pub(crate) fn scale_of(largest: f32, format: Dtype) -> f32 {
     let bits = largest.abs().to_bits();
     if bits >= f32::INFINITY.to_bits() {
@@ -35,7 +35,7 @@ pub(crate) fn scale_of(largest: f32, format: Dtype) -> f32 {
 /// The exponent of the format's largest number, 448 or 57344.
 ///
 /// # Panics
-/// If the format is none of 8 bits.
+/// If the format is not an 8-bit format.
 pub(crate) fn largest_exponent(format: Dtype) -> u32 {
     match format {
         Dtype::Float8E4m3 => 8,
@@ -44,14 +44,14 @@ pub(crate) fn largest_exponent(format: Dtype) -> u32 {
     }
 }
 
-/// `scale` of a matrix, see [`scale_of`], from the largest magnitude of its elements.
+/// Computes the `scale` of a matrix, see [`scale_of`], from the largest magnitude of its elements.
 #[derive(Clone, Copy, Debug)]
 pub struct AbsMaxScale {
-    /// Any size but none.
+    /// At least one element.
     pub x: DeviceSlice,
     /// fp32 `[1]`
     pub scale: DeviceSlice,
-    /// Of 8 bits.
+    /// An 8-bit format.
     pub format: Dtype,
 }
 
@@ -67,7 +67,7 @@ impl Kernel for AbsMaxScale {
     }
 }
 
-/// A kernel that has each element of a matrix in its hands when it writes it, and so may find the matrix's scale.
+/// A kernel that writes every element of a matrix, so that it can compute the scale of the matrix as well.
 pub trait WritesMatrix: Kernel {
     /// The matrix; every element of it is written.
     fn written(&self) -> DeviceSlice;
@@ -97,30 +97,30 @@ write_matrices! {
     ScaleAdd.out,
 }
 
-/// Where a matrix's scale goes.
+/// Destination of a matrix's scale.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaleCell {
-    /// fp32 `[1]`, 0 before: it is raised to the scale, in the order of bits, in which NaN is above all numbers.
+    /// fp32 `[1]`, 0 before the kernel. Kernels raise it to the scale, comparing bits, in which NaN is above all numbers.
     pub scale: DeviceSlice,
-    /// Of 8 bits.
+    /// An 8-bit format.
     pub format: Dtype,
 }
 
-/// A kernel that also finds the scale of the matrix that it writes, as [`AbsMaxScale`] does in a pass of its own.
+/// A kernel that also computes the scale of the matrix that it writes, as [`AbsMaxScale`] does in a separate pass.
 #[derive(Clone, Copy, Debug)]
 pub struct WithScale<K> {
     pub kernel: K,
-    /// `None`: the kernel alone.
+    /// `None`: no scale.
     pub cell: Option<ScaleCell>,
 }
 
-/// Most operands of a [`WithScale`].
+/// Maximum operands of a [`WithScale`].
 const OPERANDS_MAX: usize = 8;
 
 impl<K: WritesMatrix> Kernel for WithScale<K> {
     const NAME: &'static str = K::NAME;
 
-    /// The kernel's, then the scale.
+    /// Operands of the kernel, then the scale.
     fn operands(&self) -> impl AsRef<[Operand]> {
         let none = Operand { name: "scale", slice: None, dtype: Some(Dtype::Float32), elems: 1, access: Access::Update, small: true };
         let (kernel, mut all) = (self.kernel.operands(), [none; OPERANDS_MAX]);
@@ -136,15 +136,15 @@ impl<K: WritesMatrix> Kernel for WithScale<K> {
     }
 }
 
-/// Divides a matrix by its scale and rounds to the nearest numbers of 8 bits: as it is, transposed, or both in one pass. A scale that is NaN, or
-/// 0 because nobody found it, makes NaN of all.
+/// Divides a matrix by its scale and rounds to the nearest 8-bit floats: unchanged, transposed, or both in one pass. A scale that is NaN,
+/// or 0 because no kernel computed it, makes all elements NaN.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize {
     /// `[rows, cols]`
     pub x: DeviceSlice,
-    /// As [`AbsMaxScale`] leaves it, fp32 `[1]`.
+    /// Result of [`AbsMaxScale`], fp32 `[1]`.
     pub scale: DeviceSlice,
-    /// `[rows, cols]`, of 8 bits.
+    /// `[rows, cols]`, in an 8-bit format.
     pub out: Option<DeviceSlice>,
     /// `[cols, rows]`, in the same format.
     pub transposed: Option<DeviceSlice>,
@@ -152,10 +152,10 @@ pub struct Quantize {
 }
 
 impl Quantize {
-    /// The format of 8 bits.
+    /// The 8-bit format.
     ///
     /// # Errors
-    /// `Resource` when there is none, or there are two.
+    /// `Resource` when there is no output, or when the outputs have different formats.
     pub(crate) fn format(&self) -> Result<Dtype> {
         let formats = [self.out, self.transposed].map(|out| out.map(DeviceSlice::dtype));
         match formats {
@@ -184,7 +184,7 @@ impl Kernel for Quantize {
         Err(refused(Self::NAME, format!("{elems} elements in rows of {cols} are no matrix of multiples of {FP8_GRAIN}")))
     }
 
-    /// That of `x`.
+    /// The format of `x`.
     fn float_format(&self) -> Result<Dtype> {
         Ok(self.x.dtype())
     }

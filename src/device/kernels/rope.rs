@@ -1,12 +1,12 @@
-//! Query and key heads: their RMS normalisation, each alone or all queries and all keys of a token together, and their rotation.
+//! RMS normalisation and rotation of query and key heads. The normalisation is over each head, or over all queries and all keys of a token.
 
 use super::attention::AttentionShape;
 use crate::device::kernel::{Kernel, Operand, bytes, operands, refused, rows};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
-/// RMS-normalises every query head with `q_weight` and every key head with `k_weight`, and copies the values. Weights that are longer than
-/// a head span all query heads of a token, and all its key heads: such a span has one root mean square.
+/// RMS-normalises every query head with `q_weight` and every key head with `k_weight`, and copies the values. Weights longer than a head
+/// span all query heads, or all key heads, of a token; such a span has one root mean square.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
@@ -15,15 +15,15 @@ pub struct QkNorm {
     pub q_weight: DeviceSlice,
     /// `[head_dim]` or `[kv_heads * head_dim]`
     pub k_weight: DeviceSlice,
-    /// The factors are `1 + weight`.
+    /// Whether the factors are `1 + weight`.
     pub plus_one: bool,
     /// Added to the mean of squares.
     pub eps: f32,
-    /// As large as `qkv`, and not the same.
+    /// Same size as `qkv`, without overlap.
     pub out: DeviceSlice,
     /// One for each span, fp32 `[T, heads + kv_heads]` or `[T, 2]`, kept for the backward pass.
     pub rstd: DeviceSlice,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 
@@ -43,9 +43,9 @@ impl Kernel for QkNorm {
 /// Turns `dqkv` (gradient of [`QkNorm`]'s output) into the gradient of its input, in place; `dq_weight (+)=`, `dk_weight (+)=`.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormBackward {
-    /// As large as `qkv`.
+    /// Same size as `qkv`.
     pub dqkv: DeviceSlice,
-    /// The input of the forward pass, like all that follow.
+    /// The input of the forward pass, like the operands that follow.
     pub qkv: DeviceSlice,
     /// See [`QkNorm::q_weight`].
     pub q_weight: DeviceSlice,
@@ -55,13 +55,13 @@ pub struct QkNormBackward {
     pub plus_one: bool,
     /// See [`QkNorm::rstd`].
     pub rstd: DeviceSlice,
-    /// As long as `q_weight`.
+    /// Same length as `q_weight`.
     pub dq_weight: DeviceSlice,
-    /// As long as `k_weight`.
+    /// Same length as `k_weight`.
     pub dk_weight: DeviceSlice,
-    /// Adds to the gradients of the weights.
+    /// Whether to add to the gradients of the weights.
     pub accumulate: bool,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 
@@ -82,23 +82,23 @@ impl Kernel for QkNormBackward {
     }
 }
 
-/// Rotates queries and keys in place. Channel `i` pairs with `i + rotary_dim / 2`, or channel `2 i` with its neighbour where pairs are
-/// `interleaved`; channels from `rotary_dim` on pass.
+/// Rotates queries and keys in place. Channel `i` pairs with `i + rotary_dim / 2`; with `interleaved`, channel `2 i` pairs with `2 i + 1`.
+/// Channels from `rotary_dim` on are unchanged.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope {
     /// `[T, (heads + 2 kv_heads) * head_dim]`
     pub qkv: DeviceSlice,
     /// int32 `[T]`, each a row of the table.
     pub positions: DeviceSlice,
-    /// (cos, sin) by position, fp32 `[positions, rotary_dim / 2, 2]`, for as many as there are.
+    /// (cos, sin) by position, fp32 `[positions, rotary_dim / 2, 2]`, for any number of positions.
     pub table: DeviceSlice,
     /// Channels that are rotated, an even number.
     pub rotary_dim: usize,
-    /// Pairs are neighbours.
+    /// Whether pairs are adjacent channels.
     pub interleaved: bool,
-    /// Rotates back: the backward pass.
+    /// Whether to rotate back, for the backward pass.
     pub inverse: bool,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 
@@ -127,7 +127,7 @@ impl Kernel for Rope {
     }
 }
 
-/// What is normalised together.
+/// Sizes of the spans that are normalised together.
 pub(crate) struct Spans {
     /// Channels of a span of queries.
     pub(crate) q: usize,
@@ -138,7 +138,7 @@ pub(crate) struct Spans {
 }
 
 impl Spans {
-    /// As the weight of the queries says.
+    /// Spans for this shape and length of the query weight.
     pub(crate) fn of(shape: &AttentionShape, q_weight: DeviceSlice) -> Self {
         let (d, tokens) = (shape.head_dim, shape.tokens());
         match q_weight.elems() == d {

@@ -1,4 +1,4 @@
-//! Who computes a token: the router's choice of experts, the order that brings an expert's rows together, and the way back.
+//! Routing of tokens to experts: choice of experts, order of rows by expert, dispatch and combination.
 
 use super::grouped::check_experts;
 use super::product::{MatmulLayout, MatmulShape};
@@ -7,7 +7,8 @@ use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 use crate::hardware::rates::Rates;
 
-/// `logits = x * weight^T (+ bias)` in fp32, whatever the format of the others: in a narrow format logits of many experts would tie.
+/// `logits = x * weight^T (+ bias)` in fp32, whatever the format of the operands, because in a 16-bit format the logits of many experts
+/// would tie.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterLogits {
     /// `[T, channels]`
@@ -22,7 +23,7 @@ pub struct RouterLogits {
 }
 
 impl RouterLogits {
-    /// The product that it is.
+    /// Shape of the matrix product.
     pub(crate) fn product(&self) -> MatmulShape {
         let (m, n) = (rows(self.x, self.channels), rows(self.weight, self.channels));
         MatmulShape { layout: MatmulLayout::Nt, m, n, k: self.channels }
@@ -47,13 +48,12 @@ impl Kernel for RouterLogits {
     }
 }
 
-/// How the weights of a token's experts follow from its logits. The experts are those of the largest logits either way, and of equal ones
-/// those that come first.
+/// Rule for the weights of a token's experts. The experts have the largest logits in both cases; among equal logits the first come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterRule {
-    /// The softmax of the chosen logits: the same as that of all, divided by the sum of what was chosen.
+    /// The softmax of the chosen logits, which equals the softmax of all logits divided by its sum over the chosen ones.
     Chosen,
-    /// What the softmax of all logits gives the chosen ones.
+    /// The softmax of all logits, at the chosen ones.
     All,
 }
 
@@ -68,7 +68,7 @@ pub struct RouteShape {
 }
 
 impl RouteShape {
-    /// Choices of all tokens, which are the rows that experts compute.
+    /// Number of choices of all tokens, which is the number of rows that experts compute.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k
     }
@@ -108,16 +108,16 @@ impl Kernel for Route {
     }
 }
 
-/// Orders the choices by expert, then by token: an expert's rows lie together, in the order of their tokens.
+/// Orders the choices by expert, then by token, so that the rows of an expert are contiguous and in the order of their tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Segments {
     /// int32 `[T, k]`
     pub experts: DeviceSlice,
-    /// Where the experts' segments begin, and the end of the last one: int32 `[experts + 1]`.
+    /// Bounds of the experts' segments: int32 `[experts + 1]`.
     pub bounds: DeviceSlice,
     /// The row of each choice: int32 `[T, k]`.
     pub slots: DeviceSlice,
-    /// Which choice each row is, `t * k + j`: int32 `[rows]`.
+    /// Index `t * k + j` of the routing choice of each row: int32 `[rows]`.
     pub entries: DeviceSlice,
     pub shape: RouteShape,
 }
@@ -139,12 +139,12 @@ impl Kernel for Segments {
     }
 }
 
-/// `out[slots[t,j]] = x[t]`: a copy of a token for each of its choices.
+/// `out[slots[t,j]] = x[t]`: one copy of a token for each of its choices.
 #[derive(Clone, Copy, Debug)]
 pub struct Dispatch {
     /// `[T, cols]`
     pub x: DeviceSlice,
-    /// int32 `[T, k]`: every row once.
+    /// int32 `[T, k]`, a permutation of the rows.
     pub slots: DeviceSlice,
     /// `[rows, cols]`
     pub out: DeviceSlice,
@@ -164,7 +164,7 @@ impl Kernel for Dispatch {
     }
 }
 
-/// Whether every token has as many of the rows in `slots`.
+/// Checks that the rows in `slots` divide evenly among the tokens.
 fn check_shares(kernel: &'static str, slots: DeviceSlice, tokens: usize) -> Result<()> {
     let rows = slots.elems();
     if tokens > 0 && rows.is_multiple_of(tokens) {
@@ -173,7 +173,8 @@ fn check_shares(kernel: &'static str, slots: DeviceSlice, tokens: usize) -> Resu
     Err(refused(kernel, format!("{rows} rows cannot be shared out among {tokens} tokens")))
 }
 
-/// `out[t] =` the sum over the choices `j` of token `t`, in ascending order, of `weights[t,j] * x[slots[t,j]]`, plus `base[t]`; rounded once.
+/// `out[t] =` the sum over the choices `j` of token `t`, in ascending order, of `weights[t,j] * x[slots[t,j]]`, plus `base[t]`; rounded
+/// once.
 #[derive(Clone, Copy, Debug)]
 pub struct Combine {
     /// `[rows, cols]`
@@ -182,7 +183,7 @@ pub struct Combine {
     pub slots: DeviceSlice,
     /// fp32 `[T, k]`; `None`: all are 1.
     pub weights: Option<DeviceSlice>,
-    /// `[T, cols]`: what a residual branch joins.
+    /// `[T, cols]`: the input of the residual connection.
     pub base: Option<DeviceSlice>,
     /// `[T, cols]`
     pub out: DeviceSlice,
@@ -206,7 +207,7 @@ impl Kernel for Combine {
     }
 }
 
-/// The gradient of a router's logits, from that of the weights.
+/// The gradient of a router's logits, computed from the gradient of the weights.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterBackward {
     /// fp32 `[T, experts]`
@@ -241,21 +242,21 @@ impl Kernel for RouterBackward {
     }
 }
 
-/// Adds to a router's gradient that of the loss which balances experts, over every layer and token of a micro-batch:
-/// `experts * sum_e f_e P_e`, where `f_e` is how many choices of a token fall on expert `e` and `P_e` its mean softmax. Only the softmax has a
-/// gradient.
+/// Adds the gradient of the balancing loss to a router's gradient. The loss, over all layers and tokens of a micro-batch, is
+/// `experts * sum_e f_e P_e`, where `f_e` is the mean number of choices of expert `e` by a token and `P_e` is the mean softmax of expert
+/// `e`. Only the softmax has a gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterBalance {
     /// fp32 `[T, experts]`
     pub logits: DeviceSlice,
     /// int32 `[T, k]`
     pub experts: DeviceSlice,
-    /// Of every layer, as of [`Segments`], `stride` apart: int32.
+    /// Bounds of every layer, see [`Segments::bounds`], `stride` apart: int32.
     pub bounds: DeviceSlice,
     pub stride: usize,
     /// `[T, experts]`
     pub dlogits: DeviceSlice,
-    /// On `p_e (n_e - sum_j n_j p_j)`, where `n_e` counts the choices of all layers and `p` is a token's softmax.
+    /// Factor on `p_e (n_e - sum_j n_j p_j)`, where `n_e` counts the choices of all layers and `p` is a token's softmax.
     pub factor: f32,
     pub shape: RouteShape,
 }

@@ -1,12 +1,12 @@
-//! Attention sinks: a column of every head's softmax that has a learned score and no value. They come behind attention, which knows nothing
-//! of them; its backward pass is right with the output and the log-sum-exp that are corrected here.
+//! Attention sinks: an additional column of every head's softmax with a learned score and no value. They are applied after attention, which
+//! does not know them. The backward pass of attention is correct with the corrected output and log-sum-exp.
 
 use super::attention::AttentionShape;
 use crate::device::kernel::{Kernel, Operand, operands};
 use crate::device::slice::DeviceSlice;
 use crate::error::Result;
 
-/// Scales each head's output by the part of the probability that its sink leaves, and adds the sink to the log-sum-exp.
+/// Scales each head's output by the probability that the sink leaves, and adds the sink to the log-sum-exp.
 #[derive(Clone, Copy, Debug)]
 pub struct Sinks {
     /// `[heads]`
@@ -15,7 +15,7 @@ pub struct Sinks {
     pub out: DeviceSlice,
     /// fp32 `[batch, heads, seq_length]`
     pub lse: DeviceSlice,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 
@@ -33,7 +33,7 @@ impl Kernel for Sinks {
     }
 }
 
-/// `dsinks[h] (+)= -` the sum over tokens of `exp(sinks[h] - lse) <dout, out>`, of what [`Sinks`] has corrected.
+/// `dsinks[h] (+)= -` the sum over tokens of `exp(sinks[h] - lse) <dout, out>`, with the results of [`Sinks`].
 #[derive(Clone, Copy, Debug)]
 pub struct SinksBackward {
     /// `[T, heads * head_dim]`
@@ -48,7 +48,7 @@ pub struct SinksBackward {
     pub dsinks: DeviceSlice,
     /// Adds to `dsinks`.
     pub accumulate: bool,
-    /// Sizes of all of them.
+    /// Sizes of all operands.
     pub shape: AttentionShape,
 }
 

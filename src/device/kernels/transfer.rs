@@ -1,4 +1,4 @@
-//! The transfer path: casts, the gradient's norm, the optimizer of resident buckets, and what a step needs beside.
+//! Transfer kernels: casts, gradient norm, optimizer of resident buckets, and helpers of a step.
 
 use crate::device::kernel::{Access, Kernel, Operand, operands, refused};
 use crate::device::slice::DeviceSlice;
@@ -11,7 +11,7 @@ use crate::optim::norm::BLOCK;
 /// Fills with zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Zero {
-    /// Of any format.
+    /// Any format.
     pub x: DeviceSlice,
 }
 
@@ -32,7 +32,7 @@ pub struct Cast {
     pub stream: Stream,
     /// Any size.
     pub src: DeviceSlice,
-    /// As many elements.
+    /// Same number of elements as `src`.
     pub dst: DeviceSlice,
 }
 
@@ -48,16 +48,17 @@ impl Kernel for Cast {
     }
 }
 
-/// Most parts of one [`SumSlices`].
+/// Maximum parts of one [`SumSlices`].
 pub(crate) const PARTS_MAX: usize = 8;
 
-/// `out[i] = ((before[i] + first part[i]) + second part[i]) + ...` in fp32, rounded once; without `before` the sum begins with the first part.
+/// `out[i] = ((before[i] + first part[i]) + second part[i]) + ...` in fp32, rounded once; without `before` the sum begins with the first
+/// part.
 #[derive(Clone, Copy, Debug)]
 pub struct SumSlices {
     pub stream: Stream,
-    /// In order, the first of them given; of one format. One may be `out`.
+    /// Parts in order, in one format. The first is not `None`. One part may be `out`.
     pub parts: [Option<DeviceSlice>; PARTS_MAX],
-    /// fp32; it may be `out`.
+    /// fp32; may be `out`.
     pub before: Option<DeviceSlice>,
     /// Any size, in the format of the parts or in fp32.
     pub out: DeviceSlice,
@@ -67,7 +68,7 @@ impl SumSlices {
     /// The sum of `parts` on `stream`.
     ///
     /// # Panics
-    /// If they are more than [`PARTS_MAX`].
+    /// If there are more than [`PARTS_MAX`] parts.
     pub fn new(stream: Stream, parts: &[DeviceSlice], before: Option<DeviceSlice>, out: DeviceSlice) -> Self {
         let mut all = [None; PARTS_MAX];
         all[..parts.len()].iter_mut().zip(parts).for_each(|(place, part)| *place = Some(*part));
@@ -106,15 +107,15 @@ impl Kernel for SumSlices {
     }
 }
 
-/// Sums of squares of gradients by blocks of [`BLOCK`], and whether one is infinite or NaN. See [`crate::optim::norm`].
+/// Sums of squares of gradients by blocks of [`BLOCK`], and whether a gradient is infinite or NaN. See [`crate::optim::norm`].
 #[derive(Clone, Copy, Debug)]
 pub struct GradNormPartials {
     pub stream: Stream,
     /// Any size.
     pub grads: DeviceSlice,
-    /// One sum a block, fp32.
+    /// One sum for each block, fp32.
     pub partials: DeviceSlice,
-    /// int32 `[1]`: becomes 1 if any gradient is not finite and is left alone otherwise.
+    /// int32 `[1]`: set to 1 if a gradient is not finite, otherwise unchanged.
     pub nonfinite: DeviceSlice,
 }
 
@@ -131,16 +132,16 @@ impl Kernel for GradNormPartials {
     }
 }
 
-/// The optimizer's step on equally long parts of a resident bucket; to the bit what [`crate::optim::adam`] specifies.
+/// The optimizer's step on a part of a resident bucket; bit-identical to [`crate::optim::adam`]. All operands have the same length.
 #[derive(Clone, Copy, Debug)]
 pub struct Adam {
-    /// Place of the first element in the flat order.
+    /// Index of the first element in the flat order.
     pub first: usize,
     /// fp32 parameters, updated.
     pub params: DeviceSlice,
     /// First moments, fp32 or bf16, updated.
     pub m: DeviceSlice,
-    /// Second moments, in the same format, updated.
+    /// Second moments, in the format of `m`, updated.
     pub v: DeviceSlice,
     pub grads: DeviceSlice,
     /// Working weights, written.
@@ -168,12 +169,12 @@ impl Kernel for Adam {
     }
 }
 
-/// Writes `value`, rounded to the format, into element `index`: fault injection, see `inject` in the configuration.
+/// Writes `value`, rounded to the format, to element `index`: fault injection, see `inject` in the configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Poke {
     /// Any size.
     pub x: DeviceSlice,
-    /// Below its elements.
+    /// Less than the number of elements.
     pub index: usize,
     pub value: f32,
 }

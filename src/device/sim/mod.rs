@@ -1,8 +1,7 @@
-//! A device that computes nothing: every operation takes the time that a machine's profile gives it, on a clock of its own.
+//! A device that computes nothing: every operation takes the time given by a machine's profile, on a simulated clock.
 //!
-//! The engine, the coordinator and the model's loop run on it as they are, so that it answers what a plan would do on a machine
-//! that is not here: the same spans, the same counters, the same reports. `world` is the machine, `pool` the
-//! optimizer's; a kernel says itself what it costs.
+//! The engine, the coordinator and the model's loop run on it unchanged. It therefore shows how a plan would run on another machine, with
+//! the same spans, counters and reports. `world` simulates the machine, `pool` the optimizer's pool; each kernel states its own cost.
 
 mod pool;
 mod world;
@@ -26,7 +25,7 @@ use world::{OpKind, SimWork, World};
 pub(crate) use pool::SimPool;
 pub(crate) use world::CLOCK_MAX_NS;
 
-/// Alignment of addresses that nothing lies at.
+/// Alignment of addresses, which have no memory.
 const ALIGN_BYTES: u64 = 256;
 
 pub(crate) struct SimDevice {
@@ -35,14 +34,15 @@ pub(crate) struct SimDevice {
     memory: DeviceMemory,
     world: Rc<RefCell<World>>,
     next_addr: u64,
-    /// Its own, among its peers.
+    /// Rank of this device.
     rank: usize,
-    /// Ranks of a process.
+    /// Number of ranks in a process.
     mates: usize,
 }
 
 impl SimDevice {
-    /// A device of this kind and memory at these `rates`, and its optimizer's pool: workers, their instruction set, and the format of moments. `name` is for people.
+    /// A device with the kind and memory `on` at these `rates`, and its optimizer's pool with the number of workers, their instruction set
+    /// and the format of moments. `name` is for people.
     pub(crate) fn new(
         name: &str,
         rates: &Rates,
@@ -59,12 +59,12 @@ impl SimDevice {
         (device, pool)
     }
 
-    /// The same among `mates` ranks of its process, and those of other processes.
+    /// Places this device among `mates` ranks of its process; further ranks belong to other processes.
     pub(crate) fn among(self, mates: usize) -> Self {
         Self { mates, ..self }
     }
 
-    /// Enqueues what takes `seconds` alone; the driver is busy with it for as long as a launch takes.
+    /// Enqueues an operation that takes `seconds` without contention; the driver is busy for the duration of a launch.
     fn enqueue(&mut self, stream: Stream, kind: OpKind, name: &'static str, seconds: f64) {
         let mut world = self.world.borrow_mut();
         world.enqueue(stream, SimWork { kind, name, index: u32::MAX, alone_ns: seconds * 1e9 });
@@ -85,7 +85,7 @@ impl SimDevice {
     }
 }
 
-/// A kernel takes as long as its FLOPs or its bytes, whichever are longer, after the least that any kernel takes.
+/// The time of a kernel is the larger of the times for its FLOPs and for its bytes, plus the minimum time of a kernel.
 impl<K: Kernel> Launch<K> for SimDevice {
     fn accept(&mut self, kernel: Checked<K>) -> Result<()> {
         let kernel = *kernel;
@@ -95,7 +95,7 @@ impl<K: Kernel> Launch<K> for SimDevice {
     }
 }
 
-/// Peers are its mirror images: they have recorded what it has, and their events are its own.
+/// Peers behave exactly like this device, so their events are represented by its own events.
 impl Peers for SimDevice {
     type Card = ();
 
@@ -122,7 +122,7 @@ impl Peers for SimDevice {
         self.wait(stream, event)
     }
 
-    /// What it pulls from itself, rank 0 where it was not admitted, is read and written in one memory.
+    /// A pull from the device itself, which is rank 0 unless it was admitted, reads and writes one memory.
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
         self.enqueue_pull(stream, peer, src.bytes());
@@ -133,14 +133,14 @@ impl Peers for SimDevice {
         Ok(())
     }
 
-    /// All send and receive at once, each way as fast as the network lets them.
+    /// All ranks send and receive at once, each direction at the speed of the network.
     fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
         let [out, into] = swaps.fold([0, 0], |[out, into], swap| [out + swap.out.bytes(), into + swap.into.bytes()]);
         self.enqueue(Stream::Compute, OpKind::Swap, "swap", self.rates.between_processes().exchange_s(out.max(into)));
         Ok(())
     }
 
-    /// Copy engines are as fast with rows of an attention head and more as with whole slices.
+    /// Copy engines copy rows of at least an attention head as fast as contiguous memory.
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.enqueue_pull(stream, peer, src.bytes());
@@ -187,7 +187,7 @@ impl Device for SimDevice {
         Ok(())
     }
 
-    /// No address leads anywhere.
+    /// Accepts all addresses, because none has memory.
     fn check_memory(&self, _memory: DeviceSlice) -> Result<()> {
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! The optimizer's pool in the simulated machine: a job takes as long as its bytes do.
+//! The optimizer's pool in the simulated machine: the time of a job follows from its bytes.
 
 use super::world::{OpKind, SimWork, World};
 use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// Takes jobs, and does none.
+/// A pool that accepts jobs but computes nothing.
 pub struct SimPool {
     pub(super) world: Rc<RefCell<World>>,
     pub(super) bytes_per_s: f64,
@@ -25,7 +25,7 @@ impl SimPool {
         self.world.borrow().pool_is_idle()
     }
 
-    /// Nanoseconds with a job so far.
+    /// Nanoseconds so far during which the pool had a job.
     pub(crate) fn busy_ns(&self) -> u64 {
         self.world.borrow().pool_busy_ns()
     }

@@ -1,8 +1,8 @@
-//! The simulated machine: lanes that work, a driver that looks, and one clock.
+//! The simulated machine: lanes that execute work, a driver that polls, and one clock.
 //!
-//! Time passes only when the driver spends some (it enqueues) or has nothing to do (it waits for the next thing to end). What
-//! works at the same time slows each other by the profile's factors, so that an operation's progress is a rate that changes
-//! whenever another one begins or ends.
+//! Time passes only when the driver spends time (it enqueues) or has nothing to do (it waits for the next completion). Concurrent
+//! operations slow each other down by factors of the profile, so the progress of an operation is a rate that changes whenever another
+//! operation begins or ends.
 
 use crate::device::Stream;
 use crate::hardware::peer_route::PeerRoute;
@@ -11,25 +11,25 @@ use crate::trace::Recorder;
 use std::array;
 use std::collections::VecDeque;
 
-/// Streams of the device, those of one with peers among them, then the optimizer's pool.
+/// Lanes: the streams of a device with peers, then the optimizer's pool.
 const POOL: usize = Stream::WITH_PEERS.len();
 const LANES: usize = POOL + 1;
-/// Work that is nearer to its end than this has ended. More than the clock can tell apart after an hour: else time would stand
-/// still before it.
+/// Work with less than this remaining time counts as done. It exceeds the resolution of the clock after an hour; a smaller value would let
+/// the simulated time stand still.
 const EPSILON_NS: f64 = 1e-2;
 
-/// What an operation keeps busy: others of some kinds slow it.
+/// The resource that an operation occupies, which determines its contention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OpKind {
     /// The device's arithmetic.
     Compute,
-    /// The link, out.
+    /// The link, device to host.
     ToHost,
-    /// The link, in.
+    /// The link, host to device.
     ToDevice,
-    /// Managed pages on their way; measured both ways at once.
+    /// Transfers of managed pages; measured in both directions at once.
     Paging,
-    /// Links between devices, whose copies slow nobody; or what else such copies pass.
+    /// Copies from peers: links between devices, which contend with nothing else, or another route given by the profile.
     FromPeer,
     /// Both hosts' memories and the network between them.
     OverHosts,
@@ -39,14 +39,14 @@ pub(super) enum OpKind {
     Adam,
 }
 
-/// Something that takes time.
+/// An operation that takes time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SimWork {
     pub kind: OpKind,
     pub name: &'static str,
-    /// Bucket, layer or step; `u32::MAX` when there is none.
+    /// Bucket, layer or step; `u32::MAX` if there is none.
     pub index: u32,
-    /// How long it takes alone.
+    /// Time without contention.
     pub(crate) alone_ns: f64,
 }
 
@@ -56,10 +56,10 @@ impl SimWork {
     }
 }
 
-/// Where the clock ends, after 31 years: sums of such times still fit into 64 bits.
+/// End of the clock, after 31 years; sums of such times still fit into 64 bits.
 pub(crate) const CLOCK_MAX_NS: f64 = 1e18;
 
-/// A time of the clock, which stands still at its end.
+/// Rounds a time to integer nanoseconds, limited to the end of the clock.
 fn whole_ns(ns: f64) -> u64 {
     ns.min(CLOCK_MAX_NS) as u64
 }
@@ -80,7 +80,7 @@ struct WorkInProgress {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct SimEvent {
-    /// Where it was recorded last.
+    /// The lane of its last record.
     lane: usize,
     recorded: u64,
     done: u64,
@@ -108,18 +108,18 @@ impl Lane {
     }
 }
 
-/// How much slower work of one kind is beside others; factors in (0, 1].
+/// Slowdown of each kind of work beside other kinds; factors in (0, 1].
 #[derive(Clone, Copy, Debug)]
 struct Contention {
     compute_under_copies: f64,
     copies_both_ways: [f64; 2],
     copies_under_adam: f64,
     adam_under_copies: f64,
-    /// Of kernels and of the optimizer: alone on their cores they keep all.
+    /// Contention between kernels and the optimizer on the same cores; 1 if they have separate cores.
     compute_under_adam: f64,
     adam_under_compute: f64,
     peers: PeerRoute,
-    /// The share of the link, both ways, that slices between hosts take.
+    /// Fraction of the link, in both directions, that slices between hosts use.
     over_hosts: f64,
 }
 
@@ -138,19 +138,19 @@ impl Contention {
         }
     }
 
-    /// Progress of work of this kind, where 1 is alone, beside what `active` says is under way.
+    /// Speed of work of this kind, where 1 is the speed without contention; `active` tests which kinds of work are running.
     fn speed(&self, kind: OpKind, active: impl Fn(OpKind) -> bool) -> f64 {
         let over_hosts = active(OpKind::OverHosts);
         let from_peers = |passed: PeerRoute| over_hosts || self.peers >= passed && active(OpKind::FromPeer);
         let [out, back] = [OpKind::ToHost, OpKind::ToDevice].map(&active);
-        // What was measured with copies both ways counts half for one.
+        // A factor measured with copies in both directions counts half for one direction.
         let under_copies = |factor: f64, passed: PeerRoute| match (out, back, from_peers(passed)) {
             (true, true, _) | (_, _, true) => factor,
             (false, false, false) => 1.0,
             _ => f64::midpoint(1.0, factor),
         };
         let by_adam = |is_slowed: bool| when(is_slowed && active(OpKind::Adam), self.copies_under_adam);
-        // A GPU's link carries what it pulls and what is pulled from it: both ways are shared with its own copies.
+        // A GPU's link carries its own pulls and pulls of its peers, so its copies share both directions with them.
         let beside_peers = self.peers >= PeerRoute::Links && active(OpKind::FromPeer);
         let beside_slices = when(beside_peers, 0.5) * when(over_hosts, 1.0 - self.over_hosts);
         let copy = |is_both_ways: bool, both_ways: f64| when(is_both_ways, both_ways) * beside_slices * by_adam(true);
@@ -161,7 +161,7 @@ impl Contention {
             OpKind::Adam => under_copies(self.adam_under_copies, PeerRoute::Host) * when(active(OpKind::Compute), self.adam_under_compute),
             OpKind::Paging | OpKind::Swap => 1.0,
             OpKind::FromPeer => when(self.peers >= PeerRoute::Links && (out || back), 0.5) * by_adam(self.peers == PeerRoute::Host),
-            // Half of the link is theirs, and a half of each hop.
+            // Slices between hosts get half of the link, and half of each hop.
             OpKind::OverHosts => when(out || back, (0.25 / self.over_hosts).min(1.0)) * by_adam(true),
             OpKind::ToHost => copy(back || beside_peers, self.copies_both_ways[0]),
             OpKind::ToDevice => copy(out || beside_peers, self.copies_both_ways[1]),
@@ -169,7 +169,7 @@ impl Contention {
     }
 }
 
-/// A factor that counts only sometimes.
+/// `factor` if the condition holds, else 1.
 fn when(condition: bool, factor: f64) -> f64 {
     if condition { factor } else { 1.0 }
 }
@@ -178,7 +178,7 @@ fn when(condition: bool, factor: f64) -> f64 {
 pub(super) struct World {
     now_ns: f64,
     lanes: [Lane; LANES],
-    /// What runs on each makes so much progress, until something begins or ends.
+    /// Speed of each lane's running work, until the next begin or end of an operation.
     speeds: [f64; LANES],
     events: Vec<SimEvent>,
     contention: Contention,
@@ -205,12 +205,12 @@ impl World {
         whole_ns(self.now_ns)
     }
 
-    /// Time in which the compute stream had nothing to do but wait for an event.
+    /// Time during which the compute stream had nothing to do but wait for an event.
     pub(super) fn waited_ns(&self) -> u64 {
         whole_ns(self.waited_ns)
     }
 
-    /// Of that, for the streams that pull from peers.
+    /// The part of `waited_ns` that was spent on streams that pull from peers.
     pub(super) fn waited_for_peers_ns(&self) -> u64 {
         whole_ns(self.waited_for_peers_ns)
     }
@@ -249,7 +249,7 @@ impl World {
         self.push_to(stream as usize, op);
     }
 
-    /// Only this lane can go on by itself; the others had settled.
+    /// Only this lane can make progress; all others have settled before.
     fn push_to(&mut self, lane: usize, op: SimOp) {
         let was_idle = self.lanes[lane].running.is_none();
         self.lanes[lane].queue.push_back(op);
@@ -272,7 +272,7 @@ impl World {
         whole_ns(self.lanes[POOL].busy_ns)
     }
 
-    /// The driver works for so long; the lanes do, too.
+    /// Advances the clock by the time that the driver works; the lanes make progress meanwhile.
     pub(crate) fn spend(&mut self, ns: f64) {
         let until = self.now_ns + ns;
         while let Some(next) = self.next_end_ns().filter(|next| *next <= until) {
@@ -281,14 +281,14 @@ impl World {
         self.pass(until);
     }
 
-    /// Lets time pass until something ends; false when nothing is under way.
+    /// Advances the clock to the next completion; false when no work is running.
     pub(crate) fn advance(&mut self) -> bool {
         let next = self.next_end_ns();
         next.into_iter().for_each(|at| self.pass(at));
         next.is_some()
     }
 
-    /// The tracks of all streams; those for peers only where there are any.
+    /// The tracks of all streams; streams for peers only if they recorded spans.
     pub(crate) fn take_streams(&mut self) -> Vec<Recorder> {
         let tracks = self.lanes[..POOL].iter_mut().map(|lane| std::mem::take(&mut lane.recorder)).enumerate();
         tracks.filter(|(lane, track)| *lane < Stream::COUNT || !track.spans().is_empty()).map(|(_, track)| track).collect()
@@ -301,7 +301,7 @@ impl World {
     fn speeds_now(&self) -> [f64; LANES] {
         let running = |kind| self.lanes.iter().filter(|lane| lane.running.is_some_and(|running| running.work.kind == kind)).count();
         let active = |kind| running(kind) > 0;
-        // Gradients and weights that come over the same way at once have a part of it each.
+        // Concurrent transfers over the same route share its bandwidth equally.
         let parts = |kind| if matches!(kind, OpKind::FromPeer | OpKind::OverHosts) { running(kind) as f64 } else { 1.0 };
         let speed = |kind| self.contention.speed(kind, active) / parts(kind);
         array::from_fn(|lane| self.lanes[lane].running.map_or(0.0, |running| speed(running.work.kind)))
@@ -312,7 +312,7 @@ impl World {
         ends.min_by(f64::total_cmp)
     }
 
-    /// Time passes up to `until`, before which nothing ends.
+    /// Advances the clock to `until`; no work ends earlier.
     fn pass(&mut self, until: f64) {
         let (mut has_ended, ns) = (false, until - self.now_ns);
         if self.lanes[Stream::Compute as usize].waiting_since_ns.is_some() {
@@ -322,7 +322,8 @@ impl World {
         let began = std::mem::replace(&mut self.now_ns, until);
         for (lane, speed) in self.lanes.iter_mut().zip(self.speeds) {
             let Some(running) = &mut lane.running else { continue };
-            // As its end was foretold: after days of steps the time is too coarse for what is left to come down to nothing.
+            // Repeats the computation of the work's end, because after days of simulated steps the time is too coarse for the remainder to
+            // reach 0.
             let is_over = began + running.left_ns / speed <= until;
             running.left_ns -= ns * speed;
             if is_over || running.left_ns <= EPSILON_NS {
@@ -338,13 +339,13 @@ impl World {
         }
     }
 
-    /// Starts what can start; what takes no time is done.
+    /// Starts all work that can start, and completes operations that take no time.
     fn settle(&mut self) {
         while (0..LANES).any(|lane| self.settle_lane(lane)) {}
         self.speeds = self.speeds_now();
     }
 
-    /// Whether an event came that may let another lane go on.
+    /// Returns whether an event was recorded that may unblock another lane.
     fn settle_lane(&mut self, lane: usize) -> bool {
         let (lane, now_ns) = (&mut self.lanes[lane], self.now_ns);
         let mut progressed = false;
@@ -387,7 +388,7 @@ mod tests {
     #[test]
     fn work_ends_also_after_days() {
         let mut world = world();
-        // So late that 64 bits tell no time below a sixteenth of a nanosecond.
+        // So late that 64-bit floats resolve only a sixteenth of a nanosecond.
         for alone_ns in [4e14, 0.03, 1.01, 7.77] {
             world.enqueue(Stream::Compute, work(OpKind::Compute, alone_ns));
         }
@@ -415,7 +416,7 @@ mod tests {
 
     #[test]
     fn what_works_at_the_same_time_slows_each_other() {
-        // Both ways at half speed, and copies at half speed beside Adam: see `round_rates`.
+        // Copies in both directions run at half speed, and so do copies beside Adam: see `round_rates`.
         let mut world = world();
         world.enqueue(Stream::D2h, work(OpKind::ToHost, 100.0));
         world.enqueue(Stream::H2d, work(OpKind::ToDevice, 100.0));
@@ -424,14 +425,14 @@ mod tests {
         world.enqueue(Stream::D2h, work(OpKind::ToHost, 100.0));
         world.submit(work(OpKind::Adam, 60.0));
         while world.advance() {}
-        // Adam is at 0.75 beside one copy: 80 ns, in which the copy makes 40 of its 100.
+        // Adam runs at speed 0.75 beside one copy: it takes 80 ns, during which the copy completes 40 of its 100 ns.
         assert_eq!((world.now_ns(), world.pool_busy_ns()), (340, 80));
     }
 
     #[test]
     fn copies_from_peers_are_in_the_way_of_what_they_pass() {
         use OpKind::{Adam, FromPeer, ToHost};
-        // A copy to the host of 100 ns beside a pull that takes as long; and the optimizer beside one.
+        // A copy of 100 ns to the host beside a pull of the same time, and the optimizer beside a pull.
         let ends = |peer_route, beside| {
             let mut rates = round_rates();
             rates.peer_route = peer_route;
@@ -446,7 +447,7 @@ mod tests {
         };
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, ToHost)), [100, 250, 250]);
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(|route| ends(route, Adam)), [100, 100, 200]);
-        // Two pulls at once.
+        // Two concurrent pulls.
         assert_eq!(ends(PeerRoute::Own, FromPeer), 200);
     }
 
@@ -463,10 +464,10 @@ mod tests {
             while world.advance() {}
             world.now_ns()
         };
-        // Half of the link is theirs: both take twice as long. Beside Adam both have half.
+        // Slices between hosts get half of the link, so both operations take twice as long. Beside Adam both have half speed.
         assert_eq!([ToHost, Adam].map(|beside| ends(OverHosts, beside)), [200, 200]);
         assert_eq!([ToHost, Adam].map(|beside| ends(Swap, beside)), [100, 100]);
-        // And so have two on their way at once.
+        // Two concurrent slices have half speed, too.
         assert_eq!(ends(OverHosts, OverHosts), 200);
     }
 
