@@ -1,10 +1,10 @@
-//! Where threads run: choosing CPUs for the optimizer's workers, naming threads, pinning them.
+//! Thread placement: choosing CPUs for the optimizer's workers, naming threads, pinning them.
 //!
-//! Pinning belongs to the cargo feature `mpam` (partitions and affinity). Without it threads are named and never
-//! pinned: [`pin_current`] does nothing and [`thread_name`] leaves out the CPU.
+//! Pinning belongs to the cargo feature `mpam` (partitions and affinity). Without it threads are named and never pinned: [`pin_current`]
+//! does nothing and [`thread_name`] omits the CPU.
 //!
-//! `core_affinity` pins a worker to its CPU. It knows single CPUs only and says no more than yes or no, so sets, and reading back
-//! what the kernel did, are `nix`'s.
+//! `core_affinity` pins a worker to its CPU. It supports single CPUs only and reports only success or failure, so `nix` sets masks of
+//! several CPUs and reads back the kernel's result.
 
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
@@ -21,28 +21,28 @@ const NAME_BYTES_MAX: usize = 15;
 /// CPUs for the threads of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// CPUs without a worker, for everybody else: the driver, the loader, interrupts. None when the workers need all.
+    /// CPUs without a worker, for all other threads: the driver, the loader, interrupts. Empty when the workers need all CPUs.
     pub others: CpuList,
-    /// One CPU a worker, ascending, so that neighbouring workers share caches.
+    /// One CPU for each worker, ascending, so that neighbouring workers share caches.
     pub workers: Vec<usize>,
 }
 
-/// One CPU in this many is kept for others than the workers: 7 of Grace's 72, as in the paper's partition.
+/// One CPU in this many has no worker: 7 of Grace's 72, as in the paper's partition.
 const CPUS_PER_OTHER: usize = 10;
 
-/// How many of `cpus` CPUs are kept for others than the workers, where a GPU's driver needs one.
+/// Number of CPUs among `cpus` without a worker, in a run on a GPU, whose driver thread needs one.
 fn cpus_for_others(cpus: usize) -> usize {
     (cpus / CPUS_PER_OTHER).max(1)
 }
 
-/// Optimizer workers of a run on a GPU that may use `cpus` CPUs: a CPU each, and some for others.
+/// Number of optimizer workers of a run on a GPU with `cpus` CPUs: one for each CPU except those without a worker.
 pub fn workers_beside_others(cpus: usize) -> usize {
     cpus.saturating_sub(cpus_for_others(cpus)).max(1)
 }
 
 impl Placement {
-    /// CPUs for `workers` optimizer workers on this machine; `None` when there are more workers than CPUs, or when a quota says
-    /// that others run there, too, or the system lets nobody be pinned: then nothing should be.
+    /// CPUs for `workers` optimizer workers on this machine. `None` when there are more workers than CPUs, when a CPU quota shows that
+    /// other processes share the CPUs, or when the system does not allow pinning; nothing should be pinned then.
     pub fn on(topology: &Topology, workers: usize) -> Option<Self> {
         if pinning_refusal().is_some() {
             return None;
@@ -53,10 +53,9 @@ impl Placement {
 
     /// CPUs for `workers` optimizer workers among `allowed`; `None` when there are more workers than CPUs.
     ///
-    /// With CPUs to spare the lowest has no worker, then those that serve `interrupts`, then the next lowest, up to a tenth
-    /// of all. Workers get a physical core each before any gets an SMT sibling, spread evenly over memory
-    /// nodes and last-level caches, whose bandwidths add up. `cpus` says what is known about them; a CPU that is not in it
-    /// counts as a core of its own.
+    /// With CPUs to spare, the lowest CPU has no worker, then the CPUs that serve `interrupts`, then the next lowest, up to a tenth of all.
+    /// Every physical core gets a worker before an SMT sibling does. Workers are spread evenly over memory nodes and last-level caches,
+    /// because their bandwidths add up. `cpus` describes the CPUs; a CPU without a description counts as a separate core.
     pub fn choose(cpus: &[Cpu], allowed: &CpuList, interrupts: &CpuList, workers: usize) -> Option<Self> {
         let spare = allowed.len().checked_sub(workers)?;
         let kept = kept(allowed, interrupts, spare.min(cpus_for_others(allowed.len())));
@@ -65,8 +64,8 @@ impl Placement {
         Some(Self { others: allowed.iter().filter(|cpu| !chosen.contains(cpu)).collect(), workers: chosen })
     }
 
-    /// Keeps the calling thread, and those that it will start, off the workers' CPUs, where there are several others: one alone
-    /// would be shared by all of them.
+    /// Pins the calling thread, and threads that it will start, to the CPUs without a worker if there are several. With a single such CPU
+    /// nothing is pinned, because all threads would share it.
     ///
     /// # Errors
     /// See [`pin_current`].
@@ -75,7 +74,7 @@ impl Placement {
     }
 }
 
-/// The lowest of `allowed`, those that serve `interrupts`, the next lowest: `count` of them.
+/// `count` CPUs without a worker: the lowest of `allowed`, the CPUs that serve `interrupts`, then the next lowest.
 fn kept(allowed: &CpuList, interrupts: &CpuList, count: usize) -> CpuList {
     let mut kept: Vec<usize> = Vec::with_capacity(count);
     let serving = interrupts.iter().filter(|&cpu| allowed.contains(cpu));
@@ -87,7 +86,7 @@ fn kept(allowed: &CpuList, interrupts: &CpuList, count: usize) -> CpuList {
     kept.into_iter().collect()
 }
 
-/// All of `allowed`, those first that share least with the ones before.
+/// All of `allowed`, ordered so that each CPU shares as little as possible with the CPUs before it.
 fn spread(cpus: &[Cpu], allowed: &CpuList) -> Vec<usize> {
     let alone = |id| Cpu { id, package: None, core: Some(id), numa_node: None, l3: None };
     let known = allowed.iter().map(|id| cpus.iter().find(|cpu| cpu.id == id).cloned().unwrap_or_else(|| alone(id)));
@@ -108,7 +107,7 @@ fn spread(cpus: &[Cpu], allowed: &CpuList) -> Vec<usize> {
     order.into_iter().map(|rank| rank.4).collect()
 }
 
-/// Counts how often each key was seen before.
+/// Counts earlier occurrences of each key.
 #[derive(Default)]
 struct Counter(BTreeMap<(usize, Option<usize>, Option<usize>), usize>);
 
@@ -120,7 +119,7 @@ impl Counter {
     }
 }
 
-/// `adam-03@cpu41`, or `adam-03` where threads are not pinned. A long role is cut, never the numbers: 15 bytes in all.
+/// Thread name `adam-03@cpu41`, or `adam-03` without pinning. The name has at most 15 bytes; a long role is shortened, the numbers are not.
 pub(crate) fn thread_name(role: &str, index: usize, cpu: usize) -> String {
     let numbers = if cfg!(feature = "mpam") { format!("-{index:02}@cpu{cpu}") } else { format!("-{index:02}") };
     let mut name = role.to_owned();
@@ -128,14 +127,14 @@ pub(crate) fn thread_name(role: &str, index: usize, cpu: usize) -> String {
     name + &numbers
 }
 
-/// Why no thread of this process can be pinned, in words: sandboxes forbid it, or accept it and do nothing. Tried once, by a thread of its own.
+/// The reason why threads of this process cannot be pinned; sandboxes may forbid pinning, or ignore it. Tried once, on a separate thread.
 pub(crate) fn pinning_refusal() -> Option<&'static str> {
     static REFUSAL: OnceLock<Option<String>> = OnceLock::new();
     let refusal = || thread::scope(|scope| thread::Builder::new().spawn_scoped(scope, try_pinning).ok()?.join().ok()?);
     REFUSAL.get_or_init(refusal).as_deref()
 }
 
-/// Pins the calling thread to the first CPU that it may use; why that is refused.
+/// Pins the calling thread to its first allowed CPU, and returns the error if there is one.
 fn try_pinning() -> Option<String> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).ok()?;
     let first = (0..CpuSet::count()).find(|cpu| allowed.is_set(*cpu).unwrap_or(false))?;
@@ -145,7 +144,7 @@ fn try_pinning() -> Option<String> {
 /// Names the calling thread after `role`, `index` and `cpu` (see [`thread_name`]) and pins it to `cpu`.
 ///
 /// # Errors
-/// When the name cannot be written; `Resource` when the kernel refuses the CPU: it is offline, not there, or of another cpuset.
+/// When the name cannot be written; `Resource` when the kernel refuses the CPU: it is offline, absent, or outside the cpuset.
 pub fn name_and_pin(role: &str, index: usize, cpu: usize) -> Result<()> {
     let name = thread_name(role, index, cpu);
     let file = "/proc/thread-self/comm";
@@ -153,10 +152,10 @@ pub fn name_and_pin(role: &str, index: usize, cpu: usize) -> Result<()> {
     pin_to_cpu(&name, cpu)
 }
 
-/// Pins the calling thread to `cpu` and checks that the kernel did so. `thread` names it in errors.
+/// Pins the calling thread to `cpu` and verifies the result. `thread` is its name in errors.
 ///
 /// # Errors
-/// `Resource` when the kernel refuses: the CPU is offline, not there, or of another cpuset.
+/// `Resource` when the kernel refuses: the CPU is offline, absent, or outside the cpuset.
 #[cfg(feature = "mpam")]
 fn pin_to_cpu(thread: &str, cpu: usize) -> Result<()> {
     let fail = |cause: String| Error::resource(format!("pin thread {thread} to CPU {cpu}"), cause);
@@ -174,11 +173,11 @@ fn pin_to_cpu(_thread: &str, _cpu: usize) -> Result<()> {
     Ok(())
 }
 
-/// Pins the calling thread to `cpus` and checks that the kernel did so. `thread` names it in errors. Does nothing
-/// without the cargo feature `mpam`.
+/// Pins the calling thread to `cpus` and verifies the result. `thread` is its name in errors. Does nothing without the cargo feature
+/// `mpam`.
 ///
 /// # Errors
-/// `Resource` when the kernel refuses, or leaves out a CPU (of another cpuset, or offline).
+/// `Resource` when the kernel refuses, or omits a CPU (outside the cpuset, or offline).
 pub(crate) fn pin_current(thread: &str, cpus: &CpuList) -> Result<()> {
     if !cfg!(feature = "mpam") {
         return Ok(());
@@ -201,7 +200,7 @@ mod tests {
     use crate::hardware::topology::Process;
     use crate::hardware::topology::tests::two_sockets;
 
-    /// `(node, l3, core)` of each CPU, in order of their numbers.
+    /// CPUs in numerical order, each given by `(node, l3, core)`.
     fn cpus(of: &[(usize, usize, usize)]) -> Vec<Cpu> {
         let cpu = |(id, &(node, l3, core))| Cpu { id, package: Some(0), core: Some(core), numa_node: Some(node), l3: Some(l3) };
         of.iter().enumerate().map(cpu).collect()
@@ -212,14 +211,14 @@ mod tests {
         Some((placement.others.first(), placement.workers))
     }
 
-    /// Two nodes, a cache each, two cores each, siblings four apart.
+    /// Two nodes with one cache and two cores each; the numbers of siblings differ by four.
     fn two_nodes() -> Vec<Cpu> {
         cpus(&[(0, 0, 0), (0, 0, 1), (1, 2, 2), (1, 2, 3), (0, 0, 0), (0, 0, 1), (1, 2, 2), (1, 2, 3)])
     }
 
     #[test]
     fn physical_cores_come_before_siblings() {
-        // The driver holds core 0, so its sibling 4 comes after the cores 1, 2, 3.
+        // The driver has core 0, so its sibling 4 comes after the cores 1, 2, 3.
         assert_eq!(choose(&two_nodes(), "0-7", 3), Some((Some(0), vec![1, 2, 3])));
         assert_eq!(choose(&two_nodes(), "0-7", 4), Some((Some(0), vec![1, 2, 3, 4])));
         assert_eq!(choose(&two_nodes(), "0-7", 7), Some((Some(0), (1..8).collect())));
@@ -275,7 +274,7 @@ mod tests {
         }
     }
 
-    /// The affinity and the name of a new thread after `work`.
+    /// Affinity and name of a new thread after `work`.
     fn in_thread<T: Send>(work: impl FnOnce(&CpuList) -> T + Send) -> (T, CpuList, String) {
         let run = || {
             let before = Process::current().affinity.unwrap();

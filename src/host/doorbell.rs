@@ -1,42 +1,43 @@
-//! Sleeping and waking without locks: one thread waits, any thread rings. README.md beside this says why no wake-up is lost.
+//! Sleeping and waking without locks: one thread waits, any thread rings. The README.md beside this file proves that no wake-up is lost.
 
 use crate::sync::OnceLock;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::thread::{self, Thread};
 
-/// Turns before a waiting thread sleeps. Waking costs tens of microseconds, spinning takes a core from somebody.
+/// Polls before a waiting thread sleeps. A wake-up costs tens of microseconds; spinning occupies a core that another thread may need.
 const SPINS: u32 = 200;
-/// The same for a thread that has a core to itself: some hundred microseconds, longer than the pool waits for its next job.
+/// Polls for a thread with a core to itself: some hundred microseconds, longer than the pool waits for its next job.
 const SPINS_ALONE: u32 = 20_000;
 
-/// The count goes up by this with every ring; below it is [`ASLEEP`].
+/// Increment of the count for each ring; the bit below is [`ASLEEP`].
 const RING: u64 = 2;
-/// Set by the waiter before it sleeps, and cleared by it: who rings must wake it.
+/// Set by the waiter before it sleeps, and cleared by the waiter. A ring that finds this flag must wake the waiter.
 const ASLEEP: u64 = 1;
 
-/// An event count: the waiter notes the count, looks for work, and sleeps only while nobody has rung since.
+/// An event count: the waiter reads the count, looks for work, and sleeps only while the count is unchanged.
 #[derive(Default)]
 pub struct Doorbell {
-    /// Count and flag in one word, so that "asleep, and nobody has rung" is one step.
+    /// Count and flag in one word, so that setting the flag and checking the count is one atomic operation.
     state: AtomicU64,
     waiter: OnceLock<Thread>,
     has_core: bool,
 }
 
 impl Doorbell {
-    /// A bell whose waiter has a core to itself, or not.
+    /// A doorbell; `has_core` says whether its waiter has a core to itself.
     pub fn new(has_core: bool) -> Self {
         Self { has_core, ..Self::default() }
     }
 
-    /// The count to pass to [`Doorbell::wait`]; take it before looking for work.
+    /// The count for [`Doorbell::wait`]; read it before looking for work.
     pub(crate) fn rings(&self) -> u64 {
         self.state.load(Ordering::Acquire) & !ASLEEP
     }
 
-    /// Tells the waiter that there may be something to do.
+    /// Wakes the waiter, because there may be work.
     pub fn ring(&self) {
-        // Release: who sees the count sees what was done before the ring. Acquire: who finds the flag finds the waiter.
+        // Release: a thread that sees the new count also sees the writes before the ring. Acquire: a ring that finds the flag also finds
+        // the waiter's handle.
         let before = self.state.fetch_add(RING, Ordering::AcqRel);
         if before & ASLEEP != 0
             && let Some(thread) = self.waiter.get()
@@ -45,7 +46,7 @@ impl Doorbell {
         }
     }
 
-    /// Returns when the bell has rung since `seen`. Only ever called from one thread.
+    /// Returns when the bell has rung since `seen`. Only one thread may call this function.
     pub fn wait(&self, seen: u64) {
         for _ in 0..self.spins() {
             if self.rings() != seen {
@@ -55,7 +56,7 @@ impl Doorbell {
         }
         let waiter = self.waiter.get_or_init(thread::current);
         assert!(waiter.id() == thread::current().id(), "a doorbell wakes the thread that waited first");
-        // Fails if somebody has rung since `seen`. Release: see `ring`.
+        // Fails if the bell has rung since `seen`. Release: see `ring`.
         if self.state.compare_exchange(seen, seen | ASLEEP, Ordering::Release, Ordering::Acquire).is_ok() {
             while self.state.load(Ordering::Acquire) == seen | ASLEEP {
                 thread::park();
@@ -64,7 +65,7 @@ impl Doorbell {
         }
     }
 
-    /// None under loom, to which a turn is one more look at the count.
+    /// Number of polls; 0 under loom, which would explore each poll as a further read of the count.
     fn spins(&self) -> u32 {
         match self.has_core {
             _ if cfg!(loom) => 0,

@@ -1,11 +1,11 @@
-//! Where the optimizer's workers are at home.
+//! Memory nodes of the optimizer's workers.
 
-/// Which memory node each worker is near.
+/// The nearest memory node of each worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Homes {
-    /// Nodes that share a job's pieces, in order and equally; at least 1.
+    /// Number of nodes that share a job's pieces, in order and equally; at least 1.
     pub nodes: usize,
-    /// Index of each worker's node; a worker that is not named is on the first.
+    /// Index of each worker's node; a worker beyond the end is on the first node.
     pub(crate) of_worker: Vec<usize>,
 }
 

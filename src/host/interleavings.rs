@@ -1,7 +1,7 @@
-//! The doorbell and the pool in every order that the memory model allows, by loom: `tests/threads/loom.sh`.
+//! Loom models of the doorbell and the pool, in every order that the memory model allows. Run with `tests/threads/loom.sh`.
 //!
-//! A wake-up that is lost leaves all threads asleep, which loom reports as a deadlock. Data are relaxed atomics on purpose: only
-//! the code under test may order them, and what it does not order is read stale in some run.
+//! A lost wake-up leaves all threads asleep, which loom reports as a deadlock. Data are relaxed atomics on purpose: only the code under
+//! test orders them, so loom reads a stale value if an ordering is missing.
 
 use super::doorbell::Doorbell;
 use super::homes::Homes;
@@ -24,7 +24,7 @@ fn a_bell_wakes_its_waiter_whoever_rings() {
         };
         let ringer = thread::spawn(ring(0));
         let (its_bell, its_done) = (bell.clone(), done.clone());
-        // A thread of its own: in loom a ring that comes late would wake a thread that joins another.
+        // A separate thread, because in loom a late ring would wake a thread that is joining another.
         let waiter = thread::spawn(move || its_bell.wait_until(|| its_done.iter().all(|done| done.load(Ordering::Relaxed))));
         ring(1)();
         ringer.join().unwrap();
@@ -48,14 +48,14 @@ fn a_bell_wakes_its_waiter_as_often_as_it_waits() {
     });
 }
 
-/// Every job of a pool of `workers` is done once, and its driver sees what it did.
+/// Checks that every job of a pool of `workers` runs once, and that the driver sees its writes.
 fn hand_over(workers: usize, jobs: usize) {
     let bell = Arc::new(Doorbell::default());
     let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
     let counts: Arc<[AtomicUsize; 2]> = Arc::default();
     for job in 1..=jobs {
         let counted = counts.clone();
-        // A load and a store: two workers on one piece, or a worker that does not see the job before, lose a count.
+        // A load and a store lose a count if two workers take the same piece, or if a worker does not see the writes of the job before.
         let run = move |piece: usize| counted[piece].store(counted[piece].load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         pool.submit(Call { label: ("count", 0), pieces: counts.len(), run });
         bell.wait_until(|| pool.is_idle().unwrap());

@@ -1,4 +1,4 @@
-//! What the machine offers for a run's host memory: page sizes, memory nodes, threads that fault it in. No system call.
+//! Policy for a run's host memory on this machine: page sizes, memory nodes, threads that fault the memory in. No system calls.
 
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
@@ -23,17 +23,17 @@ pub enum HugePagesChoice {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageSizes {
-    /// The kernel's smallest, and no other.
+    /// The kernel's smallest pages only.
     Smallest,
-    /// What the kernel gives unasked.
+    /// The kernel's default.
     Default,
-    /// Huge ones where the kernel can make them.
+    /// Huge pages if the kernel can provide them.
     Transparent { bytes: usize },
-    /// The smallest, for addresses behind which there need not be memory: little of it is touched.
+    /// The smallest pages, for address ranges that need not be backed by memory because little of them is touched.
     Unbacked,
-    /// Those that were reserved for programs that ask.
+    /// Pages from the kernel's pools of reserved huge pages.
     Reserved {
-        /// Sizes, descending.
+        /// Page sizes, descending.
         bytes: Vec<usize>,
     },
 }
@@ -41,56 +41,56 @@ pub enum PageSizes {
 /// A thread that faults memory in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Toucher {
-    /// Where it runs; `None`: anywhere.
+    /// CPU of the thread; `None`: any.
     pub cpu: Option<usize>,
     /// Index of its node in [`MemoryPolicy::nodes`].
     pub node: usize,
 }
 
-/// Where host memory comes from and when.
+/// Sources of host memory, and the threads that fault it in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryPolicy {
     pub pages: PageSizes,
-    /// Nodes that it may come from: those of the CPUs in use, never a GPU's. Empty: there is only one.
+    /// Nodes for host memory: the nodes of the CPUs in use, never a GPU's memory. Empty if there is only one node.
     pub nodes: Vec<usize>,
-    /// Who faults it in before it is used; nobody: whoever touches it first.
+    /// Threads that fault the memory in before use; if empty, the first access to a page does.
     pub(crate) touchers: Vec<Toucher>,
-    /// What is not as one would wish.
+    /// Notes on page sizes that are not available.
     pub(crate) notes: Vec<String>,
 }
 
 impl Default for MemoryPolicy {
-    /// A hint for huge pages of the usual size, and nothing else.
+    /// A hint for huge pages of the usual size.
     fn default() -> Self {
         Self { pages: PageSizes::Transparent { bytes: 2 << 20 }, nodes: Vec::new(), touchers: Vec::new(), notes: Vec::new() }
     }
 }
 
-/// A transparent huge page larger than this is none to count on: it needs as much memory in one piece. Kernels with pages of
-/// 64 KiB have 512 MiB.
+/// Maximum useful size of transparent huge pages: a larger page needs so much contiguous memory that it is rarely available. Kernels with
+/// 64 KiB pages have huge pages of 512 MiB.
 const TRANSPARENT_BYTES_MAX: u64 = 64 << 20;
 
-/// Reserved pages from this size on are worth their trouble; Arm has some of 64 KiB, too.
+/// Minimum useful size of reserved pages; Arm also has pools of 64 KiB pages.
 const WORTH_BYTES: u64 = 2 << 20;
 
-/// A block has at least this many reserved pages; the last one is cut by half on average.
+/// Minimum reserved pages of a block; on average half of the last page is unused.
 const RESERVED_PAGES_MIN: usize = 8;
 
-/// A node's part of a bucket is at least this many huge pages, or it is cut at small ones.
+/// Minimum huge pages of a node's part of a bucket; smaller parts are divided at base pages.
 const HUGE_PAGES_PER_PART_MIN: usize = 4;
 
 impl MemoryPolicy {
-    /// For a process on the machine of `topology` whose optimizer's workers run on the CPUs `workers` (or, if they are not
-    /// pinned, are `threads` anywhere).
+    /// The policy for a process on the machine of `topology`. The optimizer's workers run on the CPUs `workers`; if that is empty they are
+    /// not pinned, and there are `threads` of them.
     ///
     /// # Errors
-    /// `Resource` when reserved pages were asked for and there are none.
+    /// `Resource` when reserved pages were requested and there are none.
     pub fn new(topology: &Topology, choice: HugePagesChoice, workers: &[usize], threads: usize) -> Result<Self> {
         let (pages, note) = page_sizes(topology, choice, nodes(topology).first().copied())?;
         Ok(Self { pages, notes: note.into_iter().collect(), ..Self::default() }.within(topology, workers, threads))
     }
 
-    /// The same pages, from the memory nodes of `topology`, a share of the machine, and of its `workers` or `threads`.
+    /// This policy's page sizes with the memory nodes of `topology`, a part of the machine, and its `workers` or `threads`.
     pub(crate) fn within(&self, topology: &Topology, workers: &[usize], threads: usize) -> Self {
         let nodes = nodes(topology);
         let node_of = |cpu: usize| {
@@ -103,7 +103,7 @@ impl MemoryPolicy {
         Self { nodes, touchers, ..self.clone() }
     }
 
-    /// For a simulation, whose memory nobody touches but for a few reports.
+    /// The policy for a simulation, which touches almost none of its memory.
     pub fn unbacked() -> Self {
         Self { pages: PageSizes::Unbacked, ..Self::default() }
     }
@@ -112,12 +112,12 @@ impl MemoryPolicy {
         !matches!(self.pages, PageSizes::Unbacked)
     }
 
-    /// Where the workers are at home; they are as many as the touchers.
+    /// The memory nodes of the workers; there is one worker for each toucher.
     pub fn homes(&self) -> Homes {
         Homes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
     }
 
-    /// What a block of `bytes` should begin at a multiple of.
+    /// Alignment of a block of `bytes`.
     pub(super) fn align(&self, bytes: usize) -> usize {
         match self.pages {
             PageSizes::Transparent { bytes: page } if bytes >= page => page,
@@ -125,15 +125,15 @@ impl MemoryPolicy {
         }
     }
 
-    /// Sizes of reserved pages that suit a block of `bytes`, largest first; none: base pages do.
+    /// Sizes of reserved pages for a block of `bytes`, largest first; empty if base pages are better.
     pub(super) fn reserved(&self, bytes: usize) -> impl Iterator<Item = usize> {
         let sizes: &[usize] = if let PageSizes::Reserved { bytes } = &self.pages { bytes } else { &[] };
         sizes.iter().copied().filter(move |page| page.saturating_mul(RESERVED_PAGES_MIN) <= bytes)
     }
 
-    /// `bytes` cut by node. Memory that repeats every `period_bytes` (buckets, slots) is cut into one part a node in each
-    /// period, so that a job's pieces are spread evenly over the nodes, the first ones on the first node. Parts are whole
-    /// pages of `page_bytes`, or of the huge pages that are wanted if a part has several.
+    /// Divides `bytes` among the nodes. In memory with a period of `period_bytes` (buckets, slots), each period has one part for each node.
+    /// A job's pieces are then spread evenly over the nodes, the first ones on the first node. Parts are whole pages of `page_bytes`, or
+    /// whole huge pages if a part has several.
     pub(super) fn parts(&self, bytes: usize, period_bytes: usize, page_bytes: usize) -> Vec<(Range<usize>, usize)> {
         let count = self.nodes.len();
         if count <= 1 || period_bytes == 0 {
@@ -148,8 +148,8 @@ impl MemoryPolicy {
         parts.map(range).filter(|(range, _)| !range.is_empty()).collect()
     }
 
-    /// What each toucher faults in of `parts`: an equal share of every part of its node, cut at multiples of `grain`. A node
-    /// without touchers is everybody's.
+    /// The ranges of `parts` that each toucher faults in: an equal share of every part of its node, divided at multiples of `grain`. All
+    /// touchers share the parts of a node without touchers.
     pub(super) fn shares(&self, parts: &[(Range<usize>, usize)], grain: usize) -> Vec<Vec<Range<usize>>> {
         let mut shares = vec![Vec::new(); self.touchers.len()];
         for (range, node) in parts {
@@ -186,7 +186,8 @@ fn too_coarse(bytes: u64) -> String {
     format!("transparent huge pages of {} are too coarse to ask for; reserve pages for --huge-pages explicit", Bytes(bytes))
 }
 
-/// Reserved for the whole machine, pages are shared out among its nodes, a GPU's memory included: better on one node.
+/// Sizes of reserved pages. Pages reserved for the whole machine are spread over all nodes, including a GPU's memory, so the error names
+/// the pool of one node.
 fn reserved(topology: &Topology, first_node: Option<usize>) -> Result<Vec<usize>> {
     let mut sizes: Vec<_> =
         topology.huge_pages.iter().filter(|pool| pool.total.is_some_and(|total| total > 0)).map(|pool| pool.page_bytes as usize).collect();
@@ -248,7 +249,7 @@ mod tests {
         assert_eq!(policy.touchers.iter().map(|t| (t.cpu, t.node)).collect::<Vec<_>>(), [(None, 0), (None, 1), (None, 0)]);
         let mib = |parts: Vec<(Range<usize>, usize)>| parts.into_iter().map(|(r, n)| (r.start >> 20, r.end >> 20, n)).collect::<Vec<_>>();
         assert_eq!(mib(policy.parts(80 << 20, 32 << 20, 4096)), [(0, 16, 0), (16, 32, 1), (32, 48, 0), (48, 64, 1), (64, 80, 0)]);
-        // Huge pages are not cut, small parts are not rounded to them.
+        // Huge pages are not divided, and small parts are not rounded to huge pages.
         assert_eq!(mib(policy.parts(34 << 20, 34 << 20, 4096)), [(0, 16, 0), (16, 34, 1)]);
         assert_eq!(mib(policy.parts(2 << 20, 2 << 20, 4096)), [(0, 1, 0), (1, 2, 1)]);
     }

@@ -1,4 +1,4 @@
-//! What the kernel made of a run's host memory: pages and nodes, read back.
+//! The pages and nodes that the kernel granted for a run's host memory, read back.
 
 use crate::hardware::parse;
 use crate::units::Bytes;
@@ -7,18 +7,18 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-/// Pages and nodes of some memory. Empty where the kernel does not tell.
+/// Pages and nodes of a memory range. Empty if the kernel does not report them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct MemoryReport {
     /// Bytes mapped.
     pub bytes: u64,
-    /// Bytes that are there, by size of page, largest first.
+    /// Resident bytes by page size, largest first.
     pub pages: Vec<PageBytes>,
-    /// Bytes that are there, by node.
+    /// Resident bytes by node.
     pub nodes: Vec<NodeBytes>,
-    /// Nodes that it may come from; none: there is only one.
+    /// Nodes to which the memory is bound; empty if there is only one node.
     pub bound_to: Vec<usize>,
-    /// What could not be had.
+    /// Notes on page sizes that are not available.
     pub(crate) notes: Vec<String>,
 }
 
@@ -35,8 +35,8 @@ pub struct NodeBytes {
 }
 
 impl MemoryReport {
-    /// Looks for the memory at `addresses` in `proc/self/smaps` and `proc/self/numa_maps` below `root`. Areas that the kernel has
-    /// merged with others count whole.
+    /// Finds the memory at `addresses` in `proc/self/smaps` and `proc/self/numa_maps` below `root`. An area that the kernel has merged with
+    /// a neighbouring area counts as a whole.
     pub fn read(root: &Path, addresses: &[Range<usize>]) -> Self {
         let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_default();
         let thp_bytes = read("sys/kernel/mm/transparent_hugepage/hpage_pmd_size").trim().parse().unwrap_or(0);
@@ -55,7 +55,7 @@ impl MemoryReport {
     }
 }
 
-/// A damaged file may hold any number.
+/// Adds with saturation, because a damaged file may hold any number.
 fn add<K: Ord>(sums: &mut BTreeMap<K, u64>, key: K, bytes: u64) {
     let sum = sums.entry(key).or_default();
     *sum = sum.saturating_add(bytes);
@@ -82,7 +82,7 @@ impl Area {
     }
 }
 
-/// The areas of `smaps`: a line that begins with addresses, then facts, a line each.
+/// Parses the areas of `smaps`: a line that begins with an address range, then one attribute on each line.
 fn areas(smaps: &str) -> Vec<Area> {
     let mut areas: Vec<Area> = Vec::new();
     for line in smaps.lines() {
@@ -102,13 +102,13 @@ fn areas(smaps: &str) -> Vec<Area> {
     areas
 }
 
-/// `7f00-7fff rw-p ...`
+/// Address range of a line such as `7f00-7fff rw-p ...`.
 fn address_range(line: &str) -> Option<Range<usize>> {
     let (start, end) = line.split_once(' ')?.0.split_once('-')?;
     Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
 }
 
-/// `7f00 bind:0 anon=3 N0=2 N1=1 kernelpagesize_kB=4`
+/// Address of a line such as `7f00 bind:0 anon=3 N0=2 N1=1 kernelpagesize_kB=4`.
 fn first_address(line: &str) -> Option<usize> {
     usize::from_str_radix(line.split(' ').next()?, 16).ok()
 }
@@ -123,10 +123,10 @@ fn bytes_on_nodes(line: &str) -> Vec<(usize, u64)> {
 }
 
 impl fmt::Display for MemoryReport {
-    /// `54.5 GiB: 54.0 GiB in pages of 2.0 MiB, 512.0 MiB of 4.0 KiB; on node 0 54.5 GiB (bound)`
+    /// For example `54.5 GiB: 54.0 GiB in pages of 2.0 MiB, 512.0 MiB of 4.0 KiB; on node 0 54.5 GiB (bound)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", Bytes(self.bytes))?;
-        // The kernel merges neighbouring areas, which then count whole.
+        // The kernel merges neighbouring areas, which then count as a whole.
         let is_more = self.pages.iter().map(|p| p.bytes).fold(0, u64::saturating_add) > self.bytes;
         if is_more {
             f.write_str("; with what the kernel keeps beside it")?;

@@ -1,4 +1,4 @@
-//! The CPU's side of the machine: thread placement, shared memory, the optimizer's pool.
+//! The host side of the machine: thread placement, shared memory, the optimizer's pool.
 
 pub(crate) mod affinity;
 pub(crate) mod doorbell;

@@ -1,11 +1,11 @@
-//! System calls on memory that is mapped here: page sizes, memory nodes, faulting in.
+//! System calls on mapped memory: page sizes, memory nodes, faulting in.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Zeroed private memory, unmapped on drop. Ranges are bytes from its beginning.
+/// Zeroed private memory, unmapped on drop. Ranges are in bytes from its beginning.
 #[derive(Debug)]
 pub(super) struct Mapping {
     addr: usize,
@@ -15,22 +15,22 @@ pub(super) struct Mapping {
 const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
-/// Nodes that a mask has room for; kernels are built for up to 1024.
+/// Capacity of a node mask; kernels are built for up to 1024 nodes.
 const NODES_MAX: usize = 1024;
 const MASK_WORDS: usize = NODES_MAX / WORD_BITS;
 const WORD_BITS: usize = usize::BITS as usize;
 
-/// Bytes of a page where nothing larger was asked for: 4, 16 or 64 KiB.
+/// Size of a base page: 4, 16 or 64 KiB.
 pub(super) fn base_page_bytes() -> usize {
     // SAFETY: no memory is involved.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// From now on all threads allocate from one heap. glibc otherwise reserves 64 MiB of addresses for each of the first threads: where
-/// addresses are limited, little is left for memory that is used.
+/// Makes all threads allocate from one heap. Otherwise glibc reserves 64 MiB of addresses for each of the first threads, which leaves
+/// little where the address space is limited.
 pub(crate) fn share_one_heap() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it sets a number of the allocator's, under the allocator's own lock. Where it is refused nothing changes.
+    // SAFETY: sets a parameter of the allocator, under the allocator's own lock. A refusal changes nothing.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
@@ -41,13 +41,13 @@ fn check(status: i64) -> io::Result<()> {
 }
 
 fn map(bytes: usize, flags: i32) -> io::Result<Mapping> {
-    // SAFETY: a fresh anonymous mapping; no existing memory is named.
+    // SAFETY: a new anonymous mapping; it does not refer to existing memory.
     let addr = unsafe { libc::mmap(std::ptr::null_mut(), bytes, READ_WRITE, ANONYMOUS | flags, -1, 0) };
     if addr == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(Mapping { addr: addr as usize, bytes }) }
 }
 
 impl Mapping {
-    /// `bytes`, to whole base pages and no further, that begin at a multiple of `align`, a power of two.
+    /// Maps `bytes`, rounded up to whole base pages, at a multiple of `align`, a power of two.
     pub(super) fn anonymous(bytes: usize, align: usize) -> io::Result<Self> {
         let page = base_page_bytes();
         let (bytes, align) = (bytes.checked_next_multiple_of(page).ok_or(io::ErrorKind::OutOfMemory)?, align.max(page));
@@ -60,19 +60,19 @@ impl Mapping {
         Ok(block)
     }
 
-    /// `bytes` of addresses; memory comes, page by page, when they are touched, and may then lack.
+    /// Reserves `bytes` of addresses. Memory is allocated page by page on first access, and may then be unavailable.
     pub(super) fn unbacked(bytes: usize) -> io::Result<Self> {
         let bytes = bytes.checked_next_multiple_of(base_page_bytes()).ok_or(io::ErrorKind::OutOfMemory)?;
         map(bytes, libc::MAP_NORESERVE)
     }
 
-    /// `bytes`, up to whole pages of `page_bytes`, out of the kernel's pool of such pages.
+    /// Maps `bytes`, rounded up to whole pages of `page_bytes`, from the kernel's pool of such pages.
     pub(super) fn of_reserved_pages(bytes: usize, page_bytes: usize) -> io::Result<Self> {
         let bytes = bytes.checked_next_multiple_of(page_bytes).ok_or(io::ErrorKind::OutOfMemory)?;
         map(bytes, libc::MAP_HUGETLB | ((page_bytes.trailing_zeros() as i32) << libc::MAP_HUGE_SHIFT))
     }
 
-    /// Gives back all behind the first `bytes`, whole pages of its size.
+    /// Unmaps everything after the first `bytes`, which are whole pages of this mapping.
     pub(super) fn truncate(&mut self, bytes: usize) {
         let (addr, rest) = self.part(bytes..self.bytes);
         drop(Self { addr, bytes: rest });
@@ -84,34 +84,33 @@ impl Mapping {
         self.addr
     }
 
-    /// Addresses from the first to behind the last.
+    /// Range of addresses.
     pub(super) fn addresses(&self) -> Range<usize> {
         self.addr..self.addr + self.bytes
     }
 
-    /// Asks for transparent huge pages, or for none.
+    /// Advises the kernel to use transparent huge pages, or not to.
     pub(super) fn advise_huge(&self, wanted: bool) -> io::Result<()> {
         self.advise(0..self.bytes, if wanted { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE })
     }
 
-    /// Gathers pages that are there into huge ones, where they are not huge yet.
+    /// Collapses resident small pages into huge pages.
     pub(super) fn collapse(&self, range: Range<usize>) -> io::Result<()> {
         self.advise(range, libc::MADV_COLLAPSE)
     }
 
-    /// Lets pages come from `nodes` alone. To be said before they are touched.
+    /// Binds pages to `nodes`. Must be called before the pages are touched.
     pub(super) fn bind(&self, range: Range<usize>, nodes: &[usize]) -> io::Result<()> {
         let mut mask = [0usize; MASK_WORDS];
         for &node in nodes.iter().filter(|&&node| node < NODES_MAX) {
             mask[node / WORD_BITS] |= 1 << (node % WORD_BITS);
         }
         let (addr, bytes) = self.part(range);
-        // The kernel looks at one bit fewer than it is told.
-        // SAFETY: a policy for pages of our own mapping; the mask is read during the call.
+        // The kernel reads one bit fewer than stated. SAFETY: a policy for pages of this mapping; the mask is read during the call.
         check(unsafe { libc::syscall(libc::SYS_mbind, addr, bytes, libc::MPOL_BIND, mask.as_ptr(), NODES_MAX + 1, 0) })
     }
 
-    /// Faults pages in: the next touch finds them there. Kernels before 5.14 have no call for it; then each page is written.
+    /// Faults pages in. Kernels before 5.14 have no system call for it; there, each page is written.
     pub(super) fn populate(&self, range: Range<usize>) -> io::Result<()> {
         match self.advise(range.clone(), libc::MADV_POPULATE_WRITE) {
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => {
@@ -125,23 +124,23 @@ impl Mapping {
     fn touch(&self, range: Range<usize>) {
         let (addr, bytes) = self.part(range);
         for at in (addr..addr + bytes).step_by(base_page_bytes()) {
-            // SAFETY: inside our mapping, which is zero and which nobody else uses yet.
+            // SAFETY: inside this mapping, which is zero and not in use yet.
             unsafe { (at as *mut u8).write_volatile(0) };
         }
     }
 
-    /// Puts shared memory in the place of `range`; it must not be in use.
+    /// Replaces `range` by shared memory; it must not be in use.
     pub(super) fn overlay(&self, range: Range<usize>, file: BorrowedFd) -> io::Result<()> {
         let (addr, bytes) = self.part(range);
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-        // SAFETY: replaces pages of our own mapping, which nobody uses yet.
+        // SAFETY: replaces pages of this mapping that are not in use yet.
         let placed = unsafe { libc::mmap(addr as *mut _, bytes, READ_WRITE, flags, file.as_raw_fd(), 0) };
         if placed == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     fn advise(&self, range: Range<usize>, advice: i32) -> io::Result<()> {
         let (addr, bytes) = self.part(range);
-        // SAFETY: advice on our own mapping, none that drops what is in it.
+        // SAFETY: the advice applies to this mapping, and no caller passes advice that drops its content.
         check(unsafe { libc::madvise(addr as *mut _, bytes, advice) }.into())
     }
 
@@ -154,8 +153,8 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: mapped with this address and size, by this file alone. `HostMemory` lends it no longer than it lives, and jobs and
-            // copies were promised that it outlives them.
+            // SAFETY: mapped with this address and size, by this file alone. `HostMemory` lends references only for its own lifetime, and
+            // its owner guarantees that it outlives jobs and copies.
             unsafe { libc::munmap(self.addr as *mut libc::c_void, self.bytes) };
         }
     }

@@ -1,5 +1,5 @@
-//! Cache and bandwidth partitions: the optimizer's threads join a group that someone with the right to do so has prepared
-//! (`superoffload-resctrl prepare`). Training needs no right of its own, and goes on whatever comes of it.
+//! Cache and bandwidth partitions: the optimizer's threads join a resctrl group that a privileged user has prepared
+//! (`superoffload-resctrl prepare`). Training needs no privilege, and continues if joining fails.
 
 use crate::error::{Error, Result};
 use crate::host::perf::WORKER_ROLE;
@@ -8,10 +8,10 @@ use std::fs;
 use std::path::Path;
 use superoffload_resctrl::{ADAM_GROUP, Discovery, GroupPath, Tree, discover};
 
-/// Puts the optimizer's threads, which are running, into the group of `choice` at `root`, and says in a few words what is in force.
+/// Adds the running optimizer threads to the group of `choice` at `root`, and returns a short description of the result.
 ///
 /// # Errors
-/// When a group was named and cannot be joined, or the prepared one is there and refuses. For a warning: nothing else fails.
+/// When a named group, or the prepared one, cannot be joined. The error is meant for a warning; the run continues.
 pub fn join_optimizer(choice: &ResctrlGroup, root: &Path) -> Result<String> {
     let name = match choice {
         ResctrlGroup::None => return Ok("not asked for".into()),
@@ -46,7 +46,7 @@ fn workers() -> Result<Vec<i32>> {
     let mut tids = Vec::new();
     for task in fs::read_dir(TASKS).map_err(|e| Error::io("read", TASKS, e))? {
         let path = task.map_err(|e| Error::io("read", TASKS, e))?.path();
-        // A thread may end between being listed and being read.
+        // A thread may end between listing and reading.
         let is_worker = fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with(WORKER_ROLE));
         tids.extend(path.file_name().and_then(|tid| tid.to_str()?.parse::<i32>().ok()).filter(|_| is_worker));
     }

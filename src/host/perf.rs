@@ -1,7 +1,7 @@
-//! What the CPU and the kernel count of the optimizer's workers. Counters run by themselves, one set a thread, and are read
-//! once, from outside: a step does nothing for them.
+//! Performance counters of the optimizer's workers. Each thread has its own set, which is read once, from outside, so counters add no work
+//! to a step.
 //!
-//! A worker that waits for its next job spins for a while, and that counts, too.
+//! Cycles that a worker spends spinning for its next job are included.
 
 use crate::error::{Error, Result};
 use perf_event::events::{Cache, CacheOp, CacheResult, Event, Hardware, Software, WhichCache};
@@ -10,13 +10,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// First letters of the names of the optimizer's threads.
+/// Prefix of the names of the optimizer's threads.
 pub(crate) const WORKER_ROLE: &str = "adam";
 
 const LLC_READ_MISS: Cache = Cache { which: WhichCache::LL, operation: CacheOp::READ, result: CacheResult::MISS };
 
-/// What is counted, in the order of the report. What `cache_misses` are differs by CPU: of the last level on Intel's, of the
-/// first on Arm's.
+/// Counted events, in the order of the report. `cache_misses` depends on the CPU: last-level misses on Intel, first-level misses on Arm.
 const EVENTS: [(&str, Event); 7] = [
     ("cycles", Event::Hardware(Hardware::CPU_CYCLES)),
     ("instructions", Event::Hardware(Hardware::INSTRUCTIONS)),
@@ -27,25 +26,25 @@ const EVENTS: [(&str, Event); 7] = [
     ("context_switches", Event::Software(Software::CONTEXT_SWITCHES)),
 ];
 
-/// Running counters of some threads; dropping them stops them.
+/// Running counters of several threads; dropping them stops them.
 pub(crate) struct WorkerCounters {
     threads: usize,
     counters: Vec<(&'static str, Counter)>,
-    /// Events that cannot be counted, by what the kernel said.
+    /// Events that cannot be counted, by the kernel's error message.
     missing: BTreeMap<String, Vec<&'static str>>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct WorkerCounts {
     pub threads: usize,
-    /// Events by name; what shared a hardware counter is extrapolated from the time in which it was counted.
+    /// Events by name. Counts of events that shared a hardware counter are extrapolated from the time during which they were counted.
     pub counts: BTreeMap<&'static str, u64>,
-    /// What could not be counted, and why.
+    /// Events that could not be counted, with the reason.
     pub missing: Vec<String>,
 }
 
 impl WorkerCounters {
-    /// Begins to count on this process's threads whose names begin with `role`: see [`WORKER_ROLE`].
+    /// Starts counting on this process's threads whose names begin with `role`: see [`WORKER_ROLE`].
     ///
     /// # Errors
     /// `Io` when the process cannot list its own threads.
@@ -53,7 +52,7 @@ impl WorkerCounters {
         threads(Path::new("/proc/self/task"), role).map(Self::on)
     }
 
-    /// On the calling thread.
+    /// Starts counting on the calling thread.
     pub(crate) fn here() -> Self {
         Self::on(vec![0])
     }
@@ -78,7 +77,7 @@ impl WorkerCounters {
         }
     }
 
-    /// What was counted since the beginning.
+    /// Counts since the start.
     ///
     /// # Errors
     /// `Resource` when a counter cannot be read.
@@ -94,7 +93,7 @@ impl WorkerCounters {
     }
 }
 
-/// A counter of `event` on `thread`, running. The program alone is counted, except for switches, which happen in the kernel.
+/// A running counter of `event` on `thread`. Only user mode is counted, except for context switches, which happen in the kernel.
 fn count(event: &Event, thread: i32) -> std::io::Result<Counter> {
     let mut builder = Builder::new().observe_pid(thread).kind(event.clone());
     if *event == Event::Software(Software::CONTEXT_SWITCHES) {
@@ -105,7 +104,7 @@ fn count(event: &Event, thread: i32) -> std::io::Result<Counter> {
     Ok(counter)
 }
 
-/// Ids of the threads in `tasks` whose names begin with `role` and a number. One that ends meanwhile is none.
+/// Ids of the threads in `tasks` whose names begin with `role` and a hyphen. Threads that end meanwhile are skipped.
 fn threads(tasks: &Path, role: &str) -> Result<Vec<i32>> {
     let entries = std::fs::read_dir(tasks).map_err(|e| Error::io("list", tasks, e))?;
     let name_of = |id: &i32| std::fs::read_to_string(tasks.join(id.to_string()).join("comm")).unwrap_or_default();
@@ -116,7 +115,7 @@ fn threads(tasks: &Path, role: &str) -> Result<Vec<i32>> {
 }
 
 impl WorkerCounts {
-    /// What can be counted, and what cannot: `task clock, page faults; not counted: cycles: ...`
+    /// Events that can be counted and events that cannot: `task clock, page faults; not counted: cycles: ...`
     pub(crate) fn availability(&self) -> String {
         let countable: Vec<_> = EVENTS.iter().map(|(name, _)| *name).filter(|name| self.counts.contains_key(name)).collect();
         let missing = self.missing.iter().map(|missing| format!("not counted: {missing}"));
@@ -125,7 +124,7 @@ impl WorkerCounts {
 }
 
 impl fmt::Display for WorkerCounts {
-    /// `15 threads: cycles 1.2e12, instructions 9.1e11 (0.76 a cycle), ...; not counted: ...`
+    /// For example `15 threads: cycles 1.2e12, instructions 9.1e11 (0.76 a cycle), ...; not counted: ...`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} threads", self.threads)?;
         let number = |count: u64| if count < 100_000 { count.to_string() } else { format!("{:.3e}", count as f64) };
@@ -153,7 +152,7 @@ mod tests {
         assert!(threads(&dir.path().join("nowhere"), "adam").is_err());
     }
 
-    /// Here software events can be counted, or a reason is given.
+    /// On the test machine software events are counted, or a reason is given.
     #[test]
     fn a_worker_is_counted_from_outside() {
         let (counted, done) = (AtomicBool::new(false), AtomicBool::new(false));

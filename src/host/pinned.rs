@@ -1,5 +1,5 @@
-//! Host memory that copies and worker threads share: mapped between steps, nearly all of it before step 0, where and in the pages that the
-//! policy asks for, faulted in, alive until it is given back or the run ends.
+//! Host memory shared by copies and worker threads. It is mapped between steps, nearly all of it before step 0, with the nodes and page
+//! sizes of the policy, and faulted in. It lives until it is freed or the run ends.
 #![allow(unsafe_code)]
 
 use super::affinity::pin_current;
@@ -17,11 +17,11 @@ use std::ops::Range;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-/// Where bytes of a [`HostMemory`] lie: a name for them, which does not keep them.
+/// The address range of bytes in a [`HostMemory`]; it does not keep them alive.
 ///
-/// The owner lends them ([`HostMemory::lend`]) and is borrowed meanwhile. Jobs and copies use them beside it: who makes a job, or the
-/// device that copies, promises (`unsafe`) that the owner outlives it and that nobody else uses the bytes until it is done. The step
-/// protocol (`engine::coordinator`) keeps that promise: a slot belongs to a copy, to the pool or to nobody.
+/// The owner lends references ([`HostMemory::lend`]), which borrow the owner. Jobs and copies access the bytes without a borrow. The maker
+/// of a job, or the device that copies, guarantees (`unsafe`) that the owner outlives the job or copy, and that the bytes have no other
+/// user until it is done. The step protocol (`engine::coordinator`) ensures this: a slot belongs to a copy, to the pool, or is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PinnedSlice {
     addr: usize,
@@ -39,10 +39,10 @@ impl PinnedSlice {
         self.addr
     }
 
-    /// The part of `len` bytes that starts at byte `start`.
+    /// The part of `len` bytes from byte `start` on.
     ///
     /// # Panics
-    /// If the part reaches outside.
+    /// If the part exceeds the slice.
     pub fn slice(self, start: usize, len: usize) -> Self {
         assert!(start.checked_add(len).is_some_and(|end| end <= self.bytes), "pinned slice {start}+{len} of {}", self.bytes);
         Self { addr: self.addr + start, bytes: len }
@@ -53,23 +53,23 @@ impl PinnedSlice {
         self.bytes / size_of::<T>()
     }
 
-    /// The memory, to read, for a job.
+    /// The memory for reading, in a job.
     ///
     /// # Safety
-    /// While the result lives so does the [`HostMemory`], and nobody writes the bytes.
+    /// While the result lives, the [`HostMemory`] lives, and the bytes are not written.
     pub unsafe fn as_slice<'a, T: Pod>(self) -> &'a [T] {
         let elems = self.elems::<T>();
-        // SAFETY: aligned (checked) and in bounds (as every slice); the rest is what this function asks for.
+        // SAFETY: aligned (checked) and in bounds (like every slice); the caller guarantees the rest.
         unsafe { std::slice::from_raw_parts(self.addr as *const T, elems) }
     }
 
-    /// The memory, to write, for a job.
+    /// The memory for writing, in a job.
     ///
     /// # Safety
-    /// While the result lives so does the [`HostMemory`], and nobody else reads or writes the bytes.
+    /// While the result lives, the [`HostMemory`] lives, and the bytes are not read or written through another reference.
     pub unsafe fn as_mut_slice<'a, T: Pod>(self) -> &'a mut [T] {
         let elems = self.elems::<T>();
-        // SAFETY: aligned (checked) and in bounds (as every slice); that it is the only view is what this function asks for.
+        // SAFETY: aligned (checked) and in bounds (like every slice); the caller guarantees that this is the only view.
         unsafe { std::slice::from_raw_parts_mut(self.addr as *mut T, elems) }
     }
 }
@@ -81,7 +81,7 @@ impl PinnedSlice {
 /// let slice = host.alloc("x", 4096).unwrap();
 /// host.lend_mut::<u8>(slice)[0] = 1;
 /// ```
-/// What is lent does not outlive it:
+/// References cannot outlive the owner:
 /// ```compile_fail,E0505
 /// let mut host = superoffload::internals::host::HostMemory::default();
 /// let slice = host.alloc("x", 4096).unwrap();
@@ -92,37 +92,37 @@ impl PinnedSlice {
 #[derive(Default)]
 pub struct HostMemory {
     policy: MemoryPolicy,
-    /// Below it lies the `sys` that tells what nodes have left.
+    /// Directory of the `sys` file system that reports the free memory of nodes.
     root: PathBuf,
     blocks: Vec<Block>,
-    /// What the kernel refused, each kind once.
+    /// Refusals of the kernel, each kind once.
     refusals: Vec<String>,
 }
 
-/// One allocation: how it was called, and the bytes that were asked for, of a ring those that there are.
+/// One allocation: its name, and its requested bytes, or for a ring its bytes of physical memory.
 struct Block {
     mapping: Mapping,
     name: String,
     bytes: usize,
-    /// Its smallest pages.
+    /// Size of its smallest pages.
     page_bytes: usize,
-    /// The same page lies at several addresses: one view of it would be two.
+    /// Whether pages are mapped at several addresses, so that two references to different addresses could alias.
     is_ring: bool,
 }
 
-/// Where empty memory lies: aligned, and nowhere.
+/// Address of empty memory: aligned, and never mapped.
 const EMPTY_ADDR: usize = 64 << 10;
 
-/// What a ring's sizes are multiples of: the largest page of any kernel this runs on.
+/// Granularity of the sizes of a ring: the largest base page of any supported kernel.
 pub const RING_GRAIN_BYTES: usize = 64 << 10;
 
 impl HostMemory {
-    /// No memory yet; it will be as `policy` says.
+    /// Without memory yet; allocations follow `policy`.
     pub fn new(policy: MemoryPolicy) -> Self {
         Self { policy, root: "/".into(), ..Self::default() }
     }
 
-    /// Whether there are pages behind all of it; a simulation has addresses alone, and states in them are not worth a copy.
+    /// Whether all addresses are backed by pages. In a simulation they are not, and saving states would be pointless.
     pub(crate) fn is_backed(&self) -> bool {
         self.policy.is_backed()
     }
@@ -130,13 +130,13 @@ impl HostMemory {
     /// Zeroed memory, page-aligned.
     ///
     /// # Errors
-    /// `Resource` naming `name` and the size when the kernel refuses or the nodes that it is bound to are full.
+    /// `Resource` with `name` and the size, when the kernel refuses or the memory nodes have too little free memory.
     pub fn alloc(&mut self, name: &str, bytes: usize) -> Result<PinnedSlice> {
         self.alloc_periodic(name, bytes, bytes)
     }
 
-    /// As [`HostMemory::alloc`], for buckets or slots of `period_bytes` each: where the machine has several memory nodes, each
-    /// bucket lies on all of them, its first part on the first.
+    /// As [`HostMemory::alloc`], for buckets or slots of `period_bytes` each. With several memory nodes each bucket is spread over all of
+    /// them, its first part on the first node.
     pub fn alloc_periodic(&mut self, name: &str, bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         if bytes == 0 {
             return Ok(PinnedSlice { addr: EMPTY_ADDR, bytes: 0 });
@@ -151,11 +151,10 @@ impl HostMemory {
         Ok(self.keep(block, name, bytes, page_bytes, None))
     }
 
-    /// Gives the allocation at `addr` back but its first `kept` bytes, and the page in which they end. No job and no copy uses the rest any
-    /// more.
+    /// Frees the allocation at `addr`, except its first `kept` bytes, rounded up to a page. No job or copy may use the freed part.
     ///
     /// # Panics
-    /// If it is no allocation of this owner.
+    /// If there is no allocation at this address.
     pub(crate) fn give_back(&mut self, addr: usize, kept: usize) {
         if addr == EMPTY_ADDR {
             return;
@@ -170,16 +169,16 @@ impl HostMemory {
         block.bytes = kept;
     }
 
-    /// Has all of `other`, too.
+    /// Takes over all allocations of `other`.
     pub(crate) fn take_over(&mut self, other: Self) {
         self.blocks.extend(other.blocks);
     }
 
-    /// `bytes` of zeroed memory; below `ringed_bytes` it repeats every `period_bytes`: the same pages, mapped again and
-    /// again. Both are multiples of [`RING_GRAIN_BYTES`].
+    /// Zeroed memory of `bytes`, with a periodic mapping below `ringed_bytes`: addresses that are `period_bytes` apart share a page. Both
+    /// sizes are multiples of [`RING_GRAIN_BYTES`].
     ///
     /// # Panics
-    /// If they are not, or the ring is longer than the memory.
+    /// If they are not multiples, or if the ring is longer than the memory.
     pub(crate) fn alloc_ring(&mut self, name: &str, bytes: usize, ringed_bytes: usize, period_bytes: usize) -> Result<PinnedSlice> {
         assert!([ringed_bytes, period_bytes].iter().all(|b| b.is_multiple_of(RING_GRAIN_BYTES)) && ringed_bytes <= bytes);
         let refused = |operation: &str, cause: io::Error| Error::resource(format!("{operation} for {name}"), cause);
@@ -192,25 +191,25 @@ impl HostMemory {
         Ok(self.keep(block, name, bytes, page_bytes, Some(bytes - ringed_bytes + period_bytes.min(ringed_bytes))))
     }
 
-    /// The bytes of `slice`, to read. No job and no copy writes them meanwhile: see [`PinnedSlice`].
+    /// The bytes of `slice` for reading. No job or copy may write them meanwhile: see [`PinnedSlice`].
     ///
     /// # Panics
-    /// If they are not in memory of this owner, lie in a ring, or are no whole, aligned elements.
+    /// If the bytes are not in this owner's memory, lie in a ring, or are not whole, aligned elements.
     pub fn lend<T: Pod>(&self, slice: PinnedSlice) -> &[T] {
         self.expect_mine(slice);
-        // SAFETY: mapped as long as `self` is borrowed, which is shared; who made a job or a device promised that it does not
-        // write what is lent.
+        // SAFETY: mapped while `self` is borrowed, which is a shared borrow; the maker of each job or device guarantees that it does not
+        // write lent bytes.
         unsafe { slice.as_slice() }
     }
 
-    /// The bytes of `slice`, to write. No job and no copy uses them meanwhile: see [`PinnedSlice`].
+    /// The bytes of `slice` for writing. No job or copy may use them meanwhile: see [`PinnedSlice`].
     ///
     /// # Panics
     /// As [`HostMemory::lend`].
     pub fn lend_mut<T: Pod>(&mut self, slice: PinnedSlice) -> &mut [T] {
         self.expect_mine(slice);
-        // SAFETY: mapped as long as `self` is borrowed, which lends nothing else meanwhile; who made a job or a device promised that
-        // it does not touch what is lent.
+        // SAFETY: mapped while `self` is borrowed exclusively; the maker of each job or device guarantees that it does not access lent
+        // bytes.
         unsafe { slice.as_mut_slice() }
     }
 
@@ -220,19 +219,19 @@ impl HostMemory {
         assert!(is_mine || slice.bytes == 0, "{} at {:#x} are not this owner's to lend", Bytes(slice.bytes as u64), slice.addr);
     }
 
-    /// Names and bytes of everything so far.
+    /// Names and bytes of all allocations.
     pub fn allocations(&self) -> impl Iterator<Item = (&str, usize)> {
         self.blocks.iter().map(|block| (block.name.as_str(), block.bytes))
     }
 
-    /// What the kernel made of it, from the `proc` below `root` (normally `/`).
+    /// Pages and nodes that the kernel granted, from the `proc` file system below `root` (normally `/`).
     pub fn report(&self, root: &Path) -> MemoryReport {
         let addresses: Vec<_> = self.blocks.iter().map(|block| block.mapping.addresses()).collect();
         let notes = self.policy.notes.iter().chain(&self.refusals).cloned().collect();
         MemoryReport { bound_to: self.policy.nodes.clone(), notes, ..MemoryReport::read(root, &addresses) }
     }
 
-    /// `ring_bytes` of memory are there, if it is a ring.
+    /// Records an allocation; `ring_bytes` is the physical memory of a ring.
     fn keep(&mut self, mapping: Mapping, name: &str, bytes: usize, page_bytes: usize, ring_bytes: Option<usize>) -> PinnedSlice {
         let slice = PinnedSlice { addr: mapping.addr(), bytes };
         let (name, is_ring) = (name.into(), ring_bytes.is_some());
@@ -240,7 +239,7 @@ impl HostMemory {
         slice
     }
 
-    /// Address space in the pages that the policy asks for, and the size of the smallest of them.
+    /// Maps address space with the page sizes of the policy, and returns the smallest page size.
     fn map(&self, name: &str, bytes: usize) -> Result<(Mapping, usize)> {
         let failed = |cause: String| Error::resource(format!("map {} of host memory for {name}", Bytes(bytes as u64)), cause);
         let mut refusal = None;
@@ -258,7 +257,7 @@ impl HostMemory {
             _ => Mapping::anonymous(bytes, self.policy.align(bytes)),
         };
         let block = block.map_err(|e| failed(e.to_string()))?;
-        // Advice: a kernel that does not take it says so by the pages it gives, which are reported.
+        // Huge pages are advice. A kernel that ignores it grants small pages, which are reported.
         match self.policy.pages {
             PageSizes::Smallest => _ = block.advise_huge(false),
             PageSizes::Transparent { bytes: huge } if bytes >= huge => _ = block.advise_huge(true),
@@ -267,7 +266,7 @@ impl HostMemory {
         Ok((block, base_page_bytes()))
     }
 
-    /// Whether the memory can come from its nodes alone; if the kernel refuses to see to it, that is noted.
+    /// Binds the memory to its nodes. If the kernel refuses, notes it and returns false.
     fn bind(&mut self, block: &Mapping, parts: &[(Range<usize>, usize)]) -> bool {
         if self.policy.nodes.is_empty() {
             return false;
@@ -280,7 +279,7 @@ impl HostMemory {
         bound.is_ok()
     }
 
-    /// Memory that is not cut may come from any of the nodes.
+    /// Memory that is not divided may come from any of the nodes.
     fn nodes_of(&self, parts: &[(Range<usize>, usize)], node: usize) -> &[usize] {
         let nodes = &self.policy.nodes;
         if parts.len() == 1 { nodes } else { &nodes[node..=node] }
@@ -301,7 +300,7 @@ impl HostMemory {
         }
     }
 
-    /// Page faults cost now, in parallel and each on its node, what they would cost in the first steps.
+    /// Faults pages in now, in parallel and each on its node, so that the first steps have no page faults.
     fn fault_in(&self, name: &str, block: &Mapping, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
         let bytes = block.addresses().len();
         let align = self.policy.align(bytes);
@@ -310,7 +309,7 @@ impl HostMemory {
                 .populate(range.clone())
                 .map_err(|e| Error::resource(format!("fault in {} of host memory for {name}", Bytes(bytes as u64)), e))?;
             if align > 1 {
-                // As with the advice: what was got is reported.
+                // Advice as well; the granted pages are reported.
                 let _ = block.collapse(range);
             }
             Ok(())
@@ -324,7 +323,7 @@ impl HostMemory {
     }
 }
 
-/// Does each piece of `work` in a thread of its own.
+/// Runs each item of `work` on a separate thread.
 fn in_threads<T: Send>(work: Vec<T>, body: impl Fn(T) -> Result<()> + Sync) -> Result<()> {
     let start = |e: io::Error| Error::resource("start a thread that faults memory in", e);
     let panicked = || Error::resource("fault memory in", "a thread panicked");
@@ -339,13 +338,13 @@ fn in_threads<T: Send>(work: Vec<T>, body: impl Fn(T) -> Result<()> + Sync) -> R
 
 /// Memory of `bytes` that can be mapped several times.
 fn shared_memory(bytes: usize) -> io::Result<OwnedFd> {
-    // The kernel's call itself: C libraries have a function for it since 2.27 only, and the wheel promises 2.17.
-    // SAFETY: a name that ends in NUL.
+    // A direct system call, because C libraries have this function only since 2.27, and the wheel supports 2.17. SAFETY: a name that ends
+    // in NUL.
     let file = unsafe { libc::syscall(libc::SYS_memfd_create, c"ring".as_ptr(), libc::MFD_CLOEXEC) } as i32;
     if file < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that was just made and belongs to nobody else; closed at the end, the maps keep the memory.
+    // SAFETY: a new descriptor without another owner. It is closed at the end, and the mappings keep the memory.
     let file = unsafe { OwnedFd::from_raw_fd(file) };
     nix::unistd::ftruncate(&file, bytes as i64)?;
     Ok(file)
@@ -403,16 +402,16 @@ mod tests {
         let mut host = HostMemory::default();
         let grain = RING_GRAIN_BYTES;
         let ring = host.alloc_ring("test", 6 * grain + 40, 5 * grain, 2 * grain).unwrap();
-        // SAFETY: mapped to the end of the test, and nothing else looks at it.
+        // SAFETY: mapped until the end of the test, and there is no other reference.
         unsafe { ring.slice(grain + 8, 4).as_mut_slice::<f32>()[0] = 2.5 };
-        // SAFETY: mapped to the end of the test, and no longer written.
+        // SAFETY: mapped until the end of the test, and no longer written.
         let read = |at: usize| unsafe { ring.slice(at, 4).as_slice::<f32>()[0] };
         assert_eq!([1, 3, 5].map(|i| read(i * grain + 8)), [2.5, 2.5, 0.0]);
         assert_eq!([0, 2, 4].map(|i| read(i * grain + 8)), [0.0; 3]);
         assert_eq!(host.allocations().collect::<Vec<_>>(), [("test", 3 * grain + 40)]);
     }
 
-    /// What a run does here: one node, huge pages, faulted in by two threads.
+    /// Allocates as a run would on this machine: one node, huge pages, faulted in by two threads.
     #[test]
     fn memory_is_faulted_in_and_reported_as_the_kernel_gave_it() {
         let topology = Topology::this_machine();
@@ -431,12 +430,12 @@ mod tests {
         assert!(host.lend::<u8>(block).iter().all(|&byte| byte == 0));
     }
 
-    /// One node says little; two sockets, or a GPU's memory as a node, say more.
+    /// On one node this test proves little; two sockets, or a GPU's memory as a node, are better.
     #[test]
     fn memory_lies_on_every_node_beside_the_cpus_and_nowhere_else() {
         let topology = Topology::this_machine();
         let policy = MemoryPolicy::new(&topology, HugePagesChoice::Auto, &[], 2).unwrap();
-        // The kernel may keep another test's memory beside it and count both as one: then once more, in another place.
+        // The kernel may merge this memory with another test's and report both. Then the test allocates again, at another address.
         let mut tries = Vec::new();
         let report = loop {
             let mut host = HostMemory::new(policy.clone());
@@ -457,14 +456,14 @@ mod tests {
         }
     }
 
-    /// Touching it would have the kernel end the process.
+    /// Touching the memory would make the kernel end the process.
     #[test]
     fn memory_is_not_bound_to_a_node_that_has_less_left() {
         let dir = tree(&[("sys/devices/system/node/node0/meminfo", "Node 0 MemFree: 1024 kB\n")]);
         let policy = MemoryPolicy { nodes: vec![0], ..MemoryPolicy::new(&Topology::this_machine(), HugePagesChoice::Off, &[], 1).unwrap() };
         let mut host = HostMemory { root: dir.path().into(), ..HostMemory::new(policy) };
         let refused = host.alloc("adam m", 2 << 20);
-        // A kernel that binds nothing gives memory from anywhere.
+        // Without binding, the kernel takes memory from any node.
         if host.refusals.is_empty() {
             let error = refused.unwrap_err().to_string();
             assert!(error.contains("of host memory for adam m: 1.0 MiB are left on node 0"), "{error}");

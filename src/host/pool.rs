@@ -1,11 +1,12 @@
-//! The optimizer's worker pool: one job at a time, cut into pieces that the workers take one by one.
+//! The optimizer's worker pool: one job at a time, divided into pieces that the workers take one by one.
 //!
-//! Fixed shares would leave the whole pool waiting for its slowest worker, by 16 to 25 % where a hypervisor's neighbours
-//! share cores and memory. Who does a piece changes no bit. The driver publishes a job, the workers meet it, the last one to
-//! finish rings the driver's bell.
+//! With a fixed division the whole pool would wait for its slowest worker, 16 to 25 % longer where virtual machines share cores and memory.
+//! The assignment of pieces to workers changes no bit. The driver publishes a job, the workers run it, and the last worker to finish rings
+//! the driver's doorbell.
 //!
-//! Where a machine has several memory nodes each bucket lies on all of them, its first part on the first
-//! (`HostMemory::alloc_periodic`). Pieces are counted for each node, and a worker begins with those of its own, then helps.
+//! On a machine with several memory nodes each bucket is spread over all of them, its first part on the first node
+//! (`HostMemory::alloc_periodic`). Pieces are counted for each node. A worker begins with the pieces of its own node, then takes pieces of
+//! other nodes.
 #![allow(unsafe_code)]
 
 use crate::error::{Error, Result};
@@ -18,39 +19,39 @@ use crate::sync::{UnsafeCell, mpsc};
 use crate::trace::{Recorder, now_ns};
 use std::sync::Arc;
 
-/// Work that a pool can do: plain data, cut into pieces.
+/// Work for a pool: plain data, divided into pieces.
 ///
 /// # Safety
-/// A job has a right to all memory that its pieces touch: until all are done the memory is there, and nobody else uses it. A function
-/// that makes jobs therefore is `unsafe` where it cannot see to that itself. Pieces of one job touch disjoint memory, but for what they
-/// only read.
+/// A job has access to all memory that its pieces touch: until all pieces are done, the memory stays valid and has no other user. A
+/// function that makes jobs is therefore `unsafe` unless it ensures this itself. Pieces of one job touch disjoint memory, except memory
+/// that they only read.
 pub unsafe trait Job: Send + Sync + 'static {
     /// Name and index of the span that a worker records.
     fn label(&self) -> (&'static str, u32);
-    /// Bytes that it reads and writes.
+    /// Bytes that the job reads and writes.
     fn traffic_bytes(&self) -> u64;
     fn pieces(&self) -> usize;
-    /// Does a piece.
+    /// Runs a piece.
     ///
     /// # Safety
-    /// No two threads do the same piece at the same time.
+    /// No two threads run the same piece at the same time.
     unsafe fn run(&self, piece: usize);
 }
 
-/// Does `job` on this thread, the last piece first.
+/// Runs `job` on this thread, the last piece first.
 pub fn run_alone(job: impl Job) {
-    // SAFETY: nobody else has the job, of which this thread does one piece after the other.
+    // SAFETY: this thread owns the job and runs one piece after the other.
     (0..job.pieces()).rev().for_each(|piece| unsafe { job.run(piece) });
 }
 
-/// From here on the calling thread runs where no other one wants the CPU.
+/// Gives the calling thread the lowest priority.
 pub(crate) fn yield_to_others() {
     const THIS_THREAD: u32 = 0;
-    // SAFETY: numbers alone. Nobody is refused a lower priority.
+    // SAFETY: the arguments are numbers. A lower priority is always allowed.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, THIS_THREAD, 19) };
 }
 
-/// A job that needs no memory but what it owns.
+/// A job that accesses only memory that it owns.
 pub struct Call<F> {
     /// Name and index of its span.
     pub label: (&'static str, u32),
@@ -58,7 +59,7 @@ pub struct Call<F> {
     pub run: F,
 }
 
-// SAFETY: `run` is safe code that threads may share, whatever the piece.
+// SAFETY: `run` is safe code that threads may share, for every piece.
 unsafe impl<F: Fn(usize) + Send + Sync + 'static> Job for Call<F> {
     fn label(&self) -> (&'static str, u32) {
         self.label
@@ -87,31 +88,31 @@ struct PoolShared<J> {
     /// Written by the driver while `remaining` is zero, read by the workers after `generation` rises.
     job: UnsafeCell<Option<J>>,
     generation: AtomicU64,
-    /// Pieces that were taken of each node's.
+    /// Number of pieces taken, for each node.
     taken: Vec<Taken>,
-    /// Workers that are not done with the job.
+    /// Workers that have not finished the job.
     remaining: AtomicUsize,
-    /// When the job was published, and the time that all jobs before it took.
+    /// Time at which the job was published, and total time of all earlier jobs.
     published_ns: AtomicU64,
     busy_ns: AtomicU64,
-    /// Set when a share panicked: the job will never be whole.
+    /// Set when a worker panics: the job will never be complete.
     failed: AtomicBool,
     bells: Vec<Doorbell>,
     driver: Arc<Doorbell>,
     pulse: Arc<Pulse>,
 }
 
-// SAFETY: `job` is written only by the driver while no worker runs (`remaining` is zero, acquired) and read only after
-// the release of the next `generation`.
+// SAFETY: only the driver writes `job`, while no worker runs (`remaining` is zero, acquired); workers read it only after the release of the
+// next `generation`.
 unsafe impl<J: Send + Sync> Sync for PoolShared<J> {}
 
-/// How many pieces of one node were taken: on a cache line of its own, which the workers of other nodes leave alone.
+/// Number of pieces taken on one node, on a separate cache line to avoid false sharing between nodes.
 #[derive(Default)]
 #[repr(align(128))]
 struct Taken(AtomicUsize);
 
 impl<J: Job> PoolShared<J> {
-    /// `worker` does pieces until all are taken, those of the node `home` first.
+    /// Runs pieces until all are taken, those of the node `home` first.
     fn work_on(&self, job: &J, worker: usize, home: usize) {
         let (nodes, pieces) = (self.taken.len(), job.pieces());
         for node in (home..nodes).chain(0..home) {
@@ -119,18 +120,19 @@ impl<J: Job> PoolShared<J> {
             let taken = std::iter::repeat_with(|| start + self.taken[node].0.fetch_add(1, Ordering::Relaxed));
             taken.take_while(|&piece| piece < end).for_each(|piece| {
                 self.pulse.beat(worker);
-                // SAFETY: `taken` gives a number to one worker alone, and is set back when no worker has a job.
+                // SAFETY: `taken` returns each number to one worker only, and is reset while no worker has a job.
                 unsafe { job.run(piece) };
             });
         }
     }
 }
 
-/// The generation that tells workers to end.
+/// The generation that makes workers end.
 const STOP: u64 = u64::MAX;
 
 impl<J: Job> Threads<J> {
-    /// Starts `workers` threads, at home where `homes` says. `on_start(worker)` runs first on each (naming, pinning); `driver` is rung when a job ends.
+    /// Starts `workers` threads with memory nodes `homes`. `on_start(worker)` runs first on each thread (naming, pinning); `driver` is rung
+    /// when a job ends.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start or `on_start` fails.
@@ -167,15 +169,15 @@ impl<J: Job> Threads<J> {
         Ok(pool)
     }
 
-    /// Gives the workers their next job.
+    /// Submits the next job.
     ///
     /// # Panics
-    /// If the last one is not done.
+    /// If the last job is not done.
     pub fn submit(&mut self, job: J) {
         assert!(matches!(self.is_idle(), Ok(true)), "one job at a time");
         self.published += 1;
         self.shared.pulse.given(self.published, job.label().1);
-        // SAFETY: the caller saw `remaining` at zero, so that no worker reads the job now.
+        // SAFETY: `remaining` was zero, so no worker reads the job now.
         self.shared.job.with_mut(|place| unsafe { *place = Some(job) });
         self.shared.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
         self.shared.remaining.store(self.handles.len(), Ordering::Relaxed);
@@ -186,7 +188,7 @@ impl<J: Job> Threads<J> {
     /// Whether the last job is done.
     ///
     /// # Errors
-    /// `Resource` if a worker panicked: the bucket it was working on is half stepped, and nothing may be saved from it.
+    /// `Resource` if a worker panicked: its bucket is partly stepped and must not be saved.
     pub fn is_idle(&self) -> Result<bool> {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::resource("step a bucket", "an optimizer worker panicked; see the message above"));
@@ -198,15 +200,15 @@ impl<J: Job> Threads<J> {
         self.shared.pulse.clone()
     }
 
-    /// Nanoseconds so far between the submission of a job and the end of its last share.
+    /// Total nanoseconds between the submission of each job and the end of its last worker.
     pub(crate) fn busy_ns(&self) -> u64 {
         self.shared.busy_ns.load(Ordering::Relaxed)
     }
 
-    /// Ends the workers when they are done with their job, and returns what they recorded.
+    /// Ends the workers after their current job, and returns their recorded spans.
     ///
     /// # Errors
-    /// `Resource` when a worker had panicked.
+    /// `Resource` when a worker has panicked.
     pub fn finish(&mut self) -> Result<Vec<Recorder>> {
         self.stop()
     }
@@ -230,7 +232,7 @@ impl<J: Job> Drop for Threads<J> {
     }
 }
 
-/// Tells the driver when a share panics, so that it does not wait for ever.
+/// Reports a worker's panic to the driver, which would otherwise wait forever.
 struct WorkerPanic<'a, J: Job>(&'a PoolShared<J>);
 
 impl<J: Job> Drop for WorkerPanic<'_, J> {
@@ -252,13 +254,13 @@ fn work<J: Job>(shared: &PoolShared<J>, worker: usize, home: usize, mut recorder
             return recorder;
         }
         shared.job.with(|job| {
-            // SAFETY: published before `generation`; the driver does not write until this worker has counted down.
+            // SAFETY: published before `generation`; the driver does not write until this worker has decremented `remaining`.
             let Some(job) = (unsafe { &*job }) else { return };
             let (start, (name, index)) = (now_ns(), job.label());
             shared.work_on(job, worker, home);
             recorder.span(name, index, start);
         });
-        // Read first: once the count is zero the driver may publish the next job.
+        // Read before the decrement: once the count is zero the driver may publish the next job.
         let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
         shared.pulse.done(worker, seen);
         if shared.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -277,7 +279,7 @@ mod tests {
     fn every_piece_of_every_job_is_done_once() {
         const PIECES: usize = 7;
         let (bell, jobs) = (Arc::new(Doorbell::default()), if cfg!(miri) { 5 } else { 100 });
-        // One node; a node without a worker of its own; more nodes than pieces.
+        // One node; a node without its own worker; more nodes than pieces.
         for (nodes, of_worker) in [(1, vec![]), (3, vec![0, 1]), (9, vec![8, 0, 4])] {
             let sums = Arc::new([const { AtomicU32::new(0) }; PIECES]);
             let mut pool = Threads::start(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
@@ -302,7 +304,7 @@ mod tests {
         let run = move |piece: usize| {
             let worker = std::thread::current().name().unwrap().ends_with("01");
             seen[piece].store(worker.into(), Ordering::Relaxed);
-            // Long enough for both workers to have begun.
+            // Long enough for both workers to begin.
             std::thread::sleep(std::time::Duration::from_millis(50));
         };
         pool.submit(Call { label: ("place", 0), pieces: 4, run });

@@ -1,17 +1,17 @@
-//! Signs of life of a pool's workers, for whoever watches them: each worker writes its own, with relaxed stores.
+//! Heartbeats of a pool's workers for the watchdog. Each worker writes its own, with relaxed stores.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What the workers of a pool were given, and how far each of them is.
+/// Jobs submitted to the workers of a pool, and the progress of each worker.
 #[derive(Debug, Default)]
 pub(crate) struct Pulse {
-    /// Jobs given, and the index of the last one's span: its bucket.
+    /// Number of submitted jobs, and the span index of the last one, which is its bucket.
     jobs: AtomicU64,
     index: AtomicU64,
     workers: Box<[Worker]>,
 }
 
-/// One worker, on a cache line of its own.
+/// Progress of one worker, on a separate cache line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Worker {
@@ -22,24 +22,24 @@ struct Worker {
 }
 
 impl Pulse {
-    /// Of `workers` that have done nothing yet.
+    /// Heartbeats of `workers` that have not started any job.
     pub(super) fn new(workers: usize) -> Self {
         Self { workers: (0..workers).map(|_| Worker::default()).collect(), ..Self::default() }
     }
 
-    /// The driver gives job number `jobs`, from 1, whose span has this index.
+    /// Records that the driver submits job number `jobs`, counted from 1, with this span index.
     pub(super) fn given(&self, jobs: u64, index: u32) {
         self.index.store(index.into(), Ordering::Relaxed);
         self.jobs.store(jobs, Ordering::Relaxed);
     }
 
-    /// `worker` begins a piece.
+    /// Records that `worker` begins a piece.
     pub(super) fn beat(&self, worker: usize) {
         let pieces = &self.workers[worker].pieces;
         pieces.store(pieces.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// `worker` is done with job number `jobs`.
+    /// Records that `worker` has finished job number `jobs`.
     pub(super) fn done(&self, worker: usize, jobs: u64) {
         self.workers[worker].jobs.store(jobs, Ordering::Relaxed);
     }
@@ -48,7 +48,7 @@ impl Pulse {
         self.workers.len()
     }
 
-    /// Number and bucket of the job that `worker` has been given and is not done with.
+    /// Number and bucket of the job that `worker` has not finished yet.
     pub(crate) fn owes(&self, worker: usize) -> Option<(u64, u64)> {
         let jobs = self.jobs.load(Ordering::Relaxed);
         let done = self.workers[worker].jobs.load(Ordering::Relaxed);

@@ -1,12 +1,12 @@
-//! The choice of a partition of cache and bandwidth; joining it is `partition`.
+//! The setting for a cache and bandwidth partition; module `partition` joins it.
 
-/// Which resctrl group the optimizer's threads join.
+/// The resctrl group that the optimizer's threads join.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", from = "String")]
 pub enum ResctrlGroup {
-    /// The one that `superoffload-resctrl` prepares, if it is there.
+    /// The group that `superoffload-resctrl` prepares, if it exists.
     Auto,
-    /// None.
+    /// No group.
     None,
     Named(String),
 }

@@ -1,26 +1,27 @@
-//! What memory nodes have left. The kernel lets a process bind any amount of memory to a full node, and ends it when it touches that.
+//! Free memory of memory nodes. The kernel lets a process bind any amount of memory to a full node, and kills the process when it touches
+//! the memory.
 
 use crate::hardware::parse;
 use crate::units::Bytes;
 use std::fs;
 use std::path::Path;
 
-/// Caches of files: the kernel gives them up when memory is asked for.
+/// File caches, which the kernel frees on demand.
 const RECLAIMABLE: [&str; 3] = ["Active(file)", "Inactive(file)", "SReclaimable"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pages {
-    /// The kernel's own, transparent huge ones among them.
+    /// The kernel's own pages, including transparent huge pages.
     Any,
-    /// Those that were reserved, of so many bytes each.
+    /// Reserved pages of this size in bytes.
     Reserved(usize),
 }
 
-/// Checks that `nodes` together have `bytes` left in `pages`, as far as the `sys` below `root` (normally `/`) tells. What else is
-/// asked for at the same time is not known, and swap is not counted.
+/// Checks that `nodes` together have `bytes` of free memory in `pages`, according to the `sys` file system below `root` (normally `/`).
+/// Concurrent allocations are unknown, and swap is not counted.
 ///
 /// # Errors
-/// What there is instead, and for reserved pages how to get more.
+/// The free memory, and for reserved pages the command to reserve more.
 pub(super) fn check(root: &Path, nodes: &[usize], pages: Pages, bytes: u64) -> Result<(), String> {
     let left: Option<u64> = nodes.iter().map(|&node| left_bytes(root, node, pages)).sum();
     let Some(left) = left.filter(|&left| left < bytes) else { return Ok(()) };
@@ -38,13 +39,13 @@ pub(super) fn check(root: &Path, nodes: &[usize], pages: Pages, bytes: u64) -> R
     })
 }
 
-/// The file that says how many pages of `page_bytes` are reserved on `node`, or on all of them.
+/// The file with the number of reserved pages of `page_bytes` on `node`, or on all nodes.
 pub(super) fn pool_size(node: Option<usize>, page_bytes: u64) -> String {
     let owner = node.map_or("kernel/mm".into(), |node| format!("devices/system/node/node{node}"));
     format!("/sys/{owner}/hugepages/hugepages-{}kB/nr_hugepages", page_bytes >> 10)
 }
 
-/// `None` if the kernel does not tell.
+/// Free bytes; `None` if the kernel does not report them.
 fn left_bytes(root: &Path, node: usize, pages: Pages) -> Option<u64> {
     let read = |file: &str| fs::read_to_string(root.join(format!("sys/devices/system/node/node{node}/{file}"))).ok();
     match pages {

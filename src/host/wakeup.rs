@@ -1,4 +1,4 @@
-//! How long the pool takes to wake: measured, not assumed.
+//! Measurement of the pool's wake-up latency.
 
 use super::affinity::{Placement, name_and_pin};
 use super::doorbell::Doorbell;
@@ -14,28 +14,28 @@ use std::time::Duration;
 pub struct WakeUp {
     /// Workers measured.
     pub workers: usize,
-    /// While workers still spin after the job before.
+    /// Latency while workers still spin after the previous job.
     pub spinning: Latency,
-    /// After they have gone to sleep.
+    /// Latency after workers have gone to sleep.
     pub parked: Latency,
 }
 
-/// The middle and the slow end.
+/// Median and 99th percentile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latency {
-    /// Half are faster.
+    /// Median.
     pub ns_median: u64,
-    /// One in a hundred is slower.
+    /// 99th percentile.
     pub ns_p99: u64,
 }
 
 const SPINNING_JOBS: usize = 1000;
 const PARKED_JOBS: usize = 100;
-/// Longer than any worker spins.
+/// Longer than the spin time of any worker.
 const PAUSE: Duration = Duration::from_millis(3);
 
 impl WakeUp {
-    /// Of a pool of `workers`, placed as a run would. Takes about half a second.
+    /// Measures a pool of `workers`, placed as in a run. Takes about half a second.
     ///
     /// # Errors
     /// `Resource` when a thread cannot be started or placed.
