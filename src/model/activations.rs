@@ -1,7 +1,7 @@
-//! The memory of one micro-batch: inputs, what the forward pass keeps for the backward, and workspaces. It is planned and
+//! The memory of one micro-batch: inputs, activations that the forward pass saves for the backward pass, and workspaces. It is planned and
 //! named before anything is allocated.
 //!
-//! A layer keeps what its [`LayerPolicy`] says. What it does not keep lies in buffers that all such layers share: their passes
+//! The [`LayerPolicy`] of a layer determines its saved activations. All other activations lie in buffers shared by all layers, whose passes
 //! run one after another, on one stream.
 
 use super::fp8::{self, Fp8Work, LINEARS};
@@ -20,16 +20,16 @@ use crate::memory::MemorySpace;
 use crate::units::Bytes;
 use std::ops::Range;
 
-/// How many logits exist at once: the loss takes `rows` tokens at a time and runs over the vocabulary in tiles.
+/// Size of the logits that exist at once: the loss processes `rows` tokens at a time, in tiles of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct LossTile {
-    /// Tokens of one pass; more than there are means all.
+    /// Tokens of one pass, limited to the tokens of the micro-batch.
     pub rows: usize,
-    /// Vocabulary columns of one tile; more than there are means all, and then logits are computed once, not twice.
+    /// Vocabulary columns of one tile, limited to the vocabulary. A single tile computes logits once instead of twice.
     pub vocab: usize,
 }
 
-/// One planned piece of memory.
+/// One planned allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocation {
     /// Name for people: `layers.qkv`.
@@ -53,24 +53,24 @@ pub struct MicroBatch<'a> {
     pub shape: &'a ModelShape,
     /// Sequences.
     pub batch: usize,
-    /// Tokens of a sequence, on all ranks that share it.
+    /// Tokens of a sequence, over all ranks that share it.
     pub seq_length: usize,
     /// Ranks that share each sequence.
     pub(crate) sequence_ranks: usize,
-    /// A sequence is several documents, not one.
+    /// Whether a sequence may hold several documents.
     pub separates_documents: bool,
-    /// What it is computed in.
+    /// Compute format.
     pub dtype: Dtype,
-    /// Products of layers are computed in FP8.
+    /// Whether products of layers are computed in FP8.
     pub fp8: bool,
-    /// Logits at a time.
+    /// Size of the logits that exist at once.
     pub tile: LossTile,
-    /// Tokens of a tile of the MLP, where it goes in several.
+    /// Tokens of a tile of the MLP; `None`: the MLP is not divided.
     pub(crate) mlp_tile: Option<usize>,
     pub(crate) policies: &'a [LayerPolicy],
 }
 
-/// What [`Activations`] will need; nothing is allocated yet.
+/// The memory plan of [`Activations`]; nothing is allocated yet.
 #[derive(Clone, Debug)]
 pub struct ActivationPlan {
     shape: ModelShape,
@@ -90,8 +90,8 @@ impl ActivationPlan {
     /// Plans the memory of a micro-batch.
     ///
     /// # Errors
-    /// `Usage` when a size is zero, the sequence is longer than the positions that the model has learned, there is not one policy a layer, or
-    /// bytes overflow.
+    /// `Usage` when a size is zero, when the sequence is longer than the learned positions of the model, when the number of policies
+    /// differs from the number of layers, or when bytes overflow.
     pub fn new(micro_batch: MicroBatch<'_>) -> Result<Self> {
         let MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies } =
             micro_batch;
@@ -141,10 +141,10 @@ impl ActivationPlan {
         Bytes(self.allocations.iter().filter(|a| a.space == space).map(|a| a.bytes() as u64).sum())
     }
 
-    /// Allocates what was planned; `lease` holds it, and what there was of it after an error.
+    /// Allocates the planned memory; `lease` holds it, including partial allocations after an error.
     ///
     /// # Errors
-    /// The device's or the system's, when something does not fit or cannot be locked.
+    /// Errors of the device or of the system, when there is not enough memory or memory cannot be locked.
     pub(crate) fn allocate<D: Device>(&self, dev: &mut D, host: &mut HostMemory, lease: &mut Lease) -> Result<Activations> {
         let mut activations = self.lay_out(&mut |name, elems, dtype| lease.alloc(dev, name, elems, dtype))?;
         let mut memory = |slots: &Allocation| lease.alloc_pinned((dev, host), slots.name, slots.bytes(), slots.bytes());
@@ -160,7 +160,7 @@ impl ActivationPlan {
         Ok(activations)
     }
 
-    /// What waits in host memory: inputs of layers, attention's outputs, and log-sum-exps.
+    /// Offloaded activations: inputs of layers, attention's outputs, and log-sum-exps.
     fn host_allocations(&self) -> Result<[Allocation; 3]> {
         let slots = |name, sends: fn(LayerPolicy) -> bool, cols: &dyn Fn(&LayerShape) -> usize, dtype| {
             let layers = || self.policies.iter().zip(&self.shape.layers).filter(|(policy, _)| sends(**policy));
@@ -180,7 +180,7 @@ impl ActivationPlan {
         ])
     }
 
-    /// The one description of the device's memory: planning records what it asks for, allocating fulfils it.
+    /// The single description of device memory: planning records the requests, allocating fulfils them.
     fn lay_out(&self, alloc: &mut Alloc<'_>) -> Result<Activations> {
         let tokens = self.tokens();
         let mut memory = SizedAllocator { alloc, tokens, dtype: self.dtype };
@@ -231,7 +231,7 @@ impl ActivationPlan {
         let (costly, cheap) = (self.parts(is(LayerPolicy::keeps_costly)), self.parts(is(LayerPolicy::keeps_cheap)));
         let inputs = self.parts_by_turns(is(|policy| !policy.sends_input()), is(LayerPolicy::sends_input));
         let attended = self.parts_by_turns(is(LayerPolicy::keeps_costly), is(LayerPolicy::sends_attention));
-        // What is kept in 8 bits is not kept in 16.
+        // Activations that are saved in 8 bits are not saved in 16 bits.
         let is_dense = |l: usize| self.shape.layers[l].mlp.moe().is_none();
         let attn_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !self.fp8);
         let mlp_cheap = self.parts(|l| self.policies[l].keeps_cheap() && !(self.fp8 && is_dense(l)));
@@ -256,12 +256,12 @@ impl ActivationPlan {
         let mlp_norm_out = each("layers.mlp_norm_out", &mlp_cheap, &normed, dtype)?;
         let mlp_norm_stats = each("layers.mlp_norm_stats", &costly, &normed_stats, fp32)?;
         let mlp_in = each("layers.mlp_in", &wide_costly, &|layer| layer.mlp_cols().0, dtype)?;
-        // What experts make of it is made again: a workspace of all layers holds it.
+        // The activation of experts is recomputed into a workspace of all layers.
         let mlp_act = each("layers.mlp_act", &wide_cheap, &|layer| layer.mlp.moe().map_or(layer.mlp_cols().1, |_| 0), dtype)?;
         let mlp_raw = each("layers.mlp_raw", &costly, &raw, dtype)?;
         let mlp_raw_stats = each("layers.mlp_raw_stats", &costly, &raw_stats, fp32)?;
         let (routed, fp8) = (self.routed(memory)?, self.fp8_inputs(memory)?);
-        // In FP8 layers that keep use the shared buffers, too.
+        // In FP8, layers with policy `Keep` use the shared buffers, too.
         let last_sharing = self.policies.iter().rposition(|policy| *policy != LayerPolicy::Keep || self.fp8);
         let layer = |l: usize, policy: LayerPolicy| LayerActivations {
             policy,
@@ -286,8 +286,8 @@ impl ActivationPlan {
         Ok(self.policies.iter().enumerate().map(|(l, policy)| layer(l, *policy)).collect())
     }
 
-    /// What enters the linear layers of each layer that keeps it, transposed, in 8 bits; attention's output, of which its own backward
-    /// pass reads 16, and the residual stream are not among it.
+    /// Saved inputs of the linear layers of each layer, transposed, in 8 bits. Attention's output is not among them, because attention's
+    /// backward pass reads it in 16 bits; neither is the residual stream.
     fn fp8_inputs(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<[Option<DeviceSlice>; LINEARS]>> {
         let keeps = |l: usize| self.fp8 && self.policies[l].keeps_cheap();
         let parts = self.parts(keeps);
@@ -305,7 +305,7 @@ impl ActivationPlan {
         Ok((0..self.policies.len()).map(|l| [at(&attn_norm, l), None, at(&mlp_norm, l), at(&mlp_act, l)]).collect())
     }
 
-    /// What each layer with experts keeps of its routing, whatever its policy.
+    /// Routing results of each layer with experts, which are always saved.
     fn routed(&self, memory: &mut SizedAllocator<'_>) -> Result<Vec<Option<RoutedActivations>>> {
         let (layers, tokens) = (&self.shape.layers, memory.tokens);
         let mut own = 0..;
@@ -332,7 +332,7 @@ impl ActivationPlan {
         Ok(layers.iter().enumerate().map(layer).collect())
     }
 
-    /// Nothing where no layer has experts.
+    /// Workspaces of experts; `None` without experts.
     fn expert_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<ExpertWork>> {
         let widest = |cols: &dyn Fn(Moe) -> usize| self.shape.widest(|layer| layer.mlp.moe().map_or(0, cols));
         let (taken, tokens) = (widest(&|moe| moe.top_k), memory.tokens);
@@ -347,7 +347,7 @@ impl ActivationPlan {
         }))
     }
 
-    /// The most elements that any layer needs, whose attention is as wide as the first for each token, and its MLP as the second.
+    /// Maximum elements over all layers. `cols` returns the columns of a layer's attention and of its MLP.
     fn widest(&self, cols: impl Fn(&LayerShape) -> [usize; 2]) -> Result<usize> {
         let elems = |layer: &LayerShape| {
             let [attn, mlp] = cols(layer);
@@ -356,12 +356,13 @@ impl ActivationPlan {
         self.shape.layers.iter().map(elems).try_fold(0, |most, elems| Ok(most.max(elems?)))
     }
 
-    /// Tokens that the MLP of a layer takes at once.
+    /// Tokens that the MLP of a layer processes at once.
     fn mlp_tokens(&self, layer: &LayerShape) -> usize {
         if layer.mlp.moe().is_none() { self.mlp_tile } else { self.tokens() }
     }
 
-    /// For each of the own tokens: what enters attention and what leaves it. Where ranks share sequences, all tokens of the own heads are here.
+    /// Columns of attention's input and output for each of this rank's tokens. With sequence parallelism these arrays hold all tokens and
+    /// this rank's heads.
     fn own_heads_cols(&self, layer: &LayerShape) -> [usize; 2] {
         widest_cols(&layer.attn, self.sequence_ranks).map(|cols| self.sequence_ranks * cols)
     }
@@ -371,7 +372,7 @@ impl ActivationPlan {
         self.batch * self.seq_length / self.sequence_ranks
     }
 
-    /// Nothing where every rank has sequences of its own.
+    /// Workspaces of sequence parallelism; `None` without it.
     fn sequence_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<SequenceWork>> {
         let ranks = self.sequence_ranks;
         if ranks == 1 {
@@ -387,7 +388,7 @@ impl ActivationPlan {
         }))
     }
 
-    /// Nothing where products are in the format of all else.
+    /// Workspaces of FP8 products; `None` without FP8.
     fn fp8_work(&self, memory: &mut SizedAllocator<'_>) -> Result<Option<Fp8Work>> {
         if !self.fp8 {
             return Ok(None);
@@ -401,33 +402,33 @@ impl ActivationPlan {
         }))
     }
 
-    /// Layers that keep have a part of their own, the others share the last one.
+    /// Parts of a buffer: layers for which `keeps` holds have their own part, all others share the last part.
     fn parts(&self, keeps: impl Fn(usize) -> bool) -> LayerParts {
         self.parts_by_turns(keeps, |_| false)
     }
 
-    /// The same; and layers whose array waits in host memory take turns with each other.
+    /// As [`Self::parts`]; in addition, layers whose array is offloaded to host memory alternate between shared buffers.
     fn parts_by_turns(&self, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> LayerParts {
         LayerParts::new(self.policies.len(), self.tokens(), BUFFERS, keeps, sends)
     }
 
-    /// The same parts, of which the shared one is as long as what MLPs take at once.
+    /// These parts, with a shared part as long as the tokens that MLPs process at once.
     fn in_mlp_tiles(&self, parts: &LayerParts) -> LayerParts {
         parts.with_shared(self.shape.layers.iter().map(|layer| self.mlp_tokens(layer)))
     }
 }
 
-/// Elements from the bounds of a layer's experts to those of the next one.
+/// Elements between the bounds of a layer's experts and the bounds of the next layer's.
 fn bounds_stride(moe: Moe) -> usize {
     (moe.experts + 1).next_multiple_of(PART_ALIGN_ELEMS)
 }
 
-/// Elements of the bounds of all layers' experts.
+/// Elements of the expert bounds of all layers.
 pub(crate) fn bounds_elems(shape: &ModelShape) -> usize {
     shape.layers.iter().filter_map(|layer| layer.mlp.moe()).map(bounds_stride).sum()
 }
 
-/// Of each layer with experts, where in these its own lie.
+/// Range of the expert bounds of each layer with experts.
 pub(crate) fn expert_bounds(shape: &ModelShape) -> impl Iterator<Item = Range<usize>> + '_ {
     shape.layers.iter().filter_map(|layer| layer.mlp.moe()).scan(0, |end, moe| {
         let start = *end;
@@ -436,41 +437,42 @@ pub(crate) fn expert_bounds(shape: &ModelShape) -> impl Iterator<Item = Range<us
     })
 }
 
-/// LayerNorm keeps mean and rstd, RMSNorm only rstd.
+/// LayerNorm saves mean and rstd, RMSNorm only rstd.
 fn stats_cols(norm: NormSpec) -> usize {
     if norm.kind == NormKind::Layer { 2 } else { 1 }
 }
 
-/// Device memory of one micro-batch of T = `batch * seq_length` tokens, or, of ranks that share sequences, their parts of these. The compute
-/// format unless said otherwise.
+/// Device memory of one micro-batch of T = `batch * seq_length` tokens. With sequence parallelism T is the number of this rank's tokens.
+/// Arrays are in the compute format unless stated otherwise.
 #[derive(Debug)]
 pub(crate) struct Activations {
     /// Sequences.
     pub batch: usize,
-    /// Tokens of a sequence, on all ranks that share it.
+    /// Tokens of a sequence, over all ranks that share it.
     pub seq_length: usize,
-    /// Which part of them is here.
+    /// This rank's part of the sequences.
     pub(crate) sequence: SequenceRank,
-    /// Tile of the loss, cut to what there is.
+    /// Tile of the loss, limited to the size of the micro-batch and vocabulary.
     pub tile: LossTile,
-    /// Tokens that an MLP takes at once.
+    /// Tokens that an MLP processes at once.
     pub(super) mlp_tile: usize,
-    /// A [`crate::data::batch::Batch`] int32 `[arrays, T]`, or a rank's part of it; filled by the caller. The next four are its arrays.
+    /// A [`crate::data::batch::Batch`] as int32 `[arrays, T]`, filled by the caller. The next four slices are its arrays.
     pub(crate) inputs: DeviceSlice,
     /// Token ids.
     pub(super) tokens: DeviceSlice,
-    /// Next tokens; negative ones count for nothing.
+    /// Next tokens; negative targets are ignored.
     pub(super) targets: DeviceSlice,
-    /// Places of tokens in their documents.
+    /// Positions of tokens in their documents.
     pub(super) positions: DeviceSlice,
-    /// Where in its row each token's document begins, of all tokens of all ranks; `None`: every row is one document.
+    /// Index in its row at which each token's document begins, for the tokens of all ranks; `None`: every row is one document.
     pub(super) documents: Option<DeviceSlice>,
-    /// Of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with [`super::rope::RopeTable`].
+    /// Table of each of [`ModelShape::ropes`], fp32 `[seq_length, rotary_dim / 2, 2]`; filled by the caller with
+    /// [`super::rope::RopeTable`].
     pub(crate) rope_tables: Vec<DeviceSlice>,
-    /// Mean loss of the optimizer step, fp32 `[1]`; without the loss scale.
+    /// Mean loss of the optimizer step, fp32 `[1]`; not multiplied by the loss scale.
     pub loss: DeviceSlice,
     pub(super) layers: Vec<LayerActivations>,
-    /// Residual stream that leaves the last layer, `[T, channels]`.
+    /// Residual stream after the last layer, `[T, channels]`.
     pub(super) final_norm_in: DeviceSlice,
     pub(super) final_norm_out: DeviceSlice,
     pub(super) final_norm_stats: DeviceSlice,
@@ -480,33 +482,33 @@ pub(crate) struct Activations {
     pub(super) dresidual: DeviceSlice,
     /// Gradient of a norm's output, `[T, channels]`.
     pub(super) dnorm: DeviceSlice,
-    /// Where ranks share sequences.
+    /// Workspaces of sequence parallelism.
     pub(super) sequence_work: Option<SequenceWork>,
     /// Workspaces of experts.
     pub(super) experts: Option<ExpertWork>,
-    /// Memory of products in FP8, if layers compute so.
+    /// Workspaces of FP8 products, if layers use FP8.
     pub(super) fp8: Option<Fp8Work>,
-    /// Gradient of what enters a second matrix: attention's output or the activation, `[T, max]`.
+    /// Gradient of a second matrix's input: attention's output or the activation, `[T, max]`.
     pub(super) dinner: DeviceSlice,
-    /// Gradient of what leaves a first matrix: qkv or gate and up, `[T, max]`.
+    /// Gradient of a first matrix's output: qkv or gate and up, `[T, max]`.
     pub(super) dfused: DeviceSlice,
 }
 
-/// Where one layer's activations lie, its own or shared, by the order of the forward pass. First dimension T unless said otherwise.
+/// Activations of one layer, its own or shared, in the order of the forward pass. The first dimension is T unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LayerActivations {
     pub policy: LayerPolicy,
-    /// It is the last one that uses the shared buffers: they still hold its values when its backward begins.
+    /// Whether this is the last layer that uses the shared buffers, so that they still hold its values when its backward pass begins.
     pub(crate) intact: bool,
-    /// Residual stream that enters the layer.
+    /// Residual stream before the layer.
     pub input: DeviceSlice,
-    /// How the input leaves and returns, where it does.
+    /// Offload of the input to host memory, if there is any.
     pub(crate) host_input: Option<HostTurn>,
-    /// The same of `attn_out` and `lse`.
+    /// Offload of `attn_out` and `lse`.
     pub(super) host_attention: [Option<HostTurn>; 2],
     pub(crate) attn_norm: NormActivations,
     pub qk_norm: Option<QkNormActivations>,
-    /// Normalised and rotated. Like the next two of all tokens, the own heads, where ranks share sequences.
+    /// Normalised and rotated. With sequence parallelism, this array and the next two hold all tokens and this rank's heads.
     pub qkv: DeviceSlice,
     pub(crate) attn_out: DeviceSlice,
     /// `[batch, heads, seq_length]`
@@ -515,72 +517,72 @@ pub(super) struct LayerActivations {
     /// Residual stream after attention.
     pub(crate) mid: DeviceSlice,
     pub(crate) mlp_norm: NormActivations,
-    /// Like `mlp_act` of all tokens where the layer keeps it, else of those that the MLP takes at once.
+    /// Like `mlp_act`, this array holds all tokens if the layer saves it, otherwise the tokens that the MLP processes at once.
     pub(crate) mlp_in: DeviceSlice,
     pub(crate) mlp_act: DeviceSlice,
     pub(crate) post_mlp: RawActivations,
-    /// Where the layer has experts.
+    /// Routing results, if the layer has experts.
     pub(crate) routed: Option<RoutedActivations>,
-    /// What enters each linear layer, transposed and in 8 bits, where it is kept so.
+    /// Inputs of the linear layers, transposed and in 8 bits, if they are saved.
     pub(super) fp8: [Option<DeviceSlice>; LINEARS],
 }
 
 impl LayerActivations {
-    /// What waits in host memory.
+    /// Offloaded activations.
     pub(super) fn on_host(&self) -> impl Iterator<Item = &HostTurn> {
         self.host_input.iter().chain(self.host_attention.iter().flatten())
     }
 }
 
-/// What the norm before attention or an MLP makes; without elements where there is none.
+/// Output and statistics of the norm before attention or an MLP; empty without such a norm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormActivations {
     pub out: DeviceSlice,
     pub stats: DeviceSlice,
 }
 
-/// What enters the norm behind attention or an MLP, and its statistics; without elements where there is none.
+/// Input and statistics of the norm after attention or an MLP; empty without such a norm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RawActivations {
     pub raw: DeviceSlice,
     pub stats: DeviceSlice,
 }
 
-/// Of `layers.choices`: the experts, and two orders of them.
+/// Arrays of `layers.choices`: the experts, and two orders of the choices.
 const CHOICE_ARRAYS: usize = 3;
 
-/// What a router chose, as [`crate::device::Route`] and [`crate::device::Segments`] leave it.
+/// Results of a router: see [`crate::device::Route`] and [`crate::device::Segments`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RoutedActivations {
     pub logits: DeviceSlice,
     pub experts: DeviceSlice,
     pub weights: DeviceSlice,
     pub bounds: DeviceSlice,
-    /// Of every layer with experts, so many elements apart.
+    /// Bounds of all layers with experts, and the number of elements between the bounds of two layers.
     pub(crate) all_bounds: (DeviceSlice, usize),
     pub slots: DeviceSlice,
     pub entries: DeviceSlice,
 }
 
-/// Workspaces of ranks that share sequences; T is their own tokens.
+/// Workspaces of sequence parallelism; T is the number of this rank's tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SequenceWork {
     /// All heads, `[T, max]`.
     pub(super) qkv: DeviceSlice,
     pub(super) out: DeviceSlice,
-    /// All tokens, the own heads.
+    /// All tokens, this rank's heads.
     pub(super) dout: DeviceSlice,
     pub(super) dqkv: DeviceSlice,
-    /// Of keys' and values' gradients the parts that several ranks have, and their sum.
+    /// Gradients of keys and values that several ranks contribute to, and their sum.
     pub(super) parts: DeviceSlice,
 }
 
 /// Workspaces of experts, for the R = `T * k` rows of all tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExpertWork {
-    /// What enters or leaves the experts, `[R, channels]`.
+    /// Inputs or outputs of the experts, `[R, channels]`.
     pub rows: DeviceSlice,
-    /// Their activation, `[R, width]`.
+    /// Activations of the experts, `[R, width]`.
     pub act: DeviceSlice,
     /// Gradients of the rows' weights, fp32 `[R]`.
     pub(crate) dweights: DeviceSlice,
@@ -588,7 +590,7 @@ pub(super) struct ExpertWork {
     pub(crate) dlogits: DeviceSlice,
 }
 
-/// The projections before the norm of queries and keys, and its statistics.
+/// The projections before the norm of queries and keys, and the statistics of the norm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QkNormActivations {
     pub raw: DeviceSlice,
@@ -640,7 +642,7 @@ mod tests {
         assert_eq!(asked, plan.allocations());
         let activations = activations.unwrap();
         assert_eq!((activations.logits.elems(), activations.loss_stats.elems()), (64 * 100, 64 * 3));
-        // 96 tokens of 512 columns in each layer, one after another.
+        // 96 tokens of 512 columns for each layer, contiguous.
         let starts = activations.layers.iter().map(|layer| layer.qkv.addr() - 0x1000);
         assert!(starts.eq((0..6).map(|l| l * 96 * 512 * 2)));
     }
@@ -648,7 +650,7 @@ mod tests {
     #[test]
     fn each_layer_starts_aligned() {
         let activations = addressed(&demo(3, Dtype::Float32, &[Keep; 6]));
-        // 3 tokens of 8 heads are 24 elements; the next layer's begin at 128.
+        // 3 tokens of 8 heads are 24 elements; the next layer's begin at element 128.
         assert_eq!((activations.layers[1].lse.addr(), activations.layers[1].lse.elems()), (128 * 4, 24));
     }
 
@@ -670,7 +672,8 @@ mod tests {
     #[test]
     fn bytes_are_those_of_a_count_by_hand() {
         let (c, f, t) = (256, 512, 128);
-        // Halves: qkv, attention, mid, gate and up. Floats: two rstd, lse of 8 heads. Then halves: two norms, activation.
+        // 16-bit arrays: qkv, attention, mid, gate and up. fp32 arrays: two rstd, lse of 8 heads. Then 16-bit arrays: two norms,
+        // activation.
         let costly = t * (2 * (2 * c + c + c + 2 * f) + 4 * (2 + 8));
         let cheap = t * 2 * (c + c + f);
         let input = t * 2 * c;
@@ -684,7 +687,8 @@ mod tests {
             ([RecomputeBlock; 6], costly + cheap + 6 * input, 0),
             ([Host; 6], costly + cheap + 2 * input, 4 * input),
             ([HostAttention; 6], costly + cheap + 2 * input + attended, 4 * (input + attended)),
-            // Two turns of attention and what the block shares; of six inputs four are on the host, of three attentions one.
+            // Two buffers for attention and the shared part of the block. Four of six inputs are on the host, and one of three attention
+            // outputs.
             (
                 [Host, HostAttention, HostAttention, Host, HostAttention, Host],
                 costly + cheap + 2 * input + 2 * attended,
@@ -709,14 +713,14 @@ mod tests {
         for of in [|l: &LayerActivations| l.attn_norm.out, |l: &LayerActivations| l.mlp_norm.out, |l: &LayerActivations| l.mlp_act] {
             assert_eq!(starts(&of), [0; 6]);
         }
-        // 96 tokens; 256 channels, 512 in the middle.
+        // 96 tokens; 256 channels, 512 inside the MLP.
         for (linear, elems) in [(0, 96 * 256), (2, 96 * 256), (3, 96 * 512)] {
             let kept = in_fp8.iter().map(|layer| layer.fp8[linear].map(|kept| (kept.addr(), kept.elems())));
             let part = |index: u64| Some((index * elems as u64, elems));
             assert!(kept.eq([part(0), None, part(1), None, part(2), part(3)]), "{linear}");
         }
         assert!(in_fp8.iter().all(|layer| layer.fp8[1].is_none()) && plain.iter().all(|layer| layer.fp8 == [None; LINEARS]));
-        // Only the last layer finds in the shared buffers what it left there.
+        // Only the last layer finds its own values in the shared buffers.
         assert!(in_fp8.iter().map(|layer| layer.intact).eq([false, false, false, false, false, true]));
         assert!(plain.iter().map(|layer| layer.intact).eq([false, false, false, true, false, false]));
     }
@@ -727,7 +731,8 @@ mod tests {
             ActivationPlan::new(MicroBatch { batch: 1, seq_length: 256, mlp_tile, ..pair(&ModelShape::demo(), policies) }).unwrap()
         };
         let saved = |policies: &[LayerPolicy]| plan(policies, None).device_bytes().0 - plan(policies, Some(64)).device_bytes().0;
-        // Halves: of 192 tokens what layers share of gate, up and activation; of the gradients what was wider than attention's, 512 and 256.
+        // 16-bit arrays: gate, up and activation of 192 tokens in the shared part; of the gradients, the columns beyond those of attention,
+        // 512 and 256.
         let (shared, gradients) = (192 * 2 * (2 * 512 + 512), 256 * 2 * (2 * 512 - 512 + 512 - 256));
         assert_eq!(saved(&[RecomputeBlock; 6]), shared + gradients);
         assert_eq!(saved(&[Keep, Host, RecomputeBlock, Keep, HostAttention, Keep]), shared + gradients);
@@ -753,7 +758,7 @@ mod tests {
         let bytes = |policies: &[LayerPolicy]| {
             ActivationPlan::new(MicroBatch { batch: 1, seq_length: 128, ..pair(&shape, policies) }).unwrap().device_bytes().0
         };
-        // Halves: two norms, activation, rotated qkv.
+        // 16-bit arrays: two norms, activation, rotated qkv.
         assert_eq!(bytes(&[Keep; 6]) - bytes(&[RecomputeCheap; 6]), 5 * 128 * 2 * (256 + 256 + 512 + 512));
     }
 

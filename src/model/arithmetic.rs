@@ -1,4 +1,4 @@
-//! What of a shape decides how numbers come about: recorded in checkpoints, so that nobody goes on under another model unawares.
+//! The properties of a shape that affect arithmetic. Checkpoints record them, so that a run cannot resume with a different model unnoticed.
 
 use super::layer_shape::{Act, Attn, Ffn, Join, LayerShape, Moe, NormKind, NormSpec, QkSpan};
 use super::shape::{ModelShape, RopeScaling};
@@ -6,10 +6,10 @@ use crate::device::{ExpertActivation, RouterRule};
 use serde_json::{Map, Value, json};
 
 impl ModelShape {
-    /// Every field that changes arithmetic, by its name in `config.json` where it has one; the same fields for every model, `null`
-    /// where one does not apply. Names, formats and what only matters for random weights are left out.
+    /// Every field that changes arithmetic, with its name in `config.json` if it has one. All models have the same fields, with `null` for
+    /// fields that do not apply. Names, formats and fields that affect only random initialization are omitted.
     pub(crate) fn arithmetic(&self) -> Map<String, Value> {
-        // Without `..`: a field that is added has to be decided on.
+        // Without `..`, so that a new field requires a decision here.
         let Self {
             family: _,
             vocab,
@@ -76,7 +76,7 @@ impl ModelShape {
     }
 }
 
-/// The fields of all layers: one value where they agree, and a list where they do not.
+/// Joins the fields of all layers: one value if all layers agree, otherwise a list.
 fn joined(layers: &[Vec<(&'static str, Value)>]) -> impl Iterator<Item = (String, Value)> {
     let values = |field: usize| layers.iter().map(move |layer| layer[field].1.clone());
     let one =
@@ -107,7 +107,7 @@ fn act_name(act: Act) -> &'static str {
     }
 }
 
-/// A flag, as checkpoints had it before there were several spans.
+/// The span of the norm. A span of one head is `true`, for compatibility with older checkpoints, which stored a flag.
 fn span(qk_norm: Option<QkSpan>) -> Value {
     match qk_norm {
         None => json!(false),
@@ -143,7 +143,7 @@ fn scaling(scaling: &RopeScaling) -> Value {
     }
 }
 
-/// The number with the fewest digits that reads back as `x`: 1e-5, not 0.000009999999747378752.
+/// The number with the fewest digits that parses to `x`: 1e-5, not 0.000009999999747378752.
 fn shortest(x: f32) -> Value {
     x.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }

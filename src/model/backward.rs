@@ -1,5 +1,5 @@
-//! The backward pass, module by module. The gradient of the residual stream is one buffer that flows from the head down:
-//! a branch adds its part when it joins, which is at the norm that it started with.
+//! The backward pass, module by module. The gradient of the residual stream is one buffer, which is updated from the head down: the
+//! gradient of each branch is added at the norm with which the branch begins.
 
 use super::Model;
 use super::activations::{Activations, NormActivations, RawActivations};
@@ -18,19 +18,19 @@ use crate::device::{
 };
 use crate::error::Result;
 
-/// Gradients of the residual stream and of a norm's output, of the tokens that a branch computes.
+/// Gradients of the residual stream and of a norm's output, for the tokens of a branch.
 #[derive(Clone, Copy)]
 struct ResidualGrads {
     dresidual: DeviceSlice,
     dnorm: DeviceSlice,
-    /// Where the scale of `dresidual` goes once the branch's norm has added to it, if a product below takes it in 8 bits.
+    /// Destination of the scale of `dresidual` after the branch's norm has added to it, if a product below reads it in 8 bits.
     scale: Option<ScaleCell>,
 }
 
 impl Model {
-    /// Runs the backward pass of `module` after all modules above it; then the module's gradients are complete for this
-    /// micro-step. The first micro-step overwrites gradients, later ones add to them. The head's own backward is part of
-    /// [`Model::head`]; here it stands for the final norm.
+    /// Runs the backward pass of `module` after all modules above it, which completes the module's gradients for this micro-step. The first
+    /// micro-step overwrites gradients, later ones add to them. The backward pass of the head itself is part of [`Model::head`]; here the
+    /// head stands for the final norm.
     ///
     /// # Panics
     /// If the model has no such layer.
@@ -56,7 +56,7 @@ impl Model {
         }
     }
 
-    /// A tied embedding already holds the head's gradient, also in the first micro-step.
+    /// The gradient of a tied embedding already holds the head's gradient, also in the first micro-step.
     fn backward_embed<D: Kernels>(&self, dev: &mut D, first: bool) -> Result<()> {
         let act = &self.activations;
         scale(dev, act.dresidual, self.shape.embed_scale.on(act.dresidual.dtype()))?;
@@ -117,7 +117,7 @@ impl Model {
         self.leave(dev, layer, grads, (&params.mlp_in, dmlp_in), (params.mlp_norm.map(|norm| (norm, act.mlp_norm)), act.mid), first)
     }
 
-    /// The gradient of what the last matrix of a branch makes, from that of the residual stream that it joined.
+    /// The gradient of the output of a branch's last matrix, computed from the gradient of the residual stream.
     fn branch_gradient<D: Kernels>(
         &self,
         dev: &mut D,
@@ -137,12 +137,14 @@ impl Model {
         Ok(dnorm)
     }
 
-    /// Where the scale of the gradient of what the MLP below `layer` makes goes, if that is the residual stream's gradient as a norm leaves it.
+    /// Destination of the scale of the output gradient of the MLP below `layer`, if that gradient is the residual stream's gradient as a
+    /// norm leaves it.
     fn scale_below(&self, layer: usize) -> Option<ScaleCell> {
         self.layers[..layer].last().and_then(|below| below.mlp_out.gradient_scale(LastWriter::Above))
     }
 
-    /// From the gradient of what a branch's first matrix makes to that of the residual stream `x`, through the norm that it started with.
+    /// Computes the gradient of the residual stream `x` from the output gradient of a branch's first matrix, through the norm with which
+    /// the branch begins.
     fn leave<D: Kernels>(
         &self,
         dev: &mut D,
@@ -189,14 +191,14 @@ impl Model {
         self.leave(dev, layer, grads, (&params.qkv, dqkv), (params.attn_norm.map(|norm| (norm, act.attn_norm)), act.input), first)
     }
 
-    /// From the gradient of what attention makes to that of queries, keys and values: all tokens of the own heads.
+    /// Computes the gradient of queries, keys and values from the gradient of attention's output: all tokens of this rank's heads.
     fn backward_heads<D: Kernels>(&self, dev: &mut D, layer: usize, first: bool) -> Result<()> {
         let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
         let ([qkv, out, lse], [dout, dqkv]) = (self.own_heads(layer), self.own_heads_gradients(layer));
         if let Some(Param { value, grad }) = self.layers[layer].sinks {
             let [sinks, dsinks] = [value, grad].map(|all| self.own_sinks(layer, all));
             if first && dsinks.elems() < grad.elems() {
-                // Those of other heads are other ranks'.
+                // The gradients of other heads are computed by other ranks.
                 dev.launch(Zero { x: grad })?;
             }
             dev.launch(SinksBackward { dout, out, lse, sinks, dsinks, accumulate: !first, shape })?;
@@ -205,7 +207,7 @@ impl Model {
     }
 }
 
-/// From the gradient of a norm's output to that of its input, which is added, and to those of its parameters.
+/// Computes the gradient of a norm's input, which is added, and the gradients of its parameters, from the gradient of its output.
 fn norm_backward<D: Kernels>(
     dev: &mut D,
     norm: NormSpec,
@@ -225,16 +227,16 @@ fn norm_backward<D: Kernels>(
     }
 }
 
-/// Where the gradient of a linear layer's input goes.
+/// Destination of the gradient of a linear layer's input.
 #[derive(Clone, Copy)]
 enum Input {
-    /// Overwrites this.
+    /// Overwrite this slice.
     New(DeviceSlice),
-    /// Is added to this.
+    /// Add to this slice.
     Added(DeviceSlice),
 }
 
-/// Gradients of [`super::forward::linear`]; the parameters' follow `first`.
+/// Gradients of [`super::forward::linear`]; with `first` the gradients of the parameters are overwritten.
 fn linear_backward<D: Kernels>(
     dev: &mut D,
     params: &LinearParams,
@@ -254,7 +256,7 @@ fn linear_backward<D: Kernels>(
     params.bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout, dbias: bias.grad, accumulate: !first }))
 }
 
-/// Gradients of a product's factors in the format of all else.
+/// Gradients of a product's factors in the compute format.
 fn products_backward<D: Kernels>(
     dev: &mut D,
     params: &LinearParams,

@@ -1,8 +1,8 @@
-//! Reads a Hugging Face `config.json`. Whatever it holds, the answer is a shape that can be trained or one error that
-//! names key, value and file; nothing is guessed that `transformers` would read from the file.
+//! Reads a Hugging Face `config.json`. The result is a shape that can be trained, or one error with key, value and file. Every value that
+//! `transformers` would read from the file is read; none is guessed.
 //!
-//! Two things of training differ by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
-//! `pad_token_id` does not freeze its embedding: nothing here is padded with it.
+//! Training differs from `transformers` in two ways by design: there is no dropout (see [`ModelShape::ignored_dropout`]), and
+//! `pad_token_id` does not freeze its embedding, because rows are not padded with it.
 
 mod experts;
 mod keys;
@@ -24,14 +24,14 @@ use std::path::Path;
 const LAYERS_MAX: usize = 4096;
 const PARAMS_MAX: usize = 1 << 48;
 
-/// No `config.json` is larger.
+/// Maximum size of a `config.json`.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 impl ModelShape {
     /// Reads `config.json` at `path`.
     ///
     /// # Errors
-    /// `Io` or `Format` when it cannot be read, otherwise as [`ModelShape::parse`].
+    /// `Io` or `Format` when the file cannot be read, otherwise as [`ModelShape::parse`].
     pub fn read(path: &Path) -> Result<Self> {
         Self::parse(&disk::read_small_text(path, CONFIG_BYTES_MAX)?, path)
     }
@@ -39,8 +39,8 @@ impl ModelShape {
     /// Reads the text of a `config.json`; `path` is for messages.
     ///
     /// # Errors
-    /// `Unsupported` for an architecture, activation, rope type or other feature that this build cannot train, `Format` for
-    /// missing keys and senseless values; both name key, value and file.
+    /// `Unsupported` for an architecture, activation, rope type or other feature that this build cannot train, `Format` for missing keys
+    /// and invalid values. Both have key, value and file.
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
         parse(text, path)
     }
@@ -51,7 +51,7 @@ impl ModelShape {
     }
 }
 
-/// The shape that `text`, the content of `path`, describes.
+/// The shape described by `text`, the content of `path`.
 fn parse(text: &str, path: &Path) -> Result<ModelShape> {
     let value: Value = serde_json::from_str(text).map_err(|e| Error::format(path, e))?;
     let Value::Object(map) = value else { return Err(Error::format(path, "expected a JSON object")) };
@@ -118,7 +118,7 @@ fn read_shape(keys: &Keys, family: Family) -> Result<ModelShape> {
     })
 }
 
-/// Attention of every layer, without window and rope.
+/// Attention shared by all layers, without window and rope.
 fn attention(keys: &Keys, spec: &FamilySpec, channels: usize) -> Result<Attn> {
     let names = spec.keys;
     let heads = keys.count(names.heads, SIZE_MAX)?;

@@ -1,13 +1,13 @@
-//! What tells the supported families apart, as one table.
+//! The differences between the supported families, as one table.
 
 use super::layer_shape::{Act, NormKind, QkSpan};
 use std::fmt;
 
-/// A family of decoders, by its row of the table.
+/// A family of decoders, given by its row of the table.
 #[derive(Clone, Copy)]
 pub struct Family(&'static FamilySpec);
 
-/// Whether a family's layers have something: fixed, or a key of `config.json` with its default.
+/// Presence of a component in a family's layers: fixed, or a key of `config.json` with its default.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Presence {
     Never,
@@ -15,76 +15,76 @@ pub(crate) enum Presence {
     Key(&'static str, bool),
 }
 
-/// Which layers see only a sliding window.
+/// Layers with a sliding window.
 #[derive(Debug)]
 pub(crate) enum WindowRule {
     Never,
-    /// All, when `sliding_window` is set; the value is the default of a missing key.
+    /// All layers, when `sliding_window` is set; the value is the default of a missing key.
     All(Option<usize>),
-    /// All, when this key is true; the value is the default of a missing `sliding_window`.
+    /// All layers, when this key is true; the value is the default of a missing `sliding_window`.
     AllIf(&'static str, usize),
-    /// Those that `layer_types` names.
+    /// The layers named in `layer_types`.
     ByType(TypeRule),
 }
 
-/// What holds where `config.json` names no types of layers.
+/// Defaults when `config.json` has no `layer_types`.
 #[derive(Debug)]
 pub(crate) struct TypeRule {
-    /// None slides unless `use_sliding_window` is true.
+    /// Whether layers slide only if `use_sliding_window` is true.
     pub(crate) switch: bool,
-    /// Which slide where `layer_types` is missing.
+    /// Sliding layers when `layer_types` is missing.
     pub(crate) missing_types: Pattern,
-    /// The window where `sliding_window` is missing; `None`: an error.
+    /// The window when `sliding_window` is missing; `None`: an error.
     pub(crate) missing_window: Option<usize>,
 }
 
-/// Layers by their place.
+/// Layers selected by index.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Pattern {
-    /// From the one on whose index this key holds.
+    /// Layers from the index in this key on.
     From(&'static str),
-    /// All but the n-th, 2n-th and so on; `sliding_window_pattern` may hold another n.
+    /// All layers except the n-th, 2n-th and so on; `sliding_window_pattern` may override n.
     NotEvery(usize),
-    /// Those that do not rotate, with the interval of [`Rotates::NotEvery`].
+    /// Layers without rotation, with the interval of [`Rotates::NotEvery`].
     WithoutRope(usize),
 }
 
-/// Which layers rotate queries and keys.
+/// Layers that rotate queries and keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Rotates {
-    /// None: positions are learned.
+    /// No layers: positions are learned.
     Never,
     All,
-    /// Those that `no_rope_layers` marks with 1; where that is missing, all but the n-th, 2n-th and so on.
+    /// Layers marked with 1 in `no_rope_layers`; if that is missing, all layers except the n-th, 2n-th and so on.
     NotEvery(usize),
-    /// All, and those that slide have a rotation of their own.
+    /// All layers; layers with a sliding window have a separate rotation.
     ByType(LocalRope),
 }
 
-/// The base of the frequencies of layers that slide, where the file does not say it of them.
+/// Base of the frequencies of layers with a sliding window, when the file has no rotation for them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LocalRope {
-    /// A key that may hold it.
+    /// A key with the base.
     pub(crate) key: Option<&'static str>,
-    /// Where that is missing, too.
+    /// The base when the key is missing, too.
     pub(crate) theta: f64,
 }
 
-/// What a key of `config.json` means when it is missing.
+/// Meaning of a missing key of `config.json`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Missing {
-    /// An error: `transformers` would take a number that fits no other model.
+    /// An error: the default of `transformers` fits one model only.
     Refuse,
     /// Derived from the other sizes.
     Derive,
 }
 
-/// Where the factor on attention's scores comes from.
+/// Source of the factor on attention's scores.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ScaleRule {
     /// `head_dim^-1/2`.
     HeadDim,
-    /// The same, or 1 where this key is false.
+    /// `head_dim^-1/2`, or 1 if this key is false.
     Unless(&'static str),
     /// The value of this key, or 1.
     Key(&'static str),
@@ -92,33 +92,33 @@ pub(crate) enum ScaleRule {
     Root(&'static str, f64),
 }
 
-/// `attn_logit_softcapping` and `final_logit_softcapping` where they are missing; `null` is none.
+/// Defaults of `attn_logit_softcapping` and `final_logit_softcapping`; `null` in the file means none.
 #[derive(Debug)]
 pub(crate) struct Softcaps {
     pub(crate) scores: Option<f64>,
     pub(crate) logits: Option<f64>,
 }
 
-/// Keys of factors that are 1 where they are missing.
+/// Keys of factors with the default 1.
 #[derive(Debug)]
 pub(crate) struct Multipliers {
-    /// On what the embedding makes.
+    /// Factor on embeddings.
     pub(crate) embed: &'static str,
-    /// On what joins the residual stream.
+    /// Factor on branches that are added to the residual stream.
     pub(crate) residual: &'static str,
-    /// Divides logits.
+    /// Divisor of logits.
     pub(crate) logits: &'static str,
 }
 
-/// The keys of `config.json` that hold the sizes.
+/// The keys of sizes in `config.json`.
 #[derive(Debug)]
 pub(crate) struct SizeKeys {
     pub channels: &'static str,
     pub layers: &'static str,
     pub heads: &'static str,
-    /// `None`: as many as query heads.
+    /// `None`: one key head for each query head.
     pub(crate) kv_heads: Option<&'static str>,
-    /// `None`: the heads share the channels.
+    /// `None`: channels divided by heads.
     pub(crate) head_dim: Option<&'static str>,
     pub(crate) ffn: &'static str,
     pub(crate) max_positions: &'static str,
@@ -126,30 +126,30 @@ pub(crate) struct SizeKeys {
     pub(crate) activation: &'static str,
 }
 
-/// How Hugging Face names a family's tensors. Linear layers listed together are one fused tensor here.
+/// Names of a family's tensors in Hugging Face files. Linear layers listed together form one fused tensor here.
 #[derive(Debug)]
 pub(crate) struct Names {
     pub prefix: &'static str,
     pub wte: &'static str,
     pub layers: &'static str,
     pub(crate) final_norm: &'static str,
-    /// Before attention.
+    /// Norm before attention.
     pub(crate) attn_norm: Option<&'static str>,
-    /// Behind attention.
+    /// Norm after attention.
     pub(crate) post_attn_norm: Option<&'static str>,
     pub qkv: &'static [&'static str],
     pub(crate) attn_out: &'static str,
-    /// Before the MLP.
+    /// Norm before the MLP.
     pub(crate) mlp_norm: Option<&'static str>,
-    /// Behind the MLP.
+    /// Norm after the MLP.
     pub(crate) post_mlp_norm: Option<&'static str>,
     pub(crate) mlp_in: &'static [&'static str],
     pub(crate) mlp_out: &'static str,
-    /// Linear weights are stored `[in, out]`.
+    /// Whether linear weights are stored as `[in, out]`.
     pub transposed: bool,
 }
 
-/// How a family names its experts.
+/// Tensor names of a family's experts.
 #[derive(Debug)]
 pub(crate) struct MoeNames {
     pub(crate) router: &'static str,
@@ -157,37 +157,37 @@ pub(crate) struct MoeNames {
     pub(crate) files: ExpertFiles,
 }
 
-/// What files have for the experts of a layer.
+/// Storage of a layer's experts in files.
 #[derive(Debug)]
 pub(crate) enum ExpertFiles {
-    /// A tensor for each matrix of each expert, by its number: gate, up and down.
+    /// One tensor for each matrix of each numbered expert: gate, up and down projection.
     Each([&'static str; 3]),
-    /// One for all first and one for all second matrices, `[experts, in, out]`, with biases.
+    /// One tensor for all first matrices and one for all second matrices, `[experts, in, out]`, with biases.
     Stacked([&'static str; 2]),
 }
 
-/// What the layers of experts of a family are like.
+/// Properties of a family's layers with experts.
 #[derive(Debug)]
 pub(crate) struct MoeSpec {
     pub names: MoeNames,
     /// The key of an expert's width.
     pub(crate) width: &'static str,
-    /// A token's weights sum to 1.
+    /// Whether the weights of a token sum to 1.
     pub(crate) renormalised: Presence,
-    /// Some layers may have none.
+    /// Whether some layers may have no experts.
     pub(crate) mixes_layers: bool,
-    /// Router and experts have biases, and gate and up, which lie in turns, are clamped.
+    /// Whether router and experts have biases, and gate and up projection are interleaved and clamped.
     pub(crate) is_gpt_oss: bool,
 }
 
-/// Everything that distinguishes one family.
+/// All properties of one family.
 #[derive(Debug)]
 pub(crate) struct FamilySpec {
     pub(crate) architecture: &'static str,
     pub keys: &'static SizeKeys,
     pub names: &'static Names,
     pub(crate) norm: NormKind,
-    /// Norms multiply by their weight plus one.
+    /// Whether norms multiply by their weight plus one.
     pub(crate) plus_one: bool,
     pub(crate) act: Act,
     pub(crate) qkv_bias: Presence,
@@ -197,24 +197,24 @@ pub(crate) struct FamilySpec {
     pub tied: bool,
     pub(crate) kv_heads: Missing,
     pub(crate) head_dim: Missing,
-    /// Width of the MLP in channels where its key is missing; `None`: an error.
+    /// Default width of the MLP in multiples of the channels; `None`: a missing key is an error.
     pub(crate) ffn_ratio: Option<usize>,
     pub window: WindowRule,
     pub(crate) rotates: Rotates,
-    /// Base of the frequencies where `rope_theta` is missing.
+    /// Base of the frequencies when `rope_theta` is missing.
     pub(crate) rope_theta: f64,
-    /// The file has to say how it rotates: `transformers` has no plain default.
+    /// Whether the file must specify the rotation, because `transformers` has no plain default.
     pub(crate) names_rope: bool,
-    /// `partial_rotary_factor` where it is missing; `None`: it can only be 1.
+    /// Default of `partial_rotary_factor`; `None`: only 1 is supported.
     pub(crate) partial_rotary: Option<f64>,
     pub(crate) scale: ScaleRule,
     pub(crate) multipliers: Option<Multipliers>,
-    /// Embeddings times the root of the channels, rounded to the format of the weights.
+    /// Whether embeddings are multiplied by the square root of the channels, rounded to the format of the weights.
     pub(crate) root_embed_scale: bool,
     pub(crate) softcaps: Option<Softcaps>,
-    /// Neighbouring channels rotate as a pair.
+    /// Whether adjacent channels rotate as a pair.
     pub(crate) interleaved: bool,
-    /// Attention has sinks.
+    /// Whether attention has sinks.
     pub(crate) sinks: bool,
     pub(crate) moe: Option<MoeSpec>,
 }
@@ -267,7 +267,7 @@ const PHI3_NAMES: Names = Names { qkv: &["self_attn.qkv_proj"], mlp_in: &["mlp.g
 
 const STARCODER2_NAMES: Names = Names { mlp_in: &["mlp.c_fc"], mlp_out: "mlp.c_proj", ..LLAMA_NAMES };
 
-/// Norms stand behind attention and MLP alone.
+/// Norms come after attention and MLP only.
 const OLMO_NAMES: Names = Names {
     attn_norm: None,
     post_attn_norm: Some("post_attention_layernorm"),
@@ -551,7 +551,7 @@ static FAMILIES: &[FamilySpec] = &[
     },
 ];
 
-/// Families that people may ask for, and what they need that this decoder lacks.
+/// Unsupported families that users may try, with the missing feature.
 const INEXPRESSIBLE: &[(&str, &str)] = &[
     ("CohereForCausalLM", "attention and MLP side by side"),
     ("Cohere2ForCausalLM", "attention and MLP side by side"),
@@ -582,7 +582,7 @@ impl Family {
         FAMILIES.iter().find(|spec| spec.architecture == architecture).map(Self)
     }
 
-    /// What the decoder lacks for `architecture`, if that is known.
+    /// The missing feature for `architecture`, if it is a known unsupported family.
     pub(crate) fn lacking(architecture: &str) -> Option<&'static str> {
         INEXPRESSIBLE.iter().find(|(name, _)| *name == architecture).map(|(_, lacking)| *lacking)
     }

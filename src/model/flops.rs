@@ -1,20 +1,20 @@
-//! The arithmetic that a model needs: the numerator of every FLOP/s that is reported.
+//! FLOPs of a model: the numerator of every reported FLOP/s.
 
 use super::shape::ModelShape;
 use super::tensors::TensorTable;
 use std::collections::BTreeMap;
 
-/// How [`ModelShape::flops_per_step`] counts.
+/// The formula of [`ModelShape::flops_per_step`].
 pub(crate) const FLOPS_FORMULA: &str = "6*N*T + 6*sum_l(heads*head_dim*S_l)*T; N matrix parameters with the output matrix, T tokens, S_l sequence length (2W - W^2/S in a window of W): causal, no recompute";
 
 impl ModelShape {
-    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by
-    /// [`FLOPS_FORMULA`]: nothing for recomputation, norms, activations or the optimizer.
+    /// Model FLOPs of one optimizer step over `sequences` sequences of `seq_length` tokens, forward and backward, by [`FLOPS_FORMULA`].
+    /// Recomputation, norms, activations and the optimizer do not count.
     pub fn flops_per_step(&self, sequences: usize, seq_length: usize) -> f64 {
         self.flops_of(&[(seq_length, sequences)].into())
     }
 
-    /// As [`Self::flops_per_step`], over documents of several lengths in tokens, so many of each, whose attention ends where they do.
+    /// As [`Self::flops_per_step`], for documents given as the count of each length in tokens. Attention does not cross documents.
     pub(crate) fn flops_of(&self, documents: &BTreeMap<usize, usize>) -> f64 {
         let matmul_params = TensorTable::new(self).matmul_params() as f64;
         let flops = |(&length, &count): (&usize, &usize)| 6.0 * matmul_params * (count * length) as f64;

@@ -15,14 +15,14 @@ use crate::device::{
 };
 use crate::error::Result;
 
-/// Whether attention is computed, or what it made is still there.
+/// Whether to compute attention or to reuse its saved output.
 #[derive(Clone, Copy, PartialEq)]
 enum Attending {
     New,
     Kept,
 }
 
-/// Whether a router chooses, or what it chose is still there.
+/// Whether to run the router or to reuse its saved choices.
 #[derive(Clone, Copy, PartialEq)]
 enum Routing {
     New,
@@ -49,13 +49,14 @@ impl Model {
             Module::Head => {
                 let dev = run.dev();
                 norm(dev, self.shape.final_norm, &self.head.norm, (act.final_norm_in, act.final_norm_out), act.final_norm_stats, None)?;
-                // As good as a factor on logits.
+                // Equivalent to a factor on the logits.
                 scale(dev, act.final_norm_out, self.shape.logit_scale)
             }
         }
     }
 
-    /// Final norm and the logits `[T, vocab]` of the micro-batch, after all layers' forward, into `out`, which the caller owns.
+    /// Computes the final norm and the logits `[T, vocab]` of the micro-batch, after the forward pass of all layers, into `out`, which the
+    /// caller owns.
     ///
     /// # Panics
     /// If `out` has another length.
@@ -83,7 +84,8 @@ impl Model {
         Ok(())
     }
 
-    /// Adds what the last matrix of a branch makes of its input to the residual stream `base`, as `out`; `post` is the norm between.
+    /// Adds the product of a branch's last matrix with `x` to the residual stream `base` and writes the sum to `out`; `post` is the norm of
+    /// the product.
     fn join<D: Kernels>(
         &self,
         dev: &mut D,
@@ -103,14 +105,15 @@ impl Model {
         dev.launch(ScaleAdd { x: out, scale, base, out })
     }
 
-    /// Where the residual stream that enters `layer`, or leaves the last one, is written, once no copy reads it.
+    /// The slice for the residual stream before `layer`, or after the last layer. Waits until no copy reads it.
     fn acquire_residual<D: Kernels>(&self, dev: &mut D, layer: usize) -> Result<DeviceSlice> {
         let Some(act) = self.activations.layers.get(layer) else { return Ok(self.activations.final_norm_in) };
         act.host_input.map_or(Ok(()), |input| input.acquire(dev))?;
         Ok(act.input)
     }
 
-    /// Makes what the backward pass of attention in `layer` needs and its policy did not keep, and what enters the MLP.
+    /// Recomputes the activations that attention's backward pass in `layer` needs and that the policy did not save, and the input of the
+    /// MLP.
     pub(super) fn recompute_attention<P: PassRunner>(&self, run: &mut P, layer: usize) -> Result<()> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         act.on_host().try_for_each(|turn| turn.acquire(run.dev()))?;
@@ -131,7 +134,7 @@ impl Model {
         }
     }
 
-    /// Makes what the backward pass of a tile of the MLP needs and the layer's policy did not keep.
+    /// Recomputes the activations that the backward pass of an MLP tile needs and that the layer's policy did not save.
     pub(super) fn recompute_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
         let (params, act) = (&self.layers[layer], &tile.act);
         match act.policy {
@@ -148,7 +151,8 @@ impl Model {
         }
     }
 
-    /// What enters the norm behind the MLP, if there is one; its result, which the residual stream of the next layer has, goes nowhere.
+    /// Recomputes the input of the norm after the MLP, if there is one. The norm's output is not needed, because the next layer's residual
+    /// stream includes it.
     fn recompute_post_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, tile: &MlpTile) -> Result<()> {
         let (params, act, LayerShape { norm: kind, .. }) = (&self.layers[layer], &tile.act, self.shape.layers[layer]);
         let Some(post) = &params.post_mlp_norm else { return Ok(()) };
@@ -156,7 +160,7 @@ impl Model {
         norm(dev, kind, post, (act.post_mlp.raw, tile.rows(self.activations.dnorm)), act.post_mlp.stats, None)
     }
 
-    /// What enters the first matrix of a branch of the residual stream `x`: its norm, if the layer has one here.
+    /// The input of a branch's first matrix: the norm of the residual stream `x` if the layer has one here, else `x`.
     fn enter<D: Kernels>(
         &self,
         dev: &mut D,
@@ -170,7 +174,7 @@ impl Model {
         Ok(act.out)
     }
 
-    /// From the layer's input to the residual stream between attention and MLP, into `act`.
+    /// Computes the residual stream between attention and MLP from the layer's input, into `act`.
     fn forward_attention<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         let (params, dev, [qkv, attn_out]) = (&self.layers[layer], run.dev(), self.own_tokens(layer));
         let x = self.enter(dev, layer, (params.attn_norm, &params.qkv), act.input, act.attn_norm)?;
@@ -181,8 +185,8 @@ impl Model {
         self.join(run.dev(), layer, (&params.attn_out, attn_out), post, (act.input, act.mid))
     }
 
-    /// From the own tokens of what enters attention to those of what leaves it. Where its output has come back from the host, that of others
-    /// has as well: each waited for its own before it handed over what enters attention.
+    /// Computes attention's output from its input, both for this rank's tokens. If this rank's output has returned from the host, so have
+    /// the outputs of all other ranks, because each waited for its own before it handed over its input of attention.
     fn attend<P: PassRunner>(&self, run: &mut P, layer: usize, act: &LayerActivations, attending: Attending) -> Result<()> {
         run.hand_over(Handover::Qkv, layer)?;
         if attending == Attending::Kept {
@@ -192,7 +196,7 @@ impl Model {
         run.hand_over(Handover::Out, layer)
     }
 
-    /// Attention's output and log-sum-exp, which leave for the host if they are to wait there.
+    /// Computes attention's output and log-sum-exp, and sends them to the host if they are offloaded.
     fn attend_to_heads<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let (documents, shape) = (self.activations.documents, self.heads_shape(layer));
         let [qkv, out, lse] = self.own_heads(layer);
@@ -203,8 +207,8 @@ impl Model {
         act.host_attention.iter().flatten().try_for_each(|turn| turn.send(dev))
     }
 
-    /// From the residual stream between attention and MLP to what enters the MLP's last matrix, into `act`; of experts to what leaves their
-    /// first.
+    /// Computes the input of the MLP's last matrix from the residual stream between attention and MLP, into `act`; with experts, the output
+    /// of their first matrices.
     fn forward_mlp<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations, routing: Routing) -> Result<()> {
         let params = &self.layers[layer];
         let x = self.enter(dev, layer, (params.mlp_norm, &params.mlp_in), act.mid, act.mlp_norm)?;
@@ -218,7 +222,7 @@ impl Model {
         self.activate(dev, layer, act)
     }
 
-    /// Queries and keys as attention sees them, of the own tokens: normalised from the raw projections, if the model does that, and rotated.
+    /// Computes the normalised, if the model has such norms, and rotated queries and keys of this rank's tokens.
     fn norm_and_rotate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let [out, _] = self.own_tokens(layer);
         if let (Some((q, k)), Some(kept)) = (self.layers[layer].qk_norm, act.qk_norm) {
@@ -229,7 +233,7 @@ impl Model {
         self.rotate(dev, layer, out, false)
     }
 
-    /// Experts do this on their way out.
+    /// Applies the activation. Experts apply theirs in [`super::moe`].
     fn activate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let Mlp::Dense(ffn) = self.shape.layers[layer].mlp else { return Ok(()) };
         let (x, out, cell) = (act.mlp_in, act.mlp_act, self.layers[layer].mlp_out.input_scale());
@@ -240,7 +244,7 @@ impl Model {
         }
     }
 
-    /// Rotates queries and keys of `qkv` in place, or back, if the layer does that.
+    /// Rotates queries and keys of `qkv` in place, or back, if the layer has a rotation.
     pub(super) fn rotate<D: Kernels>(&self, dev: &mut D, layer: usize, qkv: DeviceSlice, inverse: bool) -> Result<()> {
         let Some(rope) = self.shape.layers[layer].attn.rope else { return Ok(()) };
         let (positions, table, shape) = (self.activations.positions, self.activations.rope_tables[rope], self.attention_shape(layer));

@@ -9,7 +9,7 @@ use super::tensors::Module;
 use crate::device::{AbsMaxScale, DeviceSlice, Kernels, Quantize, ScaleCell, ScaledMatmul};
 use crate::error::Result;
 
-/// Has the linear layers of `layers` computed in FP8, but for experts.
+/// Makes the linear layers of `layers` use FP8, except experts.
 pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActivations], layers: &mut [LayerParams]) {
     for (index, layer) in layers.iter_mut().enumerate() {
         let (writers, kept) = (fp8::writers(&shape.layers, index), activations[index].fp8);
@@ -19,12 +19,12 @@ pub(super) fn give(work: Fp8Work, shape: &ModelShape, activations: &[LayerActiva
     }
 }
 
-/// A matrix of 8 bits and its scale.
+/// An 8-bit matrix and its scale.
 #[derive(Clone, Copy)]
 struct Scaled(DeviceSlice, DeviceSlice);
 
 impl Model {
-    /// Finds the scales of the weights of `module`, if it computes in FP8: all its products take them until the weights change. The weights must be
+    /// Computes the scales of the weights of `module`, if it uses FP8. All products use them until the weights change. The weights must be
     /// on the device.
     pub(crate) fn scale_weights<D: Kernels>(&self, dev: &mut D, module: Module) -> Result<()> {
         let Module::Layer(layer) = module else { return Ok(()) };
@@ -53,7 +53,7 @@ impl Fp8Linear {
         multiply(dev, [Scaled(a, x_cell.scale), Scaled(b, weight_cell.scale)], cols, (bias, base), out)
     }
 
-    /// `dx = dout * weight` and `dweight = dout^T * x`, each added to what there is if it is to `add`.
+    /// `dx = dout * weight` and `dweight = dout^T * x`; `add` and `accumulate` add to the present values.
     pub(super) fn backward<D: Kernels>(
         &self,
         dev: &mut D,
@@ -73,7 +73,7 @@ impl Fp8Linear {
         multiply(dev, [Scaled(columns, scale), x], tokens, (None, accumulate.then_some(dweight)), dweight)
     }
 
-    /// `x`, whose scale is known, transposed.
+    /// `x` quantized with its known scale, transposed.
     fn transposed<D: Kernels>(&self, dev: &mut D, x: DeviceSlice, ScaleCell { scale, .. }: ScaleCell, cols: usize) -> Result<Scaled> {
         let transposed = self.work.factor.slice(0, x.elems());
         dev.launch(Quantize { x, scale, out: None, transposed: Some(transposed), cols })?;
@@ -81,17 +81,17 @@ impl Fp8Linear {
     }
 }
 
-/// The scale of `x`, unless its `writer` has found it.
+/// Computes the scale of `x`, unless its `writer` has done so.
 fn find_unless_found<D: Kernels>(dev: &mut D, x: DeviceSlice, cell: ScaleCell, writer: LastWriter) -> Result<()> {
     if writer == LastWriter::Library { find_scale(dev, x, cell) } else { Ok(()) }
 }
 
-/// By a pass over `x`.
+/// Computes a scale by a pass over `x`.
 fn find_scale<D: Kernels>(dev: &mut D, x: DeviceSlice, ScaleCell { scale, format }: ScaleCell) -> Result<()> {
     dev.launch(AbsMaxScale { x, scale, format })
 }
 
-/// The product of `a` and `b`, both in rows of `k`, with what is added to it.
+/// The product of `a` and `b`, both with rows of `k`, plus bias and base.
 fn multiply<D: Kernels>(
     dev: &mut D,
     [Scaled(a, a_scale), Scaled(b, b_scale)]: [Scaled; 2],

@@ -1,8 +1,8 @@
-//! Output matrix and loss, in tiles: all logits of a batch never exist at once.
+//! Output matrix and loss, in tiles, so that the logits of a whole batch never exist at once.
 //!
-//! For some rows (tokens) at a time, every vocabulary tile updates running softmax statistics; then the loss is known,
-//! and every tile is turned into its gradient and multiplied on. Unless one tile holds the whole vocabulary, its logits
-//! are computed a second time for that: cheaper than keeping them.
+//! For a range of rows (tokens), every vocabulary tile updates running softmax statistics, which give the loss. Then every tile is turned
+//! into its gradient, which is multiplied into the gradients of the hidden state and of the output matrix. Unless one tile holds the whole
+//! vocabulary, logits are computed a second time for this, which is cheaper than saving them.
 
 use super::Model;
 use super::params::LinearParams;
@@ -11,20 +11,20 @@ use crate::device::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Devic
 use crate::error::Result;
 use std::ops::Range;
 
-/// One micro-step's place in its optimizer step.
+/// Properties of one micro-step within its optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct MicroStep {
-    /// The first one overwrites loss and gradients, later ones add.
+    /// Whether this is the first micro-step, which overwrites loss and gradients; later ones add.
     pub first: bool,
-    /// `1 / (targets of the whole optimizer step that count)`: loss and gradients are means over these.
+    /// `1 / (number of targets with loss in the whole optimizer step)`: loss and gradients are means over these targets.
     pub(crate) inv_targets: f32,
     /// Factor on all gradients, not on the loss (fp16).
     pub(crate) loss_scale: f32,
-    /// Factor on the loss that balances experts, which adds to gradients alone; 0 is none.
+    /// Factor on the loss that balances experts, which affects gradients only; 0 means none.
     pub(crate) balance: f32,
 }
 
-/// Rows (tokens) whose loss is computed together.
+/// A range of rows (tokens) whose loss is computed together.
 #[derive(Clone, Copy)]
 struct Rows {
     hidden: DeviceSlice,
@@ -36,8 +36,8 @@ struct Rows {
 }
 
 impl Model {
-    /// Final norm, logits and loss after all layers' forward: `activations.loss` holds the mean so far. With `train` also
-    /// their backward, down to the gradient of the residual stream that leaves the last layer.
+    /// Computes final norm, logits and loss after the forward pass of all layers: `activations.loss` then holds the mean so far. With
+    /// `train` also runs their backward pass, down to the gradient of the residual stream after the last layer.
     pub(crate) fn head<D: Kernels>(&self, dev: &mut D, micro: MicroStep, train: bool) -> Result<()> {
         self.forward(dev, Module::Head)?;
         let (tokens, step) = (self.activations.tokens.elems(), self.activations.tile.rows);
@@ -89,7 +89,7 @@ impl Model {
         Ok(())
     }
 
-    /// The tile's part of the hidden state's gradient, and its rows of the output matrix's.
+    /// Computes the tile's contribution to the gradient of the hidden state, and its rows of the gradient of the output matrix.
     fn tile_backward<D: Kernels>(
         &self,
         dev: &mut D,
@@ -111,7 +111,7 @@ impl Model {
         Ok(logits)
     }
 
-    /// The output matrix's rows for the tokens of `tile`.
+    /// The rows of the output matrix for the tokens of `tile`.
     fn output_tile(&self, tile: &Range<usize>) -> LinearParams {
         let output = self.head.output;
         let mut part = LinearParams { out_cols: tile.len(), ..output };

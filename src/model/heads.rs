@@ -1,27 +1,27 @@
-//! Heads of attention, and which of them a rank has that shares its sequences with others.
+//! Attention heads, and their division among the ranks of sequence parallelism.
 
 use super::layer_shape::{Attn, LayerShape};
 use crate::device::PARTS_MAX;
 use std::ops::Range;
 
-/// A rank's place among those that share its sequences.
+/// Index of a rank among the ranks that share its sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceRank {
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
 }
 
-/// Heads with which one rank computes attention.
+/// Heads for which one rank computes attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HeadShare {
     pub(crate) heads: Range<usize>,
-    /// Those that these read. Of fewer than there are ranks several have the same.
+    /// Key heads that these query heads read. With fewer key heads than ranks, several ranks have the same key head.
     pub(crate) kv_heads: Range<usize>,
 }
 
 impl HeadShare {
-    /// Whole key heads with all that read them, the first ranks one more where they do not come out even; or, where there are fewer than
-    /// ranks, equally many query heads of one.
+    /// Whole key heads with all query heads that read them; if they do not divide evenly, the first ranks have one more. With fewer key
+    /// heads than ranks, each rank has the same number of query heads of one key head.
     pub(crate) fn of(attn: &Attn, SequenceRank { rank, ranks }: SequenceRank) -> Self {
         let (kv_heads, per_kv_head) = (attn.kv_heads, attn.heads / attn.kv_heads);
         if kv_heads < ranks {
@@ -33,7 +33,7 @@ impl HeadShare {
         Self { heads: kv_heads.start * per_kv_head..kv_heads.end * per_kv_head, kv_heads }
     }
 
-    /// Their columns of queries, keys and values, or of what attention makes of them.
+    /// The columns of these heads in queries, keys and values, or in attention's output.
     pub(super) fn columns(&self, attn: &Attn, is_qkv: bool) -> HeadColumns {
         let (d, keys, values) = (attn.head_dim, attn.heads, attn.heads + attn.kv_heads);
         let columns = |first: usize, heads: &Range<usize>| (first + heads.start) * d..(first + heads.end) * d;
@@ -46,17 +46,17 @@ impl HeadShare {
     }
 }
 
-/// Where the columns of some heads lie in a row of all.
+/// Columns of some heads in a row of all heads.
 pub(super) struct HeadColumns {
-    /// One after another as they lie in a row of these alone.
+    /// Column ranges, in the order of a row with these heads only.
     ranges: [Range<usize>; 3],
-    /// Columns of a row of all, and of these alone.
+    /// Number of columns in a row of all heads, and in a row of these heads only.
     pub(super) all: usize,
     pub(super) own: usize,
 }
 
 impl HeadColumns {
-    /// Ranges of columns in a row of all, and where they lie in a row of these alone.
+    /// Pairs of column ranges: in a row of all heads, and in a row of these heads only.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + '_ {
         let next = |first: &mut usize, all: &Range<usize>| {
             *first += all.len();
@@ -66,24 +66,24 @@ impl HeadColumns {
     }
 }
 
-/// Ranks that read the same key head.
+/// Number of ranks that read the same key head.
 pub(super) fn sharers(attn: &Attn, ranks: usize) -> usize {
     (ranks / attn.kv_heads).max(1)
 }
 
-/// Columns of a row of the own heads of whichever of `ranks` ranks has most: of queries, keys and values, and of attention's output.
+/// Maximum columns of one rank's heads over all `ranks` ranks: of queries, keys and values, and of attention's output.
 pub(super) fn widest_cols(attn: &Attn, ranks: usize) -> [usize; 2] {
     let HeadShare { heads, kv_heads } = HeadShare::of(attn, SequenceRank { rank: 0, ranks });
     [(heads.len() + 2 * kv_heads.len()) * attn.head_dim, heads.len() * attn.head_dim]
 }
 
-/// Columns of the parts of keys' and values' gradients that several ranks have, and of their sum.
+/// Columns of the gradients of keys and values that several ranks contribute to, and of their sum.
 pub(super) fn shared_cols(attn: &Attn, ranks: usize) -> usize {
     let sharers = sharers(attn, ranks);
     if sharers > 1 { (sharers + 1) * 2 * attn.kv_heads * attn.head_dim } else { 0 }
 }
 
-/// The fewest and the most query heads of one of `ranks` ranks, in the layer where they differ most; nothing where they do not.
+/// Minimum and maximum query heads of one of `ranks` ranks, in the layer where they differ most; `None` if they are equal in all layers.
 pub(crate) fn uneven(layers: &[LayerShape], ranks: usize) -> Option<[usize; 2]> {
     let of = |attn, rank| HeadShare::of(attn, SequenceRank { rank, ranks }).heads.len();
     let each = layers.iter().map(|layer| [of(&layer.attn, ranks - 1), of(&layer.attn, 0)]);
@@ -94,7 +94,7 @@ fn may_share(attn: &Attn, ranks: usize) -> bool {
     ranks <= attn.kv_heads || ranks.is_multiple_of(attn.kv_heads) && attn.heads.is_multiple_of(ranks)
 }
 
-/// Whether `ranks` ranks can share the heads of every layer; else why not, and which can, in words.
+/// Checks whether `ranks` ranks can share the heads of every layer. The error gives the reason and the possible numbers of ranks.
 pub(crate) fn check_degree(layers: &[LayerShape], ranks: usize) -> std::result::Result<(), String> {
     let layers = || layers.iter().map(|layer| &layer.attn);
     let Some(attn) = layers().find(|attn| !may_share(attn, ranks)) else { return Ok(()) };
@@ -116,7 +116,7 @@ mod tests {
         Attn { heads, kv_heads, head_dim: 8, ..ModelShape::demo().layers[0].attn }
     }
 
-    /// Heads of each of `ranks` ranks, and the key heads that they read.
+    /// Number of heads of each of `ranks` ranks, and the key heads that they read.
     fn shares(attn: &Attn, ranks: usize) -> Vec<(usize, Range<usize>)> {
         let of = |rank| HeadShare::of(attn, SequenceRank { rank, ranks });
         (0..ranks).map(|rank| (of(rank).heads.len(), of(rank).kv_heads)).collect()
@@ -135,7 +135,7 @@ mod tests {
             assert!(all.iter().copied().eq(0..heads), "{heads} on {ranks}: {all:?}");
             for rank in 0..ranks {
                 let HeadShare { heads: own, kv_heads: read } = of(rank);
-                // What the kernel computes of its own numbers is what the model means.
+                // The kernel's mapping from query heads to key heads, in its own numbering, must agree with the model's.
                 let per = own.len() / read.len();
                 assert!(own.clone().all(|head| head / (heads / kv_heads) == read.start + (head - own.start) / per), "{own:?} {read:?}");
             }
@@ -157,7 +157,7 @@ mod tests {
         let refused = check_degree(&shape(12, 2).layers, 3).unwrap_err();
         assert_eq!(refused, "--sequence-ranks 3: 12 query heads on 2 key heads cannot be shared by so many; use 1, 2, 4, 6");
         assert_eq!([1, 2, 3, 4].map(|ranks| uneven(&shape(8, 4).layers, ranks)), [None, None, Some([2, 4]), None]);
-        // Every layer counts.
+        // All layers are checked.
         let mut mixed = shape(12, 2);
         mixed.layers[3].attn = attn(4, 4);
         assert!(check_degree(&mixed.layers, 6).unwrap_err().contains("4 query heads on 4 key heads"));

@@ -1,45 +1,45 @@
-//! What of layers waits in host memory between their forward and their backward pass: the input of some
-//! ([`LayerPolicy::Host`](super::policy::LayerPolicy::Host)), and what attention made of it
-//! ([`LayerPolicy::HostAttention`](super::policy::LayerPolicy::HostAttention)).
+//! Offload of activations to host memory between the forward and the backward pass: the input of layers with
+//! [`LayerPolicy::Host`](super::policy::LayerPolicy::Host), and also attention's output with
+//! [`LayerPolicy::HostAttention`](super::policy::LayerPolicy::HostAttention).
 //!
-//! Two device buffers hold such arrays by turns. In the forward pass each array leaves for the host once it is written, while layers go on; the
-//! last two stay where they are, for nothing overwrites them before their backward. In the backward pass a buffer that is free again
-//! fetches the array of the layer after next, while the next one computes.
+//! These arrays alternate between two device buffers. In the forward pass each array is copied to the host once it is written, while later
+//! layers run. The last two arrays stay in the buffers, because nothing overwrites them before their backward pass. In the backward pass a
+//! free buffer prefetches the array of the layer after next, while the next layer computes.
 //!
-//! A buffer belongs to the compute stream or to a copy; two events hand it over, one in each direction.
+//! A buffer belongs either to the compute stream or to a copy; two events transfer it, one in each direction.
 
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 
-/// Device buffers that the arrays of all such layers share.
+/// Number of device buffers for each kind of array.
 pub(super) const BUFFERS: usize = 2;
 
-/// The streams on which arrays leave and return.
+/// Streams of the copies to and from the host.
 const LEAVE: Stream = Stream::D2h;
 const RETURN: Stream = Stream::H2d;
 
-/// One layer's turn with its buffer.
+/// The offload of one layer's array.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HostTurn {
     buffer: DeviceSlice,
-    /// The compute stream is done with the buffer: a copy may begin.
+    /// Recorded when the compute stream has finished with the buffer, so that a copy may begin.
     computed: EventId,
-    /// The copy is done: the compute stream may go on.
+    /// Recorded when the copy is done, so that the compute stream may continue.
     copied: EventId,
-    /// Where the array waits for the backward pass; `None`: in the buffer.
+    /// Host memory of the array; `None`: it stays in the buffer.
     slot: Option<PinnedSlice>,
-    /// What the buffer holds next in the backward pass: from where, and to where in it.
+    /// The array that the buffer holds next in the backward pass: its host memory, and its slice of the buffer.
     next: Option<(PinnedSlice, DeviceSlice)>,
 }
 
 impl HostTurn {
-    /// Before the buffer is written or read anew: waits for its last copy.
+    /// Waits for the buffer's last copy; call this before the buffer is written or read.
     pub(crate) fn acquire<D: Device>(&self, dev: &mut D) -> Result<()> {
         dev.wait(Stream::Compute, self.copied)
     }
 
-    /// In the forward pass, once the buffer is written.
+    /// Copies the array to the host; called in the forward pass, once the buffer is written.
     pub(super) fn send<D: Device>(&self, dev: &mut D) -> Result<()> {
         let Some(slot) = self.slot else { return Ok(()) };
         dev.record(self.computed, Stream::Compute)?;
@@ -48,7 +48,7 @@ impl HostTurn {
         dev.record(self.copied, LEAVE)
     }
 
-    /// After the layer's backward pass, which needs the buffer no more.
+    /// Prefetches the buffer's next array; called after the layer's backward pass, which no longer needs the buffer.
     pub(crate) fn fetch_next<D: Device>(&self, dev: &mut D) -> Result<()> {
         let Some((next, buffer)) = self.next else { return Ok(()) };
         dev.record(self.computed, Stream::Compute)?;
@@ -58,12 +58,12 @@ impl HostTurn {
     }
 }
 
-/// How many of `layers` such layers wait in host memory.
+/// Number of arrays in host memory for `layers` layers with offload.
 pub(super) fn host_slots(layers: usize) -> usize {
     layers.saturating_sub(BUFFERS)
 }
 
-/// Gives every array that takes turns with the others its turn; `memory` is where they wait.
+/// Sets up the offload of all `arrays`; `memory` is their host memory.
 pub(super) fn give_turns<'a, D: Device>(
     dev: &mut D,
     arrays: impl Iterator<Item = (DeviceSlice, &'a mut Option<HostTurn>)>,
@@ -74,7 +74,8 @@ pub(super) fn give_turns<'a, D: Device>(
     Ok(())
 }
 
-/// Every such layer's turn: `buffers` as [`BUFFERS`] alternate over them in forward order; `host` has [`host_slots`] of the longest of them.
+/// The offload of every layer. `buffers` are the arrays' device slices in forward order, alternating between the [`BUFFERS`]; `host` has
+/// [`host_slots`] slots of the size of the longest array.
 fn host_turns<D: Device>(dev: &mut D, buffers: &[DeviceSlice], host: PinnedSlice) -> Result<Vec<HostTurn>> {
     let mut handover = || -> Result<_> { Ok((dev.event()?, dev.event()?)) };
     let events: [_; BUFFERS] = [handover()?, handover()?];

@@ -1,32 +1,32 @@
-//! Random initialisation as Hugging Face does it, with numbers that depend on nothing but the seed.
+//! Random initialisation as in Hugging Face, with values that depend only on the seed.
 
 use super::tensors::{Init, TENSOR_ALIGN_ELEMS, TensorSpec, TensorTable};
 use crate::error::{Error, Result};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// A thread fills at least this many elements at a time: a multiple of the alignment, and so of the pairs.
+/// Minimum elements of one thread: a multiple of the alignment, so that pairs stay whole.
 const PART_ELEMS: usize = 512 * TENSOR_ALIGN_ELEMS;
 
-/// Fills `out` with the initial values of the tensor `spec`. Every tensor has its own stream of the generator, so that
-/// tensors can be filled in any order and by any thread; the functions behind the normal distribution are in software, so
-/// that every platform makes the same bits.
+/// Fills `out` with the initial values of the tensor `spec`. Every tensor has its own stream of the generator, so tensors can be filled in
+/// any order and by any thread. The functions of the normal distribution are implemented in software, so every platform produces the same
+/// bits.
 ///
 /// # Panics
-/// If `out` is not as long as the tensor.
+/// If the length of `out` is not that of the tensor.
 pub fn init_tensor(spec: &TensorSpec, seed: u64, out: &mut [f32]) {
     assert_eq!(out.len(), spec.elems(), "initialise {}", spec.name);
     init_part(spec, seed, 0, out);
 }
 
-/// Fills `out` with the initial values of the flat range of `table` that begins at element `start`, on `threads` threads:
-/// the bits of [`init_tensor`], and zero between the tensors.
+/// Fills `out` with the initial values of the flat range of `table` that begins at element `start`, on `threads` threads. The bits are
+/// those of [`init_tensor`], with zero between the tensors.
 ///
 /// # Errors
 /// `Resource` when a thread cannot start.
 ///
 /// # Panics
-/// If `start` is odd, or `out` reaches beyond the flat range.
+/// If `start` is odd, or `out` exceeds the flat range.
 pub(crate) fn init_flat(table: &TensorTable, seed: u64, start: usize, out: &mut [f32], threads: usize) -> Result<()> {
     assert!(
         start.is_multiple_of(2) && start + out.len() <= table.flat_elems(),
@@ -55,7 +55,7 @@ fn init_range(table: &TensorTable, seed: u64, start: usize, out: &mut [f32]) {
     }
 }
 
-/// Fills `out` with the tensor's initial values from its element `first` on, which is even: a pair stays whole.
+/// Fills `out` with the tensor's initial values from its element `first` on, which is even, so that pairs stay whole.
 fn init_part(spec: &TensorSpec, seed: u64, first: usize, out: &mut [f32]) {
     match spec.init {
         Init::Zeros => out.fill(0.0),
@@ -64,7 +64,7 @@ fn init_part(spec: &TensorSpec, seed: u64, first: usize, out: &mut [f32]) {
     }
 }
 
-/// The generator of the tensor `index`, where its element `first` begins: a pair of elements uses two words.
+/// The generator of the tensor `index`, positioned at element `first`: a pair of elements uses two words.
 fn stream(seed: u64, index: usize, first: usize) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -74,10 +74,10 @@ fn stream(seed: u64, index: usize, first: usize) -> ChaCha8Rng {
     rng
 }
 
-/// Box-Muller: two normal numbers from two uniform ones.
+/// Box-Muller: two normal numbers from two uniform numbers.
 fn fill_normal(rng: &mut ChaCha8Rng, std: f32, out: &mut [f32]) {
     for pair in out.chunks_mut(2) {
-        // 24 bits each; the first is never 0, whose logarithm is infinite.
+        // 24 bits each; the first is never 0, because the logarithm of 0 is infinite.
         let (u1, u2) = (rng.next_u32() >> 8, rng.next_u32() >> 8);
         let radius = std * libm::sqrtf(-2.0 * libm::logf((u1 + 1) as f32 / (1 << 24) as f32));
         let angle = std::f32::consts::TAU * (u2 as f32 / (1 << 24) as f32);
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn threads_and_parts_make_the_same_bits() {
-        // Odd sizes leave padding between tensors, and pairs cut in half at their ends.
+        // Odd sizes cause padding between tensors, and pairs divided at their ends.
         let mut shape = ModelShape { vocab: 259, channels: 255, ..ModelShape::demo() };
         shape.layers.iter_mut().for_each(|LayerShape { mlp, .. }| *mlp = Mlp::Dense(Ffn { width: 501, ..mlp.ffn() }));
         let table = TensorTable::new(&shape);
@@ -143,7 +143,7 @@ mod tests {
         assert_eq!(values(a, 1), values(a, 1));
         assert_ne!(values(a, 1), values(a, 2));
         assert_ne!(values(a, 1), values(b, 1));
-        // Pinned: a checkpoint-free run must start from these on every platform and in every version.
+        // Pinned values: random initialisation must produce these bits on every platform and in every version.
         let pinned = [3167459569u32, 1024419113, 3156250409, 1026552247];
         let first = TensorSpec { index: 0, ..a.clone() };
         assert_eq!(values(&first, 42)[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(), pinned);

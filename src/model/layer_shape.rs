@@ -1,12 +1,12 @@
-//! What one decoder layer is made of.
+//! The shape of one decoder layer.
 
 use crate::device::{ExpertActivation, RouterRule};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
-    /// By root mean square, with a weight.
+    /// Root mean square, with a weight.
     Rms,
-    /// By mean and variance, with weight and bias.
+    /// Mean and variance, with weight and bias.
     Layer,
 }
 
@@ -14,40 +14,40 @@ pub enum NormKind {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormSpec {
     pub kind: NormKind,
-    /// The factor is the weight plus one.
+    /// Whether the factor is the weight plus one.
     pub(crate) plus_one: bool,
     /// Added to the variance.
     pub eps: f32,
 }
 
-/// What stands between the two matrices of an MLP.
+/// Activation between the two matrices of an MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Act {
     /// `silu(gate) * up`.
     Swiglu,
-    /// `gelu(gate) * up` with the tanh form of GELU.
+    /// `gelu(gate) * up` with the tanh approximation of GELU.
     Geglu,
-    /// `gelu(up)` with the tanh form of GELU.
+    /// `gelu(up)` with the tanh approximation of GELU.
     GeluTanh,
 }
 
-/// A pair of matrices with an activation between.
+/// Two matrices with an activation between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ffn {
     /// Columns of the activation.
     pub(crate) width: usize,
     pub(crate) act: Act,
-    /// Both matrices have biases.
+    /// Whether both matrices have biases.
     pub(crate) bias: bool,
 }
 
 impl Ffn {
-    /// Columns of the first matrix's output: gate and up together.
+    /// Columns of the first matrix's output, including both gate and up projection.
     pub(crate) fn in_cols(&self) -> usize {
         if self.gated() { 2 * self.width } else { self.width }
     }
 
-    /// The first matrix makes a gate beside what it gates.
+    /// Whether the first matrix has a gate beside the up projection.
     pub(crate) fn gated(&self) -> bool {
         match self.act {
             Act::Swiglu | Act::Geglu => true,
@@ -56,17 +56,17 @@ impl Ffn {
     }
 }
 
-/// What follows attention in a layer.
+/// The block after attention in a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mlp {
-    /// Every token takes the same pair of matrices.
+    /// One pair of matrices for every token.
     Dense(Ffn),
-    /// A router chooses some of several such pairs for each token.
+    /// Several pairs of matrices, of which a router chooses some for each token.
     Moe(Moe),
 }
 
 impl Mlp {
-    /// A pair of matrices: all are alike.
+    /// The pair of matrices; all experts have the same shape.
     pub(crate) fn ffn(&self) -> Ffn {
         match *self {
             Self::Dense(ffn) | Self::Moe(Moe { ffn, .. }) => ffn,
@@ -80,27 +80,27 @@ impl Mlp {
         }
     }
 
-    /// Pairs that one token takes.
+    /// Pairs of matrices that one token uses.
     fn taken(&self) -> usize {
         self.moe().map_or(1, |moe| moe.top_k)
     }
 }
 
-/// Experts, and who chooses among them.
+/// Experts and their router.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Moe {
     pub experts: usize,
-    /// Experts of a token.
+    /// Experts for each token.
     pub(crate) top_k: usize,
-    /// One expert.
+    /// Shape of one expert.
     pub(crate) ffn: Ffn,
-    /// What an expert does between its matrices.
+    /// Activation of an expert.
     pub(crate) activation: ExpertActivation,
     pub(crate) rule: RouterRule,
     pub(crate) router_bias: bool,
 }
 
-/// What one norm of queries and keys spans.
+/// Span of a norm of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QkSpan {
     /// Each head alone.
@@ -118,21 +118,21 @@ pub struct Attn {
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
-    /// Query, key and value projections have biases.
+    /// Whether query, key and value projections have biases.
     pub(crate) qkv_bias: bool,
-    /// The output projection has a bias.
+    /// Whether the output projection has a bias.
     pub(crate) out_bias: bool,
-    /// Queries and keys are RMS-normalised.
+    /// RMS normalisation of queries and keys.
     pub qk_norm: Option<QkSpan>,
-    /// Queries and keys are rotated by this one of [`ModelShape::ropes`].
+    /// Index in [`ModelShape::ropes`] of the rotation of queries and keys.
     pub(crate) rope: Option<usize>,
-    /// How many tokens a token sees, itself included; `None`: all before it.
+    /// Number of tokens that a token sees, including itself; `None`: all earlier tokens.
     pub window: Option<usize>,
     /// Factor on scores.
     pub scale: f32,
-    /// What scaled scores are bent to stay below.
+    /// Soft cap of scaled scores.
     pub(crate) softcap: Option<f32>,
-    /// The softmax of each query head has a learned score that no token has.
+    /// Whether the softmax of each query head has a learned sink score.
     pub(crate) sinks: bool,
 }
 
@@ -147,7 +147,7 @@ impl Attn {
         self.heads * self.head_dim
     }
 
-    /// Numbers that the norm of queries and keys keeps for a token.
+    /// Statistics that the norm of queries and keys saves for a token.
     pub(crate) fn qk_stats_cols(&self) -> usize {
         match self.qk_norm {
             None => 0,
@@ -157,11 +157,11 @@ impl Attn {
     }
 }
 
-/// How what attention or an MLP makes joins the residual stream.
+/// The operation that adds the output of attention or of an MLP to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Join {
     Add,
-    /// Times this factor.
+    /// Multiplied by this factor.
     Scale(f32),
     /// Normalised.
     Norm,
@@ -172,21 +172,21 @@ pub(crate) enum Join {
 pub struct LayerShape {
     pub attn: Attn,
     pub mlp: Mlp,
-    /// Of every norm of the residual stream here.
+    /// Shape of every norm of the residual stream in this layer.
     pub norm: NormSpec,
-    /// What enters attention, and what enters the MLP, is normalised.
+    /// Whether the inputs of attention and of the MLP are normalised.
     pub(crate) pre_norm: bool,
     pub(crate) join: Join,
 }
 
 impl LayerShape {
-    /// Columns that leave the first matrix of the MLP, and that enter the second one, for all experts of a token together.
+    /// Columns of the first matrix's output and of the second matrix's input in the MLP, summed over all experts of a token.
     pub(crate) fn mlp_cols(&self) -> (usize, usize) {
         let (ffn, taken) = (self.mlp.ffn(), self.mlp.taken());
         (taken * ffn.in_cols(), taken * ffn.width)
     }
 
-    /// What leaves attention, and what leaves the MLP, is normalised.
+    /// Whether the outputs of attention and of the MLP are normalised.
     pub(crate) fn post_norm(&self) -> bool {
         self.join == Join::Norm
     }

@@ -1,4 +1,4 @@
-//! A whole micro-batch at once: for its time, or for what its first run prepares.
+//! A whole micro-batch at once, to measure its time or to prepare the device.
 
 use super::Model;
 use super::head::MicroStep;
@@ -8,8 +8,9 @@ use crate::device::{Kernels, Stream};
 use crate::error::Result;
 
 impl Model {
-    /// Lets the device get ready for every layer's attention, and, where it only learns by doing, for all else: by a micro-batch of zeros through
-    /// one layer of each kind, since all of them would take as long as a step. What that leaves behind a step's first micro-batch overwrites.
+    /// Prepares the device for the attention of every layer. If the device loads kernels on first use, also runs a micro-batch of zeros
+    /// through one layer of each kind; all layers would take as long as a step. The results are overwritten by the first micro-batch of a
+    /// step.
     pub(crate) fn prepare<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         let (activations, dtype) = (&self.activations, self.weights.dtype());
         let documents = activations.documents;
@@ -27,19 +28,20 @@ impl Model {
         self.micro_step(dev, &self.layer_kinds(), |dev| {
             dev.record(done, Stream::Compute)?;
             dev.synchronize(done)?;
-            // Has its spans read, too.
+            // Makes the device collect its spans.
             dev.is_done(done).map(drop)
         })
     }
 
-    /// Of layers that are made alike and keep alike the first: the others need the same kernels and products, since all tensors are as well
-    /// aligned as products take note of.
+    /// The first layer of each kind. Layers of the same shape and policy need the same kernels and products, because all tensors have at
+    /// least the alignment that products distinguish.
     pub(super) fn layer_kinds(&self) -> Vec<usize> {
         let kind = |layer: usize| (&self.shape.layers[layer], self.activations.layers[layer].policy);
         (0..self.shape.layers.len()).filter(|layer| (0..*layer).all(|before| kind(before) != kind(*layer))).collect()
     }
 
-    /// Enqueues forward and backward of a micro-batch through `layers` on what lies in memory; `after` each module.
+    /// Enqueues forward and backward pass of a micro-batch through `layers` with the present contents of memory; calls `after` for each
+    /// module.
     pub(crate) fn micro_step<P: PassRunner>(
         &self,
         run: &mut P,

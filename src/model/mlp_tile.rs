@@ -1,44 +1,44 @@
-//! The MLP of a long micro-batch goes tile by tile of its tokens, so that what is wide exists of one tile at a time. Layers that keep more keep
-//! it of all tokens, and compute by the same tiles.
+//! The MLP of a long micro-batch is computed in tiles of tokens, so that its wide arrays exist for one tile at a time. Layers that save
+//! these arrays save them for all tokens, and compute in the same tiles.
 
 use super::Model;
 use super::activations::{LayerActivations, NormActivations, RawActivations};
 use crate::device::DeviceSlice;
 use std::ops::Range;
 
-/// Tokens of a tile. Its products are as fast as those of all tokens, and weights' gradients are rounded once for each.
+/// Tokens of a tile. Products of a tile are as fast as products of all tokens; gradients of weights are rounded once for each tile.
 const TILE_TOKENS: usize = 32 << 10;
-/// So many tokens are still one.
+/// Maximum tokens without tiles.
 const WHOLE_TOKENS: usize = 64 << 10;
 
-/// Tokens of a tile, where an MLP of `tokens` goes in several. Sums over tiles change bits, so it follows from the shape alone, whatever
-/// memory there is. Products in FP8 keep their inputs with one scale, and go whole.
+/// Tokens of a tile, if an MLP of `tokens` is divided. Sums over tiles change bits, so the size follows from the shape alone, not from
+/// available memory. FP8 products have one scale for all tokens, and are not divided.
 pub(crate) fn tile_tokens(tokens: usize, fp8: bool) -> Option<usize> {
     (tokens > WHOLE_TOKENS && !fp8).then_some(TILE_TOKENS)
 }
 
-/// Some tokens of a layer's MLP.
+/// A tile of tokens in a layer's MLP.
 pub(super) struct MlpTile {
     tokens: Range<usize>,
     of: usize,
-    /// What the MLP reads and writes of them; all else is the whole layer's.
+    /// The layer's activations with the MLP's arrays limited to the tile.
     pub act: LayerActivations,
 }
 
 impl MlpTile {
-    /// Their rows of an array of all tokens.
+    /// The tile's rows of an array of all tokens.
     pub(super) fn rows(&self, all: DeviceSlice) -> DeviceSlice {
         rows(all, &self.tokens, all.elems() / self.of)
     }
 
-    /// There are no others.
+    /// Whether the tile contains all tokens.
     pub(super) fn is_whole(&self) -> bool {
         self.tokens.len() == self.of
     }
 }
 
 impl Model {
-    /// All tokens of the MLP of `layer`, in order. Experts sort them and take all at once.
+    /// Tiles of the MLP of `layer`, in order. Experts process all tokens at once, because they sort them.
     pub(super) fn mlp_tiles(&self, layer: usize) -> impl Iterator<Item = MlpTile> + use<> {
         let (act, of, shape) = (self.activations.layers[layer], self.activations.tokens.elems(), self.shape.layers[layer]);
         let tile = if shape.mlp.moe().is_none() { self.activations.mlp_tile } else { of };
@@ -50,10 +50,10 @@ impl Model {
     }
 }
 
-/// `act`, with what the MLP of `tokens` reads and writes instead of what that of all does.
+/// `act` with the MLP's arrays limited to `tokens`.
 fn narrowed(act: &LayerActivations, tokens: &Range<usize>, of: usize, (cols_in, cols_act): (usize, usize)) -> LayerActivations {
     let all = |slice: DeviceSlice| rows(slice, tokens, slice.elems() / of);
-    // What is not kept is there of one tile.
+    // An array that is not saved has the size of one tile.
     let wide = |slice: DeviceSlice, cols: usize| {
         if slice.elems() == of * cols { rows(slice, tokens, cols) } else { slice.slice(0, tokens.len() * cols) }
     };

@@ -1,8 +1,8 @@
-//! One decoder for every supported family: a Hugging Face `config.json` becomes a [`shape::ModelShape`], the shape a table of
-//! tensors, and the same forward and backward pass runs them all.
+//! One decoder for every supported family: a Hugging Face `config.json` becomes a [`shape::ModelShape`], the shape determines a table of
+//! tensors, and the same forward and backward pass runs all models.
 //!
-//! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down,
-//! `backward(Embed)`. After each backward module the gradients of that module's flat range are complete.
+//! A micro-step is `forward(Embed)`, `forward(Layer(0))` and up, `head`, `backward(Layer(L-1))` and down, `backward(Embed)`. After each
+//! backward module the gradients of that module's flat range are complete.
 
 pub(crate) mod activations;
 mod arithmetic;
@@ -46,15 +46,15 @@ use tensors::TensorTable;
 
 pub(crate) use head::MicroStep;
 
-/// A model on a device: its weights, its gradients and the memory of one micro-batch. Every name and offset is resolved
-/// at construction; the passes only enqueue kernels and allocate nothing.
+/// A model on a device: its weights, its gradients and the memory of one micro-batch. Names and offsets are resolved at construction; the
+/// passes only enqueue kernels and allocate nothing.
 ///
-/// Its methods take the device, whose calls they return: an error is the device's.
+/// Errors of methods with a device argument are errors of the device.
 #[derive(Debug)]
 pub(crate) struct Model {
-    /// The shape it was built from.
+    /// The shape of the model.
     pub shape: ModelShape,
-    /// Where each tensor lies in `weights` and `grads`.
+    /// Position of each tensor in `weights` and `grads`.
     pub table: TensorTable,
     /// Flat weights in the compute format, `[table.flat_elems()]`.
     pub weights: DeviceSlice,
@@ -91,8 +91,8 @@ impl Model {
         Ok(Self { shape, table, weights, grads, activations, embed, layers, head })
     }
 
-    /// Gathers rows `ids` (int32) of the embedding's gradient behind each other. They and their numbers stay until the next forward pass, in
-    /// memory that nothing uses before: of the norm before the output matrix, and of a norm's gradient.
+    /// Gathers rows `ids` (int32) of the embedding's gradient into contiguous memory. The rows and their ids stay valid until the next
+    /// forward pass. They are stored in memory that is unused until then: the output of the final norm, and the gradient of a norm.
     pub(crate) fn pack_rows<D: Kernels>(&self, dev: &mut D, ids: PinnedSlice) -> Result<()> {
         let (count, channels) = (ids.bytes() / 4, self.shape.channels);
         let (rows, out) = (self.row_ids(0..count), self.packed_rows(&(0..count * channels)));
@@ -100,12 +100,12 @@ impl Model {
         dev.launch(Embed { tokens: rows, positions: rows, wte: self.embed.wte.grad, wpe: None, out, channels })
     }
 
-    /// A part of the packed rows.
+    /// A range of the packed rows.
     pub(crate) fn packed_rows(&self, packed: &Range<usize>) -> DeviceSlice {
         self.activations.final_norm_out.slice(packed.start, packed.len())
     }
 
-    /// Numbers of rows that are packed.
+    /// Ids of the packed rows.
     pub(crate) fn row_ids(&self, rows: Range<usize>) -> DeviceSlice {
         self.activations.dnorm.view(rows.start * 4, rows.len(), Dtype::Int32)
     }

@@ -1,8 +1,8 @@
-//! A layer of experts: a router chooses some of them for every token, and each computes its rows alone.
+//! A layer of experts: a router chooses experts for every token, and each expert computes its own rows.
 //!
-//! A row of an expert is a copy of its token, and a token is the sum of its rows in the order of its choices. So no sum depends on timing, no
-//! token is left out, and nothing of it is known to the host. What the router has chosen is always kept, so that what is computed again goes
-//! the same way.
+//! A row of an expert is a copy of its token, and the result of a token is the sum of its rows in the order of its choices. Sums therefore
+//! do not depend on timing, no token is dropped, and the host never needs the routing. The router's choices are always saved, so
+//! recomputation uses the same choices.
 
 use super::Model;
 use super::activations::{Activations, ExpertWork, LayerActivations, RoutedActivations};
@@ -16,25 +16,26 @@ use crate::device::{
 };
 use crate::error::Result;
 
-/// A layer whose MLP is made of experts.
+/// A layer with experts as its MLP.
 pub(super) struct MoeLayer<'a> {
     moe: Moe,
     params: &'a LayerParams,
     router: LinearParams,
     act: &'a LayerActivations,
-    /// What it keeps of the routing.
+    /// Saved routing results.
     kept: RoutedActivations,
-    /// What all such layers share.
+    /// Workspaces shared by all layers with experts.
     work: ExpertWork,
 }
 
 impl Model {
-    /// What the routers of all layers chose of the last micro-batch, as [`super::activations::expert_bounds`] says; nothing without experts.
+    /// Expert bounds of all layers for the last micro-batch, laid out as [`super::activations::expert_bounds`] describes; `None` without
+    /// experts.
     pub(crate) fn expert_bounds(&self) -> Option<DeviceSlice> {
         self.activations.layers.iter().find_map(|layer| layer.routed).map(|routed| routed.all_bounds.0)
     }
 
-    /// The MLP of `layer`, if it is made of experts.
+    /// The MLP of `layer`, if it has experts.
     pub(super) fn experts(&self, layer: usize) -> Option<MoeLayer<'_>> {
         let (params, act) = (&self.layers[layer], &self.activations.layers[layer]);
         let moe = self.shape.layers[layer].mlp.moe()?;
@@ -67,7 +68,7 @@ impl MoeLayer<'_> {
         dev.launch(Segments { experts, bounds, slots, entries, shape: self.shape() })
     }
 
-    /// From what the router saw to what leaves the experts' first matrix.
+    /// Computes the output of the experts' first matrix from the router's input.
     pub(super) fn enter<D: Kernels>(&self, dev: &mut D) -> Result<()> {
         self.dispatch(dev, self.act.mlp_norm.out)?;
         let (mlp_in, out) = (&self.params.mlp_in, self.act.mlp_in);
@@ -81,7 +82,7 @@ impl MoeLayer<'_> {
         params.bias.map_or(Ok(()), |bias| dev.launch(ExpertBias { x, bias: bias.value, experts, entries, cols }))
     }
 
-    /// From there to the residual stream `out`.
+    /// Computes the residual stream `out` from the output of the experts' first matrix.
     pub(super) fn leave<D: Kernels>(&self, dev: &mut D, out: DeviceSlice) -> Result<()> {
         let (ExpertWork { rows, act, .. }, mlp_out) = (self.work, &self.params.mlp_out);
         let gate_up = self.act.mlp_in;
@@ -102,7 +103,8 @@ impl MoeLayer<'_> {
         })
     }
 
-    /// The gradients of the experts and of the router; in `all`, `dresidual` is that of what leaves, `dnorm` becomes that of what entered.
+    /// Computes the gradients of the experts and of the router. In `all`, `dresidual` is the gradient of the layer's output, and `dnorm`
+    /// becomes the gradient of the experts' input.
     pub(super) fn backward<D: Kernels>(&self, dev: &mut D, all: &Activations, micro: MicroStep) -> Result<()> {
         let first = micro.first;
         let (ExpertWork { rows, act, .. }, LayerParams { mlp_in, mlp_out, .. }) = (self.work, self.params);
@@ -133,7 +135,8 @@ impl MoeLayer<'_> {
         dev.launch(ExpertBackward { da, gate_up, weights, entries, dgate_up, weighted, dweights, activation, cols })
     }
 
-    /// The second bias: its gradient, and its part in that of the rows' weights; `dout` has the gradient of each row's token.
+    /// Computes the gradient of the second bias, and its term in the gradient of the rows' weights; `dout` has the gradient of each row's
+    /// token.
     fn bias_out_backward<D: Kernels>(&self, dev: &mut D, dout: DeviceSlice, first: bool) -> Result<()> {
         let Some(Param { value: bias, grad: out }) = self.params.mlp_out.bias else { return Ok(()) };
         let RoutedActivations { experts, weights, entries, bounds, .. } = self.kept;
@@ -142,7 +145,7 @@ impl MoeLayer<'_> {
         dev.launch(SegmentSums { x: dout, weights: Some(weights), entries, bounds, out, accumulate: !first, cols })
     }
 
-    /// Adds the router's part to `dnorm`.
+    /// Adds the router's contribution to `dnorm`.
     fn router_backward<D: Kernels>(&self, dev: &mut D, dnorm: DeviceSlice, micro: MicroStep) -> Result<()> {
         let RoutedActivations { logits, experts, weights, slots, .. } = self.kept;
         let (ExpertWork { dweights, dlogits, .. }, shape) = (self.work, self.shape());
@@ -157,7 +160,7 @@ impl MoeLayer<'_> {
         bias.map_or(Ok(()), |bias| dev.launch(BiasBackward { dout: dlogits, dbias: bias.grad, accumulate: !first }))
     }
 
-    /// Adds the gradient of the loss that balances experts to that of the logits, if there is such a loss. Its means are over all layers.
+    /// Adds the gradient of the balancing loss to the gradient of the logits, if there is such a loss. Its means are over all layers.
     fn balance<D: Kernels>(&self, dev: &mut D, micro: MicroStep) -> Result<()> {
         if micro.balance == 0.0 {
             return Ok(());
@@ -169,7 +172,7 @@ impl MoeLayer<'_> {
         dev.launch(RouterBalance { logits, experts, bounds, stride, dlogits, factor: factor as f32, shape })
     }
 
-    /// A copy of its token for each row.
+    /// Copies each row from its token.
     fn dispatch<D: Kernels>(&self, dev: &mut D, x: DeviceSlice) -> Result<()> {
         dev.launch(Dispatch { x, slots: self.kept.slots, out: self.work.rows, cols: self.params.mlp_in.in_cols })
     }

@@ -1,4 +1,4 @@
-//! A model's tensors as device slices, found once by role, so that the passes look nothing up.
+//! A model's tensors as device slices, resolved once by role, so that the passes need no look-ups.
 
 use super::fp8::{Fp8Linear, LastWriter};
 use super::tensors::{Module, Role, TensorSpec, TensorTable};
@@ -17,17 +17,17 @@ pub(super) struct LinearParams {
     pub bias: Option<Param>,
     pub out_cols: usize,
     pub(crate) in_cols: usize,
-    /// How it is computed in FP8, if it is.
+    /// FP8 parameters, if the layer uses FP8.
     pub fp8: Option<Fp8Linear>,
 }
 
 impl LinearParams {
-    /// Where the kernel that writes its input leaves the scale, if it is to find one.
+    /// Destination of the input's scale, if the kernel that writes the input computes it.
     pub(super) fn input_scale(&self) -> Option<ScaleCell> {
         self.fp8.filter(|fp8| fp8.writers[0] == LastWriter::Branch).map(|fp8| fp8.input())
     }
 
-    /// Where `writer` of the gradient of its output leaves the scale, if it is the one that finds it.
+    /// Destination of the scale of the output's gradient, if `writer` computes it.
     pub(super) fn gradient_scale(&self, writer: LastWriter) -> Option<ScaleCell> {
         self.fp8.filter(|fp8| fp8.writers[1] == writer).map(|fp8| fp8.gradient())
     }
@@ -51,13 +51,13 @@ pub(super) struct LayerParams {
     pub(crate) attn_norm: Option<NormParams>,
     pub(crate) post_attn_norm: Option<NormParams>,
     pub qkv: LinearParams,
-    /// Query and key.
+    /// Norm weights of queries and of keys.
     pub qk_norm: Option<(Param, Param)>,
     pub(crate) attn_out: LinearParams,
     pub(crate) sinks: Option<Param>,
     pub(crate) mlp_norm: Option<NormParams>,
     pub(crate) post_mlp_norm: Option<NormParams>,
-    /// What chooses experts.
+    /// Router of the experts.
     pub(crate) router: Option<LinearParams>,
     pub(crate) mlp_in: LinearParams,
     pub(crate) mlp_out: LinearParams,
@@ -66,11 +66,11 @@ pub(super) struct LayerParams {
 #[derive(Debug)]
 pub(super) struct HeadParams {
     pub norm: NormParams,
-    /// The token embedding when tied.
+    /// The token embedding if it is tied.
     pub output: LinearParams,
 }
 
-/// The flat ranges that parameters are cut from.
+/// The flat ranges of all parameters.
 pub(super) struct Flat<'a> {
     pub table: &'a TensorTable,
     pub weights: DeviceSlice,

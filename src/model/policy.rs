@@ -1,11 +1,11 @@
-//! What a layer keeps between its forward and its backward pass.
+//! Activations that a layer saves between its forward and its backward pass.
 
 use clap::ValueEnum;
 use std::fmt;
 use std::str::FromStr;
 
-/// What a layer keeps for its backward pass; the rest is computed again, bit for bit, or fetched. From most memory and least
-/// time to the opposite.
+/// Activations that a layer saves for its backward pass. All others are recomputed, bit for bit, or fetched from the host. Ordered from
+/// most memory and least time to least memory and most time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LayerPolicy {
@@ -22,27 +22,27 @@ pub enum LayerPolicy {
 }
 
 impl LayerPolicy {
-    /// Outputs of norms and of the activation function stay.
+    /// Whether outputs of norms and of the activation function are saved.
     pub(super) fn keeps_cheap(self) -> bool {
         self == Self::Keep
     }
 
-    /// Outputs of matrix products and attention stay, and all statistics, which are small.
+    /// Whether outputs of matrix products and attention, and all statistics, which are small, are saved.
     pub(super) fn keeps_costly(self) -> bool {
         matches!(self, Self::Keep | Self::RecomputeCheap)
     }
 
-    /// The layer's input waits in host memory.
+    /// Whether the layer's input is offloaded to host memory.
     pub(super) fn sends_input(self) -> bool {
         matches!(self, Self::HostAttention | Self::Host)
     }
 
-    /// So do attention's output and log-sum-exp.
+    /// Whether attention's output and log-sum-exp are offloaded to host memory.
     pub(crate) fn sends_attention(self) -> bool {
         self == Self::HostAttention
     }
 
-    /// Matrix products are computed again.
+    /// Whether matrix products are recomputed.
     pub(crate) fn recomputes_block(self) -> bool {
         matches!(self, Self::RecomputeBlock | Self::HostAttention | Self::Host)
     }

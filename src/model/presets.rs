@@ -1,17 +1,18 @@
-//! Configurations that ship with the program: the shapes that benchmarks and comparisons use, without weights.
+//! Configurations that ship with the program: shapes for benchmarks and comparisons, without weights.
 
 use super::shape::ModelShape;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
 use std::path::Path;
 
-/// Name and `config.json` of every preset: its sizes are those of the file that was published as `google/gemma-2-2b`, `google/gemma-2-9b`,
-/// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base`, `meta-llama/Llama-3.1-70B`, and of the others under their names.
+/// Name and `config.json` of every preset. The sizes are those of the published `google/gemma-2-2b`, `google/gemma-2-9b`,
+/// `google/gemma-2-27b`, `google/gemma-3-1b-pt`, `microsoft/phi-4`, `ByteDance-Seed/Seed-OSS-36B-Base` and `meta-llama/Llama-3.1-70B`; the
+/// other presets are published under their own names.
 pub(crate) const PRESETS: [(&str, &str); 15] = [
     ("qwen3-4b", include_str!("presets/qwen3-4b.json")),
     ("llama-8b", include_str!("presets/llama-8b.json")),
     ("qwen3-14b", include_str!("presets/qwen3-14b.json")),
-    // The vocabulary is GPT-2's 50257, padded to a multiple of 128 as every trainer does.
+    // The vocabulary is GPT-2's 50257, padded to a multiple of 128, as is usual.
     ("gpt-5b", include_str!("presets/gpt-5b.json")),
     ("olmoe-1b-7b", include_str!("presets/olmoe-1b-7b.json")),
     ("gpt-oss-20b", include_str!("presets/gpt-oss-20b.json")),
@@ -26,11 +27,11 @@ pub(crate) const PRESETS: [(&str, &str); 15] = [
     ("llama-70b", include_str!("presets/llama-70b.json")),
 ];
 
-/// The shape of the preset that `config` names, or of the `config.json`, or a model's directory, that it is the path of. `flag` is where it
-/// was said.
+/// The shape of the preset named by `config`, or of the `config.json` or model directory at the path `config`. `flag` is the command-line
+/// flag for messages.
 ///
 /// # Errors
-/// `Usage` when it is neither; those of [`ModelDir::file`] and [`ModelShape::read`].
+/// `Usage` when `config` is neither; errors of [`ModelDir::file`] and [`ModelShape::read`].
 pub fn shape(flag: &str, config: &Path) -> Result<ModelShape> {
     if let Some((_, text)) = PRESETS.iter().find(|(name, _)| Path::new(name) == config) {
         return ModelShape::parse(text, config);
@@ -55,7 +56,7 @@ mod tests {
         }
     }
 
-    /// What the published files hold, to the parameter.
+    /// The parameters of the published files.
     #[test]
     fn dense_presets_have_every_parameter_of_the_published_files() {
         for (name, params) in [
@@ -79,7 +80,7 @@ mod tests {
         assert_eq!([0, 5].map(|layer| gemma.layers[layer].attn.window), [Some(512), None]);
     }
 
-    /// What transformers counts in these configurations, and what a token takes of it, without the embedding.
+    /// The parameters that transformers counts for these configurations, and the parameters that a token uses without the embedding.
     #[test]
     fn presets_with_experts_have_their_models_parameters_and_work() {
         for (name, params, taken) in [

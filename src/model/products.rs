@@ -4,9 +4,8 @@ use super::shape::ModelShape;
 use super::tensors::TensorTable;
 use crate::device::{MatmulLayout, MatmulShape};
 
-/// The products of a step on `tokens` tokens whose loss is computed in one tile, each shape once: a linear layer has one
-/// forward, one for the gradient of its input, and one for that of its weight. Experts' products
-/// are not among them: no library computes those.
+/// The products of a step on `tokens` tokens with the loss in one tile, each shape once. A linear layer has one product for the forward
+/// pass, one for the gradient of its input, and one for the gradient of its weight. Expert products are not included.
 pub fn products(shape: &ModelShape, tokens: usize) -> Vec<MatmulShape> {
     let mut all = Vec::new();
     for spec in TensorTable::new(shape).product_matrices().filter(|spec| spec.experts.0 == 1) {
@@ -36,7 +35,7 @@ mod tests {
         assert_eq!(products.len(), 15, "{products:?}");
         let wide = |m, n, k| MatmulShape { layout: MatmulLayout::Tn, m, n, k };
         assert!(products.contains(&wide(151_936, 2560, 16_384)) && products.contains(&wide(2560, 9728, 16_384)), "{products:?}");
-        // One layer's, and the output matrix's, are the FLOPs of the step without attention.
+        // The products of one layer and of the output matrix are the FLOPs of the step without attention.
         let flops = |layers: usize| 6.0 * 16_384.0 * TensorTable::new(&shape.with_layers(layers)).matmul_params() as f64;
         let listed: f64 = products.iter().map(|p| 2.0 * p.m as f64 * p.n as f64 * p.k as f64).sum();
         assert_eq!(listed, flops(1));

@@ -1,9 +1,9 @@
-//! Angles of the rotary position embedding, rounded where `transformers` rounds: frequencies and angles are fp32.
+//! Angles of the rotary position embedding, with the rounding of `transformers`: frequencies and angles are fp32.
 
 use super::shape::{RopeConfig, RopeScaling};
 use std::ops::Range;
 
-/// The table of [`crate::device::Kernels::rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
+/// The table of [`crate::device::Rope`]: (cos, sin) fp32 `[seq_length, rotary_dim / 2, 2]`.
 pub(crate) struct RopeTable {
     /// Radians per position, `[rotary_dim / 2]`.
     frequencies: Vec<f32>,
@@ -15,7 +15,7 @@ impl RopeTable {
         Self { frequencies: inverse_frequencies(rope, seq_length), factor: rope.attention_factor }
     }
 
-    /// Writes elements of the table, whole pairs of them.
+    /// Writes a range of the table that consists of whole pairs.
     pub(crate) fn write(&self, elems: Range<usize>, to: &mut [f32]) {
         let pairs = self.frequencies.len();
         for (pair, values) in (elems.start / 2..elems.end / 2).zip(to.as_chunks_mut().0) {
@@ -26,7 +26,7 @@ impl RopeTable {
     }
 }
 
-/// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`, in sequences of `seq_length`.
+/// Radians per position for each rotating pair of channels, `[rotary_dim / 2]`, for sequences of `seq_length`.
 fn inverse_frequencies(rope: &RopeConfig, seq_length: usize) -> Vec<f32> {
     let (theta, dim) = (f64::from(rope.theta as f32), rope.rotary_dim);
     let power = |theta: f64, pair: usize| libm::pow(theta, f64::from((2 * pair) as f32 / dim as f32)) as f32;
@@ -71,12 +71,12 @@ fn llama3(frequency: f32, factor: f32, (low_freq_factor, high_freq_factor): (f64
     (1.0 - smooth) * frequency / factor + smooth * frequency
 }
 
-/// The pair of channels, as a fraction, that turns once in `positions`.
+/// The fractional index of the pair of channels that completes one rotation in `positions`.
 fn turning_pair(rope: &RopeConfig, positions: f64) -> f64 {
     rope.rotary_dim as f64 * libm::log(positions / std::f64::consts::TAU) / (2.0 * libm::log(rope.theta))
 }
 
-/// Where a blend from `low` to `high` begins and ends among pairs, apart even where both are one.
+/// Begin and end of a blend from `low` to `high`, among pairs. They always differ, even if `low` equals `high`.
 fn blend((low, high): (f64, f64), dim: f64) -> (f32, f32) {
     let (low, high) = (low.max(0.0), high.min(dim - 1.0));
     (low as f32, if low == high { high + 0.001 } else { high } as f32)
@@ -94,7 +94,7 @@ mod tests {
         scaling: RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 8192 },
     };
 
-    /// `LlamaRotaryEmbedding(...).inv_freq` of transformers for the same parameters, as bits.
+    /// `LlamaRotaryEmbedding(...).inv_freq` of transformers for these parameters, as bits.
     const LLAMA3_FREQUENCIES: [u32; 32] = [
         0x3f800000, 0x3f29e1c6, 0x3ee177bc, 0x3e959ee3, 0x3e4693b0, 0x3e03c6a0, 0x3daee4ad, 0x3d681e67, 0x3d1a08c8, 0x3ccc6f49, 0x3c87a9c3,
         0x3c340d6d, 0x3beef74f, 0x3b9e9402, 0x3b527720, 0x3ab3d11d, 0x3a0995d2, 0x393b2dd2, 0x38a3418d, 0x3858ac81, 0x380fc8f8, 0x37bed4f4,
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn llama3_frequencies_are_those_of_transformers() {
-        // Its power function is off by up to one unit in the last place, the blend of two such frequencies by two more.
+        // The power function of transformers has an error of up to one ulp; the blend of two such frequencies adds up to two more.
         for (pair, (ours, theirs)) in inverse_frequencies(&LLAMA3, 16).iter().zip(LLAMA3_FREQUENCIES).enumerate() {
             assert!(ours.to_bits().abs_diff(theirs) <= 3, "pair {pair}: {ours} and {}", f32::from_bits(theirs));
         }
@@ -125,7 +125,7 @@ mod tests {
         table
     }
 
-    /// Pieces begin at any pair, and a sine and a cosine made together have the bits of each made alone.
+    /// A range may begin at any pair, and its bits do not depend on the other pairs of the range.
     #[test]
     fn pieces_of_a_table_are_those_of_the_whole() {
         let rope = plain(6, RopeScaling::Default);
@@ -150,7 +150,7 @@ mod tests {
         let dynamic = plain(8, RopeScaling::Dynamic { factor: 2.0, max_positions: 64 });
         let default = inverse_frequencies(&plain(8, RopeScaling::Default), 64);
         assert_eq!(inverse_frequencies(&dynamic, 64), default);
-        // Twice the positions: the base times 3^(8/6).
+        // For twice the positions, the base is multiplied by 3^(8/6).
         let grown = inverse_frequencies(&RopeConfig { theta: 10_000.0 * 3f64.powf(8.0 / 6.0), ..plain(8, RopeScaling::Default) }, 1);
         assert!(inverse_frequencies(&dynamic, 128).iter().zip(&grown).all(|(a, b)| (a / b - 1.0).abs() < 1e-6));
     }

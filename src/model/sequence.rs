@@ -1,8 +1,9 @@
-//! Ranks that share sequences (Ulysses): each computes with its own tokens, but for attention, which it computes over all tokens with its own
+//! Sequence parallelism (Ulysses): each rank computes its own tokens, except attention, which it computes over all tokens for its own
 //! heads.
 //!
-//! Around attention a matrix of rows is exchanged for one of heads, or back: each rank pulls from every other what it lacks. A layer keeps
-//! what attention reads and makes, all tokens of its own heads; all heads of its own tokens lie in workspaces.
+//! Around attention, ranks exchange a matrix of tokens for a matrix of heads, or the reverse: each rank pulls its missing parts from every
+//! other rank. A layer saves attention's input and output with all tokens of this rank's heads. Matrices with all heads of this rank's
+//! tokens are in workspaces.
 
 use super::Model;
 use super::activations::SequenceWork;
@@ -10,7 +11,7 @@ use super::heads::{HeadShare, SequenceRank, sharers};
 use crate::device::{AttentionShape, DeviceSlice, Kernels, MatrixPart, PARTS_MAX, Stream, SumSlices};
 use crate::error::Result;
 
-/// Gradients of keys and values, `[T, cols]` each, of ranks that have one key head, and their sum.
+/// Gradients of keys and values, `[T, cols]` each, from the ranks that share a key head, and their sum.
 #[derive(Clone, Copy)]
 struct SharedParts {
     parts: [DeviceSlice; PARTS_MAX],
@@ -18,23 +19,24 @@ struct SharedParts {
     cols: usize,
 }
 
-/// What is exchanged, of a layer.
+/// A matrix of a layer that ranks exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Handover {
-    /// Queries, keys and values, for attention.
+    /// Queries, keys and values, before attention.
     Qkv,
-    /// What attention made.
+    /// Attention's output.
     Out,
-    /// The same once more, for the backward pass: it still lies where it was pulled from.
+    /// Attention's output a second time, for the backward pass. The saved output is still in the memory from which it was pulled in the
+    /// forward pass.
     KeptOut,
-    /// The gradient of what attention made, for attention's backward pass.
+    /// The gradient of attention's output, before attention's backward pass.
     OutGrad,
     /// The gradient of queries, keys and values.
     QkvGrad,
 }
 
 impl Handover {
-    /// Others may not have it yet.
+    /// Whether the matrix is newly computed, so that peers may still have to compute it.
     pub(crate) fn is_new(self) -> bool {
         self != Self::KeptOut
     }
@@ -43,35 +45,35 @@ impl Handover {
         matches!(self, Self::Qkv | Self::QkvGrad)
     }
 
-    /// MatrixPart of all heads become those of the own.
+    /// Whether matrices of all heads become matrices of this rank's heads.
     fn is_to_heads(self) -> bool {
         matches!(self, Self::Qkv | Self::OutGrad)
     }
 }
 
-/// Where a rank's matrices lie that others pull from.
+/// Matrices of a rank that its peers pull from.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedActivations {
-    /// Of the own tokens, all heads.
+    /// Matrices of this rank's tokens with all heads.
     qkv: DeviceSlice,
     dout: DeviceSlice,
-    /// Of all tokens, the own heads; by layer.
+    /// Matrices of all tokens with this rank's heads; `out` is indexed by layer.
     out: Vec<DeviceSlice>,
     dqkv: DeviceSlice,
 }
 
-/// Who runs a pass: a device, and, where ranks share sequences, their exchange.
+/// The environment of a pass: a device, and the exchange of sequence parallelism if there is one.
 pub(crate) trait PassRunner {
     type Dev: Kernels;
 
-    /// What computes.
+    /// The device of the pass.
     fn dev(&mut self) -> &mut Self::Dev;
 
-    /// Goes on when what of `layer` this rank lacks is enqueued to be pulled from the others.
+    /// Returns when the pulls of this rank's missing parts of `layer` are enqueued.
     fn hand_over(&mut self, what: Handover, layer: usize) -> Result<()>;
 }
 
-/// A device alone: with others to share sequences with, it computes with what lies there.
+/// A device without exchange. With sequence parallelism it computes with the present contents of memory.
 impl<D: Kernels> PassRunner for D {
     type Dev = D;
 
@@ -85,24 +87,24 @@ impl<D: Kernels> PassRunner for D {
 }
 
 impl Model {
-    /// Whether other ranks have parts of its sequences.
+    /// Whether the model uses sequence parallelism.
     pub(crate) fn shares_sequences(&self) -> bool {
         self.activations.sequence_work.is_some()
     }
 
-    /// What others pull from.
+    /// Matrices that peers pull from.
     pub(crate) fn shared_activations(&self) -> Option<SharedActivations> {
         let SequenceWork { qkv, dqkv, .. } = self.activations.sequence_work?;
         let out = self.activations.layers.iter().map(|layer| layer.attn_out).collect();
         Some(SharedActivations { qkv, dout: self.activations.dinner, out, dqkv })
     }
 
-    /// Attention of the own tokens, all heads: of projections, not of scores.
+    /// Attention shape of this rank's tokens with all heads; used for projections, not for scores.
     pub(super) fn attention_shape(&self, layer: usize) -> AttentionShape {
         self.shape.attention(self.activations.batch, self.own_length(), layer)
     }
 
-    /// Attention of all tokens, the own heads.
+    /// Attention shape of all tokens with this rank's heads.
     pub(super) fn heads_shape(&self, layer: usize) -> AttentionShape {
         let act = &self.activations;
         self.shape.attention_of((act.batch, act.seq_length), layer, act.sequence)
@@ -113,7 +115,7 @@ impl Model {
         self.activations.seq_length / self.activations.sequence.ranks
     }
 
-    /// All heads of the own tokens: what enters attention, and what leaves it.
+    /// Attention's input and output with all heads of this rank's tokens.
     pub(super) fn own_tokens(&self, layer: usize) -> [DeviceSlice; 2] {
         let act = &self.activations.layers[layer];
         let Some(work) = self.activations.sequence_work else { return [act.qkv, act.attn_out] };
@@ -121,7 +123,7 @@ impl Model {
         [work.qkv.slice(0, shape.tokens() * shape.qkv_cols()), work.out.slice(0, shape.tokens() * shape.out_cols())]
     }
 
-    /// The own heads of all tokens: what attention reads, what it makes, and its log-sum-exp.
+    /// Attention's input, output and log-sum-exp with all tokens of this rank's heads.
     pub(super) fn own_heads(&self, layer: usize) -> [DeviceSlice; 3] {
         let (act, shape) = (&self.activations.layers[layer], self.heads_shape(layer));
         let tokens = shape.tokens();
@@ -129,27 +131,27 @@ impl Model {
         [act.qkv.slice(0, elems[0]), act.attn_out.slice(0, elems[1]), act.lse.slice(0, elems[2])]
     }
 
-    /// Of all heads' `sinks`, or their gradients, those of the own.
+    /// This rank's part of all heads' `sinks`, or of their gradients.
     pub(super) fn own_sinks(&self, layer: usize, sinks: DeviceSlice) -> DeviceSlice {
         let heads = HeadShare::of(&self.shape.layers[layer].attn, self.activations.sequence).heads;
         sinks.slice(heads.start, heads.len())
     }
 
-    /// Gradients of what leaves attention and of what enters it, of the own tokens, all heads.
+    /// Gradients of attention's output and input with all heads of this rank's tokens.
     pub(super) fn own_tokens_gradients(&self, layer: usize) -> [DeviceSlice; 2] {
         let (act, shape) = (&self.activations, self.attention_shape(layer));
         [act.dinner.slice(0, shape.tokens() * shape.out_cols()), act.dfused.slice(0, shape.tokens() * shape.qkv_cols())]
     }
 
-    /// The same of all tokens, the own heads.
+    /// Gradients of attention's output and input with all tokens of this rank's heads.
     pub(super) fn own_heads_gradients(&self, layer: usize) -> [DeviceSlice; 2] {
         let Some(work) = self.activations.sequence_work else { return self.own_tokens_gradients(layer) };
         let shape = self.heads_shape(layer);
         [work.dout.slice(0, shape.tokens() * shape.out_cols()), work.dqkv.slice(0, shape.tokens() * shape.qkv_cols())]
     }
 
-    /// Enqueues everything of a handover: `pull` copies rows from the rank with that place among those that share its sequences, where
-    /// `shared` says that its matrices lie.
+    /// Enqueues a whole exchange. `pull` copies rows from the rank with the given index among the ranks that share its sequences; `shared`
+    /// returns the matrices of that rank.
     pub(crate) fn take_over<'a, D: Kernels>(
         &self,
         dev: &mut D,
@@ -167,7 +169,7 @@ impl Model {
         }
     }
 
-    /// Puts the sum of the parts that several ranks have, in their order, to where the gradients of keys and values belong.
+    /// Sums the gradients of keys and values from several ranks, in rank order, and copies the sum to its place.
     fn sum_parts<D: Kernels>(
         &self,
         dev: &mut D,
@@ -181,7 +183,7 @@ impl Model {
         copy(dev, sum.part(cols, 0..tokens, 0..cols), dqkv.part(attn.qkv_cols(), 0..tokens, attn.out_cols()..attn.qkv_cols()))
     }
 
-    /// Where several ranks have one key head.
+    /// Memory for gradients from several ranks, if they share a key head.
     fn shared_parts(&self, layer: usize) -> Option<SharedParts> {
         let (attn, ranks) = (&self.shape.layers[layer].attn, self.activations.sequence.ranks);
         let work = self.activations.sequence_work.filter(|_| sharers(attn, ranks) > 1)?;
@@ -191,7 +193,7 @@ impl Model {
         Some(SharedParts { parts: std::array::from_fn(part), sum: part(sharers), cols })
     }
 
-    /// The copies from one rank.
+    /// Pulls from one rank.
     fn pulls_from(
         &self,
         peer: usize,

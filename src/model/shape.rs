@@ -1,4 +1,4 @@
-//! What a `config.json` says about a model: the one description that every other part of the model reads.
+//! The shape of a model, read from a `config.json`: the single description that all other parts of the model use.
 
 use super::family::Family;
 use super::heads::{HeadShare, SequenceRank};
@@ -6,11 +6,11 @@ use super::layer_shape::{Attn, LayerShape, NormSpec};
 use crate::device::AttentionShape;
 use crate::dtype::Dtype;
 
-/// Factor on what the embedding makes.
+/// Factor on embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct EmbedScale {
     pub(crate) factor: f32,
-    /// It is rounded to the format of the weights first.
+    /// Whether the factor is rounded to the format of the weights first.
     pub(crate) rounded: bool,
 }
 
@@ -25,75 +25,75 @@ impl EmbedScale {
     }
 }
 
-/// How queries and keys rotate.
+/// Rotation of queries and keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// Base of the frequencies.
     pub(crate) theta: f64,
     /// Leading channels of a head that rotate; even.
     pub rotary_dim: usize,
-    /// Neighbouring channels are a pair; otherwise those half of `rotary_dim` apart.
+    /// Whether adjacent channels form a pair; otherwise channels that are `rotary_dim / 2` apart do.
     pub(crate) interleaved: bool,
     pub(crate) scaling: RopeScaling,
     /// Factor on cosines and sines.
     pub(crate) attention_factor: f32,
 }
 
-/// What stretches a rotation to longer contexts than the model first had.
+/// Scaling of a rotation to longer contexts than the original one.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RopeScaling {
-    /// None.
+    /// No scaling.
     Default,
     /// All frequencies divided by `factor`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3: long wavelengths divided by `factor`, short ones kept, those between blended.
+    /// Llama 3: frequencies of long wavelengths divided by `factor`, those of short wavelengths unchanged, a blend in between.
     Llama3 {
         /// The divisor.
         factor: f64,
-        /// Wavelengths above `original_max_positions / low_freq_factor` are divided.
+        /// Frequencies of wavelengths above `original_max_positions / low_freq_factor` are divided.
         low_freq_factor: f64,
-        /// Wavelengths below `original_max_positions / high_freq_factor` are kept.
+        /// Frequencies of wavelengths below `original_max_positions / high_freq_factor` are unchanged.
         high_freq_factor: f64,
-        /// Context length before stretching.
+        /// Context length before scaling.
         original_max_positions: usize,
     },
-    /// YaRN: frequencies of the first pairs of channels kept, those of the last ones divided by `factor`, those between blended.
+    /// YaRN: frequencies of the first pairs of channels unchanged, those of the last pairs divided by `factor`, a blend in between.
     Yarn {
         /// The divisor.
         factor: f64,
-        /// Rotations over the original context of the last pair that is kept.
+        /// Rotations over the original context of the last unchanged pair.
         beta_fast: f64,
-        /// Rotations over the original context of the first pair that is divided.
+        /// Rotations over the original context of the first divided pair.
         beta_slow: f64,
-        /// The blend begins and ends at whole pairs.
+        /// Whether the blend begins and ends at whole pairs.
         truncate: bool,
-        /// Context length before stretching.
+        /// Context length before scaling.
         original_max_positions: usize,
     },
-    /// LongRoPE: each pair of channels has a divisor, of two sets.
+    /// LongRoPE: each pair of channels has a divisor, from one of two sets.
     Long {
-        /// For sequences up to the original context.
+        /// Divisors for sequences up to the original context.
         short: Vec<f32>,
-        /// For longer ones.
+        /// Divisors for longer sequences.
         long: Vec<f32>,
-        /// Context length before stretching.
+        /// Context length before scaling.
         original_max_positions: usize,
     },
-    /// A base that grows with sequences beyond the model's positions.
+    /// Dynamic NTK: the base grows with sequences longer than the model's positions.
     Dynamic {
-        /// Of the length over `max_positions`.
+        /// Factor on the length relative to `max_positions`.
         factor: f64,
-        /// Sequences up to here have the plain frequencies.
+        /// Maximum sequence length with unscaled frequencies.
         max_positions: usize,
     },
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
-    /// The family, which knows the Hugging Face names.
+    /// The family, with the Hugging Face tensor names.
     pub family: Family,
     /// Vocabulary size, V.
     pub vocab: usize,
@@ -101,29 +101,29 @@ pub struct ModelShape {
     pub channels: usize,
     /// Longest sequence.
     pub(crate) max_positions: usize,
-    /// Positions are a learned table beside the token embedding.
+    /// Whether positions are a learned table beside the token embedding.
     pub(crate) learned_positions: bool,
     pub(crate) embed_scale: EmbedScale,
     /// Factor on logits.
     pub(crate) logit_scale: f32,
-    /// What logits are bent to stay below.
+    /// Soft cap of logits.
     pub(crate) logit_softcap: Option<f32>,
-    /// The rotations that layers choose from.
+    /// Rotations that layers refer to by index.
     pub ropes: Vec<RopeConfig>,
     /// Decoder layers from the first on; at least one.
     pub layers: Vec<LayerShape>,
-    /// Of what leaves the last layer.
+    /// Norm after the last layer.
     pub(crate) final_norm: NormSpec,
-    /// The output matrix is the token embedding.
+    /// Whether the output matrix is the token embedding.
     pub tied: bool,
     /// Standard deviation of randomly initialised matrices.
     pub(crate) init_std: f32,
-    /// Dropout probabilities of the file that are not 0, as `key = value`: this engine trains without dropout.
+    /// Non-zero dropout probabilities of the file, as `key = value`. Training here has no dropout.
     pub(crate) ignored_dropout: Vec<String>,
 }
 
 impl ModelShape {
-    /// What the name of every tensor but `lm_head.weight` starts with; files saved from the bare model lack it.
+    /// Prefix of all tensor names except `lm_head.weight`; files saved from the bare model do not have it.
     pub(crate) fn base_prefix(&self) -> &'static str {
         self.family.spec().names.prefix
     }
@@ -137,7 +137,7 @@ impl ModelShape {
         AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale, window, softcap }
     }
 
-    /// The part of attention of `layer`, over `batch` sequences of `seq_length` tokens, that is `of` one rank: its heads, all tokens.
+    /// The part of attention of `layer`, over `batch` sequences of `seq_length` tokens, that one rank computes: its heads, all tokens.
     ///
     /// # Panics
     /// If the model has no such layer.
@@ -146,22 +146,22 @@ impl ModelShape {
         AttentionShape { heads: heads.len(), kv_heads: kv_heads.len(), ..self.attention(batch, seq_length, layer) }
     }
 
-    /// Experts of all layers.
+    /// Number of experts in all layers.
     pub(crate) fn experts(&self) -> usize {
         self.layers.iter().filter_map(|layer| layer.mlp.moe()).map(|moe| moe.experts).sum()
     }
 
-    /// Some layer bends attention's scores.
+    /// Whether some layer has a soft cap on attention's scores.
     pub(crate) fn caps_scores(&self) -> bool {
         self.layers.iter().any(|layer| layer.attn.softcap.is_some())
     }
 
-    /// The most columns that any layer has of something.
+    /// Maximum of `cols` over all layers.
     pub(crate) fn widest(&self, cols: impl Fn(&LayerShape) -> usize) -> usize {
         self.layers.iter().map(cols).max().unwrap_or(0)
     }
 
-    /// The same model with so many layers: its first ones, or all of them again and again.
+    /// This model with another number of layers: its first layers, repeated if necessary.
     pub fn with_layers(&self, layers: usize) -> Self {
         Self { layers: self.layers.iter().copied().cycle().take(layers).collect(), ..self.clone() }
     }

@@ -1,4 +1,4 @@
-//! Memory of a micro-batch, asked for by its sizes: these are checked, and layers have parts of one allocation.
+//! Allocation of a micro-batch's memory by dimensions, with overflow checks, and with parts of one allocation for layers.
 
 use crate::device::DeviceSlice;
 use crate::dtype::Dtype;
@@ -7,15 +7,15 @@ use crate::error::{Error, Result};
 /// Each part of an allocation for layers starts at a multiple of this many elements.
 pub(super) const PART_ALIGN_ELEMS: usize = 128;
 
-/// Gives memory of so many elements the name that it is planned under.
+/// Allocates memory of a number of elements, under its name in the plan.
 pub(super) type Alloc<'a> = dyn FnMut(&'static str, usize, Dtype) -> Result<DeviceSlice> + 'a;
 
-/// Asks for memory with checked sizes.
+/// An allocator with checked sizes.
 pub(super) struct SizedAllocator<'a> {
     pub alloc: &'a mut Alloc<'a>,
-    /// Of the micro-batch.
+    /// Tokens of the micro-batch.
     pub tokens: usize,
-    /// What it is computed in.
+    /// Compute format.
     pub dtype: Dtype,
 }
 
@@ -28,7 +28,7 @@ impl SizedAllocator<'_> {
         self.matrix(name, &[self.tokens, cols], self.dtype)
     }
 
-    /// One allocation for all layers, none if no layer has `cols`.
+    /// One allocation for all layers, none if `cols` is 0 in all layers.
     pub(super) fn by_layer<'a>(
         &mut self,
         name: &'static str,
@@ -40,7 +40,7 @@ impl SizedAllocator<'_> {
         let elems = elems?;
         let longest = elems.iter().max().copied().unwrap_or(0);
         let stride = longest.checked_next_multiple_of(PART_ALIGN_ELEMS).ok_or_else(too_large)?;
-        // The last part is only as long as whoever has it needs.
+        // The last part is only as long as its layers need.
         let mut ends = parts.of_layers.iter().zip(&elems).map(|((part, _), elems)| product(&[*part, stride]).map(|start| start + elems));
         let total = ends.try_fold(0, |most, end| Ok(most.max(end?)))?.next_multiple_of(PART_ALIGN_ELEMS);
         let all = if stride == 0 { DeviceSlice::at(0, 0, dtype) } else { self.matrix(name, &[total], dtype)? };
@@ -48,16 +48,17 @@ impl SizedAllocator<'_> {
     }
 }
 
-/// Where layers have an array: in parts of their own, in those that they take in turns, or in one that all others share.
+/// Assignment of layers to parts of an array: own parts, parts that several layers use alternately, and one shared part.
 pub(super) struct LayerParts {
-    /// By layer: which part, and of how many tokens.
+    /// For each layer, the index of its part and its number of tokens.
     pub(super) of_layers: Vec<(usize, usize)>,
-    /// The part that layers without one of their own share; the last.
+    /// Index of the shared part, which is the last one.
     pub(super) shared: usize,
 }
 
 impl LayerParts {
-    /// Of `tokens` each: those that keep have a part of their own, those that send take `turns` with each other, the others share one.
+    /// Parts of `tokens` each. Layers for which `keeps` holds have their own part, layers for which `sends` holds alternate between `turns`
+    /// parts, all others share one part.
     pub(super) fn new(layers: usize, tokens: usize, turns: usize, keeps: impl Fn(usize) -> bool, sends: impl Fn(usize) -> bool) -> Self {
         let kept = (0..layers).filter(|l| keeps(*l)).count();
         let shared = kept + (0..layers).filter(|l| sends(*l)).count().min(turns);
@@ -70,14 +71,14 @@ impl LayerParts {
         Self { of_layers: (0..layers).map(part).map(|part| (part.unwrap_or(shared), tokens)).collect(), shared }
     }
 
-    /// The same parts, of which the shared one is of so many tokens, by layer.
+    /// The parts with another number of tokens for layers in the shared part; `tokens` iterates over all layers.
     pub(super) fn with_shared(&self, tokens: impl Iterator<Item = usize>) -> Self {
         let shorter = |(&(part, all), tokens)| (part, if part == self.shared { tokens } else { all });
         Self { of_layers: self.of_layers.iter().zip(tokens).map(shorter).collect(), shared: self.shared }
     }
 }
 
-/// One allocation cut into parts, each of one layer or shared by several.
+/// One allocation divided into parts, each for one layer or shared by several.
 pub(super) struct ByLayer<'a> {
     all: DeviceSlice,
     elems: Vec<usize>,
@@ -91,7 +92,7 @@ impl ByLayer<'_> {
     }
 }
 
-/// The number of elements, small enough that sums of all allocations and rounding up fit as well.
+/// The product of the dimensions, limited so that sums of all allocations and rounding cannot overflow.
 pub(super) fn product(dims: &[usize]) -> Result<usize> {
     let elems = dims.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim));
     elems.filter(|elems| *elems <= 1 << 48).ok_or_else(too_large)

@@ -1,8 +1,7 @@
 //! The table of a model's tensors: one flat range of parameters in backward order.
 //!
-//! Weights, gradients, fp32 parameters and both moments all use these offsets. The order is the one in which gradients
-//! become final, so that a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0,
-//! [`Module::Embed`].
+//! Weights, gradients, fp32 parameters and both moments use the same offsets. Tensors are ordered as their gradients become final, so that
+//! a contiguous bucket is complete early: [`Module::Head`], the last layer down to layer 0, [`Module::Embed`].
 
 use super::family::{ExpertFiles, MoeNames, Names};
 use super::layer_shape::{Attn, Ffn, LayerShape, Mlp, Moe, NormKind, NormSpec, QkSpan};
@@ -18,7 +17,7 @@ pub(crate) const FLAT_ALIGN_ELEMS: usize = crate::optim::norm::BLOCK;
 /// A step of the forward and of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Module {
-    /// Token and position embeddings; a tied output matrix lives here.
+    /// Token and position embeddings, including a tied output matrix.
     Embed,
     Layer(usize),
     /// Final norm, output matrix and loss.
@@ -33,11 +32,11 @@ pub enum Role {
     Wpe,
     /// Weight of the norm before attention `[channels]`.
     AttnNorm,
-    /// Its bias `[channels]`.
+    /// Bias of the norm before attention `[channels]`.
     AttnNormBias,
-    /// Weight of the norm behind attention `[channels]`.
+    /// Weight of the norm after attention `[channels]`.
     PostAttnNorm,
-    /// Its bias `[channels]`.
+    /// Bias of the norm after attention `[channels]`.
     PostAttnNormBias,
     /// Fused query, key and value rows `[(heads + 2 kv_heads) head_dim, channels]`.
     Qkv,
@@ -46,36 +45,37 @@ pub enum Role {
     QNorm,
     /// Norm of keys `[head_dim]` or `[kv_heads head_dim]`.
     KNorm,
-    /// A score of each query head that no token has `[heads]`.
+    /// Sink score of each query head `[heads]`.
     Sinks,
     /// Output projection of attention `[channels, heads head_dim]`.
     AttnOut,
-    /// Its bias `[channels]`.
+    /// Bias of the output projection `[channels]`.
     AttnOutBias,
     /// Weight of the norm before the MLP `[channels]`.
     MlpNorm,
-    /// Its bias `[channels]`.
+    /// Bias of the norm before the MLP `[channels]`.
     MlpNormBias,
-    /// Weight of the norm behind the MLP `[channels]`.
+    /// Weight of the norm after the MLP `[channels]`.
     PostMlpNorm,
-    /// Its bias `[channels]`.
+    /// Bias of the norm after the MLP `[channels]`.
     PostMlpNormBias,
-    /// What chooses experts `[experts, channels]`.
+    /// Router of the experts `[experts, channels]`.
     Router,
-    /// Its bias `[experts]`.
+    /// Bias of the router `[experts]`.
     RouterBias,
-    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; with experts, one's rows below the other's.
+    /// First matrix of the MLP: fused gate and up rows `[2 ffn, channels]`, or `[ffn, channels]`; the matrices of several experts are
+    /// concatenated by rows.
     MlpIn,
     MlpInBias,
-    /// Second matrix of the MLP `[channels, ffn]`; with experts, one's rows below the other's.
+    /// Second matrix of the MLP `[channels, ffn]`; the matrices of several experts are concatenated by rows.
     MlpOut,
-    /// Its bias `[channels]`.
+    /// Bias of the second matrix `[channels]`.
     MlpOutBias,
-    /// Weight of the last norm `[channels]`.
+    /// Weight of the final norm `[channels]`.
     FinalNorm,
-    /// Its bias `[channels]`.
+    /// Bias of the final norm `[channels]`.
     FinalNormBias,
-    /// Output matrix `[vocab, channels]` when it is not the token embedding.
+    /// Output matrix `[vocab, channels]` if it is not the token embedding.
     LmHead,
 }
 
@@ -114,7 +114,7 @@ impl Role {
     }
 }
 
-/// How a tensor starts under `--init random`.
+/// Initial values of a tensor under `--init random`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Init {
     /// Normal with mean 0.
@@ -126,29 +126,29 @@ pub(crate) enum Init {
     Ones,
 }
 
-/// A Hugging Face tensor that makes up some rows of one of ours.
+/// A Hugging Face tensor that contains some rows of one of the table's tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HfPart {
     /// Name in the safetensors files.
     pub name: String,
-    /// First row of our tensor (for vectors, first element) that it holds.
+    /// First row of the table's tensor (for vectors, first element) in this part.
     pub(crate) row_start: usize,
-    /// Rows of ours (for vectors, elements).
+    /// Number of rows (for vectors, elements) in this part.
     pub rows: usize,
-    /// Stored `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
+    /// Whether the file has `[in, out]` (GPT-2's Conv1D): column `c` of the file is row `row_start + c` here.
     pub transposed: bool,
-    /// The file has so many matrices, or vectors, in one tensor: its first dimension.
+    /// Number of matrices, or vectors, in a stacked tensor of the file: its first dimension.
     pub(crate) stacked: Option<usize>,
 }
 
 impl HfPart {
-    /// How many matrices it holds, and the rows of one.
+    /// Number of matrices in this part, and rows of each.
     pub(crate) fn matrices(&self) -> (usize, usize) {
         let count = self.stacked.unwrap_or(1);
         (count, self.rows / count)
     }
 
-    /// Whether files may have it in MXFP4 instead.
+    /// Whether files may store this part in MXFP4.
     pub(crate) fn may_be_packed(&self) -> bool {
         self.stacked.is_some() && self.transposed
     }
@@ -157,25 +157,26 @@ impl HfPart {
 /// One tensor of the flat range.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
-    /// Position in the table; the random stream of its initialisation.
+    /// Index in the table, which is also the random stream of its initialisation.
     pub index: usize,
-    /// Our name: `layers.3.attn.qkv`.
+    /// Name in this program: `layers.3.attn.qkv`.
     pub name: String,
     pub(crate) role: Role,
-    /// When its gradient is complete.
+    /// The module after which its gradient is complete.
     pub module: Module,
     /// `[out, in]` row-major, or `[n]`.
     pub shape: Vec<usize>,
     /// First element in the flat range; a multiple of [`TENSOR_ALIGN_ELEMS`].
     pub offset_elems: usize,
-    /// How many experts it holds, and how many of them a token takes; 1 and 1 where there are none.
+    /// Number of experts in the tensor, and number of experts for each token; 1 and 1 without experts.
     pub(crate) experts: (usize, usize),
     /// Whether weight decay applies: matrices, embeddings and, as in the Hugging Face Trainer, sinks; not norms and biases.
     pub decay: bool,
     pub(crate) init: Init,
-    /// What makes it up, see [`TensorSpec::parts`]; where experts have tensors of their own, those of one, by names within its path.
+    /// Parts in files, see [`TensorSpec::parts`]. If each expert has its own tensors, the parts of one expert, with names relative to its
+    /// path.
     pub(super) files: Vec<HfPart>,
-    /// Below which such experts are, by their numbers.
+    /// Path of the numbered experts, if each expert has its own tensors.
     pub(super) experts_path: Option<String>,
 }
 
@@ -185,7 +186,7 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Where it lies in the flat range, without padding.
+    /// Range in the flat range, without padding.
     pub fn range(&self) -> Range<usize> {
         self.offset_elems..self.offset_elems + self.elems()
     }
@@ -195,8 +196,8 @@ impl TensorSpec {
         self.shape.get(1).copied().unwrap_or(1)
     }
 
-    /// The Hugging Face tensors that it is made of, by ascending rows, covering all of them. They are put together here: a model with
-    /// experts has tens of thousands, and few tables are made for their names.
+    /// The Hugging Face tensors that make up this tensor, by ascending rows, covering all rows. Names are built on demand: a model with
+    /// experts has tens of thousands, and most tables do not need them.
     pub fn parts(&self) -> impl Iterator<Item = HfPart> {
         let copies = if self.experts_path.is_some() { self.experts.0 } else { 1 };
         let rows = self.shape[0] / copies;
@@ -259,7 +260,7 @@ impl TensorTable {
         self.of(module).iter().find(|spec| spec.role == role)
     }
 
-    /// Those of `module`.
+    /// Tensors of `module`.
     fn of(&self, module: Module) -> &[TensorSpec] {
         let Range { start, end } = self.module_range(module);
         let before = |offset| self.specs.partition_point(|spec| spec.offset_elems < offset);
@@ -272,7 +273,7 @@ impl TensorTable {
         std::iter::once(Module::Head).chain((0..layers).rev().map(Module::Layer)).chain(std::iter::once(Module::Embed))
     }
 
-    /// The flat range of `module`, padding included; the ranges of all modules cover the flat range without gaps.
+    /// The flat range of `module`, including padding; the ranges of all modules cover the flat range without gaps.
     ///
     /// # Panics
     /// If the model has no such layer.
@@ -281,7 +282,7 @@ impl TensorTable {
         self.module_starts[idx]..self.module_starts[idx + 1]
     }
 
-    /// How many modules come before `module` in backward order.
+    /// Number of modules before `module` in backward order.
     ///
     /// # Panics
     /// If the model has no such layer.
@@ -297,25 +298,25 @@ impl TensorTable {
         }
     }
 
-    /// The elements of `module` that belong to no tensor.
+    /// Ranges of `module` that belong to no tensor.
     pub fn padding(&self, module: Module) -> impl Iterator<Item = Range<usize>> {
         let specs = self.of(module);
         let ends = specs.iter().skip(1).map(|next| next.offset_elems).chain([self.module_range(module).end]);
         specs.iter().zip(ends).map(|(spec, end)| spec.range().end..end).filter(|pad| !pad.is_empty())
     }
 
-    /// Length of the flat range, padding included: a multiple of [`FLAT_ALIGN_ELEMS`].
+    /// Length of the flat range, including padding: a multiple of [`FLAT_ALIGN_ELEMS`].
     pub fn flat_elems(&self) -> usize {
         self.module_starts[self.module_starts.len() - 1]
     }
 
-    /// Parameters, without padding.
+    /// Number of parameters, without padding.
     pub fn params(&self) -> usize {
         self.specs.iter().map(TensorSpec::elems).sum()
     }
 
-    /// Parameters of the matrix products: every matrix, the output matrix also when it is the token embedding, which
-    /// as an embedding does not count, and of experts as many as a token takes.
+    /// Number of parameters in matrix products: all matrices, with only the experts that a token uses. A tied embedding counts as the
+    /// output matrix; an embedding alone does not count.
     pub(crate) fn matmul_params(&self) -> usize {
         self.product_matrices().map(|spec| spec.elems() / spec.experts.0 * spec.experts.1).sum()
     }
@@ -348,7 +349,7 @@ impl TableBuilder<'_> {
         self.specs.push(spec);
     }
 
-    /// A tensor that one Hugging Face tensor holds as it is.
+    /// A tensor that equals one Hugging Face tensor.
     fn whole(&mut self, module: Module, role: Role, shape: Vec<usize>, init: Init, name: String) {
         let part = HfPart { name, row_start: 0, rows: shape[0], transposed: false, stacked: None };
         self.push(module, role, shape, init, vec![part]);
@@ -358,7 +359,7 @@ impl TableBuilder<'_> {
         Init::Normal { std: self.shape.init_std }
     }
 
-    /// GPT-2 shrinks the matrices that write to the residual stream: two per layer.
+    /// GPT-2 scales down the initial values of the two matrices of each layer that write to the residual stream.
     fn residual_init(&self) -> Init {
         let depth = if self.names.transposed { (2.0 * self.shape.layers.len() as f32).sqrt() } else { 1.0 };
         Init::Normal { std: self.shape.init_std / depth }
@@ -376,7 +377,7 @@ impl TableBuilder<'_> {
         }
     }
 
-    /// A linear layer whose rows are `paths` one after another, `rows[i]` each.
+    /// A linear layer with the rows of `paths` concatenated, `rows[i]` each.
     fn linear(&mut self, module: Module, roles: (Role, Option<Role>), paths: &[String], rows: &[usize], cols: usize, init: Init) {
         let total = rows.iter().sum();
         self.push(module, roles.0, vec![total, cols], init, in_a_row(paths, "weight", rows, self.names.transposed));
@@ -490,7 +491,7 @@ impl TableBuilder<'_> {
     }
 }
 
-/// Rows of `paths` one after another, `rows[i]` each.
+/// Parts with the rows of `paths` concatenated, `rows[i]` each.
 fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bool) -> Vec<HfPart> {
     let mut end = 0;
     let file = |(path, &rows)| {
@@ -500,7 +501,7 @@ fn in_a_row(paths: &[impl Display], suffix: &str, rows: &[usize], transposed: bo
     paths.iter().zip(rows).map(file).collect()
 }
 
-/// A new norm multiplies by one.
+/// A norm initially multiplies by one.
 fn norm_init(norm: NormSpec) -> Init {
     if norm.plus_one { Init::Zeros } else { Init::Ones }
 }
@@ -590,7 +591,7 @@ mod tests {
 
     #[test]
     fn counts_of_a_known_model() {
-        // By hand, per layer: qkv 64x32, out 32x32, gate and up 80x32, down 32x40, two norms.
+        // Computed by hand, per layer: qkv 64x32, out 32x32, gate and up 80x32, down 32x40, two norms.
         let (layer, embed) = ((64 + 32 + 80 + 40) * 32, 60 * 32);
         let table = TensorTable::new(&shape("LlamaForCausalLM"));
         assert_eq!(table.params(), 2 * (layer + 64) + 2 * embed + 32);
@@ -600,7 +601,7 @@ mod tests {
         assert_eq!(TensorTable::new(&tied).matmul_params(), 2 * layer + embed);
         let attention = 6.0 * 2.0 * 32.0 * 16.0 * 48.0;
         assert_eq!(tied.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + attention);
-        // A window of 8 in 16 tokens: 8*9/2 + 8*8 scores of 16*17/2, counted without the diagonal's half as 3/4.
+        // A window of 8 in 16 tokens: 8*9/2 + 8*8 of 16*17/2 scores; without the diagonal's half this is 3/4.
         let mut windowed = tied;
         windowed.layers.iter_mut().for_each(|layer| layer.attn.window = Some(8));
         assert_eq!(windowed.flops_per_step(3, 16), 6.0 * (2 * layer + embed) as f64 * 48.0 + 0.75 * attention);

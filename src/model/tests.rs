@@ -1,4 +1,4 @@
-//! The passes as a whole on the CPU device: gradients against finite differences, and the ways to cut a batch.
+//! Tests of whole passes on the CPU device: gradients against finite differences, and different divisions of a batch.
 
 use super::activations::{ActivationPlan, LossTile, MicroBatch};
 use super::fp8::{self, LastWriter};
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 const SEQ_LENGTH: usize = 12;
 const ONE_TILE: LossTile = LossTile { rows: usize::MAX, vocab: usize::MAX };
 
-/// Numbers between -1 and 1 that look random.
+/// Pseudorandom numbers between -1 and 1.
 struct Noise(u64);
 
 impl Noise {
@@ -33,12 +33,12 @@ impl Noise {
     }
 }
 
-/// A model with random weights on a device of its own; fp32 unless said otherwise.
+/// A model with random weights on its own device; fp32 unless stated otherwise.
 struct Harness {
     dev: CpuDevice,
     host: HostMemory,
     model: Model,
-    /// How many other copies crowd each copy stream before each module, as gradients and parameters do.
+    /// Number of unrelated copies on each copy stream before each module, like those of gradients and parameters.
     crowd: usize,
     crowd_memory: [(DeviceSlice, PinnedSlice); 2],
 }
@@ -120,7 +120,7 @@ impl Harness {
         self.host.lend(dst).to_vec()
     }
 
-    /// Sequences `first..first + batch` of a fixed text become the micro-batch.
+    /// Makes sequences `first..first + batch` of a fixed text the micro-batch.
     fn feed(&mut self, first: usize) {
         let (inputs, rows) = (self.model.activations.inputs, self.model.activations.tokens.elems());
         let (start, vocab) = (first * SEQ_LENGTH, self.model.shape.vocab as u64);
@@ -168,7 +168,7 @@ impl Harness {
         self.download(self.model.activations.loss)[0]
     }
 
-    /// Loss and gradients of sequences `0..batch` as one micro-step.
+    /// Loss and gradients of sequences `0..batch` in one micro-step.
     fn loss_and_grads(&mut self) -> (f32, Vec<f32>) {
         self.feed(0);
         self.train(whole(&self.model));
@@ -176,7 +176,7 @@ impl Harness {
     }
 }
 
-/// In each row a document of 5 tokens and one of the rest; every third target does not count.
+/// Two documents in each row, the first of 5 tokens; every third target has no loss.
 fn set_documents(batch: &mut Batch<'_>) {
     batch.targets.iter_mut().step_by(3).for_each(|target| *target = -1);
     let documents = batch.documents.as_mut().unwrap().chunks_exact_mut(SEQ_LENGTH);
@@ -190,7 +190,7 @@ fn whole(model: &Model) -> MicroStep {
     MicroStep { first: true, inv_targets: 1.0 / model.activations.tokens.elems() as f32, loss_scale: 1.0, balance: 0.0 }
 }
 
-/// Norms near one, everything else around zero; padding zero.
+/// Weights of norms near one, all other weights around zero; padding zero.
 fn random_weights(table: &TensorTable) -> Vec<f32> {
     let mut weights = vec![0.0; table.flat_elems()];
     for spec in table.specs() {
@@ -201,7 +201,7 @@ fn random_weights(table: &TensorTable) -> Vec<f32> {
     weights
 }
 
-/// A folder for each family, and for each way that it rotates.
+/// One folder for each family, and for each of its rotations.
 fn golden_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
@@ -216,7 +216,7 @@ fn golden_shape(family: &str) -> ModelShape {
     ModelShape::read(&golden_dir().join(family).join("config.json")).unwrap()
 }
 
-/// Every family with all its features, and every family the other way round.
+/// Every family with all its features, and every family with each feature inverted.
 fn shapes() -> Vec<(String, ModelShape)> {
     let both = |family: &str| {
         let shape = golden_shape(family);
@@ -254,7 +254,7 @@ fn slope(harness: &mut Harness, weights: &[f32], direction: &[(usize, f32)]) -> 
     (loss_at(1.0) - loss_at(-1.0)) / 2.0
 }
 
-/// All elements of the tensor moved up or down at once, then three of them alone.
+/// All elements of the tensor moved up or down together, then three elements separately.
 fn directions(spec: &TensorSpec) -> Vec<Vec<(usize, f32)>> {
     let mut noise = Noise(1000 + spec.index as u64);
     let step = 5e-3 / (spec.elems() as f32).sqrt();
@@ -265,14 +265,14 @@ fn directions(spec: &TensorSpec) -> Vec<Vec<(usize, f32)>> {
     all
 }
 
-/// The loss is a float near 5: its rounding (about 1e-6 over the passes) over a step of 5e-3 limits a slope to 2e-4; the
-/// curvature's part is below 1 % of the tensor's gradient.
+/// The loss is a float near 5. Its rounding (about 1e-6 over the passes) over a step of 5e-3 limits the precision of a slope to 2e-4; the
+/// error from curvature is below 1 % of the tensor's gradient.
 #[test]
 fn gradients_are_the_slopes_of_the_loss() {
     let documents = |(name, shape): (String, ModelShape)| [(format!("{name}, documents"), shape.clone(), true), (name, shape, false)];
-    // Each kind of position, and a window.
+    // Each kind of position embedding, and a window.
     let apart = |name: &str| ["gpt2", "llama", "mistral"].contains(&name.split(',').next().unwrap_or(name));
-    // A step could change what a router chooses, where it has a choice.
+    // A step could change the choices of a router that leaves out some experts.
     let is_smooth = |shape: &ModelShape| shape.layers.iter().all(|layer| layer.mlp.moe().is_none_or(|moe| moe.top_k == moe.experts));
     let wanted = |(name, shape, documents): &(String, ModelShape, bool)| is_smooth(shape) && (!documents || apart(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(wanted) {
@@ -294,7 +294,7 @@ fn gradients_are_the_slopes_of_the_loss() {
 
 fn assert_close(have: &[f32], want: &[f32], table: &TensorTable, context: &str) {
     for spec in table.specs() {
-        // Sums in another order: a few roundings of the largest terms.
+        // A different order of summation causes a few roundings of the largest terms.
         let tolerance = 1e-5 * norm(&want[spec.range()]).max(1e-3);
         for (i, (a, b)) in have[spec.range()].iter().zip(&want[spec.range()]).enumerate() {
             assert!(f64::from((a - b).abs()) <= tolerance, "{context} {} [{i}]: {a} and {b}", spec.name);
@@ -356,7 +356,7 @@ fn the_loss_scale_multiplies_gradients_but_not_the_loss() {
     assert_eq!(harness.download::<f32>(harness.model.activations.loss)[0], loss);
 }
 
-/// The same model in a format with relative rounding `unit`: the loss differs by a few roundings, not by nature.
+/// The model in a format with relative rounding `unit`: the loss must agree within a few roundings.
 fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
     let (loss, _) = Harness::new(shape, 2, ONE_TILE).loss_and_grads();
     let mut harness = Harness::narrow::<E>(shape, 2, LossTile { rows: 10, vocab: 24 });
@@ -366,8 +366,8 @@ fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
     assert!(narrow != loss && (narrow - loss).abs() < 4.0 * unit * loss, "{:?} {}: {narrow} and {loss}", shape.family, E::DTYPE);
 }
 
-/// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that nothing that is
-/// left over from before can pass for new.
+/// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that stale values cannot pass for new
+/// ones.
 fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: Schedule, crowd: usize) -> Vec<Vec<u8>> {
     two_steps_in_tiles::<E>(shape, policies, (schedule, crowd), None)
 }
@@ -393,7 +393,7 @@ fn two_steps_in_tiles<E: Element>(
     results
 }
 
-/// The policies of seven layers, so that what waits on the host leaves, returns and stays.
+/// Policies of seven layers, chosen so that offloaded arrays leave, return, and stay.
 const POLICIES: [[LayerPolicy; 7]; 10] = [
     [RecomputeCheap; 7],
     [RecomputeBlock; 7],
@@ -411,7 +411,8 @@ fn deep(family: &str) -> ModelShape {
     golden_shape(family).with_layers(POLICIES[0].len())
 }
 
-/// By hand, for two sequences: three layers of which two have eight experts of 12 columns, three of them a token's, in 32 channels.
+/// Computed by hand, for two sequences: three layers, two of them with eight experts of 12 columns and three experts for each token, in 32
+/// channels.
 #[test]
 fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     let (shape, policies) = (golden_shape("qwen3_moe"), [RecomputeBlock; 3]);
@@ -436,7 +437,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
         ("layers.expert_weights", 2 * aligned(tokens * 3)),
         ("layers.choices", 2 * aligned(tokens * 3 * 3)),
         ("layers.expert_bounds", 2 * 128),
-        // Of the one that is computed again: gate and up, 72 columns; the dense layer has more.
+        // Recomputed gate and up projections of experts have 72 columns; the dense layer has more.
         ("layers.mlp_in", aligned(tokens * 2 * 40)),
         ("layers.mlp_act", aligned(tokens * 40)),
         ("expert_rows", tokens * 3 * 32),
@@ -449,8 +450,8 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
     }
 }
 
-/// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies come as early as events allow, or so
-/// late, behind a crowd of others, that a pass which does not wait for them runs ahead.
+/// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies run as early as events
+/// allow, or so late, behind many unrelated copies, that a pass with a missing wait reads old data.
 #[test]
 fn what_a_layer_keeps_changes_no_bit() {
     for family in ["gpt2", "llama", "qwen3", "qwen3_moe"] {
@@ -488,7 +489,7 @@ fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
     }
 }
 
-/// Twelve tokens, of which an MLP takes five at a time: with biases, with gates, with a norm behind it or a factor, beside experts.
+/// An MLP in tiles of five of twelve tokens: with biases, with gates, with a norm after it or a factor, beside experts.
 #[test]
 fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() {
     for family in ["gpt2", "llama", "gemma2", "granite", "qwen3_moe"] {
@@ -509,7 +510,7 @@ fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() 
     }
 }
 
-/// As it is, in sizes that FP8 takes.
+/// The shape with sizes that FP8 supports.
 fn for_fp8(mut shape: ModelShape) -> ModelShape {
     for layer in &mut shape.layers {
         layer.attn.head_dim = 16;
@@ -550,7 +551,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
         };
         fp8::check(&shape, 4 * SEQ_LENGTH).unwrap();
         let mut harness = Harness::of::<half::bf16>(micro_batch, Schedule::Adversary { seed: seed as u64 });
-        // The second micro-batch does not know of the first.
+        // The second micro-batch must not depend on the first.
         let found = [0, 4].map(|sequence| step_in_fp8(&mut harness, sequence));
         assert!(found.iter().all(|(loss, ..)| f32::from_bits(*loss).is_finite()), "{name}");
         for layer in &mut harness.model.layers {

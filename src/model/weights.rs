@@ -1,7 +1,7 @@
-//! Hugging Face model directories in and out: `config.json`, the tokenizer's files, `*.safetensors`.
+//! Reading and writing Hugging Face model directories: `config.json`, tokenizer files, `*.safetensors`.
 //!
-//! Weights stream through a small buffer in both directions; nothing is mapped into memory, so that a file that
-//! shrinks while it is read is an error and not a signal.
+//! Weights stream through a small buffer in both directions. Files are not memory-mapped, so a file that shrinks while it is read causes an
+//! error and not a signal.
 
 mod load;
 mod mxfp4;
@@ -17,10 +17,10 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// What says how text becomes tokens, apart from the tokenizer.
+/// Configuration of the tokenizer beside its own file.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// What a model directory may hold besides weights, and what a checkpoint keeps of it.
+/// Files of a model directory besides weights, which checkpoints copy.
 const COMPANIONS: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
@@ -33,17 +33,16 @@ const COMPANIONS: [&str; 9] = [
     "preprocessor_config.json",
 ];
 
-/// How the names of other such files begin: `chat_template.jinja`, `LICENSE.txt`.
+/// Prefixes of further such files: `chat_template.jinja`, `LICENSE.txt`.
 const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
 
-/// No such file is larger; tokenizers have some tens of megabytes.
+/// Maximum size of such a file; tokenizers have some tens of megabytes.
 pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
 
-/// Name and content of `config.json` and of the files that go with it, as far as `dir` has them: the tokenizer's, the code that
-/// `auto_map` names, licences.
+/// Names and contents of `config.json` and its accompanying files in `dir`: tokenizer, code named by `auto_map`, licences.
 ///
 /// # Errors
-/// `config.json` is missing; a file cannot be read, is no JSON where it must be, or is a link to another place.
+/// When `config.json` is missing; when a file cannot be read, is not JSON although it must be, or is a link out of the directory.
 pub(crate) fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let dir = ModelDir::open(dir)?;
     let read = |name: &str| Ok(disk::read_if_present(&dir.file(name)?, COMPANION_BYTES_MAX)?.map(|bytes| (name.to_string(), bytes)));
@@ -64,8 +63,8 @@ pub(crate) fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(files)
 }
 
-/// Adds the files of Python code that an `auto_map` names, as `module.Class`; those of another repository, `owner/name--module.Class`,
-/// are not in the directory.
+/// Adds the files of Python code named by an `auto_map` as `module.Class`. Names of another repository, `owner/name--module.Class`, match
+/// no file in the directory.
 fn named_code(auto_map: &Value, names: &mut BTreeSet<String>) {
     match auto_map {
         Value::Object(map) => map.values().for_each(|value| named_code(value, names)),
@@ -75,7 +74,7 @@ fn named_code(auto_map: &Value, names: &mut BTreeSet<String>) {
     }
 }
 
-/// Where element `i` of the file's tensor `part` lies in ours.
+/// Index in the table's tensor of element `i` of the file's tensor `part`.
 pub(crate) fn position(spec: &TensorSpec, part: &HfPart, i: usize) -> usize {
     let (cols, (_, rows)) = (spec.row_elems(), part.matrices());
     let (matrix, i) = (i / (rows * cols) * rows, i % (rows * cols));

@@ -1,4 +1,4 @@
-//! Which layers are made of experts, and what the router's rule is.
+//! Layers with experts and the router's rule, from `config.json`.
 
 use super::check_activation;
 use super::keys::{Keys, SIZE_MAX};
@@ -8,10 +8,10 @@ use crate::model::family::{FamilySpec, MoeSpec};
 use crate::model::layer_shape::{Ffn, Mlp, Moe};
 use serde_json::Value;
 
-/// Experts of all layers together: each has names in the files.
+/// Maximum experts of all layers together, because each has its own tensor names in the files.
 const ALL_EXPERTS_MAX: usize = 1 << 16;
 
-/// The MLP of every layer; `dense` reads one that has no experts.
+/// The MLP of every layer; `dense` reads the MLP of a layer without experts.
 pub(super) fn mlps(keys: &Keys, spec: &FamilySpec, layers: usize, dense: impl Fn() -> Result<Ffn>) -> Result<Vec<Mlp>> {
     let Some(moe_spec) = &spec.moe else { return Ok(vec![Mlp::Dense(dense()?); layers]) };
     let sparse = sparse_layers(keys, moe_spec, layers)?;
@@ -44,7 +44,7 @@ fn clamped(keys: &Keys) -> Result<ExpertActivation> {
     Ok(ExpertActivation::Clamped { alpha, limit: keys.number("swiglu_limit", Some(7.0), 1e-3, 1e6)? as f32 })
 }
 
-/// What would change the arithmetic of a router.
+/// Rejects options that would change the arithmetic of a router.
 fn refuse_unsupported(keys: &Keys) -> Result<()> {
     let jitter = keys.get("router_jitter_noise").filter(|value| value.as_f64() != Some(0.0));
     let groups = keys.get("n_group").filter(|value| value.as_u64() != Some(1));
@@ -63,7 +63,7 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
     }
 }
 
-/// All layers have experts, or every so many do, less those that a list names.
+/// Layers with experts: all layers, or every n-th layer except the listed ones.
 fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>> {
     if !spec.mixes_layers {
         return Ok(vec![true; layers]);
@@ -76,7 +76,7 @@ fn sparse_layers(keys: &Keys, spec: &MoeSpec, layers: usize) -> Result<Vec<bool>
     for layer in named.as_array().ok_or_else(|| keys.wrong("mlp_only_layers", named, expected))? {
         let index = layer.as_u64().and_then(|layer| usize::try_from(layer).ok());
         let index = index.ok_or_else(|| keys.wrong("mlp_only_layers", named, expected))?;
-        // transformers passes over layers that the model does not have.
+        // transformers ignores indices of layers that the model does not have.
         sparse.iter_mut().skip(index).take(1).for_each(|sparse| *sparse = false);
     }
     if !sparse.contains(&true) {

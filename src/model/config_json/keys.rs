@@ -1,11 +1,11 @@
-//! The values of a JSON object by their keys, each an error that names it where it makes no sense.
+//! Access to the values of a JSON object by key; errors contain the key.
 
 use crate::error::{Error, Result};
 use crate::model::family::{FamilySpec, Missing, Presence};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// A width or count above this is a mistake; it also keeps every product of sizes inside 64 bits.
+/// A larger width or count is a mistake. The limit also keeps every product of sizes within 64 bits.
 pub(super) const SIZE_MAX: usize = 1 << 24;
 /// Token ids and positions are int32.
 pub(super) const INDEX_MAX: usize = i32::MAX as usize;
@@ -14,7 +14,7 @@ pub(super) const INDEX_MAX: usize = i32::MAX as usize;
 pub(super) struct Keys<'a> {
     pub(super) map: &'a Map<String, Value>,
     pub(super) path: &'a Path,
-    /// Name of the object inside the file with a dot, for messages.
+    /// Prefix of the keys in messages: the name of the object inside the file, with a dot.
     pub(super) within: &'static str,
 }
 
@@ -42,7 +42,7 @@ impl<'a> Keys<'a> {
         Error::Unsupported(format!("{}: {}{key} = {} ({note})", self.path.display(), self.within, brief(value)))
     }
 
-    /// A whole number that may be 0.
+    /// A non-negative integer.
     pub(super) fn whole(&self, key: &str) -> Result<usize> {
         let expected = "a whole number";
         let value = self.get(key).ok_or_else(|| self.missing(key, expected))?;
@@ -67,7 +67,7 @@ impl<'a> Keys<'a> {
         if self.get(key).is_none() { Ok(default) } else { self.count(key, max) }
     }
 
-    /// A size that `null`, or where allowed a missing key, derives from others.
+    /// A size that is derived from other sizes if it is `null` or, depending on `missing`, absent.
     pub(super) fn derived(&self, key: &str, missing: Missing, default: usize) -> Result<usize> {
         match (self.map.get(key), missing) {
             (None, Missing::Derive) | (Some(Value::Null), _) => Ok(default),
@@ -88,7 +88,8 @@ impl<'a> Keys<'a> {
         Ok(number)
     }
 
-    /// A soft cap, `null` for none; `missing` is what a missing key means to a family that has any, and others do not read it.
+    /// A soft cap; `null` means none. `missing` is the default of an absent key in families with soft caps; other families do not read the
+    /// key.
     pub(super) fn softcap(&self, key: &str, missing: Option<Option<f64>>) -> Result<Option<f32>> {
         match (missing, self.map.get(key)) {
             (None, _) | (_, Some(Value::Null)) => Ok(None),
@@ -97,7 +98,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A factor, 1 where it is missing.
+    /// A factor, 1 by default.
     pub(super) fn factor(&self, key: &str) -> Result<f32> {
         Ok(self.number(key, Some(1.0), 1e-9, 1e9)? as f32)
     }
@@ -126,7 +127,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The object at `key`; `None` where there is none, or an empty one.
+    /// The object at `key`; `None` if it is absent or empty.
     pub(super) fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>> {
         match self.get(key) {
             None => Ok(None),
@@ -135,7 +136,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The dictionary of rope parameters in its old or its new spelling.
+    /// The dictionary of rope parameters under its old or its new key.
     pub(super) fn rope_parameters(&self, empty: &'a Map<String, Value>) -> Result<(&'static str, &'a Map<String, Value>)> {
         for (key, within) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
             if let Some(map) = self.object(key)? {
@@ -145,7 +146,7 @@ impl<'a> Keys<'a> {
         Ok(("", empty))
     }
 
-    /// Features that would change the arithmetic without changing the architecture's name.
+    /// Rejects features that would change the arithmetic without changing the architecture's name.
     pub(super) fn refuse_unsupported(&self, spec: &FamilySpec) -> Result<()> {
         let experts: &[&str] = if spec.moe.is_some() { &[] } else { &["num_local_experts", "num_experts"] };
         let quantized = self.get("quantization_config").and_then(|config| config.get("quant_method"));
@@ -180,7 +181,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The value for a message, cut to a readable length.
+/// The value for a message, shortened to a readable length.
 fn brief(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

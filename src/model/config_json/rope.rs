@@ -1,4 +1,4 @@
-//! How queries and keys rotate, by `config.json`.
+//! Rotary embedding of queries and keys, from `config.json`.
 
 use super::keys::{INDEX_MAX, Keys};
 use crate::error::Result;
@@ -8,13 +8,13 @@ use serde_json::{Map, Value};
 
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// What every rotation of a model shares.
+/// Sizes shared by all rotations of a model.
 pub(super) struct RotatedHeads {
     pub(super) head_dim: usize,
     pub(super) max_positions: usize,
 }
 
-/// The rotations of a model, and which of them each layer has; `slides` says of each layer whether it sees a window.
+/// The rotations of a model, and the index of each layer's rotation. `slides` marks the layers with a sliding window.
 pub(super) fn ropes(
     keys: &Keys,
     spec: &FamilySpec,
@@ -39,7 +39,8 @@ pub(super) fn ropes(
     }
 }
 
-/// The rotation of layers that see all, and that of layers that slide. Old files stretch the first alone, and have no object for the other.
+/// The rotations of layers with full attention and of layers with a sliding window. Old files scale only the first, and have no object for
+/// the second.
 fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHeads) -> Result<[RopeConfig; 2]> {
     let (key, within, empty) = ("rope_parameters", "rope_parameters.", Map::new());
     let types = keys.object(key)?.map(|map| Keys { map, within, ..*keys });
@@ -62,7 +63,7 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     Ok([full, rotation])
 }
 
-/// Layers that `no_rope_layers` marks with 1, or all but every n-th.
+/// Layers with rotation: those marked with 1 in `no_rope_layers`, or all except every n-th.
 pub(super) fn rotating_layers(keys: &Keys, interval: usize, layers: usize) -> Result<Vec<bool>> {
     let (key, interval) = ("no_rope_layers", keys.count_or("no_rope_layer_interval", interval, INDEX_MAX)?);
     let Some(marks) = keys.get(key) else { return Ok((1..=layers).map(|number| !number.is_multiple_of(interval)).collect()) };
@@ -73,7 +74,7 @@ pub(super) fn rotating_layers(keys: &Keys, interval: usize, layers: usize) -> Re
     Ok(marks.into_iter().map(|mark| mark == 1).collect())
 }
 
-/// One rotation: of `inner`, the object of its parameters; what that lacks is beside it, or the default.
+/// One rotation from `inner`, the object of its parameters. Missing parameters are read beside the object, or have their defaults.
 fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> Result<RopeConfig> {
     let nearest = |key| if inner.get(key).is_some() { inner } else { keys };
     let theta = nearest("rope_theta").number("rope_theta", Some(spec.rope_theta), 1.0, 1e30)?;
@@ -93,7 +94,7 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> R
     Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })
 }
 
-/// What stretches it, and the factor on cosines and sines.
+/// The scaling of positions, and the factor on cosines and sines.
 fn scaling(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) -> Result<(RopeScaling, f64)> {
     let key = if inner.get("rope_type").is_some() { "rope_type" } else { "type" };
     let factor = || inner.number("factor", None, 1e-6, 1e9);
@@ -104,7 +105,7 @@ fn scaling(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) -
         Some("linear") => Ok((RopeScaling::Linear { factor: factor()? }, 1.0)),
         Some("dynamic") => Ok((RopeScaling::Dynamic { factor: inner.number("factor", None, 1.0, 1e9)?, max_positions }, 1.0)),
         Some("llama3") => Ok((llama3(inner, factor()?, original()?)?, 1.0)),
-        // The first files of Phi-3 call it `su`, and later ones `yarn`.
+        // The first files of Phi-3 use the name `su`, later ones `yarn`.
         Some("longrope" | "su") => longrope(keys, inner, max_positions, rotary_dim),
         Some("yarn") if inner.get("short_factor").is_some() => longrope(keys, inner, max_positions, rotary_dim),
         Some("yarn") => yarn(inner, factor()?, original()?),
@@ -112,7 +113,7 @@ fn scaling(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) -
     }
 }
 
-/// transformers gives the key beside the dictionary precedence over the one inside.
+/// In transformers the key beside the dictionary takes precedence over the key inside.
 fn original_keys<'a>(keys: &'a Keys<'a>, inner: &'a Keys<'a>) -> &'a Keys<'a> {
     if keys.get(ORIGINAL).is_some() { keys } else { inner }
 }
@@ -148,7 +149,7 @@ fn longrope(keys: &Keys, inner: &Keys, max_positions: usize, rotary_dim: usize) 
     let stretch = max_positions as f64 / original_max_positions as f64;
     let factor = inner.number("factor", Some(stretch), 1e-6, 1e9)?;
     let usual = if factor <= 1.0 { 1.0 } else { (1.0 + libm::log(factor) / libm::log(original_max_positions as f64)).sqrt() };
-    // One original position has no logarithm to divide by.
+    // The logarithm of one original position is 0, so the quotient is not finite.
     let usual = if usual.is_finite() { usual } else { 1.0 };
     Ok((RopeScaling::Long { short, long, original_max_positions }, inner.number("attention_factor", Some(usual), 0.0, 1e9)?))
 }

@@ -1,4 +1,4 @@
-//! What is read, and what is refused.
+//! Tests of accepted and rejected configurations.
 
 use super::*;
 use crate::device::RouterRule;
@@ -61,7 +61,7 @@ fn families_differ_where_transformers_says() {
     assert_eq!(windows_of(with("MistralForCausalLM", json!({"sliding_window": null}))), [None; 3]);
 }
 
-/// A model of three layers with eight experts each, of which a token takes two.
+/// A model of three layers with eight experts each and two experts per token.
 fn experts(architecture: &str, changes: Value) -> Result<ModelShape> {
     let mut all = json!({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12});
     changes.as_object().into_iter().flatten().for_each(|(key, value)| all[key] = value.clone());
@@ -182,7 +182,7 @@ fn layers_that_slide_have_a_rotation_of_their_own() {
     assert_eq!(shape.layers.iter().map(|layer| layer.attn.rope).collect::<Vec<_>>(), [Some(1), Some(0), Some(1)]);
     let rope = |theta, scaling| RopeConfig { theta, rotary_dim: 8, interleaved: false, scaling, attention_factor: 1.0 };
     assert_eq!(shape.ropes, [rope(1e6, RopeScaling::Linear { factor: 2.0 }), rope(1e3, RopeScaling::Default)]);
-    // The old spelling stretches layers that see everything, and says nothing of the others.
+    // The old spelling scales layers with full attention, and has no object for the others.
     let old = read(json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e6})).unwrap();
     assert_eq!(old.ropes, [rope(1e6, RopeScaling::Linear { factor: 2.0 }), rope(5e5, RopeScaling::Default)]);
     assert_eq!(read(json!({})).unwrap().ropes, [rope(5e5, RopeScaling::Default), rope(5e5, RopeScaling::Default)]);
@@ -282,7 +282,7 @@ fn numbers_that_are_not_json_are_refused() {
     }
 }
 
-/// Any JSON value, small.
+/// An arbitrary small JSON value.
 fn any_json() -> impl Strategy<Value = Value> {
     let number = prop_oneof![any::<i64>().prop_map(Value::from), any::<f64>().prop_map(Value::from), (0u64..300).prop_map(Value::from)];
     let text = prop_oneof![

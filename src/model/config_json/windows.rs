@@ -1,4 +1,4 @@
-//! Which layers see a sliding window, by `config.json`.
+//! Layers with a sliding window, from `config.json`.
 
 use super::keys::{INDEX_MAX, Keys};
 use super::rope::rotating_layers;
@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::model::family::{FamilySpec, Pattern, TypeRule, WindowRule};
 use serde_json::Value;
 
-/// How many tokens a token of each layer sees.
+/// Window of each layer; `None`: full attention.
 pub(super) fn windows(keys: &Keys, spec: &FamilySpec, layers: usize) -> Result<Vec<Option<usize>>> {
     let window = |missing: Option<usize>| match keys.map.get("sliding_window") {
         None => Ok(missing),
@@ -27,7 +27,7 @@ pub(super) fn windows(keys: &Keys, spec: &FamilySpec, layers: usize) -> Result<V
     }
 }
 
-/// Those that `layer_types` names, or that the family's pattern does.
+/// Layers with a sliding window, from `layer_types` or from the family's pattern.
 fn sliding_layers(keys: &Keys, rule: &TypeRule, layers: usize) -> Result<Vec<bool>> {
     let enabled = !rule.switch || keys.flag("use_sliding_window", false)?;
     let Some(types) = keys.get("layer_types") else {

@@ -1,4 +1,4 @@
-//! From a directory's safetensors to the flat fp32 range, a block at a time: neither the model nor a tensor is held whole.
+//! Loads a directory's safetensors into the flat fp32 range, one block at a time; neither the model nor a tensor is in memory as a whole.
 
 use super::mxfp4;
 use super::safetensors::{TensorFile, UniqueMap};
@@ -15,28 +15,28 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Elements handed over at once; few in tests, so that small tensors have many blocks. With them, a column or a second copy is held.
+/// Elements passed to the writer at once; few in tests, so that small tensors have many blocks. In addition, the reader holds a column or a
+/// second copy.
 const BLOCK_ELEMS: usize = if cfg!(test) { 96 } else { 1 << 20 };
 const _: () = assert!(BLOCK_ELEMS.is_multiple_of(mxfp4::BLOCK_ELEMS));
-/// Two blocks are no more than what the plan counts for a piece of state.
+/// Two blocks take at most the memory that the plan counts for a piece of state.
 const _: () = assert!(2 * BLOCK_ELEMS <= PIECE_ELEMS);
-/// Bytes read at once, a multiple of every element: what was read is widened while the cache still holds it.
+/// Bytes read at once, a multiple of every element size, so that data are widened while they are in the cache.
 const READ_BYTES: usize = if cfg!(test) { 64 } else { 256 << 10 };
-/// No index is larger: half a million tensors.
-/// The output matrix; a tied model may hold it a second time.
+/// The output matrix, which a tied model may store a second time.
 const LM_HEAD: &str = "lm_head.weight";
-/// What follows the name of a tensor in MXFP4: its numbers, and their scales.
+/// Suffixes of the two tensors that hold a tensor in MXFP4: blocks and scales.
 const PACKED_SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
-/// Buffers that old versions of `transformers` saved with the weights.
+/// Suffixes of buffers that old versions of `transformers` saved with the weights.
 const IGNORED_SUFFIXES: [&str; 3] = [".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"];
 
-/// The weights of a model directory: opened and checked against the model, not read yet.
+/// The weights of a model directory, opened and checked against the model, but not read yet.
 pub struct ModelWeights {
     dir: PathBuf,
     shape: ModelShape,
     table: TensorTable,
     files: Vec<TensorFile>,
-    /// Tensor name to index in `files`.
+    /// Index in `files` by tensor name.
     place: HashMap<String, usize>,
 }
 
@@ -47,11 +47,11 @@ struct LocatedTensor<'a> {
     info: &'a TensorInfo,
 }
 
-/// Where the elements of a part come from.
+/// Source of the elements of a part.
 #[derive(Clone, Copy)]
 enum PartSource<'a> {
     Plain(LocatedTensor<'a>),
-    /// Blocks and scales, in our order of elements.
+    /// Blocks and scales, in the table's order of elements.
     Mxfp4 {
         blocks: LocatedTensor<'a>,
         scales: LocatedTensor<'a>,
@@ -67,8 +67,8 @@ impl ModelWeights {
     /// Opens the weights in `dir` and checks all names, shapes and formats against those of `shape`.
     ///
     /// # Errors
-    /// Missing, damaged or lying files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats. Each names
-    /// its file.
+    /// Missing, damaged or inconsistent files, and links out of the directory; missing or unexpected tensors, wrong shapes and formats.
+    /// Each error contains the file.
     pub fn open(dir: &Path, shape: &ModelShape) -> Result<Self> {
         let (files, place) = open_files(&ModelDir::open(dir)?)?;
         let weights = Self { dir: dir.to_path_buf(), shape: shape.clone(), table: TensorTable::new(shape), files, place };
@@ -76,12 +76,12 @@ impl ModelWeights {
         Ok(weights)
     }
 
-    /// Gives every weight to `write`, widened from F32, BF16 or F16: the first element's place in the flat range of the model's
-    /// [`TensorTable`], and a block of elements. Padding is not among them.
+    /// Passes every weight to `write`, widened from F32, BF16 or F16. The arguments are the first element's index in the flat range of the
+    /// model's [`TensorTable`] and a block of elements. Padding is not passed.
     ///
     /// # Errors
-    /// A file that cannot be read; a weight that is not finite; a second copy of a tied embedding that differs. Each names its file. Those
-    /// of `write`.
+    /// A file that cannot be read; a weight that is not finite; a second copy of a tied embedding that differs. Each error contains the
+    /// file. Errors of `write`.
     pub fn read(&self, mut write: impl FnMut(usize, &[f32]) -> Result<()>) -> Result<()> {
         let parts = self.parts()?;
         if let Some(copy) = self.find(LM_HEAD).filter(|_| self.shape.tied) {
@@ -95,7 +95,7 @@ impl ModelWeights {
         parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
     }
 
-    /// Names, shapes and formats of everything, checked: which file's tensor goes into which part of which of ours.
+    /// Checks all names, shapes and formats, and returns the source of each part of each tensor in the table.
     fn parts(&self) -> Result<Vec<(&TensorSpec, HfPart, PartSource<'_>)>> {
         let (mut parts, mut missing) = (vec![], vec![]);
         let mut unexpected: BTreeSet<&str> = self.place.keys().map(String::as_str).filter(|name| !is_ignored(name)).collect();
@@ -144,7 +144,7 @@ impl ModelWeights {
     }
 }
 
-/// Open files, and in which of them each tensor is.
+/// Open files, and the index of the file of each tensor.
 type Files = (Vec<TensorFile>, HashMap<String, usize>);
 
 fn open_files(dir: &ModelDir) -> Result<Files> {
@@ -181,7 +181,7 @@ fn open_shards(dir: &ModelDir, index_path: &Path) -> Result<Files> {
     Ok((files, place))
 }
 
-/// There are no safetensors; weights in other formats are named with the command that converts them.
+/// The error when there are no safetensors. For weights in other formats it contains the command that converts them.
 fn no_weights(dir: &Path) -> Error {
     let others = ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack"];
     let Some(other) = others.into_iter().find(|name| dir.join(name).exists()) else {
@@ -192,7 +192,7 @@ fn no_weights(dir: &Path) -> Error {
     Error::format(dir, format_args!("{other} is there, but only safetensors are read; write them with: {convert}"))
 }
 
-/// The buffers that weights pass through.
+/// Buffers of the reader.
 #[derive(Default)]
 struct Reader {
     raw: Vec<u8>,
@@ -202,7 +202,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Gives the part of `spec` that `source` holds to `write`, in blocks of whole memory ranges of ours.
+    /// Passes the part of `spec` in `source` to `write`, in blocks that are contiguous in the flat range.
     fn read_part(
         &mut self,
         spec: &TensorSpec,
@@ -223,7 +223,7 @@ impl Reader {
         }
     }
 
-    /// What has our order of elements; `fill` fills the block with those from an element on.
+    /// Reads a source in the table's order of elements; `fill` fills the block from a given element on.
     fn read_in_order(
         &mut self,
         first: usize,
@@ -239,8 +239,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Of a transposed matrix every row of ours has an element in each row of the file: as many rows as a block holds are gathered. They
-    /// begin at element `first`, and have `cols`.
+    /// Reads a transposed matrix, in which every row of the table has one element in each row of the file. As many rows as fit a block are
+    /// gathered at a time. They begin at element `first` and have `cols` elements.
     fn read_transposed(
         &mut self,
         part: &HfPart,
@@ -258,7 +258,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Fills the block with the numbers from element `start` on, which begins an MXFP4 block.
+    /// Fills the block with the elements from `start` on, which is the beginning of an MXFP4 block.
     fn unpack(&mut self, blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, start: usize) -> Result<()> {
         self.raw.resize(self.block.len() / 2, 0);
         blocks.file.read(blocks.info, start / 2, &mut self.raw)?;
@@ -268,8 +268,8 @@ impl Reader {
         blocks.expect_finite(start, &self.block)
     }
 
-    /// Fills the block with rows of ours of `cols` elements; the file has them as columns of its rows of `file_cols`, of which the first begins
-    /// at element `start`.
+    /// Fills the block with rows of the table of `cols` elements. In the file these rows are columns, in rows of `file_cols`; the first
+    /// column begins at element `start`.
     fn gather(&mut self, source: LocatedTensor<'_>, start: usize, file_cols: usize, cols: usize) -> Result<()> {
         self.column.resize(self.block.len() / cols, 0.0);
         for col in 0..cols {
@@ -281,7 +281,7 @@ impl Reader {
     }
 }
 
-/// A second copy of the token embedding must be one: training would lose it.
+/// The second copy of a tied token embedding must be identical, because training would discard it.
 fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<()> {
     let elems = embedding.info.shape.iter().product::<usize>();
     let (mut raw, mut ours, mut theirs) = (vec![], vec![], vec![]);
@@ -299,7 +299,7 @@ fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<
 }
 
 impl LocatedTensor<'_> {
-    /// Fills `out` with elements from `start` on, widened and finite; `raw` is room for what is in the file.
+    /// Fills `out` with elements from `start` on, widened and checked to be finite; `raw` is a buffer for the file's bytes.
     fn read(&self, start: usize, raw: &mut Vec<u8>, out: &mut [f32]) -> Result<()> {
         let elem_bytes = self.info.dtype.bitsize() / 8;
         let at_once = READ_BYTES / elem_bytes;
@@ -316,7 +316,8 @@ impl LocatedTensor<'_> {
         Ok(())
     }
 
-    /// A model with one NaN learns nothing: every loss is NaN, every step skipped. `block` begins at element `start`.
+    /// An error if `block`, which begins at element `start`, has a value that is not finite. A model with one NaN cannot train: every loss
+    /// is NaN, and every step is skipped.
     fn expect_finite(&self, start: usize, block: &[f32]) -> Result<()> {
         let Some(idx) = first_nonfinite(block) else { return Ok(()) };
         let cause = format_args!("tensor {} holds {} at element {} of {:?}", self.name, block[idx], start + idx, self.info.shape);
@@ -341,7 +342,8 @@ fn check(name: &str, source: LocatedTensor<'_>, shape: &[usize]) -> Result<()> {
     }
 }
 
-/// MXFP4 has our order of elements: blocks of 16 bytes along each row of each matrix, a scale for each.
+/// Checks a tensor in MXFP4, which has the table's order of elements: blocks of 16 bytes along each row of each matrix, and one scale for
+/// each block.
 fn check_packed(blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, spec: &TensorSpec, part: &HfPart) -> Result<()> {
     let (matrices, rows) = part.matrices();
     let of_row = spec.row_elems() / mxfp4::BLOCK_ELEMS;

@@ -1,14 +1,14 @@
-//! MXFP4, in which GPT-OSS's experts are distributed: four bits a number, and a power of two for each 32 of them. Every product of the two
-//! is a bfloat16 number, so that what is read is what the checkpoint says.
+//! MXFP4, the format in which GPT-OSS's experts are distributed: 4-bit numbers, with a power of two as the scale of each 32 numbers. Every
+//! product of number and scale is a bfloat16 number, so reading is exact.
 
 /// Numbers that share a scale.
 pub(super) const BLOCK_ELEMS: usize = 32;
 pub(super) const BLOCK_BYTES: usize = BLOCK_ELEMS / 2;
 
-/// What the codes mean: a sign, two bits of exponent, one of fraction.
+/// Values of the codes: a sign, two bits of exponent, one of fraction.
 const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// Widens whole blocks: of each byte the low half comes first. A scale that is no number, 255, makes NaN.
+/// Widens whole blocks; in each byte the low half comes first. The scale 255, which is NaN, makes all numbers NaN.
 pub(super) fn widen(blocks: &[u8], scales: &[u8], out: &mut [f32]) {
     let blocks = blocks.as_chunks::<BLOCK_BYTES>().0;
     for ((block, &scale), out) in blocks.iter().zip(scales).zip(out.as_chunks_mut::<BLOCK_ELEMS>().0) {
@@ -19,7 +19,7 @@ pub(super) fn widen(blocks: &[u8], scales: &[u8], out: &mut [f32]) {
     }
 }
 
-/// `2^(scale - 127)`, of which the smallest is subnormal.
+/// `2^(scale - 127)`; the smallest scale is subnormal.
 fn power_of_two(scale: u8) -> f32 {
     match scale {
         0 => f32::from_bits(1 << 22),
@@ -40,7 +40,7 @@ mod tests {
             widen(&block, &[scale], &mut out);
             for (i, x) in out.into_iter().enumerate() {
                 let exact = f64::from(VALUES[i % 16]) * 2f64.powi(i32::from(scale) - 127);
-                // The largest scale is beyond what the format can hold for the larger codes.
+                // With the largest scale, the larger codes exceed the range of the format.
                 assert!(f64::from(x) == exact || x.is_infinite() && exact.abs() > f64::from(f32::MAX), "{scale} {i}: {x} for {exact}");
                 assert!(x.is_infinite() || half::bf16::from_f32(x).to_f32() == x);
             }

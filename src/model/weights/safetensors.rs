@@ -1,4 +1,4 @@
-//! One safetensors file: a header that is not believed until it adds up, and reads at offsets.
+//! One safetensors file: validation of its header, and reads at offsets.
 
 use crate::disk::InFile;
 use crate::error::{Error, Result};
@@ -9,12 +9,12 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::path::Path;
 
-/// The format's own limit.
+/// Limit of the format.
 pub(super) const HEADER_BYTES_MAX: u64 = 100_000_000;
-/// Free text beside the tensors.
+/// Key of free text in the header.
 pub(crate) const METADATA: &str = "__metadata__";
 
-/// An open file whose tensors lie inside it, each alone.
+/// An open file with tensors that lie inside it and do not overlap.
 pub(super) struct TensorFile {
     file: InFile,
     data_start: u64,
@@ -22,8 +22,7 @@ pub(super) struct TensorFile {
 }
 
 impl TensorFile {
-    /// Opens `path` and checks its header: tensors cover the file without gap or overlap, and each has the size of its
-    /// shape.
+    /// Opens `path` and checks its header: tensors cover the file without gaps or overlaps, and the size of each agrees with its shape.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let file = InFile::open(path)?;
         let mut length = [0; 8];
@@ -81,7 +80,7 @@ fn check_layout(tensors: &[(String, TensorInfo)], data_bytes: u64) -> std::resul
     Ok(())
 }
 
-/// A JSON object in which no key comes twice; `__metadata__` is skipped.
+/// A JSON object without duplicate keys; `__metadata__` is skipped.
 pub(super) struct UniqueMap<V>(pub(super) Vec<(String, V)>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {

@@ -46,7 +46,7 @@ struct Model {
     flat: Vec<f32>,
 }
 
-/// A model of random finite bits below 2, subnormal ones among them; padding is 7.
+/// A model of random finite bits below 2, including subnormal ones; padding is 7.
 fn model(config: &Value) -> Model {
     let text = config.to_string();
     let shape = ModelShape::parse(&text, Path::new("config.json")).unwrap();
@@ -154,7 +154,7 @@ fn weights_come_in_blocks_that_cover_every_tensor_once() {
         let specs = model.table.specs();
         assert!(specs.iter().all(|spec| times[spec.range()].iter().all(|&times| times == 1)), "{architecture}");
         assert_eq!(times.iter().sum::<i32>() as usize, model.table.params(), "{architecture}: padding is left alone");
-        // Transposed tensors come in whole rows.
+        // Transposed tensors are passed in whole rows.
         assert!((73..=100).contains(&largest) && blocks > 2 * specs.len(), "{architecture}: {largest} of {blocks}");
     }
 }
@@ -163,7 +163,7 @@ fn gpt_oss_golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gpt_oss_mxfp4")
 }
 
-/// A copy of the tiny GPT-OSS whose experts are packed, after a change to its tensors, and what is read of it.
+/// Copies the tiny GPT-OSS with packed experts, changes its tensors, and returns the weights that are read.
 fn packed(change: impl FnOnce(&mut Vec<Tensor>)) -> Result<Vec<f32>> {
     let (dir, golden) = (tempfile::tempdir().unwrap(), gpt_oss_golden());
     fs::copy(golden.join(SINGLE), dir.path().join(SINGLE)).unwrap();
@@ -183,7 +183,7 @@ fn mxfp4_is_read_as_transformers_widens_it() {
     assert_eq!(bits(&have), bits(&want.unwrap()));
 }
 
-/// Blocks are in another shard than their scales.
+/// Blocks and scales are in different shards.
 #[test]
 fn mxfp4_in_several_shards_is_read_as_from_one_file() {
     const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
@@ -622,7 +622,7 @@ fn weights_that_are_not_finite_are_refused_with_tensor_and_element() {
         for (value, said) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
             let (_dir, out, model) = exported("Qwen3ForCausalLM", Options::default());
             edit(&out, |tensors| {
-                // More elements than a block of the reader has.
+                // More elements than a block of the reader.
                 let (_, file_dtype, shape, data) = find(tensors, "model.embed_tokens.weight");
                 assert_eq!(*shape, [37, 24]);
                 let elem = |idx: usize| bytes(if idx == 700 { value } else { 0.5 });
