@@ -1,11 +1,11 @@
 //! AdamW with decoupled weight decay: the scalar specification.
 //!
-//! [`AdamStep::apply`] is the arithmetic of one element; everything else here is a loop around it. Every fused operation
-//! is written as `mul_add` and every other one rounds by itself, so that a compiler has no freedom: any instruction set
-//! and any device produces the same bits (NaN payloads excepted).
+//! [`AdamStep::apply`] is the arithmetic of one element; all other functions here are loops around it. Every fused operation is written as
+//! `mul_add`, and every other operation rounds separately, so that a compiler has no freedom: any instruction set and any device produces
+//! the same bits (NaN payloads excepted).
 //!
-//! Formats: parameters are fp32, moments `M` any [`Moment`], gradients `G` and working weights `O` any [`Element`]. A step takes
-//! parameters from moments in fp32 and then stores these rounded. `scale` multiplies every gradient: clip scale over loss scale.
+//! Formats: parameters are fp32, moments `M` any [`Moment`], gradients `G` and working weights `O` any [`Element`]. A step computes
+//! parameters from fp32 moments and then stores the moments rounded. `scale` multiplies every gradient: clip scale over loss scale.
 
 use crate::dtype::Element;
 use crate::optim::moments::{Moment, Rounding, rounding_key};
@@ -17,7 +17,7 @@ pub struct AdamHyper {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay, per unit of learning rate.
     pub weight_decay: f64,
@@ -42,14 +42,14 @@ pub struct AdamConsts {
     pub(crate) inv_sqrt_bias2: f32,
     /// `epsilon`.
     pub eps: f32,
-    /// What decides how second moments are rounded: see [`Rounding`].
+    /// Key of the stochastic rounding of second moments: see [`Rounding`].
     pub(crate) rounding: u32,
 }
 
 impl AdamConsts {
     /// Constants of step number `step`, counted from 1. `decay` says whether weight decay applies to the group.
     ///
-    /// Powers come from `libm`, not from the system, so that all machines round alike.
+    /// Powers come from `libm`, not from the system's library, so that all machines round alike.
     ///
     /// # Panics
     /// If `step` is 0: there is no bias correction before the first step.
@@ -74,7 +74,7 @@ impl AdamConsts {
 /// The state of a range of parameters: three slices of equal length.
 #[derive(Debug)]
 pub struct AdamState<'a, M = f32> {
-    /// Place of the first element in the flat order.
+    /// Index of the first element in the flat order.
     pub first: usize,
     /// Master weights.
     pub params: &'a mut [f32],
@@ -85,14 +85,14 @@ pub struct AdamState<'a, M = f32> {
 }
 
 impl<M: Moment> AdamState<'_, M> {
-    /// The same state, known to hold `elems` elements: the loops below then need no further bounds checks.
+    /// This state with a length check: the loops below then need no further bounds checks.
     #[inline(always)]
     pub(super) fn sized(&mut self, elems: usize) -> AdamState<'_, M> {
         self.check_len(elems);
         AdamState { first: self.first, params: &mut self.params[..elems], m: &mut self.m[..elems], v: &mut self.v[..elems] }
     }
 
-    /// Three plain comparisons: those of arrays are not always folded away where the lengths are constants.
+    /// Three separate comparisons, because comparisons of arrays are not always folded away when the lengths are constants.
     #[inline(always)]
     pub(super) fn check_len(&self, elems: usize) {
         let whole = self.params.len() == elems && self.m.len() == elems && self.v.len() == elems;
@@ -104,7 +104,7 @@ impl<M: Moment> AdamState<'_, M> {
         AdamElement { param: self.params[i], m: self.m[i].to_f32(), v: self.v[i].to_f32() }
     }
 
-    /// Stores what `step` made of element `i`, its moments rounded, and returns what the next step reads.
+    /// Stores the result `new` of `step` for element `i`, with rounded moments, and returns the stored values, which the next step reads.
     #[inline(always)]
     pub(super) fn set(&mut self, i: usize, new: AdamElement, step: AdamStep) -> AdamElement {
         let rounding = Rounding { key: step.consts.rounding, first: self.first };
@@ -145,7 +145,7 @@ impl AdamStep {
         AdamElement { param, m, v }
     }
 
-    /// The element before this step, by algebra; see [`inverse`] for what that is worth.
+    /// The element before this step, by algebra; see [`inverse`] for its precision.
     #[inline(always)]
     pub fn undo(&self, new: AdamElement, grad: f32) -> AdamElement {
         let c = &self.consts;
@@ -167,7 +167,7 @@ impl AdamStep {
 /// The synchronous step: updates `state` and writes the new working weights to `out`.
 ///
 /// # Panics
-/// If lengths differ; so do all passes below.
+/// If lengths differ; this also holds for all passes below.
 #[inline(always)]
 pub(crate) fn step<M: Moment, G: Element, O: Element>(step: AdamStep, state: &mut AdamState<'_, M>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
@@ -180,13 +180,13 @@ pub(crate) fn step<M: Moment, G: Element, O: Element>(step: AdamStep, state: &mu
     }
 }
 
-/// Writes the working weights that [`step`] would write and leaves the state alone.
+/// Writes the working weights that [`step`] would write, and leaves the state unchanged.
 #[inline(always)]
 pub(crate) fn speculate<M: Moment, G: Element, O: Element>(step: AdamStep, state: &AdamState<'_, M>, grads: &[G], out: &mut [O]) {
     let elems = grads.len();
     assert_eq!(out.len(), elems, "working weights against gradients");
     state.check_len(elems);
-    // Plain slices: behind the struct the compiler fears that `out` might overlap them, and gives up on vectors.
+    // Plain slices: behind the struct the compiler assumes that `out` may overlap them, and does not vectorise.
     let (params, m, v) = (&state.params[..elems], &state.m[..elems], &state.v[..elems]);
     for i in 0..elems {
         let old = AdamElement { param: params[i], m: m[i].to_f32(), v: v[i].to_f32() };
@@ -227,10 +227,10 @@ pub(crate) fn commit_then_speculate<M: Moment, G: Element, O: Element>(
 
 /// Undoes [`step`] by algebra: the in-place rollback of the paper and of released systems, for comparison only.
 ///
-/// It is not exact, which is why a rollback is otherwise a restore. With usual gradients about 1 % of params, 7 % of v and
-/// 30 % of m come back with other bits; after a gradient 1000 times larger than usual nearly all of m and v do, because the
-/// step already rounded the old value away. A still larger one leaves second moments negative; the next step makes their
-/// params NaN, and its rollback turns those into 0, as the released systems do. A beta or decay of 0 cannot be undone.
+/// It is not exact, so every other rollback is a restore. With usual gradients about 1 % of params, 7 % of v and 30 % of m have other bits
+/// afterwards. After a gradient 1000 times larger than usual nearly all of m and v do, because the step has already rounded the old value
+/// away. A still larger gradient leaves negative second moments; the next step makes their params NaN, and its rollback turns the NaNs into
+/// 0, as in released systems. A beta or decay of 0 cannot be undone.
 #[inline(always)]
 pub(crate) fn inverse<M: Moment, G: Element>(step: AdamStep, state: &mut AdamState<'_, M>, grads: &[G]) {
     let mut state = state.sized(grads.len());
@@ -255,7 +255,7 @@ mod tests {
     use half::{bf16, f16};
 
     const HYPER: AdamHyper = AdamHyper { lr: 1e-2, beta1: 0.9, beta2: 0.95, eps: 1e-4, weight_decay: 0.1 };
-    /// Half a unit in the last place of 1: the relative error of one rounding.
+    /// Half an ulp of 1: the relative error of one rounding.
     const U: f64 = 1.0 / (1u32 << 24) as f64;
 
     struct Owned<M = f32> {
@@ -311,9 +311,9 @@ mod tests {
         }
         for i in 0..8 {
             let near = |ours: f32, torch: f32, bound: f64| assert!(f64::from(ours - torch).abs() <= bound, "{i}: {ours} {torch}");
-            // Both sides round a parameter below 1 at most three times a step; what else differs is scaled by lr = 0.01.
+            // Both sides round a parameter below 1 at most three times a step; all other differences are scaled by lr = 0.01.
             near(owned.params[i], golden_params[i], 2.0 * 3.0 * 10.0 * U);
-            // Moments: four roundings a step and side of values up to the largest gradient (2, squared 4), over beta's memory.
+            // Moments: four roundings for each step and side, of values up to the largest gradient (2, squared 4), over the memory of beta.
             let g = f64::from(2f32.powi(i as i32 % 4 * -3)) * 2.0;
             near(owned.m[i], golden_m[i], 2.0 * 4.0 * U * g);
             near(owned.v[i], golden_v[i], 2.0 * 4.0 * U * g * g);
@@ -334,7 +334,7 @@ mod tests {
             let denominator = (ref_v / (1.0 - 0.95f64.powi(7))).sqrt() + HYPER.eps;
             let step_size = HYPER.lr / (1.0 - 0.9f64.powi(7));
             let ref_p = p * (1.0 - HYPER.lr * HYPER.weight_decay) - step_size * ref_m / denominator;
-            // Roundings on the way to each result, constants included; magnitudes before cancellation.
+            // Number of roundings of each result, including constants; magnitudes before cancellation.
             let size_m = 0.9 * m.abs() + 0.1 * g.abs();
             assert!((f64::from(new.m) - ref_m).abs() <= 4.0 * U * size_m);
             assert!((f64::from(new.v) - ref_v).abs() <= 5.0 * U * ref_v);
@@ -342,7 +342,7 @@ mod tests {
         }
     }
 
-    /// One run of 40 steps both ways; some are clipped, some skipped. State and working weights must agree after each.
+    /// One run of 40 steps in both ways; some steps are clipped, some skipped. State and working weights must agree after each step.
     fn deferred_equals_synchronous<M: Moment, G: Element, O: Element>() {
         let n = 333;
         let params: Vec<f32> = ordinary(1, n);
@@ -390,7 +390,7 @@ mod tests {
         deferred_equals_synchronous::<bf16, f32, f32>();
     }
 
-    /// Moments that are stored in 16 bits: the first step's parameters are those of fp32, and the state is what `apply` gives, rounded.
+    /// Moments stored in 16 bits: the first step's parameters are those of fp32, and the state is the rounded result of `apply`.
     #[test]
     fn packed_moments_are_rounded_after_the_parameters_were_taken_from_them() {
         let (n, step) = (4096, at(1, 0.7));
@@ -409,7 +409,7 @@ mod tests {
         assert!((n * 2 / 5..n * 3 / 5).contains(&rose), "{rose} of {n} second moments rose");
     }
 
-    /// State in its 51st step, before and after one more step with `grads_factor` times the usual gradients was undone.
+    /// State in its 51st step, before one more step with `grads_factor` times the usual gradients, and after that step was undone.
     fn stepped_and_undone(grads_factor: f32) -> (Owned, Owned) {
         let n = 20_000;
         let run = |steps| {
@@ -449,7 +449,7 @@ mod tests {
         assert!(share(&before, |i| before.v[i] < 0.0) == 0.0);
         let negative = share(&undone, |i| undone.v[i] < 0.0);
         assert!((0.2..0.6).contains(&negative), "negative second moments: {negative}");
-        // The next step takes roots of them, and its rollback replaces the NaNs by zeros.
+        // The next step takes their square roots, and its rollback replaces the NaNs by zeros.
         let grads = vec![0.0f32; undone.params.len()];
         commit(at(51, 1.0), &mut undone.state(), &grads);
         inverse(at(51, 1.0), &mut undone.state(), &grads);

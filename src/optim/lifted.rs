@@ -1,16 +1,15 @@
-//! Products and sums of fp32 whose bits are those of the hardware, without a denormal operand or result.
+//! Products and sums of fp32 with the same bits as hardware arithmetic, but without a denormal operand or result.
 //!
-//! An x86-64 core multiplies normal numbers in a cycle or less; for one denormal operand or result it takes 100 to 150 cycles. Here every
-//! magnitude is *lifted*, which is multiplied by 2^56: the smallest denormal number becomes 2^-93, and nothing is denormal any more. A
-//! lifted result below [`LEAST`] stands for a denormal one, and must fall on the grid of denormal numbers, with a single rounding. The
-//! addend [`LEAST`] in a fused multiply-add sees to that: the unit in the last place of numbers from [`LEAST`] to twice [`LEAST`] is
-//! the distance of that grid.
+//! An x86-64 core multiplies normal numbers in a cycle or less, but takes 100 to 150 cycles for a denormal operand or result. Here every
+//! magnitude is *lifted*: multiplied by 2^56, so that the smallest denormal number becomes 2^-93 and no number is denormal. A lifted result
+//! below [`LEAST`] represents a denormal number, and must be rounded to the grid of denormal numbers with a single rounding. The addend
+//! [`LEAST`] in a fused multiply-add ensures this: the ulp of numbers from [`LEAST`] to twice [`LEAST`] is the distance of that grid.
 //!
-//! A *packed* magnitude is the lifted one from [`LEAST`] on, and halfway between it and [`LEAST`] below. Its bits are those of the fp32
-//! magnitude, plus a constant. Both conversions are free of branches, because the packed magnitude is the larger one of two functions of
-//! the lifted magnitude, and the lifted magnitude the lesser one of two functions of the packed magnitude.
+//! A *packed* magnitude equals the lifted magnitude from [`LEAST`] on; below, it is the midpoint of the lifted magnitude and [`LEAST`]. Its
+//! bits are those of the fp32 magnitude plus a constant. Both conversions have no branches, because the packed magnitude is the maximum of
+//! two functions of the lifted magnitude, and the lifted magnitude is the minimum of two functions of the packed magnitude.
 
-/// Magnitudes are lifted by a factor of 2 to this power: an even one, so that it has a root.
+/// Exponent of the lift factor, a power of two; even, so that the factor has an exact square root.
 const LIFT: i32 = 56;
 
 /// The difference between bits of an fp32 magnitude and bits of its packed form.
@@ -19,13 +18,13 @@ const PACKED_BITS: u32 = (LIFT as u32) << 23;
 /// The smallest normal number, lifted.
 const LEAST: f32 = lifted_power(-126);
 
-/// From here on a sum that becomes denormal has cancelled so far that it is exact without any care.
+/// From this magnitude on, a sum that becomes denormal has cancelled so far that it is exact.
 const FAR: f32 = lifted_power(-102);
 
-/// The bit of a sign.
+/// The sign bit.
 pub(super) const SIGN: u32 = 1 << 31;
 
-/// Two to a power for which fp32 has a normal number.
+/// Two to a power in the range of normal fp32 numbers.
 pub(super) const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }
@@ -52,7 +51,7 @@ pub(super) fn signed(x: f32, sign: u32) -> f32 {
     f32::from_bits(x.to_bits() ^ sign)
 }
 
-/// `yes` or `no`, as one instruction of a vector.
+/// `yes` or `no`, as one vector instruction.
 #[inline(always)]
 pub(super) fn pick<T>(condition: bool, yes: T, no: T) -> T {
     if condition { yes } else { no }
@@ -88,7 +87,7 @@ fn larger(a: f32, b: f32) -> f32 {
     pick(a > b, a, b)
 }
 
-/// The product of a lifted magnitude and a factor of at least 0, packed. The product is 0, or normal as it stands.
+/// The product of a lifted magnitude and a factor of at least 0, packed. The product is 0 or normal without further care.
 #[inline(always)]
 pub(super) fn product(lifted: f32, factor: f32) -> f32 {
     larger(lifted * factor, lifted.mul_add(0.5 * factor, 0.5 * LEAST))
@@ -107,13 +106,13 @@ pub(super) fn lifted_square(lifted: f32) -> f32 {
     lifted_product(root, root)
 }
 
-/// The magnitude multiplied by the root of the lift; 0 in place of one whose square is less than a quarter of the smallest number.
+/// The magnitude multiplied by the square root of the lift factor; 0 if its square is less than a quarter of the smallest number.
 #[inline(always)]
 fn root_lifted(lifted: f32) -> f32 {
     pick(lifted < lifted_power(-76), 0.0, lifted) * power(-LIFT / 2)
 }
 
-/// The root of a lifted magnitude, in need of the factor [`ROOT_SCALE`].
+/// The square root of a lifted magnitude, to be multiplied by [`ROOT_SCALE`].
 #[inline(always)]
 pub(super) fn root(lifted: f32) -> f32 {
     lifted.sqrt()
@@ -135,10 +134,10 @@ pub(super) fn add_square(lifted: f32, sum_of_squares: f32) -> f32 {
     unpack(sum(root, root, sum_of_squares))
 }
 
-/// `a * factor + addend` of lifted numbers with signs and a factor of at least 0: the packed magnitude, and the sign.
+/// `a * factor + addend` of signed lifted numbers and a factor of at least 0: the packed magnitude, and the sign.
 ///
-/// Where addend and sum differ in sign, the constant that brings a denormal sum to its grid is [`LEAST`], otherwise -2 [`LEAST`]: either
-/// constant has the sign that keeps its own sum with the addend exact.
+/// If addend and sum differ in sign, the constant that rounds a denormal sum to its grid is [`LEAST`], otherwise -2 [`LEAST`]. Both
+/// constants have the sign for which their own sum with the addend is exact.
 #[inline(always)]
 pub(super) fn signed_sum(a: f32, factor: f32, addend: f32) -> (f32, u32) {
     let plain = a.mul_add(factor, addend);

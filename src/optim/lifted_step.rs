@@ -1,10 +1,10 @@
-//! AdamW's step on a block of small moments or gradients, for which fp32 has denormal numbers, by [`lifted`](crate::optim::lifted)
+//! AdamW's step on a block with small moments or gradients, which would be denormal in fp32, by [`lifted`](crate::optim::lifted)
 //! arithmetic.
 //!
-//! The bits are those of [`AdamStep::apply`]. Where that cannot be promised (numbers of 2^16 and more, infinite ones and NaN, constants
-//! out of the ordinary) it is the specification that runs. A first moment below 2^-112 moves no parameter that is not small itself: the
-//! quotient of which it is the dividend is zero here. Where no element has a gradient, moments only decay, and where all first moments
-//! are that small, no root and no quotient is needed.
+//! The bits are those of [`AdamStep::apply`]. If they cannot be guaranteed (numbers of 2^16 and more, infinite numbers and NaN, unusual
+//! constants) the specification itself runs. A first moment below 2^-112 moves only parameters that are small themselves: its quotient is
+//! zero here. If no element has a gradient, moments only decay; if all first moments are this small, no square root and no quotient is
+//! needed.
 
 use crate::dtype::Element;
 use crate::optim::adam::{AdamElement, AdamState, AdamStep};
@@ -17,16 +17,16 @@ use crate::optim::moments::Moment;
 /// Moments below this magnitude may become denormal in a step.
 const SMALL_MOMENT: f32 = power(-120);
 
-/// So may the square of a gradient below this magnitude, and its part of a second moment.
+/// Squares of gradients below this magnitude, and their contributions to second moments, may be denormal.
 const SMALL_GRAD: f32 = power(-56);
 
 /// First moments below this magnitude count as zero in a quotient.
 const NEGLIGIBLE: f32 = power(-112);
 
-/// Parameters, moments and scaled gradients of this magnitude and more are large.
+/// Parameters, moments and scaled gradients from this magnitude on are large.
 const LARGE: f32 = power(16);
 
-/// Elements of a block in fp32: before a step, and after it.
+/// Elements of a block in fp32, before and after a step.
 #[derive(Clone, Debug)]
 #[repr(align(64))]
 pub(super) struct Numbers<const N: usize> {
@@ -43,7 +43,7 @@ impl<const N: usize> Numbers<N> {
         Self { params: filled(state.params), m: filled(state.m), v: filled(state.v), grads: filled(grads) }
     }
 
-    /// Stores the state, its moments rounded.
+    /// Stores the state with rounded moments.
     #[inline(always)]
     pub(super) fn store_state<M: Moment>(&self, state: &mut AdamState<'_, M>, step: AdamStep) {
         for i in 0..state.params.len() {
@@ -69,32 +69,32 @@ fn filled<T: Element, const N: usize>(values: &[T]) -> [f32; N] {
     numbers
 }
 
-/// A step's constants, as lifted arithmetic takes them.
+/// A step's constants for lifted arithmetic.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LiftedStep {
     pub step: AdamStep,
-    /// Whether the constants are such that bits can be promised.
+    /// Whether the constants are in the range for which bits are guaranteed.
     is_ordinary: bool,
-    /// Times this, a gradient...
+    /// First factor on gradients; see `scale`.
     prescale: f32,
-    /// ...and then this, so that neither factor is denormal.
+    /// Second factor on gradients. The product of both factors is the step's scale, and neither factor is denormal.
     scale: f32,
-    /// A lifted gradient below this becomes zero by scaling.
+    /// A lifted gradient below this value becomes zero by scaling.
     least_grad: f32,
-    /// Magnitudes of gradients, below which they are small, and from which on they are large.
+    /// Magnitudes below which gradients are small, and from which on they are large.
     small_grad: u32,
     large_grad: u32,
-    /// No parameter from here on is moved by a moment below [`NEGLIGIBLE`].
+    /// No parameter of this magnitude or more is moved by a moment below [`NEGLIGIBLE`].
     least_param: f32,
 }
 
-/// What numbers a block holds.
+/// Kinds of numbers in a block.
 struct BlockSizes {
-    /// One that is small.
+    /// Whether a number is small.
     small: bool,
-    /// One that is large.
+    /// Whether a number is large.
     large: bool,
-    /// No gradient but zeros.
+    /// Whether all gradients are zero.
     no_grads: bool,
 }
 
@@ -119,12 +119,12 @@ impl LiftedStep {
             least_grad: lifted_power(-152) / scale,
             small_grad: if scale > 0.0 { grad_of(SMALL_GRAD) } else { 0 },
             large_grad: grad_of(LARGE),
-            // A quotient is at most that of the moment by epsilon, and a 2^26th of a parameter rounds to nothing.
+            // A quotient is at most the moment divided by epsilon, and a change by 2^-26 of a parameter rounds to nothing.
             least_param: NEGLIGIBLE / consts.eps * consts.neg_step_size.abs() * power(30),
         }
     }
 
-    /// Takes the step. Returns whether the block is small: the specification's step may have denormal operands or results.
+    /// Takes the step. Returns whether the block is small, so that the specification's step may have denormal operands or results.
     #[inline(always)]
     pub(super) fn apply<const N: usize>(&self, block: &mut Numbers<N>) -> bool {
         let BlockSizes { small, large, no_grads } = self.sizes(block);
@@ -146,7 +146,8 @@ impl LiftedStep {
         let (mut least, mut least_grad, mut largest, mut largest_grad) = (u32::MAX, u32::MAX, 0, 0);
         for i in 0..N {
             let (param, m, grad) = (magnitude(block.params[i]), magnitude(block.m[i]), magnitude(block.grads[i]));
-            // The bits of a negative second moment are those of a large number. Zero is not small: it becomes the largest number.
+            // The bits of a negative second moment are those of a large number. Zero does not count as small: it wraps to the largest
+            // number.
             let v = block.v[i].to_bits();
             least = least.min(m.wrapping_sub(1)).min(v.wrapping_sub(1));
             least_grad = least_grad.min(grad.wrapping_sub(1));
@@ -166,7 +167,7 @@ impl LiftedStep {
         }
     }
 
-    /// Moments without any gradient, whose sign decides that of a moment that is zero.
+    /// Moments without a gradient; the sign of the zero gradient determines the sign of a moment that becomes zero.
     #[inline(always)]
     fn decay_moments<const N: usize>(&self, block: &mut Numbers<N>) {
         let decayed = |x: f32, beta: f32| f32::from_bits(lower(product(lift(magnitude(x)), beta)) | sign(x));
@@ -192,7 +193,7 @@ impl LiftedStep {
         }
     }
 
-    /// Parameters, by the moments after the step.
+    /// Updates parameters with the moments after the step.
     #[inline(always)]
     fn update_params<const N: usize>(&self, block: &mut Numbers<N>) {
         let c = &self.step.consts;

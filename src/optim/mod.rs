@@ -1,8 +1,8 @@
-//! The optimizer: the scalar specification, its vector forms, the gradient norm and the learning-rate schedules.
+//! The optimizer: the scalar specification, its vectorised forms, the gradient norm and the learning-rate schedules.
 //!
-//! [`adam`] and [`norm`] define every result to the bit, one element at a time, in safe generic code. [`simd`] compiles
-//! the same code for each instruction set and picks one at run time. Where x86-64 would multiply denormal numbers slowly, [`lifted_step`]
-//! computes the same bits by [`lifted`] arithmetic.
+//! [`adam`] and [`norm`] define every result bit by bit, one element at a time, in safe generic code. [`simd`] compiles the same code for
+//! each instruction set and chooses one at run time. For denormal numbers, which x86-64 multiplies slowly, [`lifted_step`] computes the
+//! same bits by [`lifted`] arithmetic.
 
 pub(crate) mod adam;
 mod lifted;
@@ -26,11 +26,11 @@ pub enum StatePart {
 }
 
 impl StatePart {
-    /// All parts, in the order in which checkpoints and digests hold them.
+    /// All parts, in their order in checkpoints and digests.
     pub const ALL: [Self; 3] = [Self::Params, Self::M, Self::V];
 }
 
-/// Elements at most that pass at once between state and checkpoint, digest or first weights: the plan counts one such buffer.
+/// Maximum elements that pass at once between state and checkpoint, digest or initial weights; the plan counts one such buffer.
 pub(crate) const PIECE_ELEMS: usize = 4 << 20;
 
 /// Bytes of saved state under one checksum.

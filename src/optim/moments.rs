@@ -1,13 +1,13 @@
-//! How AdamW's moments are stored: as they are computed, or in 16 bits.
+//! Storage of AdamW's moments: as fp32, or in 16 bits.
 //!
-//! A step computes in fp32 whatever the format is, and takes its parameters from moments that are not yet rounded; what is stored is
-//! what the next step reads. bfloat16 keeps 8 bits of significand, and a value moves by half a unit of its last place at least, 0.2 to
-//! 0.4 %, or not at all. A first moment moves by a tenth of the way to the gradient, and takes the nearest value. A second moment moves
-//! by a thousandth: to the nearest value it would stay where it is. It is rounded up as often as it is far from the value below, so
-//! that its mean is right.
+//! A step computes in fp32 in both formats, and computes its parameters from moments before rounding; the next step reads the stored
+//! moments. bfloat16 has 8 bits of significand, so a value changes by at least half an ulp, 0.2 to 0.4 %, or not at all. A first moment
+//! moves a tenth of the way to the gradient in each step, and is rounded to nearest. A second moment moves by a thousandth, and rounded to
+//! nearest it would never change. It is therefore rounded stochastically, up with a probability equal to its distance from the value below,
+//! so that its mean is correct.
 //!
-//! What decides is a hash of the step and of the element's place in the flat order, of which no thread, instruction set, bucket or
-//! device knows more than another. A value that bfloat16 holds stays as it is, whatever decides.
+//! The random bits are a hash of the step and of the element's index in the flat order, so they do not depend on thread, instruction set,
+//! bucket or device. A value that bfloat16 represents exactly is never changed.
 
 use crate::dtype::{Dtype, Element};
 use crate::error::Result;
@@ -40,8 +40,8 @@ impl Moments {
         self.dtype(StatePart::Params).bytes() + self.dtype(StatePart::M).bytes() + self.dtype(StatePart::V).bytes()
     }
 
-    /// Fills `to` with fp32 `values` of an array as they are stored. A second moment that the format does not hold is rounded as
-    /// `rounding` says.
+    /// Fills `to` with the stored form of fp32 `values` of an array. Second moments that the format does not represent are rounded by
+    /// `rounding`.
     ///
     /// # Panics
     /// If `to` has another size.
@@ -53,10 +53,10 @@ impl Moments {
         }
     }
 
-    /// Gives `each` the bytes in which fp32 `values` of an array are stored, which the format holds, a few at a time.
+    /// Passes the stored form of fp32 `values` of an array to `each`, in pieces. The format must represent the values exactly.
     ///
     /// # Errors
-    /// Those of `each`.
+    /// Errors of `each`.
     pub(crate) fn stored(self, part: StatePart, values: &[f32], mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         if self.dtype(part) == Dtype::Float32 {
             return each(bytemuck::cast_slice(values));
@@ -69,13 +69,13 @@ impl Moments {
         })
     }
 
-    /// Sets `values` of an array to what `read` gives in the format in which it is stored.
+    /// Sets `values` of an array from their stored form, which `read` provides.
     ///
     /// # Errors
-    /// Those of `read`.
+    /// Errors of `read`.
     pub(crate) fn load(self, part: StatePart, values: &mut [f32], read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
-        // Behind the place of each value in fp32, so that no other memory is needed.
+        // The stored form is read to the end of the fp32 buffer, so that no other memory is needed.
         let start = bytes.len() - bytes.len() / 4 * self.dtype(part).bytes();
         read(&mut bytes[start..])?;
         for (to, from) in (0..start).step_by(2).map(|at| (2 * at, start + at)) {
@@ -101,7 +101,7 @@ impl fmt::Display for Moments {
 
 /// A format of stored moments.
 pub trait Moment: Element {
-    /// A second moment as it is stored; `bits` decide between its neighbours.
+    /// The stored form of a second moment; `bits` choose between its two neighbours.
     fn second(v: f32, bits: u32) -> Self;
 }
 
@@ -113,8 +113,8 @@ impl Moment for f32 {
 }
 
 impl Moment for bf16 {
-    /// Away from zero where the 16 bits that are lost and 16 random ones carry. As in rounding to the nearest, what lies behind the
-    /// largest value may become infinite, and every NaN becomes one.
+    /// Rounds away from zero if the sum of the 16 lost bits and 16 random bits carries. As with rounding to nearest, values beyond the
+    /// largest number may become infinite, and every NaN becomes the canonical NaN.
     #[inline(always)]
     fn second(v: f32, bits: u32) -> Self {
         let rounded = (v.to_bits().wrapping_add(bits >> 16) >> 16) as u16;
@@ -122,34 +122,34 @@ impl Moment for bf16 {
     }
 }
 
-/// What optimizer step `step` hashes elements with.
+/// Hash key of optimizer step `step`.
 pub(crate) fn rounding_key(step: u64) -> u32 {
     mixed(step as u32 ^ mixed((step >> 32) as u32 ^ 0x9e37_79b9))
 }
 
-/// What decides how neighbouring elements are rounded in a step.
+/// Source of the rounding bits for consecutive elements in a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rounding {
     /// See [`rounding_key`].
     pub key: u32,
-    /// Place of the first element in the flat order.
+    /// Index of the first element in the flat order.
     pub first: usize,
 }
 
 impl Rounding {
-    /// The random bits of the `i`th element. Elements 2^32 apart in the flat order have the same ones.
+    /// The random bits of the `i`th element. Elements whose indices differ by 2^32 have the same bits.
     #[inline(always)]
     pub(crate) fn bits(self, i: usize) -> u32 {
         mixed(self.first.wrapping_add(i) as u32 ^ self.key)
     }
 
-    /// The same from the `i`th element on.
+    /// The source for elements from the `i`th on.
     pub(crate) fn behind(self, i: usize) -> Self {
         Self { first: self.first + i, ..self }
     }
 }
 
-/// A permutation of 32-bit numbers in which each bit depends on all: `lowbias32` of Chris Wellons' hash prospector.
+/// A permutation of 32-bit numbers in which each bit depends on all bits: `lowbias32` of Chris Wellons' hash prospector.
 #[inline(always)]
 fn mixed(mut x: u32) -> u32 {
     x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
@@ -163,7 +163,7 @@ mod tests {
     use crate::optim::adam::{self, AdamConsts, AdamHyper, AdamState, AdamStep};
     use crate::optim::samples::{assert_same, ordinary, wild};
 
-    /// Bits that round up as rarely, as often as not, and as often as bits can.
+    /// Bits for which values round up as rarely as possible, half of the time, and as often as possible.
     const BITS: [u32; 3] = [0, 0x8000_0000, u32::MAX];
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         assert!(bf16::second(f32::MAX, u32::MAX).is_infinite() && bf16::second(f32::MAX, 0).is_finite());
     }
 
-    /// The mean over 2^16 elements of a step, and over 2^16 steps of an element, is the value within four standard deviations.
+    /// The mean over 2^16 elements of a step, and over 2^16 steps of an element, equals the value within four standard deviations.
     #[test]
     fn rounding_of_second_moments_is_unbiased_over_elements_and_over_steps() {
         const DRAWS: usize = 1 << 16;
@@ -230,8 +230,8 @@ mod tests {
         }
     }
 
-    /// sqrt(v) after 3000 steps, of which the later half has gradients ten times smaller, over that of fp32: mean, and root of the mean
-    /// square of its distance from 1.
+    /// sqrt(v) relative to fp32 after 3000 steps with gradients ten times smaller in the second half: mean, and root mean square of the
+    /// distance from 1.
     fn after_gradients_fell<M: Moment>(beta2: f64, nearest: bool) -> (f64, f64) {
         const ELEMS: usize = 500;
         let hyper = AdamHyper { lr: 0.0, beta1: 0.9, beta2, eps: 1e-8, weight_decay: 0.0 };

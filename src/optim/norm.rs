@@ -1,9 +1,8 @@
-//! The gradient's sum of squares in an order that nothing can change.
+//! The gradient's sum of squares in a fixed order.
 //!
-//! The flat gradient is cut into blocks of [`BLOCK`]. Within a block, element `i` adds its square to running fp32 sum
-//! `i % 128`, ascending and fused; a fixed tree then folds the 128 sums in pairs at distance 64, 32, ... 1. Partials are
-//! folded in flat order in f64. Buckets begin at multiples of `BLOCK`, so neither their size nor the split of the work
-//! between threads and devices changes a bit.
+//! The flat gradient is divided into blocks of [`BLOCK`]. Within a block, element `i` adds its square to running fp32 sum `i % 128`,
+//! ascending and fused; a fixed tree then adds the 128 sums in pairs at distance 64, 32, ... 1. The sums of blocks are added in flat order
+//! in f64. Buckets begin at multiples of `BLOCK`, so neither their size nor the division of work between threads and devices changes a bit.
 
 use crate::dtype::Element;
 use crate::optim::lifted::{add_square, lift, lowered, magnitude, power};
@@ -12,20 +11,20 @@ use crate::units::NormSq;
 /// Gradients of one partial sum; bucket boundaries are multiples of it.
 pub const BLOCK: usize = 4096;
 
-/// Running sums of a block: enough independent chains to hide the latency of a fused add on the widest vectors.
+/// Running sums of a block: enough independent sums to hide the latency of a fused add on the widest vectors.
 const SUMS: usize = 128;
 
-/// One sum of squares per block of `grads` into `out`; a last block that is short counts as filled up with zeros.
-/// Returns whether any gradient is infinite or NaN. A sum may be infinite although no gradient is: its squares overflow.
+/// Writes one sum of squares for each block of `grads` to `out`; a short last block counts as padded with zeros. Returns whether any
+/// gradient is infinite or NaN. A sum may be infinite although all gradients are finite, because squares overflow.
 ///
 /// # Panics
-/// If `out` does not hold one element per block.
+/// If `out` does not hold one element for each block.
 #[inline(always)]
 pub(crate) fn partials<G: Element>(grads: &[G], out: &mut [f32]) -> bool {
     partials_of::<false, G>(grads, out).0
 }
 
-/// [`partials`], where squares may be denormal, by arithmetic that is quick with them and has the same bits; and whether some may be.
+/// [`partials`] by arithmetic that is fast with denormal squares and has the same bits. Also returns whether some squares may be denormal.
 #[inline(always)]
 pub(super) fn partials_of_any_size<G: Element>(grads: &[G], out: &mut [f32]) -> (bool, bool) {
     partials_of::<true, G>(grads, out)
@@ -39,14 +38,14 @@ fn partials_of<const ANY_SIZE: bool, G: Element>(grads: &[G], out: &mut [f32]) -
         let small = ANY_SIZE && has_small_squares(block);
         *partial = if small { lifted_sum_of_squares(block) } else { sum_of_squares(block) };
         any_small |= small;
-        // A gradient that is not finite leaves its mark on the sum, so only marked blocks need a second look.
+        // A gradient that is not finite makes the sum not finite, so only such blocks need a second look.
         nonfinite |= !partial.is_finite() && block.iter().any(|g| !g.to_f32().is_finite());
     }
     (nonfinite, any_small)
 }
 
-/// Folds the next partials of a step, in flat order, onto the `sum` of those before. Zeros change no sum, and nearly all partials of a
-/// simulation are zeros: they are looked at as whole vectors, and passed over.
+/// Adds the next partial sums of a step, in flat order, to the `sum` of the earlier ones. Zeros change no sum. Because nearly all partial
+/// sums of a simulation are zero, zeros are detected and skipped as whole vectors.
 pub fn fold(sum: NormSq, partials: &[f32]) -> NormSq {
     let bits = |partials: &[f32]| partials.iter().fold(0, |bits, partial| bits | partial.to_bits());
     let add = |sum, partials: &[f32]| partials.iter().fold(sum, |sum, &partial| sum + f64::from(partial));
@@ -80,7 +79,7 @@ fn has_small_squares<G: Element>(block: &[G]) -> bool {
     least < power(-62).to_bits() && largest < power(16).to_bits()
 }
 
-/// The running sums; lifted ones if so asked.
+/// The running sums, lifted if `LIFTED`.
 #[inline(always)]
 fn sums_of_squares<const LIFTED: bool, G: Element>(block: &[G]) -> [f32; SUMS] {
     let mut sums = [0.0; SUMS];
@@ -120,7 +119,7 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
     use rand_chacha::rand_core::SeedableRng;
 
-    /// The module's first paragraph, word by word.
+    /// A literal implementation of the module's first paragraph.
     fn as_documented(block: &[f32]) -> f32 {
         let mut sums = vec![0.0f32; 128];
         for (i, g) in block.iter().enumerate() {
@@ -190,12 +189,12 @@ mod tests {
 
     #[test]
     fn partials_fold_in_f64() {
-        // In f32 the small ones would vanish beside the large one.
+        // In f32 the small numbers would vanish beside the large one.
         let all = [16_777_216.0, 0.5, 0.5];
         assert_eq!(fold(NormSq(0.0), &all), NormSq(16_777_217.0));
         assert_eq!(fold(fold(NormSq(0.0), &all[..2]), &all[2..]), NormSq(16_777_217.0));
         assert_eq!(fold(NormSq(0.0), &[]), NormSq(0.0));
-        // Zeros on all sides of what counts.
+        // Zeros on all sides of the other numbers.
         let sparse: Vec<f32> = (0..400).map(|i| if [63, 200, 399].contains(&i) { i as f32 } else { 0.0 }).collect();
         assert_eq!(fold(NormSq(0.25), &sparse), NormSq(662.25));
     }

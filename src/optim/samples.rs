@@ -1,20 +1,20 @@
-//! Numbers for this module's tests, and how they are compared.
+//! Numbers for this module's tests, and their comparison.
 
 use crate::dtype::Element;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Where formats and formulas break.
+/// Special values and limits of formats.
 const SPECIAL: [f32; 14] =
     [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, f32::MIN_POSITIVE, 6e-8, 65520.0, 1e30, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
 
-/// Evenly spread over (-1, 1).
+/// Uniformly distributed over (-1, 1).
 pub(crate) fn ordinary<T: Element>(seed: u64, len: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     (0..len).map(|_| T::from_f32(even(&mut rng))).collect()
 }
 
-/// A third special values, a third arbitrary bit patterns, a third ordinary ones.
+/// One third special values, one third arbitrary bit patterns, one third ordinary values.
 pub(crate) fn wild<T: Element>(seed: u64, len: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(!seed);
     ordinary(seed, len).into_iter().map(|plain| T::from_f32(bewildered(&mut rng, plain))).collect()
@@ -34,12 +34,12 @@ pub(crate) fn bewildered(rng: &mut ChaCha8Rng, plain: f32) -> f32 {
     }
 }
 
-/// Whether two values hold the same bits; payloads of NaN are nobody's promise.
+/// Whether two values have the same bits; payloads of NaN are ignored.
 pub(crate) fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-/// Panics at the first place where the two differ.
+/// Panics at the first difference.
 pub(crate) fn assert_same<T: Element>(a: &[T], b: &[T], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}");
     let differs = |i: &usize| !same(a[*i].to_f32(), b[*i].to_f32());
@@ -48,7 +48,8 @@ pub(crate) fn assert_same<T: Element>(a: &[T], b: &[T], what: &str) {
     }
 }
 
-/// Magnitudes spread evenly over exponents from below the smallest denormal number up to 2^`below`, with mantissas at which rounding errs.
+/// Magnitudes with uniformly distributed exponents from below the smallest denormal number up to 2^`below`, and with mantissas that are
+/// prone to rounding errors.
 pub(crate) fn faint(rng: &mut ChaCha8Rng, below: i32) -> f32 {
     let [kind, bits, exponent] = [(); 3].map(|()| rng.next_u32());
     let mantissa = match kind % 6 {

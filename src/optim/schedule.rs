@@ -1,6 +1,6 @@
 //! Learning-rate schedules, with the values of Hugging Face's schedulers of the same names.
 
-/// How the learning rate moves after the warm-up, which is linear from 0 in all of them.
+/// Course of the learning rate after the warm-up, which is linear from 0 in all schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LrScheduler {
@@ -33,7 +33,7 @@ impl LrSchedule {
         self.peak_lr * self.factor(step)
     }
 
-    /// What the peak is multiplied with: 0 to 1.
+    /// Factor on the peak: 0 to 1.
     fn factor(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
@@ -58,7 +58,7 @@ impl LrSchedule {
     }
 }
 
-/// From 1 at 0 to 0 at 1. `libm`'s cosine, so that all machines train with the same bits.
+/// From 1 at 0 to 0 at 1. Uses the cosine of `libm`, so that all machines train with the same bits.
 fn half_cosine(progress: f64) -> f64 {
     (0.5 * (1.0 + libm::cos(std::f64::consts::PI * progress))).max(0.0)
 }
@@ -72,7 +72,7 @@ mod tests {
     fn assert_factors(scheduler: LrScheduler, warmup_steps: u64, golden: [f64; 14]) {
         let schedule = LrSchedule { scheduler, peak_lr: 0.5, warmup_steps, max_steps: 50 };
         for (step, golden) in STEPS.into_iter().zip(golden) {
-            // One unit in the last place of 1: the two cosines may round differently, and `1 + cos` cancels.
+            // One ulp of 1: the two cosines may round differently, and `1 + cos` cancels.
             let error = (schedule.lr(step) - 0.5 * golden).abs();
             assert!(error <= 0.5 * f64::EPSILON, "{scheduler:?}, warm-up {warmup_steps}, step {step}: off by {error}");
         }

@@ -1,8 +1,8 @@
-//! The passes of [`adam`] and [`norm`], compiled once for every instruction set and chosen at run time.
+//! The passes of [`adam`] and [`norm`], compiled for every instruction set and chosen at run time.
 //!
-//! There is no vector arithmetic here. Each pass is inlined into a shell that only turns instructions on; the compiler
-//! then vectorises the specification itself, which is why all instruction sets agree to the bit. Written by hand is only
-//! how results reach memory: see [`Stores`]. On x86-64 a block with denormal moments takes a detour: see [`lifting`].
+//! There is no vector arithmetic here. Each pass is inlined into a shell function that only enables instructions; the compiler then
+//! vectorises the specification itself, so all instruction sets agree bit for bit. Only the stores of results are hand-written: see
+//! [`Stores`]. On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
 #![allow(unsafe_code)]
 
 use crate::dtype::{Dtype, Element};
@@ -19,23 +19,23 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Isa {
-    /// What the target guarantees. On x86-64 a fused multiply-add is then a library call: the specification, not a way to train.
+    /// The target's baseline. On x86-64 a fused multiply-add is then a library call, which suits tests but is too slow for training.
     Scalar,
     /// AVX2, FMA and F16C.
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
-    /// Arm's vectors of 128 bits.
+    /// Arm's 128-bit vectors.
     Neon,
-    /// Arm's vectors of any length: the code does not know which.
+    /// Arm's vectors of any length; the code does not depend on the length.
     Sve2,
 }
 
 impl Isa {
-    /// All, for each architecture slowest first.
+    /// All instruction sets, for each architecture slowest first.
     pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon, Self::Sve2];
 
-    /// Those that this build holds and this CPU runs, slowest first; never empty.
+    /// Instruction sets supported by this build and this CPU, slowest first; never empty.
     pub fn available() -> Vec<Self> {
         Self::ALL.into_iter().filter(|&isa| shells::runs(isa)).collect()
     }
@@ -91,7 +91,7 @@ impl<'a> Grads<'a> {
     /// Reads `bytes` as gradients of `dtype`.
     ///
     /// # Panics
-    /// If `dtype` is no float, or `bytes` is misaligned for it or no whole number of elements.
+    /// If `dtype` is not a float format, or `bytes` is misaligned or not a whole number of elements.
     pub fn from_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
         match dtype {
             Dtype::Float32 => Self::F32(bytemuck::cast_slice(bytes)),
@@ -102,7 +102,7 @@ impl<'a> Grads<'a> {
     }
 }
 
-/// Working weights of a format known at run time, to be written.
+/// Working weights of a format known at run time, for writing.
 #[derive(Debug)]
 pub enum Weights<'a> {
     /// `float32`.
@@ -114,7 +114,7 @@ pub enum Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// Takes `bytes` as room for working weights of `dtype`.
+    /// Views `bytes` as working weights of `dtype`, for writing.
     ///
     /// # Panics
     /// As [`Grads::from_bytes`].
@@ -139,33 +139,33 @@ macro_rules! typed {
     };
 }
 
-/// How the passes that run every step write their results. The results are the same.
+/// Kind of stores with which the passes of every step write their results; it does not change the results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stores {
     /// Through the caches.
     Temporal,
-    /// Working weights past the caches, a line at a time: they are only written, and through the caches each line would be
-    /// read first.
+    /// Non-temporal stores of working weights, one cache line at a time. Working weights are only written, and through the caches each line
+    /// would be read first.
     StreamWeights,
-    /// The state, too: what a pass writes has left every cache before the next step reads it.
+    /// Non-temporal stores of the state, too, which evicts it from every cache before the next step reads it.
     Streaming,
 }
 
 impl Stores {
-    /// The fastest on an H200's host, with [`PREFETCH_ELEMS`]: 13 to 26 % more than temporal stores without prefetching, as
-    /// fast as a copy past the caches. Streaming the state, which has just been read, gains nothing. `host_adam` measures all.
+    /// The fastest on an H200's host, with [`PREFETCH_ELEMS`]: 13 to 26 % faster than temporal stores without prefetching, and as fast as a
+    /// non-temporal copy. Non-temporal stores of the state, which has just been read, gain nothing. `host_adam` measures all variants.
     const DEFAULT: Self = Self::StreamWeights;
 }
 
-/// How far ahead passes ask for memory by default. Divisions and roots fill a core's out-of-order window before it reaches
-/// the next lines, and the hardware's prefetchers stop at every page; 1024 is as good, 2048 and the second-level cache as
-/// target are a few percent less, non-temporal prefetches 30 % less.
+/// Default prefetch distance. Divisions and square roots fill a core's out-of-order window before it reaches the next lines, and hardware
+/// prefetchers stop at every page. A distance of 1024 is as fast; 2048, or the second-level cache as target, is a few percent slower;
+/// non-temporal prefetches are 30 % slower.
 const PREFETCH_ELEMS: usize = 512;
 
-/// The optimizer's passes on one instruction set. Holding one proves that the CPU has it.
+/// The optimizer's passes on one instruction set. A value exists only if the CPU supports the instruction set.
 ///
-/// Every method is the function of the same name in [`adam`] or [`norm`], over formats known at run time, and panics
-/// where that one does. What it wrote is visible to whoever learns that it has returned, devices included.
+/// Every method is the function of the same name in [`adam`] or [`norm`], over formats known at run time, and has the same panics. After a
+/// method has returned, its writes are visible to every thread and device that synchronizes with the return.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamKernels {
     isa: Isa,
@@ -177,7 +177,7 @@ impl AdamKernels {
     /// Passes for `isa`.
     ///
     /// # Errors
-    /// `Unsupported` if this build or this CPU lacks it.
+    /// `Unsupported` if this build or this CPU does not support it.
     pub fn new(isa: Isa) -> Result<Self> {
         if shells::runs(isa) {
             let (stores, prefetch_elems) = if shells::WHOLE { (Stores::Temporal, 0) } else { (Stores::DEFAULT, PREFETCH_ELEMS) };
@@ -187,12 +187,12 @@ impl AdamKernels {
         Err(Error::Unsupported(format!("instruction set {isa}: {}; available: {available}", shells::LACKING)))
     }
 
-    /// The same passes, with other stores; where passes run over whole slices (Arm) the CPU decides.
+    /// Selects the kind of stores. It has no effect if passes run over whole slices (Arm).
     pub fn with_stores(self, stores: Stores) -> Self {
         Self { stores, ..self }
     }
 
-    /// The same passes, which ask for memory `elems` elements ahead; 0: they leave that to the CPU.
+    /// Selects a prefetch distance of `elems` elements; 0 leaves prefetching to the CPU.
     pub fn with_prefetch(self, elems: usize) -> Self {
         Self { prefetch_elems: elems, ..self }
     }
@@ -267,7 +267,7 @@ impl AdamKernels {
     /// See [`adam::commit_then_speculate`].
     ///
     /// # Panics
-    /// Also if the two gradients differ in format.
+    /// Also if the two gradients have different formats.
     pub fn commit_then_speculate<M: Moment>(
         self,
         pending: AdamStep,
@@ -363,10 +363,10 @@ impl fmt::Display for AdamKernels {
     }
 }
 
-/// What memory and cache exchange.
+/// Size of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Elements of a block: a whole number of lines in every format.
+/// Elements of a block: a whole number of cache lines in every format.
 const BLOCK: usize = 32;
 
 #[derive(Clone, Copy)]
@@ -393,7 +393,7 @@ fn spans<M: Moment>(state: &AdamState<'_, M>) -> [ArraySpan; 3] {
     [ArraySpan::of(state.params), ArraySpan::of(state.m), ArraySpan::of(state.v)]
 }
 
-/// What a pass works on, in registers when the compiler has enough of them: results leave it a line at a time.
+/// Working data of a pass, in registers if the compiler has enough of them. Results are stored one cache line at a time.
 #[repr(align(64))]
 struct AdamBlock<M, O> {
     first: usize,
@@ -404,14 +404,14 @@ struct AdamBlock<M, O> {
 }
 
 impl<M: Moment, O: Element> AdamBlock<M, O> {
-    /// The elements `at` of the state, at most a block.
+    /// Loads the elements `at` of the state, at most a block.
     #[inline(always)]
     fn load(access: PassAccess, state: &AdamState<'_, M>, at: &Range<usize>) -> Self {
         let (params, m, v) = (access.head(state.params, at), access.head(state.m, at), access.head(state.v, at));
         Self { first: state.first.wrapping_add(at.start), params, m, v, out: [O::from_f32(0.0); BLOCK] }
     }
 
-    /// The first `elems` elements and room for their working weights.
+    /// The first `elems` elements, and memory for their working weights.
     #[inline(always)]
     fn room(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
         let Self { first, params, m, v, out } = self;
@@ -431,24 +431,24 @@ impl<M: Moment, O: Element> AdamBlock<M, O> {
     }
 }
 
-/// What leaves a line at a time.
+/// Data aligned to cache lines.
 #[repr(align(64))]
 struct LineAligned<T>(T);
 
-/// How a pass reaches memory.
+/// Memory access of a pass.
 #[derive(Clone, Copy)]
 struct PassAccess {
-    /// One that the CPU has.
+    /// Supported by the CPU.
     isa: Isa,
     stream_state: bool,
     stream_out: bool,
     prefetch_elems: usize,
-    /// Whether the block goes through [`Lifting`]; a constant where passes run.
+    /// Whether the block goes through [`Lifting`]; a constant inside the passes.
     careful: bool,
 }
 
 impl PassAccess {
-    /// The elements `at`; asks for those that are due later.
+    /// The elements `at`; prefetches later elements.
     #[inline(always)]
     fn read<'a, T>(self, array: &'a [T], at: &Range<usize>) -> &'a [T] {
         if self.prefetch_elems > 0 {
@@ -474,7 +474,7 @@ impl PassAccess {
         self.write(self.stream_out, &mut out[at.clone()], &block.0);
     }
 
-    /// Fills `to` from the beginning of `block`; a whole block, aligned to lines, if it `streams`.
+    /// Fills `to` from the beginning of `block`. If it `streams`, `to` must be a whole block, aligned to cache lines.
     #[inline(always)]
     fn write<T: Element>(self, streams: bool, to: &mut [T], block: &[T; BLOCK]) {
         if !streams {
@@ -483,7 +483,7 @@ impl PassAccess {
         let (to, from) = (bytemuck::cast_slice_mut::<T, StoreLine>(to), block.as_ptr().cast::<StoreLine>());
         assert!(size_of_val(to) <= size_of_val(block));
         for (i, to) in to.iter_mut().enumerate() {
-            // SAFETY: the block has at least as many lines as `to`; the CPU has the instruction set.
+            // SAFETY: the block has at least as many lines as `to`; the CPU supports the instruction set.
             unsafe { shells::stream(self.isa, to, from.add(i)) };
         }
     }
@@ -496,7 +496,7 @@ struct StoreLine([u8; LINE_BYTES]);
 mod blocks;
 mod lifting;
 
-// How a pass comes to run on an instruction set, and what is written by hand for it.
+// The shells that run a pass on an instruction set, and their hand-written parts.
 #[cfg(not(all(feature = "grace-adam", target_arch = "x86_64")))]
 #[path = "simd/plain.rs"]
 mod plain;
@@ -521,10 +521,10 @@ mod tests {
     #[cfg(all(feature = "grace-adam", target_arch = "x86_64"))]
     mod watched;
 
-    /// One pass's inputs, and its outputs in the same place.
+    /// Inputs of one pass; its outputs overwrite them.
     #[derive(Clone)]
     struct Case<M, G, O> {
-        /// Place in the flat order.
+        /// Index in the flat order.
         first: usize,
         params: Vec<f32>,
         m: Vec<M>,
@@ -573,7 +573,7 @@ mod tests {
         }
     }
 
-    /// So that places in the flat order pass 2^32 in a case.
+    /// Chosen so that indices in the flat order cross 2^32 within a case.
     const FIRST: usize = (1 << 32) - 50;
 
     impl<M: Moment, G: Element, O: Element> Case<M, G, O> {
@@ -601,8 +601,8 @@ mod tests {
             }
         }
 
-        /// Runs `pass` on copies of the arrays that begin `offsets` (state, weights) elements after a line, and sees that
-        /// nothing around them changes.
+        /// Runs `pass` on copies of the arrays that begin `offsets` (state, weights) elements after a cache line, and checks that the
+        /// memory around them is unchanged.
         fn by_kernels(&mut self, kernels: AdamKernels, pass: Pass, steps: (AdamStep, AdamStep), offsets: [usize; 2]) {
             let Self { first, params, m, v, grads, pending_grads, out } = self;
             let (mut masters, mut weights) = (Placed::new(params, offsets[0]), Placed::new(out, offsets[1]));
@@ -639,7 +639,7 @@ mod tests {
     }
 
     impl<T: Element> Placed<T> {
-        /// `values`, beginning `offset` elements after a line.
+        /// Copies `values` so that they begin `offset` elements after a cache line.
         fn new(values: &[T], offset: usize) -> Self {
             let per_line = LINE_BYTES / size_of::<T>();
             let mut buffer = vec![T::from_f32(7.0); 2 * per_line + offset + values.len()];

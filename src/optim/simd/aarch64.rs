@@ -1,9 +1,9 @@
 //! Vector shells for aarch64.
 //!
-//! In SVE's shell the compiler takes vectors of any length for the passes that write 16-bit weights. It rates a square root of such
-//! a vector dearer than one of 128 bits, so that passes with nothing to narrow (`commit`, `inverse`, fp32 weights) may stay with
-//! those, which is all that Grace has. BFCVT would not help: its NaN is not the specification's, and repairing that takes about as
-//! many instructions as rounding in integers does.
+//! In the SVE shell the compiler uses scalable vectors for the passes that write 16-bit weights. It assigns a square root of a scalable
+//! vector a higher cost than one of a 128-bit vector. Passes without 16-bit results (`commit`, `inverse`, fp32 weights) may therefore stay
+//! with 128-bit vectors, which is the vector length of Grace. BFCVT would not help: its NaN is not the specification's, and correcting it
+//! takes about as many instructions as rounding with integers.
 
 pub(super) use super::plain::{denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, stream, underflow_noted};
 use super::{AdamKernels, Isa};
@@ -20,20 +20,20 @@ pub(super) fn runs(isa: Isa) -> bool {
     }
 }
 
-/// No vector length is known here that blocks could be cut for, and none need be: these CPUs notice that whole lines are
+/// The vector length is unknown, so there is no suitable block size, and blocks are not necessary: these CPUs detect that whole lines are
 /// overwritten and do not read them first (Arm Neoverse V2 technical reference manual, "write streaming mode").
 pub(super) const WHOLE: bool = true;
 
 impl AdamKernels {
-    /// Inlines `pass` into the shell; its argument is a constant there.
+    /// Inlines `pass` into the shell, where its argument is a constant.
     #[inline]
     pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
         match self.isa {
-            // SAFETY: `AdamKernels::new` saw that the CPU has these features.
+            // SAFETY: `AdamKernels::new` checked that the CPU has these features.
             Isa::Neon => unsafe { neon(pass) },
             // SAFETY: as above.
             Isa::Sve2 => unsafe { sve2(pass) },
-            // `runs` lets nothing else pass.
+            // `runs` accepts no other instruction set.
             _ => pass(Isa::Scalar),
         }
     }

@@ -1,14 +1,14 @@
-//! How a pass runs block by block.
+//! Execution of a pass block by block.
 
 use super::lifting::DenormalWatch;
 use super::{AdamKernels, ArraySpan, BLOCK, Isa, LINE_BYTES, PassAccess, Stores, shells};
 use std::ops::Range;
 
 impl AdamKernels {
-    /// Runs `pass`, which returns whether it was careful and met small numbers, block by block over `elems` elements of `arrays`. Blocks
-    /// begin where all that is `written` begins lines, if such elements exist.
+    /// Runs `pass` block by block over `elems` elements of `arrays`; `pass` returns whether it was careful and found small numbers. Blocks
+    /// begin where all `written` arrays begin a cache line, if there are such elements.
     ///
-    /// Careful blocks run in a function of their own: beside them the compiler makes worse of the ordinary ones.
+    /// Careful blocks run in a separate function, because beside them the compiler generates worse code for ordinary blocks.
     #[inline(always)]
     pub(super) fn run_blocks<S, const W: usize>(
         self,
@@ -43,7 +43,7 @@ impl AdamKernels {
         shells::fence();
     }
 
-    /// Access to arrays that begin blocks where they begin `lines`, or elsewhere.
+    /// Memory access for blocks; `lines` says whether they begin at cache lines.
     #[inline(always)]
     fn access(self, isa: Isa, lines: bool) -> PassAccess {
         let lines = lines && isa != Isa::Scalar;
@@ -56,7 +56,7 @@ impl AdamKernels {
         }
     }
 
-    /// Blocks until the CPU makes its note. Returns where the next one begins.
+    /// Runs blocks until the CPU's flags show a denormal number. Returns the beginning of the next block.
     #[inline(always)]
     fn run_ordinary<S>(
         self,
@@ -77,7 +77,7 @@ impl AdamKernels {
         (next, arrays)
     }
 
-    /// Blocks that are looked at, until none is expected to be small. Returns where the next one begins.
+    /// Runs blocks with checks until no small block is expected. Returns the beginning of the next block.
     #[inline(always)]
     fn run_careful<S>(
         self,

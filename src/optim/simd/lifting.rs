@@ -1,10 +1,10 @@
 //! Denormal moments and gradients at the speed of normal ones.
 //!
-//! x86-64 cores multiply denormal numbers in microcode, ten times and more slower than normal ones: a moment that gets no gradient decays
-//! until it is denormal, and stays so. The CPU notes denormal operands and underflows. A pass asks for the note after each
-//! [`DenormalWatch::ELEMS`] elements, and looks at the magnitudes of every block while there is one; a block of small numbers is stepped by
-//! [`LiftedStep`], whose bits are the specification's. Nothing depends on the note but time. Arm's vectors take denormal numbers at full
-//! speed and need none of this.
+//! x86-64 cores multiply denormal numbers in microcode, more than ten times slower than normal numbers. A moment without gradients decays
+//! until it is denormal, and stays denormal. The CPU sets flags for denormal operands and underflows. A pass reads the flags after each
+//! [`DenormalWatch::ELEMS`] elements, and checks the magnitudes of every block while a flag is set. A block of small numbers is stepped by
+//! [`LiftedStep`], with the bits of the specification. The flags affect only the time. Arm's vectors process denormal numbers at full speed
+//! and need none of this.
 
 use super::{BLOCK, Isa, shells};
 use crate::dtype::Element;
@@ -12,11 +12,12 @@ use crate::optim::adam::{AdamState, AdamStep};
 use crate::optim::lifted_step::{LiftedStep, Numbers};
 use crate::optim::moments::Moment;
 
-/// Decides in which spans of a pass blocks are looked at one by one: from where the CPU noted a denormal operand or an underflow, until
-/// several spans had no small block. The note stays until then, and so the thread's next pass begins as this one ended.
+/// Decides for which spans of a pass blocks are checked individually: from the span in which the CPU set a flag for a denormal operand or
+/// an underflow, until several spans had no small block. The flag is cleared only then, so the thread's next pass begins in the state in
+/// which this one ended.
 #[derive(Clone, Copy)]
 pub(super) struct DenormalWatch {
-    /// The specification itself needs no watch.
+    /// With `Isa::Scalar`, the specification runs without a watch.
     isa: Isa,
     spans_left: u32,
 }
@@ -25,7 +26,7 @@ impl DenormalWatch {
     /// Elements of a span.
     pub(super) const ELEMS: usize = 64 * BLOCK;
 
-    /// Spans without a small block after which none is expected.
+    /// Number of spans without a small block after which checking ends.
     const SPANS: u32 = 8;
 
     #[inline(always)]
@@ -35,13 +36,13 @@ impl DenormalWatch {
         watch
     }
 
-    /// Whether blocks of the next span are looked at.
+    /// Whether blocks of the next span are checked.
     #[inline(always)]
     pub(super) fn is_careful(self) -> bool {
         self.spans_left > 0
     }
 
-    /// Begins to look if the CPU made its note.
+    /// Begins checking if the CPU's flags are set.
     #[inline(always)]
     pub(super) fn ask(&mut self) {
         if self.isa != Isa::Scalar && shells::denormals_noted() {
@@ -49,7 +50,7 @@ impl DenormalWatch {
         }
     }
 
-    /// Ends a span that was looked at.
+    /// Ends a span with checks.
     #[inline(always)]
     pub(super) fn saw(&mut self, small: bool) {
         self.spans_left = if small { Self::SPANS } else { self.spans_left - 1 };
@@ -59,7 +60,7 @@ impl DenormalWatch {
     }
 }
 
-/// The passes of [`adam`](crate::optim::adam) on a block that may hold small numbers. Each returns whether it did.
+/// The passes of [`adam`](crate::optim::adam) on a block that may contain small numbers. Each returns whether it did.
 #[derive(Clone, Copy)]
 pub(super) struct Lifting(LiftedStep);
 
@@ -105,7 +106,7 @@ impl Lifting {
     #[inline(always)]
     fn stepped<M: Moment, G: Element>(&self, isa: Isa, state: &AdamState<'_, M>, grads: &[G]) -> (Numbers<BLOCK>, bool) {
         let mut numbers = Numbers::of(state, grads);
-        // SAFETY: the instruction set of a pass is one that the CPU has.
+        // SAFETY: the CPU supports the instruction set of the pass.
         let small = unsafe { shells::lifted(isa, &self.0, &mut numbers) };
         (numbers, small)
     }

@@ -1,4 +1,4 @@
-//! Memory without hints.
+//! Memory access without hints, for targets without hand-written stores.
 
 use super::{BLOCK, Isa, StoreLine};
 use crate::optim::lifted_step::{LiftedStep, Numbers};
@@ -7,7 +7,7 @@ use crate::optim::lifted_step::{LiftedStep, Numbers};
 /// `from` points to a line.
 #[inline(always)]
 pub(super) unsafe fn stream(_: Isa, to: &mut StoreLine, from: *const StoreLine) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller upholds the contract.
     *to = unsafe { *from };
 }
 
@@ -18,7 +18,7 @@ pub(super) fn fence() {}
 pub(super) fn prefetch(_: *const StoreLine) {}
 
 /// # Safety
-/// None is needed.
+/// There are no requirements.
 #[inline(always)]
 pub(super) unsafe fn lifted(_: Isa, step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
     step.apply(block)

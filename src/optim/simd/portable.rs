@@ -1,4 +1,4 @@
-//! No vector shells: the feature is off, or nobody wrote any for this architecture.
+//! No vector shells: the feature is off, or there are none for this architecture.
 
 pub(super) use super::plain::{denormals_noted, fence, forget_denormals, forget_underflow, lifted, prefetch, stream, underflow_noted};
 use super::{AdamKernels, Isa};
@@ -9,7 +9,7 @@ pub(super) fn runs(isa: Isa) -> bool {
     isa == Isa::Scalar
 }
 
-/// The specification as it stands.
+/// Passes run over whole slices.
 pub(super) const WHOLE: bool = true;
 
 impl AdamKernels {

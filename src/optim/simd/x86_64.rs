@@ -1,7 +1,7 @@
 //! Vector shells for x86-64.
 //!
-//! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is left alone: it takes denormals for zero, so its bits are not the
-//! specification's. The conversion by integers hides behind memory.
+//! AVX-512's own conversion to bfloat16 (`VCVTNEPS2BF16`) is not used: it treats denormals as zero, so its bits are not the
+//! specification's. The time of the conversion by integers is hidden by memory access.
 
 use super::{AdamKernels, BLOCK, Isa, StoreLine};
 use crate::optim::lifted_step::{LiftedStep, Numbers};
@@ -27,19 +27,19 @@ pub(super) fn runs(isa: Isa) -> bool {
     }
 }
 
-/// Blocks leave registers a line at a time, past the caches if so asked.
+/// Passes run in blocks, whose results are stored one cache line at a time, with non-temporal stores if selected.
 pub(super) const WHOLE: bool = false;
 
 impl AdamKernels {
-    /// Inlines `pass` into the shell; its argument is a constant there.
+    /// Inlines `pass` into the shell, where its argument is a constant.
     #[inline]
     pub(super) fn run<R>(self, pass: impl FnOnce(Isa) -> R) -> R {
         match self.isa {
-            // SAFETY: `AdamKernels::new` saw that the CPU has these features.
+            // SAFETY: `AdamKernels::new` checked that the CPU has these features.
             Isa::Avx2 => unsafe { avx2(pass) },
             // SAFETY: as above.
             Isa::Avx512 => unsafe { avx512(pass) },
-            // `runs` lets nothing else pass.
+            // `runs` accepts no other instruction set.
             _ => pass(Isa::Scalar),
         }
     }
@@ -55,14 +55,14 @@ fn avx512<R>(pass: impl FnOnce(Isa) -> R) -> R {
     pass(Isa::Avx512)
 }
 
-/// [`LiftedStep::apply`], in a function of its own for each instruction set: formats of arrays multiply no code.
+/// [`LiftedStep::apply`], as a separate function for each instruction set, so that it is not compiled for every combination of formats.
 ///
 /// # Safety
-/// The CPU has `isa`.
+/// The CPU supports `isa`.
 #[inline(always)]
 pub(super) unsafe fn lifted(isa: Isa, step: &LiftedStep, block: &mut Numbers<BLOCK>) -> bool {
     match isa {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         Isa::Avx2 => unsafe { avx2_lifted(step, block) },
         // SAFETY: as above.
         Isa::Avx512 => unsafe { avx512_lifted(step, block) },
@@ -91,18 +91,18 @@ const UNDERFLOW: u32 = 1 << 4;
 #[inline(always)]
 fn status() -> u32 {
     let mut status = 0u32;
-    // SAFETY: every x86-64 CPU has this register, and there is room for it.
+    // SAFETY: every x86-64 CPU has this register, and `status` has its size.
     unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut status, options(nostack, preserves_flags)) };
     status
 }
 
-/// Whether the CPU has met a denormal operand or an underflow since [`forget_denormals`].
+/// Whether the CPU's flags show a denormal operand or an underflow since [`forget_denormals`].
 #[inline(always)]
 pub(super) fn denormals_noted() -> bool {
     status() & (DENORMAL | UNDERFLOW) != 0
 }
 
-/// Whether the CPU has met an underflow since [`forget_underflow`] or [`forget_denormals`].
+/// Whether the CPU's flags show an underflow since [`forget_underflow`] or [`forget_denormals`].
 #[inline(always)]
 pub(super) fn underflow_noted() -> bool {
     status() & UNDERFLOW != 0
@@ -121,18 +121,18 @@ pub(super) fn forget_underflow() {
 #[inline(always)]
 fn forget(flags: u32) {
     let status = status() & !flags;
-    // SAFETY: only flags of exceptions change, as they may in an assembly block.
+    // SAFETY: only exception flags change, which an assembly block may change.
     unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const status, options(nostack, readonly)) };
 }
 
-/// Writes a line past the caches; [`fence`] makes it visible.
+/// Writes a line with non-temporal stores; [`fence`] makes it visible.
 ///
 /// # Safety
-/// The CPU has `isa`, and `from` points to a line.
+/// The CPU supports `isa`, and `from` points to a line.
 #[inline(always)]
 pub(super) unsafe fn stream(isa: Isa, to: &mut StoreLine, from: *const StoreLine) {
     let to: *mut StoreLine = to;
-    // SAFETY: the caller's promise; a line is aligned for every vector.
+    // SAFETY: the caller upholds the contract; a line is aligned for every vector.
     unsafe {
         match isa {
             Isa::Avx2 => {
@@ -146,14 +146,14 @@ pub(super) unsafe fn stream(isa: Isa, to: &mut StoreLine, from: *const StoreLine
     }
 }
 
-/// Orders the stores of [`stream`] before everything that follows.
+/// Orders the stores of [`stream`] before all later memory accesses.
 #[inline(always)]
 pub(super) fn fence() {
     // SAFETY: every x86-64 CPU has this instruction.
     unsafe { _mm_sfence() };
 }
 
-/// Asks for a line, which may lie anywhere.
+/// Prefetches a line, at any address.
 #[inline(always)]
 pub(super) fn prefetch(line: *const StoreLine) {
     // SAFETY: a prefetch reads nothing and never faults.

@@ -1,4 +1,4 @@
-//! Random vectors, by the million when asked: every instruction set against the specification, bit for bit.
+//! Random vectors, by the million in campaigns: every instruction set against the specification, bit for bit.
 
 use super::*;
 use crate::optim::samples::{bewildered, even, faint, same};
@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 mod results;
 
 impl<M: Moment, G: Element, O: Element> Case<M, G, O> {
-    /// Mostly short, for the tails are where vector code errs; a third of them wild, a third of ordinary sizes, which round, and a third
-    /// so small that fp32 has denormal numbers for most.
+    /// Mostly short vectors, because vector code is most error-prone at tails. One third are wild, one third have ordinary magnitudes,
+    /// which round, and one third are so small that most numbers are denormal in fp32.
     fn random(rng: &mut ChaCha8Rng) -> Self {
         let longest = if rng.next_u32().is_multiple_of(32) { 300 } else { 48 };
         let (len, kind) = (rng.next_u32() as usize % longest, rng.next_u32() % 3);
@@ -33,7 +33,7 @@ impl<M: Moment, G: Element, O: Element> Case<M, G, O> {
         Self { first: rng.next_u64() as usize, params, m, v, grads, pending_grads, out: narrowed(out) }
     }
 
-    /// Bits in which each of `isas` differs from the specification after `pass`.
+    /// Number of bits in which each of `isas` differs from the specification after `pass`.
     fn mismatched_bits(&self, pass: Pass, steps: (AdamStep, AdamStep), isas: &[Isa], rng: &mut ChaCha8Rng) -> Vec<u64> {
         let mut golden = self.clone();
         golden.by_specification(pass, steps);
@@ -73,10 +73,10 @@ fn random_steps(rng: &mut ChaCha8Rng) -> (AdamStep, AdamStep) {
     (pending, next)
 }
 
-/// Puts one vector through every pass, adds the bits in which the `isas` differ, and returns the vector's length.
+/// Runs one vector through every pass, adds the number of bits in which the `isas` differ, and returns the vector's length.
 type Compare = fn(&[Isa], &mut Mismatches, &mut ChaCha8Rng) -> usize;
 
-/// By pass and instruction set.
+/// Mismatched bits by pass and instruction set.
 type Mismatches = [Vec<u64>; PASSES.len()];
 
 const COMPARE: [Compare; 18] = [
@@ -109,17 +109,17 @@ fn compare_one<M: Moment, G: Element, O: Element>(isas: &[Isa], mismatches: &mut
     case.grads.len()
 }
 
-/// Length of SVE's vectors, where there are any.
+/// Length of SVE's vectors, if the CPU has SVE.
 fn sve_bits() -> Option<u64> {
-    /// As in linux/prctl.h.
+    /// Constant of linux/prctl.h.
     const PR_SVE_GET_VL: libc::c_int = 51;
-    // SAFETY: asks for a number.
+    // SAFETY: the call only returns a number.
     let answer = unsafe { libc::prctl(PR_SVE_GET_VL) };
     u64::try_from(answer).ok().map(|answer| 8 * (answer & 0xffff))
 }
 
-/// `SUPEROFFLOAD_VECTORS=1000000 cargo test --release --lib random_vectors` runs the long campaign and records it, and with
-/// `tests/aarch64/cargo.sh` in place of `cargo` that of an Arm CPU. Each vector goes through every pass.
+/// `SUPEROFFLOAD_VECTORS=1000000 cargo test --release --lib random_vectors` runs the long campaign and records it; with
+/// `tests/aarch64/cargo.sh` instead of `cargo` it runs on an Arm CPU. Each vector goes through every pass.
 #[test]
 fn random_vectors_agree_with_the_specification() {
     let asked: Option<u64> = std::env::var("SUPEROFFLOAD_VECTORS").ok().map(|n| n.parse().unwrap());

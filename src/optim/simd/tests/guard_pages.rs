@@ -1,4 +1,4 @@
-//! Slices that touch pages nobody may touch: a pass that reads or writes one element too far dies.
+//! Slices next to inaccessible pages: a pass that reads or writes one element too far crashes.
 
 use super::*;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
@@ -7,10 +7,10 @@ use std::marker::PhantomData;
 use std::num::NonZeroUsize;
 use std::ptr::NonNull;
 
-/// At least as large as any page, and a multiple of every size of page.
+/// At least the size of any page, and a multiple of all page sizes.
 const PAGE: usize = 65536;
 
-/// Which end of the slice touches a guard page.
+/// The end of the slice that touches a guard page.
 #[derive(Clone, Copy, Debug)]
 enum Touching {
     First,
@@ -29,7 +29,7 @@ impl<T: Element> Guarded<T> {
     fn new(values: &[T], touching: Touching) -> Self {
         assert!(size_of_val(values) <= PAGE);
         let bytes = NonZeroUsize::new(3 * PAGE).unwrap();
-        // SAFETY: new memory, of which only the middle may be accessed.
+        // SAFETY: new memory; only its middle may be accessed.
         let mapping = unsafe {
             let mapping = mmap_anonymous(None, bytes, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE).unwrap();
             mprotect(mapping.byte_add(PAGE), PAGE, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE).unwrap();
@@ -45,7 +45,7 @@ impl<T: Element> Guarded<T> {
     }
 
     fn slice(&mut self) -> &mut [T] {
-        // SAFETY: within the page that may be accessed, aligned because pages are, zeroed at first, and borrowed as `self` is.
+        // SAFETY: inside the accessible page, aligned because pages are aligned, initially zero, and borrowed with `self`.
         unsafe { std::slice::from_raw_parts_mut(self.mapping.byte_add(self.start).cast().as_ptr(), self.elems) }
     }
 }

@@ -1,9 +1,9 @@
-//! Passes whose first blocks are ordinary and whose last have denormal moments, with and without a note of the CPU at the beginning.
+//! Passes with ordinary blocks first and denormal moments last, with and without a CPU flag at the beginning.
 
 use super::*;
 use crate::optim::simd::lifting::DenormalWatch;
 
-/// Lets the CPU note an underflow, or forget it.
+/// Makes the CPU set or clear its underflow flag.
 fn prepare(noted: bool) {
     shells::forget_denormals();
     if noted {
