@@ -1,7 +1,7 @@
-//! Number formats and the one definition of their conversions.
+//! Number formats and the definition of their conversions.
 //!
-//! Every device and instruction set must agree with these to the bit: widening is exact, narrowing rounds to the
-//! nearest even value, subnormals are kept, and every NaN narrows to one quiet NaN (what the PTX casts produce).
+//! Every device and instruction set must agree with these conversions bit for bit. Widening is exact, narrowing rounds to the nearest even
+//! value, subnormals are kept, and every NaN narrows to the same quiet NaN, as in the PTX casts.
 
 mod fp8;
 
@@ -37,7 +37,7 @@ impl Dtype {
         }
     }
 
-    /// Whether a number takes 8 bits, and so belongs to a scale.
+    /// Whether the format has 8 bits, so that its numbers have a scale.
     pub(crate) const fn is_fp8(self) -> bool {
         matches!(self, Self::Float8E4m3 | Self::Float8E5m2)
     }
@@ -58,11 +58,11 @@ impl fmt::Display for Dtype {
 
 /// A float format that kernels load into and store from `f32`.
 pub trait Element: bytemuck::Pod + Send + Sync + fmt::Debug + PartialEq + 'static {
-    /// The run-time name of this format.
+    /// This format as a [`Dtype`].
     const DTYPE: Dtype;
-    /// Widen: exact.
+    /// Widens exactly.
     fn to_f32(self) -> f32;
-    /// Narrow: nearest even, subnormals kept, NaN becomes the canonical quiet NaN.
+    /// Narrows: rounds to nearest even, keeps subnormals, and turns NaN into the canonical quiet NaN.
     fn from_f32(x: f32) -> Self;
 }
 
@@ -94,8 +94,8 @@ impl Element for bf16 {
 
 impl Element for f16 {
     const DTYPE: Dtype = Dtype::Float16;
-    // Integer-only, branch-free after selects, so that the compiler turns loops over it into vector code on every
-    // instruction set. The subnormal halves go through one exact float subtraction or addition.
+    // Integer operations and selects without branches, so that the compiler vectorises loops over these conversions for every instruction
+    // set. Subnormals take one exact float subtraction or addition.
     #[inline(always)]
     fn to_f32(self) -> f32 {
         let h = self.to_bits() as u32;
@@ -118,7 +118,7 @@ impl Element for f16 {
         let bits = x.to_bits();
         let sign = ((bits >> 16) & 0x8000) as u16;
         let magnitude = bits & 0x7fff_ffff;
-        // Rounding to a half subnormal is what adding 2^-1 (ulp 2^-24) does in float arithmetic.
+        // Adding 2^-1 (ulp 2^-24) in float arithmetic rounds to a subnormal of float16.
         let magic = f32::from_bits(126 << 23);
         let subnormal = (f32::from_bits(magnitude.min(113 << 23)) + magic).to_bits().wrapping_sub(126 << 23);
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
@@ -136,7 +136,7 @@ impl Element for f16 {
     }
 }
 
-/// Index of the first value that is infinite or NaN. One pass of vector instructions while there is none.
+/// Index of the first value that is infinite or NaN. Without such a value this is one vectorised pass.
 pub(crate) fn first_nonfinite(values: &[f32]) -> Option<usize> {
     let exponents = values.iter().fold(0, |largest, x| (x.to_bits() & f32::INFINITY.to_bits()).max(largest));
     if exponents == f32::INFINITY.to_bits() { values.iter().position(|x| !x.is_finite()) } else { None }
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn narrowing_rounds_to_nearest_even_as_the_library_does() {
-        // Every upper half with the lower halves that decide rounding, and a stride through all the rest.
+        // Every upper half with the lower halves that decide rounding, and a stride through all remaining bit patterns.
         let edges = [0u32, 1, 0x0fff, 0x1000, 0x1001, 0x1fff, 0x7fff, 0x8000, 0x8001, 0xffff];
         let upper = (0..=0xffffu32).flat_map(|u| edges.map(|l| (u << 16) | l));
         for bits in upper.chain((0..u32::MAX).step_by(4099)) {

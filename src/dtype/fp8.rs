@@ -1,5 +1,5 @@
-//! The two formats of 8 bits, as OCP and the GPUs define them: E4M3 without infinities, up to 448, and E5M2, the upper half of a float16.
-//! Values beyond the largest number become that number.
+//! The two 8-bit formats as defined by OCP and implemented by GPUs: E4M3 without infinities, up to 448, and E5M2, the upper half of a
+//! float16. Values beyond the largest number are rounded to it.
 
 use super::{Dtype, Element};
 use half::f16;
@@ -14,7 +14,7 @@ pub struct E4m3(pub u8);
 #[repr(transparent)]
 pub struct E5m2(pub u8);
 
-/// The one NaN of both formats.
+/// The canonical NaN of both formats.
 const NAN: u8 = 0x7f;
 /// All bits but the sign.
 const MAGNITUDE: u8 = 0x7f;
@@ -49,8 +49,8 @@ impl Element for E5m2 {
     }
 }
 
-/// `x` in a format of so many bits of `MANTISSA`, whose exponents are `BIAS` less than those of `f32`, and whose largest number is `LARGEST`.
-/// Rounding to a subnormal is what adding a power of two does whose last place is the format's smallest number.
+/// Rounds `x` to a format with `MANTISSA` mantissa bits, an exponent bias `BIAS` less than that of `f32`, and the largest number `LARGEST`.
+/// To round to a subnormal, the function adds a power of two with an ulp equal to the format's smallest number.
 #[inline(always)]
 fn narrow<const MANTISSA: u32, const BIAS: u32, const LARGEST: u8>(x: f32) -> u8 {
     let bits = x.to_bits();
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
     use half::bf16;
 
-    /// The numbers of a format that are not negative, in ascending order, by their definition.
+    /// The non-negative numbers of a format in ascending order, by definition.
     fn numbers(mantissa_bits: i32, bias: i32, largest: u8) -> Vec<f64> {
         let of = |bits: u8| {
             let (exponent, mantissa) = (i32::from(bits >> mantissa_bits), f64::from(bits & ((1 << mantissa_bits) - 1)));
@@ -79,7 +79,7 @@ mod tests {
         (0..=largest).map(of).collect()
     }
 
-    /// The place of the number nearest to `x`, of two the even one; the last one for all beyond.
+    /// Index of the number nearest to `x`; ties go to the even index, and values beyond the last number to the last.
     fn nearest(numbers: &[f64], x: f64) -> u8 {
         let above = numbers.partition_point(|number| *number < x);
         let Some(high) = numbers.get(above) else { return (numbers.len() - 1) as u8 };
@@ -96,7 +96,7 @@ mod tests {
                 assert_eq!((f64::from(x.to_f32()), T::from_f32(x.to_f32())), (want, x), "{:#x}", bits | sign);
             }
         }
-        // Every bf16, and what lies beside the middle of two numbers.
+        // Every bf16, and the neighbours of the midpoint of each pair of numbers.
         let halves = (0..=u16::MAX).map(|bits| Element::to_f32(bf16::from_bits(bits)));
         let middles = numbers.windows(2).map(|pair| ((pair[0] + pair[1]) / 2.0) as f32);
         let beside = middles.flat_map(|x| [x.next_down(), x, x.next_up()]);
