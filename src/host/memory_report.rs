@@ -18,7 +18,7 @@ pub struct MemoryReport {
     pub nodes: Vec<NodeBytes>,
     /// Nodes to which the memory is bound; empty if there is only one node.
     pub bound_to: Vec<usize>,
-    /// Notes on page sizes that are not available.
+    /// Notes on pages and nodes that are not available.
     pub(crate) notes: Vec<String>,
 }
 

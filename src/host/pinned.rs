@@ -309,7 +309,7 @@ impl HostMemory {
                 .populate(range.clone())
                 .map_err(|e| Error::resource(format!("fault in {} of host memory for {name}", Bytes(bytes as u64)), e))?;
             if align > 1 {
-                // Advice as well; the granted pages are reported.
+                // Collapsing is advice as well; the granted pages are reported.
                 let _ = block.collapse(range);
             }
             Ok(())

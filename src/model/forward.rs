@@ -233,7 +233,7 @@ impl Model {
         self.rotate(dev, layer, out, false)
     }
 
-    /// Applies the activation. Experts apply theirs in [`super::moe`].
+    /// Applies the activation of a dense MLP. Experts apply theirs in `MoeLayer::leave`.
     fn activate<D: Kernels>(&self, dev: &mut D, layer: usize, act: &LayerActivations) -> Result<()> {
         let Mlp::Dense(ffn) = self.shape.layers[layer].mlp else { return Ok(()) };
         let (x, out, cell) = (act.mlp_in, act.mlp_act, self.layers[layer].mlp_out.input_scale());

@@ -3,8 +3,8 @@
 //! A step computes in fp32 in both formats, and computes its parameters from moments before rounding; the next step reads the stored
 //! moments. bfloat16 has 8 bits of significand, so a value changes by at least half an ulp, 0.2 to 0.4 %, or not at all. A first moment
 //! moves a tenth of the way to the gradient in each step, and is rounded to nearest. A second moment moves by a thousandth, and rounded to
-//! nearest it would never change. It is therefore rounded stochastically, up with a probability equal to its distance from the value below,
-//! so that its mean is correct.
+//! nearest it would never change. It is therefore rounded stochastically: the probability of rounding up is its distance from the value
+//! below in ulps, so that its mean is correct.
 //!
 //! The random bits are a hash of the step and of the element's index in the flat order, so they do not depend on thread, instruction set,
 //! bucket or device. A value that bfloat16 represents exactly is never changed.

@@ -119,7 +119,7 @@ impl Peers for CpuDevice {
         Err(no_rail())
     }
 
-    /// In tests the key names a [`RailHub`](super::rail::RailHub) of this process.
+    /// In tests the key names a `RailHub` of this process.
     #[cfg(test)]
     fn connect(&mut self, key: &RailKey, _: &[PathBuf]) -> Result<()> {
         let Some(company) = &self.company else { return Err(no_rail()) };

@@ -108,7 +108,8 @@ impl RailStandIn {
         if theirs.state.compare_exchange(posted, self.swaps * 4 + TAKING, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return;
         }
-        // SAFETY: sizes agree. The sender waits for `TAKEN` before its memory is freed or overwritten.
+        // SAFETY: sizes agree. The sender frees or overwrites its memory only after this copy: it waits while the state is `TAKING`, and
+        // cannot withdraw the memory meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, into.addr() as *mut u8, into.bytes()) };
         theirs.state.store(self.swaps * 4 + TAKEN, Ordering::Release);
     }
