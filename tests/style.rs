@@ -2,6 +2,7 @@
 
 mod face;
 mod floors;
+mod prose;
 
 use std::collections::BTreeMap;
 use std::fs;
