@@ -1,4 +1,4 @@
-//! A baton for tests: of all ranks exactly one runs, drawn from a seed whenever one may go on or has nothing to do.
+//! A turn token for tests: exactly one rank runs at a time, drawn from a seed whenever the running rank passes or has nothing to do.
 
 use crate::host::doorbell::Doorbell;
 use rand_chacha::ChaCha8Rng;
@@ -6,15 +6,15 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Passes in a row by ranks with nothing to do, for each rank, after which nobody ever will have.
+/// Consecutive passes by idle ranks, per rank, after which the ranks count as deadlocked.
 const IDLE_PASSES: u64 = 64;
 
-/// Whose turn it is, and how often in a row a rank had nothing to do.
+/// The turn token: the rank that runs, and the number of consecutive idle passes.
 pub(crate) struct Baton {
     seed: u64,
     /// The rank that runs.
     turn: AtomicU64,
-    /// Ranks that take part, a bit each.
+    /// Ranks that take part, as a bit mask.
     present: AtomicU64,
     passes: AtomicU64,
     idle: AtomicU64,
@@ -22,30 +22,30 @@ pub(crate) struct Baton {
 }
 
 impl Baton {
-    /// A baton for the ranks that wait at `bells`; rank 0 has it first.
+    /// A token for the ranks that wait at `bells`. Rank 0 has the first turn.
     pub(crate) fn new(seed: u64, bells: Vec<Arc<Doorbell>>) -> Self {
         let present = AtomicU64::new((1 << bells.len()) - 1);
         Self { seed, turn: AtomicU64::new(0), present, passes: AtomicU64::new(0), idle: AtomicU64::new(0), bells }
     }
 
-    /// Waits for the turn of `rank`, on its thread.
+    /// Blocks the thread of `rank` until it is the turn of `rank`.
     pub(crate) fn take(&self, rank: usize) {
         self.bells[rank].wait_until(|| self.turn.load(Ordering::Acquire) == rank as u64);
     }
 
-    /// Something was done.
+    /// Resets the count of idle passes.
     pub(crate) fn progress(&self) {
         self.idle.store(0, Ordering::Relaxed);
     }
 
-    /// `rank` has done something; who goes on is drawn.
+    /// Ends a turn of `rank` that made progress: draws the next rank and waits for the next turn of `rank`.
     pub(crate) fn pass(&self, rank: usize) {
         self.progress();
         self.draw();
         self.take(rank);
     }
 
-    /// `rank` has nothing to do. False when nobody has had for so long that nobody will: a deadlock.
+    /// Ends an idle turn of `rank`. Returns false after too many consecutive idle passes of all ranks, which means a deadlock.
     pub(crate) fn pass_idle(&self, rank: usize) -> bool {
         if self.idle.fetch_add(1, Ordering::Relaxed) > IDLE_PASSES * self.bells.len() as u64 {
             return false;
@@ -55,14 +55,14 @@ impl Baton {
         true
     }
 
-    /// `rank` is drawn no more. It has its turn once more before that: who draws knows all that have left.
+    /// Removes `rank` from the draw. It waits for its turn first, so that the mask changes only under the token.
     pub(crate) fn leave(&self, rank: usize) {
         self.take(rank);
         self.present.fetch_and(!(1 << rank), Ordering::AcqRel);
         self.draw();
     }
 
-    /// Only who has the baton draws.
+    /// Draws the next rank. Only the rank that has the token calls this.
     fn draw(&self) {
         let present = self.present.load(Ordering::Acquire);
         let ranks: u64 = u64::from(present.count_ones());
@@ -87,7 +87,7 @@ mod tests {
         (0..ranks).map(|_| Arc::default()).collect()
     }
 
-    /// Threads that write down their turns: never two at once, and the same order for the same seed.
+    /// Threads that log their turns. Never do two run at once, and equal seeds give equal orders.
     fn turns(seed: u64) -> Vec<u64> {
         let baton = Baton::new(seed, bells(3));
         let (inside, log): (AtomicU64, Vec<AtomicU64>) = (AtomicU64::new(0), (0..3 * 50).map(|_| AtomicU64::new(0)).collect());

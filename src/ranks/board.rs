@@ -1,9 +1,10 @@
-//! The board: what ranks tell each other, all of it in atomics. A rank writes its own entries, everybody reads all.
+//! The board: progress counters through which ranks coordinate, all of them atomics. A rank writes its own entry, and every rank reads all
+//! entries.
 //!
-//! Counts only go up, from the first step to the last, so that nothing is ever taken back. Whoever has read a count sees what was
-//! done before it was published (release and acquire): an event, in particular, that was recorded before.
+//! Counters only grow, from the first step to the last. They are published with release and read with acquire, so a rank that has read a
+//! counter also sees every write before its publication, for example that an event was recorded.
 //!
-//! Of several processes each has a board: what its own ranks publish it tells the others, who hear it in the same order.
+//! Each process of a run has a board. It sends the publications of its own ranks to the other processes, which apply them in order.
 
 use super::baton::Baton;
 use super::notice::{Audience, Notice, Outbox, TAIL_MAX, Topic};
@@ -14,85 +15,85 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Numbers that a rank tells of a step when it is over.
+/// Number of 64-bit words in a rank's report of a step.
 pub(crate) const AMOUNTS: usize = 14;
 
-/// Numbers that go with an order.
+/// Number of argument words of an order.
 pub(crate) const ORDER_WORDS: usize = 6;
 
-/// What rank 0 finds in the reports of all ranks.
+/// The outcome of a step, which rank 0 derives from the reports of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepOutcome {
     /// Sum of squares of all gradients.
     pub norm_sq: f64,
-    /// Whether one of them is infinite or NaN.
+    /// Whether any gradient is infinite or NaN.
     pub nonfinite: bool,
     /// The step's loss.
     pub loss: f32,
 }
 
-/// What one rank tells.
+/// The counters and reports of one rank.
 #[derive(Debug)]
 struct Entry {
-    /// Gradients of so many buckets are enqueued on its compute stream, and each one's event is recorded.
+    /// Buckets whose gradients are enqueued on the rank's compute stream. The event of each bucket is recorded.
     written: AtomicU64,
-    /// So often it has handed over activations to those that share its sequences, and each time's event is recorded.
+    /// Handovers of activations to the ranks that share its sequences. The event of each handover is recorded.
     handed: AtomicU64,
-    /// So many have been pulled from all others, and the event is recorded.
+    /// Buckets that the rank has pulled from all other ranks. The event of each pull is recorded.
     pulled: AtomicU64,
-    /// The slices of so many buckets of weights have come to it from its namesakes, in all versions, and each one's event is recorded.
+    /// Buckets of weights whose slices arrived from the namesakes, counted over all versions. The event of each arrival is recorded.
     carried: AtomicU64,
-    /// Twice for each module that it fetched: what it carries of the weights has come, and it has pulled what the others of its process have; each
-    /// time's event is recorded.
+    /// Half fetches of modules, two for each module: first the namesakes' slices of the weights arrived, then the rank pulled the slices of
+    /// its process's other ranks. The event of each half is recorded.
     fetched: AtomicU64,
-    /// For each bucket: its weights are final in so many versions, and the event of what writes them is recorded.
+    /// For each bucket, the number of final versions of its weights. The event of the writing operation is recorded.
     settled: Box<[AtomicU64]>,
-    /// So many of its partial sums are on the board.
+    /// Partial sums of the norm that the rank has published.
     partials: AtomicU64,
-    /// The step whose losses and flag are on the board.
+    /// The last step whose losses and non-finite flag the rank has published.
     reported: AtomicU64,
     nonfinite: AtomicBool,
-    /// What it did in its last step.
+    /// The rank's report of its last step.
     amounts: [AtomicU64; AMOUNTS],
-    /// Rows of each expert of each layer in its last step.
+    /// Rows of each expert of each layer in the rank's last step.
     expert_rows: Box<[AtomicU64]>,
-    /// Orders that it has carried out.
+    /// Orders that the rank has carried out.
     done: AtomicU64,
-    /// How often it has come to where all ranks meet, between two steps.
+    /// Arrivals of the rank at the meeting of all ranks between two steps.
     met: AtomicU64,
-    /// When it changed any of these last, by [`now_ns`].
+    /// Time of the rank's last publication, by [`now_ns`].
     published_ns: AtomicU64,
-    /// Its tracks of the timeline, when it has ended.
+    /// The rank's tracks of the timeline, set when the rank ends.
     tracks: OnceLock<Vec<Recorder>>,
 }
 
-/// The other processes, as a board knows them.
+/// The other processes of the run.
 pub(crate) struct Abroad {
-    /// Which process this is.
+    /// Index of this process.
     pub(crate) process: usize,
-    /// Who a process is, in words: by its number. All have as many ranks.
+    /// Display names of the processes, by index. All processes have equally many ranks.
     pub(crate) names: Vec<String>,
     pub(crate) outbox: Arc<dyn Outbox>,
 }
 
 /// The board of one process.
 pub(crate) struct Board {
-    /// One a rank, or rank 0's alone, of which all others are mirror images.
+    /// One entry a rank. A mirrored board has only the entry of rank 0, which stands for all ranks.
     entries: Vec<Entry>,
     bells: Vec<Arc<Doorbell>>,
-    /// The norm's partial sums of all ranks, in flat order, as bits.
+    /// Partial sums of the norm of all ranks, in flat order, as bits.
     partials: Box<[AtomicU32]>,
-    /// The loss of each share, as bits.
+    /// Loss of each gradient share, as bits.
     losses: Box<[AtomicU32]>,
-    /// Norm, loss and flag of the step `outcome_step`.
+    /// Norm, loss and non-finite flag of the step `outcome_step`.
     outcome: [AtomicU64; 3],
     outcome_step: AtomicU64,
-    /// The order given last: how many there were, its number and what goes with it.
+    /// Number of orders given so far, and the code and arguments of the last order.
     orders: AtomicU64,
     order: [AtomicU64; ORDER_WORDS + 1],
-    /// Data that an order is about.
+    /// Data that belongs to an order.
     mail: Box<[AtomicU32]>,
-    /// Who cannot go on, and why.
+    /// The first rank or process that failed, and the cause.
     failure: OnceLock<(String, String)>,
     on_gpus: bool,
     baton: Option<Baton>,
@@ -101,27 +102,27 @@ pub(crate) struct Board {
     abroad: Option<Abroad>,
 }
 
-/// Sizes of a [`Board`].
+/// Dimensions of a [`Board`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sizes {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
-    /// Buckets.
+    /// Number of buckets.
     pub buckets: usize,
-    /// Partial sums of the norm.
+    /// Number of partial sums of the norm.
     pub partials: usize,
-    /// Shares of a step.
+    /// Number of gradient shares of a step.
     pub shares: usize,
-    /// Experts of all layers.
+    /// Number of experts of all layers together.
     pub experts: usize,
-    /// Words of the mail.
+    /// Number of words in the mail.
     pub mail_words: usize,
-    /// Whether each rank is a GPU, and known by it.
+    /// Whether each rank is a GPU, which its display name then includes.
     pub on_gpus: bool,
 }
 
 impl Sizes {
-    /// Bytes that the board takes for numbers whose count depends on the model.
+    /// Bytes of the arrays whose length depends on the model.
     pub fn bytes(&self) -> usize {
         4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * (self.buckets + self.experts)
     }
@@ -131,7 +132,7 @@ fn zeros<T: Default>(count: usize) -> Box<[T]> {
     (0..count).map(|_| T::default()).collect()
 }
 
-/// Whether `count` more after the `first` are among `places`.
+/// Whether `count` elements from `first` on are inside `places`.
 fn fits<T>(places: &[T], first: u64, count: usize) -> bool {
     (places.len() as u64).checked_sub(first).is_some_and(|rest| count as u64 <= rest)
 }
@@ -145,17 +146,17 @@ fn store_long(places: &[AtomicU64], notice: &Notice) {
 }
 
 impl Board {
-    /// An empty board; with `adversary`, a seed, exactly one rank runs at a time.
+    /// An empty board. With `adversary`, a seed, exactly one rank runs at a time.
     pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
         Self::with_entries(sizes.ranks, sizes, adversary)
     }
 
-    /// A board on which all ranks have published what rank 0 has, the only one that is there. Its process has so many `mates`, itself among them.
+    /// A board with rank 0 only, whose entry stands for every rank. Rank 0's process has `mates` ranks, including rank 0.
     pub(crate) fn mirrored(sizes: Sizes, mates: usize) -> Self {
         Self { mates: 0..mates, ..Self::with_entries(1, sizes, None) }
     }
 
-    /// A board of one of several processes.
+    /// A board of one process among several.
     pub(crate) fn linked(sizes: Sizes, abroad: Abroad) -> Self {
         let each = sizes.ranks / abroad.names.len();
         let mates = abroad.process * each..(abroad.process + 1) * each;
@@ -199,7 +200,7 @@ impl Board {
         }
     }
 
-    /// How many ranks meet here.
+    /// Number of ranks of the run.
     pub(crate) fn ranks(&self) -> usize {
         self.bells.len()
     }
@@ -209,28 +210,28 @@ impl Board {
         self.mates.clone()
     }
 
-    /// The ranks of `process`, if there are several.
+    /// The ranks of `process`; of a single process, all ranks.
     fn ranks_of(&self, process: usize) -> Range<usize> {
         let each = self.ranks() / self.abroad.as_ref().map_or(1, |abroad| abroad.names.len());
         process * each..(process + 1) * each
     }
 
-    /// What `rank` tells, or the one of which it is an image.
+    /// The entry of `rank`. On a mirrored board it is the entry of rank 0.
     fn entry(&self, rank: usize) -> &Entry {
         self.entries.get(rank).unwrap_or(&self.entries[0])
     }
 
-    /// How many buckets they have.
+    /// Number of buckets.
     pub(crate) fn buckets(&self) -> u64 {
         self.entries[0].settled.len() as u64
     }
 
-    /// The bell that wakes the driver of `rank`.
+    /// The doorbell that wakes the driver of `rank`.
     pub(crate) fn bell(&self, rank: usize) -> Arc<Doorbell> {
         self.bells[rank].clone()
     }
 
-    /// What decides whose turn it is, in tests.
+    /// The turn token, which only tests have.
     pub(crate) fn baton(&self) -> Option<&Baton> {
         self.baton.as_ref()
     }
@@ -239,18 +240,18 @@ impl Board {
         (0..self.ranks()).filter(move |other| *other != rank)
     }
 
-    /// `rank` has changed its entries.
+    /// Records the time of a publication by `rank` and wakes the other ranks.
     fn ring_others(&self, rank: usize) {
         self.entry(rank).published_ns.store(now_ns(), Ordering::Release);
         self.wake(self.others(rank));
     }
 
-    /// A device of a rank of this process has done something that it did not publish.
+    /// Wakes the ranks of this process after a device made progress that is not published.
     pub(crate) fn ring_mates(&self) {
         self.wake(self.mates());
     }
 
-    /// Lets `ranks` look again; with a baton, who has it next does anyway.
+    /// Wakes `ranks`. With a turn token, the next rank in turn polls by itself.
     fn wake(&self, ranks: impl Iterator<Item = usize>) {
         match &self.baton {
             Some(baton) => baton.progress(),
@@ -258,15 +259,15 @@ impl Board {
         }
     }
 
-    /// Tells other processes what `rank` publishes, if it is one of this process's.
+    /// Sends a publication of `rank` to other processes, if `rank` belongs to this process.
     fn tell(&self, rank: usize, to: Audience, notice: impl FnOnce() -> Notice) {
         if let Some(abroad) = self.abroad.as_ref().filter(|_| self.mates().contains(&rank)) {
             abroad.outbox.tell(to, notice());
         }
     }
 
-    /// As [`Board::tell`], what only ranks of this process can publish, in pieces of `bytes` of `elem_bytes` each: the topic's numbers are
-    /// made of the piece's first element, which lies at `start` and after.
+    /// Sends an array that only ranks of this process publish. The array is sent in pieces; `bytes` is its content, in elements of
+    /// `elem_bytes`, and its first element has index `start`. `notice` builds the message from the index of a piece's first element.
     fn tell_long(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
         for (nth, piece) in bytes.chunks(TAIL_MAX).enumerate() {
             let first = start + nth * (TAIL_MAX / elem_bytes);
@@ -274,20 +275,20 @@ impl Board {
         }
     }
 
-    /// When a rank other than `rank` published last, by [`now_ns`]; 0 before, and from mirror images, which do nothing of their own.
+    /// Time of the last publication by a rank other than `rank`, by [`now_ns`]. 0 before the first one, and on a mirrored board.
     pub(crate) fn published_ns(&self, rank: usize) -> u64 {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != rank);
         others.map(|(_, entry)| entry.published_ns.load(Ordering::Acquire)).max().unwrap_or(0)
     }
 
-    /// One more bucket of `rank` is written; its event is recorded.
+    /// Publishes that `rank` has written one more bucket. The bucket's event must be recorded.
     pub(crate) fn publish_written(&self, rank: usize) {
         self.entry(rank).written.fetch_add(1, Ordering::Release);
         self.tell(rank, Audience::All, || Notice::new(Topic::Written, &[rank as u64]));
         self.ring_others(rank);
     }
 
-    /// Buckets that `rank` has written.
+    /// Number of buckets that `rank` has written.
     pub(crate) fn written(&self, rank: usize) -> u64 {
         self.entry(rank).written.load(Ordering::Acquire)
     }
@@ -297,25 +298,25 @@ impl Board {
         self.mates().all(|rank| self.written(rank) > nth)
     }
 
-    /// `rank` hands over activations once more; the event is recorded. Those that share its sequences are of its process.
+    /// Publishes one more handover of activations by `rank`. Its event must be recorded. Only ranks of one process share sequences.
     pub(crate) fn publish_handed(&self, rank: usize) {
         self.entry(rank).handed.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// How often `rank` has.
+    /// Number of handovers of `rank`.
     pub(crate) fn handed(&self, rank: usize) -> u64 {
         self.entry(rank).handed.load(Ordering::Acquire)
     }
 
-    /// One more bucket of `rank` is pulled; its event is recorded.
+    /// Publishes that `rank` has pulled one more bucket. Its event must be recorded.
     pub(crate) fn publish_pulled(&self, rank: usize) {
         self.entry(rank).pulled.fetch_add(1, Ordering::Release);
         self.tell(rank, Audience::All, || Notice::new(Topic::Pulled, &[rank as u64]));
         self.ring_others(rank);
     }
 
-    /// Buckets that `rank` has pulled.
+    /// Number of buckets that `rank` has pulled.
     pub(crate) fn pulled(&self, rank: usize) -> u64 {
         self.entry(rank).pulled.load(Ordering::Acquire)
     }
@@ -325,46 +326,47 @@ impl Board {
         self.mates().all(|rank| self.pulled(rank) >= count)
     }
 
-    /// The slices of one more bucket of weights have come to `rank` from its namesakes, for all ranks of its process; the event is recorded.
+    /// Publishes that the namesakes' slices of one more bucket of weights have arrived at `rank`. The ranks of its process pull them from
+    /// there. The event must be recorded.
     pub(crate) fn publish_carried(&self, rank: usize) {
         self.entry(rank).carried.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// Of how many buckets the weights have come to every rank of this process from its namesakes, in all versions.
+    /// Number of buckets of weights, over all versions, whose slices have arrived from the namesakes at every rank of this process.
     pub(crate) fn carried_by_all(&self) -> u64 {
         self.mates().map(|rank| self.entry(rank).carried.load(Ordering::Acquire)).min().unwrap_or(0)
     }
 
-    /// `rank` has come half of a fetch further; the event is recorded.
+    /// Publishes one more half fetch of `rank`. Its event must be recorded.
     pub(crate) fn publish_fetched(&self, rank: usize) {
         self.entry(rank).fetched.fetch_add(1, Ordering::Release);
         self.ring_others(rank);
     }
 
-    /// How many halves of fetches `rank` has behind it.
+    /// Number of half fetches that `rank` has completed.
     pub(crate) fn fetched(&self, rank: usize) -> u64 {
         self.entry(rank).fetched.load(Ordering::Acquire)
     }
 
-    /// Whether every rank of this process has at least `count`.
+    /// Whether every rank of this process has completed at least `count` half fetches.
     pub(crate) fn all_fetched(&self, count: u64) -> bool {
         self.mates().all(|rank| self.fetched(rank) >= count)
     }
 
-    /// Version `version` of the weights of the slice of `bucket` that `rank` owns is final; the event of what writes them is recorded.
+    /// Publishes that version `version` of `rank`'s slice of `bucket` is final. The event of the writing operation must be recorded.
     pub(crate) fn publish_settled(&self, rank: usize, bucket: usize, version: u64) {
         self.entry(rank).settled[bucket].store(version, Ordering::Release);
         self.tell(rank, Audience::All, || Notice::new(Topic::Settled, &[rank as u64, bucket as u64, version]));
         self.ring_others(rank);
     }
 
-    /// The version of `bucket` that `rank` has published.
+    /// The last version of its slice of `bucket` that `rank` has published.
     pub(crate) fn settled(&self, rank: usize, bucket: usize) -> u64 {
         self.entry(rank).settled[bucket].load(Ordering::Acquire)
     }
 
-    /// Writes partial sums of the norm from `start` on.
+    /// Writes partial sums of the norm, from index `start` on.
     pub(crate) fn write_partials(&self, start: usize, values: &[f32]) {
         self.partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
         if self.abroad.is_some() {
@@ -373,19 +375,20 @@ impl Board {
         }
     }
 
-    /// `count` more partial sums of `rank` are on the board.
+    /// Publishes `count` more partial sums of `rank`.
     pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
         self.entry(rank).partials.fetch_add(count as u64, Ordering::Release);
         self.tell(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
         self.ring_others(rank);
     }
 
-    /// Partial sums that `rank` has published, in all steps; none of a mirror image, which computes none: they are zeros.
+    /// Number of partial sums that `rank` has published, over all steps. `None` for the ranks that a mirrored board lacks: they compute
+    /// none, and their partial sums are zero.
     pub(crate) fn published_partials(&self, rank: usize) -> Option<u64> {
         self.entries.get(rank).map(|entry| entry.partials.load(Ordering::Acquire))
     }
 
-    /// Reads partial sums from the one at `start` on.
+    /// Reads partial sums from index `start` on.
     pub(crate) fn read_partials(&self, start: usize, values: &mut [f32]) {
         let words = &self.partials[start..start + values.len()];
         values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_bits(word.load(Ordering::Relaxed)));
@@ -398,7 +401,7 @@ impl Board {
         self.abroad.iter().for_each(|abroad| abroad.outbox.tell(Audience::First, notice()));
     }
 
-    /// Losses and flag of `rank` are those of `step`.
+    /// Publishes the losses and the non-finite flag of `rank` for `step`.
     pub(crate) fn publish_report(&self, rank: usize, nonfinite: bool, step: u64) {
         self.entry(rank).nonfinite.store(nonfinite, Ordering::Relaxed);
         self.entry(rank).reported.store(step, Ordering::Release);
@@ -406,13 +409,13 @@ impl Board {
         self.ring_others(rank);
     }
 
-    /// The step that `rank` has reported last.
+    /// The last step that `rank` has reported.
     pub(crate) fn reported(&self, rank: usize) -> u64 {
         self.entry(rank).reported.load(Ordering::Acquire)
     }
 
-    /// Of `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in their order; `None` until every
-    /// rank has told.
+    /// For `step`, whether a gradient of any rank is infinite or NaN, and the sum of the shares' losses in the order of shares. `None`
+    /// until every rank has reported.
     pub(crate) fn reports(&self, step: u64) -> Option<(bool, f32)> {
         let all = (0..self.ranks()).all(|rank| self.reported(rank) >= step);
         let nonfinite = || self.entries.iter().any(|entry| entry.nonfinite.load(Ordering::Relaxed));
@@ -424,7 +427,7 @@ impl Board {
         self.losses.iter().map(|bits| f64::from(f32::from_bits(bits.load(Ordering::Relaxed)))).sum()
     }
 
-    /// What rank 0 found in `step`.
+    /// Publishes the outcome of `step`, which rank 0 computed.
     pub(crate) fn publish_outcome(&self, step: u64, outcome: StepOutcome) {
         let words = [outcome.norm_sq.to_bits(), u64::from(outcome.loss.to_bits()), u64::from(outcome.nonfinite)];
         self.tell(0, Audience::All, || Notice::new(Topic::Outcome, &[step, words[0], words[1], words[2]]));
@@ -449,7 +452,7 @@ impl Board {
         (self.outcome_step.load(Ordering::Acquire) >= step).then(outcome)
     }
 
-    /// Rank 0 gives all others an order: a number, and what goes with it. They must have carried out the one before.
+    /// Publishes an order of rank 0: its code and its arguments. The other ranks must have carried out the previous order.
     pub(crate) fn give_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
         let [a, b, c, d, e, f] = words;
         self.tell(0, Audience::All, || Notice::new(Topic::Order, &[number, a, b, c, d, e, f]));
@@ -462,30 +465,30 @@ impl Board {
         self.ring_others(0);
     }
 
-    /// The order after `seen` others, if it was given.
+    /// The order after the first `seen` orders, if rank 0 has given it.
     pub(crate) fn next_order(&self, seen: u64) -> Option<(u64, [u64; ORDER_WORDS])> {
         let word = |at: usize| self.order[at].load(Ordering::Relaxed);
         (self.orders.load(Ordering::Acquire) > seen).then(|| (word(0), std::array::from_fn(|at| word(at + 1))))
     }
 
-    /// How many orders there were, and the number of the last one, which must have been given.
+    /// Number of orders given so far, and the code of the last one. At least one order must have been given.
     pub(crate) fn last_order(&self) -> (u64, u64) {
         (self.orders.load(Ordering::Acquire), self.order[0].load(Ordering::Relaxed))
     }
 
-    /// What `rank` did in a step; that it has carried out its order tells of it.
+    /// Writes the report of `rank` for a step. [`Board::publish_done`] publishes it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
         self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
         let bytes = || self.amounts(rank).flat_map(u64::to_le_bytes).collect();
         self.tell(rank, Audience::First, || Notice::new(Topic::Amounts, &[rank as u64]).with(bytes()));
     }
 
-    /// What `rank` did in its last step.
+    /// The report of `rank` for its last step.
     pub(crate) fn amounts(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
         self.entry(rank).amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
-    /// How many rows each expert had on `rank` in a step, told as [`Board::write_amounts`] tells.
+    /// Writes the rows of each expert on `rank` in a step. As with [`Board::write_amounts`], [`Board::publish_done`] publishes them.
     pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
         self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
         if self.abroad.is_some() {
@@ -494,53 +497,53 @@ impl Board {
         }
     }
 
-    /// And in its last step.
+    /// The rows of each expert on `rank` in its last step.
     pub(crate) fn expert_rows(&self, rank: usize) -> impl Iterator<Item = u64> + '_ {
         self.entry(rank).expert_rows.iter().map(|rows| rows.load(Ordering::Relaxed))
     }
 
-    /// `rank` has ended, and these are its tracks of the timeline.
+    /// Publishes the timeline tracks of `rank`, which has ended.
     pub(crate) fn publish_tracks(&self, rank: usize, tracks: Vec<Recorder>) {
-        // It ends once.
+        // A rank ends once.
         let _ = self.entry(rank).tracks.set(tracks);
     }
 
-    /// The tracks of `rank`; none until it has ended.
+    /// The tracks of `rank`; empty until the rank has ended.
     pub(crate) fn tracks(&self, rank: usize) -> &[Recorder] {
         self.entry(rank).tracks.get().map_or(&[], Vec::as_slice)
     }
 
-    /// `rank` has carried out one more order.
+    /// Publishes that `rank` has carried out one more order.
     pub(crate) fn publish_done(&self, rank: usize) {
         self.entry(rank).done.fetch_add(1, Ordering::Release);
         self.tell(rank, Audience::First, || Notice::new(Topic::Done, &[rank as u64]));
         self.ring_others(rank);
     }
 
-    /// Whether `rank` has carried out every order; rank 0, who gives them, always has, and so have its images.
+    /// Whether `rank` has carried out every order. Always true for rank 0, which gives the orders, and for all ranks of a mirrored board.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
         let orders = self.orders.load(Ordering::Relaxed);
         rank == 0 || self.entries.get(rank).is_none_or(|entry| entry.done.load(Ordering::Acquire) == orders)
     }
 
-    /// Whether all ranks have.
+    /// Whether all ranks have carried out every order.
     pub(crate) fn all_done(&self) -> bool {
         (0..self.ranks()).all(|rank| self.is_done(rank))
     }
 
-    /// `rank` has come to where all meet.
+    /// Publishes that `rank` has arrived at the meeting of all ranks.
     pub(crate) fn publish_met(&self, rank: usize) {
         self.entry(rank).met.fetch_add(1, Ordering::Release);
         self.tell(rank, Audience::All, || Notice::new(Topic::Met, &[rank as u64]));
         self.ring_others(rank);
     }
 
-    /// Whether all ranks have come there at least `count` times.
+    /// Whether every rank has arrived at least `count` times.
     pub(crate) fn all_met(&self, count: u64) -> bool {
         (0..self.ranks()).all(|rank| self.entry(rank).met.load(Ordering::Acquire) >= count)
     }
 
-    /// `rank` puts words into the mail from `start` on. An order tells of them.
+    /// Writes words into the mail from index `start` on, by `rank`. A later order publishes them.
     pub(crate) fn post(&self, rank: usize, start: usize, words: impl IntoIterator<Item = u32>) {
         let places = self.mail[start..].iter().zip(words);
         if self.abroad.is_none() {
@@ -554,17 +557,17 @@ impl Board {
         self.tell_long(to, start, (places.flat_map(store).collect(), 4), |first| Notice::new(Topic::Mail, &[first]));
     }
 
-    /// Words of the mail from `start` on.
+    /// Words of the mail from index `start` on.
     pub(crate) fn mail(&self, start: usize) -> impl Iterator<Item = u32> + '_ {
         self.mail[start..].iter().map(|word| word.load(Ordering::Relaxed))
     }
 
-    /// Words that the mail has room for.
+    /// Capacity of the mail in words.
     pub(crate) fn mail_words(&self) -> usize {
         self.mail.len()
     }
 
-    /// `rank` cannot go on, and so nobody can; the first to say so is named.
+    /// Publishes that `rank` failed, which ends all ranks. The first failure is the one that is reported.
     pub(crate) fn fail(&self, rank: usize, why: &str) {
         let cause = if self.abroad.is_some() && self.mates().len() > 1 { format!("rank {rank}: {why}") } else { why.to_string() };
         if self.end(self.name(rank), &cause) {
@@ -572,22 +575,23 @@ impl Board {
         }
     }
 
-    /// `process` cannot go on, as was heard here.
+    /// Records that `process` failed, as this process has learned, and ends all ranks.
     pub(crate) fn lose(&self, process: usize, why: &str) {
         self.abroad.iter().for_each(|abroad| _ = self.end(abroad.names[process].clone(), why));
     }
 
-    /// `name`, a rank or a process, cannot go on, as an error of this process says, which is no news to the others.
+    /// Ends all ranks of this process because of a failure of `name`, a rank or a process. Other processes already know of it and are not
+    /// notified.
     pub(crate) fn end_for(&self, name: &str, why: &str) {
         self.end(name.to_owned(), why);
     }
 
-    /// `rank` has done what it had to: the others of its process end, and nobody else hears of it.
+    /// Ends the ranks of this process because `rank` has finished its work. Other processes are not notified.
     pub(crate) fn leave(&self, rank: usize) {
         self.end(self.name(rank), "its run is over");
     }
 
-    /// All ranks of this process end; whether nothing had ended them before.
+    /// Ends all ranks of this process. Returns whether this is the first cause.
     fn end(&self, name: String, why: &str) -> bool {
         // A later failure is mostly a consequence of the first.
         let is_first = self.failure.set((name, why.to_string())).is_ok();
@@ -595,17 +599,17 @@ impl Board {
         is_first
     }
 
-    /// What ended all ranks, if something did.
+    /// The error that ended all ranks, if any.
     pub(crate) fn failure(&self) -> Option<Error> {
         self.failure.get().map(|(name, why)| Error::Rank { name: name.clone(), cause: why.clone() })
     }
 
-    /// What `rank` says, as an error.
+    /// An error of `rank` with this `cause`.
     pub(crate) fn error_of(&self, rank: usize, cause: String) -> Error {
         Error::Rank { name: self.name(rank), cause }
     }
 
-    /// The process of `rank`, or the rank where there is one process.
+    /// Display name of `rank`: the name of its process, or the rank itself in a run of one process.
     pub(crate) fn name(&self, rank: usize) -> String {
         if let Some(abroad) = &self.abroad {
             return abroad.names[rank / self.mates().len()].clone();
@@ -613,10 +617,11 @@ impl Board {
         if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
     }
 
-    /// Takes what `process` tells of its ranks.
+    /// Applies a notice that `process` sent about its ranks.
     ///
     /// # Errors
-    /// What makes no sense, in words: a number that is too large, a rank that is not the sender's, an order by another than process 0.
+    /// A description of the notice if it is invalid: a number out of range, a rank of another process, or an order or outcome from a
+    /// process other than 0.
     pub(crate) fn hear(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
         let theirs = self.ranks_of(process);
         let is_theirs = |rank: &u64| theirs.contains(&(*rank as usize));
@@ -641,7 +646,7 @@ impl Board {
         Ok(())
     }
 
-    /// Publishes here what another process has published there. What is of a rank names it first.
+    /// Applies the publication of another process to this board. Every notice about a rank has the rank as its first number.
     fn take(&self, notice: &Notice) {
         let rank = notice.numbers().first().map_or(0, |rank| *rank as usize);
         match (notice.topic, notice.numbers()) {
@@ -660,12 +665,12 @@ impl Board {
             (Topic::ExpertRows, [_, first]) => store_long(&self.entry(rank).expert_rows[*first as usize..], notice),
             (Topic::Partials, [first]) => store(&self.partials[*first as usize..], notice),
             (Topic::Mail, [first]) => store(&self.mail[*first as usize..], notice),
-            // What is about no rank does not come here.
+            // The caller filters out all other topics.
             _ => {}
         }
     }
 
-    /// Whether all ranks end.
+    /// Whether a failure has ended all ranks.
     pub(crate) fn has_failed(&self) -> bool {
         self.failure.get().is_some()
     }

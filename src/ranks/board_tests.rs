@@ -1,4 +1,4 @@
-//! The board alone, and boards that hear each other.
+//! Tests of one board, and of boards that replicate their counters to each other.
 
 use super::*;
 
@@ -63,7 +63,7 @@ fn orders_come_one_after_the_other_with_their_mail() {
     assert!(board.all_done());
 }
 
-/// Boards that hear each other at once: by rank.
+/// An outbox that delivers notices to another board at once.
 struct Telephone(std::sync::mpsc::Sender<(Audience, Notice)>);
 
 impl Outbox for Telephone {
@@ -101,7 +101,7 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     first.publish_outcome(3, StepOutcome { norm_sq: 0.1, nonfinite: true, loss: 0.2 });
     first.post(0, 0, [5, 6]);
     first.give_order(8, [1, 2, 3, 4, 5, 6]);
-    // What it heard it does not tell again.
+    // A board does not forward notices that it received.
     assert_eq!(pass(0, &second), 4);
     assert_eq!(second.outcome(3), first.outcome(3));
     assert!(second.next_order(0) == Some((8, [1, 2, 3, 4, 5, 6])) && second.mail(0).take(2).eq([5, 6]) && !first.all_done());
@@ -136,14 +136,14 @@ fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
         assert!(first.hear(0, &notice).is_err(), "it is of the other process");
     }
     assert_eq!([2, 3].map(|rank| (first.written(rank), first.pulled(rank))), [(1, 1); 2]);
-    // A rank that is not the first has a word for rank 0 alone.
+    // Rank 1 addresses rank 0 alone.
     first.post(1, 0, [7]);
     first.post(0, 0, [8]);
     assert_eq!(Vec::from_iter(heard.try_iter().map(|(to, _)| to)), [Audience::First, Audience::All]);
     second.fail(3, "no memory");
     assert_eq!(second.failure().unwrap().to_string(), "process 1 on b: rank 3: no memory");
     assert_eq!(heard.try_recv().unwrap().1.text(), "rank 3: no memory");
-    // Whoever has done what it had to ends its own process alone.
+    // A rank that has finished its work ends only its own process.
     first.leave(0);
     assert!(first.has_failed() && heard.try_recv().is_err());
 }

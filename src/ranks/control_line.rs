@@ -1,5 +1,5 @@
-//! A control connection while the processes of a run meet: read without waiting, so that one thread looks after all of them. Both sides say
-//! every two seconds that they live, so that a process whose machine is gone is missed as well.
+//! A control connection during the rendezvous. Reads do not block, so one thread serves all connections. Both sides send a heartbeat every
+//! two seconds, so the loss of a machine is noticed, too.
 
 use super::handshake::within;
 use super::notice::{Notice, Topic};
@@ -8,38 +8,38 @@ use std::io::{self, ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-/// Time between two signs of life.
+/// Time between two heartbeats.
 const BEAT: Duration = Duration::from_secs(2);
-/// Time without a message after which the other side counts as gone.
+/// Time without a complete message after which the peer counts as lost.
 const SILENCE: Duration = Duration::from_secs(8);
-/// How long a message may take to leave.
+/// Timeout for sending a message.
 const SAY_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest wait for a peer to read the last message and to close its side.
 const LINGER: Duration = Duration::from_secs(1);
-/// Bytes that are read at once.
+/// Bytes of one read.
 const PIECE_BYTES: usize = 16 << 10;
 
-/// See above.
+/// A control connection that is polled without blocking.
 pub(super) struct ControlLine {
     connection: SealedConnection,
-    /// When a whole message came last, and when one left last.
+    /// Time of the last complete message received. `said` is the time of the last one sent.
     heard: Instant,
     said: Instant,
 }
 
 impl ControlLine {
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(super) fn new(connection: SealedConnection) -> io::Result<Self> {
         connection.stream.set_nonblocking(true)?;
         Ok(Self { connection, heard: Instant::now(), said: Instant::now() })
     }
 
-    /// The next message that has come whole, but for signs of life; none where there is none now. Says that this side lives, if it is time.
+    /// The next complete message that is not a heartbeat, or `None` if none has arrived. Also sends a heartbeat if one is due.
     ///
     /// # Errors
-    /// Those of the connection; `UnexpectedEof` when it is closed, `TimedOut` when the other side is silent, `InvalidData` for a message that is
-    /// damaged.
+    /// Errors of the connection: `UnexpectedEof` when it is closed, `TimedOut` when the peer is silent, `InvalidData` for a damaged
+    /// message.
     pub(super) fn next(&mut self) -> io::Result<Option<Notice>> {
         if self.said.elapsed() >= BEAT {
             self.say(&Notice::new(Topic::Alive, &[]))?;
@@ -59,12 +59,12 @@ impl ControlLine {
         }
     }
 
-    /// When a whole message came last.
+    /// Time of the last complete message.
     pub(super) fn heard(&self) -> Instant {
         self.heard
     }
 
-    /// Takes the first message of what has come, if it is whole.
+    /// Removes the first message from the bytes received, if it is complete.
     fn parse(&mut self) -> io::Result<Option<Notice>> {
         let SealedConnection { early, into, .. } = &mut self.connection;
         let (mut rest, mut seal) = (&early[..], into.clone());
@@ -80,7 +80,7 @@ impl ControlLine {
         }
     }
 
-    /// Reads what is there; whether there was anything.
+    /// Reads the bytes that have arrived. Returns whether there were any.
     fn read(&mut self) -> io::Result<bool> {
         let mut piece = [0; PIECE_BYTES];
         match self.connection.stream.read(&mut piece) {
@@ -97,7 +97,7 @@ impl ControlLine {
     /// Sends `notice`.
     ///
     /// # Errors
-    /// Those of the connection.
+    /// Errors of the connection.
     pub(super) fn say(&mut self, notice: &Notice) -> io::Result<()> {
         let SealedConnection { stream, out, .. } = &mut self.connection;
         stream.set_nonblocking(false)?;
@@ -121,10 +121,10 @@ impl ControlLine {
         while lingers && Instant::now() < end && matches!(read(stream), Ok(1..)) {}
     }
 
-    /// The connection, with what has come and was not read.
+    /// Returns the connection, including bytes that were received but not parsed.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(super) fn into_connection(self) -> io::Result<SealedConnection> {
         self.connection.stream.set_nonblocking(false)?;
         Ok(self.connection)
@@ -169,7 +169,7 @@ mod tests {
         other.write_all(rest).unwrap();
         assert_eq!(within_a_moment(|| line.next().unwrap()), long);
         assert_eq!(within_a_moment(|| line.next().unwrap()).topic, Topic::Begin);
-        // What comes behind belongs to whoever has the connection then.
+        // Later bytes belong to the next owner of the connection.
         Notice::new(Topic::Stop, &[]).write(&mut other, &mut seal).unwrap();
         let ((mut input, mut seal), _) = line.into_connection().unwrap().split().unwrap();
         assert_eq!(Notice::read(&mut input, &mut seal).unwrap().topic, Topic::Stop);
@@ -191,7 +191,7 @@ mod tests {
         closing.join().unwrap();
     }
 
-    /// A side that sends a byte now and then says nothing.
+    /// One peer sends a byte at a time and then stops.
     #[test]
     fn a_side_that_is_silent_drips_or_closes_is_gone_and_one_that_lives_is_not() {
         let [(mut silent, _kept), (mut dripping, mut drips), (mut alive, mut beats), (mut closed, closes)] = [(); 4].map(|()| line());

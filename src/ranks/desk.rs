@@ -1,4 +1,4 @@
-//! The other processes of a run, as process 0 knows them while they meet: who is there, what each says of itself, and which of them is gone again.
+//! State of the other processes at process 0 during the rendezvous: which have arrived, their hello messages, and which were lost again.
 
 use super::control_line::ControlLine;
 use super::hello::{Hello, Trouble};
@@ -11,28 +11,28 @@ use std::io;
 use std::thread;
 use std::time::Instant;
 
-/// The place of a process.
+/// State of one process.
 #[derive(Default)]
 struct Guest {
     line: Option<ControlLine>,
     hello: Option<Hello>,
-    /// It has all its connections.
+    /// Whether the process has all its connections.
     is_ready: bool,
-    /// Another process that says the same number, and when it came: the first one is gone, or there are two of them.
+    /// A second process that claims the same index, and when it connected. Either the first one is gone, or two processes have one index.
     rival: Option<(ControlLine, Instant)>,
 }
 
-/// See above.
+/// The processes that have connected to process 0.
 pub(super) struct Desk {
-    /// By process, from process 1 on.
+    /// By process, starting with process 1.
     guests: Vec<Guest>,
 }
 
 impl Guest {
-    /// Takes what has come; whether it is still there.
+    /// Handles the messages that arrived from `process`. The inner result is an error if its connection failed.
     ///
     /// # Errors
-    /// `Over` where two processes say that they are `process`, or its words make no sense.
+    /// `Over` if two processes claim the index `process`, or if a message is invalid.
     fn serve(&mut self, process: usize, stop: &StopFlag) -> Result<io::Result<()>, Trouble> {
         let Some(line) = &mut self.line else { return Ok(Ok(())) };
         loop {
@@ -61,22 +61,22 @@ impl Guest {
         }
     }
 
-    /// Who it is, for people.
+    /// Display name of the process.
     fn name(&self, process: usize) -> String {
         self.hello.as_ref().map_or(format!("process {process}"), |hello| format!("process {process} on {}", hello.host))
     }
 }
 
 impl Desk {
-    /// With places for so many `processes`, process 0 among them.
+    /// A desk for `processes` processes, including process 0.
     pub(super) fn new(processes: usize) -> Self {
         Self { guests: (1..processes).map(|_| Guest::default()).collect() }
     }
 
-    /// Takes the control connection of `process`, which has just come.
+    /// Accepts a new control connection from `process`.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(super) fn admit(&mut self, process: usize, connection: SealedConnection) -> io::Result<()> {
         let (line, guest) = (ControlLine::new(connection)?, &mut self.guests[process - 1]);
         match guest.line {
@@ -86,10 +86,11 @@ impl Desk {
         Ok(())
     }
 
-    /// Takes what has come of all; those that are gone, and why, in words. A `stop` that one was asked for is asked for here.
+    /// Handles the messages that arrived from all processes, and returns a line for each process that was lost. Sets `stop` if a process
+    /// requests a stop.
     ///
     /// # Errors
-    /// `Over` where two processes say that they are the same, or the words of one make no sense.
+    /// `Over` if two processes claim one index, or if a message is invalid.
     pub(super) fn serve(&mut self, stop: &StopFlag) -> Result<Vec<String>, Trouble> {
         let mut gone = Vec::new();
         for (process, guest) in (1..).zip(&mut self.guests) {
@@ -101,28 +102,28 @@ impl Desk {
         Ok(gone)
     }
 
-    /// Processes that have not said what they are.
+    /// Processes that have not sent their hello message.
     pub(super) fn missing(&self) -> Vec<usize> {
         (1..).zip(&self.guests).filter(|(_, guest)| guest.hello.is_none()).map(|(process, _)| process).collect()
     }
 
-    /// Whether all have said that they have all their connections.
+    /// Whether all processes have reported that they have all their connections.
     pub(super) fn all_ready(&self) -> bool {
         self.guests.iter().all(|guest| guest.is_ready)
     }
 
-    /// What all say of themselves, in their order.
+    /// The hello messages of all processes, in order.
     pub(super) fn hellos(&self) -> impl Iterator<Item = Hello> + '_ {
         self.guests.iter().filter_map(|guest| guest.hello.clone())
     }
 
-    /// Says `words` to all that are there. A connection that fails is found when it is served.
+    /// Sends `words` as JSON to all connected processes. Failed connections are detected by the next [`Desk::serve`].
     pub(super) fn answer(&mut self, words: &impl Serialize) {
         let text = serde_json::to_string(words).unwrap_or_default();
         self.say(&Notice::new(Topic::Agreement, &[]).saying(&text));
     }
 
-    /// The same for a `notice`.
+    /// Sends `notice` to all connected processes.
     pub(super) fn say(&mut self, notice: &Notice) {
         for guest in &mut self.guests {
             let rival = guest.rival.as_mut().map(|(line, _)| line);
@@ -136,15 +137,15 @@ impl Desk {
         thread::scope(|scope| lines.for_each(|line| _ = scope.spawn(|| line.close_after_last_message())));
     }
 
-    /// Closes all connections: their processes come again.
+    /// Closes all connections. The processes connect again.
     pub(super) fn clear(&mut self) {
         self.guests.iter_mut().for_each(|guest| *guest = Guest::default());
     }
 
-    /// The control connections of all, in their order.
+    /// The control connections of all processes, in order.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(super) fn into_connections(self) -> io::Result<Vec<SealedConnection>> {
         self.guests.into_iter().filter_map(|guest| guest.line).map(ControlLine::into_connection).collect()
     }

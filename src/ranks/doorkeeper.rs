@@ -1,5 +1,6 @@
-//! Where a process listens for others of its run, and who of those that connect belongs to it. Whoever has not shown that yet is a stranger: a
-//! thread each, at most so many, and the oldest goes where one more comes, so that nobody keeps a process of the run out for long: it tries again.
+//! The listening side of a process: accepts connections and authenticates them. Each connection that is not authenticated yet has a thread.
+//! Their number is limited; a new connection beyond the limit closes the oldest one. So strangers cannot block a process of the run for
+//! long, because it tries again.
 
 use super::handshake::{Claim, answer_within};
 use super::run_token::RunToken;
@@ -12,41 +13,41 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-/// How long all of a handshake may take.
+/// Timeout of a whole handshake.
 pub(super) const HANDSHAKE_PATIENCE: Duration = Duration::from_secs(5);
-/// Strangers at once.
+/// Maximum number of connections in a handshake.
 const STRANGERS_MAX: usize = 128;
-/// Connections that are accepted before those that were are looked at.
+/// Maximum number of connections accepted before finished handshakes are handled.
 const ACCEPTED_AT_ONCE: usize = 64;
-/// How long a look takes where nobody comes.
+/// Time to wait for a finished handshake when there is none.
 const LOOK: Duration = Duration::from_millis(5);
-/// A handshake needs little.
+/// Stack size of a handshake thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Whether the kernel keeps sockets of version 6 from taking connections of version 4.
+/// Whether IPv6 sockets refuse IPv4 connections.
 const V6_ONLY: &str = "/proc/sys/net/ipv6/bindv6only";
 
-/// What a handshake came to, by the number of its stranger.
+/// The result of a handshake, with the number of its connection.
 type HandshakeOutcome = (u64, io::Result<(Claim, SealedConnection)>);
 
-/// See above.
+/// A listener that authenticates connections.
 pub(super) struct Doorkeeper {
     listener: TcpListener,
     token: RunToken,
-    /// The oldest first.
+    /// Connections in a handshake, the oldest first.
     strangers: VecDeque<(u64, TcpStream)>,
     accepted: u64,
     admitted: VecDeque<(Claim, SealedConnection)>,
-    /// Strangers that did not show that they belong to the run.
+    /// Number of connections that failed to authenticate.
     dropped: usize,
     outcomes: (mpsc::Sender<HandshakeOutcome>, mpsc::Receiver<HandshakeOutcome>),
 }
 
 impl Doorkeeper {
-    /// Listens at `port` of all addresses of this machine; 0 is a port that the system chooses.
+    /// Listens on `port` of all addresses of this machine. With port 0 the system chooses a port.
     ///
     /// # Errors
-    /// The system's; `AddrInUse` where the port is another program's.
+    /// Errors of the system; `AddrInUse` if another program has the port.
     pub(super) fn at(port: u16, token: &RunToken) -> io::Result<Self> {
         let listener = everywhere(port)?;
         listener.set_nonblocking(true)?;
@@ -54,26 +55,26 @@ impl Doorkeeper {
         Ok(Self { listener, token: token.clone(), strangers, accepted: 0, admitted, dropped: 0, outcomes: mpsc::channel() })
     }
 
-    /// Where it listens.
+    /// The address of the listener.
     ///
     /// # Errors
-    /// The system's.
+    /// Errors of the system.
     pub(super) fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// How many connections were dropped since they did not show that they belong to the run.
+    /// Number of connections that were dropped because they failed to authenticate.
     pub(super) fn dropped(&self) -> usize {
         self.dropped
     }
 
-    /// A process of this run that has connected; none where none has within a moment.
+    /// The next authenticated connection. `None` if there is none after a short wait.
     pub(super) fn next(&mut self) -> Option<(Claim, SealedConnection)> {
         for _ in 0..ACCEPTED_AT_ONCE {
             match self.listener.accept() {
                 Ok((stream, _)) => self.welcome(stream),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // No descriptor is left, or the connection is gone already.
+                // No file descriptor is left, or the connection is already closed.
                 Err(_) => self.turn_away(),
             }
         }
@@ -86,16 +87,16 @@ impl Doorkeeper {
         self.admitted.pop_front()
     }
 
-    /// Begins the handshake with whoever has connected on `stream`.
+    /// Starts the handshake on a new connection.
     fn welcome(&mut self, stream: TcpStream) {
         self.settle_all();
         if self.strangers.len() == STRANGERS_MAX {
             self.turn_away();
         }
-        // Where the system has nothing left for it, it is closed, and tries again.
+        // Without a free descriptor the connection is closed, and its process tries again.
         let Ok(own) = stream.try_clone() else { return };
         let (number, token, outcomes) = (self.accepted, self.token.clone(), self.outcomes.0.clone());
-        // Nobody waits for the outcome once all are there.
+        // The receiver is gone once all processes have connected.
         let body = move || _ = outcomes.send((number, answer_within(stream, HANDSHAKE_PATIENCE, &token)));
         if thread::Builder::new().name("handshake".into()).stack_size(STACK_BYTES).spawn(body).is_ok() {
             self.strangers.push_back((number, own));
@@ -103,11 +104,11 @@ impl Doorkeeper {
         }
     }
 
-    /// Closes the connection of the oldest stranger, which ends its thread.
+    /// Closes the oldest connection in a handshake, which ends its thread.
     fn turn_away(&mut self) {
         if let Some((_, stream)) = self.strangers.pop_front() {
             self.dropped += 1;
-            // One that is closed already needs nothing.
+            // The connection may already be closed.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -119,7 +120,7 @@ impl Doorkeeper {
     }
 
     fn settle(&mut self, (number, outcome): HandshakeOutcome) {
-        // The outcome of one that was turned away is counted.
+        // A connection that was closed as the oldest is already counted.
         let Some(at) = self.strangers.iter().position(|(stranger, _)| *stranger == number) else { return };
         self.strangers.remove(at);
         match outcome {
@@ -129,8 +130,7 @@ impl Doorkeeper {
     }
 }
 
-/// A listener at `port` of all addresses: those of version 6 and 4 alike, or those of version 4 where the system has no others or keeps them
-/// apart.
+/// A listener on `port` of all addresses, IPv6 and IPv4. It is IPv4 only if the system has no IPv6 or separates the two.
 fn everywhere(port: u16) -> io::Result<TcpListener> {
     let keeps_apart = fs::read_to_string(V6_ONLY).is_ok_and(|value| value.trim() == "1");
     let both = if keeps_apart { Err(ErrorKind::Unsupported.into()) } else { TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) };
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(door.dropped(), 0);
     }
 
-    /// Those that say nothing, and those that say a byte at a time: more than have room at once.
+    /// Half of the strangers send nothing, the others one byte. They are more than the limit.
     #[test]
     fn a_thousand_slow_strangers_keep_nobody_out() {
         let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
@@ -180,7 +180,7 @@ mod tests {
         let knock = move |nth: usize| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
             if nth.is_multiple_of(2) {
-                // It may have been turned away already.
+                // The connection may already be closed.
                 let _ = stream.write_all(b"S");
             }
             stream
@@ -195,7 +195,7 @@ mod tests {
         let found = std::iter::from_fn(|| Some(door.next())).flatten().next().unwrap();
         assert!(found.0 == claim && begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
         opens.join().unwrap();
-        // All that connected are accepted in the end, and the newest of them are kept, as many as have room.
+        // All connections are accepted in the end, and the newest ones are kept, up to the limit.
         while door.accepted < 1001 {
             assert!(door.next().is_none());
         }

@@ -1,5 +1,6 @@
-//! How a connection between two processes of a run begins: both prove that they have the run's token, and the one that connects says which
-//! process it is and what the connection is for. Everything has a fixed length and one deadline, and whoever cannot prove it is dropped.
+//! The handshake of a connection between two processes of a run. Both sides prove that they have the run token, and the connecting side
+//! sends its process index and the purpose of the connection. All messages have a fixed length, the handshake has one deadline, and a
+//! connection without proof is dropped.
 
 use super::run_token::{NONCE_BYTES, Nonce, Proof, RunToken, is_same, nonce};
 use super::wire::{Seal, SealedConnection, array};
@@ -7,10 +8,10 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// What both sides speak: a name, and its version.
+/// Magic bytes and version of the protocol.
 const PROTOCOL: [u8; 8] = *b"SPROFF\0\x03";
 
-/// What a connection is for, as a number.
+/// The purpose of a connection, as a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Channel(u8);
 
@@ -18,33 +19,33 @@ impl Channel {
     /// Notices between two processes.
     pub(super) const CONTROL: Self = Self(0);
 
-    /// All between two processes of so many `ranks` each, in the order of their places.
+    /// All channels between two processes with `ranks` ranks each, in the order of their indices.
     pub(super) fn all(ranks: usize) -> Vec<Self> {
         (0..=Self::weights(ranks, ranks - 1).0).map(Self).collect()
     }
 
-    /// Gradients between two ranks, which have these places in the process that connects and in the one that accepts.
+    /// The channel for gradients between two ranks. `connects` and `accepts` are their indices in the connecting and the accepting process.
     pub(super) fn gradients(ranks: usize, [connects, accepts]: [usize; 2]) -> Self {
         Self((1 + connects * ranks + accepts) as u8)
     }
 
-    /// New weights between the ranks that have this place in both.
+    /// The channel for new weights between the ranks with index `place` in both processes.
     pub(super) fn weights(ranks: usize, place: usize) -> Self {
         Self((1 + ranks * ranks + place) as u8)
     }
 
-    /// Its place among all.
+    /// Index of the channel.
     pub(super) fn place(self) -> usize {
         usize::from(self.0)
     }
 }
 
-/// What the side that connects says of itself.
+/// The identification that the connecting side sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Claim {
     pub(super) channel: Channel,
     pub(super) process: u32,
-    /// The number that process 0 has given this try to meet; 0 where there is none yet.
+    /// The number that process 0 assigned to this attempt of the rendezvous; 0 before it has assigned one.
     pub(super) round: u64,
 }
 
@@ -68,7 +69,7 @@ fn strange() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, "what answers is no process of a run, or one of another version of this program")
 }
 
-/// The token of the other side is another.
+/// Whether `error` means that the peer has another token.
 pub(super) fn is_other_token(error: &io::Error) -> bool {
     error.kind() == ErrorKind::PermissionDenied
 }
@@ -77,7 +78,7 @@ fn check(found: &Proof, expected: &Proof) -> io::Result<()> {
     if is_same(found, expected) { Ok(()) } else { Err(io::Error::new(ErrorKind::PermissionDenied, "it has another run token")) }
 }
 
-/// What follows of the token, the claim and both nonces, that of the side that connects first.
+/// The inputs of all proofs: the token, the claim, and the nonces of the connecting and the accepting side.
 struct Secrets<'a> {
     token: &'a RunToken,
     claim: Claim,
@@ -85,13 +86,13 @@ struct Secrets<'a> {
 }
 
 impl Secrets<'_> {
-    /// What proves that a side has come so far.
+    /// The proof for this `stage` of the handshake.
     fn proof(&self, stage: &str) -> Proof {
         let [connects, accepts] = &self.nonces;
         self.token.prove(&[&PROTOCOL, stage.as_bytes(), &self.claim.bytes(), connects, accepts])
     }
 
-    /// The seals of what the side that connects sends, and of what the other one sends.
+    /// The seals of the messages that the connecting side sends, and of those that the accepting side sends.
     fn seals(&self) -> [Seal; 2] {
         ["sent by who connects", "sent by who accepts"].map(|stage| {
             let [a, b, c, d, ..] = self.proof(stage);
@@ -100,11 +101,11 @@ impl Secrets<'_> {
     }
 }
 
-/// Opens the connection that `claim` is about on `stream`, as the side that connected: the seals of what it sends and of what comes, once the
-/// other side has admitted it.
+/// Opens the connection of `claim` on `stream`, as the connecting side. Returns the seals of outgoing and incoming messages once the peer
+/// has admitted the connection.
 ///
 /// # Errors
-/// Those of the stream; `PermissionDenied` when the other side has another token, `InvalidData` when it speaks something else.
+/// Errors of the stream; `PermissionDenied` if the peer has another token, `InvalidData` if it uses another protocol.
 pub(super) fn open(stream: &mut (impl Read + Write), token: &RunToken, claim: Claim) -> io::Result<[Seal; 2]> {
     let own = nonce();
     stream.write_all(&[&PROTOCOL[..], &claim.bytes(), &own].concat())?;
@@ -119,14 +120,14 @@ pub(super) fn open(stream: &mut (impl Read + Write), token: &RunToken, claim: Cl
     Ok(secrets.seals())
 }
 
-/// Finds out who has connected on `stream`, and admits it: the claim, and the seals of what this side sends and of what comes.
+/// Authenticates the connecting side of `stream` and admits it. Returns its claim, and the seals of outgoing and incoming messages.
 ///
 /// # Errors
-/// Those of the stream; `InvalidData` for what is no process of a run; `PermissionDenied` for one of another run.
+/// Errors of the stream; `InvalidData` if the peer is not a process of any run, `PermissionDenied` if it belongs to another run.
 pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::Result<(Claim, [Seal; 2])> {
     let theirs: [u8; 8] = array(stream)?;
     if theirs != PROTOCOL {
-        // A process of another version reads which one this is; whoever says anything else gets no answer.
+        // A process with another version receives this version and can report it. Any other peer gets no reply.
         return if theirs[..7] == PROTOCOL[..7] { stream.write_all(&PROTOCOL).and(Err(strange())) } else { Err(strange()) };
     }
     let (claim, other): (_, Nonce) = (Claim::of(array(stream)?), array::<NONCE_BYTES>(stream)?);
@@ -139,7 +140,7 @@ pub(super) fn answer(stream: &mut (impl Read + Write), token: &RunToken) -> io::
     Ok((claim, [out, into]))
 }
 
-/// A socket all of whose reads and writes together end at a deadline.
+/// A socket with one deadline for all of its reads and writes together.
 pub(super) struct Deadlined<'a>(&'a TcpStream, Instant);
 
 impl Deadlined<'_> {
@@ -167,10 +168,10 @@ impl Write for Deadlined<'_> {
     }
 }
 
-/// What `talk` comes to on `stream`, all of whose reads and writes together may take `patience`.
+/// Runs `talk` on `stream` with a timeout of `patience` for all reads and writes together.
 ///
 /// # Errors
-/// Those of `talk`; `TimedOut` or `WouldBlock` when it is too slow.
+/// Errors of `talk`; `TimedOut` or `WouldBlock` at the deadline.
 pub(super) fn within<T>(stream: &TcpStream, patience: Duration, talk: impl FnOnce(&mut Deadlined<'_>) -> io::Result<T>) -> io::Result<T> {
     let outcome = talk(&mut Deadlined(stream, Instant::now() + patience))?;
     stream.set_read_timeout(None)?;
@@ -178,20 +179,20 @@ pub(super) fn within<T>(stream: &TcpStream, patience: Duration, talk: impl FnOnc
     Ok(outcome)
 }
 
-/// As [`open`], within `patience`.
+/// Calls [`open`] with a timeout of `patience`.
 ///
 /// # Errors
-/// As there.
+/// Errors of [`open`]; `TimedOut` or `WouldBlock` at the deadline.
 pub(super) fn open_within(stream: TcpStream, patience: Duration, token: &RunToken, claim: Claim) -> io::Result<SealedConnection> {
     stream.set_nodelay(true)?;
     let seals = within(&stream, patience, |stream| open(stream, token, claim))?;
     Ok(SealedConnection::new(stream, seals))
 }
 
-/// As [`answer`], within `patience`.
+/// Calls [`answer`] with a timeout of `patience`.
 ///
 /// # Errors
-/// As there.
+/// Errors of [`answer`]; `TimedOut` or `WouldBlock` at the deadline.
 pub(super) fn answer_within(stream: TcpStream, patience: Duration, token: &RunToken) -> io::Result<(Claim, SealedConnection)> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
@@ -212,7 +213,7 @@ mod tests {
     /// The seals of both directions of a connection.
     type Seals = [Seal; 2];
 
-    /// The seals that each side has of the connection of `claim`, and the claim as it is understood.
+    /// Performs a handshake. Returns the seals of each side, and the claim as the accepting side reads it.
     fn meet(connects: &RunToken, accepts: &RunToken, claim: Claim) -> (io::Result<Seals>, io::Result<(Claim, Seals)>) {
         let (mut one, mut other) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
@@ -237,7 +238,7 @@ mod tests {
         }
     }
 
-    /// Whoever proves nothing is not admitted, and one byte that is changed on the way keeps both sides from going on.
+    /// A peer without a proof is not admitted, and one byte changed in transit fails the handshake on both sides.
     #[test]
     fn a_side_is_open_when_the_other_has_admitted_it() {
         let token = token("0123456789abcdef");
@@ -264,7 +265,7 @@ mod tests {
         assert_eq!(array(&mut one).unwrap(), PROTOCOL);
     }
 
-    /// A byte now and then keeps a connection alive for one read after the other, and still not beyond its deadline.
+    /// A peer that sends single bytes keeps each read alive, but not the handshake beyond its deadline.
     #[test]
     fn a_slow_side_ends_at_the_deadline_of_the_whole_handshake() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -290,7 +291,7 @@ mod tests {
         assert!([Channel::CONTROL].into_iter().chain(pairs).chain(weights).eq(Channel::all(3)));
     }
 
-    /// Somebody who has no token and does not look at what the other side proves.
+    /// An attacker without the token that ignores the proof of the other side.
     #[test]
     fn a_proof_of_another_connection_opens_none() {
         let token = token("0123456789abcdef");

@@ -1,25 +1,25 @@
-//! What the processes of a run say of themselves when they meet, and why they may not have met.
+//! The hello message of a process at the rendezvous, and the reasons why a rendezvous fails.
 
 use crate::error::Error;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::net::SocketAddr;
 
-/// What a process says of itself.
+/// The description that a process sends of itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) host: String,
-    /// Where it listens, once it does.
+    /// The address it listens on, once it listens.
     pub(crate) address: Option<SocketAddr>,
-    /// What must be the same everywhere.
+    /// Settings that must be equal in all processes.
     pub(crate) facts: Map<String, Value>,
-    /// What it has, for all to know.
+    /// Its machine, CPUs and GPUs, for all processes.
     pub(crate) has: Value,
 }
 
-/// Why processes have not met.
+/// Reasons why a rendezvous failed.
 pub(super) enum Trouble {
-    /// One is gone, and may come again.
+    /// A process was lost and may connect again.
     Again(String),
     Over(Error),
 }

@@ -1,5 +1,5 @@
-//! What the processes of a run tell each other while it lasts. Threads read and write sockets, so that no driver ever waits for one; a
-//! connection that closes, or is silent for too long, ends all.
+//! The control connections between the processes of a run. Threads read and write the sockets, so a driver never blocks on one. A
+//! connection that closes, or is silent for too long, ends the run.
 
 use super::board::{Abroad, Board};
 use super::handshake::Channel;
@@ -20,38 +20,39 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Time between two looks at everything.
+/// Period of the monitoring thread.
 const PERIOD: Duration = Duration::from_millis(200);
-/// Looks between two signs of life.
+/// Periods between two heartbeats.
 const LOOKS_ALIVE: u32 = 25;
-/// Looks without a word of a process after which it counts as gone: 30 s. Looks, since a clock goes on while a process is stopped.
+/// Periods without a message after which a process counts as lost: 30 s. The monitor counts periods and not wall time, so a process that
+/// was stopped for a while does not report its peers.
 const LOOKS_SILENT: u32 = 150;
-/// Looks after a failure after which a process that has not ended by itself is ended: 5 s.
+/// Periods after a failure until a process that has not ended by itself is terminated: 5 s.
 const LOOKS_ENDING: u32 = 25;
-/// How much later words may come than the end of a lane.
+/// Delay before the end of a lane is reported, because the final message of its process may arrive later.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Messages of the control connection, for people.
+/// Display name of the messages on a control connection.
 const NOTICES: &str = "notices";
-/// How long the last words may take.
+/// Timeout for the exchange of final messages.
 const PARTING_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How a run ended, as process 0 tells the others.
+/// The end of a run, as process 0 announces it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EndOfRun {
     pub(crate) step: u64,
     pub(crate) max_steps: u64,
     pub(crate) interrupted: bool,
     pub(crate) failure: Option<String>,
-    /// The process that the failure is of; the one that tells of it where there is none.
+    /// The process that failed; if `None`, the failure is the sender's own.
     pub(crate) of: Option<usize>,
-    /// The process that this one ends for, and why, if there is one; [`Links::close`] finds it.
+    /// The lost process and the cause, if the sender ends because it lost a process. [`Links::close`] sets it.
     pub(crate) lost: Option<(usize, String)>,
 }
 
-/// Who ends this process, and prints why, where it does not end by itself.
+/// Prints a cause and terminates this process, if it does not end by itself.
 pub(crate) type LastResort = Box<dyn Fn(String) + Send>;
 
-/// What the threads of [`Links`] share.
+/// State shared by the threads of [`Links`].
 struct Common {
     process: usize,
     names: Vec<String>,
@@ -59,53 +60,53 @@ struct Common {
     has: Vec<Value>,
     state: Mutex<LinkState>,
     changed: Condvar,
-    /// Looks since a word of each process.
+    /// Periods since the last message of each process.
     silent: Vec<AtomicU32>,
     closing: AtomicBool,
-    /// To the writer of each other process.
+    /// Queues of the writer threads, by process.
     letters: Vec<Option<mpsc::Sender<Notice>>>,
 }
 
-/// The lanes of a rank, by rank; none to those of its process.
+/// The lanes of one rank, by the peer rank. `None` for ranks of its own process.
 pub(crate) type LanesByRank = Vec<Option<RankLanes>>;
 
-/// What was heard so far.
+/// State that follows from the messages received so far.
 #[derive(Default)]
 struct LinkState {
     board: Option<Arc<Board>>,
-    /// Notices for the board, from before there was one.
+    /// Notices that arrived before the board existed.
     early: Vec<(usize, Notice)>,
     agreements: VecDeque<String>,
-    /// The first process that cannot go on, and why.
+    /// The first process that failed, and the cause.
     failure: Option<(usize, String)>,
     over: Option<EndOfRun>,
-    /// Who has said that its run is over.
+    /// Processes that have announced the end of their run.
     gone: Vec<bool>,
 }
 
-/// The other processes of a run.
+/// The connections to the other processes of a run.
 pub(crate) struct Links {
     common: Arc<Common>,
     stop: StopFlag,
     sockets: Vec<TcpStream>,
     writers: Vec<JoinHandle<()>>,
     looker: Option<JoinHandle<()>>,
-    /// For [`Links::attach`]: the connections to each other process.
+    /// The data connections to each other process, until [`Links::attach`] takes them.
     lanes: Mutex<Vec<Option<Connections>>>,
 }
 
 impl Common {
     fn open(&self) -> MutexGuard<'_, LinkState> {
-        // A thread that panicked there has ended its connection, which ends the run.
+        // A reader thread that panicked has closed its connection, which ends the run.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn post(&self, process: usize, notice: Notice) {
-        // A writer that has ended has said why.
+        // A writer that has ended has already reported the cause.
         self.letters[process].iter().for_each(|letters| _ = letters.send(notice.clone()));
     }
 
-    /// `process` cannot go on, and so nobody can.
+    /// Records that `process` failed, which ends the run.
     fn lose(&self, process: usize, why: &str) {
         let board = {
             let mut state = self.open();
@@ -119,7 +120,7 @@ impl Common {
         board.iter().for_each(|board| board.lose(process, why));
     }
 
-    /// `process` is lost with the connection that carried `what`, which ended by `error`.
+    /// Records the loss of `process` after `error` on the connection that carries `what`.
     fn lose_by(&self, process: usize, what: &str, error: &io::Error) {
         let step = self.open().board.as_ref().map_or(0, |board| board.decided_step());
         let remedy = "look for a failing network card, switch or memory, and resume from the last checkpoint";
@@ -136,10 +137,10 @@ impl Common {
         );
     }
 
-    /// Takes a notice of `process`.
+    /// Handles a notice from `process`.
     ///
     /// # Errors
-    /// What makes no sense, in words.
+    /// A description of the notice if it is invalid.
     fn hear(&self, process: usize, notice: Notice, stop: &StopFlag) -> std::result::Result<(), String> {
         self.silent[process].store(0, Ordering::Relaxed);
         match notice.topic {
@@ -165,7 +166,7 @@ impl Common {
         }
     }
 
-    /// `process` has said its last words.
+    /// Handles the final message of `process`.
     fn part(&self, process: usize, words: &str, stop: &StopFlag) {
         let end: EndOfRun = serde_json::from_str(words).unwrap_or_default();
         if process == 0 {
@@ -179,7 +180,7 @@ impl Common {
         }
         match (end.failure, end.lost) {
             (Some(why), _) => self.lose(process, &why),
-            // That one may live, and must not wait for who has given it up.
+            // The given-up process may be alive, and must not wait for the process that gave it up.
             (None, Some((lost, why))) if lost == self.process => self.lose(process, &format!("it has given this process up: {why}")),
             (None, Some((lost, why))) if lost < self.names.len() => self.lose(lost, &why),
             _ if self.process == 0 && self.open().over.is_none() => {
@@ -204,11 +205,12 @@ impl Outbox for Common {
 }
 
 impl Links {
-    /// Meets the other processes of the run, who must agree with this one, which says `own`, and hears them from now on. A `stop` that one is
-    /// asked for process 0 hears of; `tell` is given lines for people; `last_resort` ends this process when another has ended and it goes on.
+    /// Runs the rendezvous with the other processes, which must agree with `own`, and starts to receive their messages. A request to `stop`
+    /// this process is forwarded to process 0. `tell` prints a line. `last_resort` terminates this process if it does not end after another
+    /// process has ended.
     ///
     /// # Errors
-    /// Those of [`Meeting::meet`]; `Resource` when a thread cannot start.
+    /// Errors of [`Meeting::meet`]; `Resource` if a thread cannot start.
     pub(crate) fn meet(
         meeting: &Meeting,
         own: Hello,
@@ -259,7 +261,7 @@ impl Links {
         Ok(())
     }
 
-    /// Looks at everything from time to time.
+    /// Starts the monitoring thread: heartbeats, silence of other processes, forwarded stops and the last resort.
     fn look(&mut self, last_resort: Option<LastResort>) -> io::Result<()> {
         let (common, stop) = (self.common.clone(), self.stop.clone());
         let body = move || {
@@ -292,30 +294,30 @@ impl Links {
         Ok(())
     }
 
-    /// Which of the processes this is.
+    /// Index of this process.
     pub(crate) fn process(&self) -> usize {
         self.common.process
     }
 
-    /// Who a process is, in words, by its number.
+    /// Display names of the processes, by index.
     pub(crate) fn names(&self) -> &[String] {
         &self.common.names
     }
 
-    /// What each process says that it has, by its number.
+    /// The hardware that each process reported, by index.
     pub(crate) fn what_each_has(&self) -> &[Value] {
         &self.common.has
     }
 
-    /// Process 0 tells all others what must agree before step 0.
+    /// Sends the facts that must agree before step 0, from process 0 to all others.
     pub(crate) fn propose(&self, agreement: &str) {
         self.common.tell(Audience::All, Notice::new(Topic::Agreement, &[]).saying(agreement));
     }
 
-    /// What process 0 proposes; how the run ended, if that came first.
+    /// Waits for the proposal of process 0. Returns the end of the run if that arrives first.
     ///
     /// # Errors
-    /// What ended another process.
+    /// The failure of another process.
     pub(crate) fn proposal(&self) -> Result<std::result::Result<String, EndOfRun>> {
         let mut state = self.common.open();
         loop {
@@ -332,18 +334,18 @@ impl Links {
         }
     }
 
-    /// The same where the run cannot be over.
+    /// Waits for the proposal of process 0 when the run must not end before it.
     ///
     /// # Errors
-    /// As there; what ended process 0.
+    /// The failure of another process, or the end of process 0.
     pub(crate) fn expect_proposal(&self) -> Result<String> {
         self.proposal()?.map_err(|end| self.failure_of(end).unwrap_or_else(|| self.common.error_of(0, "its run is over")))
     }
 
-    /// How the run ended, once process 0 has said so; within a few seconds.
+    /// The end of the run, as process 0 announces it. Waits a few seconds for the announcement.
     ///
     /// # Errors
-    /// What ended this process or another, if that is all that is known.
+    /// The failure of this or another process, if no announcement arrived.
     pub(crate) fn end_of_run(&self) -> Result<EndOfRun> {
         let state = self.common.open();
         let unknown = |state: &mut LinkState| state.over.is_none() && state.failure.is_none();
@@ -354,7 +356,7 @@ impl Links {
         }
     }
 
-    /// The end of a run that `error` has ended here. An error of another process stays its error.
+    /// The end of a run that `error` ended in this process. A failure of another process keeps its name.
     pub(crate) fn end_by(&self, error: &Error) -> EndOfRun {
         let (of, why) = match error {
             Error::Rank { name, cause } => (self.names().iter().position(|known| known == name), cause.clone()),
@@ -364,20 +366,20 @@ impl Links {
         EndOfRun { failure, of, ..EndOfRun::default() }
     }
 
-    /// What failed in a run that process 0 ended so.
+    /// The failure in the `end` that process 0 announced, if any.
     pub(crate) fn failure_of(&self, end: EndOfRun) -> Option<Error> {
         let of = end.of.filter(|process| *process < self.names().len()).unwrap_or(0);
         end.failure.map(|why| self.common.error_of(of, &why))
     }
 
-    /// The board at which the ranks of this process meet all others, made of what `make` is given, and the lanes of each of them, by rank, whose
-    /// parcels have at most `parcel_bytes`.
+    /// Creates the board of this process with `make`, and the lanes of each of its ranks, by rank. A parcel of a lane has at most
+    /// `parcel_bytes`.
     ///
     /// # Errors
-    /// `Resource` when a thread cannot start; what ended another process.
+    /// `Resource` if a thread cannot start; the failure of another process.
     ///
     /// # Panics
-    /// When it is called twice.
+    /// If it is called twice.
     pub(crate) fn attach(&self, make: impl FnOnce(Abroad) -> Board, parcel_bytes: usize) -> Result<(Arc<Board>, Vec<LanesByRank>)> {
         let common = &self.common;
         let board = Arc::new(make(Abroad { process: common.process, names: common.names.clone(), outbox: common.clone() }));
@@ -406,7 +408,7 @@ impl Links {
         Ok((board, lanes))
     }
 
-    /// The lanes between `rank`, of this process, and each rank of another one.
+    /// The lanes between `rank`, of this process, and each rank of `process`.
     fn lanes_to(
         &self,
         (process, connections): (usize, &Connections),
@@ -419,13 +421,13 @@ impl Links {
             let common = self.common.clone();
             let connection = SealedConnection::try_clone(&connections[channel.place()])?;
             ParcelLane::start(connection, (kind, parcel_bytes), board.bell(rank), move |error: &io::Error| {
-                // A process that ends closes all its connections, and says why on another one.
+                // A process that ends closes all its connections, and sends the cause on the control connection.
                 thread::sleep(LAST_WORDS);
                 common.lose_by(process, kind.name(), error);
             })
         };
         let to = |place: usize| {
-            // The later process has connected to the earlier one.
+            // The process with the larger index is the connecting side.
             let pair = if self.common.process > process { [own, place] } else { [place, own] };
             let weights = (place == own).then(|| lane(LaneKind::Weights, Channel::weights(ranks, own))).transpose()?;
             Ok(Some(RankLanes { grads: lane(LaneKind::Gradients, Channel::gradients(ranks, pair))?, weights }))
@@ -433,7 +435,7 @@ impl Links {
         (0..ranks).map(to).collect()
     }
 
-    /// Says the last words, how the run ended here, and waits a moment until the others have said theirs.
+    /// Sends the final message with the `end` of the run, and waits a few seconds for those of the other processes.
     pub(crate) fn close(mut self, mut end: EndOfRun) {
         let mut state = self.common.open();
         end.lost = state.failure.clone();
@@ -458,9 +460,9 @@ impl Links {
 impl Drop for Links {
     fn drop(&mut self) {
         self.common.closing.store(true, Ordering::Relaxed);
-        // Threads that read or write end with it.
+        // The reader and writer threads end when their sockets are shut down.
         self.sockets.iter().for_each(|socket| _ = socket.shutdown(Shutdown::Both));
-        // A panic there has said so itself.
+        // A panic in the thread has already printed its message.
         self.looker.take().map(JoinHandle::join);
     }
 }
@@ -470,7 +472,7 @@ impl Common {
         Error::Rank { name: self.names[process].clone(), cause: why.to_owned() }
     }
 
-    /// What ended the run first: a rank of this process, which the board knows, or another process.
+    /// The first cause of the end of the run: a rank of this process, from the board, or another process.
     fn cause(&self, state: &LinkState) -> Option<Error> {
         let lost = || state.failure.as_ref().map(|(process, why)| self.error_of(*process, why));
         state.board.as_ref().and_then(|board| board.failure()).or_else(lost)

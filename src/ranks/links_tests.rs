@@ -1,4 +1,4 @@
-//! Processes that end before the run is over: the others hear of it, and of whom they ended for.
+//! Tests of processes that end before the run is over: their peers learn of it, and of the process that caused the end.
 
 use super::*;
 use crate::ranks::run_token::RunToken;
@@ -6,7 +6,7 @@ use std::net::TcpListener;
 
 const SILENCE: &str = "nothing was heard of it for 30 s";
 
-/// All processes of a run, and who asks each of them to stop.
+/// All processes of a run, with the stop flag of each.
 fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let token = RunToken::new(b"a token that nobody guesses", "here").unwrap();
@@ -22,7 +22,7 @@ fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
     })
 }
 
-/// All but the last process, which has given up `lost` and ended.
+/// All processes except the last one, which gave up the process `lost` and ended.
 fn after_the_last_gave_up(lost: usize, processes: usize) -> Vec<(Links, StopFlag)> {
     let mut all = meet(processes);
     let (last, _) = all.pop().unwrap();
@@ -31,7 +31,7 @@ fn after_the_last_gave_up(lost: usize, processes: usize) -> Vec<(Links, StopFlag
     all
 }
 
-/// What ends a process, within a few seconds.
+/// The error that ends a process, within a few seconds.
 fn told(links: &Links) -> Option<String> {
     let state = links.common.open();
     drop(links.common.changed.wait_timeout_while(state, PARTING_PATIENCE, |state| state.failure.is_none()));

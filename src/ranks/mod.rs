@@ -1,5 +1,6 @@
-//! Ranks: devices that train together. Those of one process are a thread each. They meet on the [`board`]; [`baton`] lets tests choose who
-//! goes on. Several processes have a board each, and [`links`] between them; ranks in the same place of their processes are *namesakes*.
+//! Ranks: devices that train together. Each rank of a process has a thread. Ranks publish their progress on the [`board`]; in tests a
+//! [`baton`] chooses the rank that runs. Several processes have a board each, with [`links`] between them. Ranks with the same index in
+//! their processes are *namesakes*.
 
 pub(crate) mod baton;
 pub(crate) mod board;
@@ -19,46 +20,46 @@ use crate::error::{Error, Result};
 use board::Board;
 use std::sync::Arc;
 
-/// Devices that train together, at most, in all processes.
+/// Maximum number of ranks over all processes.
 pub(crate) const RANKS_MAX: usize = 16;
 
-/// What the GPUs of all processes find each other by in NCCL: an `ncclUniqueId`, which nobody looks into.
+/// The NCCL identifier that the GPUs of all processes share: an `ncclUniqueId`, an opaque value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub(crate) struct RailKey(pub(crate) [u8; 128]);
 
-/// A rank's place at the board.
+/// The context of a rank: its board and its index.
 #[derive(Clone)]
 pub(crate) struct Seat {
-    /// Where all ranks meet.
+    /// The progress counters of all ranks.
     pub board: Arc<Board>,
-    /// Whose place it is.
+    /// Index of the rank.
     pub rank: usize,
 }
 
 impl Seat {
-    /// Whether all ranks can go on, as far as is known.
+    /// Checks that no rank has failed.
     ///
     /// # Errors
-    /// What ended the first that cannot.
+    /// The first failure of any rank.
     pub(crate) fn check(&self) -> Result<()> {
         self.board.failure().map_or(Ok(()), Err)
     }
 
-    /// In a test whose seed chooses who goes on: lets it choose. Otherwise nothing.
+    /// Passes the turn token. Does nothing outside of tests with a turn token.
     ///
     /// # Errors
-    /// Those of [`Seat::check`].
+    /// Errors of [`Seat::check`].
     pub(crate) fn pass(&self) -> Result<()> {
         let Some(baton) = self.board.baton() else { return Ok(()) };
         baton.pass(self.rank);
         self.check()
     }
 
-    /// In such a test: this rank has nothing to do; false outside of one.
+    /// Passes the turn token because this rank has nothing to do. Returns false outside of tests with a turn token.
     ///
     /// # Errors
-    /// `Resource` when nobody has anything to do; those of [`Seat::check`].
+    /// `Resource` when all ranks are idle, which is a deadlock; errors of [`Seat::check`].
     pub(crate) fn pass_idle(&self) -> Result<bool> {
         let Some(baton) = self.board.baton() else { return Ok(false) };
         if !baton.pass_idle(self.rank) {
@@ -67,13 +68,13 @@ impl Seat {
         self.check().map(|()| true)
     }
 
-    /// Tells all ranks that this one cannot go on; returns what ended the first that cannot, and whose it is.
+    /// Publishes that this rank failed. Returns the first failure, with the name of its rank.
     pub(crate) fn blame(&self, error: Error) -> Error {
         self.fail(&error);
         self.check().err().unwrap_or(error)
     }
 
-    /// Tells all ranks that this one cannot go on. An error that another rank or process has made is not this one's.
+    /// Publishes that this rank failed. A failure that another rank or process caused keeps that name.
     pub(crate) fn fail(&self, why: &Error) {
         match why {
             Error::Rank { name, cause } => self.board.end_for(name, cause),

@@ -1,28 +1,28 @@
-//! Notices: what processes tell each other of their ranks. On the [`wire`](super::wire) the body is the kind's numbers, and bytes.
-//! Whoever reads trusts nothing: a length is compared with the most that is allowed before memory is taken for it.
+//! Notices: messages by which processes replicate the progress of their ranks. On the [`wire`](super::wire) a body has the topic's numbers,
+//! then bytes. The reader checks each length against its maximum before it allocates memory.
 
 use super::wire::{Seal, damage};
 use std::io::{self, Read, Write};
 
-/// Numbers that the longest kind has: an order's, and its number.
+/// Numbers of the longest notice, an order: its code and its arguments.
 const NUMBERS_MAX: usize = 7;
 
-/// Bytes that go with a notice at most; what is longer is cut into several.
+/// Maximum number of bytes in the tail of a notice. Longer data is split into several notices.
 pub(crate) const TAIL_MAX: usize = 1 << 20;
 
-/// What a notice is about. Its numbers, in their order, stand behind it.
+/// The topic of a notice. The description of each topic lists its numbers and then its tail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Topic {
-    /// The sender lives.
+    /// Heartbeat.
     Alive,
-    /// What must agree before step 0, as text.
+    /// Facts that must agree before step 0, as text.
     Agreement,
-    /// Somebody asks the run to stop.
+    /// Request to stop the run.
     Stop,
-    /// The run is over: how, as text.
+    /// End of the run: its outcome, as text.
     Over,
-    /// A rank cannot go on: rank; why, as text.
+    /// Failure of a rank: rank; cause, as text.
     Failed,
     /// One more bucket of a rank is written: rank.
     Written,
@@ -30,31 +30,31 @@ pub(crate) enum Topic {
     Pulled,
     /// Weights are final: rank, bucket, version.
     Settled,
-    /// Partial sums of the norm: first; values.
+    /// Partial sums of the norm: index of the first; values.
     Partials,
-    /// So many more partial sums are told: rank, count.
+    /// More partial sums of a rank are published: rank, count.
     PartialsTold,
-    /// The loss of a share: share, bits.
+    /// Loss of a gradient share: share, bits.
     Loss,
-    /// Losses and flag are told: rank, flag, step.
+    /// Losses and non-finite flag of a rank are published: rank, flag, step.
     Reported,
-    /// What rank 0 found in a step: step, norm, loss, flag.
+    /// Outcome of a step, from rank 0: step, norm, loss, flag.
     Outcome,
-    /// An order: its number and what goes with it.
+    /// An order: its code and its arguments.
     Order,
     /// One more order is carried out: rank.
     Done,
-    /// A rank has come to where all meet: rank.
+    /// A rank arrived at the meeting of all ranks: rank.
     Met,
-    /// What a rank did in a step: rank; amounts.
+    /// Report of a rank for a step: rank; amounts.
     Amounts,
-    /// Rows of experts: rank, first; rows.
+    /// Rows of experts: rank, index of the first; rows.
     ExpertRows,
-    /// Words for the mail: first; words.
+    /// Words for the mail: index of the first; words.
     Mail,
-    /// While processes meet: the sender has all its connections.
+    /// Rendezvous: the sender has all its connections.
     Ready,
-    /// While processes meet: all have, and the run begins.
+    /// Rendezvous: all processes are connected, and the run begins.
     Begin,
 }
 
@@ -88,7 +88,7 @@ impl Topic {
     }
 }
 
-/// Something that one process tells another.
+/// A message between two processes.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Notice {
     pub(crate) topic: Topic,
@@ -97,10 +97,10 @@ pub(crate) struct Notice {
 }
 
 impl Notice {
-    /// A notice about `topic` with its `numbers`.
+    /// A notice of `topic` with its `numbers`.
     ///
     /// # Panics
-    /// If they are not as many as the topic has.
+    /// If the topic has another count of numbers.
     pub(crate) fn new(topic: Topic, numbers: &[u64]) -> Self {
         assert_eq!(numbers.len(), topic.numbers(), "{topic:?}");
         let mut all = [0; NUMBERS_MAX];
@@ -108,45 +108,45 @@ impl Notice {
         Self { topic, numbers: all, tail: Vec::new() }
     }
 
-    /// The same with these bytes.
+    /// Sets the tail of the notice.
     ///
     /// # Panics
-    /// If they are more than [`TAIL_MAX`].
+    /// If the tail is longer than [`TAIL_MAX`].
     pub(crate) fn with(self, tail: Vec<u8>) -> Self {
         assert!(tail.len() <= TAIL_MAX, "{:?} of {} bytes", self.topic, tail.len());
         Self { tail, ..self }
     }
 
-    /// The same with `text`, cut where it is too long.
+    /// Sets the tail to `text`, cut to the maximum length.
     pub(crate) fn saying(self, text: &str) -> Self {
         let end = (0..=text.len().min(TAIL_MAX)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
         self.with(text.as_bytes()[..end].to_vec())
     }
 
-    /// Its numbers: as many as its topic has.
+    /// The numbers of the notice, as many as its topic has.
     pub(crate) fn numbers(&self) -> &[u64] {
         &self.numbers[..self.topic.numbers()]
     }
 
-    /// Its bytes as text; what is none is replaced.
+    /// The tail as text. Invalid UTF-8 is replaced.
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.tail).into_owned()
     }
 
-    /// Its bytes as words; those at the end that make no whole word are none.
+    /// The tail as 32-bit words. An incomplete word at the end is ignored.
     pub(crate) fn words(&self) -> impl ExactSizeIterator<Item = u32> + '_ {
         self.tail.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes))
     }
 
-    /// The same as long words.
+    /// The tail as 64-bit words. An incomplete word at the end is ignored.
     pub(crate) fn long_words(&self) -> impl ExactSizeIterator<Item = u64> + '_ {
         self.tail.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes))
     }
 
-    /// Writes it as the next message of `seal`.
+    /// Writes the notice as the next message of `seal`.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Errors of `out`.
     pub(super) fn write(&self, out: &mut impl Write, seal: &mut Seal) -> io::Result<()> {
         let mut numbers = [0; 8 * NUMBERS_MAX];
         let places = numbers.as_chunks_mut().0.iter_mut();
@@ -154,10 +154,10 @@ impl Notice {
         seal.write(out, self.topic as u8, &numbers[..8 * self.numbers().len()], &self.tail)
     }
 
-    /// Reads one, the next message of `seal`.
+    /// Reads the next message of `seal`.
     ///
     /// # Errors
-    /// Those of `input`; `InvalidData` for what is no notice, or not the next one.
+    /// Errors of `input`; `InvalidData` if the message is invalid or not the next one.
     pub(super) fn read(input: &mut impl Read, seal: &mut Seal) -> io::Result<Self> {
         let head = seal.head(input)?;
         let wrong = |what: &str, value: usize| damage(format!("a notice with {what} {value}"));
@@ -171,17 +171,17 @@ impl Notice {
     }
 }
 
-/// Which other processes are told.
+/// The processes that receive a notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Audience {
     All,
-    /// The one of rank 0.
+    /// The process of rank 0.
     First,
 }
 
-/// What takes notices to other processes. It never blocks.
+/// Sends notices to other processes. It never blocks.
 pub(crate) trait Outbox: Send + Sync {
-    /// Sends `notice` on its way.
+    /// Enqueues `notice` for sending.
     fn tell(&self, to: Audience, notice: Notice);
 }
 
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A source that counts what was taken from it.
+    /// A reader that records the largest buffer it was given.
     struct Counted<'a>(&'a [u8], usize);
 
     impl Read for Counted<'_> {
@@ -232,10 +232,10 @@ mod tests {
         }
     }
 
-    /// Whoever has the token can write any length with a good checksum.
+    /// A peer that has the token can send any length with a valid checksum.
     #[test]
     fn a_length_beyond_the_most_is_refused_before_memory_is_taken() {
-        // Topics without numbers, and with the most.
+        // Topics without numbers and with the most numbers.
         for (topic, numbers) in [(Topic::Over, 0), (Topic::Order, NUMBERS_MAX)] {
             for length in [8 * numbers + TAIL_MAX + 1, 1 << 22] {
                 let mut head = Vec::new();

@@ -1,6 +1,7 @@
-//! How the processes of a run find each other: one listens at an address that all know, hears from each who it is and where it listens itself,
-//! and tells all. Then each two have a connection of each kind, and when all have all of them, the run begins. A process that dies before that may
-//! be started again: whoever had met it begins once more.
+//! The rendezvous of the processes of a run. Process 0 listens on an address that all processes know. Each process sends it a hello message
+//! with its own address, and process 0 sends all hello messages to all processes. Each pair of processes then opens one connection of each
+//! kind. The run begins when all connections are open. A process that dies earlier may be restarted: the processes that it had met start
+//! the rendezvous again.
 
 use super::control_line::ControlLine;
 use super::desk::Desk;
@@ -21,61 +22,63 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time between two tries, and between two looks.
+/// Time between two attempts, and between two polls.
 const PERIOD: Duration = Duration::from_millis(50);
-/// So many times in a row a process answers with the proof of another token before that is believed: a byte may be damaged on the way.
+/// A peer must prove another token this often in a row before the error is reported, because a byte may be damaged in transit.
 const TOKEN_TRIES: u32 = 3;
 
-/// Where the processes of a run meet, and which of them this is.
+/// Parameters of the rendezvous of this process.
 #[derive(Clone, Debug)]
 pub(crate) struct Meeting {
-    /// `HOST:PORT`, which leads to process 0; it listens at the port.
+    /// `HOST:PORT` of process 0, which listens on the port.
     pub(crate) address: String,
     pub(crate) process: usize,
     pub(crate) processes: usize,
     /// Ranks of each process.
     pub(crate) ranks: usize,
     pub(crate) token: RunToken,
-    /// How long the others may take to come.
+    /// Maximum duration of the rendezvous.
     pub(crate) limit: Duration,
 }
 
-/// What process 0 answers.
+/// The reply of process 0 to a hello message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Reply {
-    /// All are there, and alike: the number of this try to connect, and what each said of itself but for its facts.
+    /// All processes have arrived and agree: the number of this attempt, and all hello messages without their facts.
     Welcome(u64, Vec<Hello>),
-    /// Processes differ, and in what.
+    /// Processes differ: the difference.
     Refused(String),
-    /// Process 0 has ended, and why.
+    /// Process 0 has ended: the cause.
     Ended(String),
 }
 
 /// The connections to another process, in the order of [`Channel::all`].
 pub(super) type Connections = Vec<SealedConnection>;
 
-/// All processes of a run, as this one knows them.
+/// The result of a rendezvous: all processes and the connections to them.
 pub(super) struct Mesh {
-    /// What each said of itself but for its facts.
+    /// The hello messages without their facts.
     pub(super) all: Vec<Hello>,
-    /// By process; none to itself.
+    /// By process; `None` for this process.
     pub(super) connections: Vec<Option<Connections>>,
 }
 
-/// Connections as they come, by process and channel.
+/// Open connections, by process and channel.
 type Slots = Vec<Vec<Option<SealedConnection>>>;
 
-/// What every wait looks at.
+/// Conditions that end a wait: a stop request or the deadline.
 struct Patience<'a> {
     stop: &'a StopFlag,
     deadline: Instant,
-    /// Lines for people.
+    /// Prints a line.
     tell: &'a mut dyn FnMut(&str),
 }
 
 impl Patience<'_> {
+    /// Checks whether the wait may continue.
+    ///
     /// # Errors
-    /// `Interrupted` when this process is to stop; at the deadline the error of what is `missing`.
+    /// `Interrupted` when a stop of this process is requested; the error of `missing` at the deadline.
     fn look(&self, missing: impl FnOnce() -> Error) -> Result<()> {
         if self.stop.is_set() {
             return Err(Error::Interrupted("the processes of the run met".into()));
@@ -89,21 +92,22 @@ impl Meeting {
         Error::resource(format!("meet the {} processes of this run at {}", self.processes, self.address), cause)
     }
 
-    /// The error at the end of `--rendezvous-limit`, for which `why` has lasted.
+    /// The error at the end of `--rendezvous-limit`, with `why` as the reason for the wait.
     fn late(&self, why: impl Display) -> Error {
         self.failed(format_args!("{why}; --rendezvous-limit {} is over", self.limit.as_secs()))
     }
 
-    /// Meets the others, who must agree with this process, which says `own`, in all facts. `tell` is given lines for people.
+    /// Meets the other processes, whose facts must equal those of `own`. `tell` prints a line.
     ///
     /// # Errors
-    /// `Resource` that names who is missing or has another token; `Usage` that names who differs, and in what; `Interrupted`.
+    /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the
+    /// difference; `Interrupted`.
     pub(super) fn meet(&self, own: Hello, stop: &StopFlag, tell: &mut dyn FnMut(&str)) -> Result<Mesh> {
         let mut patience = Patience { stop, deadline: Instant::now() + self.limit, tell };
         if self.process == 0 { self.receive(&own, &mut patience) } else { self.join(&own, &mut patience) }
     }
 
-    /// Process 0: all come to it.
+    /// The rendezvous in process 0, to which all other processes connect.
     fn receive(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
         let (mut door, mut desk) = (self.listen(patience)?, Desk::new(self.processes));
         loop {
@@ -131,7 +135,7 @@ impl Meeting {
         }
     }
 
-    /// A listener at the port of the rendezvous, once no other program has it.
+    /// A listener on the port of the rendezvous. Waits while another program has the port.
     fn listen(&self, patience: &mut Patience<'_>) -> Result<Doorkeeper> {
         let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
         let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
@@ -158,7 +162,8 @@ impl Meeting {
         }
     }
 
-    /// Process 0: what all say of themselves, and their connections but for those of control, which the `desk` has.
+    /// Process 0: collects the hello messages of all processes, and all connections except the control connections, which are at the
+    /// `desk`.
     fn gather(
         &self,
         own: &Hello,
@@ -167,7 +172,7 @@ impl Meeting {
     ) -> std::result::Result<(Vec<Hello>, Slots), Trouble> {
         while !desk.missing().is_empty() {
             let gone = self.look_after(None, (&mut *door, &mut *desk), patience)?;
-            // A process that has asked all to stop is gone for good.
+            // A process that requested a stop of the run does not come back.
             for gone in gone.iter().filter(|_| !patience.stop.is_set()) {
                 (patience.tell)(&format!("{gone}; it may come again"));
             }
@@ -188,14 +193,14 @@ impl Meeting {
             let is_whole =
                 |slots: &Slots| slots[1..].iter().all(|slots| channels[1..].iter().all(|channel| slots[channel.place()].is_some()));
             if desk.all_ready() && is_whole(&slots) {
-                // A process that is gone since then is missed by whoever reads its connection.
+                // The reader of a connection detects a process that was lost since then.
                 desk.say(&Notice::new(Topic::Begin, &[]));
                 return Ok((all, slots));
             }
         }
     }
 
-    /// Process 0: takes who comes, and what those say that are there. Those that are gone, in words.
+    /// Process 0: handles new connections and messages. Returns a line for each process that was lost.
     fn look_after(
         &self,
         round: Option<(u64, &mut Slots)>,
@@ -222,14 +227,14 @@ impl Meeting {
             match round {
                 _ if claim.channel == Channel::CONTROL => desk.admit(process, connection).map_err(|e| self.failed(e))?,
                 Some((round, slots)) if claim.round == round => put(slots, claim, connection),
-                // It comes of a try that is over.
+                // The connection belongs to an earlier attempt.
                 _ => {}
             }
         }
         desk.serve(patience.stop)
     }
 
-    /// A process behind process 0: it goes to those before it, and those behind it come.
+    /// The rendezvous in a later process, which connects to all processes with a smaller index and accepts connections from the others.
     fn join(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
         let mut door = Doorkeeper::at(0, &self.token).map_err(|e| Error::resource("listen for the other processes", e))?;
         loop {
@@ -245,7 +250,7 @@ impl Meeting {
         }
     }
 
-    /// One try of that.
+    /// One attempt of [`Meeting::join`].
     fn visit(&self, own: &Hello, door: &mut Doorkeeper, patience: &mut Patience<'_>) -> std::result::Result<Mesh, Trouble> {
         let control = self.reach_first(patience)?;
         let failed = |e: io::Error| Trouble::from(Error::resource("listen for the other processes", e));
@@ -254,7 +259,7 @@ impl Meeting {
         let mut line = ControlLine::new(control).map_err(failed)?;
         let outcome = self.meet_over(&mut line, &Hello { address: Some((here, port).into()), ..own.clone() }, first, door, patience);
         if let Err(Trouble::Over(Error::Interrupted(_))) = &outcome {
-            // A process 0 that does not hear it misses this process.
+            // If process 0 does not receive the stop request, it detects the loss of this process.
             let _ = line.say(&Notice::new(Topic::Stop, &[]));
         }
         let (all, mut slots) = outcome?;
@@ -262,7 +267,7 @@ impl Meeting {
         Ok(Mesh { all, connections: whole(slots) })
     }
 
-    /// Meets the others over the control connection to process 0, which is reached at `first`.
+    /// Meets the other processes over `line`, the control connection to process 0. `first` is the address of process 0.
     fn meet_over(
         &self,
         line: &mut ControlLine,
@@ -287,7 +292,7 @@ impl Meeting {
         Ok((all, slots))
     }
 
-    /// What process 0 says next, if it has said anything.
+    /// The next message of process 0, if one has arrived.
     fn listen_to(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<Option<Notice>, Trouble> {
         patience.look(|| self.late("not all processes have come"))?;
         let notice = line.next().map_err(lost)?;
@@ -297,7 +302,7 @@ impl Meeting {
         Ok(notice)
     }
 
-    /// Whether process 0 has said that the run begins, after it has said who is there.
+    /// Whether process 0 has announced that the run begins, after its reply to the hello message.
     fn may_begin(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<bool, Trouble> {
         match self.listen_to(line, patience)? {
             Some(Notice { topic: Topic::Agreement, tail, .. }) => {
@@ -308,7 +313,7 @@ impl Meeting {
         }
     }
 
-    /// What process 0 answers, if it is that all are there.
+    /// Parses the reply of process 0. Any reply except `Welcome` is an error.
     fn welcome(&self, answer: &[u8]) -> Result<(u64, Vec<Hello>)> {
         match serde_json::from_slice(answer).map_err(|e| Error::format("the answer of process 0", e))? {
             Reply::Welcome(round, all) if all.len() == self.processes => Ok((round, all)),
@@ -318,7 +323,7 @@ impl Meeting {
         }
     }
 
-    /// The control connection to process 0, which listens or soon will.
+    /// Opens the control connection to process 0, retrying until process 0 listens.
     fn reach_first(&self, patience: &Patience<'_>) -> std::result::Result<SealedConnection, Trouble> {
         let (claim, mut refusals) = (self.claim(Channel::CONTROL, 0), 0);
         loop {
@@ -342,15 +347,17 @@ impl Meeting {
         self.late(format_args!("nobody answers at {address}: {why}"))
     }
 
+    /// Counts consecutive proofs of another token.
+    ///
     /// # Errors
-    /// `Resource` when whoever listens at `address` has shown again and again that it has another token.
+    /// `Resource` if the peer at `address` has proved another token [`TOKEN_TRIES`] times in a row.
     fn count_refusal(&self, why: &io::Error, address: &str, refusals: &mut u32) -> Result<()> {
         *refusals = if is_other_token(why) { *refusals + 1 } else { 0 };
         let cause = format_args!("the process at {address} has another run token; give all processes the same");
         if *refusals == TOKEN_TRIES { Err(self.failed(cause)) } else { Ok(()) }
     }
 
-    /// The connections to `all` others but for that of control to process 0, in this `round`.
+    /// Opens the connections to all other processes in this `round`, except the control connection to process 0.
     fn connect_all(
         &self,
         round: u64,
@@ -363,7 +370,8 @@ impl Meeting {
         let is_open =
             |slots: &Slots, (process, channel): (usize, Channel)| slots[process][channel.place()].as_ref().map(SealedConnection::is_open);
         loop {
-            // A process 0 that begins again closes connections of this round as soon as it has admitted them: only this line says so.
+            // If process 0 starts again, it closes connections of this round right after admitting them. Only a message on this line
+            // announces it.
             self.may_begin(line, patience)?;
             let wants = |slots: &Slots| (0..self.process).flat_map(to).find(|&slot| is_open(slots, slot) != Some(true));
             if let Some((process, channel)) = wants(&slots) {
@@ -389,8 +397,8 @@ impl Meeting {
         }
     }
 
-    /// Tries once to open the connection of `claim` to `address`, on a thread of its own: a name may take long to be found, and a machine to
-    /// answer. Meanwhile it is `watching`.
+    /// Tries once to open the connection of `claim` to `address`, on a separate thread, because name resolution and connecting may take
+    /// long. Calls `watching` meanwhile.
     fn dial(
         &self,
         address: &str,
@@ -399,7 +407,7 @@ impl Meeting {
     ) -> std::result::Result<io::Result<SealedConnection>, Trouble> {
         let (tells, told) = mpsc::channel();
         let (address, token) = (address.to_owned(), self.token.clone());
-        // Nobody waits for the outcome once this process stops.
+        // The receiver is gone once this process stops.
         let body = move || _ = tells.send(connect(&address, &token, claim));
         if let Err(error) = thread::Builder::new().name("connect".into()).spawn(body) {
             return Ok(Err(error));
@@ -419,7 +427,7 @@ impl Meeting {
     }
 }
 
-/// Connects to the first of the addresses that `address` means where somebody answers, and opens the connection of `claim`.
+/// Resolves `address`, connects to the first resolved address that accepts, and opens the connection of `claim`.
 fn connect(address: &str, token: &RunToken, claim: Claim) -> io::Result<SealedConnection> {
     let mut why = io::Error::new(io::ErrorKind::NotFound, "its name has no address");
     for address in address.to_socket_addrs()? {
@@ -437,37 +445,38 @@ fn connect(address: &str, token: &RunToken, claim: Claim) -> io::Result<SealedCo
     Err(why)
 }
 
-/// Whether both ends of a connection are one: a port where nobody listens may be the one that the system has just given to the connection itself.
+/// Whether both ends of a connection are the same socket. The system may give a connection the very port that it connects to, if nothing
+/// listens there.
 fn leads_to_itself(stream: &TcpStream) -> io::Result<bool> {
     Ok(stream.local_addr()? == stream.peer_addr()?)
 }
 
-/// Where a process is reached that listens at `address`, by one that reaches process 0 at `first`. An address of the machine's own is one of
-/// process 0's machine.
+/// The address at which a process is reached that listens on `address`, if process 0 is reached at `first`. A loopback address means the
+/// machine of process 0.
 fn reachable(address: Option<SocketAddr>, first: IpAddr) -> String {
     let of = |address: SocketAddr| if address.ip().is_loopback() { (first, address.port()).into() } else { address };
     address.map_or(String::new(), |address| of(address).to_string())
 }
 
-/// Puts the connection of `claim` in its place, where there is one: a process with more ranks soon hears that it differs. The last one counts,
-/// since a process tries again where one was lost.
+/// Stores the connection of `claim`. Ignores a channel out of range: a process with more ranks soon learns that it differs. The last
+/// connection wins, because a process retries after a loss.
 fn put(slots: &mut Slots, claim: Claim, connection: SealedConnection) {
     if let Some(slot) = slots[claim.process as usize].get_mut(claim.channel.place()) {
         *slot = Some(connection);
     }
 }
 
-/// Slots of which all are filled, but for those of this process.
+/// Converts filled slots. The slots of this process are empty and become `None`.
 fn whole(slots: Slots) -> Vec<Option<Connections>> {
     slots.into_iter().map(|slots| slots.into_iter().collect()).collect()
 }
 
-/// Process 0 is gone.
+/// The error after the loss of the connection to process 0.
 fn lost(why: io::Error) -> Trouble {
     Trouble::Again(format!("process 0 is gone before the run began: {why}"))
 }
 
-/// In what `process` is not as process 0 is, in words.
+/// The first fact in which `process` differs from process 0, as text.
 fn difference(hellos: &[Hello], process: usize) -> Option<String> {
     let (first, other) = (&hellos[0], &hellos[process]);
     let names = || first.facts.keys().chain(other.facts.keys());
@@ -477,7 +486,7 @@ fn difference(hellos: &[Hello], process: usize) -> Option<String> {
     Some(printable(differs(name, [(0, &first.host, value(first)), (process, &other.host, value(other))])))
 }
 
-/// `name` is not the same for two processes, of which each has a number, a host and a value.
+/// The error text if `name` differs between two processes, given by index, host and value.
 pub(crate) fn differs(name: &str, [one, other]: [(usize, &str, String); 2]) -> String {
     let of = |(process, host, value): (usize, &str, String)| format!("{value} for process {process} on {host}");
     format!("{name}: {}, {}; all processes of a run need the same", of(one), of(other))

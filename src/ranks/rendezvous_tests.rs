@@ -1,4 +1,4 @@
-//! Processes that meet, with strangers, wrong tokens, signals and deaths among them.
+//! Tests of the rendezvous with strangers, wrong tokens, signals and processes that die.
 
 use super::*;
 use serde_json::json;
@@ -16,7 +16,7 @@ fn meeting(address: &str, process: usize, processes: usize, token: &str) -> Meet
     Meeting { address: address.into(), process, processes, ranks: 2, token, limit }
 }
 
-/// What comes of each process, which has these facts.
+/// The result of each process, given its facts.
 fn meet(address: &str, facts: &[Value]) -> Vec<Result<Mesh>> {
     let all = facts.len();
     thread::scope(|scope| {
@@ -71,7 +71,7 @@ fn each_two_of_four_processes_are_connected_while_strangers_come() {
                     seal.body(&mut input, &head, (&mut body, &mut []), |_| String::new()).unwrap();
                     (head.kind, body)
                 };
-                // Signs of life may come before.
+                // Heartbeats may arrive before.
                 let sent = std::iter::repeat_with(&mut next).find(|(kind, _)| *kind == 77).unwrap();
                 assert_eq!(sent.1, [other as u8, channel as u8]);
             }
@@ -102,7 +102,7 @@ fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
     });
 }
 
-/// A process that meets the others on a thread of its own, and the lines that it is told.
+/// A process that runs the rendezvous on its own thread, and the lines that it prints.
 struct Lone {
     thread: thread::JoinHandle<Result<Mesh>>,
     stop: StopFlag,
@@ -110,7 +110,7 @@ struct Lone {
 }
 
 impl Lone {
-    /// Process `process` of so many, which reaches process 0 at `address`.
+    /// Starts process `process` of `processes`, which reaches process 0 at `address`.
     fn start(address: &str, process: usize, processes: usize) -> Self {
         Self::with(meeting(address, process, processes, TOKEN))
     }
@@ -123,7 +123,7 @@ impl Lone {
         Self { thread, stop, lines }
     }
 
-    /// Waits for a line with these words.
+    /// Waits for a line that contains `words`.
     fn says(&self, words: &str) {
         let end = Instant::now() + Duration::from_secs(30);
         let found = std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok());
@@ -143,7 +143,7 @@ fn port_of(address: &str) -> &str {
     address.rsplit_once(':').unwrap().1
 }
 
-/// The control connection of process `process`, which has said who it is, without anything behind it.
+/// A control connection of process `process` that sends its hello message and nothing afterwards.
 fn visitor(address: &str, process: u32) -> ControlLine {
     let (token, claim) = (RunToken::new(TOKEN.as_bytes(), "here").unwrap(), Claim { channel: Channel::CONTROL, process, round: 0 });
     let connected = std::iter::repeat_with(|| connect(address, &token, claim)).find_map(std::result::Result::ok);
@@ -153,7 +153,7 @@ fn visitor(address: &str, process: u32) -> ControlLine {
     line
 }
 
-/// A machine may have its own name at an address that leads to itself alone, such as 127.0.1.1.
+/// A machine's own name may resolve to an address that leads to this machine alone, such as 127.0.1.1.
 #[test]
 fn process_0_listens_at_all_addresses_whatever_its_name_means_there() {
     let address = free_address();
@@ -182,7 +182,7 @@ fn a_port_in_use_is_tried_again() {
     drop(other);
     let second = Lone::start(&address, 1, 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
-    // Until the limit.
+    // Without success until the limit.
     let kept = TcpListener::bind(&address).unwrap();
     let limit = Duration::from_secs(1);
     let error = Lone::with(Meeting { limit, ..meeting(&address, 0, 2, TOKEN) }).error().to_string();
@@ -193,7 +193,7 @@ fn a_port_in_use_is_tried_again() {
     drop(kept);
 }
 
-/// The system gives each connection a port, and may give it that which it connects to.
+/// The system assigns a port to each connection, which may be the port that it connects to.
 #[test]
 fn a_connection_that_leads_to_itself_is_none() {
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap();
@@ -201,7 +201,7 @@ fn a_connection_that_leads_to_itself_is_none() {
     let end = Instant::now() + Duration::from_secs(20);
     let address = SocketAddr::from(([127, 0, 0, 1], bounds[0] + (bounds[1] - bounds[0]) / 4 * 2));
     let itself = std::iter::repeat_with(|| TcpStream::connect(address)).take_while(|_| Instant::now() < end).find_map(io::Result::ok);
-    // How many tries that takes is the system's choice.
+    // The number of attempts is up to the system.
     itself.iter().for_each(|itself| assert!(leads_to_itself(itself).unwrap()));
     drop(itself);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -221,7 +221,7 @@ fn the_limit_names_who_is_missing_to_all() {
     assert!(alone.contains("nobody answers at ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
 }
 
-/// It dies after it has said who it is, and again while connections are made; whoever takes its place is let in.
+/// A process dies after its hello message and again while connections are made. A process that replaces it is admitted.
 #[test]
 fn a_process_that_dies_before_the_run_begins_may_come_again() {
     let address = free_address();
@@ -253,7 +253,7 @@ fn a_second_process_of_one_number_is_refused_by_name_while_the_first_lives() {
     }
 }
 
-/// Nobody answers, somebody is silent, somebody says a byte now and then, process 0 waits for others: a signal ends each of these waits.
+/// Peers that do not reply, are silent, send single bytes or wait for more processes: a signal ends each of these waits.
 #[test]
 fn a_stop_ends_every_wait_and_all_that_wait_there() {
     let (silent, dripping, address) = (free_address(), free_address(), free_address());

@@ -1,5 +1,5 @@
-//! The secret that the processes of a run share. It never crosses the network: each side proves that it has it by a keyed hash over what both
-//! have just drawn.
+//! The secret that the processes of a run share. It never crosses the network: each side proves that it has the token by a keyed hash over
+//! two fresh nonces.
 
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -7,24 +7,24 @@ use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::hash::BuildHasher;
 
-/// Variable that holds it where no file does.
+/// Environment variable with the token, used if no file has it.
 pub(crate) const TOKEN_VARIABLE: &str = "SUPEROFFLOAD_RUN_TOKEN";
 
-/// A shorter one can be guessed.
+/// Minimum length. A shorter token can be guessed.
 const BYTES_MIN: usize = 16;
 
 /// Bytes of a [`Nonce`].
 pub(super) const NONCE_BYTES: usize = 16;
-/// Bytes that are hashed at once.
+/// Block size of SHA-256 in bytes.
 const BLOCK_BYTES: usize = 64;
 
-/// What a side draws for one connection.
+/// Random bytes that one side draws for one connection.
 pub(super) type Nonce = [u8; NONCE_BYTES];
 
-/// What shows that a side has the token.
+/// Proof that a side has the token.
 pub(super) type Proof = [u8; 32];
 
-/// See above.
+/// The shared secret.
 #[derive(Clone)]
 pub(crate) struct RunToken(Vec<u8>);
 
@@ -35,10 +35,10 @@ impl fmt::Debug for RunToken {
 }
 
 impl RunToken {
-    /// The token `bytes`, which came from `source`; white space around it is none of it.
+    /// The token in `bytes`, which came from `source`. White space around it is removed.
     ///
     /// # Errors
-    /// `Usage` when it is too short to be a secret.
+    /// `Usage` if the token is too short to be a secret.
     pub(crate) fn new(bytes: &[u8], source: impl fmt::Display) -> Result<Self> {
         let token = bytes.trim_ascii();
         if token.len() < BYTES_MIN {
@@ -50,13 +50,13 @@ impl RunToken {
         Ok(Self(token.to_vec()))
     }
 
-    /// Why it may be guessed although it is long enough.
+    /// A reason why the token may be guessed although it is long enough.
     pub(crate) fn weakness(&self) -> Option<&'static str> {
         let repeats = self.0.iter().all(|byte| *byte == self.0[0]);
         repeats.then_some("it repeats one byte; take it from `openssl rand -hex 16`")
     }
 
-    /// HMAC with SHA-256 (RFC 2104) of `parts`, one after the other, each of a length that both sides know.
+    /// HMAC-SHA-256 (RFC 2104) of the concatenated `parts`. Both sides must know the length of each part.
     pub(super) fn prove(&self, parts: &[&[u8]]) -> Proof {
         let mut key = [0; BLOCK_BYTES];
         match self.0.len() {
@@ -69,12 +69,12 @@ impl RunToken {
     }
 }
 
-/// Whether two proofs are the same, in a time that does not tell where they differ.
+/// Whether two proofs are equal, compared in constant time.
 pub(super) fn is_same(one: &Proof, other: &Proof) -> bool {
     one.iter().zip(other).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
 }
 
-/// A number that nobody can foresee: the standard library's hasher is keyed by the system.
+/// An unpredictable number: the standard library seeds its hasher from the system.
 pub(super) fn nonce() -> Nonce {
     let mut nonce = [0; NONCE_BYTES];
     let words = nonce.chunks_mut(8).zip(0..);
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn a_short_token_is_refused_and_none_is_printed() {
-        // Six bytes that are no text are not eighteen of a replacement.
+        // Six invalid UTF-8 bytes must count as six, and not as the eighteen bytes of their replacement characters.
         for short in [&b" 12345 \n"[..], b"fifteen bytes..", &[0xff; 6]] {
             let refused = RunToken::new(short, TOKEN_VARIABLE).unwrap_err().to_string();
             let words = format!("SUPEROFFLOAD_RUN_TOKEN: a run token of {} bytes can be guessed", short.trim_ascii().len());
