@@ -1,4 +1,4 @@
-//! The memory of a run by class and place, known before anything is allocated.
+//! The memory of a run by class and location, computed before any allocation.
 
 use super::experts::ExpertEngine;
 use super::machine::Machine;
@@ -27,14 +27,14 @@ use crate::ranks::lanes::slices_under_way;
 use crate::trace::Span;
 use std::ops::Range;
 
-/// Buckets that may be on their way to the host while the next module writes.
+/// Buckets that may be copied to the host while the next module writes gradients.
 const RING_BUCKETS: usize = 8;
-/// Buckets whose paged states may be on the device at once: one comes, one is stepped, one goes, and one for when they do not
-/// take equally long.
+/// Buckets whose paged states may be on the device at once: one arrives, one is stepped, one leaves, and one balances their different
+/// durations.
 pub(crate) const PAGED_WINDOW: usize = 4;
-/// Places on the device that sums of gradients on the host pass through: one comes, one is added to, and one goes.
+/// Device buffers for gradient sums that are stored on the host: one arrives, one is added to, and one leaves.
 pub(crate) const SUM_PLACES: usize = 3;
-/// Elements that pass at once between the device and the host's side of its state: a pinned buffer.
+/// Elements of a pinned buffer for transfers between the device and the host's part of its state.
 pub(crate) const BOUNCE_ELEMS: usize = 1 << 18;
 
 /// The bytes of `classes` at `space`.
@@ -42,7 +42,7 @@ pub(crate) fn bytes_at(classes: &[MemoryClass], space: MemorySpace) -> u64 {
     classes.iter().filter(|class| class.space == space).map(|class| class.bytes as u64).sum()
 }
 
-/// What is needed of a memory and what there is.
+/// Demand and supply of one memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Balance {
     pub space: MemorySpace,
@@ -53,26 +53,26 @@ pub struct Balance {
 }
 
 impl Balance {
-    /// Bytes that are missing; 0 when it fits.
+    /// Missing bytes; 0 if the plan fits.
     pub(crate) fn lacking(&self) -> u64 {
         self.needed.saturating_sub(self.available)
     }
 
-    /// Bytes that stay free; `None` when it does not fit or nobody knows.
+    /// Bytes that stay free; `None` if the plan does not fit or the supply is unknown.
     pub(crate) fn free(&self) -> Option<u64> {
         Some(self.available).filter(|&bytes| bytes < u64::MAX)?.checked_sub(self.needed)
     }
 }
 
-/// The balance of each of `ranks` devices, for all of which `classes` are, and the host's, which needs `transient_bytes` besides. Devices
-/// that share the host's memory need nothing of their own.
+/// The balance of each device and of the host. `classes` cover all `ranks` devices. The host needs `transient_bytes` in addition. Devices
+/// that share the host's memory need none of their own.
 pub(crate) fn balances(
     machine: &Machine,
     classes: &[MemoryClass],
     (ranks, processes): (usize, usize),
     transient_bytes: u64,
 ) -> [Balance; 2] {
-    // Processes have as much each, on machines of their own.
+    // Each process runs on its own machine and needs an equal part.
     let of_one = |space| bytes_at(classes, space).div_ceil(processes as u64);
     let (ranks, on_device, on_host) = (ranks / processes, of_one(MemorySpace::Device), of_one(MemorySpace::Host) + transient_bytes);
     let balance = |space, needed, available| Balance { space, needed, available };
@@ -83,91 +83,91 @@ pub(crate) fn balances(
     [device, balance(MemorySpace::Host, needed, machine.host_bytes)]
 }
 
-/// Whether the device casts and fp32 crosses the link; without the feature `superchip-cast` known at compile time.
+/// Whether the device casts, so that fp32 crosses the link. Without the feature `superchip-cast` this is a compile-time constant.
 pub(crate) fn device_casts(dtype: Dtype, link_dtype: Dtype) -> bool {
     cfg!(feature = "superchip-cast") && link_dtype != dtype
 }
 
-/// What of the device's flat memory repeats, or lies elsewhere.
+/// Rings and host locations that shorten the flat arrays of the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rings {
-    /// The gradients' ring, if they share memory.
+    /// The ring of gradients, if gradients share memory.
     pub grads: Option<RingShape>,
-    /// The ring that weights stream through; `None`: they stay.
+    /// The ring through which weights stream; `None` if all weights stay on the device.
     pub weights: Option<RingShape>,
-    /// Each rank keeps its own slices of them alone, and what it carries for its process comes to the ring with each fetch.
+    /// Each rank stores only its own slices of the weights. Every fetch also brings the namesakes' slices into the ring.
     pub(crate) fully_sharded: bool,
-    /// Sums of gradients lie beside the optimizer states of their buckets, and pass through the device.
+    /// Gradient sums are stored next to the optimizer states of their buckets and pass through the device.
     pub(crate) sums_on_host: bool,
 }
 
-/// Everything that memory and time depend on but the planner's choice.
+/// All inputs of memory and time except the planner's choice.
 #[derive(Clone, Debug)]
 pub(crate) struct Workload<'a> {
     pub shape: &'a ModelShape,
     /// Sequences of a micro-batch.
     pub batch: usize,
-    /// Tokens of a sequence, on all ranks that share it.
+    /// Tokens of a sequence, over all ranks that share it.
     pub seq_length: usize,
-    /// Rows hold several documents, and attention keeps these apart.
+    /// Whether rows hold several documents that attention must separate.
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Shares of a step, whose gradients are summed.
+    /// Gradient shares of a step.
     pub shares: usize,
-    /// Consecutive shares whose sum is rounded; 1 where none is.
+    /// Consecutive gradient shares that are summed and rounded as a group; 1 without rounding.
     pub(crate) group: usize,
-    /// Devices that train together; what is planned is for all of them.
+    /// Devices that train together. The plan covers all of them.
     pub ranks: usize,
     /// Devices that share each sequence.
     pub(crate) sequence_ranks: usize,
-    /// Processes that these are of.
+    /// Processes of the run.
     pub processes: usize,
-    /// NCCL carries what passes between them.
+    /// Whether NCCL transfers the data between processes.
     pub(crate) by_nccl: bool,
-    /// Format on the device.
+    /// Format of weights, activations and gradients on the device.
     pub dtype: Dtype,
-    /// Products of layers are computed in FP8.
+    /// Whether the matrix products of layers are computed in FP8.
     pub(crate) fp8: bool,
     pub link_dtype: Dtype,
     /// Format of the optimizer's moments.
     pub moments: Moments,
-    /// What the coordinator may do.
+    /// Permissions of the coordinator.
     pub(crate) rules: Rules,
-    /// Slots that are lent, of each kind.
+    /// Reusable host slots of each kind.
     pub slots: usize,
-    /// Room for spans on each track of the timeline.
+    /// Capacity of each timeline track in spans.
     pub trace_spans: usize,
-    /// Bytes of the data that is kept in memory, and of its order.
+    /// Bytes of the training data held in memory and of its order.
     pub data_bytes: usize,
     pub attention: Attention,
-    /// Who multiplies by experts.
+    /// The implementation of expert products.
     pub(super) expert_engine: ExpertEngine,
     /// Optimizer workers.
     pub workers: usize,
     pub isa: Isa,
-    /// Where it has to fit.
+    /// The machine that must hold the plan.
     pub machine: Machine,
-    /// Host memory that is needed besides, but not while steps run: for loading and saving.
+    /// Additional host memory for loading and saving, which steps do not need.
     pub(crate) transient_bytes: u64,
 }
 
 impl Workload<'_> {
-    /// Host slots for gradients: one for each offloaded bucket, so that none waits; `slots` more when each keeps its slot for
-    /// one step more.
+    /// Host slots for gradients: one for each offloaded bucket, so that no bucket waits. With deferred updates there are `slots` more,
+    /// because each bucket keeps its slot for another step.
     pub(crate) fn grad_slots(&self, layout: &BucketLayout) -> usize {
         if self.rules.policy == Policy::Deferred { layout.offloaded() + self.slots } else { layout.offloaded() }
     }
 
-    /// Host slots for working weights: those that are lent, or a place for each bucket whose weights are streamed from there.
+    /// Host slots for working weights: the reusable slots, or one for each offloaded bucket if weights stream from the host.
     pub(crate) fn param_slots(&self, layout: &BucketLayout, rings: Rings) -> usize {
         if rings.weights.is_some() && self.ranks == 1 { layout.offloaded() } else { self.slots }
     }
 
-    /// The ring that gradients can share: those of offloaded buckets, or of all where several ranks keep their slices of the sums.
-    /// Long enough for the largest module and what is on its way to the host, or to other ranks: these begin with a module's gradients when the
-    /// last is written, and so get as much room again. None where micro-batches add up in place, or where it would save nothing, and none on a
-    /// device that shares the host's memory.
+    /// The gradient ring: of offloaded buckets, or of all buckets if several ranks keep slices of the sums. It holds the largest module and
+    /// the buckets that are being copied to the host. Between ranks it has room for a second module, because the exchange of a module
+    /// starts when its last gradient is written. `None` with gradient accumulation in place, without savings, or if the device shares the
+    /// host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares) > 1 || self.machine.device == DeviceMemory::Shared {
             return None;
@@ -179,23 +179,23 @@ impl Workload<'_> {
         self.ring(limit, table, module_elems_max + leaving)
     }
 
-    /// Whether sums of gradients can lie on the host: there are some, all on one device, with memory of its own.
+    /// Whether gradient sums can be stored on the host: there are sums, on a single device with its own memory.
     pub(super) fn may_sum_on_host(&self) -> bool {
         self.shares > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
     }
 
-    /// The ring that weights can stream through, of offloaded buckets from the host, or of all from other ranks: long enough for a module and the next one. None where it
-    /// would save nothing.
+    /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
+    /// stream from other ranks. `None` without savings.
     pub(crate) fn weight_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
         let next = streamed_modules(table).skip(1).chain([0]);
         let pair_elems_max = streamed_modules(table).zip(next).map(|(module, next)| module + next).max().unwrap_or(0);
-        // Slices of other ranks lie on their devices, whoever steps them.
+        // Slices of other ranks are stored on their devices, even those of offloaded buckets.
         let limit = if self.ranks == 1 { layout.offloaded_elems() } else { layout.flat_elems() };
         self.ring(limit, table, pair_elems_max)
     }
 
-    /// The embeddings stay outside: tied ones are the head's matrix, too, and hold its gradient during the whole backward pass.
-    /// So do paged buckets, which are stepped here: their gradients stay until the verdict.
+    /// A ring of the flat range up to the embeddings. Tied embeddings are also the output matrix and hold its gradient during the whole
+    /// backward pass. Paged buckets stay outside, too: the device steps them, and their gradients stay until the verdict.
     fn ring(&self, limit: usize, table: &TensorTable, elems_min: usize) -> Option<RingShape> {
         let grain = self.machine.kind.ring_grain_bytes() / self.dtype.bytes();
         let end = limit.min(table.module_range(Module::Embed).start);
@@ -203,10 +203,10 @@ impl Workload<'_> {
         (ringed_elems > period_elems).then_some(RingShape { ringed_elems, period_elems })
     }
 
-    /// Activations of layers that keep what `policies` say.
+    /// Memory of activations, if layers follow `policies`.
     ///
     /// # Errors
-    /// `Usage` when batch and sequence make no sense for the model.
+    /// `Usage` if batch and sequence length do not suit the model.
     pub(crate) fn activations(&self, policies: &[LayerPolicy], tile: LossTile) -> Result<ActivationPlan> {
         let Self { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, .. } = *self;
         let mlp_tile = self.mlp_tile();
@@ -224,20 +224,20 @@ impl Workload<'_> {
         })
     }
 
-    /// Tokens of a tile of the MLP, where it goes in several.
+    /// Tokens of a tile of the MLP; `None` if it runs in one piece.
     pub(crate) fn mlp_tile(&self) -> Option<usize> {
         mlp_tile::tile_tokens(self.batch.saturating_mul(self.seq_length) / self.sequence_ranks, self.fp8)
     }
 
-    /// Every class that is not empty.
+    /// All memory classes that are not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
         let (flat, ranks, state_bytes) = (layout.flat_elems(), self.ranks, self.moments.state_bytes());
-        // Of a paged bucket nothing crosses the link but the state.
+        // Only the optimizer state of a paged bucket crosses the link.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
         let slots: usize = slices().map(|own| own.slice_elems().min(own.elems_in(Tier::Host).len())).sum();
         let slot_bytes = slots * self.link_dtype.bytes();
-        // Devices with memory of their own have as much each: what the one with the longest slices needs.
+        // Devices with their own memory reserve equally much: the need of the device with the longest slices.
         let of_all = |elems: &dyn Fn(&Slices) -> usize| match self.machine.device {
             DeviceMemory::Shared => slices().map(|own| elems(&own)).sum::<usize>(),
             DeviceMemory::Own { .. } => ranks * slices().map(|own| elems(&own)).max().unwrap_or(0),
@@ -248,7 +248,7 @@ impl Workload<'_> {
         let class = |name, space, bytes| MemoryClass { name, space, bytes };
         let flat_bytes = |ring| ranks * self.machine.kind.flat_bytes(flat, self.dtype, ring);
         let elems_of = |buckets: Range<usize>| of_all(&|own| own.local_buckets(&buckets).len());
-        // A process has all slices, and each of its ranks as many as there are processes; or each rank has its own.
+        // With sharded weights the ranks of a process hold all slices among them; with fully sharded weights each rank holds its own.
         let slices_each = if rings.fully_sharded { 1 } else { self.processes };
         let shard_elems = ranks * slices_each * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
@@ -285,15 +285,15 @@ impl Workload<'_> {
         let own = self.machine.kind.own_memory(self.attention, &self.attention_shapes(), self.separates_documents);
         let pinned = bytes_at(&classes, MemorySpace::Host) as usize;
         classes.push(class("lists of pinned pages", MemorySpace::Host, ranks * self.machine.kind.page_list_bytes(pinned)));
-        // A context each; what it takes of the host, a process takes once.
+        // Each rank has its own context, and each process pays its host memory once.
         let count = |space| if space == MemorySpace::Device { ranks } else { self.processes };
         classes.extend(own.into_iter().map(|own| class(own.name, own.space, count(own.space) * own.bytes)));
         classes.retain(|class| class.bytes > 0);
         classes
     }
 
-    /// The ways in which layers attend to the tokens of a micro-batch, each once, the first layer's first; of the first rank, which has no fewer
-    /// heads than another.
+    /// The distinct attention shapes of the layers, that of the first layer first. They are those of the first rank, which has at least as
+    /// many heads as any other rank.
     pub(crate) fn attention_shapes(&self) -> Vec<AttentionShape> {
         let first = SequenceRank { rank: 0, ranks: self.sequence_ranks };
         let mut shapes = Vec::new();
@@ -306,15 +306,15 @@ impl Workload<'_> {
         shapes
     }
 
-    /// Bytes that `classes` lack on the device and on the host; 0 where they fit.
+    /// Bytes that `classes` exceed the device and the host by; 0 where they fit.
     pub(crate) fn lacking(&self, classes: &[MemoryClass]) -> (u64, u64) {
         let [device, host] = balances(&self.machine, classes, (self.ranks, self.processes), self.transient_bytes);
         (device.lacking(), host.lacking())
     }
 
-    /// What the driver reads and writes: every micro-batch of a step, since all are read before the first one runs; the partial sums of
-    /// the norm, a flag and the loss of each share; the rows of experts in each micro-batch; those of an embedding that come last; and state
-    /// that it moves.
+    /// Host buffers of the drivers: all micro-batches of a step, because they are read before the first one runs; partial sums of the norm,
+    /// a flag, and the loss of each share; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for state in
+    /// transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.grad_accum_steps * self.sequence_ranks;
         let (partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
@@ -328,68 +328,69 @@ impl Workload<'_> {
         self.grad_accum_steps * self.sequence_ranks * of_part
     }
 
-    /// What ranks tell each other, in each process; nothing where there is one.
+    /// Bytes of the boards of all processes; 0 with one rank.
     fn board_bytes(&self, layout: &BucketLayout) -> usize {
         let steps = (self.shares, self.batch_words(), self.shape.experts());
         if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// What passes between processes through host memory, of all of them; slices have at most `longest` elements. Each rank has a way for
-    /// weights to each of its namesakes, and one for gradients to every rank of another process; to the namesakes alone where groups are summed
-    /// before.
+    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a lane for
+    /// weights to each namesake. For gradients it has a lane to every rank of another process, or to the namesakes alone if groups are
+    /// summed within a process.
     fn under_way_bytes(&self, longest: usize) -> usize {
         let (namesakes, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
         let lanes = namesakes + if sums_within(self.group, (self.ranks, self.processes)) { namesakes } else { others };
         if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(lanes) * longest * self.dtype.bytes() }
     }
 
-    /// A bucket shares its arrays' first and last pages with its neighbours.
+    /// Device memory of the paged window. A bucket shares the first and last page of each array with its neighbours.
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
         PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (self.moments.state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
 }
 
-/// Of a step's `micro_batches`, shared by `sequence_ranks` each, how many each of `parts` has its part of.
+/// Micro-batches per part, if `sequence_ranks` ranks share each of a step's `micro_batches`.
 pub(super) fn micro_batches_each(micro_batches: usize, sequence_ranks: usize, parts: usize) -> usize {
     micro_batches * sequence_ranks / parts
 }
 
-/// Tracks of a timeline beside the workers': drivers and their streams, of which those with peers have two more.
+/// Timeline tracks of drivers and their streams, without those of workers. A rank with peers has two more streams.
 pub(super) fn driver_tracks(ranks: usize) -> usize {
     if ranks == 1 { 4 } else { 6 * ranks }
 }
 
-/// Buckets whose weights each of several ranks keeps its slice of alone: all that lie in the ring, if only in part.
+/// Buckets of which each of several ranks stores only its slice of the weights: all buckets that overlap the ring.
 pub(super) fn sharded(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
     let ringed_elems = ring.filter(|_| ranks > 1).map_or(0, |ring| ring.ringed_elems);
     layout.overlapping(0..ringed_elems)
 }
 
-/// Buckets that devices step and whose gradients lie in a ring, if only in part: each of several ranks keeps the sum of its slice.
+/// Buckets that devices step and whose gradients overlap the ring. Each of several ranks keeps the sum of its slice.
 pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize) -> Range<usize> {
     let ringed = sharded(layout, ring, ranks).end;
     layout.offloaded().min(ringed)..ringed
 }
 
-/// Sums in fp32 that are kept of each element where `ranks` add a share each in every round: of whole groups, and of one that is not whole.
+/// fp32 sums kept per element if `ranks` ranks add a gradient share each in every round: one of whole groups, and one of an incomplete
+/// group.
 pub(crate) fn kept_sums((shares, group): (usize, usize), ranks: usize) -> usize {
     if shares == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
 }
 
-/// Whether each of several processes sums a group in each round.
+/// Whether each of several processes sums a whole group in each round.
 pub(super) fn sums_within(group: usize, (ranks, processes): (usize, usize)) -> bool {
     processes > 1 && group > 1 && group * processes == ranks
 }
 
-/// Elements of gradients' sums that lie on the host, and of the places on the device that they pass through.
+/// Elements of gradient sums on the host, and of the device buffers through which they pass.
 pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2] {
     let elems = if sums_on_host { layout.offloaded_elems() } else { 0 };
     [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
 }
 
-/// Sizes of the board at which ranks meet, whose mail takes the micro-batches of a step, or a piece of state. Of a step: its shares, words of
-/// its micro-batches, experts of all layers.
+/// Dimensions of the board. Its mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient shares, the
+/// words of its micro-batches, and the experts of all layers.
 pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> Sizes {
     let flat = layout.flat_elems();
     Sizes {
@@ -403,7 +404,7 @@ pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_wo
     }
 }
 
-/// Elements of every module that a ring may hold, in flat order.
+/// Length of every module that a ring may hold, in flat order.
 fn streamed_modules(table: &TensorTable) -> impl Iterator<Item = usize> {
     table.modules().filter(|module| *module != Module::Embed).map(|module| table.module_range(module).len())
 }

@@ -1,8 +1,8 @@
-//! The planner's choice: whose optimizer stays on the device, what each layer keeps, and the tile of the loss.
+//! The planner's choice: which buckets keep their optimizer state on the device, what each layer keeps for its backward pass, and the tile
+//! of the loss.
 //!
-//! On a device with its own memory all three compete for it. Candidates are ordered from the plan that computes nothing
-//! twice to the most frugal one; each gets as many resident buckets as still fit, and the fastest prediction wins. Weights
-//! are streamed only where no other candidate fits.
+//! On a device with its own memory, all three compete for it. Candidates are ordered from no recomputation to the least memory. Each
+//! candidate gets as many resident buckets as fit, and the fastest prediction wins. Weights are streamed only if no other candidate fits.
 
 use super::budget::{Rings, Workload};
 use super::predict::{Prediction, Predictor};
@@ -15,29 +15,30 @@ use crate::model::activations::{ActivationPlan, LossTile};
 use crate::model::policy::LayerPolicy;
 use crate::model::tensors::TensorTable;
 
-/// Logits of one tile on a device that shares the host's memory: columns at most, and bytes at most.
+/// Limits of a tile of logits on a device that shares the host's memory: columns and bytes.
 const SHARED_TILE_VOCAB_MAX: usize = 32_768;
 const SHARED_TILE_BYTES_MAX: usize = 64 << 20;
-/// Logits of one tile on a GPU: 2048 tokens of a vocabulary of 152 k. Several tiles of the vocabulary would cost a second product with the
-/// output matrix, several tiles of rows add to its gradient once more each. It depends on no memory and on no number of GPUs, since the
-/// tile decides about bits.
+/// Bytes of a tile of logits on a GPU: 2048 tokens of a vocabulary of 152 k. Tiles over the vocabulary would need a second product with the
+/// output matrix, and each further tile of rows adds to its gradient once more. The size depends neither on memory nor on the number of
+/// GPUs, because the tile affects bits.
 const TILE_BYTES: usize = 640 << 20;
-/// A product with fewer rows would not fill a GPU.
+/// Minimum rows of a tile. A product with fewer rows does not fill a GPU.
 const TILE_ROWS_MIN: usize = 1024;
-/// Rows of a tile are a multiple of this many, so that every tile fills the product's tiles.
+/// Alignment of a tile's rows, so that every tile fills the tiles of the matrix product.
 const TILE_ROWS_ALIGN: usize = 128;
-/// Two policies meet at one of so many places: behind each layer of any model that is published. Of deeper ones, which the search for the
-/// largest model tries, every second layer or fewer: what each costs grows with its depth, and so would their number.
+/// Maximum number of layer positions at which the policy may change. It exceeds the depth of every published model, so all positions of
+/// these are tried. Deeper models, which the search for the largest model tries, use every second layer or fewer: the cost of a candidate
+/// grows with depth, and so would their number.
 const SPLITS_MAX: usize = 256;
-/// One bucket in this many keeps its optimizer on a device that shares the host's memory, to exercise the path.
+/// On a device that shares the host's memory, one bucket in this many is resident, to exercise the path.
 const SHARED_RESIDENT_ONE_IN: usize = 8;
 
-/// How many tail buckets keep their optimizer on the device.
+/// Number of tail buckets with a resident optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Residency {
-    /// This many.
+    /// Exactly this many buckets.
     Exactly(usize),
-    /// As many as fit.
+    /// As many buckets as fit.
     Largest,
 }
 
@@ -46,31 +47,31 @@ pub(crate) struct Request {
     pub(crate) residency: Residency,
     pub activations: ActivationsChoice,
     pub weights: WeightsChoice,
-    /// Tile of the loss, where a checkpoint decides.
+    /// Tile of the loss that a checkpoint prescribes.
     pub tile: Option<LossTile>,
 }
 
-/// A choice and what follows from it.
+/// The planner's choice and its consequences.
 #[derive(Clone, Debug)]
 pub(crate) struct Choice {
-    /// How the flat order is cut, and which buckets are resident.
+    /// Cut of the flat order into buckets, and their tiers.
     pub layout: BucketLayout,
     pub(crate) policies: Vec<LayerPolicy>,
     pub tile: LossTile,
-    /// The tile that it would be where memory is no matter.
+    /// The tile if memory is unlimited.
     pub(crate) usual_tile: LossTile,
-    /// What of the device's flat memory repeats.
+    /// Rings of the device's flat memory.
     pub(crate) rings: Rings,
     pub memory: Vec<MemoryClass>,
-    /// The step's time; none on the CPU device, whose rates nobody assumes.
+    /// Predicted step time; `None` on the CPU device, which has no assumed rates.
     pub(crate) predicted: Option<Prediction>,
 }
 
-/// Chooses for a model cut as `layout` says; its resident buckets do not count. When nothing fits, the choice is the one that
-/// lacks the fewest bytes: [`Workload::lacking`] tells.
+/// Chooses a plan for a model cut as in `layout`, whose resident buckets are ignored. If nothing fits, the choice with the fewest missing
+/// bytes is returned; see [`Workload::lacking`].
 ///
 /// # Errors
-/// `Usage` when batch and sequence make no sense for the model.
+/// `Usage` if batch and sequence length do not suit the model.
 pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLayout, request: Request) -> Result<Choice> {
     let planner = Planner { workload, table, layout, request };
     match workload.machine.kind {
@@ -79,33 +80,33 @@ pub(crate) fn choose(workload: &Workload, table: &TensorTable, layout: &BucketLa
     }
 }
 
-/// A choice by what choices are compared by.
+/// A choice with the keys by which choices are compared.
 struct Scored {
-    /// Bytes that it lacks.
+    /// Missing bytes.
     lacking: u64,
     step_s: f64,
     choice: Choice,
 }
 
 impl Scored {
-    /// Whether it lacks less than `other`, or as little and takes less time.
+    /// Whether this choice has fewer missing bytes than `other`, or as many and a shorter step.
     fn is_before(&self, other: &Scored) -> bool {
         self.lacking < other.lacking || self.lacking == other.lacking && self.step_s < other.step_s
     }
 }
 
-/// Where weights are to lie, where that saves memory.
+/// Location of the weights. The ring is used only if it saves memory.
 #[derive(Clone, Copy, PartialEq)]
 enum WeightPlace {
-    /// In their flat places.
+    /// In the flat array of each device.
     Flat,
-    /// Where they stream from: on the host, or over the ranks of each process.
+    /// Streamed: from the host, or from slices over the ranks of each process.
     Streamed,
-    /// Over the ranks of all processes.
+    /// Streamed from slices over the ranks of all processes.
     FullySharded,
 }
 
-/// What of the device's flat memory is to repeat or to lie elsewhere, where that saves memory.
+/// Requested rings and host locations. Each is used only if it saves memory.
 #[derive(Clone, Copy)]
 struct UseRings {
     grads: bool,
@@ -121,14 +122,14 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    /// One memory and the same cores for both sides: there is nothing to weigh against each other.
+    /// The choice for the CPU device. Device and host share memory and cores, so there is no trade-off.
     fn on_cpus(&self) -> Result<Choice> {
         let (shape, width) = (self.workload.shape, self.workload.dtype.bytes());
         let vocab = shape.vocab.min(SHARED_TILE_VOCAB_MAX);
         let chosen = LossTile { rows: self.tokens().min(SHARED_TILE_BYTES_MAX / (vocab * width)).max(1), vocab };
         let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
-        // The first is what is asked for, or that all stay.
+        // The first location is the requested one, or the flat array.
         let use_rings = UseRings { grads: false, weights: self.weight_places()[0], sums_on_host: false };
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
@@ -139,11 +140,11 @@ impl Planner<'_> {
         Ok(Choice { layout, policies, tile, usual_tile: tile, rings, memory, predicted: None })
     }
 
-    /// The fastest candidate that fits, with weights that stay if one fits so; or, when none does, the one that lacks least. Whatever costs
-    /// time comes before a smaller tile, which changes bits.
+    /// The fastest fitting candidate, without streaming if possible. If nothing fits, the candidate with the fewest missing bytes. Slower
+    /// options are tried before a smaller tile, which changes bits.
     fn search(&self, predictor: &Predictor) -> Result<Choice> {
         let weight_places = self.weight_places();
-        // Sums that pass over the link with every share are the last resort.
+        // Sums on the host cross the link with every gradient share, so they are the last resort.
         let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
         let places = || {
             sums.iter().flat_map(|&sums_on_host| weight_places.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }))
@@ -161,18 +162,18 @@ impl Planner<'_> {
         Ok(best.expect("there is at least one tile").choice)
     }
 
-    /// Where weights may lie, the cheapest in time first.
+    /// Possible locations of the weights, the fastest first.
     fn weight_places(&self) -> &'static [WeightPlace] {
         use WeightPlace::{Flat, FullySharded, Streamed};
         let Workload { ranks, processes, .. } = *self.workload;
         match self.request.weights {
-            // A rank of a process of its own would keep all that it carries: everything.
+            // With one rank a process, slices over the ranks of a process would be all weights.
             WeightsChoice::Auto if processes > 1 && ranks == processes => &[Flat, FullySharded],
             WeightsChoice::Auto if processes > 1 => &[Flat, Streamed, FullySharded],
             WeightsChoice::Auto => &[Flat, Streamed],
             WeightsChoice::Replicated => &[Flat],
             WeightsChoice::FullySharded if processes > 1 => &[FullySharded],
-            // Ranks of one process are all there are.
+            // With one process, its ranks are all ranks.
             WeightsChoice::Flow | WeightsChoice::Sharded | WeightsChoice::FullySharded => &[Streamed],
         }
     }
@@ -188,7 +189,7 @@ impl Planner<'_> {
                 let (device, host) = self.workload.lacking(&choice.memory);
                 let step_s = choice.predicted.map_or(0.0, |predicted| predicted.mean_s());
                 let found = Scored { lacking: device + host, step_s, choice };
-                // The first of equals computes least twice.
+                // On a tie the first candidate wins, because it recomputes least.
                 if best.as_ref().is_none_or(|best| found.is_before(best)) {
                     best = Some(found);
                 }
@@ -197,7 +198,7 @@ impl Planner<'_> {
         Ok(best.expect("there is at least one mix"))
     }
 
-    /// With layers that keep what `policies` say, and so have such activations.
+    /// The candidate with these layer policies and their activations.
     fn candidate(
         &self,
         (policies, activations): (&[LayerPolicy], &ActivationPlan),
@@ -226,16 +227,16 @@ impl Planner<'_> {
         }
     }
 
-    /// Bytes that the device and the host lack when `resident` buckets stay on the device.
+    /// Missing bytes of the device and the host with `resident` resident buckets.
     fn lacking(&self, resident: usize, use_rings: UseRings, activations: &ActivationPlan) -> (u64, u64) {
         let layout = self.resident(resident);
         self.workload.lacking(&self.workload.classes(&layout, self.rings(&layout, use_rings), activations))
     }
 
-    /// As many resident buckets as the device holds. If host memory asks for more, the device will lack for them.
+    /// As many resident buckets as the device holds. If the host cannot hold the rest, there are more, and the device's memory is short.
     fn largest_residency(&self, activations: &ActivationPlan, use_rings: UseRings) -> BucketLayout {
         let most = self.most_resident(use_rings);
-        // With all of them resident there are no staging buffers either.
+        // If all of them are resident, there are no staging buffers.
         if self.lacking(most, use_rings, activations).0 == 0 {
             return self.resident(most);
         }
@@ -243,12 +244,12 @@ impl Planner<'_> {
         self.resident(fitting.max(self.least_residency(activations, use_rings)))
     }
 
-    /// The fewest resident buckets that let the host hold the rest; all of them when it cannot hold one.
+    /// The fewest resident buckets with which the host holds the rest; all buckets if the host cannot hold one.
     fn least_residency(&self, activations: &ActivationPlan, use_rings: UseRings) -> usize {
         partition_point(self.layout.count(), |resident| self.lacking(resident, use_rings, activations).1 > 0)
     }
 
-    /// All buckets, or, where weights are streamed, those that lie wholly beyond what is.
+    /// The maximum number of resident buckets: all buckets, or those entirely outside the range that streams from the host.
     fn most_resident(&self, use_rings: UseRings) -> usize {
         let from_host = self.rings(self.layout, use_rings).weights.filter(|_| self.workload.ranks == 1);
         let streamed = from_host.map_or(0, |ring| ring.ringed_elems);
@@ -259,14 +260,14 @@ impl Planner<'_> {
         self.layout.with_resident(buckets)
     }
 
-    /// Of a micro-batch, on one rank.
+    /// Tokens of a micro-batch on one rank.
     fn tokens(&self) -> usize {
         self.workload.batch * self.workload.seq_length / self.workload.sequence_ranks
     }
 
-    /// What layers may keep, cheapest in time first. The last layers, which backward needs first, are the first to compute
-    /// cheap parts again, then the whole block; then the inputs of the first layers, which have longest to come back, wait on
-    /// the host; and where attention is long, what it made as well.
+    /// Candidate layer policies, the fastest first. The last layers are needed first in the backward pass. They are the first to recompute
+    /// cheap parts, then whole blocks. Next, the inputs of the first layers, which have the longest time to return, go to the host; if
+    /// attention takes long, its outputs follow.
     fn mixes(&self, attends_long: bool) -> Vec<Vec<LayerPolicy>> {
         use LayerPolicy::{Host, HostAttention, Keep, RecomputeBlock, RecomputeCheap};
         let layers = self.workload.shape.layers.len();
@@ -282,12 +283,12 @@ impl Planner<'_> {
             return mixes.collect();
         }
         let attention = splits(layers).skip(1).map(split(HostAttention, RecomputeCheap));
-        // Where host memory does not hold it of all layers.
+        // For hosts that cannot hold the attention outputs of all layers.
         let both = splits(layers).skip(1).rev().skip(1).rev().map(split(Host, HostAttention));
         mixes.chain(attention).chain(both).collect()
     }
 
-    /// Tiles of the loss: the usual one, and smaller ones for where nothing else fits.
+    /// Tiles of the loss: the usual one, then smaller ones for plans that do not fit.
     fn tiles(&self) -> Vec<LossTile> {
         if let Some(tile) = self.request.tile {
             return vec![tile];
@@ -299,21 +300,21 @@ impl Planner<'_> {
     }
 }
 
-/// Behind how many of so many layers two policies may meet, ascending: none and all among them.
+/// Positions between layers at which the policy may change, ascending, from 0 to `layers`.
 fn splits(layers: usize) -> impl DoubleEndedIterator<Item = usize> + ExactSizeIterator {
     let places = layers.min(SPLITS_MAX);
     (0..places + 1).map(move |place| place * layers / places)
 }
 
-/// Equal tiles of `tokens`, aligned, of at most `rows_max` rows; but never fewer than [`TILE_ROWS_MIN`].
+/// Rows of equal, aligned tiles of `tokens`: at most `rows_max`, but never fewer than [`TILE_ROWS_MIN`].
 fn rows_within(tokens: usize, rows_max: usize) -> usize {
     let fewest_tiles = tokens.div_ceil(rows_max.max(TILE_ROWS_MIN));
     let aligned = |tiles: usize| tokens.div_ceil(tiles).next_multiple_of(TILE_ROWS_ALIGN).min(tokens);
-    // Rounding up may pass the limit by less than one alignment: then one tile more does.
+    // Alignment may exceed the limit by less than one step; one more tile is then enough.
     (fewest_tiles..).map(aligned).find(|&rows| rows <= rows_max.max(TILE_ROWS_MIN)).unwrap_or(tokens)
 }
 
-/// The first of `0..count` for which `holds` is false, or `count`; `holds` must not become true again.
+/// The first index of `0..count` for which `holds` is false, or `count`. `holds` must be monotonic.
 fn partition_point(count: usize, holds: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0, count);
     while low < high {

@@ -1,4 +1,4 @@
-//! A plan as people read it: a line for each subject, then the memory of each place.
+//! The printed form of a plan: a line for each subject, then tables of memory.
 
 use super::plan::Plan;
 use crate::bucket::layout::Tier;
@@ -18,7 +18,7 @@ impl fmt::Display for Plan {
         self.write_buckets(f)?;
         self.write_models_own(f)?;
         self.write_optimizer(f)?;
-        // The quick estimate weighs plans before they are simulated; beside a simulation it would be a second answer.
+        // The estimate ranks plans before simulation. Next to a simulated time it would be a second, conflicting value.
         match (self.simulated_step_ms, &self.predicted) {
             (Some(ms), _) => writeln!(f, "  simulated   {ms:.1} ms a step, at the rates of {}", self.machine.rates.profile)?,
             (None, Some(predicted)) => writeln!(f, "  predicted   {predicted}, at the rates of {}", self.machine.rates.profile)?,
@@ -29,7 +29,7 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
-    /// What a step computes, and with whom.
+    /// Writes the work of a step and the devices that share it.
     fn write_step(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "  strategy    {:?}, {:?}; techniques: {}", self.strategy, self.rules.policy, self.techniques.names())?;
         writeln!(
@@ -81,7 +81,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Where states, weights and sums lie, and what moves.
+    /// Writes the locations of states, weights and sums, and the streams between them.
     fn write_buckets(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layout = &self.layout;
         let bucket = Bytes((layout.bucket_elems() * self.dtype.bytes()) as u64);
@@ -122,7 +122,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What this model asks of a GPU that others do not.
+    /// Writes requirements that only some models have on a GPU.
     fn write_models_own(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
             writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
@@ -144,7 +144,7 @@ impl Plan {
         writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)
     }
 
-    /// What the step's time takes for granted of products of experts.
+    /// The assumption about expert products in the step time, if the profile lacks their rate.
     fn unknown_grouped(&self) -> Option<String> {
         let is_timed = self.experts > 0 && self.machine.kind == DeviceKind::Gpu;
         self.machine.rates.unknown_grouped().filter(|_| is_timed)
@@ -163,7 +163,7 @@ impl Plan {
         )
     }
 
-    /// A table for each place, and what stays free there; a device without memory of its own takes from the host's.
+    /// Writes a table for each memory with its free bytes. A device without its own memory uses the host's.
     fn write_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [device_free, host_free] = self.balances().map(|balance| balance.free());
         let titles = match self.machine.device {
@@ -179,7 +179,7 @@ impl Plan {
         self.write_space(f, MemorySpace::Host, titles[1], on_host, host_free)
     }
 
-    /// Devices of which each has memory of its own.
+    /// Number of devices with their own memory.
     fn devices(&self) -> u64 {
         if self.machine.device == DeviceMemory::Shared { 1 } else { self.ranks as u64 }
     }

@@ -1,5 +1,5 @@
-//! Which part of the flat order leaves early: rows of a tied embedding have their gradient when the output matrix has it, but for those that
-//! the batch uses.
+//! The part of the flat order that leaves early. For a tied embedding, the output matrix's gradient completes the gradient of every row,
+//! except the rows that the batch uses.
 
 use super::budget::Workload;
 use super::rules::Policy;
@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 use crate::model::tensors::{Module, Role, TensorTable};
 use std::ops::Range;
 
-/// The flat range of the embedding, with what padding ends it, if buckets in it are to leave early.
+/// The padded flat range of the embedding, if its buckets leave early; else an empty range.
 ///
 /// # Errors
-/// `Usage` when that is asked for and cannot be.
+/// `Usage` if early rows are requested and impossible.
 pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &TensorTable) -> Result<Range<usize>> {
     let obstacle = obstacle(workload);
     match (asked, obstacle) {
@@ -24,10 +24,10 @@ pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &Ten
     }
 }
 
-/// Asked for, but no bucket of the plan leaves early.
+/// Checks that a bucket leaves early if that is requested.
 ///
 /// # Errors
-/// `Usage`, then.
+/// `Usage` if early rows are requested but no bucket of the plan leaves early.
 pub(super) fn check_early(asked: EarlyRows, layout: &BucketLayout) -> Result<()> {
     if asked != EarlyRows::On || !layout.early().is_empty() {
         return Ok(());
@@ -50,7 +50,7 @@ fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     }
 }
 
-/// Rows of the batch are stepped twice: that is little where most rows are not of it.
+/// Whether early rows save time. Rows of the batch are stepped twice, which is cheap if most rows are not in the batch.
 fn pays(workload: &Workload<'_>) -> bool {
     2 * distinct(workload.batch * workload.seq_length, workload.shape.vocab) <= workload.shape.vocab
 }

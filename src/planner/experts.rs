@@ -1,4 +1,4 @@
-//! Who multiplies by experts: cuBLASLt where it can, which is faster, else own kernels.
+//! The implementation of expert products: cuBLASLt if possible, because it is faster, else this program's kernels.
 
 use super::machine::{GroupedLayouts, Machine};
 use crate::config::options::ExpertProductsChoice;
@@ -10,7 +10,7 @@ use crate::model::shape::ModelShape;
 
 const BY_CUBLASLT: &str = "multiplied by cuBLASLt (13.8 or newer, on Hopper or Blackwell in data centres)";
 
-/// Who does it, and what a person is told of it.
+/// The implementation, and the line that explains it to the user.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ExpertEngine {
     pub(crate) by: ExpertProducts,
@@ -18,13 +18,13 @@ pub(crate) struct ExpertEngine {
 }
 
 impl ExpertEngine {
-    /// Own kernels, and nothing to tell.
+    /// This program's kernels, without an explanation.
     const OWN: Self = Self { by: ExpertProducts::Own, told: None };
 
-    /// What `settings` ask for; `auto` is by what the machine has.
+    /// The implementation that `settings` request; `auto` depends on the machine.
     ///
     /// # Errors
-    /// `Usage` when cuBLASLt is asked for what it has not.
+    /// `Usage` if cuBLASLt is requested and does not support the model.
     pub(super) fn of(settings: &Settings, shape: &ModelShape, dtype: Dtype, machine: &Machine) -> Result<Self> {
         if machine.kind == DeviceKind::Cpu || shape.experts() == 0 {
             return Ok(Self::OWN);
@@ -50,7 +50,7 @@ impl ExpertEngine {
     }
 }
 
-/// cuBLASLt's are for 16-bit formats and rows of whole vectors of 16 bytes.
+/// A reason why cuBLASLt cannot compute the expert products: it needs 16-bit formats and rows of whole 16-byte vectors.
 fn obstacle(shape: &ModelShape, dtype: Dtype) -> Option<&'static str> {
     let mut sizes = shape.layers.iter().filter_map(|layer| layer.mlp.moe()).flat_map(|moe| [shape.channels, moe.ffn.width]);
     match dtype {
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(of(ExpertProductsChoice::Own, old()).told.as_deref(), Some("multiplied by this program's kernels"));
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
         assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("nobody measured cuBLASLt's there"));
-        // Who asks for it is told by the device where it is missing.
+        // If cuBLASLt is requested and missing, the device reports it later.
         let asked = of(ExpertProductsChoice::Cublaslt, old());
         assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) });
     }

@@ -1,4 +1,4 @@
-//! What the planner knows about a machine.
+//! The planner's description of a machine.
 
 use crate::config::settings::Settings;
 use crate::device::{DeviceKind, ExpertProducts};
@@ -10,47 +10,47 @@ use crate::memory::DeviceMemory;
 use crate::units::Bytes;
 use std::sync::Arc;
 
-/// Whether a machine's cuBLASLt multiplies by experts.
+/// Whether cuBLASLt on a machine computes expert products.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupedLayouts {
     Usable,
-    /// And why not, in words.
+    /// Not usable, with the reason.
     Unusable(String),
-    /// Nobody asked: the machine is not here, and its profile does not say how fast that is.
+    /// Unknown: the machine is not this one, and its profile has no rate for them.
     Unknown,
 }
 
-/// What a plan may use: the whole host, and GPUs of one kind.
+/// Resources of a plan: the whole host, and GPUs of one kind.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
     /// CPUs that this process may use.
     pub cpus: usize,
-    /// Free host memory in bytes; `u64::MAX` when the system does not say.
+    /// Free host memory in bytes; `u64::MAX` if unknown.
     pub host_bytes: u64,
     pub kind: DeviceKind,
     /// Memory of each GPU.
     pub device: DeviceMemory,
-    /// What each GPU gets of everything while all that train together are busy.
+    /// Rates of each GPU while all GPUs of the run are busy.
     pub rates: Arc<Rates>,
     pub grouped_layouts: GroupedLayouts,
 }
 
 impl Machine {
-    /// A machine without a GPU and with as much memory as anyone asks for.
+    /// A machine without a GPU and with unlimited memory.
     pub fn cpu(cpus: usize) -> Self {
         let (kind, device, grouped_layouts) = (DeviceKind::Cpu, DeviceMemory::Shared, GroupedLayouts::Unknown);
         Self { cpus, host_bytes: u64::MAX, kind, device, rates: Rates::assumed(), grouped_layouts }
     }
 
-    /// The machine that `profile` describes, for one of its GPUs.
+    /// The machine of `profile` with one of its GPUs.
     pub fn of(profile: &Profile) -> Self {
         Self::with_rates(profile, Rates::of(profile))
     }
 
-    /// The same for `gpus` of them that train together.
+    /// The machine of `profile` with `gpus` of its GPUs, which train together.
     ///
     /// # Errors
-    /// `Usage` when the profile does not say what so many do together.
+    /// `Usage` if the profile has no rates for so many GPUs.
     pub(crate) fn of_several(profile: &Profile, gpus: usize) -> Result<Self> {
         match gpus <= profile.gpus() {
             true => Ok(Self::with_rates(profile, Rates::of_each(profile, gpus))),
@@ -58,10 +58,10 @@ impl Machine {
         }
     }
 
-    /// One of the machines that processes run on as `settings` say, each with one of its own.
+    /// The machine of one process of a run with these `settings`; each process has its own machine.
     ///
     /// # Errors
-    /// `Usage` when the profile does not say what so many GPUs do together, or what joins so many machines.
+    /// `Usage` if the profile has no rates for so many GPUs, or no network between so many machines.
     pub(crate) fn of_run(profile: &Profile, settings: &Settings) -> Result<Self> {
         let (machine, processes) = (Self::of_several(profile, settings.gpus)?, settings.processes);
         if processes > profile.machines() {
@@ -85,12 +85,12 @@ impl Machine {
         Self { cpus, host_bytes, kind, device, rates: Arc::new(rates), grouped_layouts }
     }
 
-    /// The same where `by` multiplies by experts, at its rates.
+    /// This machine with the rates of `by` for expert products.
     pub(super) fn multiplying_experts_by(self, by: ExpertProducts) -> Self {
         Self { rates: Arc::new(self.rates.multiplying_experts_by(by)), ..self }
     }
 
-    /// Optimizer workers: a CPU each, but some are for others where a driver feeds a GPU.
+    /// Number of optimizer workers: one a CPU. With a GPU, some CPUs are left for drivers and other threads.
     pub fn workers(&self) -> usize {
         match self.kind {
             DeviceKind::Cpu => self.cpus.max(1),
@@ -98,7 +98,7 @@ impl Machine {
         }
     }
 
-    /// The smaller machine that `--hbm-limit` and `--host-limit` make of this one.
+    /// This machine, reduced to `--hbm-limit` and `--host-limit`.
     pub fn limited(&self, settings: &Settings) -> Self {
         let at_most = |bytes: u64, limit: Option<Bytes>| limit.map_or(bytes, |limit| bytes.min(limit.0));
         let device = match self.device {

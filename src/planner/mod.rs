@@ -1,6 +1,5 @@
-//! What fits where: the memory of a run by class and place ([`budget`]) on a [`machine`], the choice of what stays on the
-//! device and what is computed twice ([`choice`]) by a predicted step time ([`predict`]), and, when nothing fits, the
-//! smallest change that would ([`refusal`]).
+//! Plans of a run: its memory by class and location ([`budget`]) on a [`machine`], the choice of resident buckets and recomputation
+//! ([`choice`]) by predicted step time ([`predict`]), and, if nothing fits, the smallest change that helps ([`refusal`]).
 
 pub(crate) mod budget;
 pub(crate) mod choice;

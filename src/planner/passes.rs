@@ -1,4 +1,4 @@
-//! What forward and backward of a micro-batch cost on the device: the model's own loop, on a device that only counts.
+//! Device time of the forward and backward pass of a micro-batch: the model's own loop on a device that only counts time.
 
 use super::budget::Workload;
 use crate::device::sim::SimDevice;
@@ -14,23 +14,23 @@ use crate::model::sequence::{Handover, PassRunner, SharedActivations};
 use crate::model::tensors::TensorTable;
 use crate::optim::simd::Isa;
 
-/// Rows of the loss's tile here: a product with more is no faster.
+/// Maximum rows of the loss tile in this model of time. Products with more rows are not faster.
 const TILE_ROWS_MAX: usize = 16 << 10;
 
-/// Attention is long where it is this part of what a layer computes again. Where it is less, its output's way over the link costs other copies
-/// and products more than an estimate as if everything overlapped can tell.
+/// Attention counts as long above this fraction of a layer's recomputation. Below it, copying attention outputs over the link slows other
+/// copies and products by more than an estimate with perfect overlap can capture.
 const LONG_ATTENTION: f64 = 0.2;
 
 /// Seconds of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassTimes {
-    /// Forward and backward when every layer keeps everything.
+    /// Forward and backward pass if every layer keeps all activations.
     keep_s: f64,
-    /// What a layer adds that computes its cheap parts again.
+    /// Additional seconds of a layer that recomputes its cheap parts.
     cheap_s: f64,
-    /// What a layer adds that computes all of its forward pass again.
+    /// Additional seconds of a layer that recomputes its whole forward pass.
     block_s: f64,
-    /// Attention's part of that.
+    /// Attention's part of `block_s`.
     attention_s: f64,
 }
 
@@ -38,7 +38,7 @@ impl PassTimes {
     pub(super) fn of(workload: &Workload) -> Result<Self> {
         let of = |policy| micro_step_s(workload, policy);
         let keep_s = of(LayerPolicy::Keep)?;
-        // The last layer that shares its buffers still has its values.
+        // The last layer with shared buffers still has its values, so it recomputes nothing.
         let layers = (workload.shape.layers.len() - 1).max(1) as f64;
         let added_s = |policy| of(policy).map(|s| (s - keep_s) / layers);
         Ok(Self {
@@ -58,18 +58,18 @@ impl PassTimes {
             LayerPolicy::Keep => 0.0,
             LayerPolicy::RecomputeCheap => self.cheap_s,
             LayerPolicy::RecomputeBlock | LayerPolicy::Host => self.block_s,
-            // What comes from the host is counted with all that crosses the link.
+            // Copies from the host are part of the link's time.
             LayerPolicy::HostAttention => self.block_s - self.attention_s,
         };
         self.keep_s + policies.iter().map(added_s).sum::<f64>()
     }
 }
 
-/// A device that shares sequences with its mirror images.
+/// A device that shares sequences with simulated peers, which mirror it.
 struct Mirrored<'a> {
     dev: &'a mut SimDevice,
     model: &'a Model,
-    /// What each of them has, if they share any.
+    /// Buffers of each peer, if sequences are shared.
     shared: Option<&'a SharedActivations>,
 }
 
@@ -87,7 +87,7 @@ impl PassRunner for Mirrored<'_> {
     }
 }
 
-/// Of the mean layer, forward, with as many heads as the first rank has.
+/// Seconds of attention's forward pass in a mean layer, with the head count of the first rank.
 fn attention_s(workload: &Workload) -> f64 {
     let Workload { shape, batch, seq_length, sequence_ranks: ranks, .. } = *workload;
     let layers = shape.layers.len();

@@ -1,4 +1,5 @@
-//! What the settings mean on this machine: every number that the engine needs, printed before step 0; only places change afterwards.
+//! A plan: the settings resolved for a machine, with every number that the engine needs. It is printed before step 0. Later only placements
+//! change.
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::options::{
@@ -43,33 +44,33 @@ use std::path::PathBuf;
 
 pub(crate) use crate::memory::MemorySpace;
 
-/// Bytes of working weights in a bucket where the paper's link saturates (section 4.3).
+/// Maximum bytes of working weights in a bucket: the size at which the paper's link saturates (section 4.3).
 const BUCKET_BYTES_MAX: usize = 64 << 20;
-/// A model is cut into at least this many buckets, so that a small one is pipelined, too.
+/// Minimum number of buckets, so that small models are pipelined, too.
 const BUCKETS_MIN: usize = 16;
-/// Slots where nobody chose.
+/// Default number of slots.
 pub(crate) const SLOTS: usize = 8;
 
-/// Which techniques run: compiled in, part of the strategy, and not turned off.
+/// The techniques of a run: those that are compiled in, part of the strategy, and not turned off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Techniques {
     /// Speculation-then-validation.
     pub stv: bool,
     /// No speculation while clips are frequent.
     pub adaptive: bool,
-    /// Decided updates are written between two backward passes.
+    /// Writes known updates between two backward passes.
     pub(crate) early_commit: bool,
     /// Earliest deadline first.
     pub(crate) deadline_order: bool,
     /// Resident tail buckets.
     pub repartition: bool,
-    /// Casts on the device, fp32 on the link, where the settings ask for it.
+    /// Casts on the device with fp32 on the link, if the settings request it.
     pub(crate) superchip_cast: bool,
     /// Vector CPU Adam.
     pub(crate) grace_adam: bool,
     /// Core affinity and partitions.
     pub(crate) mpam: bool,
-    /// Weights that stream layer by layer, where the model does not fit otherwise or the settings ask for it.
+    /// Streams weights layer by layer, if the model does not fit otherwise or the settings request it.
     pub weight_flow: bool,
 }
 
@@ -77,7 +78,7 @@ impl Techniques {
     fn new(settings: &Settings) -> Self {
         let on = |compiled: bool, technique| compiled && !settings.without.contains(&technique);
         let superoffload = settings.strategy == Strategy::Superoffload;
-        // What the device steps waits for the verdict.
+        // Buckets that the device steps wait for the verdict.
         let stv = superoffload && settings.memory == HostMemoryKind::Pinned && on(cfg!(feature = "stv"), Technique::Stv);
         Self {
             stv,
@@ -125,13 +126,13 @@ pub struct Plan {
     pub strategy: Strategy,
     /// Techniques in force.
     pub techniques: Techniques,
-    /// What the coordinator may do.
+    /// Permissions of the coordinator.
     pub rules: Rules,
     /// The next forward waits for all parameters, not per bucket (ZeRO-Offload).
     pub barrier: bool,
     /// Format of weights, activations and gradients on the device.
     pub dtype: Dtype,
-    /// Products of layers are computed in FP8.
+    /// Whether the matrix products of layers are computed in FP8.
     pub fp8: bool,
     /// Format of gradients and parameters on the link; fp32 when the device casts.
     pub link_dtype: Dtype,
@@ -139,106 +140,107 @@ pub struct Plan {
     pub moments: Moments,
     /// Instruction set of the optimizer.
     pub isa: Isa,
-    /// Threads that compute, and as many optimizer workers.
+    /// Number of compute threads, and of optimizer workers.
     pub threads: usize,
-    /// How the flat order is cut, and where each bucket's state lies.
+    /// Cut of the flat order into buckets, and the tier of each bucket.
     pub layout: BucketLayout,
-    /// The device's gradients as a ring; `None`: each has its own place.
+    /// The ring of gradients on the device; `None` if every gradient has its own memory.
     pub grad_ring: Option<RingShape>,
     /// The ring through which weights stream; `None`: they stay on the device.
     pub weight_ring: Option<RingShape>,
-    /// Each rank of several processes keeps its own slices of these weights alone.
+    /// Whether each rank of several processes stores only its own slices of the ringed weights.
     pub fully_sharded: bool,
-    /// Sums of the shares' gradients lie beside the optimizer states of their buckets, and pass through the device.
+    /// Whether gradient sums are stored next to the optimizer states of their buckets and pass through the device.
     pub sums_on_host: bool,
-    /// Host slots for gradients: one retained per offloaded bucket, and those that are lent.
+    /// Host slots for gradients: one for each offloaded bucket, plus the reusable ones.
     pub grad_slots: usize,
-    /// Host slots for working weights: where they are streamed, one for each offloaded bucket, which holds them for good.
+    /// Host slots for working weights. With streamed weights each offloaded bucket has a permanent slot.
     pub param_slots: usize,
     /// Sequences of a micro-batch.
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq_length: usize,
-    /// Rows hold several documents, and attention keeps these apart.
+    /// Whether rows hold several documents that attention must separate.
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Shares of the micro-batches, equally many of them in a row: gradients of a share add up in `dtype`, those of all in fp32.
+    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in `dtype`, the shares
+    /// in fp32.
     pub shares: usize,
-    /// Consecutive shares whose sum is rounded to `dtype` before the sums of all are added; 1 where none is.
+    /// Consecutive shares that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
     pub group: usize,
-    /// Devices that train together: each computes its shares and owns its slice of every bucket.
+    /// Devices that train together. Each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
-    /// Devices that share each sequence, in a row of ranks.
+    /// Consecutive ranks that share each sequence.
     pub sequence_ranks: usize,
-    /// The fewest and the most query heads that these have each, where they are not equally many.
+    /// The smallest and the largest number of query heads of a rank, if they differ.
     pub uneven_heads: Option<[usize; 2]>,
-    /// Processes that these are of, equally many of each.
+    /// Processes of the run. All have equally many ranks.
     pub processes: usize,
-    /// NCCL carries what passes between them.
+    /// Whether NCCL transfers the data between processes.
     pub by_nccl: bool,
-    /// What a step has pass between ranks.
+    /// Bytes that ranks exchange in a step.
     pub crossing: Crossing,
-    /// Tile of the loss, which decides about bits; a smaller one than usual where that one does not fit.
+    /// Tile of the loss, which affects bits. It is smaller than the usual tile if that one does not fit.
     pub loss_tile: LossTile,
-    /// What [`Plan::loss_tile`] is where memory is no matter: a function of the model and the micro-batch.
+    /// [`Plan::loss_tile`] with unlimited memory: a function of the model and the micro-batch.
     pub usual_tile: LossTile,
-    /// What each layer keeps for its backward pass.
+    /// Activations that each layer keeps for its backward pass.
     pub layer_policies: Vec<LayerPolicy>,
-    /// The model has soft caps on attention's scores.
+    /// Whether the model soft-caps attention scores.
     pub caps_scores: bool,
-    /// Experts of all layers.
+    /// Number of experts of all layers together.
     pub experts: usize,
     /// How attention is computed on a GPU.
     pub attention: Attention,
     /// How products of experts are computed on a GPU.
     pub expert_products: ExpertProducts,
-    /// Who that is and why, in words; nothing where there are no experts.
+    /// A line about the implementation of expert products and its reason; `None` without experts.
     pub experts_told: Option<String>,
-    /// Queries and keys of a block of attention's backward pass, where it goes in several; of the first layer.
+    /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.
     pub attention_block: Option<usize>,
-    /// Tokens of a tile of the MLP, where it goes in several.
+    /// Tokens of a tile of the MLP; `None` if it runs in one piece.
     pub mlp_tile: Option<usize>,
-    /// Where NVIDIA's libraries are looked for first.
+    /// Directories that are searched first for NVIDIA's libraries.
     pub cuda_libraries: Vec<PathBuf>,
-    /// Adam; its learning rate is the schedule's.
+    /// Hyperparameters of Adam. The learning rate follows the schedule.
     pub hyper: AdamHyper,
-    /// Clip above this norm; 0 never clips.
+    /// Norm above which gradients are clipped; 0 never clips.
     pub max_grad_norm: f64,
-    /// Factor on the loss that balances experts; 0 is none.
+    /// Coefficient of the load-balancing loss of experts; 0 disables it.
     pub router_aux_loss_coef: f64,
     /// Faults to inject.
     pub inject: Vec<Injection>,
-    /// Ranks that go wrong on purpose.
+    /// Ranks with an injected fault.
     pub rank_faults: Vec<RankFault>,
     /// Reorder events with this seed (cpu device).
     pub adversary: Option<u64>,
-    /// Room for spans on each track of the timeline; 0 records none.
+    /// Capacity of each timeline track in spans; 0 records none.
     pub trace_spans: usize,
-    /// Where host memory comes from; whoever starts the engine knows the machine.
+    /// Source of host memory. The caller that starts the engine sets it, because it knows the machine.
     pub host_memory: MemoryPolicy,
-    /// The machine that it was made for, with the limits that were set.
+    /// The machine of the plan, with the limits of the settings.
     pub machine: Machine,
-    /// All memory, by class.
+    /// All memory classes.
     pub memory: Vec<MemoryClass>,
-    /// Host memory that is needed besides, but not while steps run: for loading and saving.
+    /// Additional host memory for loading and saving, which steps do not need.
     pub transient_bytes: u64,
-    /// The step's time, where there are rates to predict it from.
+    /// The predicted step time, if rates are known.
     pub predicted: Option<Prediction>,
-    /// The step's time by simulation, where that chose the plan.
+    /// The simulated step time, if a simulation chose the plan.
     pub simulated_step_ms: Option<f64>,
-    /// It is for another machine than this one, whose instruction set nobody asked.
+    /// Whether the plan is for another machine. Its instruction set is unknown.
     pub elsewhere: bool,
     /// Parameters of the model.
     pub params: usize,
 }
 
 impl Plan {
-    /// Resolves `settings` for a model on `machine`; with room for a timeline if `trace`. Whether it fits is for
-    /// [`Plan::check_fits`] to say.
+    /// Resolves `settings` for a model on `machine`, with memory for a timeline if `trace`. [`Plan::check_fits`] checks whether the plan
+    /// fits.
     ///
     /// # Errors
-    /// `Usage` when a setting asks for what is not compiled in or makes no sense for this model or machine.
+    /// `Usage` if a setting needs a technique that is not compiled in, or does not suit this model or machine.
     pub fn new(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Self> {
         let (techniques, table) = (Techniques::new(settings), TensorTable::new(shape));
         check(settings, (shape, &table), machine.kind)?;
@@ -308,11 +310,11 @@ impl Plan {
         })
     }
 
-    /// This plan with what `other` says of places: where buckets, weights and activations lie, and how many slots there are. No bit of a
-    /// result depends on it.
+    /// This plan with the placements of `other`: locations of buckets, weights and activations, and numbers of slots. No bit of a result
+    /// depends on them.
     ///
     /// # Panics
-    /// If the other plan cuts buckets or steps otherwise.
+    /// If the other plan differs in the cut of buckets, in the steps or in the numerics.
     pub(crate) fn with_places_of(&self, other: Self) -> Self {
         let ranks = |plan: &Self| (plan.shares, plan.group, plan.ranks, plan.sequence_ranks);
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
@@ -344,27 +346,27 @@ impl Plan {
         self.batch * self.seq_length * self.grad_accum_steps
     }
 
-    /// Micro-batches of which one rank has its part in a step.
+    /// Micro-batches of a step in which one rank takes part.
     pub(crate) fn micro_batches_of_rank(&self) -> usize {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.ranks)
     }
 
-    /// Micro-batches that one share has parts of, or all.
+    /// Micro-batches of one gradient share, whole or in part.
     pub(crate) fn micro_batches_of_share(&self) -> usize {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares)
     }
 
-    /// The same with so many, in as many shares.
+    /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
     pub(crate) fn with_micro_batches_of_share(&self, each: usize) -> Self {
         Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_of_share() * each, ..self.clone() }
     }
 
-    /// Sums in fp32 that are kept of each element between two rounds.
+    /// fp32 sums kept per element between two rounds.
     pub(crate) fn kept_sums(&self) -> usize {
         kept_sums((self.shares, self.group), self.ranks)
     }
 
-    /// Whether the ranks of a process compute a group in each round: they sum it, and only that sum leaves the process.
+    /// Whether the ranks of a process compute a whole group in each round. The process then sends only the group's sum.
     pub(crate) fn sums_within(&self) -> bool {
         sums_within(self.group, (self.ranks, self.processes))
     }
@@ -374,12 +376,12 @@ impl Plan {
         batch::part_words((self.batch, self.seq_length), self.sequence_ranks, self.separates_documents)
     }
 
-    /// The place of `rank` among those that share its sequences.
+    /// Index of `rank` among the ranks that share its sequences.
     pub(crate) fn sequence_rank(&self, rank: usize) -> SequenceRank {
         SequenceRank { rank: rank % self.sequence_ranks, ranks: self.sequence_ranks }
     }
 
-    /// `settings` with the micro-batches of this plan, where it was for the plan to choose them.
+    /// `settings` with the micro-batches of this plan, if `settings` leave them to the plan.
     pub(crate) fn settle(&self, settings: &Settings) -> Settings {
         if settings.tokens_per_step.is_none() {
             return settings.clone();
@@ -388,7 +390,8 @@ impl Plan {
         Settings { per_device_train_batch_size: self.batch, gradient_accumulation_steps, ..settings.clone() }
     }
 
-    /// `settings` with all that stays while places change: how steps and buckets are cut, who casts, threads.
+    /// `settings` with everything fixed that a change of placement must not change: the cut of steps and buckets, the side that casts, and
+    /// threads.
     pub(crate) fn fixed(&self, settings: &Settings) -> Settings {
         let bucket_bytes = self.layout.bucket_elems() * self.dtype.bytes();
         Settings {
@@ -402,41 +405,41 @@ impl Plan {
         }
     }
 
-    /// Sizes of what its ranks meet at.
+    /// Dimensions of the board of its ranks.
     pub fn board_sizes(&self) -> Sizes {
         let batch_words = self.grad_accum_steps * self.sequence_ranks * self.batch_words();
         let sizes = board_sizes(&self.layout, self.ranks, (self.shares, batch_words, self.experts));
         Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
-    /// Bytes planned at `space`.
+    /// Planned bytes in `space`.
     pub(crate) fn bytes_at(&self, space: MemorySpace) -> u64 {
         bytes_at(&self.memory, space)
     }
 
-    /// What is needed and what there is, of each device's memory and of the host's.
+    /// Demand and supply of each device's memory and of the host's.
     pub fn balances(&self) -> [Balance; 2] {
         balances(&self.machine, &self.memory, (self.ranks, self.processes), self.transient_bytes)
     }
 
-    /// A micro-batch of a model of `shape`.
+    /// A micro-batch of a model with this `shape`.
     pub fn micro_batch<'a>(&'a self, shape: &'a ModelShape) -> MicroBatch<'a> {
         let Self { batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, loss_tile: tile, mlp_tile, .. } = *self;
         let policies = &self.layer_policies;
         MicroBatch { shape, batch, seq_length, sequence_ranks, separates_documents, dtype, fp8, tile, mlp_tile, policies }
     }
 
-    /// Buckets whose weights every rank keeps its slice of alone.
+    /// Buckets of which every rank stores only its slice of the weights.
     pub(crate) fn sharded(&self) -> Range<usize> {
         sharded(&self.layout, self.weight_ring, self.ranks)
     }
 
-    /// Buckets of whose gradients' sums every rank keeps its slice, because gradients themselves lie in a ring.
+    /// Buckets of which every rank keeps the summed gradients of its slice, because the gradients themselves are in a ring.
     pub(crate) fn kept(&self) -> Range<usize> {
         kept(&self.layout, self.grad_ring, self.ranks)
     }
 
-    /// Weights come from host memory, module by module.
+    /// Whether weights stream from host memory, module by module.
     pub(crate) fn streams_from_host(&self) -> bool {
         self.weight_ring.is_some() && self.ranks == 1
     }
@@ -447,7 +450,7 @@ impl Plan {
     }
 }
 
-/// What `settings` ask for, as far as the planner has no choice.
+/// The part of `settings` in which the planner has no choice.
 fn workload<'a>(
     settings: &Settings,
     techniques: Techniques,
@@ -477,7 +480,7 @@ fn workload<'a>(
         by_nccl: match settings.transport {
             Transport::Nccl => true,
             Transport::Tcp => false,
-            // Of machines that are not here: a run has found out what all processes have.
+            // The machines are remote. For a run, the processes have already agreed on a transport.
             Transport::Auto => settings.processes > 1 && machine.kind == DeviceKind::Gpu,
         },
         dtype,
@@ -502,7 +505,7 @@ fn workload<'a>(
     })
 }
 
-/// What of the choice is asked for.
+/// The requests of `settings` for the planner's choice.
 fn request(settings: &Settings, techniques: Techniques) -> Result<Request> {
     let (residency, weights) = (residency(settings, techniques)?, weights(settings, techniques)?);
     Ok(Request { residency, activations: settings.activations, weights, tile: settings.loss_tile })
@@ -538,13 +541,13 @@ fn policy(settings: &Settings, techniques: Techniques) -> Result<Policy> {
     }
 }
 
-/// The flat order cut into buckets, none of them on the device yet.
+/// Cuts the flat order into buckets, none of them resident.
 fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
     let flat = table.flat_elems();
     let least_bytes = if settings.ranks() > 1 { settings.ranks() * BLOCK * dtype.bytes() } else { 0 };
     let bucket_bytes = match settings.bucket_mib {
         Some(mib) => (mib * f64::from(1 << 20)) as usize,
-        // Each GPU owns a block of every bucket at least.
+        // Each GPU owns at least one block of every bucket.
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
     let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
@@ -565,11 +568,12 @@ fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
     }
 }
 
-/// Streamed weights cross the link as the device computes with them, and only those whose optimizer the pool runs are streamed.
+/// The permitted locations of weights. Only weights whose optimizer runs in the pool are streamed from the host, and they cross the link in
+/// the compute format.
 fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice> {
     let obstacle = match settings {
         _ if !techniques.weight_flow => Some("needs the technique weight-flow, which is off"),
-        // From other ranks.
+        // Weights stream from other ranks.
         Settings { weights, .. } if settings.ranks() > 1 && *weights != WeightsChoice::Flow => None,
         Settings { strategy: Strategy::NoOffload, .. } => Some("needs a strategy that offloads"),
         Settings { cast: CastSide::Device, .. } => Some("cannot be combined with --cast device: weights cross the link in --dtype"),
@@ -590,12 +594,12 @@ fn weights(settings: &Settings, techniques: Techniques) -> Result<WeightsChoice>
     }
 }
 
-/// What people write.
+/// The value of the flag `--weights`.
 fn name(weights: WeightsChoice) -> String {
     weights.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
 }
 
-/// Asked for, but the ring would be no shorter than the weights.
+/// Checks that a requested weight ring is shorter than the weights.
 fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     if matches!(settings.weights, WeightsChoice::Sharded | WeightsChoice::FullySharded) && rings.weights.is_none() {
         return Err(Error::usage(format!(
@@ -612,7 +616,7 @@ fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     Ok(())
 }
 
-/// Whether model and device have what `settings` ask of them.
+/// Checks that the model and the device support `settings`.
 fn check(settings: &Settings, (shape, table): (&ModelShape, &TensorTable), kind: DeviceKind) -> Result<()> {
     if kind == DeviceKind::Cpu {
         settings.check_needs_no_gpu()?;
@@ -622,7 +626,7 @@ fn check(settings: &Settings, (shape, table): (&ModelShape, &TensorTable), kind:
     check_sequences(settings, shape)
 }
 
-/// A loss that balances experts needs some.
+/// Checks that the model has experts if a load-balancing loss is requested.
 fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
     let coefficient = settings.router_aux_loss_coef;
     if coefficient == 0.0 || shape.experts() > 0 {
@@ -631,13 +635,13 @@ fn check_balance(settings: &Settings, shape: &ModelShape) -> Result<()> {
     Err(Error::usage(format!("--router-aux-loss-coef {coefficient}: the model has no experts to balance; leave it out")))
 }
 
-/// Whether ranks can share sequences so: whoever tries other lengths and numbers of devices may try some that do not go.
+/// Checks that ranks can share sequences. The search may try lengths and numbers of devices for which they cannot.
 fn check_sequences(settings: &Settings, shape: &ModelShape) -> Result<()> {
     settings.check_sequence_ranks()?;
     heads::check_degree(&shape.layers, settings.sequence_ranks).map_err(Error::usage)
 }
 
-/// What several devices cannot do yet.
+/// Checks the limits of several devices.
 fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let (ranks, all) = (settings.ranks(), settings.ranks_in_words());
     match settings.weights {
@@ -651,7 +655,7 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     }
 }
 
-/// cuDNN's has no float32 and no soft caps, and is on GPUs only.
+/// The attention implementation. cuDNN supports neither float32 nor soft caps, and runs on GPUs only.
 fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: DeviceKind) -> Result<Attention> {
     let obstacle = if dtype == Dtype::Float32 {
         Some("cuDNN has 16-bit formats only; use --dtype bfloat16 or --attention plain")
@@ -666,7 +670,7 @@ fn attention(settings: &Settings, shape: &ModelShape, dtype: Dtype, kind: Device
     }
 }
 
-/// State passes through one fp32 buffer, a piece of a tensor at a time: first weights as well as checkpoints.
+/// Host memory for loading and saving: state passes through one fp32 buffer, in pieces of a tensor.
 fn transient_bytes(table: &TensorTable) -> u64 {
     let largest = table.specs().iter().map(|spec| spec.elems()).max().unwrap_or(0);
     4 * largest.min(PIECE_ELEMS) as u64
@@ -683,8 +687,8 @@ fn isa(settings: &Settings, techniques: Techniques) -> Result<Isa> {
     }
 }
 
-/// Automatic: the 16-bit format crosses the link, and Adam casts in the pass it makes anyway. Casting on the device pays
-/// where the link is as fast as memory (paper 4.5); which link is, a measurement will tell.
+/// Whether the device casts. By default the 16-bit format crosses the link, and Adam casts in its own pass. Casting on the device pays off
+/// only on a link as fast as memory (paper, section 4.5).
 fn cast_on_device(settings: &Settings, techniques: Techniques) -> Result<bool> {
     let wanted = settings.cast == CastSide::Device;
     if wanted && !techniques.superchip_cast {
@@ -703,7 +707,7 @@ fn hyper(settings: &Settings) -> AdamHyper {
     }
 }
 
-/// Padding between tensors has no gradient: a fault there would never be overwritten.
+/// Checks that an injected fault is inside a tensor. Padding between tensors has no gradient, so a fault there would never be overwritten.
 fn check_inject(settings: &Settings, table: &TensorTable) -> Result<()> {
     let outside = |element: usize| !table.specs().iter().any(|spec| spec.range().contains(&element));
     match settings.inject.iter().find(|i| outside(i.element)) {
@@ -750,7 +754,7 @@ mod tests {
         let lent = 2 * plan.param_slots * plan.layout.bucket_elems() * 2;
         let classes = plan.memory.iter().filter(|class| class.space == MemorySpace::Host && class.name != "batches, norm");
         let state = classes.map(|class| class.bytes).sum::<usize>() - if plan.rules.policy == Policy::Deferred { lent } else { lent / 2 };
-        // A slot is as long as a whole bucket, also for the last one.
+        // Every slot has the length of a whole bucket, also that of the shorter last bucket.
         let last_slot_excess = 2 * (plan.layout.count() * plan.layout.bucket_elems() - plan.layout.flat_elems());
         assert_eq!(state, bytes * plan.layout.flat_elems() + last_slot_excess);
     }

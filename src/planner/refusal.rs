@@ -1,4 +1,4 @@
-//! What to say when a plan does not fit: both sizes, which memory, and the smallest change that helps.
+//! The error for a plan that does not fit: both sizes, the memory that is short, and the smallest change that helps.
 
 use super::budget::Balance;
 use super::machine::Machine;
@@ -12,10 +12,10 @@ use crate::optim::moments::Moments;
 use crate::planner::plan::Plan;
 use crate::units::Bytes;
 
-/// Shorter sequences are no advice.
+/// Shorter sequences are never recommended.
 const SEQ_LENGTH_MIN: usize = 128;
 
-/// What the host's memory lacks to take what the device's cannot.
+/// The shortage of host memory if the host had to hold the states that the device cannot.
 fn host_lacks(host: Balance) -> String {
     let [needed, available] = Bytes::apart([host.needed, host.available]);
     let bounds = "free memory, cgroup limit, --host-limit";
@@ -23,8 +23,8 @@ fn host_lacks(host: Balance) -> String {
 }
 
 impl Plan {
-    /// Refuses a plan that does not fit, before anything is allocated. `settings` and `shape` are what it was made from: the
-    /// advice comes from planning again with one setting changed.
+    /// Rejects a plan that does not fit, before any allocation. `settings` and `shape` are its inputs. The advice is found by planning
+    /// again with one changed setting.
     ///
     /// # Errors
     /// `Resource` with the memory that is too small, both sizes, and the smallest change that helps.
@@ -45,12 +45,13 @@ impl Plan {
         Err(Error::resource(format!("plan {needed} of {memory} for {} parameters", self.params), cause))
     }
 
-    /// The memory that lacks most.
+    /// The memory with the largest shortage.
     pub(crate) fn shortage(&self) -> Option<Balance> {
         self.balances().into_iter().filter(|balance| balance.lacking() > 0).max_by_key(Balance::lacking)
     }
 
-    /// The host's memory, where that alone is short: states that it cannot hold lie on the device then, which looks short instead.
+    /// The host's shortage, if only the host is too small. States that the host cannot hold are placed on the device, which then appears
+    /// short instead.
     fn host_shortage(&self, settings: &Settings, shape: &ModelShape) -> Option<Balance> {
         let [_, host] = self.balances();
         let (machine, settings) =
@@ -60,7 +61,7 @@ impl Plan {
         Some(Balance { available: host.available, ..needed }).filter(|balance| balance.lacking() > 0)
     }
 
-    /// The first change of one setting with which everything fits.
+    /// The first change of one setting with which the plan fits.
     fn advice(&self, settings: &Settings, shape: &ModelShape) -> Option<String> {
         self.remedies(settings).into_iter().find_map(|(flag, changed)| {
             let plan = Plan::new(&changed, shape, &self.machine, self.trace_spans > 0).ok().filter(|plan| plan.shortage().is_none())?;
@@ -77,7 +78,7 @@ impl Plan {
         })
     }
 
-    /// Settings that differ in the named flag, smallest change first: what costs time before what changes the training.
+    /// Settings that differ in the named flag, the smallest change first: changes that cost time come before changes of the training.
     fn remedies(&self, settings: &Settings) -> Vec<(&'static str, Settings)> {
         let with = |change: &dyn Fn(&mut Settings)| {
             let mut changed = settings.clone();
@@ -89,7 +90,7 @@ impl Plan {
             let steps = self.micro_batches_of_rank() * self.batch / batch;
             with(&|s| {
                 s.per_device_train_batch_size = batch;
-                // Of as many tokens as were asked for.
+                // Keeps the requested tokens per step.
                 s.gradient_accumulation_steps = s.tokens_per_step.map_or(s.gradient_accumulation_steps, |_| Some(steps));
             })
         };
@@ -106,7 +107,7 @@ impl Plan {
             ("allow-changed numerics", with(&|s| s.loss_tile = None)),
         ];
         remedies.extend(batches);
-        // Sums in fp32 may lie on the host; those of one share add up in its place.
+        // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
         let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.shares == 1;
         let shares = settings.gradient_shares.or(is_alone.then_some(self.grad_accum_steps));
         remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));

@@ -1,32 +1,32 @@
-//! What the step protocol may do: part of the plan, obeyed by the coordinator.
+//! Permissions of the step protocol: part of the plan, followed by the coordinator.
 
-/// How a speculation leaves the optimizer state, and how it is taken back.
+/// The effect of a speculation on the optimizer state, and the way it is undone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// Speculation writes only the working weights; the state follows one step later, fused with the next speculation.
-    /// Nothing to take back.
+    /// Speculation writes only the working weights. The state follows one step later, fused with the next speculation, so there is nothing
+    /// to undo.
     Deferred,
-    /// The paper's: speculation steps the state in place and is taken back by algebra, which loses bits.
+    /// The paper's scheme: speculation steps the state in place and is undone algebraically, which loses bits.
     Inverse,
-    /// No speculation: step in place once the verdict is known (ZeRO-Offload).
+    /// No speculation: the state is stepped in place once the verdict is known (ZeRO-Offload).
     ValidateFirst,
 }
 
-/// What the coordinator may do; fixed for a run.
+/// Permissions of the coordinator, fixed for a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// See [`Policy`].
+    /// The rollback policy.
     pub policy: Policy,
     /// Stop speculating while clips are frequent.
     pub adaptive: bool,
-    /// Take the bucket that the next forward needs first; otherwise as they arrive.
+    /// Processes the bucket first that the next forward pass needs first; otherwise in order of arrival.
     pub(crate) deadline_order: bool,
-    /// Write what is pending while no bucket is under way; otherwise with the next step's speculation, or while a verdict is awaited.
+    /// Writes pending updates while no bucket is in transit; otherwise with the next step's speculation, or while waiting for a verdict.
     pub(crate) early_commit: bool,
 }
 
 impl Rules {
-    /// Without the feature `stv` this is known at compile time, and with it all that follows.
+    /// Whether the coordinator may speculate. Without the feature `stv` this is a compile-time constant, which removes the dependent code.
     pub(crate) fn may_speculate(&self) -> bool {
         cfg!(feature = "stv") && self.policy != Policy::ValidateFirst
     }

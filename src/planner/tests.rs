@@ -1,4 +1,4 @@
-//! Plans of real models on real machines: what stays, what leaves, what is computed twice, and what is refused.
+//! Tests of plans of real models on real machines: residency, offload, recomputation, and rejected plans.
 
 use super::budget::kept_sums;
 use super::machine::Machine;
@@ -26,7 +26,7 @@ use std::path::Path;
 
 const GIB: u64 = 1 << 30;
 
-/// One H200 and 16 cores with 128 GB: what is free on it.
+/// One H200 with 16 cores and 128 GB, reduced to the free memory.
 fn h200() -> Machine {
     let device = DeviceMemory::Own { bytes: 139 * GIB + 8 * GIB / 10, addressing: Addressing::Managed };
     Machine { host_bytes: 125 * GIB, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) }
@@ -57,12 +57,12 @@ fn qwen3_14b() -> ModelShape {
     model("Qwen3ForCausalLM", (40, 5120, 40, 8, 17_408, 151_936, false))
 }
 
-/// `gpus` of four H200 of one host.
+/// `gpus` of the four H200 of one host.
 fn of_four(gpus: usize) -> Machine {
     Machine::of_several(&Profile::load("h200-x4").unwrap(), gpus).unwrap()
 }
 
-/// States are divided, weights are not: the more GPUs there are the more stays on them, and the less is left for the host.
+/// States are divided among GPUs and weights are not: with more GPUs, more states stay on them and fewer are left for the host.
 #[test]
 fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     let (shape, mut offloaded) = (qwen3_14b(), Vec::new());
@@ -78,7 +78,7 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
         assert!(device.lacking() == 0 && host.lacking() == 0 && device.available == 150_100_000_000, "{plan}");
         assert!(class("weights") >= gpus as u64 * 2 * flat && class("peers' gradients") > 0 || gpus == 1, "{plan}");
         let states = class("resident p, m, v") + class("offloaded p, m, v");
-        // Slices are cut at blocks; memory is planned for the longest.
+        // Slices are cut at block boundaries; memory is planned for the longest slice.
         assert!((12 * flat..12 * flat + flat / 100).contains(&states), "{states}: {plan}");
         offloaded.push(class("offloaded p, m, v"));
     }
@@ -87,7 +87,6 @@ fn each_of_several_gpus_holds_its_own_weights_and_its_part_of_the_states() {
     assert_eq!(falls, cfg!(feature = "repartition"), "{offloaded:?}");
 }
 
-/// Each would stream its own slices alone.
 #[test]
 fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
     let plan = |gpus, gib: u64| {
@@ -100,7 +99,7 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
     let sharded = plan(2, 16);
     assert_eq!((sharded.weight_ring.is_some(), sharded.shortage().is_none()), (FLOW, FLOW), "{sharded}");
     if FLOW {
-        // Two halves of what streams, and on each device a ring in place of it.
+        // Each device holds its half of the streamed weights, and a ring in their place.
         let streamed = 2 * sharded.weight_ring.unwrap().ringed_elems;
         let slices = class(&sharded, "weight slices");
         assert!((streamed..streamed + (64 << 20)).contains(&slices), "{slices} of {streamed}: {sharded}");
@@ -112,7 +111,7 @@ fn several_gpus_replicate_their_weights_while_those_fit_and_shard_them_else() {
     assert_eq!(alone.weight_ring.is_some(), FLOW, "{alone}");
 }
 
-/// Llama-8B, everything kept: 1009 of 1351 ms are layers' products, and what quantizing costs is a part of what they gain.
+/// Llama-8B with all activations kept: layer products take 1009 of 1351 ms. Quantization costs a part of the gain.
 #[test]
 fn products_in_fp8_take_less_time_and_memory_of_their_own() {
     let plan = |matmul_dtype, machine: &Machine| {
@@ -123,8 +122,8 @@ fn products_in_fp8_take_less_time_and_memory_of_their_own() {
     let saved_s = plain.predicted.unwrap().device_s - fp8.predicted.unwrap().device_s;
     assert!((0.25..0.45).contains(&saved_s), "{saved_s}: {fp8}");
     let activations = |plan: &Plan| plan.memory.iter().find(|class| class.name == "activations").map_or(0, |class| class.bytes);
-    // Gate and up of 28,672 columns twice, what enters the last matrix once, and scales; what 32 layers keep of norms and activation has
-    // 8 bits instead of 16, and one more set of 16 is shared.
+    // Additional memory: gate and up (28,672 columns) twice, the input of the last matrix once, and scales. Savings: norms and activations
+    // of 32 layers have 8 bits instead of 16, and one more 16-bit set is shared.
     let (tokens, scales, cheap) = (4 * 4096, 4 * 32 * 48, 2 * 4096 + 14_336);
     let (work, saved) = (tokens * (2 * 28_672 + 14_336) + scales, tokens * (32 - 2) * cheap);
     assert_eq!(activations(&plain) - activations(&fp8), saved - work);
@@ -154,7 +153,7 @@ fn more_machines_than_a_profile_knows_are_refused_with_what_to_do() {
     assert_eq!(on("gh200-x4", 1).unwrap(), Machine::of(&Profile::load("gh200-x4").unwrap()));
 }
 
-/// Two nodes of four: each holds half of the states, and its GPUs what each of eight holds.
+/// Two nodes of four GPUs: each node holds half of the states, and each GPU as much as one of eight.
 #[test]
 fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let profile = Profile::load("gh200-x4").unwrap();
@@ -167,7 +166,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let host = |plan: &Plan| plan.balances()[1].needed as f64;
     assert!((host(&one) / host(&two) / 2.0 - 1.0).abs() < 0.1 && (host(&one) / flat - 14.0).abs() < 1.0, "{one}\n{two}");
     let told = two.to_string();
-    // An eighth of the gradients from each of four, and of the weights from the namesake.
+    // Each of the four sends an eighth of the gradients, and the namesake sends weights.
     assert!(
         told.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
         "{told}"
@@ -176,7 +175,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     assert!(told.contains("  host, of each process"), "{told}");
 }
 
-/// Four machines of four with 80B: a GPU has a quarter of the weights, as its own slices and those that it carries for its process.
+/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and its namesakes'.
 #[test]
 fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));
@@ -195,7 +194,7 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         assert!((streamed / 4..streamed / 4 + (64 << 20)).contains(&slices), "{slices} of {streamed}: {auto}");
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
-        // Three quarters of what streams come once more, but for what the ring still holds.
+        // Three quarters of the streamed weights are fetched once more, except the part that the ring still holds.
         let again = (auto.crossing.near - replicated.crossing.near) as f64 / (0.75 * streamed as f64);
         assert!(auto.crossing.far == replicated.crossing.far && (0.9..1.0).contains(&again), "{again}");
     }
@@ -204,8 +203,8 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     assert!(["--weights replicated", "--gpus", "--weights fully-sharded"].iter().all(|remedy| refused.contains(remedy)), "{refused}");
 }
 
-/// 150B there: a quarter of the weights is too much, and a sixteenth is not. And 50B on four machines of a GPU each, of which one has no ranks
-/// to share with.
+/// On the same machines a 150B model fits with a sixteenth of the weights on each GPU, and not with a quarter. The test also covers 50B on
+/// four machines with one GPU each, whose processes have a single rank.
 #[test]
 fn gpus_of_all_processes_share_weights_of_which_a_part_of_a_process_is_too_much() {
     use WeightsChoice::{Auto, Replicated, Sharded};
@@ -268,10 +267,10 @@ fn on_device(plan: &Plan, class: &str) -> f64 {
     found.map_or(0.0, |c| c.bytes as f64 / GIB as f64)
 }
 
-/// Whether the build has resident buckets under `superoffload`; without them every plan here offloads all or nothing.
+/// Whether the build has resident buckets under `superoffload`. Without them every plan in these tests offloads all or nothing.
 const REPARTITION: bool = cfg!(feature = "repartition");
 
-/// Whether it can stream weights.
+/// Whether the build can stream weights.
 const FLOW: bool = cfg!(feature = "weight-flow");
 
 #[test]
@@ -293,10 +292,10 @@ fn an_8b_model_computes_cheap_parts_again_for_more_resident_states() {
         assert!((0.2..0.8).contains(&(resident(&plan) as f64 / plan.layout.count() as f64)), "{plan}");
         let free = 139.8 - plan.bytes_at(MemorySpace::Device) as f64 / GIB as f64;
         assert!(free < 1.0, "what is free holds another bucket: {plan}");
-        // The floor of the step is the device's work.
+        // The device's work is the lower bound of the step.
         let predicted = plan.predicted.unwrap();
         assert!(predicted.pool_s < predicted.device_s && (1.0..1.6).contains(&predicted.step_s), "{plan}");
-        // That costs 3 % of the step, and a step that waits for its verdict is a fifth shorter.
+        // The chosen plan costs 3 % of an unclipped step, and a step that waits for its verdict is a fifth shorter.
         let keep = fitting(&llama_8b(), &Settings { activations: ActivationsChoice::Keep, ..settings() }).predicted.unwrap();
         assert!(predicted.step_s < 1.04 * keep.step_s && predicted.validated_s < 0.85 * keep.validated_s, "{plan}");
         let waits = fitting(&llama_8b(), &Settings { strategy: Strategy::ZeroOffload, ..settings() }).predicted.unwrap();
@@ -310,10 +309,10 @@ fn a_limit_makes_a_smaller_machine() {
     let plans = [140, 120, 100, 80, 60].map(limited);
     for pair in plans.windows(2) {
         assert!(kept(&pair[1]) <= kept(&pair[0]) && resident(&pair[1]) <= resident(&pair[0]) + 40, "{}\n{}", pair[0], pair[1]);
-        // Without resident buckets there is nothing to fill a larger memory with.
+        // Without resident buckets nothing fills a larger memory.
         let [small, large] = [&pair[1], &pair[0]].map(|plan| plan.bytes_at(MemorySpace::Device));
         assert!(small < large || (!REPARTITION && small == large), "{}\n{}", pair[0], pair[1]);
-        // A resident optimizer costs the device a little time.
+        // A resident optimizer costs little device time.
         assert!(pair[1].predicted.unwrap().step_s > 0.97 * pair[0].predicted.unwrap().step_s, "{}\n{}", pair[0], pair[1]);
     }
     assert!(plans[3].bytes_at(MemorySpace::Device) <= 80 * GIB && kept(&plans[3]) < 32, "{}", plans[3]);
@@ -372,7 +371,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     assert!((12.0..12.5).contains(&window), "four buckets of 12 bytes a parameter: {window}\n{paged}");
     let text = paged.to_string();
     assert!(text.contains(&format!("all stepped on the device; states of {} are unified: managed memory", away(&paged))), "{text}");
-    // 96 GB each way at 50 GB/s, which only the optimizer's own 0.06 s hide.
+    // 96 GB in each direction at 50 GB/s, of which the optimizer's own 0.06 s hide little.
     let (paged_s, pinned_s) = (paged.predicted.unwrap(), pinned.predicted.unwrap());
     assert!((7.4..7.7).contains(&paged_s.link_s) && paged_s.pool_s == 0.0 && paged_s.step_s == paged_s.validated_s, "{paged}");
     assert!(paged_s.step_s > paged_s.link_s + 0.8 * pinned_s.device_s, "{paged}\n{pinned}");
@@ -381,7 +380,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
     let direct = Plan::new(&unified(none), &llama_8b(), &shared, false).unwrap();
     assert!(on_device(&direct, "paged states here") == 0.0 && direct.to_string().contains("page tables shared"), "{direct}");
     if REPARTITION {
-        // Pages move so slowly that computing blocks again is quicker, as long as that makes room for all states.
+        // Paging is so slow that recomputing blocks is faster, as long as that makes room for all states.
         let best = fitting(&llama_8b(), &unified(settings()));
         assert!(away(&best) == 0 && best.layer_policies.contains(&LayerPolicy::RecomputeBlock), "{best}");
         assert!(best.predicted.unwrap().step_s < paged_s.step_s, "{best}");
@@ -396,7 +395,7 @@ fn unified_states_need_a_window_and_the_link_and_nothing_else() {
 fn a_gpu_plan_counts_its_workspaces() {
     let of = |settings: Settings| plan(&llama_8b(), &settings);
     let workspace = |settings| on_device(&of(settings), "attention workspace") * GIB as f64;
-    // cuDNN's own numbers for b4 h32/8 s4096 d128: so many MiB, and 256 bytes.
+    // cuDNN's own sizes for b4 h32/8 s4096 d128: MiB as given, plus 256 bytes.
     assert_eq!(workspace(settings()), 4354.0 * f64::from(1 << 20) + 256.0);
     assert_eq!(workspace(Settings { nondeterministic: true, ..settings() }), 514.0 * f64::from(1 << 20) + 256.0);
     assert_eq!(workspace(Settings { attention: AttentionChoice::Plain, ..settings() }), 0.0);
@@ -408,7 +407,7 @@ fn a_gpu_plan_counts_its_workspaces() {
     assert!(!on_cpu.memory.iter().any(|class| class.name.contains("workspace") || class.name.contains("context")));
 }
 
-/// One sequence whose scores one key head's queries alone would need 137 GB for.
+/// A sequence for which the scores of one key head's queries alone would take 137 GB.
 #[test]
 fn a_long_sequence_goes_back_in_blocks_and_fits() {
     let long = |nondeterministic| {
@@ -423,7 +422,7 @@ fn a_long_sequence_goes_back_in_blocks_and_fits() {
         blocks.shortage().is_none() && blocks.to_string().contains("\n  attention   goes back in blocks of 16384 queries and keys"),
         "{blocks}"
     );
-    // Ranks that share a sequence as well.
+    // Attention outputs also go to the host if ranks share a sequence.
     let machine = Machine::of_several(&Profile::load("gh200-x4").unwrap(), 4).unwrap();
     let of_four = |sequence_ranks, seq_length| {
         let settings = Settings { gpus: 4, sequence_ranks, seq_length, per_device_train_batch_size: 1, ..settings() };
@@ -443,7 +442,7 @@ fn a_gpu_that_shares_the_hosts_memory_is_a_gpu() {
     let plan = Plan::new(&settings(), &qwen3_4b(), &machine, false).unwrap();
     assert!(matches!(plan.attention, Attention::Cudnn { .. }) && plan.predicted.is_some(), "{plan}");
     assert!(plan.threads < machine.cpus && on_device(&plan, "context, libraries") > 0.0, "{plan}");
-    // Nothing is saved by an offload to the same memory.
+    // Offloading to the same memory saves nothing.
     assert_eq!(plan.layout.offloaded() == 0, REPARTITION, "{plan}");
     let [device, host] = plan.balances();
     assert_eq!(
@@ -472,7 +471,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     let no_way = "no smaller batch or sequence would fit either";
     says(&llama_8b(), hbm(8), &["of device memory for", "8.0 GiB of device memory are available", "--hbm-limit", no_way]);
     if FLOW {
-        // With the host memory that saving needs no more.
+        // This fits because saving needs no further host memory.
         says(&llama_8b(), hbm(16), &["16.0 GiB of device memory are available", "--weights flow would fit"]);
     }
     let way_out = if FLOW { "--weights flow would fit" } else { "--per-device-train-batch-size 2 would fit" };
@@ -494,7 +493,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
     assert!(message.contains("140.0 MiB of host memory") && message.contains("--activations recompute-block would fit"), "{message}");
 }
 
-/// 19 billion parameters on one H200: 16 bytes of each are more than both memories, 12 are not.
+/// 19 billion parameters on one H200: 16 bytes per parameter exceed both memories, 12 bytes fit.
 #[test]
 fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
     if !REPARTITION {
@@ -512,7 +511,7 @@ fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
     assert!(cfg!(not(feature = "stv")) || !refusal(&shape, &inverse).contains("--moments"), "what is refused is no advice");
 }
 
-/// Most of their parameters are experts'. Wholly trained, 16 bytes of each are more than both memories of one GPU.
+/// Most parameters of these models belong to experts. With full training, 16 bytes per parameter exceed both memories of one GPU.
 #[test]
 fn models_with_experts_are_planned_and_advised() {
     if !REPARTITION {
@@ -552,26 +551,26 @@ fn weights_that_do_not_fit_are_streamed() {
     let (roomy, tight) = (fitting(&shape, &limited(40)), fitting(&shape, &limited(22)));
     assert!(roomy.weight_ring.is_none() && tight.bytes_at(MemorySpace::Device) <= 22 * GIB, "{tight}");
     let ring = tight.weight_ring.unwrap();
-    // Two layers, or the head and one, in whole chunks; the embeddings are resident or stay.
+    // The ring holds two layers, or the head and a layer, in whole chunks. The embeddings are resident or stay outside.
     let table = TensorTable::new(&shape);
     let [head, layer, embed] = [Module::Head, Module::Layer(31), Module::Embed].map(|module| table.module_range(module));
     assert!((head.len() + layer.len()..head.len() + layer.len() + (16 << 20)).contains(&ring.period_elems), "{ring:?}");
     assert!(embed.start - ring.ringed_elems < 16 << 20 && ring.ringed_elems <= embed.start, "{ring:?}");
     let whole_chunks = (2 * table.flat_elems()).next_multiple_of(32 << 20);
     assert_eq!((on_device(&tight, "weights") * GIB as f64) as usize, whole_chunks - 2 * (ring.ringed_elems - ring.period_elems));
-    // On the host they have a place each instead of a few slots.
+    // Each bucket has a permanent host slot instead of a few shared slots.
     assert_eq!(tight.param_slots, tight.layout.offloaded());
     let streamed = tight.memory.iter().find(|class| class.name == "streamed weights").unwrap();
     assert_eq!((streamed.space, streamed.bytes), (MemorySpace::Host, 2 * tight.layout.offloaded() * tight.layout.bucket_elems()));
     assert!(!tight.memory.iter().any(|class| class.name == "parameter slots"));
-    // Each pass brings them over the link at 50 GB/s.
+    // Each pass copies the weights over the link at 50 GB/s.
     let predicted = tight.predicted.unwrap();
     assert!(predicted.link_s > (4 * ring.ringed_elems) as f64 / 50e9 && predicted.step_s >= predicted.link_s, "{tight}");
     let text = tight.to_string();
     assert!(text.contains("stream from host memory through a ring of 1.4 GiB, forward and backward"), "{text}");
 }
 
-/// 131,072 tokens a step on small cards: the sums of 32 shares in fp32 are on the host, and pass through three buckets of the device.
+/// 131,072 tokens a step on small GPUs: the fp32 sums of 32 shares are on the host and pass through three bucket buffers on the device.
 #[test]
 fn sums_that_do_not_fit_the_device_lie_on_the_host() {
     if !(FLOW && REPARTITION) {
@@ -589,11 +588,11 @@ fn sums_that_do_not_fit_the_device_lie_on_the_host() {
         assert!(plan.sums_on_host && plan.grad_ring.is_some(), "{plan}");
         assert_eq!((class("gradients' sums"), class("gradient sums")), (4 * offloaded, 4 * (flat - offloaded)), "{plan}");
         assert_eq!(class("passing sums"), 3 * 4 * bucket, "{plan}");
-        // Each way, 31 times.
+        // The sums cross the link 31 times in each direction.
         let predicted = plan.predicted.unwrap();
         assert!(predicted.link_s > 31.0 * (4 * offloaded) as f64 / 51e9 && predicted.step_s >= predicted.link_s, "{plan}");
         assert!(plan.to_string().contains(" of gradients add up on their way through the device and lie on the host"), "{plan}");
-        // Two moments in fp32 are too many beside them, and so is one share that adds up on the device.
+        // fp32 moments do not fit next to the sums, and a single share, which accumulates on the device, does not fit either.
         let too_much = refusal(&shape, &limited(&shares));
         assert!(too_much.contains("; --moments bfloat16 would fit"), "{too_much}");
     }
@@ -621,7 +620,7 @@ fn sums_are_kept_where_a_round_is_not_the_step_and_twice_where_it_ends_within_a_
     assert_eq!((sums(Some(2)), sums(Some(4)), sums(None)), (2 * sums(None), sums(None), sums(Some(1))));
 }
 
-/// Who has room keeps the sums on the device, down to where weights stream and every state is on the host.
+/// If there is room, sums stay on the device, even when weights stream and every state is on the host.
 #[test]
 fn sums_stay_on_the_device_while_they_fit() {
     let shares = Settings { gradient_shares: Some(4), ..settings() };
@@ -647,7 +646,7 @@ fn streaming_can_be_asked_for_and_refused() {
     }
     let asked = fitting(&qwen3_4b(), &flow(settings()));
     let streamed = asked.weight_ring.unwrap().ringed_elems;
-    // What streams is stepped by the pool; the tied embedding, which is also the head's matrix, may be resident.
+    // The pool steps streamed buckets. The tied embedding, which is also the output matrix, may be resident.
     assert!(asked.layout.offloaded_elems() >= streamed && (resident(&asked) > 0) == REPARTITION, "{asked}");
     let few = Settings { resident_buckets: ResidentBuckets::Count(100), ..settings() };
     if REPARTITION {
@@ -669,7 +668,7 @@ fn streaming_can_be_asked_for_and_refused() {
     }
     let small = Plan::new(&flow(Settings::demo()), &ModelShape::demo(), &h200(), false).unwrap_err().to_string();
     assert!(small.contains("nothing would be saved"), "{small}");
-    // On the CPU, where chunks are small.
+    // On the CPU, where ring chunks are small.
     let demo = |weights| Plan::new(&Settings { weights, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
     assert!(demo(WeightsChoice::Flow).weight_ring.is_some() && demo(WeightsChoice::Auto).weight_ring.is_none());
 }
@@ -715,7 +714,7 @@ fn the_cpu_device_refuses_what_needs_a_gpu() {
     assert!(Plan::new(&wide, &llama_8b(), &h200(), false).unwrap_err().to_string().contains("--attention plain"));
 }
 
-/// cuDNN computes them document by document, for which the plan has room; its own workspace is the smaller for it.
+/// cuDNN computes packed documents one by one in memory that is planned, so its own workspace is smaller.
 #[test]
 fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
     let plan = |packing| {
@@ -725,8 +724,8 @@ fn cudnn_keeps_documents_of_a_row_apart_in_memory_that_is_planned() {
     let bytes = |plan: &Plan, name| plan.memory.iter().find(|class| class.name == name).map_or(0, |class| class.bytes);
     let [whole, packed] = [Packing::Auto, Packing::Bfd].map(plan);
     assert_eq!([whole.attention, packed.attention], [Attention::Cudnn { deterministic: true }; 2]);
-    // 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096, with gradients, in 2 bytes; the log-sum-exp of 32
-    // heads; and a table of 16384 tokens.
+    // For 4096 tokens at a time: queries, keys and values of 6144 channels and outputs of 4096 channels, with gradients, in 2 bytes; the
+    // log-sum-exp of 32 heads; and a table of 16384 tokens.
     assert_eq!(bytes(&packed, "packed documents"), 4096 * (2 * (6144 + 4096) * 2 + 32 * 4) + 16384 * 2 * 4);
     assert_eq!(bytes(&whole, "packed documents"), 0);
     assert!(2 * bytes(&packed, "attention workspace") < bytes(&whole, "attention workspace"));
@@ -752,7 +751,7 @@ fn the_plan_prints_a_table_for_each_place() {
     assert!(!text.ends_with('\n') && text.lines().all(|line| line == line.trim_end()), "{text}");
 }
 
-/// A run leaves the same bits on one GPU and on several, which leave one another more memory.
+/// A run gives the same bits on one GPU and on several, although several leave more memory free.
 #[test]
 fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
     const MACHINES: [(&str, usize); 6] =
@@ -766,7 +765,7 @@ fn the_tile_of_the_loss_is_the_same_on_any_machine_that_holds_it() {
         assert!(plans.len() >= 4 && plans.iter().all(|other| other.loss_tile == plans[0].loss_tile), "{plans:?}");
         assert!(plans.iter().all(|plan| !plan.to_string().contains("\n  bits ")), "{plans:?}");
     }
-    // Where nothing helps any more.
+    // A machine on which no other choice fits.
     let plan = Plan::new(&Settings { hbm_limit: Some(Bytes(4 * GIB)), ..settings() }, &qwen3_14b(), &h200(), false).unwrap();
     assert_eq!((plan.loss_tile.rows, plan.usual_tile.rows), (1024, 2048), "{plan}");
     assert!(plan.to_string().contains("\n  bits        other than where tiles of 2048 rows fit"), "{plan}");
