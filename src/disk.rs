@@ -1,6 +1,6 @@
-//! File operations with errors that name operation and path.
+//! File operations whose errors name the operation and the path.
 //!
-//! Everything that changes the disk goes through `attempt`, which is where the tests make the n-th operation fail.
+//! Everything that changes the disk goes through `attempt`, where tests make the n-th operation fail.
 
 mod dir;
 mod lock;
@@ -23,14 +23,14 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// This program's directory in the user's cache; `None` where the environment names no home.
+/// This program's directory in the user's cache; `None` if the environment names no home.
 pub(crate) fn user_cache() -> Option<PathBuf> {
     let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))?;
     Some(cache.join("superoffload"))
 }
 
-/// Puts a file with `bytes` in the place of `path`, whole or not at all: written beside, synced and renamed.
+/// Replaces the file at `path` atomically by one with `bytes`: written to a temporary file, synced and renamed.
 #[cfg(feature = "hub")]
 pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let not_a_file = || Error::io("write", path, io::ErrorKind::InvalidFilename.into());
@@ -38,13 +38,13 @@ pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> Result<()> {
     dir.replace_file(name, bytes)
 }
 
-/// Tells without reading a file whether it is the one that it was.
+/// Metadata that shows, without reading, whether a file has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Stamp {
     pub(crate) bytes: u64,
-    /// When it was last written, in seconds and nanoseconds.
+    /// Time of the last modification, in seconds and nanoseconds.
     pub(crate) modified: (i64, i64),
-    /// Its number in its file system.
+    /// Inode number in the file system.
     pub(crate) inode: u64,
 }
 
@@ -54,8 +54,7 @@ impl Stamp {
     }
 }
 
-/// A regular file open for reading at offsets. Opening anything else is an error at once: a pipe would block, a device may
-/// have no end.
+/// A regular file open for reading at offsets. Opening anything else fails at once: a pipe would block, and a device may have no end.
 pub(crate) struct InFile {
     file: File,
     path: PathBuf,
@@ -68,14 +67,14 @@ impl InFile {
         let read = |e| Error::io("read", path, e);
         let regular = |metadata: &fs::Metadata| metadata.is_file().then_some(()).ok_or_else(|| Error::format(path, "not a regular file"));
         regular(&fs::metadata(path).map_err(read)?)?;
-        // Another file may have taken the name since: the open does not wait for a pipe, and what was opened is asked again.
+        // The name may have been replaced since the check. The open does not block on a pipe, and the opened file is checked again.
         let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(read)?;
         let metadata = file.metadata().map_err(read)?;
         regular(&metadata)?;
         Ok(Self { file, path: path.to_path_buf(), bytes: metadata.len() })
     }
 
-    /// Opens the regular file `name` in `dir`, and follows no link.
+    /// Opens the regular file `name` in `dir` without following links.
     pub(crate) fn open_in(dir: &Dir, name: &str) -> Result<Self> {
         let path = dir.join(name);
         let file = dir.open_file(name)?.ok_or_else(|| Error::io("read", &path, io::ErrorKind::NotFound.into()))?;
@@ -83,7 +82,7 @@ impl InFile {
         Ok(Self { file, path, bytes })
     }
 
-    /// Size when it was opened.
+    /// Size of the file when it was opened.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -92,21 +91,21 @@ impl InFile {
         &self.path
     }
 
-    /// What tells whether it changes.
+    /// Metadata by which a later change is detected.
     pub(crate) fn stamp(&self) -> Result<Stamp> {
         self.file.metadata().map(|metadata| Stamp::of(&metadata)).map_err(|e| Error::io("read", &self.path, e))
     }
 
-    /// The file once more, for a reader of its own; both move together.
+    /// Duplicates the descriptor for another reader. Both share one offset.
     #[cfg(feature = "parquet")]
     pub(crate) fn clone_file(&self) -> Result<File> {
         self.file.try_clone().map_err(|e| Error::io("read", &self.path, e))
     }
 
-    /// The whole file, of at most `bytes_max`.
+    /// Reads the whole file, which may have at most `bytes_max` bytes.
     pub(crate) fn read_all(&self, bytes_max: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        // The limit holds even if the file grows while it is read.
+        // The limit holds even if the file grows during the read.
         (&self.file).take(bytes_max + 1).read_to_end(&mut bytes).map_err(|e| Error::io("read", &self.path, e))?;
         if bytes.len() as u64 > bytes_max {
             return Err(Error::format(&self.path, format_args!("larger than the {bytes_max} bytes it may have")));
@@ -131,7 +130,7 @@ pub(crate) fn read_small_text(path: &Path, bytes_max: u64) -> Result<String> {
         .map_err(|e| Error::format(path, format_args!("not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
 }
 
-/// As [`read_small`], or `None` when the directory does not list the name; a link that leads nowhere is an error.
+/// Reads a file like [`read_small`]; `None` if the name does not exist. A dangling link is an error.
 pub(crate) fn read_if_present(path: &Path, bytes_max: u64) -> Result<Option<Vec<u8>>> {
     match path.symlink_metadata() {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -139,7 +138,7 @@ pub(crate) fn read_if_present(path: &Path, bytes_max: u64) -> Result<Option<Vec<
     }
 }
 
-/// Whether `name` stays inside the directory it is joined to, as a file directly in it.
+/// Whether `name`, joined to a directory, is a direct entry of it.
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }
@@ -169,18 +168,18 @@ mod tests {
 
 #[cfg(test)]
 pub(crate) mod faults {
-    //! Makes the n-th operation of this thread fail, and records all of them.
+    //! Makes the n-th operation of this thread fail, and records all operations.
 
     use std::cell::RefCell;
     use std::io;
     use std::path::{Path, PathBuf};
 
-    /// What the failing operation leaves behind.
+    /// Effect of a failing operation.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub(crate) enum Mode {
-        /// The operation fails; the program goes on and cleans up.
+        /// The operation fails. The program continues and cleans up.
         Error,
-        /// The program died: nothing after it happens either.
+        /// The program died: all later operations fail, too.
         Crash,
     }
 
@@ -190,28 +189,28 @@ pub(crate) mod faults {
         seen: Vec<(&'static str, PathBuf)>,
         /// Directories that cannot be renamed.
         lower: Vec<PathBuf>,
-        /// An act of somebody else before an operation.
+        /// An action of another process before an operation.
         meanwhile: Option<(usize, Box<dyn FnOnce()>)>,
     }
 
     thread_local!(static PLAN: RefCell<FaultPlan> = RefCell::default());
 
-    /// From now on records operations; the one with index `at` fails.
+    /// Starts to record operations. The operation with index `at` of `fail` fails.
     pub(crate) fn arm(fail: Option<(usize, Mode)>) {
         PLAN.replace(FaultPlan { fail, ..FaultPlan::default() });
     }
 
-    /// As [`arm`] without a failure, on an overlay file system whose lower layer has the directories `lower`: renaming one is EXDEV.
+    /// Starts to record without failures on an overlay file system. Renaming one of the lower-layer directories `lower` gives EXDEV.
     pub(crate) fn arm_overlay(lower: Vec<PathBuf>) {
         PLAN.replace(FaultPlan { lower, ..FaultPlan::default() });
     }
 
-    /// As [`arm`] without a failure; before operation `at` somebody else does `act`.
+    /// Starts to record without failures. Before operation `at`, another process performs `act`.
     pub(crate) fn arm_meanwhile(at: usize, act: impl FnOnce() + 'static) {
         PLAN.replace(FaultPlan { meanwhile: Some((at, Box::new(act))), ..FaultPlan::default() });
     }
 
-    /// Back to normal; returns the operations since [`arm`].
+    /// Stops recording. Returns the operations since [`arm`].
     pub(crate) fn disarm() -> Vec<(&'static str, PathBuf)> {
         PLAN.take().seen
     }

@@ -1,5 +1,5 @@
-//! A directory that is open. Names in it are reached through its descriptor, so that what takes the place of its path later, a
-//! link or another directory, leads nowhere; and a name that is a link is never followed.
+//! An open directory. Names in it are resolved through its descriptor, so replacing its path by a link or another directory has no effect.
+//! Names that are links are never followed.
 
 use super::lock::{Lock, try_lock};
 use super::out_file::{FileId, OutFile, attempt};
@@ -18,22 +18,22 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// A log of a hundred million steps is smaller.
+/// Maximum bytes of a log. A log of a hundred million steps is smaller.
 const LOG_BYTES_MAX: u64 = 64 << 30;
 
-/// What a name in a directory is; a link is a link, whatever it leads to.
+/// Type of a directory entry. Links are not followed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum FileKind {
-    /// A regular file of so many bytes.
+    /// A regular file with its size in bytes.
     File(u64),
     Dir,
     Link,
     CharDevice,
-    /// A pipe, a socket, a disk.
+    /// A pipe, a socket or a block device.
     Other,
 }
 
-/// An open directory; `path` is what messages call it.
+/// An open directory. `path` appears in messages.
 #[derive(Debug)]
 pub(crate) struct Dir {
     file: File,
@@ -41,20 +41,20 @@ pub(crate) struct Dir {
 }
 
 impl Dir {
-    /// Opens the directory at `path`, through links if there are any.
+    /// Opens the directory at `path`, following links.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let open = File::options().read(true).custom_flags(libc::O_DIRECTORY).open(path);
         Ok(Self { file: open.map_err(|e| Error::io("open", path, e))?, path: path.to_path_buf() })
     }
 
-    /// Opens the directory that holds `path`; returns the name in it, too. `None` for a path that ends in no name: `.`, `..`, `/`.
+    /// Opens the parent directory of `path`. Returns the file name, too. `None` for a path without a file name: `.`, `..`, `/`.
     pub(crate) fn of(path: &Path) -> Result<Option<(Self, OsString)>> {
         let Some(name) = path.file_name() else { return Ok(None) };
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         Ok(Some((Self::open(parent)?, name.to_os_string())))
     }
 
-    /// The same directory once more.
+    /// Duplicates the descriptor of the directory.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let file = self.file.try_clone().map_err(|e| Error::io("open", &self.path, e))?;
         Ok(Self { file, path: self.path.clone() })
@@ -64,17 +64,17 @@ impl Dir {
         &self.file
     }
 
-    /// Its path, for messages.
+    /// Path of the directory, for messages.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The path of `name` in it, for messages.
+    /// Path of `name` in the directory, for messages.
     pub(crate) fn join(&self, name: impl AsRef<Path>) -> PathBuf {
         if self.path == Path::new(".") { name.as_ref().to_path_buf() } else { self.path.join(name) }
     }
 
-    /// What `name` is; `None` if there is none.
+    /// Type of the entry `name`; `None` if it does not exist.
     pub(crate) fn kind(&self, name: impl AsRef<Path>) -> Result<Option<FileKind>> {
         let stat = self.stat(name.as_ref()).map_err(|e| Error::io("read", self.join(&name), e))?;
         Ok(stat.map(|stat| match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
@@ -86,25 +86,25 @@ impl Dir {
         }))
     }
 
-    /// Whether `name` is the open `file`, and not another that took the name.
+    /// Whether `name` is still the open `file`, and was not replaced.
     pub(crate) fn holds(&self, name: impl AsRef<Path>, file: &File) -> Result<bool> {
         let read = |e| Error::io("read", self.join(&name), e);
         let (stat, open) = (self.stat(name.as_ref()).map_err(read)?, file.metadata().map_err(read)?);
         Ok(stat.is_some_and(|stat| (stat.st_dev, stat.st_ino) == (open.dev(), open.ino())))
     }
 
-    /// Every name in it, in no order.
+    /// Names of all entries, in no particular order.
     pub(crate) fn names(&self) -> Result<Vec<OsString>> {
         self.list().map_err(|e| Error::io("read", &self.path, e))
     }
 
-    /// Bytes on its disk that this user may still fill; `None` where the file system does not say.
+    /// Bytes that this user may still write to the file system; `None` if it reports none.
     pub(crate) fn free_bytes(&self) -> Result<Option<u64>> {
         let room = fstatvfs(&self.file).map_err(|e| Error::io("read the free space of", &self.path, e.into()))?;
         Ok((room.blocks() > 0).then(|| room.blocks_available() * room.fragment_size()))
     }
 
-    /// Opens the regular file `name` for reading; `None` if there is none.
+    /// Opens the regular file `name` for reading; `None` if it does not exist.
     pub(crate) fn open_file(&self, name: impl AsRef<Path>) -> Result<Option<File>> {
         let path = self.join(&name);
         match self.kind(&name)? {
@@ -114,7 +114,8 @@ impl Dir {
         }
     }
 
-    /// As [`Dir::open_file`], for a log or a timeline, which is read whole: one that is larger than any, as a file of holes may be, is refused.
+    /// Opens a log or a timeline, which is read whole, like [`Dir::open_file`]. Rejects files above the size of any log, such as sparse
+    /// files.
     pub(crate) fn open_log(&self, name: impl AsRef<Path>) -> Result<Option<File>> {
         match self.kind(&name)? {
             Some(FileKind::File(bytes)) if bytes > LOG_BYTES_MAX => {
@@ -134,7 +135,7 @@ impl Dir {
         }
     }
 
-    /// Opens `name` as `flags` say. Never waits, as opening a pipe would.
+    /// Opens `name` with `flags`. Never blocks, even on a pipe.
     pub(crate) fn open_at(&self, name: impl AsRef<Path>, flags: OFlag) -> io::Result<File> {
         let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         Ok(openat(&self.file, name.as_ref(), flags, Mode::from_bits_truncate(0o666))?.into())
@@ -154,7 +155,7 @@ impl Dir {
         Ok(OutFile::new(file, path))
     }
 
-    /// Creates a file; one of that name, or a link, is removed.
+    /// Creates a file. Removes an existing file or link of that name first.
     #[cfg(any(feature = "hub", test))]
     pub(crate) fn recreate_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
         match unlinkat(&self.file, name.as_ref(), UnlinkatFlags::NoRemoveDir) {
@@ -163,7 +164,7 @@ impl Dir {
         }
     }
 
-    /// Opens the file `name` to write behind what it holds, and creates it where there is none.
+    /// Opens the file `name` for appending, and creates it if it does not exist.
     #[cfg(feature = "hub")]
     pub(crate) fn append_file(&self, name: impl AsRef<Path>) -> Result<OutFile> {
         let path = self.join(&name);
@@ -171,7 +172,7 @@ impl Dir {
         Ok(OutFile::new(file, path))
     }
 
-    /// Creates the link `name` to `target`; one that leads there already is left.
+    /// Creates the link `name` to `target`, unless it already points there.
     #[cfg(feature = "hub")]
     pub(crate) fn link(&self, name: impl AsRef<Path>, target: &Path) -> Result<()> {
         let is_there = nix::fcntl::readlinkat(&self.file, name.as_ref()).is_ok_and(|there| Path::new(&there) == target);
@@ -187,24 +188,24 @@ impl Dir {
         file.id()
     }
 
-    /// The regular file that has the name; `None` where another thing or nothing has it.
+    /// Identity of the regular file `name`; `None` if it does not exist or is not a regular file.
     pub(crate) fn file_id(&self, name: impl AsRef<Path>) -> Result<Option<FileId>> {
         let stat = self.stat(name.as_ref()).map_err(|e| Error::io("read", self.join(&name), e))?;
         let file = stat.filter(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT == SFlag::S_IFREG);
         Ok(file.map(|stat| FileId { device: stat.st_dev, inode: stat.st_ino, bytes: stat.st_size as u64 }))
     }
 
-    /// Whether its owner may write in it, by its mode alone.
+    /// Whether the mode of the directory lets its owner write.
     pub(crate) fn is_writable(&self) -> Result<bool> {
         Ok(self.metadata()?.mode() & Mode::S_IWUSR.bits() != 0)
     }
 
-    /// Moves `from` to `to` in another directory of the same file system, by its name alone.
+    /// Moves `from` to `to` in another directory of the same file system, by a rename only.
     pub(super) fn rename_only(&self, from: &Path, dir: &Self, to: &Path) -> Result<()> {
         attempt("rename", &self.join(from), || Ok(renameat(&self.file, from, &dir.file, to)?))
     }
 
-    /// Removes `name` and, if it is a directory, everything in it; a link alone, not what it leads to.
+    /// Removes `name` and, if it is a directory, everything in it. Links are removed, not followed.
     pub(crate) fn remove(&self, name: impl AsRef<Path>) -> Result<()> {
         attempt("remove", &self.join(&name), || self.remove_tree(name.as_ref()))
     }
@@ -215,12 +216,13 @@ impl Dir {
         attempt("remove", &path, || Ok(unlinkat(&self.file, name.as_ref(), UnlinkatFlags::RemoveDir)?))
     }
 
-    /// Makes the names in it durable, where its file system can do that: see [`Dir::unsynced`].
+    /// Syncs the directory, so that its names are durable, if the file system supports that: see [`Dir::unsynced`].
     pub(crate) fn sync(&self) -> Result<()> {
         self.unsynced().map(drop)
     }
 
-    /// As [`Dir::sync`]; a line for people where the file system cannot do it, as CIFS, AFS and shared folders of virtual machines may not.
+    /// Syncs the directory. Returns a warning if the file system does not support it, as may be with CIFS, AFS and shared folders of
+    /// virtual machines.
     pub(crate) fn unsynced(&self) -> Result<Option<String>> {
         let refusal = attempt("fsync", &self.path, || refusal(self.file.sync_all()))?;
         let line = |cause| {
@@ -230,17 +232,17 @@ impl Dir {
         Ok(refusal.map(line))
     }
 
-    /// Tries to lock it. The lock goes when the last clone is dropped.
+    /// Tries to lock the directory. The lock is released when the last clone is dropped.
     pub(crate) fn try_lock(&self) -> Result<Lock> {
         try_lock(&self.file).map_err(|e| Error::io("lock", &self.path, e))
     }
 
-    /// Whether it is no longer anywhere.
+    /// Whether the directory has been deleted.
     pub(crate) fn is_removed(&self) -> Result<bool> {
         Ok(self.metadata()?.nlink() == 0)
     }
 
-    /// Finds out where it lies now. Returns the path that it had, if that was another.
+    /// Updates the path if the directory was moved. Returns the old path if it changed.
     pub(crate) fn follow(&mut self) -> Result<Option<PathBuf>> {
         let ours = self.metadata()?;
         let is_ours = |path: &Path| fs::metadata(path).is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino()));
@@ -251,7 +253,7 @@ impl Dir {
         Ok(now.map(|now| std::mem::replace(&mut self.path, now)))
     }
 
-    /// Bytes of the files in `name`, and in the directories below it.
+    /// Total bytes of the files in `name` and in the directories below.
     pub(crate) fn tree_bytes(&self, name: impl AsRef<Path>) -> Result<u64> {
         match self.kind(&name)? {
             Some(FileKind::File(bytes)) => Ok(bytes),
@@ -275,7 +277,7 @@ impl Dir {
     }
 
     fn list(&self) -> io::Result<Vec<OsString>> {
-        // Opened anew: a listing moves the offset, which clones of a descriptor share.
+        // Opened anew, because listing moves the offset, which clones of a descriptor share.
         let mut listing = nix::dir::Dir::openat(&self.file, ".", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
         let mut names = vec![];
         for entry in listing.iter() {
@@ -297,7 +299,8 @@ impl Dir {
     }
 }
 
-/// Why a directory cannot be synced at all, and that is no failure of the disk; nothing where it was synced.
+/// The error of a directory sync that the file system does not support; `None` after a successful sync. Real disk errors are returned as
+/// errors.
 fn refusal(synced: io::Result<()>) -> io::Result<Option<io::Error>> {
     match synced {
         Ok(()) => Ok(None),
@@ -306,7 +309,7 @@ fn refusal(synced: io::Result<()>) -> io::Result<Option<io::Error>> {
     }
 }
 
-/// A directory under a temporary name, removed again unless it is published.
+/// A directory with a temporary name. It is removed when dropped, unless it was published.
 pub(crate) struct TmpDir {
     parent: Dir,
     name: PathBuf,
@@ -315,7 +318,7 @@ pub(crate) struct TmpDir {
 }
 
 impl TmpDir {
-    /// Creates `name` in `parent`, which must not have it.
+    /// Creates `name` in `parent`, where it must not exist.
     pub(crate) fn create(parent: &Dir, name: impl AsRef<Path>) -> Result<Self> {
         let name = name.as_ref().to_path_buf();
         Ok(Self { parent: parent.try_clone()?, dir: parent.create_dir(&name)?, name, published: false })
@@ -325,12 +328,12 @@ impl TmpDir {
         &self.dir
     }
 
-    /// The directory that it lies in.
+    /// The parent directory.
     pub(crate) fn parent(&self) -> &Dir {
         &self.parent
     }
 
-    /// Gives it its name, which must be absent or an empty directory.
+    /// Renames the directory to `name`, which must be absent or an empty directory.
     pub(crate) fn publish(&mut self, name: impl AsRef<Path>) -> Result<()> {
         self.parent.rename(&self.name, name)?;
         self.published = true;
@@ -341,7 +344,7 @@ impl TmpDir {
 impl Drop for TmpDir {
     fn drop(&mut self) {
         if !self.published {
-            // The error that brought us here is the one to report.
+            // The earlier error is the one to report.
             let _ = self.parent.remove(&self.name);
         }
     }

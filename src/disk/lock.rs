@@ -1,25 +1,26 @@
-//! Advisory locks: they belong to an open file, and go when it is closed, also by the death of the process.
+//! Advisory locks. They belong to an open file and are released when it is closed, also when the process dies.
 
 use std::fs::{File, TryLockError};
 use std::io;
 
-/// What became of an attempt to lock a file.
+/// Result of an attempt to lock a file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Lock {
-    /// It is ours.
+    /// This process has the lock.
     Held,
-    /// Somebody else has it.
+    /// Another process has the lock.
     Taken,
-    /// The file system knows no locks.
+    /// The file system does not support locks.
     Unsupported,
 }
 
-/// Tries to lock `file`; never waits.
+/// Tries to lock `file` without blocking.
 pub(crate) fn try_lock(file: &File) -> io::Result<Lock> {
     judge(file.try_lock())
 }
 
-/// EBADF: over NFS a lock wants a file that is open for writing, which a directory never is. EINVAL: the file has no locks at all.
+/// Classifies errors. EBADF: over NFS a lock needs a file that is open for writing, which a directory never is. EINVAL: the file does not
+/// support locks.
 fn judge(attempt: Result<(), TryLockError>) -> io::Result<Lock> {
     match attempt {
         Ok(()) => Ok(Lock::Held),

@@ -1,4 +1,4 @@
-//! Names that change, and directories that go: also on an overlay file system, where a directory of a lower layer cannot be renamed.
+//! Renaming and removing entries, also on an overlay file system, where a directory of a lower layer cannot be renamed.
 
 use super::out_file::attempt;
 use super::{Dir, FileKind};
@@ -30,7 +30,7 @@ impl Dir {
         }
     }
 
-    /// Moves the directory `from` to `to` where that is a change of names alone; false on a file system that cannot do it.
+    /// Renames the directory `from` to `to`. Returns false if the file system would need a copy.
     pub(crate) fn rename_in_place(&self, from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<bool> {
         match self.rename_only(from.as_ref(), self, to.as_ref()) {
             Err(error) if is_cross_device(&error) => Ok(false),
@@ -38,8 +38,8 @@ impl Dir {
         }
     }
 
-    /// Removes `files`, as paths in the directory `name`, in their order, and then the directory and its folders as far as they are empty.
-    /// True if nothing else was in it.
+    /// Removes `files`, given as paths in the directory `name`, in order, and then the directory and its folders if they are empty. Returns
+    /// true if the directory was removed.
     pub(crate) fn remove_listed(&self, name: impl AsRef<Path>, files: &[PathBuf]) -> Result<bool> {
         attempt("remove", &self.join(&name), || {
             let dir = self.open_dir(&name).map_err(into_io)?;
@@ -59,7 +59,7 @@ impl Dir {
         })
     }
 
-    /// Copies the directory `from` and all in it to `to` in `dir`, durably; links as links.
+    /// Copies the directory `from` with its content to `to` in `dir`, durably. Links are copied as links.
     fn copy_tree(&self, from: &Path, dir: &Self, to: &Path) -> Result<()> {
         let (source, target) = (self.open_dir(from)?, dir.create_dir(to)?);
         for name in source.names()? {

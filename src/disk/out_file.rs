@@ -1,4 +1,4 @@
-//! What changes the disk: every operation by name, and a new file.
+//! Operations that change the disk, each with its name for errors, and files that the program writes.
 
 use crate::error::{Error, Result};
 use std::fs::File;
@@ -6,14 +6,14 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Runs one operation and names it in its error.
+/// Runs an operation. Its error has the operation's name and path.
 pub(super) fn attempt<T>(operation: &'static str, path: &Path, act: impl FnOnce() -> io::Result<T>) -> Result<T> {
     #[cfg(test)]
     super::faults::next(operation, path).map_err(|e| Error::io(operation, path, e))?;
     act().map_err(|e| Error::io(operation, path, e))
 }
 
-/// A regular file, and how long it was.
+/// Identity and size of a regular file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileId {
     pub(super) device: u64,
@@ -27,7 +27,7 @@ pub(crate) struct OutFile {
 }
 
 impl OutFile {
-    /// `file`, which was created at `path`.
+    /// Wraps `file`, which was created at `path`.
     pub(super) fn new(file: File, path: PathBuf) -> Self {
         Self { file, path }
     }
@@ -37,18 +37,18 @@ impl OutFile {
         attempt("write", &self.path, || self.file.write_all(bytes))
     }
 
-    /// The file as it is now.
+    /// Identity and present size of the file.
     pub(crate) fn id(&self) -> Result<FileId> {
         let metadata = self.file.metadata().map_err(|e| Error::io("read", &self.path, e))?;
         Ok(FileId { device: metadata.dev(), inode: metadata.ino(), bytes: metadata.len() })
     }
 
-    /// The file itself, for a writer of its own.
+    /// Returns the underlying file.
     pub(crate) fn into_file(self) -> File {
         self.file
     }
 
-    /// Makes the content durable.
+    /// Syncs the file's content to disk.
     pub(crate) fn sync(&self) -> Result<()> {
         attempt("fsync", &self.path, || self.file.sync_all())
     }

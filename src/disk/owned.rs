@@ -1,5 +1,5 @@
-//! Names that the program owns, and how it recognises by content that what lies there is its own. A run replaces and removes nothing
-//! else: what has such a name and is not recognised is foreign.
+//! Names that the program owns, and how it recognises its own files by content. A run replaces and removes only recognised files. A file
+//! with an owned name that is not recognised is foreign.
 
 use super::{Dir, FileKind};
 use crate::error::{Error, Result};
@@ -12,34 +12,34 @@ use std::path::Path;
 /// A name in a directory that the program writes, replaces or removes.
 #[derive(Debug)]
 pub(crate) struct OwnedName {
-    /// The name; `#` in it stands for a number.
+    /// The name. `#` stands for a number.
     pub(crate) pattern: &'static str,
-    /// In words, for messages.
+    /// Description for messages.
     pub(crate) kind: &'static str,
     pub(crate) mark: OwnMark,
 }
 
-/// How content is recognised.
+/// Criterion by which content is recognised.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum OwnMark {
-    /// A regular file that begins so, or that was cut short before: a power cut leaves that.
+    /// A regular file that begins with this text. A prefix of the text is accepted, because a power failure may cut a file short.
     Head(&'static str),
-    /// A regular file that passes, or is empty.
+    /// A regular file that is empty or passes the check.
     File(fn(File) -> io::Result<bool>),
-    /// A directory that passes.
+    /// A directory that passes the check.
     Folder(fn(&Dir) -> Result<bool>),
 }
 
 impl OwnedName {
-    /// Whether `name` is this name, with some number where the pattern has one.
+    /// Whether `name` matches the pattern, with any number in place of `#`.
     pub(crate) fn matches(&self, name: &OsStr) -> bool {
         name.to_str().is_some_and(|name| matches(self.pattern, name))
     }
 
-    /// Whether what lies at `name` in `dir` is the program's own. What this user may not read is not recognised.
+    /// Whether the entry `name` in `dir` belongs to the program. Entries that this user may not read are not recognised.
     ///
     /// # Errors
-    /// `Io` when the directory cannot be read.
+    /// `Io` if the directory cannot be read.
     pub(crate) fn is_own(&self, dir: &Dir, name: impl AsRef<Path>) -> Result<bool> {
         let found = match (dir.kind(&name)?, self.mark) {
             (Some(FileKind::File(0)), OwnMark::Head(_) | OwnMark::File(_)) => return Ok(true),
@@ -60,7 +60,7 @@ impl OwnedName {
     }
 }
 
-/// Whether `name` is `pattern` with numbers, as the program prints them, in the places of `#`.
+/// Whether `name` is `pattern` with numbers, formatted as the program prints them, in place of `#`.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((before, after)) = pattern.split_once('#') else { return pattern == name };
     let Some(rest) = name.strip_prefix(before) else { return false };
@@ -68,7 +68,7 @@ fn matches(pattern: &str, name: &str) -> bool {
     canonical::<u64>(number).is_some() && matches(after, rest)
 }
 
-/// A number as the program prints it: no sign, no leading zero.
+/// Parses a number in the format that the program prints: without sign or leading zeros.
 pub(crate) fn canonical<T: std::str::FromStr + ToString>(text: &str) -> Option<T> {
     text.parse().ok().filter(|n: &T| n.to_string() == text)
 }
@@ -79,7 +79,7 @@ fn begins_with(file: File, head: &str) -> io::Result<bool> {
     Ok(head.as_bytes().starts_with(&found))
 }
 
-/// How the names begin under which a file is written before it gets its own.
+/// Prefix of the temporary names under which the file `name` is written.
 fn beside_prefix(name: &OsStr) -> OsString {
     let mut prefix = OsString::from(".");
     prefix.push(OsStr::from_bytes(name.as_bytes().strip_prefix(b".").unwrap_or(name.as_bytes())));
@@ -88,7 +88,7 @@ fn beside_prefix(name: &OsStr) -> OsString {
 }
 
 impl Dir {
-    /// Creates a file beside `name`, under a name that nothing has, to be written and renamed.
+    /// Creates a file with an unused temporary name next to `name`. The caller writes it and renames it.
     pub(crate) fn create_beside(&self, name: impl AsRef<Path>) -> Result<(super::OutFile, OsString)> {
         let mut number = u64::from(std::process::id());
         loop {
@@ -101,18 +101,19 @@ impl Dir {
         }
     }
 
-    /// Puts a file with `bytes` at `name`, whole or not at all. The caller knows that what lies there is its own.
+    /// Replaces the file `name` atomically by one with `bytes`. The caller has checked that an existing file is the program's own.
     pub(crate) fn replace_file(&self, name: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
         let (mut file, beside) = self.create_beside(&name)?;
         let written = file.write(bytes).and_then(|()| file.sync()).and_then(|()| self.rename(&beside, &name));
-        // The error that ended the writing is the one to report.
+        // The write error is the one to report.
         written.inspect_err(|_| drop(self.remove(&beside)))
     }
 
-    /// Removes what a killed run left beside `owned`. What is not recognised stays, and so do folders: only files are written so.
+    /// Removes temporary files of `owned` that a killed run left. Unrecognised files stay. Folders stay, too, because only files are
+    /// written under temporary names.
     ///
     /// # Errors
-    /// `Io` when the directory cannot be read, or such a file not removed.
+    /// `Io` if the directory cannot be read, or a temporary file cannot be removed.
     pub(crate) fn remove_beside(&self, owned: &OwnedName) -> Result<()> {
         if matches!(owned.mark, OwnMark::Folder(_)) {
             return Ok(());
@@ -127,12 +128,12 @@ impl Dir {
         Ok(())
     }
 
-    /// Gives what lies at `name` another name, its bytes unchanged: `<name>.foreign-<n>`, which is returned.
+    /// Renames the entry `name` to `<name>.foreign-<n>` without changing its content, and returns the new name.
     pub(crate) fn set_aside(&self, name: impl AsRef<Path>) -> Result<OsString> {
         self.set_aside_as(&name, name.as_ref().as_os_str())
     }
 
-    /// As [`Dir::set_aside`], under the name that foreign content of `meant` gets.
+    /// Renames the entry `name` like [`Dir::set_aside`], to the name for foreign content of `meant`.
     pub(crate) fn set_aside_as(&self, name: impl AsRef<Path>, meant: &OsStr) -> Result<OsString> {
         let mut number = 1u64;
         loop {

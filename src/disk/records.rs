@@ -1,5 +1,5 @@
-//! Records of a run in its output directory: the folder `.superoffload`, which a manifest marks as the program's own, and the
-//! records in it, each known by how it begins.
+//! Records of a run in its output directory: the folder `.superoffload`, which a manifest marks as the program's own, and the records in
+//! it, each recognised by its first bytes.
 
 use super::owned::{OwnMark, OwnedName};
 use super::{Dir, FileKind};
@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// The folder in the output directory.
 pub(crate) const RECORDS: OwnedName = OwnedName { pattern: ".superoffload", kind: "folder of records", mark: OwnMark::Folder(is_records) };
-/// Marks the folder.
+/// The manifest that marks the folder.
 pub(crate) const RECORDS_MANIFEST: OwnedName =
     OwnedName { pattern: "manifest.json", kind: "manifest of records", mark: OwnMark::Head(MANIFEST_HEAD) };
 const MANIFEST_HEAD: &str = "{\"superoffload\":\"records of a run\",";
@@ -19,15 +19,16 @@ const MANIFEST_HEAD: &str = "{\"superoffload\":\"records of a run\",";
 /// A record in the folder.
 #[derive(Debug)]
 pub(crate) struct RunRecord {
-    /// Its mark is how each begins.
+    /// The record's name and the text that it begins with.
     pub(crate) file: OwnedName,
-    /// Its name in the output directory before there was the folder; it is read there where the folder has none, and never written.
+    /// The record's name in the output directory of versions before the folder existed. Only read, and only if the folder has no such
+    /// record.
     pub(crate) old_name: &'static str,
-    /// No record is larger.
+    /// Maximum size of a record in bytes.
     pub(crate) bytes_max: u64,
 }
 
-/// Content of a record behind its mark.
+/// The content of a record, after its mark.
 #[derive(Deserialize)]
 struct Noted<T> {
     content: T,
@@ -37,10 +38,10 @@ struct Noted<T> {
 pub(crate) struct Records(Dir);
 
 impl Records {
-    /// The folder in `output_dir`, made if there is none.
+    /// Opens the folder in `output_dir`, or creates it.
     ///
     /// # Errors
-    /// `Io` when it cannot be made; `Format` when something foreign has its name.
+    /// `Io` if it cannot be created; `Format` if a foreign entry has its name.
     pub(crate) fn open(output_dir: &Dir) -> Result<Self> {
         let name = RECORDS.pattern;
         if output_dir.kind(name)?.is_none() {
@@ -56,15 +57,15 @@ impl Records {
         Ok(records)
     }
 
-    /// The folder in the output directory at `path`, made if there is none.
+    /// Opens the folder in the output directory at `path`, or creates it.
     ///
     /// # Errors
-    /// As [`Records::open`].
+    /// Errors of [`Records::open`].
     pub(crate) fn at(path: &Path) -> Result<Self> {
         Self::open(&Dir::open(path)?)
     }
 
-    /// The folder in `output_dir`, if there is one that the program made.
+    /// Opens the folder in `output_dir`, if it exists and the program created it.
     pub(crate) fn find(output_dir: &Dir) -> Option<Self> {
         let is_own = RECORDS.is_own(output_dir, RECORDS.pattern).unwrap_or(false);
         is_own.then(|| output_dir.open_dir(RECORDS.pattern).ok()).flatten().map(Self)
@@ -74,10 +75,10 @@ impl Records {
         &self.0
     }
 
-    /// Puts `content` in the place of `record`. Foreign content there gets another name.
+    /// Writes `content` as `record`, replacing the old one. A foreign file with its name is renamed.
     ///
     /// # Errors
-    /// `Io` when it cannot be written.
+    /// `Io` if it cannot be written.
     pub(crate) fn write(&self, record: &RunRecord, content: &impl Serialize) -> Result<()> {
         let (name, path) = (record.file.pattern, self.0.join(record.file.pattern));
         let OwnMark::Head(head) = record.file.mark else { return Err(Error::format(path, "a record without a head")) };
@@ -96,8 +97,8 @@ impl Records {
 }
 
 impl RunRecord {
-    /// Content of the record of the run in the output directory at `path`. Whatever cannot be understood counts as nothing: everything in a record can be
-    /// had again from the data.
+    /// Reads the record from the output directory at `path`. `None` if it cannot be parsed, because every record can be derived again from
+    /// the data.
     pub(crate) fn read<T: DeserializeOwned>(&self, path: &Path) -> Option<T> {
         let output_dir = Dir::open(path).ok()?;
         let now = Records::find(&output_dir).and_then(|records| records.read(self));
@@ -105,7 +106,7 @@ impl RunRecord {
     }
 }
 
-/// A regular file of at most `bytes_max`.
+/// Reads a regular file of at most `bytes_max` bytes.
 fn read(dir: &Dir, name: &str, bytes_max: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![];
     let file = dir.open_file(name).ok().flatten()?;
@@ -113,7 +114,7 @@ fn read(dir: &Dir, name: &str, bytes_max: u64) -> Option<Vec<u8>> {
     (bytes.len() as u64 <= bytes_max).then_some(bytes)
 }
 
-/// Marked, or made and not yet marked by a run that was killed.
+/// Whether the folder has the mark, or was created but not yet marked by a run that was killed.
 fn is_records(folder: &Dir) -> Result<bool> {
     match folder.kind(RECORDS_MANIFEST.pattern)? {
         None => Ok(folder.names()?.iter().all(|name| name.to_string_lossy().starts_with(".manifest.json.tmp-"))),

@@ -1,5 +1,5 @@
-//! A file that is what a command makes: its place is checked before there is one, it is written beside and renamed. Nothing is replaced
-//! that is not of its kind.
+//! A file that a command produces. Its location is checked first; the content is written to a temporary file and renamed. Only files of the
+//! same kind are replaced.
 
 use super::owned::{OwnMark, OwnedName};
 use super::{Dir, FileKind};
@@ -10,20 +10,20 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// What such a file is.
+/// A kind of result file.
 #[derive(Debug)]
 pub(crate) struct ResultKind {
-    /// In words.
+    /// Name of the kind.
     pub(crate) name: &'static str,
-    /// How every one of them begins.
+    /// Text with which every file of the kind begins.
     pub(crate) head: &'static str,
-    /// The flag that names its place.
+    /// The flag that sets the path.
     pub(crate) flag: &'static str,
-    /// What writing it is called in errors.
+    /// The write operation's name in errors.
     pub(crate) operation: &'static str,
 }
 
-/// A place that was found fit for a result.
+/// A checked location of a result file.
 #[derive(Debug)]
 pub(crate) struct ResultFile {
     dir: Dir,
@@ -32,10 +32,10 @@ pub(crate) struct ResultFile {
 }
 
 impl ResultFile {
-    /// The place `path`; nothing is written yet.
+    /// Checks the location `path` without writing the result.
     ///
     /// # Errors
-    /// `Usage` when something is there that is not of this kind; `Io` when it cannot be written.
+    /// `Usage` if a file of another kind exists there; `Io` if the location is not writable.
     pub(crate) fn open(path: &Path, kind: &'static ResultKind) -> Result<Self> {
         let place = Dir::of(path).map_err(|e| match e {
             Error::Io { source, .. } => Error::io(kind.operation, path, source),
@@ -45,7 +45,7 @@ impl ResultFile {
         Self::in_dir(dir, name, kind)
     }
 
-    /// The place `name` in `dir`.
+    /// Checks the location `name` in `dir`.
     pub(crate) fn in_dir(dir: Dir, name: OsString, kind: &'static ResultKind) -> Result<Self> {
         let result = Self { dir, name, kind };
         if !result.is_device()? {
@@ -61,18 +61,18 @@ impl ResultFile {
         self.dir.join(&self.name)
     }
 
-    /// Whether one is there: this run's, or an earlier one's.
+    /// Whether a result file exists, of this run or of an earlier one.
     ///
     /// # Errors
-    /// `Io` when the directory cannot be read.
+    /// `Io` if the directory cannot be read.
     pub(crate) fn exists(&self) -> Result<bool> {
         Ok(self.dir.kind(&self.name)?.is_some())
     }
 
-    /// Writes what `write` writes.
+    /// Writes the file with `write`.
     ///
     /// # Errors
-    /// As [`ResultFile::open`], for what has taken the place since.
+    /// Errors of [`ResultFile::open`], in case the location has changed.
     pub(crate) fn write(&self, write: impl Fn(&mut BufWriter<File>) -> io::Result<()>) -> Result<()> {
         let io = |e: io::Error| Error::io(self.kind.operation, self.path(), e);
         let write_all = |file: File| {
@@ -85,16 +85,16 @@ impl ResultFile {
         self.refuse_what_is_not_ours()?;
         let (file, beside) = self.dir.create_beside(&self.name).map_err(|e| self.wrong(e))?;
         let written = write_all(file.into_file()).and_then(|()| self.dir.rename(&beside, &self.name));
-        // The error that ended the writing is the one to report.
+        // The write error is the one to report.
         written.inspect_err(|_| drop(self.dir.remove(&beside)))
     }
 
-    /// A terminal or `/dev/null` is written as it is: what was renamed there would replace it.
+    /// Whether the location is a terminal or `/dev/null`, which is written directly, because a rename would replace it.
     fn is_device(&self) -> Result<bool> {
         Ok(self.dir.kind(&self.name)? == Some(FileKind::CharDevice))
     }
 
-    /// An empty file is what earlier versions left when they ended before their timeline.
+    /// Rejects a file of another kind. An empty file is accepted: earlier versions left one if they ended before writing their timeline.
     fn refuse_what_is_not_ours(&self) -> Result<()> {
         let owned = OwnedName { pattern: "", kind: self.kind.name, mark: OwnMark::Head(self.kind.head) };
         if self.dir.kind(&self.name)?.is_none() || owned.is_own(&self.dir, &self.name)? {
@@ -106,7 +106,7 @@ impl ResultFile {
         Err(Error::usage(refusal))
     }
 
-    /// An error about the file beside is one about this place.
+    /// Attributes an error of the temporary file to this location.
     fn wrong(&self, error: Error) -> Error {
         match error {
             Error::Io { source, .. } => Error::io(self.kind.operation, self.path(), source),

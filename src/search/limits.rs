@@ -1,4 +1,4 @@
-//! How far a machine goes: the largest batch, sequence and model that fit, and below how many tokens the optimizer shows.
+//! Limits of a machine: the largest batch, sequence and model that fit, and the number of tokens below which the optimizer is exposed.
 
 use crate::config::options::ResidentBuckets;
 use crate::config::settings::Settings;
@@ -13,33 +13,33 @@ use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
 use serde::Serialize;
 
-/// Beyond these nobody looks.
+/// Upper bounds of the search for limits.
 const BATCH_MAX: usize = 1 << 14;
 const LAYERS_MAX: usize = 1 << 11;
-/// Sequences grow in steps of so many tokens.
+/// Step between tried sequence lengths, in tokens.
 const SEQ_LENGTH_GRAIN: usize = 1024;
-/// The optimizer hides when compute waits for it in less than this share of a step. Some always shows: what backward writes last is
-/// what forward reads first, embeddings and all.
+/// The optimizer counts as hidden if compute waits for it in less than this fraction of a step. A part is always exposed: the backward pass
+/// writes last the gradients of the weights that the forward pass reads first, among them the embeddings.
 const HIDDEN: f64 = 0.1;
 const SEQ_LENGTH_MIN: usize = 64;
 const STEPS: Steps = Steps { warmup: 2, timed: 3, clip: Clip::Never };
 
-/// The largest of each that fits while the others stay.
+/// The largest value of each dimension that fits while the others stay fixed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Limits {
-    /// Sequences of a micro-batch; 0 when not even one fits.
+    /// Sequences of a micro-batch; 0 if not even one fits.
     pub batch: usize,
-    /// Tokens of one sequence, with a batch of 1; at most what the model has positions for.
+    /// Tokens of one sequence with a batch of 1, at most the positions of the model.
     pub seq_length: usize,
-    /// Whether the model's positions, not memory, end the sequence.
+    /// Whether the model's positions limit the sequence, and not memory.
     pub(crate) seq_length_is_the_models: bool,
-    /// Layers of a model that is as wide as this one.
+    /// Layers of a model with this width.
     pub layers: usize,
     pub params: usize,
 }
 
 impl Limits {
-    /// Those of `settings` for `shape` on `machine`.
+    /// The limits of `settings` for `shape` on `machine`.
     pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
         let fits = |settings: &Settings, shape: &ModelShape| fits(settings, shape, machine);
         let with_batch = |batch| Settings { per_device_train_batch_size: batch, ..settings.clone() };
@@ -56,29 +56,29 @@ impl Limits {
 /// The largest model of one width that fits.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct LargestModel {
-    /// On so many GPUs.
+    /// Number of GPUs.
     pub gpus: usize,
     pub layers: usize,
     pub params: usize,
 }
 
 impl LargestModel {
-    /// That of `settings` as wide as `shape` on `machine`.
+    /// The largest model for `settings` with the width of `shape` on `machine`.
     fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Self {
         let fits = |shape: &ModelShape| fits(settings, shape, machine);
-        // With fewer layers streaming weights may save nothing, and is refused: that is no limit.
+        // With fewer layers, streaming may save no memory and is rejected. That is not a limit.
         let layers_here = if fits(shape) { shape.layers.len() } else { 0 };
         let layers = largest(LAYERS_MAX, |layers| layers <= layers_here || fits(&shape.with_layers(layers)));
         let params = if layers > 0 { TensorTable::new(&shape.with_layers(layers)).params() } else { 0 };
         Self { gpus: settings.gpus, layers, params }
     }
 
-    /// Those on one GPU, two, four and eight, as far as `profile` knows so many together; none where it knows one.
+    /// The largest models on 1, 2, 4 and 8 GPUs, as far as `profile` has rates for them. Empty if it knows a single GPU only.
     pub(crate) fn by_gpus(settings: &Settings, shape: &ModelShape, profile: &Profile) -> Vec<Self> {
         let is_possible = |gpus: &usize| *gpus <= profile.gpus() && gpus.is_multiple_of(settings.sequence_ranks);
         let known = [1, 2, 4, 8].into_iter().filter(|gpus| profile.gpus() > 1 && is_possible(gpus));
         let on = |gpus| {
-            // A micro-batch for each, of which each is a share.
+            // One micro-batch for each GPU, which is a gradient share.
             let settings =
                 Settings { gpus, gradient_shares: None, gradient_group: None, gradient_accumulation_steps: None, ..settings.clone() };
             Machine::of_run(profile, &settings).ok().map(|machine| Self::of(&settings, shape, &machine))
@@ -91,9 +91,9 @@ fn fits(settings: &Settings, shape: &ModelShape, machine: &Machine) -> bool {
     Plan::new(settings, shape, machine, false).is_ok_and(|plan| plan.shortage().is_none())
 }
 
-/// The largest of `1..=max` that `fits`, 0 if none does; what fits must fit when it is smaller.
+/// The largest value in `1..=max` that `fits`, or 0. `fits` must be monotonic.
 fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {
-    // By doubling first: large ones are costly to try.
+    // Doubles first, because large values are slow to try.
     let mut high = 1;
     while high <= max && fits(high) {
         high *= 2;
@@ -106,26 +106,27 @@ fn largest(max: usize, fits: impl Fn(usize) -> bool) -> usize {
     low
 }
 
-/// Where the optimizer on the CPUs begins to hide, and what is done below.
+/// The micro-step from which the optimizer on the CPUs is hidden, and the plan below that size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct BreakEven {
-    /// Tokens of a micro-step from which it hides with every state on the CPUs; `None`: it does not with any batch that fits.
+    /// Tokens of a micro-step from which the optimizer is hidden with every state on the CPUs; `None` if it is exposed at every batch that
+    /// fits.
     pub tokens: Option<usize>,
-    /// Tokens of a micro-step with half of that, or of the largest that fits.
+    /// Tokens of a micro-step of half that size, or of the largest that fits.
     pub(crate) below_tokens: usize,
-    /// Buckets, and those that the plan then keeps on the device.
+    /// Number of buckets at `below_tokens`.
     pub buckets: usize,
-    /// See [`BreakEven::buckets`].
+    /// Resident buckets of the plan at `below_tokens`.
     pub(crate) resident_buckets: usize,
-    /// Share of that step in which compute waits for the optimizer.
+    /// Fraction of the step at `below_tokens` in which compute waits for the optimizer.
     pub(crate) exposed_share: f64,
 }
 
 impl BreakEven {
-    /// That of `settings` for `shape` on `machine`; `None` where nothing can be offloaded.
+    /// The break-even of `settings` for `shape` on `machine`; `None` if nothing can be offloaded.
     ///
     /// # Errors
-    /// Those of [`Plan::new`] and of the simulation.
+    /// Errors of [`Plan::new`] and of the simulation.
     pub(crate) fn of(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<Self>> {
         let sizes = sizes(settings, shape);
         let all_offloaded = |(batch, seq_length): (usize, usize)| Settings {
@@ -160,7 +161,7 @@ impl BreakEven {
     }
 }
 
-/// Batches and sequence lengths from few tokens to many: shorter sequences one by one, then larger batches.
+/// Batches and sequence lengths with ascending tokens: first short sequences, then larger batches.
 fn sizes(settings: &Settings, shape: &ModelShape) -> Vec<(usize, usize)> {
     let seq_length = settings.seq_length.min(shape.max_positions);
     let shorter = std::iter::successors(Some(seq_length), |s| Some(s / 2)).take_while(|s| *s >= SEQ_LENGTH_MIN.min(seq_length));
@@ -176,7 +177,7 @@ fn half((batch, seq_length): (usize, usize)) -> (usize, usize) {
     if batch > 1 { (batch / 2, seq_length) } else { (1, (seq_length / 2).max(1)) }
 }
 
-/// The share of a step in which compute waits for the optimizer; `None` when it does not fit.
+/// Fraction of a step in which compute waits for the optimizer; `None` if the plan does not fit.
 fn exposed_share(settings: &Settings, shape: &ModelShape, machine: &Machine) -> Result<Option<(f64, Plan)>> {
     let plan = Plan::new(settings, shape, machine, false)?;
     if plan.shortage().is_some() {

@@ -1,15 +1,15 @@
-//! The plan in full: which settings give the fastest step, by simulating each on the machine's rates.
+//! The search for the fastest settings, each simulated with the machine's rates.
 //!
-//! [`crate::planner::choice`] weighs what stays on the device by arithmetic. What is left is decided here. Where weights lie, what layers keep and
-//! which buckets are resident compete for one memory, and are tried together; then come the others, one setting after another: each is
-//! tried at its other values while the rest stay as they are best so far. Only settings that were left open are tried.
+//! [`crate::planner::choice`] chooses resident buckets by arithmetic; this module decides the rest. The locations of weights, the policies
+//! of layers and the resident buckets compete for one memory, so they are tried together. The other settings are tried one after another,
+//! each at its other values with the best values so far for the rest. Only settings that the user left open are tried.
 
 use crate::planner::machine::Machine;
 pub(crate) mod limits;
 pub(crate) mod progress;
 pub(crate) mod replan;
 pub(crate) mod report;
-// Of the whole program: what is measured had every technique.
+// The measured programs had every technique, so the tests need all of them.
 #[cfg(all(
     test,
     feature = "stv",
@@ -38,17 +38,17 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, available_parallelism};
 
-/// Steps of a simulation: one in ten is clipped, and waits for its verdict. A settled run clips fewer, a new model more.
+/// Steps of a simulation. One in ten is clipped and waits for its verdict; a settled run clips fewer steps, a new model more.
 const STEPS: Steps = Steps { warmup: 2, timed: 10, clip: Clip::OneIn(NonZeroU64::new(10).unwrap()) };
-/// A change is worth making only if it makes steps this much shorter: rates are not known better.
+/// A change must shorten the step to this fraction. Rates are not known more precisely.
 const WORTH: f64 = 0.995;
-/// Simulations at a time: each asks for as much address space as its plan has memory.
+/// Maximum number of concurrent simulations. Each reserves as much address space as its plan has memory.
 const WORKERS_MAX: usize = 16;
 
-/// A way to run a step, and what the simulation says about it.
+/// Settings and their simulated step.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidate {
-    /// How it differs from the defaults, as flags; empty when it does not.
+    /// Differences from the defaults as flags; empty if there are none.
     pub flags: Vec<String>,
     pub settings: Settings,
     pub plan: Plan,
@@ -61,22 +61,22 @@ impl Candidate {
         self.outcome.step_ms.total() / self.outcome.step_ms.samples.len() as f64 / 1e3
     }
 
-    /// Whether it is enough faster than `best`.
+    /// Whether this candidate is enough faster than `best`.
     fn is_worth_leaving(&self, best: &Self) -> bool {
         self.mean_s() < WORTH * best.mean_s()
     }
 }
 
-/// Every candidate that fits, the fastest first.
+/// All candidates that fit, the fastest first.
 #[derive(Clone, Debug)]
 pub(crate) struct Ranking {
-    /// Fitting ones by [`Candidate::mean_s`].
+    /// Candidates that fit, by [`Candidate::mean_s`].
     pub(crate) candidates: Vec<Candidate>,
     pub(crate) unfit: usize,
 }
 
-/// The plan that a run of `settings` gets on `machine`, with room for a timeline if `trace`: the best of what was left open, by
-/// simulation. On the CPU device, whose rates nobody assumes, the plan of [`Plan::new`].
+/// The plan of a run with `settings` on `machine`, with memory for a timeline if `trace`: the best simulated choice of all open settings.
+/// On the CPU device, which has no assumed rates, the result of [`Plan::new`].
 pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machine, trace: bool) -> Result<Plan> {
     if machine.kind == DeviceKind::Cpu {
         return largest_that_fits(settings, shape, machine, trace);
@@ -84,7 +84,7 @@ pub(crate) fn best_plan(settings: &Settings, shape: &ModelShape, machine: &Machi
     let ranking = SearchQuery::new(settings, shape, machine).rank()?;
     let best = &ranking.candidates[0];
     let plan = Plan::new(&best.settings, shape, machine, trace)?;
-    // A timeline takes host memory, too.
+    // The timeline needs host memory, too.
     plan.check_fits(&best.settings, shape)?;
     Ok(Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan })
 }
@@ -104,27 +104,27 @@ fn largest_that_fits(settings: &Settings, shape: &ModelShape, machine: &Machine,
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SearchQuery<'a> {
-    /// What every candidate begins from; what is not left at its default stays.
+    /// Base of every candidate. Settings that differ from their default stay fixed.
     pub settings: &'a Settings,
     pub shape: &'a ModelShape,
     pub machine: &'a Machine,
     scope: Scope,
 }
 
-/// What is tried, and how.
+/// Extent of a search.
 #[derive(Clone, Copy, Debug)]
 struct Scope {
     settings: &'static [Setting],
-    /// What each candidate is simulated by.
+    /// Steps simulated for each candidate.
     steps: Steps,
-    /// Threads that simulate.
+    /// Maximum number of simulation threads.
     workers_max: usize,
 }
 
 impl Scope {
     const ALL: Self = Self { settings: &SETTINGS, steps: STEPS, workers_max: WORKERS_MAX };
 
-    /// What may change while a run steps, which needs the CPUs itself.
+    /// A search over placements during a run. It uses one thread, because the run needs the CPUs.
     fn places(steps: Steps) -> Self {
         Self { settings: &[placement, residency_nearby, sharing, slots], steps, workers_max: 1 }
     }
@@ -137,10 +137,10 @@ impl<'a> SearchQuery<'a> {
 }
 
 impl SearchQuery<'_> {
-    /// Ranks what fits.
+    /// Ranks the candidates that fit.
     ///
     /// # Errors
-    /// `Usage` when settings make no sense; `Resource` when nothing fits, with the smallest change that would.
+    /// `Usage` if settings are invalid; `Resource` if nothing fits, with the smallest change that would help.
     pub(crate) fn rank(&self) -> Result<Ranking> {
         let mut ranking = Ranking { candidates: Vec::new(), unfit: 0 };
         let mut best: Option<Candidate> = None;
@@ -153,13 +153,13 @@ impl SearchQuery<'_> {
             self.weigh(&others, &mut best, &mut ranking)?;
         }
         ranking.candidates.sort_by(|a, b| a.mean_s().total_cmp(&b.mean_s()));
-        // The best is the one with the fewest changes among those that are hardly slower.
+        // The best candidate has the fewest changes among those of nearly equal speed.
         let at = ranking.candidates.iter().position(|candidate| best.as_ref().is_some_and(|best| candidate.flags == best.flags));
         ranking.candidates[..=at.unwrap_or(0)].rotate_right(1);
         Ok(ranking)
     }
 
-    /// Plans and simulates those that are new; what is worth it takes the place of `best`.
+    /// Plans and simulates the new candidates. A candidate that is enough faster replaces `best`.
     fn weigh(&self, all: &[Settings], best: &mut Option<Candidate>, ranking: &mut Ranking) -> Result<()> {
         let is_new = |settings: &&Settings| {
             let flags = flags(self.settings, settings);
@@ -179,8 +179,8 @@ impl SearchQuery<'_> {
         Ok(())
     }
 
-    /// In order, by several threads, of which each takes the next that is left: one candidate knows nothing of the others, and one that does
-    /// not fit is done at once.
+    /// Candidates in order, computed by several threads. Each thread takes the next one, because candidates are independent and those that
+    /// do not fit take no time.
     fn candidates(&self, all: &[Settings]) -> Vec<Result<Option<Candidate>>> {
         let workers = available_parallelism().map_or(1, usize::from).min(self.scope.workers_max).min(all.len());
         let taken = AtomicUsize::new(0);
@@ -194,7 +194,7 @@ impl SearchQuery<'_> {
         done.into_iter().map(|(_, candidate)| candidate).collect()
     }
 
-    /// A candidate, unless it does not fit or contradicts itself.
+    /// The candidate with `settings`; `None` if it does not fit or its settings contradict each other.
     pub(super) fn candidate(&self, settings: &Settings) -> Result<Option<Candidate>> {
         let flags = flags(self.settings, settings);
         let plan = match Plan::new(settings, self.shape, self.machine, false) {
@@ -210,7 +210,7 @@ impl SearchQuery<'_> {
         Ok(Some(Candidate { flags, settings: settings.clone(), plan, outcome }))
     }
 
-    /// These settings with the most resident buckets that need no gradient ring, if their own plan has one.
+    /// These settings with the most resident buckets that need no gradient ring; `None` if their plan has no ring.
     fn most_without_grad_ring(&self, settings: &Settings) -> Option<Settings> {
         let with = |count| Settings { resident_buckets: ResidentBuckets::Count(count), ..settings.clone() };
         let plan = |settings: &Settings| Plan::new(settings, self.shape, self.machine, false).ok();
@@ -225,14 +225,14 @@ impl SearchQuery<'_> {
     }
 
     fn refusal(&self) -> Result<Error> {
-        // With the smallest micro-batches.
+        // The error refers to the smallest micro-batches.
         let settings = self.settings.splits()?.pop().unwrap_or_else(|| self.settings.clone());
         let plan = Plan::new(&settings, self.shape, self.machine, false)?;
         Ok(plan.check_fits(&settings, self.shape).err().unwrap_or_else(|| Error::usage("nothing to choose from")))
     }
 
-    /// The activation policies that are open, what was asked for first. Where attention is long, the automatic one has its output wait on the host;
-    /// where it is not, no run has shown that this pays.
+    /// The open activation policies, the requested one first. If attention takes long, the automatic policy copies its output to the host.
+    /// Otherwise `host-attention` is not tried, because no run has shown a gain.
     fn policies(&self) -> Vec<ActivationsChoice> {
         let asked = self.settings.activations;
         let tried = |policy: &ActivationsChoice| ![asked, ActivationsChoice::HostAttention].contains(policy);
@@ -246,24 +246,24 @@ impl SearchQuery<'_> {
     }
 }
 
-/// What a user would write to get `settings` where `asked` are given.
+/// Flags that turn `asked` into `settings`.
 fn flags(asked: &Settings, settings: &Settings) -> Vec<String> {
     let mut changed = settings.unlike(asked);
     changed.sort_by_key(|(name, _)| TOLD_FIRST.iter().position(|first| first == name).unwrap_or(TOLD_FIRST.len()));
     changed.into_iter().map(|(name, value)| describe::flag(name, &value)).collect()
 }
 
-/// In this order an answer names what was changed, the rest in the table's: what decides most comes first.
+/// Order of the flags in an answer, the most important first. The rest follows in the order of the settings table.
 const TOLD_FIRST: [&str; 7] =
     ["per_device_train_batch_size", "gradient_accumulation_steps", "activations", "weights", "resident_buckets", "bucket_mib", "cast"];
 
-/// Settings that differ from a candidate's in one thing; none where that was asked for.
+/// Settings that differ from a candidate's in one aspect; empty if the user fixed it.
 type Setting = fn(&SearchQuery, &Candidate) -> Vec<Settings>;
 
 const SETTINGS: [Setting; 9] = [placement, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
 
-/// Who is where in the device's memory: weights, what layers keep, resident buckets. A policy that was best beside as many buckets as
-/// fit is seldom best beside fewer, and streamed weights leave room for both.
+/// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is seldom
+/// the best for fewer, and streamed weights leave room for both.
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let asked = query.settings.weights;
     let can_stream = asked == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
@@ -271,8 +271,9 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
 
-/// Weights that the devices of each process share though they fit on each: beside them layers may keep more. Also where the best so far shares
-/// because they do not fit beside its resident buckets: with fewer they would. Tried when all else is as good as it gets.
+/// Weights sharded over the devices of each process although they fit on each device, so that layers may keep more activations. Also tried
+/// if the best candidate so far shards only because weights do not fit next to its resident buckets: with fewer buckets they would. Tried
+/// last, with all other settings at their best.
 fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let Settings { weights: asked, processes, resident_buckets, .. } = *query.settings;
     let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes;
@@ -280,14 +281,14 @@ fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }
 
-/// With weights that lie so, every policy and several numbers of resident buckets.
+/// With this location of weights: every policy with several numbers of resident buckets.
 fn placed(query: &SearchQuery, from: &Candidate, weights: WeightsChoice) -> Vec<Settings> {
     let with = |activations| Settings { activations, weights, ..from.settings.clone() };
     query.policies().into_iter().flat_map(|policy| residencies(query, from, with(policy))).collect()
 }
 
-/// As many resident buckets as fit; as many as fit beside gradients that have a place each, since in a ring the backward pass waits for
-/// the pool, and a clipped step pays for that whole; and, where what layers keep is open, eighths of all, which leave room for more.
+/// Numbers of resident buckets: as many as fit; as many as fit without a gradient ring, because with a ring the backward pass waits for the
+/// pool and a clipped step cannot hide that; and, if the policy is open, eighths of all buckets, which leave room for activations.
 fn residencies(query: &SearchQuery, from: &Candidate, settings: Settings) -> Vec<Settings> {
     let mut all = vec![settings.clone()];
     if query.is_residency_open(from) {
@@ -299,7 +300,7 @@ fn residencies(query: &SearchQuery, from: &Candidate, settings: Settings) -> Vec
     all
 }
 
-/// A few resident buckets more or fewer than the best so far: between those that were tried, and just below as many as fit.
+/// A few resident buckets more or fewer than the best so far, between the values already tried and just below the maximum.
 fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let layout = &from.plan.layout;
     let resident = layout.count() - layout.offloaded();
@@ -309,16 +310,16 @@ fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     nearby.filter(|_| query.is_residency_open(from)).map(with).collect()
 }
 
-/// For every policy, since each has its own best size: on an H200 a 14 B model whose blocks are computed again gains 1 % by buckets of
-/// 256 MiB, with inputs kept on the host nothing.
+/// Bucket sizes for every policy, because each policy has its own best size. On an H200 a 14 B model gains 1 % with buckets of 256 MiB if
+/// it recomputes blocks, and nothing if it keeps inputs on the host.
 fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let asked = query.settings;
-    // A number of buckets that somebody asked for would be another choice at another size.
+    // With another size, a fixed number of resident buckets would be another choice.
     if asked.bucket_mib.is_some() || matches!(asked.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
     }
     let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();
-    // Rings and what passes between devices grow with buckets, and may need the place of one.
+    // Rings and exchange buffers grow with buckets and may need the memory of one.
     let resized = |mib: usize| match from.settings.resident_buckets {
         ResidentBuckets::Count(count) => {
             let (same, grows) = (count * bucket_bytes / (mib << 20), mib << 20 > bucket_bytes);
@@ -339,8 +340,8 @@ fn cast(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     is_open.then(|| Settings { cast: CastSide::Device, ..from.settings.clone() }).into_iter().collect()
 }
 
-/// A bucket's last gradient keeps its slot until the new one has come, so that copies can only be as far ahead of the pool as there are
-/// slots more than buckets; where gradients have a ring on the device, the backward pass waits for those copies.
+/// Numbers of slots. A bucket's last gradient keeps its slot until the new one arrives, so the slots beyond the number of buckets limit how
+/// far copies run ahead of the pool. With a gradient ring the backward pass waits for these copies.
 fn slots(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let is_open = query.settings.slots.is_none();
     let others = [4, SLOTS, 16, 32, 64].into_iter().filter(|slots| is_open && *slots != from.settings.slots.unwrap_or(SLOTS));

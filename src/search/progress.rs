@@ -1,4 +1,4 @@
-//! Lines about a search that takes long: it simulates hundreds of plans, of large models for a second each.
+//! Progress of a long search: it simulates hundreds of plans, of large models for a second each.
 
 use std::fmt::Display;
 use std::panic::resume_unwind;
@@ -7,17 +7,17 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Plans that this process has simulated.
+/// Number of plans that this process has simulated.
 static SIMULATED: AtomicUsize = AtomicUsize::new(0);
-/// A search that is over sooner needs no line.
+/// Interval between lines. A shorter search prints none.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Counts a plan that was simulated.
+/// Counts a simulated plan.
 pub(super) fn count() {
     SIMULATED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The result of `search`; while it goes on `tell` is given a line every few seconds.
+/// Runs `search` and calls `tell` with a progress line every few seconds.
 pub(crate) fn told<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
     told_every(INTERVAL, tell, search)
 }
@@ -25,7 +25,7 @@ pub(crate) fn told<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnO
 fn told_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
     let (began, before, (over, is_over)) = (Instant::now(), SIMULATED.load(Ordering::Relaxed), mpsc::channel::<()>());
     thread::scope(|scope| {
-        // The sender goes with the thread, also where the search panics.
+        // The thread owns the sender, so it is dropped even if the search panics.
         let searching = scope.spawn(move || {
             let _over = over;
             search()

@@ -1,4 +1,4 @@
-//! What `plan` answers: does it fit, how fast, what limits the speed, what else there is, and what would change it.
+//! The report of `plan`: memory, speed, bottleneck, alternatives, and changes that would help.
 
 use super::limits::{BreakEven, LargestModel, Limits};
 use super::{Candidate, SearchQuery, WORTH};
@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 
 const ALTERNATIVES: usize = 2;
-/// What if something were so much faster, or larger?
+/// Factor by which each resource is increased in turn.
 const MORE: f64 = 1.5;
 
 #[derive(Debug, Serialize)]
@@ -26,49 +26,49 @@ pub(crate) struct SearchReport {
     pub hardware: HardwareFacts,
     pub model: ModelFacts,
     pub best: Step,
-    /// The next best ones.
+    /// The next best candidates.
     pub(crate) alternatives: Vec<Step>,
-    /// Candidates that were simulated, and those that did not fit.
+    /// Number of candidates that were simulated.
     pub(crate) candidates: usize,
-    /// See [`SearchReport::candidates`].
+    /// Number of candidates that do not fit.
     pub(crate) unfit: usize,
-    /// What is busiest, and so binds.
+    /// The busiest resource, which limits the speed.
     pub(crate) binds: Busy,
-    /// All that can bind, the busiest first.
+    /// All resources, the busiest first.
     pub busy: Vec<Busy>,
     pub memory: Vec<MemoryNeed>,
-    /// The step of the same settings on a machine that has more of one thing.
+    /// Steps of the same settings on machines with more of one resource.
     pub(crate) what_if: Vec<WhatIf>,
-    /// How far the machine goes.
+    /// Limits of the machine.
     pub limits: Limits,
-    /// How far it goes with more or fewer of its GPUs.
+    /// Largest models with more or fewer of its GPUs.
     pub(crate) largest_by_gpus: Vec<LargestModel>,
-    /// From how many tokens on the optimizer hides.
+    /// The number of tokens from which the optimizer is hidden.
     pub(crate) break_even: Option<BreakEven>,
     #[serde(skip)]
     plan: Plan,
 }
 
-/// One way to run steps, simulated.
+/// A simulated candidate.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Step {
-    /// How it differs from the defaults.
+    /// Differences from the defaults.
     pub flags: Vec<String>,
-    /// Weights that come from host memory in each pass, in bytes; 0 where all stay on the device.
+    /// Bytes of weights that stream from host memory in each pass; 0 if all weights stay on the device.
     pub(crate) streamed_bytes: usize,
-    /// A step whose speculation holds.
+    /// Milliseconds of a step with a successful speculation.
     pub step_ms: f64,
-    /// The mean with one clipped step in ten.
+    /// Mean milliseconds with one clipped step in ten.
     pub(crate) mean_step_ms: f64,
-    /// Tokens over `step_ms`.
+    /// Tokens per second, for `step_ms`.
     pub tokens_per_second: f64,
-    /// Model FLOPs over `step_ms`, 10^12 a second.
+    /// Model TFLOP/s, for `step_ms`.
     pub model_tflops: f64,
-    /// With what is recomputed.
+    /// TFLOP/s including recomputation, for `step_ms`.
     pub(crate) hardware_tflops: f64,
-    /// Compute waits for the optimizer.
+    /// Milliseconds in which compute waits for the optimizer.
     pub(crate) exposed_cpu_ms: f64,
-    /// Compute waits for copies.
+    /// Milliseconds in which compute waits for copies.
     pub(crate) exposed_transfer_ms: f64,
     pub plan: PlanFacts,
 }
@@ -90,7 +90,7 @@ impl Step {
         }
     }
 
-    /// The flags, and what they do not say: whether weights stream.
+    /// The flags, and the streamed weights, which no flag shows.
     fn flags(&self) -> String {
         let flags = if self.flags.is_empty() { "defaults".into() } else { self.flags.join(" ") };
         match self.streamed_bytes {
@@ -100,11 +100,11 @@ impl Step {
     }
 }
 
-/// How busy something is.
+/// The load of a resource.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Busy {
     pub what: &'static str,
-    /// Share of the step.
+    /// Fraction of the step in which the resource works.
     pub share: f64,
 }
 
@@ -112,25 +112,25 @@ pub(crate) struct Busy {
 pub(crate) struct MemoryNeed {
     /// `device` or `host`.
     pub place: &'static str,
-    /// Planned in all, what loading and saving need besides included.
+    /// Planned bytes, including those for loading and saving.
     pub(crate) needed_bytes: u64,
-    /// What there is; `None` where the device has none of its own.
+    /// Available bytes; `None` if the device has no memory of its own.
     pub(crate) available_bytes: Option<u64>,
     /// Bytes by class.
     pub classes: Vec<(&'static str, usize)>,
 }
 
-/// A machine that has more of one thing.
+/// The step on a machine with more of one resource.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct WhatIf {
-    /// More of what.
+    /// The resource that is increased.
     pub change: String,
     pub step_ms: f64,
     pub(crate) changes_plan: bool,
 }
 
 impl WhatIf {
-    /// The better of `there`, the plan that the search finds with more of one thing, and `in_hand`, which runs there as it does here.
+    /// The faster of two plans on that machine: `there`, which a search finds for it, and `in_hand`, the present plan at its present speed.
     fn new(change: &str, there: &Candidate, in_hand: &Candidate) -> Self {
         let median = |candidate: &Candidate| candidate.outcome.step_ms.median;
         let changes_plan = differ(&there.plan, &in_hand.plan) && median(there) <= median(in_hand);
@@ -142,13 +142,13 @@ impl SearchReport {
     /// The answer to `query` for the model named `config` on the machine of `profile`.
     ///
     /// # Errors
-    /// Those of [`SearchQuery::rank`]: what fits nowhere is refused with what would.
+    /// Errors of [`SearchQuery::rank`]: if nothing fits, the error names a change that would help.
     pub(crate) fn of(query: SearchQuery, config: &str, profile: &Profile) -> Result<Self> {
         let ranking = query.rank()?;
         let best = &ranking.candidates[0];
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
         let busy = busy(best);
-        // What was left open may be chosen anew for larger ones.
+        // Larger dimensions may choose the open settings anew.
         let asked = Settings {
             tokens_per_step: None,
             per_device_train_batch_size: best.settings.per_device_train_batch_size,
@@ -174,14 +174,14 @@ impl SearchReport {
     }
 }
 
-/// Whether two plans are more than a few slots apart.
+/// Whether two plans differ in more than a few slots.
 fn differ(one: &Plan, other: &Plan) -> bool {
     let essence =
         |plan: &Plan| (plan.layout.clone(), plan.layer_policies.clone(), plan.link_dtype, plan.weight_ring, plan.techniques, plan.threads);
     essence(one) != essence(other)
 }
 
-/// Shares of the step in which each thing works, the busiest first.
+/// Load of each resource in a step, the busiest first.
 fn busy(candidate: &Candidate) -> Vec<Busy> {
     let (outcome, rates) = (&candidate.outcome, &candidate.plan.machine.rates);
     let step_ms = candidate.mean_s() * 1e3;
@@ -212,9 +212,9 @@ fn memory(plan: &Plan) -> Vec<MemoryNeed> {
     plan.balances().map(of).into()
 }
 
-/// The same query on machines that have more of one thing.
+/// Repeats the query on machines with more of one resource.
 fn what_if(query: SearchQuery, best: &Candidate) -> Result<Vec<WhatIf>> {
-    // Limits belong to the machine that they were set for.
+    // The user's memory limits belong to the present machine.
     let machine = query.machine.limited(query.settings);
     let settings = Settings { hbm_limit: None, host_limit: None, ..query.settings.clone() };
     let with = |rates: Rates| Machine { rates: Arc::new(rates), ..machine.clone() };

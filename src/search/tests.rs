@@ -1,5 +1,5 @@
-//! What must hold of every answer, on random machines; and of predictions beside measurements: steps within 15 %, and within 8 % where the
-//! host's memory of that hour is known; device memory within 5 %, host memory within 3 %.
+//! Properties of every answer on random machines, and comparisons of predictions with measurements. Steps must agree within 15 %, or within
+//! 8 % if the host's memory speed at that hour is known; device memory within 5 % and host memory within 3 %.
 
 use super::limits::{LargestModel, Limits};
 use super::report::SearchReport;
@@ -47,8 +47,9 @@ fn h200(hbm: u64, host: u64, rates: Rates) -> Machine {
     Machine { host_bytes: host * GIB, kind: DeviceKind::Gpu, device, rates: Arc::new(rates), ..Machine::cpu(16) }
 }
 
-/// A simulated schedule may be a little longer where everything is faster: work that ends earlier lets other work begin first
-/// (Graham's anomalies); and the search keeps a plan that is hardly slower than the best. Of 400 random pairs four were, by 0.4 % at most.
+/// A simulated schedule may become slightly longer when everything is faster, because work that ends earlier lets other work start first
+/// (Graham's anomalies). The search also keeps a plan that is hardly slower than the best. Of 400 random pairs four were slower, by 0.4 %
+/// at most.
 const ANOMALY: f64 = 1.02;
 
 proptest! {
@@ -81,8 +82,8 @@ proptest! {
     }
 }
 
-/// A link faster by 60 % once made the best step 3 % slower: as many buckets as fit were as good as the nearest number that was tried,
-/// and the better one between them was not.
+/// A regression: with a 60 % faster link the best step became 3 % slower, because the maximum of resident buckets tied with the nearest
+/// tried number, and a better number between them was not tried.
 #[test]
 fn a_faster_link_is_no_reason_to_look_less_closely() {
     let (shape, rates) = (model("gpt-5b", 10), Rates::assumed());
@@ -104,7 +105,7 @@ fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     assert!(rank(&asked(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
 }
 
-/// On an H200 with 131,072 tokens a step, 1 x 4096 gave 5.9k tokens/s and 4 x 4096 gave 5.5k.
+/// On an H200 with 131,072 tokens a step, micro-batches of 1 x 4096 gave 5.9k tokens/s and 4 x 4096 gave 5.5k.
 #[test]
 fn qwen2_5_14b_is_cut_into_small_micro_batches() {
     let config = serde_json::json!({
@@ -117,7 +118,7 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
     let tokens_per_s = |batch: usize| {
         let asked = Settings { seq_length: 4096, tokens_per_step: Some(131_072), is_batch_open: batch == 0, ..Settings::default() };
         let settings = Settings { per_device_train_batch_size: batch.max(1), ..asked };
-        // All that decides between them; a whole step is 32 sequences, and takes its time here, too.
+        // Settings that decide between the two. A whole step is 32 sequences, which takes long to simulate, too.
         let steps = Steps { warmup: 1, timed: 2, clip: Clip::Never };
         let scope = Scope { settings: &[super::placement], steps, ..Scope::ALL };
         let ranking = SearchQuery { settings: &settings, shape: &shape, machine: &machine, scope }.rank().unwrap();
@@ -143,10 +144,10 @@ fn on_cpus_micro_batches_are_as_large_as_fits() {
     assert!(refused.contains("GiB") && !refused.contains("per-device-train-batch-size"), "{refused}");
 }
 
-/// Residency and activations by hand, the rest as it is chosen: at most one part in this many better.
+/// Residency and activations set by hand, with all other settings as chosen, may be better by at most one part in this many.
 const SWEEP_PARTS: f64 = 50.0;
 
-/// Five places in each; `SUPEROFFLOAD_SWEEP=all` tries 17.
+/// Tries five values of each; `SUPEROFFLOAD_SWEEP=all` tries 17.
 #[test]
 fn no_residency_by_hand_is_much_better_than_the_search() {
     for (name, layers, batch, seq_length, hbm) in
@@ -169,8 +170,8 @@ fn no_residency_by_hand_is_much_better_than_the_search() {
     }
 }
 
-/// Where gradients have a ring on the device, eight slots cost 12 % of a step (simulated; the plan with eight took 1870 ms on an H200,
-/// 3 % more than simulated).
+/// With a gradient ring, eight slots cost 12 % of a simulated step. On an H200 the plan with eight slots took 1870 ms, 3 % more than
+/// simulated.
 #[test]
 fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     let (shape, machine) = (model("llama-8b", 32), h200(50, 126, (*Rates::assumed()).clone()));
@@ -192,7 +193,8 @@ fn no_number_of_slots_by_hand_is_much_better_than_the_search() {
     }
 }
 
-/// What grows with buckets may need the place of one: with as many as before a loss in smaller tiles was all that fit, or nothing.
+/// Buffers that grow with buckets may need the memory of one bucket. With the old number of resident buckets only smaller loss tiles fit,
+/// or nothing.
 #[test]
 fn larger_buckets_are_also_tried_with_one_resident_fewer() {
     let (shape, machine) = (model("qwen3-4b", 12), h200(80, 125, (*Rates::assumed()).clone()));
@@ -204,7 +206,7 @@ fn larger_buckets_are_also_tried_with_one_resident_fewer() {
     assert_eq!(tried, expected.map(|(mib, count)| (Some(mib), ResidentBuckets::Count(count))));
 }
 
-/// Milliseconds of a step of `gpus` H200 that share one host, each with 4 x 4096 tokens; `change` may change the machine.
+/// Milliseconds of a step of `gpus` H200 on one host, each with 4 x 4096 tokens. `change` modifies the machine.
 fn step_of_several(
     (name, gpus): (&str, usize),
     activations: ActivationsChoice,
@@ -222,8 +224,8 @@ fn step_of_several(
     simulate(&plan, &shape, "several", steps, 0).unwrap().0.step_ms.median
 }
 
-/// Half of GPT-OSS-20B streams, for the forward pass at the pace of the link, if the first half of the layers passes without a copy: a step then
-/// waits 160 ms for weights (simulated; 179 on an H200).
+/// Half of the weights of GPT-OSS-20B stream, at the speed of the link in the forward pass. If the other half of the layers runs first
+/// without copies, a step waits 160 ms for weights in the simulation and 179 ms on an H200.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn weights_stream_while_layers_compute_whose_weights_stay() {
@@ -244,7 +246,7 @@ fn weights_stream_while_layers_compute_whose_weights_stay() {
     assert!(step.exposed.transfer_ms < 40.0, "{:?}", step.exposed);
 }
 
-/// A profile says how fast products of experts are, or the plan tells what it assumes; models without experts do not ask.
+/// A profile has a rate for expert products, or the plan prints its assumption. Plans of models without experts print neither.
 #[test]
 fn products_of_experts_take_their_own_rate() {
     let with_grouped = |rate: Option<f64>| {
@@ -261,7 +263,7 @@ fn products_of_experts_take_their_own_rate() {
         (simulate(&plan, shape, "grouped", steps, 0).unwrap().0.step_ms.median, plan.to_string())
     };
     let [(fast, said), (slow, _), (assumed, told)] = [Some(4e14), Some(2e14), None].map(|rate| step(&model("olmoe-1b-7b", 8), rate));
-    // Of eight layers: 16,384 tokens, eight experts each, three weights of 2048 x 1024, forward and twice backward.
+    // Eight layers: 16,384 tokens with eight experts each, and three weights of 2048 x 1024, for one forward and two backward products.
     let grouped_ms = |rate: f64| 1e3 * 6.0 * 8.0 * 16_384.0 * 8.0 * 3.0 * 2048.0 * 1024.0 / rate;
     let longer = slow - fast - (grouped_ms(2e14) - grouped_ms(4e14));
     assert!(longer.abs() < 0.03 * (slow - fast), "{fast} {slow} ms: {longer}");
@@ -276,9 +278,9 @@ fn products_of_experts_take_their_own_rate() {
     assert!(fast == assumed && !told.contains("experts"), "{fast} {assumed}");
 }
 
-/// Beside the same steps by arithmetic on busy times (GPU, Adam of all, links, pulls), the optimizer at 6.5e9 parameters a second in all. The
-/// arithmetic slows products for all of a step that copies, and so is 3 % above where every state is on the CPUs; gradients have no
-/// ring here, so that 14 B keep fewer states on the GPUs, and are 3 % below.
+/// Compares the simulation with sums of busy times (GPU, Adam of all GPUs, links, pulls), for an optimizer of 6.5e9 parameters a second in
+/// total. The sums slow products down during the whole of a step with copies, so they are 3 % higher when every state is on the CPUs. They
+/// ignore gradient rings, so with the 14 B model fewer states stay on the GPUs and they are 3 % lower.
 #[test]
 fn several_gpus_take_as_long_as_arithmetic_says() {
     use ActivationsChoice::{Keep, RecomputeCheap};
@@ -304,11 +306,11 @@ fn pulls_between_gpus_take_their_time() {
         })
     };
     let [fast, slow] = [1.0, 0.01].map(with_peers_at);
-    // Half of 8 GB of gradients and of as many weights at 3.48 GB/s.
+    // Half of 8 GB of gradients and of equally many weights at 3.48 GB/s.
     assert!(slow > fast + 1000.0 && slow < fast + 2400.0, "{fast} ms, slow peers {slow} ms");
 }
 
-/// Two GPUs that a plan would let exchange 16 GB a step each at NVLink's rate, and no NVLink between them.
+/// Two GPUs without NVLink, for a plan that would exchange 16 GB a step each at the rate of NVLink.
 #[test]
 fn copies_between_gpus_over_the_links_to_the_host_are_in_the_way() {
     let over = |route| {
@@ -320,8 +322,9 @@ fn copies_between_gpus_over_the_links_to_the_host_are_in_the_way() {
     assert!(own < links && links < host, "{own}, {links}, {host} ms");
 }
 
-/// Eight billion parameters at 4 x 4096 tokens on an H200, where updates wait for the next gradient: the fastest common step is that of a plan
-/// whose clipped steps take 38 % longer; another one loses 1 % and takes 13 % longer. Where updates are written early no such choice is left.
+/// A model of eight billion parameters at 4 x 4096 tokens on an H200, with updates that wait for the next gradient. The plan with the
+/// fastest unclipped step has 38 % longer clipped steps. Another plan loses 1 %, and its clipped steps are 13 % longer. With early commits
+/// there is no such trade-off.
 #[test]
 fn a_plan_is_good_for_clipped_steps_too() {
     let (shape, machine) = (model("llama-8b", 32), h200(140, 126, (*Rates::assumed()).clone()));
@@ -386,7 +389,7 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
     assert_eq!(json["memory"][0]["needed_bytes"], classes(0), "to the byte");
 }
 
-/// One layer alone streams nothing, which is refused; that limits nobody who has twelve.
+/// A model of one layer cannot stream weights, which is rejected. This must not limit a model of twelve layers.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn limits_are_not_those_of_what_streams_nothing() {
@@ -403,12 +406,12 @@ fn results(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("paper-figures/results").join(name)
 }
 
-/// Lines that `bench step` wrote.
+/// Lines written by `bench step`.
 fn lines(name: &str) -> impl Iterator<Item = Value> {
     std::fs::read_to_string(results(name)).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<_>>().into_iter()
 }
 
-/// As the line's, with its plan fixed where settings can say it: what is compared is the plan's time.
+/// Settings of a line, with its plan fixed as far as settings can, because the test compares the time of that plan.
 fn settings_of(line: &Value) -> Settings {
     let (settings, plan) = (&line["settings"], &line["plan"]);
     let policies: Vec<_> = plan["layer_policies"].as_object().unwrap().keys().collect();
@@ -423,13 +426,13 @@ fn settings_of(line: &Value) -> Settings {
         // Before 2026-11-24 there was one format.
         moments: plan["moments"].as_str().map_or_else(Moments::default, |moments| Moments::from_str(moments, false).unwrap()),
         threads: Some(number(&plan["threads"])),
-        // Each offloaded bucket keeps one for a step more.
+        // Each offloaded bucket keeps one slot for another step.
         slots: Some(number(&plan["grad_slots"]) + number(&plan["resident_buckets"]) - number(&plan["buckets"])),
         resident_buckets: ResidentBuckets::Count(number(&plan["resident_buckets"])),
         activations,
         // Buckets of 16-bit weights.
         bucket_mib: Some((2 * number(&plan["bucket_elems"])) as f64 / f64::from(1 << 20)),
-        // The first lines are of a program that could not stream.
+        // The program of the first lines could not stream weights.
         weights: if plan["streamed_elems"].as_u64().unwrap_or(0) > 0 { WeightsChoice::Flow } else { WeightsChoice::Replicated },
         hbm_limit: settings["hbm_limit"].as_u64().map(Bytes),
         gradient_shares: settings["gradient_shares"].as_u64().map(|shares| shares as usize),
@@ -444,7 +447,7 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     let config = if config.exists() { config } else { line["model"]["config"].as_str().unwrap().into() };
     let shape = presets::shape("model", &config).unwrap();
     let plan = Plan::new(&settings_of(line), &shape, machine, false).unwrap();
-    // No setting asks for several policies: the first layers have the cheaper ones in time, but for inputs on the host.
+    // No setting selects several policies. The first layers have the faster policies, except for inputs on the host.
     let policies = line["plan"]["layer_policies"].as_object().unwrap();
     let of = |(name, policy): (&str, LayerPolicy)| vec![policy; policies.get(name).map_or(0, |layers| layers.as_u64().unwrap() as usize)];
     let layer_policies = [
@@ -457,7 +460,7 @@ fn planned(line: &Value, machine: &Machine) -> (ModelShape, Plan) {
     (shape, Plan { layer_policies: layer_policies.into_iter().flat_map(of).collect(), ..plan })
 }
 
-/// By how much the simulated step of a plan is longer than a line's.
+/// Relative excess of the simulated step over the measured one.
 fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
     let steps = Steps {
         warmup: line["warmup"].as_u64().unwrap(),
@@ -466,7 +469,7 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
     };
     let (outcome, ..) = simulate(plan, shape, "predicted", steps, 0).unwrap();
     let measured = &line["step_ms"];
-    // A pool that cannot follow is behind a little more with every step: of a few steps only the last is as a long run's.
+    // A pool that cannot keep up falls further behind with every step, so of a few steps only the last one resembles a long run.
     let (there, here) = if steps.timed <= 3 {
         (outcome.step_ms.samples.last().copied().unwrap(), measured["samples"].as_array().and_then(|all| all.last()).unwrap())
     } else {
@@ -475,28 +478,28 @@ fn longer(line: &Value, shape: &ModelShape, plan: &Plan) -> f64 {
     there / here.as_f64().unwrap() - 1.0
 }
 
-/// How fast the host's memory was under the optimizer when the line was measured, as a part of what `rates` say.
+/// Speed of the host's memory under the optimizer when the line was measured, relative to `rates`.
 fn host_gain(line: &Value, rates: &Rates, plan: &Plan) -> f64 {
     line["adam"]["busy_gb_per_s"]
         .as_f64()
         .map_or(1.0, |gb_per_s| gb_per_s * 1e9 / rates.adam_bytes_per_s(plan.threads, plan.isa, plan.moments))
 }
 
-/// By how much `planned` is more than what was used.
+/// Relative excess of the `planned` bytes over the used bytes.
 fn more(planned: f64, used: &Value) -> f64 {
     planned / used.as_f64().unwrap() - 1.0
 }
 
-/// The machine that the H200's lines were measured on, but for the hour.
+/// The machine on which the H200's lines were measured, apart from hourly variation.
 fn measured_h200() -> Machine {
     h200(140, 126, (*Rates::assumed()).clone())
 }
 
-/// The simulated step of the line's plan must be near the measured one.
+/// Asserts that the simulated step of the line's plan is close to the measured one.
 fn assert_predicted(line: &Value, shape: &ModelShape, plan: &Plan) {
     let (rates, off) = (&plan.machine.rates, longer(line, shape, plan));
     let gain = host_gain(line, rates, plan);
-    // Two hours of one host differ by a fifth; a probe would know.
+    // The speed of one host varies by a fifth between hours; only a probe would measure it.
     let is_host_of_profile = (gain - 1.0).abs() < 0.1;
     assert!(off.abs() < 0.15 || !is_host_of_profile, "{:+.1} % off: {line}", off * 1e2);
     let there = Machine { rates: Arc::new(rates.with_faster_host(gain)), ..plan.machine.clone() };
@@ -506,20 +509,20 @@ fn assert_predicted(line: &Value, shape: &ModelShape, plan: &Plan) {
 
 #[test]
 fn predictions_are_near_every_measured_step_and_its_memory() {
-    // Those before were of a program that planned and worked otherwise.
+    // Earlier lines are from a program with different plans.
     let lines: Vec<_> = lines("h200-step.jsonl").skip(25).filter(|line| line["settings"]["memory"] == "pinned").collect();
     assert!(lines.len() >= 48);
     for line in lines {
         let (shape, plan) = planned(&line, &measured_h200());
         assert_predicted(&line, &shape, &plan);
         let memory = &line["memory"];
-        // Of the plan that was measured, but for the context, which has had more room.
+        // The plan of the measurement, except for the context, which was planned larger then.
         let context = |bytes: Option<f64>| bytes.expect("a class of every plan on a GPU");
         let before = context(memory["device_bytes"]["context, libraries"].as_f64());
         let now = context(plan.memory.iter().find(|class| class.name == "context, libraries").map(|class| class.bytes as f64));
         let device_off = more(memory["device_planned_bytes"].as_f64().unwrap() - before + now, &line["gpu"]["memory_used_bytes"]);
         assert!(device_off.abs() < 0.05, "device memory {:+.1} % off: {line}", device_off * 1e2);
-        // What a process takes anyway is all there is where nothing is offloaded.
+        // Without offload the host memory is only the fixed cost of a process.
         let host_off = more(memory["host_planned_bytes"].as_f64().unwrap(), &memory["available_drop_bytes"]);
         assert!(host_off.abs() < 0.03 || plan.layout.offloaded() == 0, "host memory {:+.1} % off: {line}", host_off * 1e2);
     }
@@ -532,7 +535,7 @@ fn predictions_are_near_every_point_of_the_sweeps() {
     let mut compared = 0;
     for line in lines("h200-sweep.jsonl") {
         let (shape, plan) = planned(&line, &measured_h200());
-        // Four points needed a ring of gradients: on machines that had 0.1 GiB less, or with a larger tile of the loss.
+        // Four points needed a gradient ring, on machines with 0.1 GiB less memory or with a larger loss tile.
         if plan.grad_ring.is_some() == has_ring(&line, &plan) {
             assert_predicted(&line, &shape, &plan);
             compared += 1;
@@ -551,7 +554,7 @@ fn predictions_are_near_steps_with_moments_of_either_format() {
     }
 }
 
-/// Llama-8B in 23 GiB and Qwen3-4B in 8 GiB, 32 micro-batches a step.
+/// Llama-8B in 23 GiB and Qwen3-4B in 8 GiB, with 32 micro-batches a step.
 #[test]
 fn predictions_are_near_steps_whose_sums_pass_through_the_device() {
     let lines: Vec<_> = lines("h200-small-cards.jsonl").collect();
@@ -563,7 +566,8 @@ fn predictions_are_near_steps_whose_sums_pass_through_the_device() {
     }
 }
 
-/// The first line is of kernels that are gone for Hopper, and those behind the second of biases of experts that took three times as long.
+/// The first line is from kernels that no longer exist for Hopper. The lines after the second have expert biases that took three times as
+/// long.
 #[test]
 fn a_prediction_is_near_the_step_of_a_model_with_experts() {
     let line = lines("h200-experts.jsonl").nth(1).unwrap();
@@ -571,7 +575,7 @@ fn a_prediction_is_near_the_step_of_a_model_with_experts() {
     assert_predicted(&line, &shape, &plan);
 }
 
-/// The profile was measured by `probe --save` just before the lines, on their machine.
+/// `probe --save` measured the profile just before the lines, on the same machine.
 #[test]
 fn predictions_by_a_measured_profile_are_near_at_once() {
     let profile = Profile::load(results("h200-kept.toml").to_str().unwrap()).unwrap();
@@ -585,17 +589,17 @@ fn predictions_by_a_measured_profile_are_near_at_once() {
     }
 }
 
-/// Bytes of the program itself, its libraries and its stacks, which a plan for the CPU device leaves out.
+/// Bytes of the program, its libraries and its stacks, which a plan for the CPU device leaves out.
 const PROGRAM_BYTES: f64 = (24 << 20) as f64;
 
-/// The middle one; of two the larger.
+/// The median; of two values the larger.
 fn middle(mut all: Vec<f64>) -> f64 {
     all.sort_by(f64::total_cmp);
     all[all.len() / 2]
 }
 
-/// On three machines of two cores, with the profiles that `probe` wrote in the minutes before; on the third in turns with them, three
-/// times, since its rates changed by a third within minutes. Short passes beside the optimizer are predicted worst
+/// Three machines with two cores, with profiles that `probe` wrote in the minutes before. On the third machine probe and steps took turns
+/// three times, because its rates changed by a third within minutes. Short passes next to the optimizer have the largest errors
 /// (`docs/performance.md`).
 #[test]
 fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
@@ -630,7 +634,7 @@ fn predictions_are_near_steps_of_the_cpu_device_and_their_memory() {
     }
 }
 
-/// Sums in fp32 of what each GPU owns, and an exchange for every share of it.
+/// Each GPU keeps fp32 sums of its slice, and exchanges gradients for every share.
 #[test]
 fn more_gradient_shares_than_gpus_take_memory_and_time() {
     let shape = model("qwen3-4b", 12);
@@ -651,8 +655,8 @@ fn more_gradient_shares_than_gpus_take_memory_and_time() {
     assert!((1.0..1.1).contains(&(eight_predicted / two_predicted)), "{two_predicted} ms, {eight_predicted} ms");
 }
 
-/// Llama-8B in 32 micro-batches of one sequence, as on a card of 24 GB: 30 GiB of sums pass each way with every share, which takes longer
-/// than a backward pass of 4096 tokens.
+/// Llama-8B in 32 micro-batches of one sequence, as on a card of 24 GB. With every share 30 GiB of sums cross the link in each direction,
+/// which takes longer than a backward pass of 4096 tokens.
 #[test]
 fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
     let (shape, machine) = (model("llama-8b", 32), Machine::of_several(&Profile::load("h200-pcie5").unwrap(), 1).unwrap());
@@ -668,7 +672,8 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
     assert!((0.8..1.2).contains(&(predicted.step_s / step_s)), "{predicted}, simulated {step_s} s");
 }
 
-/// Two H200 with 251 GiB: by bytes alone 31.8 B were expected on both. One that has all of the host streams its weights from there.
+/// Two H200 with 251 GiB of host memory; the byte count alone predicted 31.8 B parameters on both. A single GPU, which has the whole host,
+/// streams its weights from there.
 #[test]
 fn the_largest_model_is_told_by_gpus() {
     let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
@@ -683,7 +688,7 @@ fn the_largest_model_is_told_by_gpus() {
 fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     let (shape, machine) = (model("qwen3-4b", 36), h200(30, 125, (*Rates::assumed()).clone()));
     let run = |weights| {
-        // Or more speculations are sent before a verdict overturns them.
+        // More speculations may be sent before a verdict overturns them.
         let without = vec![Technique::EarlyCommit];
         let settings = Settings { seq_length: 2048, weights, without, ..Settings::default() };
         let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
@@ -699,7 +704,7 @@ fn a_simulation_repeats_to_the_nanosecond_and_streams_weights() {
     assert!(flow.link.h2d_bytes > 1.5 * stationary.link.h2d_bytes, "weights come in both passes");
 }
 
-/// Where weights fit on each device, sharing them is tried.
+/// Sharded weights are tried even if weights fit on each device.
 #[test]
 fn weights_are_shared_for_speed_where_all_leaves_that_open() {
     let shape = model("qwen3-4b", 4);
@@ -709,20 +714,20 @@ fn weights_are_shared_for_speed_where_all_leaves_that_open() {
         let query = SearchQuery::new(&settings, &shape, &machine);
         let mut best = query.candidate(&settings).unwrap().unwrap();
         best.settings.resident_buckets = ResidentBuckets::Count(1);
-        // Without a flag that says so: as where whole weights do not fit beside its resident buckets.
+        // This candidate has no flag for sharding, like one whose weights do not fit next to its resident buckets.
         let shared = query.candidate(&Settings { weights: WeightsChoice::Sharded, ..settings.clone() }).unwrap().unwrap();
         let by_need = Candidate { settings: best.settings.clone(), ..shared };
         [best, by_need].map(|best| sharing(&query, &best))
     };
     let [shared, shared_by_need] = tried(WeightsChoice::Auto);
     let shares = |settings: &Settings| settings.weights == WeightsChoice::Sharded;
-    // From as many resident buckets as fit then, whatever was best before.
+    // The search restarts from the maximum of resident buckets for sharded weights.
     assert!(shared.len() > 8 && shared.iter().all(shares) && shared[0].resident_buckets == ResidentBuckets::Auto, "{shared:?}");
     assert!(shared_by_need.len() > 8 && shared_by_need.iter().all(shares), "{shared_by_need:?}");
     assert!(tried(WeightsChoice::Replicated).iter().all(Vec::is_empty));
 }
 
-/// A run of 300,000 micro-batches once planned for days: each was simulated.
+/// A regression: planning a run of 300,000 micro-batches took days, because each one was simulated.
 #[test]
 fn steps_of_many_micro_batches_are_drawn_out_from_short_ones() {
     let (shape, machine) = (model("qwen3-4b", 36), h200(30, 125, (*Rates::assumed()).clone()));
@@ -735,7 +740,7 @@ fn steps_of_many_micro_batches_are_drawn_out_from_short_ones() {
     for weights in [WeightsChoice::Flow, WeightsChoice::Replicated] {
         let plan = with(24, weights);
         let (drawn_out, tracks, _) = simulate(&plan, &shape, "h200", steps, 0).unwrap();
-        // With a timeline, each is simulated.
+        // With a timeline every micro-batch is simulated.
         let (whole, ..) = simulate(&plan, &shape, "h200", steps, 1).unwrap();
         let close = |a: f64, b: f64| (a - b).abs() <= 2e-3 * b.abs().max(1.0);
         assert!(tracks.iter().all(|track| track.spans().is_empty()));
@@ -748,8 +753,8 @@ fn steps_of_many_micro_batches_are_drawn_out_from_short_ones() {
     simulate(&with(300_000, WeightsChoice::Replicated), &shape, "h200", steps, 0).unwrap();
 }
 
-/// Qwen3-4B over one sequence, half of its tokens on each of two: of every layer queries, keys and values are pulled once and their
-/// gradients once, what attention makes twice and its gradient once, half of each from the other.
+/// Qwen3-4B with one sequence over two ranks, half of its tokens on each. In every layer each rank pulls half of the queries, keys and
+/// values once and of their gradients once, and half of attention's output twice and of its gradient once.
 #[test]
 fn ranks_of_a_sequence_are_simulated_with_their_exchange() {
     let (shape, length) = (model("qwen3-4b", 12), 32 << 10);
@@ -772,10 +777,10 @@ fn ranks_of_a_sequence_are_simulated_with_their_exchange() {
     let bytes = (length / 2 * 12 * (2 * attn.qkv_cols() + 3 * attn.heads * attn.head_dim)) as f64;
     for (how, added_s) in [("simulated", slow_s - step_s), ("predicted", slow_predicted_s - predicted_s)] {
         let exchange_s = bytes / 100e9 - bytes / 300e9;
-        // The last gradients, which nothing hides, are pulled as slowly.
+        // The last gradients, which nothing hides, are pulled at the same low rate.
         assert!((0.95..1.35).contains(&(added_s / exchange_s)), "{how} {added_s} s more, {exchange_s} s of exchange");
     }
-    // As many tokens on each; workspaces of the exchange besides.
+    // Both runs have equally many tokens on each rank. The shared run has exchange buffers in addition.
     let (alone, ..) = run(1, 300e9);
     assert!((1.0..1.1).contains(&(shared / alone)), "{shared} bytes of activations, alone {alone}");
 }

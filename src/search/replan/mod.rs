@@ -1,5 +1,5 @@
-//! Another plan for a run that steps already, from how its steps went: other places of buckets, activations and weights, other slots. What
-//! a run is told to keep, and how it cuts steps and buckets, stays.
+//! Replanning during a run, based on its measured steps: other locations of buckets, activations and weights, and other numbers of slots.
+//! Settings that the user fixed, and the cut of steps and buckets, stay.
 
 pub(crate) mod pace;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
@@ -20,49 +20,51 @@ use pace::Pace;
 use std::fmt;
 use std::sync::Arc;
 
-/// Another plan must make steps this much shorter: what was measured changes from hour to hour.
+/// Another plan must shorten steps to this fraction, because rates change from hour to hour.
 const WORTH: f64 = 0.98;
-/// Within so many steps it must save the time of the move.
+/// Number of steps within which another plan must save the time of the move.
 const PAYS_WITHIN: u64 = 200;
-/// Bytes a second of a move: states pass through the driver's buffer, and new slots are page-locked.
+/// Bytes per second of a move: states pass through the driver's buffer, and new slots are page-locked.
 const MOVED_BYTES_PER_S: f64 = 4e9;
 
-/// What a run asks.
+/// Inputs of a replanning search.
 #[derive(Clone, Debug)]
 pub(crate) struct Question {
     pub(crate) settings: Settings,
     pub(crate) shape: ModelShape,
-    /// The plan that it goes by, with the rates that it was made for.
+    /// The present plan, with the rates that it was made for.
     pub(crate) plan: Plan,
     pub(crate) pace: Pace,
-    /// As the plan's steps were to go, where that is known.
+    /// The rates that the plan assumes, if they are known.
     pub(crate) assumed: Option<Pace>,
     pub(crate) steps_left: u64,
 }
 
-/// What it is answered.
+/// The result of a replanning search.
 #[derive(Clone, Debug)]
 pub(crate) struct Answer {
-    /// As steps will go by the plan that the run then has.
+    /// The expected rates under the plan that the run has afterwards.
     pub(crate) assumed: Pace,
-    /// Another plan, where one pays.
+    /// Another plan, if it pays off.
     pub(crate) change: Option<Change>,
 }
 
-/// Another plan, and why.
+/// Another plan and the reason for it.
 #[derive(Clone, Debug)]
 pub(crate) struct Change {
     pub(crate) plan: Plan,
     from: Plan,
     why: String,
-    /// Mean steps by simulation.
+    /// Mean simulated steps.
     before_ms: f64,
     after_ms: f64,
 }
 
 impl Question {
+    /// Searches for a better plan.
+    ///
     /// # Errors
-    /// `Resource` when nothing can be simulated.
+    /// `Resource` if nothing can be simulated.
     pub(crate) fn answer(&self) -> Result<Answer> {
         if self.assumed.is_none() {
             let assumed = self.simulate(&self.plan.machine, super::STEPS)?;
@@ -90,14 +92,14 @@ impl Question {
         Ok(Answer { assumed: Pace::of(&best.outcome), change: Some(change) })
     }
 
-    /// The candidate and its plan with room for the run's timeline, if it fits with it.
+    /// The candidate with a plan that includes the run's timeline, if that fits.
     fn planned(&self, best: Candidate, machine: &Machine) -> Option<(Candidate, Plan)> {
         let plan = Plan::new(&best.settings, &self.shape, machine, self.plan.trace_spans > 0).ok()?;
         let plan = Plan { simulated_step_ms: Some(best.outcome.step_ms.median), ..plan };
         plan.shortage().is_none().then_some((best, plan))
     }
 
-    /// How the present plan's steps go on `machine`.
+    /// The simulated rates of the present plan on `machine`.
     fn simulate(&self, machine: &Machine, steps: Steps) -> Result<Pace> {
         let plan = Plan { machine: machine.clone(), ..self.plan.clone() };
         let (outcome, ..) = simulate(&plan, &self.shape, &machine.rates.profile, steps, 0)?;
@@ -109,7 +111,7 @@ impl Question {
         after_s < WORTH * before_s && saved_s > move_s(&self.plan, plan)
     }
 
-    /// What is not as the profile has it, in words.
+    /// A description of how the run deviates from the profile.
     fn why(&self, by_profile: &Pace) -> String {
         let [adam, device] = self.pace.relative_to(by_profile);
         let percent = |share: f64| format!("{:.0} %", share * 1e2);
@@ -122,7 +124,7 @@ impl Question {
     }
 }
 
-/// Seconds from a step by one plan to a step by another. Ranks move their parts at the same time, and each sends all weights.
+/// Seconds of a move between two plans. Ranks move their parts at the same time, and each rank sends all weights.
 fn move_s(from: &Plan, to: &Plan) -> f64 {
     let states = from.layout.offloaded_elems().abs_diff(to.layout.offloaded_elems()) as f64 * from.moments.state_bytes() as f64;
     let weights = (to.layout.flat_elems() * to.dtype.bytes()) as f64;
@@ -159,7 +161,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// Whether a run of `plan` can be planned anew: on GPUs, whose rates are known, and with states that can change their side.
+/// Whether a run of `plan` can be replanned: it runs on GPUs, whose rates are known, and its states can move between host and device.
 pub(crate) fn is_possible(plan: &Plan) -> bool {
     plan.machine.kind == DeviceKind::Gpu && plan.layout.away().is_offloaded()
 }

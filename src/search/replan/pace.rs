@@ -1,4 +1,4 @@
-//! How fast a run goes, as far as its plan assumes it: the rates that differ between hosts and hours, and how often gradients are clipped.
+//! Measured rates of a run, as far as its plan assumes them: those that vary between hosts and hours, and the fraction of clipped steps.
 
 use crate::engine::counters::Exposed;
 use crate::engine::executor::StepReport;
@@ -12,25 +12,25 @@ use std::collections::VecDeque;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Steps that are looked at together.
+/// Number of steps per measurement.
 pub(crate) const WINDOW: usize = 20;
-/// What lies within this of what was assumed is as assumed: a share of rates, and of steps that are clipped.
+/// Deviations below this fraction are ignored, for rates and for the fraction of clipped steps.
 const TOLERANCE: f64 = 0.1;
-/// Rates that are further from what was assumed are not believed.
+/// Maximum ratio of a measured rate to the assumed one. Larger ratios are clamped.
 const RATIO_MAX: f64 = 10.0;
-/// Clips that are rarer than one in so many steps are none.
+/// Clips that are rarer than one in this many steps are ignored.
 const CLIP_EVERY_MAX: f64 = 32.0;
 
-/// Steps as they were, or as a simulation has them.
+/// Rates of measured or simulated steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Pace {
-    /// Seconds of a mean step; of a run without the longest one, which something may have disturbed.
+    /// Mean seconds of a step. For a run the longest step is left out as a possible outlier.
     pub(crate) step_s: f64,
-    /// Bytes a second that the optimizer's pool reads and writes while it has a job; none where it never had one.
+    /// Bytes per second that the optimizer pool reads and writes while it has a job; `None` if it had none.
     pub(crate) adam_bytes_per_s: Option<f64>,
     /// Seconds of a step in which the device computes.
     pub(crate) device_s: f64,
-    /// Share of the steps that are clipped.
+    /// Fraction of clipped steps.
     pub(crate) clipped_share: f64,
 }
 
@@ -46,30 +46,30 @@ impl Pace {
         }
     }
 
-    /// How fast the optimizer is and how fast the device is, where `assumed` is 1. What was not seen is as assumed.
+    /// Rates of the optimizer and of the device relative to `assumed`. Without a measurement the ratio is 1.
     pub(super) fn relative_to(&self, assumed: &Self) -> [f64; 2] {
         let adam = self.adam_bytes_per_s.zip(assumed.adam_bytes_per_s).map_or(1.0, |(seen, assumed)| seen / assumed);
         [adam, assumed.device_s / self.device_s].map(|ratio| ratio.clamp(1.0 / RATIO_MAX, RATIO_MAX))
     }
 
-    /// Whether it has left what was `assumed`.
+    /// Whether these rates deviate from `assumed` by more than the tolerance.
     pub(crate) fn has_left(&self, assumed: &Self) -> bool {
         let is_other = |ratio: f64| (ratio - 1.0).abs() > TOLERANCE;
         self.relative_to(assumed).into_iter().any(is_other) || !self.is_clipped_as(assumed)
     }
 
-    /// Whether as many steps are clipped: only then times of different plans can be compared.
+    /// Whether the fractions of clipped steps agree. Otherwise step times of different plans are not comparable.
     pub(crate) fn is_clipped_as(&self, other: &Self) -> bool {
         (self.clipped_share - other.clipped_share).abs() <= TOLERANCE
     }
 
-    /// The rates of a machine on which steps go as these do, where by `rates` they would go as `assumed`.
+    /// Rates that turn the simulated `assumed` into these measurements: `rates` scaled by the measured ratios.
     pub(super) fn rates(&self, assumed: &Self, rates: &Rates) -> Rates {
         let [adam, device] = self.relative_to(assumed);
         rates.with_faster_host(adam).with_faster_device(device)
     }
 
-    /// Steps to simulate that are clipped about as often.
+    /// Steps for a simulation that clips about equally often.
     pub(super) fn steps(&self) -> Steps {
         let every = (1.0 / self.clipped_share).round();
         let (clip, timed) = if every > CLIP_EVERY_MAX {
@@ -78,12 +78,12 @@ impl Pace {
             let every = every.max(1.0) as u64;
             (NonZeroU64::new(every).map_or(Clip::Never, Clip::OneIn), every * 10u64.div_ceil(every))
         };
-        // A coordinator needs some verdicts to know how often gradients are clipped.
+        // A coordinator needs a few verdicts to estimate how often gradients are clipped.
         Steps { warmup: 6, timed, clip }
     }
 }
 
-/// One step.
+/// Measurements of one step.
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     adam_bytes: u64,
@@ -104,7 +104,7 @@ impl Default for RecentSteps {
 }
 
 impl RecentSteps {
-    /// Adds a step that took `time`. Of one that is skipped neither time nor verdict says anything.
+    /// Adds a step that took `time`. Skipped steps are ignored, because they have no usable time or verdict.
     pub(crate) fn add(&mut self, report: &StepReport, time: Duration) {
         if report.verdict == Verdict::SkipNonFinite {
             return;
@@ -127,7 +127,7 @@ impl RecentSteps {
         self.0.clear();
     }
 
-    /// How the steps went, once there are enough of them. Of times the median counts: one step that was disturbed says nothing.
+    /// Rates of the last steps, once there are enough. The device time is the median, so that one slow step does not matter.
     pub(crate) fn pace(&self) -> Option<Pace> {
         if self.0.len() < WINDOW {
             return None;
@@ -158,7 +158,7 @@ mod tests {
     use crate::ranks::RANKS_MAX;
     use crate::units::{ClipScale, Norm};
 
-    /// A step of 1 s in which the device is idle for a quarter, and the pool does 4 GB in 0.5 s.
+    /// A step of 1 s. The device is idle for a quarter of it, and the pool moves 4 GB in 0.5 s.
     fn step(verdict: Verdict) -> StepReport {
         let counters = Counters { adam_bytes: 4_000_000_000, adam_busy_ns: 500_000_000, ..Counters::default() };
         let exposed = Exposed { cpu_ns: 200_000_000, transfer_ns: 50_000_000, peer_ns: 0 };
@@ -186,7 +186,7 @@ mod tests {
         (0..5).for_each(|_| window.add(&step(clip), 9 * SECOND));
         (0..WINDOW - 3).for_each(|_| window.add(&step(Verdict::Commit), SECOND));
         window.add(&step(Verdict::SkipNonFinite), 100 * SECOND);
-        // The first two are forgotten, and three of all others took long.
+        // The window drops the first two steps, and three of the remaining ones are slow.
         window.add(&step(Verdict::Commit), SECOND);
         assert_eq!(window.pace(), Some(Pace { step_s: 27.0 / 19.0, ..PACE }));
         window.clear();

@@ -1,5 +1,5 @@
-//! Runs on a machine that is not as its profile says, on the simulated device: what they see, what they are answered, and whether the steps
-//! that follow are as fast as was said.
+//! Simulated runs on machines that deviate from their profile: the rates that they measure, the answers of the search, and whether the next
+//! steps are as fast as predicted.
 
 use super::pace::{Pace, RecentSteps, WINDOW};
 use super::{Change, Question};
@@ -30,7 +30,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// A run that is not here.
+/// A simulated run.
 #[derive(Clone)]
 pub(crate) struct SimulatedRun {
     pub(crate) settings: Settings,
@@ -44,19 +44,19 @@ impl SimulatedRun {
         let shape = presets::shape("model", Path::new("llama-8b")).unwrap().with_layers(12);
         let device = DeviceMemory::Own { bytes: 30 << 30, addressing: Addressing::Managed };
         let machine = Machine { host_bytes: 200 << 30, kind: DeviceKind::Gpu, device, ..Machine::cpu(16) };
-        // Where updates are written early, its pool is not in the way.
+        // With early commits the pool is not a bottleneck.
         let without = vec![Technique::EarlyCommit];
         Self { settings: Settings { per_device_train_batch_size: 4, seq_length: 4096, without, ..settings }, shape, machine }
     }
 
-    /// A model by name in so many GiB of an H200's memory, with the rates of its profile.
+    /// A model by name on an H200 limited to `gib` GiB, with the rates of its profile.
     pub(crate) fn on_h200(model: &str, gib: u64, settings: Settings) -> Self {
         let settings = Settings { hbm_limit: Some(Bytes(gib << 30)), seq_length: 4096, ..settings };
         let machine = Machine::of(&Profile::load("h200-pcie5").unwrap()).limited(&settings);
         Self { shape: presets::shape("model", Path::new(model)).unwrap(), machine, settings }
     }
 
-    /// One of which nothing was asked, and its plan, which is searched for once for all tests.
+    /// A run with default settings and its plan. The plan is searched once for all tests.
     pub(crate) fn plain() -> (Self, Plan) {
         static PLAIN: OnceLock<(SimulatedRun, Plan)> = OnceLock::new();
         let searched = || {
@@ -71,7 +71,7 @@ impl SimulatedRun {
         best_plan(&self.settings, &self.shape, &self.machine, false).unwrap()
     }
 
-    /// An engine whose machine has other rates than its plan says.
+    /// Starts an engine on a machine with other rates than in its plan.
     pub(crate) fn start(&self, plan: &Plan, rates: &Rates) -> Engine<SimDevice> {
         let (plan, dev, pool) = self.device(plan, rates);
         ready(Engine::new(plan, self.shape.clone(), dev, pool, Arc::new(Doorbell::default())).unwrap())
@@ -90,18 +90,18 @@ impl SimulatedRun {
     }
 }
 
-/// An engine with its weights.
+/// Sends the weights to the device of `engine`.
 fn ready(mut engine: Engine<SimDevice>) -> Engine<SimDevice> {
     engine.pretend_norm();
     engine.send_weights().unwrap();
     engine
 }
 
-/// How the next steps go.
+/// Rates of the next steps.
 fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> Pace {
     let (mut window, mut tokens) = (RecentSteps::default(), RandomTokens::new(0, engine.shape().vocab));
     let first = engine.train_step();
-    // The first ones are not as the others: what is deferred is not there yet.
+    // The first steps differ: there are no deferred updates yet.
     for step in first + 1..=first + 6 + WINDOW as u64 {
         engine.set_max_grad_norm(clip.max_grad_norm(step));
         let start_ns = engine.now_ns();
@@ -116,7 +116,7 @@ fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> Pace {
 
 const EVERY_TENTH: &str = "every-10";
 
-/// What becomes of a run that sees the machine as it is: its mean step before and after.
+/// Replans a run that measures `rates`. Returns its mean step before and after.
 fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> (f64, f64, Change) {
     let clip = clip.parse().unwrap();
     let mut engine = run.start(plan, rates);
@@ -130,7 +130,7 @@ fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> 
     assert!(!pace.has_left(&answer.assumed), "it would ask again: {pace:?} is not {:?}", answer.assumed);
     let said = [change.before_ms / 1e3 / before_s, change.after_ms / 1e3 / after_s];
     assert!(said.iter().all(|said| (0.95..1.05).contains(said)), "{change}, but it was {before_s:.3} -> {after_s:.3} s");
-    // Asked again it stays.
+    // A second search does not change the plan again.
     let again = run.question(engine.plan(), pace, Some(answer.assumed), 1000).answer().unwrap();
     assert!(again.change.is_none(), "{}, and then {}", change, again.change.unwrap());
     (before_s, after_s, change)
@@ -173,11 +173,11 @@ fn what_a_person_asked_for_stays() {
     assert!(change.is_none_or(|change| (change.plan.layout, change.plan.layer_policies) == (plan.layout, plan.layer_policies)));
 }
 
-/// Bytes that Adam reads and writes for a parameter where it commits one step and speculates on the next.
+/// Bytes per parameter that Adam reads and writes in a pass that commits one step and speculates on the next.
 const FUSED_BYTES: f64 = 30.0;
 
-/// With `SUPEROFFLOAD_SWEEP=all` in buckets of the usual size, and compared with the line that paper-figures/log/2026-11.md tells of;
-/// `SUPEROFFLOAD_SWEEP=all SUPEROFFLOAD_RECORD=1 cargo test --release --lib 4_gparam` writes it.
+/// `SUPEROFFLOAD_SWEEP=all` uses buckets of the usual size and compares with the recorded line described in paper-figures/log/2026-11.md.
+/// `SUPEROFFLOAD_SWEEP=all SUPEROFFLOAD_RECORD=1 cargo test --release --lib 4_gparam` writes the line.
 #[test]
 fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     let bucket_mib = sweep(Some(256.0), None);
