@@ -1,4 +1,4 @@
-//! Limits that control groups put on this process: its own group's and those of every group above it.
+//! Limits that control groups set for this process: those of its own group and of every group above it.
 
 use super::cpu_list::CpuList;
 use super::parse;
@@ -12,19 +12,19 @@ pub struct Limit<T> {
     pub file: PathBuf,
 }
 
-/// The tightest limits from the process's group up to the root; `None`: unlimited, or no control groups here.
+/// The tightest limits from the process's group up to the root. `None`: unlimited, or no control groups.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CgroupLimits {
-    /// CPU time in units of one CPU: 1.5 is one and a half.
+    /// CPU time in units of one CPU; 1.5 is one and a half CPUs.
     pub(crate) cpu_quota: Option<Limit<f64>>,
-    /// CPUs that may be used.
+    /// Permitted CPUs.
     pub cpus: Option<Limit<CpuList>>,
     /// Memory in bytes.
     pub(crate) memory_bytes: Option<Limit<u64>>,
 }
 
 impl CgroupLimits {
-    /// Reads the limits of the calling process in the tree at `root` (normally `/`); v1, v2 and both together.
+    /// Reads the limits of the calling process in the tree at `root` (normally `/`), for cgroups v1, v2 and both together.
     pub fn read(root: &Path) -> Self {
         let v2 = directories(root, None);
         let (cpu, memory, cpuset) = (directories(root, Some("cpu")), directories(root, Some("memory")), directories(root, Some("cpuset")));
@@ -34,7 +34,7 @@ impl CgroupLimits {
         Self {
             cpu_quota: quotas.min_by(|a, b| a.value.total_cmp(&b.value)),
             memory_bytes: memories.min_by_key(|limit| limit.value),
-            // The nearest group's effective set already lies within those above it.
+            // The effective set of the nearest group is a subset of those above it.
             cpus: cpus.next(),
         }
     }
@@ -44,7 +44,7 @@ fn cpus(text: &str) -> Option<CpuList> {
     CpuList::parse(text).filter(|cpus| !cpus.is_empty())
 }
 
-/// The limits that `file` sets in `directories`.
+/// The limits in `file` of each of `directories`.
 fn limits<T>(directories: &[PathBuf], file: &str, parse: impl Fn(&str) -> Option<T>) -> impl Iterator<Item = Limit<T>> {
     directories.iter().map(move |dir| dir.join(file)).filter_map(move |file| {
         let value = parse(&fs::read_to_string(&file).ok()?)?;
@@ -52,7 +52,7 @@ fn limits<T>(directories: &[PathBuf], file: &str, parse: impl Fn(&str) -> Option
     })
 }
 
-/// v1 splits a quota over two files.
+/// CPU quotas of v1, which splits a quota over two files.
 fn limits_v1_quota(directories: &[PathBuf]) -> impl Iterator<Item = Limit<f64>> {
     directories.iter().filter_map(|dir| {
         let period = fs::read_to_string(dir.join("cpu.cfs_period_us")).ok()?;
@@ -62,7 +62,7 @@ fn limits_v1_quota(directories: &[PathBuf]) -> impl Iterator<Item = Limit<f64>> 
     })
 }
 
-/// Directories from the process's own group up to the mount point: of v1's `controller`, or of v2. Empty if not mounted.
+/// Directories from the process's own group up to the mount point, of v1's `controller` or of v2. Empty if it is not mounted.
 fn directories(root: &Path, controller: Option<&str>) -> Vec<PathBuf> {
     let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
     let (mounts, groups) = (read("proc/self/mountinfo"), read("proc/self/cgroup"));
@@ -72,7 +72,7 @@ fn directories(root: &Path, controller: Option<&str>) -> Vec<PathBuf> {
     relative(group, mount_root).ancestors().map(|path| top.join(path)).collect()
 }
 
-/// Root and mount point of the hierarchy that a line of `mountinfo` mounts, if it is the one looked for.
+/// Root and mount point in a line of `mountinfo`, if the line mounts the wanted hierarchy.
 fn mount<'a>(line: &'a str, controller: Option<&str>) -> Option<(&'a str, &'a str)> {
     let (front, back) = line.split_once(" - ")?;
     let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
@@ -84,7 +84,7 @@ fn mount<'a>(line: &'a str, controller: Option<&str>) -> Option<(&'a str, &'a st
     wanted.then_some((front.next()?, front.next()?))
 }
 
-/// The path in a line of `/proc/self/cgroup`, `4:memory:/path` or v2's `0::/path`, if it is the hierarchy looked for.
+/// The path in a line of `/proc/self/cgroup`, `4:memory:/path` or v2's `0::/path`, if the line is of the wanted hierarchy.
 fn group<'a>(line: &'a str, controller: Option<&str>) -> Option<&'a str> {
     let mut fields = line.splitn(3, ':');
     let (id, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
@@ -95,7 +95,7 @@ fn group<'a>(line: &'a str, controller: Option<&str>) -> Option<&'a str> {
     wanted.then_some(path)
 }
 
-/// `group` below the mount; the mount point itself if the group lies outside what a container sees.
+/// `group` relative to the mount; the mount point itself if the group is outside the container's view.
 fn relative<'a>(group: &'a str, mount_root: &str) -> &'a Path {
     let inside = Path::new(group).strip_prefix(mount_root).unwrap_or(Path::new(""));
     if inside.components().all(|part| matches!(part, Component::Normal(_))) { inside } else { Path::new("") }

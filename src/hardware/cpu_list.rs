@@ -1,17 +1,17 @@
-//! Sets of CPUs in the kernel's notation: `0-3,8`. The crate `resctrl` reads it on its own, with other needs: it stands alone, and
-//! this one needs it for `mpam` only.
+//! Sets of CPUs in the kernel's notation: `0-3,8`. The crate `resctrl` has its own parser, because it does not depend on this crate, which
+//! uses `resctrl` for `mpam` only.
 
 use std::fmt;
 
-/// No kernel numbers its CPUs this high; a larger number in a file is damage, not a machine.
+/// Upper bound of CPU numbers. No kernel uses larger ones, so a larger number in a file is an error.
 const CPU_MAX: usize = 1 << 16;
 
-/// Logical CPUs, ascending, each once.
+/// Logical CPUs, ascending and without duplicates.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CpuList(Vec<usize>);
 
 impl CpuList {
-    /// Reads `0-3,8`; the empty text is the empty set. `None` if it is anything else.
+    /// Parses `0-3,8`. The empty text is the empty set. `None` if the text is invalid.
     pub fn parse(text: &str) -> Option<Self> {
         let parts = text.trim().split(',').filter(|_| !text.trim().is_empty());
         let ranges: Option<Vec<_>> = parts.map(range).collect();
@@ -37,23 +37,23 @@ impl CpuList {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Those that `other` has, too.
+    /// The CPUs that are also in `other`.
     pub(crate) fn intersection(&self, other: &Self) -> Self {
         Self(self.iter().filter(|&cpu| other.contains(cpu)).collect())
     }
 
-    /// Whether `cpu` is among them.
+    /// Whether `cpu` is in the set.
     pub fn contains(&self, cpu: usize) -> bool {
         self.0.binary_search(&cpu).is_ok()
     }
 }
 
-/// `0-3` or `8`.
+/// Parses `0-3` or `8`.
 fn range(part: &str) -> Option<std::ops::RangeInclusive<usize>> {
     let (first, last) = part.split_once('-').unwrap_or((part, part));
     let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);

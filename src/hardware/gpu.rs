@@ -1,4 +1,4 @@
-//! The NVIDIA GPU as its management library sees it: facts once, and samples while something runs.
+//! The NVIDIA GPU according to the management library (NVML): facts, and samples during a run.
 
 #[cfg_attr(not(feature = "cuda"), path = "gpu/absent.rs")]
 mod nvml;
@@ -19,31 +19,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time between samples; taking one takes some 40 ms more.
+/// Time between two samples. Taking a sample adds about 40 ms.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 impl GpuFacts {
-    /// Asks about the GPU that CUDA shows first.
+    /// Reads the facts of the first GPU that is visible to CUDA.
     ///
     /// # Errors
-    /// `Unsupported` in a build without the CUDA device, `Resource` when there is no management library or no GPU.
+    /// `Unsupported` in a build without the CUDA device, `Resource` if there is no management library or no GPU.
     pub fn read() -> Result<Self> {
         VisibleGpu::open().map(|gpu| gpu.facts())
     }
 }
 
-/// What connects each two of `gpus`: their numbers in the list, and the link.
+/// The link between each pair of `gpus`, with their indices in the list.
 ///
 /// # Errors
-/// Those of [`GpuFacts::read`].
+/// Errors of [`GpuFacts::read`].
 pub(crate) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
     nvml::links(gpus)
 }
 
-/// What the GPU did while it was watched; gigabytes are 10^9 bytes.
+/// Summary of the samples of a GPU. Gigabytes are 10^9 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub(crate) struct GpuSamples {
-    /// Looks taken.
+    /// Number of samples.
     pub samples: usize,
     /// Mean power.
     pub(crate) power_w: Option<f64>,
@@ -51,11 +51,11 @@ pub(crate) struct GpuSamples {
     pub(crate) sm_clock_mhz: Option<f64>,
     /// Lowest clock of the multiprocessors.
     pub(crate) sm_clock_min_mhz: Option<f64>,
-    /// Mean rate of the PCIe link out of the GPU, by its own counters, protocol included.
+    /// Mean rate of PCIe transfers out of the GPU, by its own counters, including the protocol.
     pub(crate) pcie_d2h_gb_per_s: Option<f64>,
-    /// Into it.
+    /// Mean rate of PCIe transfers into the GPU.
     pub(crate) pcie_h2d_gb_per_s: Option<f64>,
-    /// Most memory in use, by all processes.
+    /// Maximum memory in use by all processes.
     pub(crate) memory_used_bytes: Option<u64>,
 }
 
@@ -77,17 +77,17 @@ impl From<&[Sample]> for GpuSamples {
     }
 }
 
-/// A thread that looks at the GPU several times a second.
+/// A thread that samples the GPU several times a second.
 pub(crate) struct Sampler {
     stopping: Arc<AtomicBool>,
     thread: JoinHandle<Vec<Sample>>,
 }
 
 impl Sampler {
-    /// Starts to watch the GPU that CUDA shows first.
+    /// Starts to sample the first GPU that is visible to CUDA.
     ///
     /// # Errors
-    /// Those of [`GpuFacts::read`]; `Resource` when the thread cannot start.
+    /// Errors of [`GpuFacts::read`]; `Resource` if the thread cannot start.
     pub(crate) fn start() -> Result<Self> {
         let gpu = VisibleGpu::open()?;
         let stopping = Arc::new(AtomicBool::new(false));
@@ -97,10 +97,10 @@ impl Sampler {
         Ok(Self { stopping, thread: thread.map_err(|e| Error::resource("start the GPU's sampler", e))? })
     }
 
-    /// Stops, and says what was seen.
+    /// Stops the thread and returns a summary of its samples.
     ///
     /// # Errors
-    /// `Resource` when the thread panicked.
+    /// `Resource` if the thread panicked.
     pub(crate) fn stop(self) -> Result<GpuSamples> {
         self.stopping.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();

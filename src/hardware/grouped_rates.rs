@@ -1,38 +1,40 @@
-//! Who multiplies by experts on a device, and how fast each of them does.
+//! Implementations of expert products on a device, and their rates.
 
 use super::profile::{CpuDevice, Gpu};
 use super::sourced::{Curve, Points};
 use clap::ValueEnum;
 
-/// Who computes products of experts on a GPU.
+/// The implementation of expert products on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExpertProducts {
     /// The engine's own kernels.
     Own,
-    /// cuBLASLt's grouped layouts, from 13.8 on.
+    /// cuBLASLt's grouped layouts, from version 13.8 on.
     Cublaslt,
 }
 
-/// Share of a GPU's single products that own kernels are taken to reach until a profile says it. Assumed: on an H200, whose kernels are Hopper's
-/// own, it is 0.74 where experts have a thousand rows; the portable kernels are slower beside a library that has those instructions.
+/// Assumed rate of the program's own kernels relative to single products, for profiles without a measurement. On an H200, which has kernels
+/// made for Hopper, the ratio is 0.74 with a thousand rows per expert. The portable kernels are slower relative to a library that uses
+/// Hopper's instructions.
 const OWN_SHARE: f64 = 0.55;
-/// The same of cuBLASLt's grouped layouts: on an H200 0.96 and more at the shapes of three models (`paper-figures/results/h200-grouped.jsonl`).
+/// Assumed rate of cuBLASLt's grouped layouts relative to single products. On an H200 the ratio is at least 0.96 for the shapes of three
+/// models (`paper-figures/results/h200-grouped.jsonl`).
 const CUBLASLT_SHARE: f64 = 0.9;
-/// On CPUs they are single products, one after the other.
+/// On CPUs expert products are consecutive single products.
 const SHARE_OF_CPUS: f64 = 1.0;
 
-/// How fast one of them is.
+/// The rate of one implementation.
 #[derive(Clone, Debug, PartialEq)]
 enum GroupedRate {
-    /// FLOPs a second by the mean rows of an expert.
+    /// FLOP/s by the mean number of rows of an expert.
     Measured(Points),
-    /// A share of what single products of an expert's size get.
+    /// A fraction of the rate of single products with an expert's size.
     Assumed(f64),
 }
 
 impl GroupedRate {
-    /// What was measured, else the share that is assumed.
+    /// The measured rate if there is one, else the assumed fraction.
     fn new(measured: Option<&Curve>, assumed: f64) -> Self {
         measured.map_or(Self::Assumed(assumed), |curve| Self::Measured(curve.value.clone()))
     }
@@ -45,7 +47,7 @@ impl GroupedRate {
     }
 }
 
-/// All rates, and who does it.
+/// The rates of all implementations, and the chosen one.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct GroupedRates {
     own: GroupedRate,
@@ -65,19 +67,19 @@ impl GroupedRates {
         Self { cublaslt: own.clone(), own, by: ExpertProducts::Own }
     }
 
-    /// As fast as single products.
+    /// Rates equal to those of single products.
     #[cfg(test)]
     pub(super) fn whole() -> Self {
         let [own, cublaslt] = [GroupedRate::Assumed(1.0), GroupedRate::Assumed(1.0)];
         Self { own, cublaslt, by: ExpertProducts::Own }
     }
 
-    /// The same where another multiplies.
+    /// These rates with another chosen implementation.
     pub(super) fn by(self, by: ExpertProducts) -> Self {
         Self { by, ..self }
     }
 
-    /// Of a device that computes `factor` times as fast.
+    /// Rates of a device that computes `factor` times as fast.
     pub(super) fn faster(&self, factor: f64) -> Self {
         Self { own: self.own.faster(factor), cublaslt: self.cublaslt.faster(factor), by: self.by }
     }
@@ -89,7 +91,7 @@ impl GroupedRates {
         }
     }
 
-    /// FLOPs a second where experts have `rows` each on average; `single` is what a single product of an expert gets.
+    /// FLOP/s with `rows` mean rows per expert. `single` is the rate of a single product of an expert.
     pub(super) fn flops(&self, rows: usize, single: f64) -> f64 {
         match self.chosen() {
             GroupedRate::Measured(by_rows) => by_rows.at(rows as f64),
@@ -97,7 +99,7 @@ impl GroupedRates {
         }
     }
 
-    /// The share of single products' rate that is assumed, where nobody measured it.
+    /// The assumed fraction of the rate of single products; `None` if the rate was measured.
     pub(super) fn assumed_share(&self) -> Option<f64> {
         match self.chosen() {
             GroupedRate::Measured(_) => None,
@@ -114,7 +116,7 @@ mod tests {
     use crate::hardware::sourced::{Curve, Points};
     use std::path::Path;
 
-    /// The assumed machine's rates where its GPU's profile says `own` and `cublaslt`, after a way through a file.
+    /// The assumed machine's rates with `own` and `cublaslt` in its GPU's profile, after a round trip through a file.
     fn rates(own: Option<Points>, cublaslt: Option<Points>) -> Rates {
         let mut profile = Profile::load(ASSUMED).unwrap();
         let curve = |value| Curve { value, source: String::new(), spread: None, others: Vec::new() };

@@ -1,4 +1,4 @@
-//! CPUs that a run may use against those of the machine: nothing is slow in silence.
+//! Checks of the usable CPUs and of resource limits, so that no run is slow or killed without an explanation.
 
 use super::topology::{Topology, UsableCpus};
 use crate::error::{Error, Result};
@@ -6,21 +6,21 @@ use crate::units::Bytes;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use std::fmt::Display;
 
-/// A GPU's optimizer on less than this part of the machine's CPUs is refused unless the number of threads was said. A GPU of eight
-/// with its share of the CPUs is far from it.
+/// The optimizer of a GPU is rejected on less than this part of the machine's CPUs, unless the user set the number of threads. A GPU of
+/// eight with its share of the CPUs is far above this limit.
 const PART_REFUSED: usize = 16;
 
-/// Less than this part is worth a warning.
+/// Below this part of the CPUs there is a warning.
 const PART_WARNED: usize = 2;
 
-/// Address space and data that the program takes before it knows what it is asked for: its code, threads' stacks, the allocator's arenas.
+/// Address space and data that the program needs before it parses its options: code, thread stacks, the allocator's arenas.
 const ADDRESS_BYTES_MIN: u64 = 64 << 20;
 const DATA_BYTES_MIN: u64 = 32 << 20;
 
-/// Refuses to start under limits of memory (`ulimit -v`, `-d`) in which an allocation would soon end the process without a word.
+/// Rejects memory limits (`ulimit -v`, `-d`) under which an allocation would soon abort the process without an error message.
 ///
 /// # Errors
-/// `Resource` with the limit, its value and what to allow.
+/// `Resource` with the limit, its value and the required value.
 pub(crate) fn check_memory_limits() -> Result<()> {
     for (limit, flag, least) in [(Resource::RLIMIT_AS, "-v", ADDRESS_BYTES_MIN), (Resource::RLIMIT_DATA, "-d", DATA_BYTES_MIN)] {
         if let Ok((soft, _hard)) = getrlimit(limit)
@@ -34,10 +34,10 @@ pub(crate) fn check_memory_limits() -> Result<()> {
     Ok(())
 }
 
-/// Refuses files of `bytes` for `what` under a limit of file size (`ulimit -f`) that is smaller.
+/// Checks that the limit of file sizes (`ulimit -f`) permits files of `bytes` bytes for `what`.
 ///
 /// # Errors
-/// `Resource` with the limit, both sizes and what to allow.
+/// `Resource` with the limit, both sizes and the required value.
 pub(crate) fn check_file_size(what: impl Display, bytes: u64) -> Result<()> {
     match getrlimit(Resource::RLIMIT_FSIZE) {
         Ok((soft, _hard)) if soft < bytes => {
@@ -54,7 +54,7 @@ pub(crate) fn has_address_limit() -> bool {
     getrlimit(Resource::RLIMIT_AS).is_ok_and(|(soft, _hard)| soft != RLIM_INFINITY)
 }
 
-/// Why not every CPU of the machine can be used, and what would change that: a line a limit.
+/// Reasons why the process cannot use every CPU of the machine, each with a remedy.
 pub(crate) fn reasons(topology: &Topology) -> Vec<String> {
     let Some(usable) = topology.usable_cpus() else { return Vec::new() };
     [quota(topology, &usable), mask(topology, &usable)].into_iter().flatten().collect()
@@ -76,12 +76,12 @@ fn mask(topology: &Topology, usable: &UsableCpus) -> Option<String> {
     (cpus < usable.online).then(|| format!("only {cpus} of {} CPUs are allowed ({}): {cause}", usable.online, usable.affinity))
 }
 
-/// Compares the threads that were `asked` for, if any, with the CPUs that there are; a line for people when the automatic
-/// choice is a small part of the machine. `on_gpu`: the optimizer is in the way of a GPU.
+/// Checks the requested number of threads, if any, against the usable CPUs. Returns a warning if the automatic choice is a small part of
+/// the machine. With `on_gpu` a GPU waits for the optimizer.
 ///
 /// # Errors
-/// `Usage` when more were asked for than can run; `Resource` when the automatic choice would be many times slower than the
-/// machine, and a GPU waits for it.
+/// `Usage` if more threads are requested than can run; `Resource` if the automatic choice would be many times slower than the machine while
+/// a GPU waits for it.
 pub(crate) fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
     let Some(usable) = topology.usable_cpus() else { return Ok(None) };
     let (count, online, reasons) = (usable.count(), usable.online, reasons(topology).join("; "));

@@ -1,4 +1,4 @@
-//! What this machine is: facts from `/proc` and `/sys`, and the report that a person reads.
+//! Description of the machine: facts from `/proc` and `/sys`, hardware profiles and rates.
 
 pub(crate) mod cgroup;
 pub(crate) mod cpu_list;

@@ -1,6 +1,6 @@
-//! The small notations of `/proc` and `/sys`. `None` wherever a file is not what it should be.
+//! Parsers for the notations of `/proc` and `/sys`. They return `None` for malformed text.
 
-/// Bytes of `32768K`, `1M`, `512`.
+/// Parses a size in bytes: `32768K`, `1M`, `512`.
 pub(crate) fn size_bytes(text: &str) -> Option<u64> {
     let text = text.trim();
     let (number, shift) = match text.as_bytes().last()? {
@@ -12,7 +12,7 @@ pub(crate) fn size_bytes(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// The first number after `key:`, as in `MemTotal: 24684092 kB` or `Node 0 MemTotal: 1024 kB`, in bytes.
+/// Parses the number after `key:` in bytes, as in `MemTotal: 24684092 kB` or `Node 0 MemTotal: 1024 kB`.
 pub(crate) fn meminfo_bytes(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
@@ -32,29 +32,29 @@ pub(crate) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     })
 }
 
-/// CPUs' worth of time in cgroup v2's `cpu.max`: `150000 100000` is 1.5, `max 100000` is no limit.
+/// Parses cgroup v2's `cpu.max` in units of one CPU: `150000 100000` is 1.5, `max 100000` is unlimited.
 pub(crate) fn cpu_max(text: &str) -> Option<f64> {
     let (quota, period) = text.trim().split_once(' ')?;
     quota_cpus(quota, period)
 }
 
-/// CPUs' worth of time from microseconds of quota and period; cgroup v1 writes -1 for no limit.
+/// CPU time in units of one CPU, from a quota and a period in microseconds. cgroup v1 writes -1 for unlimited.
 pub(crate) fn quota_cpus(quota: &str, period: &str) -> Option<f64> {
     let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
     (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
 }
 
-/// A memory limit in bytes. No limit is `max` in cgroup v2 and nearly `i64::MAX` in v1.
+/// Parses a memory limit in bytes. Unlimited is `max` in cgroup v2 and nearly `i64::MAX` in v1.
 pub(crate) fn memory_max(text: &str) -> Option<u64> {
     text.trim().parse().ok().filter(|&bytes| bytes < i64::MAX as u64 / 2)
 }
 
-/// The choice in brackets: `madvise` of `always [madvise] never`.
+/// Parses the choice in brackets: `madvise` of `always [madvise] never`.
 pub(crate) fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(choice, _)| choice)
 }
 
-/// The value of `tag` in the kernel's auxiliary vector: pairs of native words.
+/// The value of `tag` in the kernel's auxiliary vector, which consists of pairs of native words.
 pub(crate) fn auxv(bytes: &[u8], tag: usize) -> Option<usize> {
     const WORD: usize = size_of::<usize>();
     let word = |bytes: &[u8]| bytes.try_into().map(usize::from_ne_bytes).ok();
@@ -62,7 +62,7 @@ pub(crate) fn auxv(bytes: &[u8], tag: usize) -> Option<usize> {
     pairs.into_iter().find(|pair| pair.0 == Some(tag))?.1
 }
 
-/// The first token that looks like a version: `570.124.06` in the NVIDIA driver's own words.
+/// The first token that looks like a version: `570.124.06` in the text of the NVIDIA driver.
 pub(crate) fn version(text: &str) -> Option<&str> {
     let is_version =
         |token: &&str| token.contains('.') && token.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()));

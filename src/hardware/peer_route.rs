@@ -1,22 +1,22 @@
-//! What lies on the way of copies between GPUs of a machine.
+//! Routes of copies between GPUs of a machine.
 
 use std::fmt;
 
-/// What a copy out of another GPU's memory passes; the later, the slower.
+/// Route of a copy from another GPU's memory, the fastest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PeerRoute {
-    /// Links that nothing else passes, as NVLink is.
+    /// Links that carry no other traffic, such as NVLink.
     #[default]
     Own,
-    /// The links of both GPUs to the host, from one straight to the other.
+    /// The links of both GPUs to the host, directly from one to the other.
     Links,
-    /// Host memory, where there is no direct access: out over one link, then in over the other.
+    /// Host memory, without direct access: out over one link, then in over the other.
     Host,
 }
 
 impl PeerRoute {
-    /// As profiles write it.
+    /// The name in profiles.
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Own => "own",

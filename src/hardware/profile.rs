@@ -1,7 +1,7 @@
-//! A machine as numbers: what `probe` writes, the planner predicts from, and the simulated device obeys.
+//! Hardware profiles: a machine as numbers, which `probe` measures and the planner and the simulated device use.
 //!
-//! A profile is a TOML file of version [`VERSION`]; those of some machines ship with the program. Rates hold alone, with nothing
-//! else running; [`Contention`] says what is left of them when others run beside. Every number names its source.
+//! A profile is a TOML file of version [`VERSION`]. The program ships with profiles of some machines. Rates are measured with nothing else
+//! running; [`Contention`] has the fractions that remain under concurrent load. Every number has a source.
 
 mod table;
 
@@ -14,10 +14,10 @@ use serde::Deserialize;
 use std::fmt;
 use std::path::Path;
 
-/// No profile is larger.
+/// Maximum size of a profile in bytes.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// The one that is assumed where nobody says better: a GPU with PCIe 5, measured.
+/// The default profile for unknown machines: a GPU with PCIe 5, measured.
 pub(crate) const ASSUMED: &str = "h200-pcie5";
 
 /// The profiles that ship with the program.
@@ -41,10 +41,10 @@ const SHIPPED: [(&str, &str); 17] = [
     ("gh200-x4", include_str!("profiles/gh200-x4.toml")),
 ];
 
-/// The form of the files that this program reads and writes.
+/// Version of the file format that this program reads and writes.
 pub(crate) const VERSION: u32 = 1;
-/// On quiet hosts of four H200s samples lay within 14 % (managed memory's pages within 24 %), on busy ones the optimizer's within 23 and 35 %,
-/// and plans were 13 to 25 % off: docs/performance.md.
+/// Maximum spread of samples without a warning. On quiet hosts of four H200 the spread was at most 14 % (24 % for pages of managed memory).
+/// On busy hosts the optimizer's samples spread by 23 and 35 %, and plans were 13 to 25 % off: docs/performance.md.
 const STEADY: f64 = 0.2;
 
 /// A machine: its host, and one of its GPUs.
@@ -53,43 +53,43 @@ const STEADY: f64 = 0.2;
 pub struct Profile {
     /// [`VERSION`].
     pub version: u32,
-    /// What it is asked for by.
+    /// Name by which the profile is selected.
     pub name: String,
-    /// What it is, for people.
+    /// Description of the machine.
     pub machine: String,
-    /// Day on which the numbers were put together: `2026-11-21`.
+    /// Date of the numbers: `2026-11-21`.
     pub(crate) date: String,
-    /// Other facts, for people: kernel, driver, the program that measured.
+    /// Further facts for the reader: kernel, driver, version of the measuring program.
     #[serde(default)]
     pub facts: Vec<String>,
     /// The GPU, if there is one.
     pub gpu: Option<Gpu>,
-    /// What joins GPU and host; nothing does where they share memory.
+    /// The link between GPU and host; `None` if they share memory.
     pub link: Option<Link>,
     /// CPUs and their memory.
     pub host: Host,
-    /// CPUs that compute, where there is no GPU.
+    /// Rates of the CPUs as a device, if there is no GPU.
     pub cpu_device: Option<CpuDevice>,
-    /// What happens to rates where a link is busy.
+    /// Rates under concurrent load.
     pub contention: Option<Contention>,
-    /// What several of its GPUs do together; absent where it has one, or nobody measured.
+    /// Rates of several GPUs that work together; `None` with one GPU or without a measurement.
     pub together: Option<Together>,
-    /// What joins several such machines; absent where nobody says.
+    /// Network between several such machines; `None` if unknown.
     pub network: Option<Network>,
 }
 
-/// A value of a section.
+/// A field of a section.
 trait Field {
-    /// What makes no sense about it.
+    /// The error in the value, if any.
     fn nonsense(&self) -> Option<String>;
 
-    /// As TOML writes it; nothing when there is nothing to write.
+    /// The value in TOML; `None` if there is nothing to write.
     fn toml(&self) -> Option<String>;
 
-    /// Rows of a table for people, about the field `name`.
+    /// Table rows for the field `name`.
     fn rows(&self, name: &str) -> Vec<table::Row>;
 
-    /// How far its samples lie from it, where it was sampled.
+    /// Spread of the samples, if the value was sampled.
     fn spread(&self) -> Option<f64> {
         None
     }
@@ -185,7 +185,7 @@ macro_rules! section {
         }
 
         impl $name {
-            /// Names and values, in the order in which they are written.
+            /// Names and values, in the order of the file.
             fn fields(&self) -> Fields<'_> {
                 vec![$((stringify!($field), &self.$field)),*]
             }
@@ -196,36 +196,36 @@ macro_rules! section {
 section! {
     /// A GPU. Its rates are those of a training step, under its power limit.
     Gpu {
-        /// What its kernels reach of the host's memory.
+        /// GPU access to host memory.
         addressing: Addressing,
-        /// GPU and CPUs have one memory: no states move, and the bytes of both sections are the same ones.
+        /// GPU and CPUs share one memory: no states move, and both sections describe the same bytes.
         #[serde(default)]
         shares_host_memory: bool,
         /// Free memory.
         memory_bytes: Number,
-        /// Bytes a second, read and written, of pointwise kernels.
+        /// Bytes per second that pointwise kernels read and write.
         memory_bytes_per_s: Number,
-        /// FLOPs a second of large 16-bit matrix products for as long as one likes.
+        /// Sustained FLOP/s of large 16-bit matrix products.
         matmul_flops: Number,
-        /// The same for the first tenths of a second after a rest.
+        /// FLOP/s of such products in the first tenths of a second after a rest.
         matmul_burst_flops: Number,
-        /// The share of [`Gpu::matmul_flops`] that a product gets whose smallest dimension is so many elements.
+        /// Fraction of [`Gpu::matmul_flops`] that a product reaches, by its smallest dimension.
         matmul_share_by_least_dim: Curve,
-        /// FLOPs a second of large products in FP8 with a scale for each matrix, for as long as one likes; absent: a multiple of
-        /// [`Gpu::matmul_flops`] is assumed.
+        /// Sustained FLOP/s of large FP8 products with a scale for each matrix. If absent, a multiple of [`Gpu::matmul_flops`] is assumed.
         fp8_matmul_flops: Option<Number>,
-        /// FLOPs a second of products of experts by own kernels, by the mean rows of an expert; absent: a share of single products is assumed.
+        /// FLOP/s of expert products by this program's kernels, by the mean rows of an expert. If absent, a fraction of single products is
+        /// assumed.
         grouped_flops_by_rows: Option<Curve>,
-        /// The same where cuBLASLt's grouped layouts compute them.
+        /// FLOP/s of expert products by cuBLASLt's grouped layouts, by the mean rows of an expert.
         cublaslt_grouped_flops_by_rows: Option<Curve>,
-        /// FLOPs a second of causal attention's forward pass, counted as [`crate::model::flops::FLOPS_FORMULA`] does:
-        /// `2 heads head_dim S T`, half of the full matrix.
+        /// FLOP/s of causal attention's forward pass, counted as in [`crate::model::flops::FLOPS_FORMULA`]: `2 heads head_dim S T`, half of
+        /// the full matrix.
         attention_forward_flops: Number,
-        /// The same of its deterministic backward pass, counted as twice the forward pass, though the scores are computed again.
+        /// FLOP/s of its deterministic backward pass, counted as twice the forward pass, although the scores are recomputed.
         attention_backward_flops: Number,
         /// Seconds of the driver's thread to enqueue a kernel.
         launch_s: Number,
-        /// Seconds that the smallest kernel takes on the device, from the end of the one before it.
+        /// Device seconds of the smallest kernel, from the end of the previous one.
         kernel_s: Number,
     }
 }
@@ -233,19 +233,19 @@ section! {
 section! {
     /// Copies between pinned host memory and the GPU.
     Link {
-        /// Bytes a second from the GPU to the host: large copies, nothing the other way.
+        /// Bytes per second from the GPU to the host, for large copies with no copies in the other direction.
         to_host_bytes_per_s: Number,
-        /// The same from the host to the GPU.
+        /// Bytes per second from the host to the GPU, for large copies with no copies in the other direction.
         to_device_bytes_per_s: Number,
-        /// Bytes a second each way while both ways are busy.
+        /// Bytes per second in each direction while both are busy.
         both_ways_bytes_per_s: Number,
-        /// Share of its rate that a copy of so many bytes to the host gets, all it waits for included.
+        /// Fraction of its rate that a copy to the host reaches, by its bytes and including all waits.
         to_host_share_by_bytes: Curve,
-        /// The same to the GPU.
+        /// Fraction of its rate that a copy to the GPU reaches, by its bytes and including all waits.
         to_device_share_by_bytes: Curve,
-        /// Seconds that the smallest copy takes.
+        /// Seconds of the smallest copy.
         latency_s: Number,
-        /// Bytes a second each way while pages of managed memory come and go; absent where none do.
+        /// Bytes per second in each direction while pages of managed memory migrate; absent if none do.
         managed_bytes_per_s: Option<Number>,
     }
 }
@@ -257,30 +257,30 @@ section! {
         cpus: Number,
         /// Free memory.
         memory_bytes: Number,
-        /// Bytes read and written a second, triad, all CPUs.
+        /// Bytes per second that a triad on all CPUs reads and writes.
         memory_bytes_per_s: Number,
-        /// Bytes that the optimizer's passes read and write a second, by threads. A parameter with 16-bit gradient and weight is 28
-        /// bytes to step, and 30 to commit and speculate on.
+        /// Bytes per second that the optimizer's passes read and write, by threads. For a parameter with 16-bit gradient and weight, a step
+        /// moves 28 bytes, and a commit with speculation 30 bytes.
         adam_bytes_per_s_by_threads: Curve,
-        /// The same of the scalar optimizer; absent: as fast.
+        /// Bytes per second of the scalar optimizer, by threads. If absent, it is as fast as the vector one.
         adam_scalar_bytes_per_s_by_threads: Option<Curve>,
-        /// Bytes that casts between fp32 and bf16 read and write a second, by threads.
+        /// Bytes per second that casts between fp32 and bf16 read and write, by threads.
         cast_bytes_per_s_by_threads: Curve,
-        /// Seconds until workers that wait begin a new job.
+        /// Seconds until waiting workers begin a new job.
         wake_up_s: Number,
     }
 }
 
 section! {
-    /// The CPUs as a device: what they compute where there is no GPU, on all of them, in bf16.
+    /// The CPUs as a device, if there is no GPU: rates of all CPUs in bf16.
     CpuDevice {
-        /// Bytes a second, read and written, of pointwise kernels.
+        /// Bytes per second that pointwise kernels read and write.
         memory_bytes_per_s: Number,
-        /// FLOPs a second of large matrix products.
+        /// FLOP/s of large matrix products.
         matmul_flops: Number,
         /// As [`Gpu::matmul_share_by_least_dim`].
         matmul_share_by_least_dim: Curve,
-        /// As [`Gpu::grouped_flops_by_rows`]; absent: as single products.
+        /// As [`Gpu::grouped_flops_by_rows`]. If absent, the rate of single products.
         grouped_flops_by_rows: Option<Curve>,
         /// As [`Gpu::attention_forward_flops`].
         attention_forward_flops: Number,
@@ -288,35 +288,35 @@ section! {
         attention_backward_flops: Number,
         /// Seconds of the driver's thread to enqueue a kernel.
         launch_s: Number,
-        /// Seconds that the smallest kernel takes, from the end of the one before it.
+        /// Seconds of the smallest kernel, from the end of the previous one.
         kernel_s: Number,
-        /// The share of their rate that products keep while the optimizer runs on all its threads, on the same cores; absent: half.
+        /// Fraction of their rate that products keep while the optimizer runs with all threads on the same cores; half if absent.
         matmul_under_adam: Option<Number>,
-        /// The share of its rate that the optimizer keeps beside products; absent: half.
+        /// Fraction of its rate that the optimizer keeps during products; half if absent.
         adam_under_matmul: Option<Number>,
     }
 }
 
 section! {
-    /// The share that is left of a rate, above 0 and at most 1, while something else runs beside.
+    /// Fraction of a rate that remains under concurrent load, above 0 and at most 1.
     Contention {
-        /// Matrix products, while copies go both ways.
+        /// Matrix products during copies in both directions.
         matmul_under_copies: Number,
-        /// Copies, each way, while the optimizer runs on all its threads.
+        /// Copies in each direction while the optimizer runs with all its threads.
         copies_under_adam: Number,
-        /// The optimizer, while copies run.
+        /// The optimizer during copies.
         adam_under_copies: Number,
     }
 }
 
 section! {
-    /// Several GPUs of one machine that train together, all of them busy. Rates are those of each, unless a name says otherwise.
+    /// Several GPUs of one machine that train together, all of them busy. Rates are per GPU, unless a name says otherwise.
     Together {
-        /// GPUs of the machine.
+        /// Number of GPUs of the machine.
         gpus: Number,
-        /// Bytes a second that a GPU's copy engines pull out of other GPUs' memory, while all pull.
+        /// Bytes per second that a GPU's copy engines pull from the memory of other GPUs, while all GPUs pull.
         peer_bytes_per_s: Number,
-        /// What these copies pass.
+        /// Route of these copies.
         #[serde(default)]
         peer_route: PeerRoute,
         /// As [`Link::to_host_bytes_per_s`], on every link at once.
@@ -325,28 +325,28 @@ section! {
         to_device_bytes_per_s: Number,
         /// As [`Link::both_ways_bytes_per_s`], on every link at once.
         both_ways_bytes_per_s: Number,
-        /// As [`Host::adam_bytes_per_s_by_threads`]: the pools of all GPUs together, on all CPUs.
+        /// As [`Host::adam_bytes_per_s_by_threads`]: the optimizer pools of all GPUs together, on all CPUs.
         all_adam_bytes_per_s: Number,
     }
 }
 
 section! {
-    /// What joins several machines of this kind, a process on each, while all of their GPUs send and receive.
+    /// The network between several machines of this kind, with one process each, while all of their GPUs send and receive.
     Network {
-        /// Machines.
+        /// Number of machines.
         machines: Number,
-        /// Bytes a second of a GPU, each way.
+        /// Bytes per second of a GPU, in each direction.
         bytes_per_s: Number,
-        /// Seconds that the smallest exchange takes.
+        /// Seconds of the smallest exchange.
         latency_s: Number,
     }
 }
 
 impl Profile {
-    /// The profile that `name_or_file` names: one that ships with the program, or a file.
+    /// Loads the profile `name_or_file`: one that ships with the program, or a file.
     ///
     /// # Errors
-    /// `Usage` when there is neither; `Io` when a file cannot be read; those of [`Profile::parse`].
+    /// `Usage` if there is no such profile or file; `Io` if the file cannot be read; errors of [`Profile::parse`].
     pub fn load(name_or_file: &str) -> Result<Self> {
         if let Some((name, text)) = SHIPPED.iter().find(|(name, _)| *name == name_or_file) {
             return Self::parse(text, Path::new(name));
@@ -359,15 +359,15 @@ impl Profile {
         Self::parse(&disk::read_small_text(path, BYTES_MAX)?, path)
     }
 
-    /// The names of the profiles that ship with the program.
+    /// Names of the profiles that ship with the program.
     pub fn names() -> [&'static str; SHIPPED.len()] {
         SHIPPED.map(|(name, _)| name)
     }
 
-    /// Reads a profile; `file` is named in errors. What it does not say is that of the shipped profile `like`, if it names one.
+    /// Parses a profile; errors name `file`. Missing fields are those of the shipped profile that its key `like` names.
     ///
     /// # Errors
-    /// `Format` naming the field that lacks, that nobody knows, or whose number makes no sense; or what is wrong with `like`.
+    /// `Format` with the field that is missing, unknown or out of range, or with the error in `like`.
     pub fn parse(text: &str, file: &Path) -> Result<Self> {
         let wrong = |e: &toml::de::Error| Error::format(file, one_line(text, e));
         let table: toml::Table = toml::from_str(text).map_err(|e| wrong(&e))?;
@@ -379,7 +379,7 @@ impl Profile {
         Ok(profile)
     }
 
-    /// Looks for what makes no sense: which field, and why.
+    /// Checks all values. The error names the field and the reason.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         if self.version != VERSION {
             return Err(format!("version {} of a hardware profile; this program reads {VERSION}", self.version));
@@ -406,7 +406,7 @@ impl Profile {
         }
     }
 
-    /// The shipped profiles of several GPUs that are like the shipped profile `name`, or like one that is.
+    /// The shipped profiles of several GPUs that derive from the shipped profile `name`, directly or through others.
     pub(crate) fn several(name: &str) -> impl Iterator<Item = Self> {
         let base = |text: &str| like(&text.parse().ok()?).ok();
         let is_like =
@@ -414,12 +414,12 @@ impl Profile {
         SHIPPED.iter().filter(is_like).filter_map(|(name, _)| Self::load(name).ok()).filter(|profile| profile.gpus() > 1)
     }
 
-    /// GPUs of the machine whose rates are known.
+    /// Number of GPUs of the machine with known rates.
     pub(crate) fn gpus(&self) -> usize {
         self.together.as_ref().map_or(1, |together| together.gpus.value as usize)
     }
 
-    /// Such machines that a network joins, as far as it is known.
+    /// Number of machines with a known network.
     pub(crate) fn machines(&self) -> usize {
         self.network.as_ref().map_or(1, |network| network.machines.value as usize)
     }
@@ -439,7 +439,7 @@ impl Profile {
         }
     }
 
-    /// Whether the sections are there that belong together.
+    /// Checks that the sections are consistent.
     fn check_sections(&self) -> std::result::Result<(), String> {
         let has_link = self.gpu.as_ref().is_some_and(|gpu| !gpu.shares_host_memory);
         for (section, is_there) in [("link", self.link.is_some()), ("contention", self.contention.is_some())] {
@@ -459,7 +459,8 @@ impl Profile {
         }
     }
 
-    /// The numbers whose samples differ so much that plans may be off, as a sentence: something else ran on the machine meanwhile.
+    /// A sentence about the numbers whose samples spread so much that plans may be off, because the machine was busy; `None` if there are
+    /// none.
     pub fn unsteady(&self) -> Option<String> {
         let all = self.sections().flat_map(|(section, fields)| fields.into_iter().map(move |(name, field)| (section, name, field)));
         let spreads = all.filter_map(|(section, name, field)| Some((section, name, field.spread().filter(|spread| *spread > STEADY)?)));
@@ -467,7 +468,7 @@ impl Profile {
         (!listed.is_empty()).then(|| format!("samples differ in {}; measure again when the machine is quiet", listed.join(", ")))
     }
 
-    /// The sections that are there.
+    /// The sections of this profile.
     fn sections(&self) -> impl Iterator<Item = (&'static str, Fields<'_>)> {
         let gpu = self.gpu.as_ref().map(|gpu| ("gpu", gpu.fields()));
         let link = self.link.as_ref().map(|link| ("link", link.fields()));
@@ -479,14 +480,14 @@ impl Profile {
     }
 }
 
-/// The shipped profile that `table` is like.
+/// The shipped profile that `table` names in `like`.
 fn like(table: &toml::Table) -> std::result::Result<&'static (&'static str, &'static str), String> {
     let name = table.get("like").and_then(toml::Value::as_str);
     let shipped = SHIPPED.iter().find(|(shipped, _)| Some(*shipped) == name);
     shipped.ok_or_else(|| format!("like: not one of {}", Profile::names().join(", ")))
 }
 
-/// `table` with what it leaves to the profile that it is like, and that one to another.
+/// `table` completed from the profile that it names in `like`, recursively.
 fn whole(mut table: toml::Table) -> std::result::Result<toml::Table, String> {
     if !table.contains_key("like") {
         return Ok(table);
@@ -496,7 +497,7 @@ fn whole(mut table: toml::Table) -> std::result::Result<toml::Table, String> {
     Ok(over(whole(of.parse().map_err(|e: toml::de::Error| e.message().to_string())?)?, table))
 }
 
-/// `table` and what it leaves out of `base`, field by field of each section.
+/// `base` with the fields of `table`, which take precedence, section by section.
 fn over(mut base: toml::Table, table: toml::Table) -> toml::Table {
     for (name, value) in table {
         match (base.get_mut(&name).and_then(toml::Value::as_table_mut), value) {
@@ -507,7 +508,7 @@ fn over(mut base: toml::Table, table: toml::Table) -> toml::Table {
     base
 }
 
-/// What is wrong with `text`, and in which line, without showing it.
+/// The parse error in one line with its line number, without the text itself.
 fn one_line(text: &str, error: &toml::de::Error) -> String {
     let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
     let line = error.span().map(|span| 1 + text.bytes().take(span.start).filter(|&byte| byte == b'\n').count());
@@ -515,7 +516,7 @@ fn one_line(text: &str, error: &toml::de::Error) -> String {
 }
 
 impl fmt::Display for Profile {
-    /// The file that reads back as this profile.
+    /// Writes a file that parses to this profile.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { version, name, machine, date, facts, .. } = self;
         let facts: Vec<_> = facts.iter().map(|fact| quoted(fact)).collect();
@@ -538,7 +539,7 @@ mod tests {
 
     const BAD: [&str; 6] = ["0", "-1", "nan", "inf", "-inf", "1e300"];
 
-    /// Each whole: with what it leaves to another.
+    /// Each shipped profile, completed with the fields that it takes from another.
     fn shipped() -> impl Iterator<Item = String> {
         Profile::names().into_iter().map(|name| Profile::load(name).unwrap().to_string())
     }
@@ -555,7 +556,7 @@ mod tests {
         parse(text).expect_err(text).to_string()
     }
 
-    /// The lines of `text` that set a field, with the section that they are in.
+    /// The lines of `text` that set a field, each with its section.
     fn fields(text: &str) -> impl Iterator<Item = (&str, &str)> {
         let mut section = "";
         text.lines().filter_map(move |line| {

@@ -1,4 +1,4 @@
-//! What a machine does in a second, out of its profile: what predictions are made from and the simulated device obeys.
+//! Rates of a machine, derived from its profile, for predictions and the simulated device.
 
 use crate::hardware::grouped_rates::{ExpertProducts, GroupedRates};
 use crate::hardware::peer_route::PeerRoute;
@@ -8,84 +8,85 @@ use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
 use std::sync::{Arc, OnceLock};
 
-/// Share of the optimizer's bytes a second that passes over moments in bfloat16 reach: rounding at random and narrowing take time that
-/// memory does not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96 (`paper-figures/results/h200-moments.jsonl`).
+/// Rate of optimizer passes with bfloat16 moments relative to fp32 moments, in bytes per second. Stochastic rounding and narrowing take
+/// time that memory accesses do not hide. Three workloads on an H200's host had 0.91, 0.94 and 0.96
+/// (`paper-figures/results/h200-moments.jsonl`).
 const PACKED_SHARE: f64 = 0.93;
 
-/// How many times as fast as in bfloat16 large products in FP8 are taken to be until a profile says it: what NVIDIA names for Hopper.
+/// Assumed speedup of large FP8 products over bfloat16, for profiles without a measurement: the ratio that NVIDIA states for Hopper.
 const FP8_SPEEDUP: f64 = 1.75;
 
-/// What passes between processes, each way, while all of their GPUs exchange.
+/// Rates between processes, in each direction, while all of their GPUs exchange.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct NetworkRates {
-    /// Bytes a second of a GPU.
+    /// Bytes per second of a GPU.
     pub(crate) bytes_per_s: f64,
-    /// Seconds that the smallest exchange takes.
+    /// Seconds of the smallest exchange.
     latency_s: f64,
 }
 
 impl NetworkRates {
-    /// Seconds in which `bytes` come to a GPU, and as many leave it.
+    /// Seconds in which a GPU receives `bytes` and sends equally many.
     pub(crate) fn exchange_s(self, bytes: usize) -> f64 {
         self.latency_s + bytes as f64 / self.bytes_per_s
     }
 }
 
-/// Rates of kernels, copies and the optimizer; alone, unless a name says otherwise.
+/// Rates of kernels, copies and the optimizer without concurrent load, unless a name says otherwise.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     pub profile: String,
     large_matmul_flops: f64,
     matmul_share_by_least_dim: Points,
-    /// How many times as fast products in FP8 are, where the profile says it.
+    /// Speedup of FP8 products, if the profile has it.
     fp8_speedup: Option<f64>,
     grouped: GroupedRates,
-    /// FLOPs a second of attention's forward pass.
+    /// FLOP/s of attention's forward pass.
     pub(crate) attention_forward_flops: f64,
-    /// FLOPs a second of attention's backward pass, counted as twice the forward pass.
+    /// FLOP/s of attention's backward pass, counted as twice the forward pass.
     pub(crate) attention_backward_flops: f64,
-    /// Bytes that pointwise kernels read and write a second.
+    /// Bytes per second that pointwise kernels read and write.
     pub(crate) device_bytes_per_s: f64,
-    /// Seconds of the driver to enqueue something.
+    /// Seconds of the driver to enqueue an operation.
     pub launch_s: f64,
-    /// Seconds that the smallest kernel takes.
+    /// Seconds of the smallest kernel.
     pub kernel_s: f64,
-    /// Bytes a second from the device to the host, large copies.
+    /// Bytes per second of large copies from the device to the host.
     pub(crate) to_host_bytes_per_s: f64,
-    /// The same from the host to the device.
+    /// Bytes per second of large copies from the host to the device.
     pub(crate) to_device_bytes_per_s: f64,
-    /// Bytes a second each way, while both are busy.
+    /// Bytes per second in each direction while both are busy.
     pub(crate) both_ways_bytes_per_s: f64,
     to_host_share_by_bytes: Points,
     to_device_share_by_bytes: Points,
-    /// Seconds that the smallest copy takes.
+    /// Seconds of the smallest copy.
     pub(crate) latency_s: f64,
-    /// Bytes a second pulled out of other GPUs' memory.
+    /// Bytes per second pulled from the memory of other GPUs.
     pub(crate) peer_bytes_per_s: f64,
-    /// What they pass on the way.
+    /// Route of these pulls.
     pub(crate) peer_route: PeerRoute,
-    /// What joins machines, where processes are on several and the profile says it.
+    /// Network between machines, if processes run on several and the profile has it.
     network: Option<NetworkRates>,
-    /// Bytes of managed memory a second, each way, while pages come and go.
+    /// Bytes per second of managed memory in each direction, while pages migrate.
     pub(crate) managed_bytes_per_s: f64,
     adam_bytes_per_s_by_threads: Points,
     adam_scalar_bytes_per_s_by_threads: Points,
     /// Seconds until waiting workers begin a job.
     pub(crate) wake_up_s: f64,
-    /// Share that is left of products while copies go both ways.
+    /// Fraction of the rate of products during copies in both directions.
     pub(crate) matmul_under_copies: f64,
-    /// Share that is left of copies while the optimizer runs.
+    /// Fraction of the rate of copies while the optimizer runs.
     pub(crate) copies_under_adam: f64,
-    /// Share that is left of the optimizer while copies run.
+    /// Fraction of the rate of the optimizer during copies.
     pub(crate) adam_under_copies: f64,
-    /// Share that is left of the CPU device's kernels while the optimizer runs on its cores.
+    /// Fraction of the rate of the CPU device's kernels while the optimizer runs on its cores.
     pub(crate) cpu_device_under_adam: f64,
-    /// Share that is left of the optimizer meanwhile.
+    /// Fraction of the rate of the optimizer while the CPU device's kernels run on its cores.
     pub(crate) adam_under_cpu_device: f64,
 }
 
-/// Rates of a host and of the device that computes, which are figures of the same names for a GPU and for CPUs. Copies are those of a
-/// machine without a link: they read and write the host's memory.
+/// Rates of a host and its compute device. The profile sections of a GPU and of CPUs have these fields in common. Copies are those of a
+/// machine without a link: they read and write host memory.
 macro_rules! computing {
     ($profile:expr, $device:expr, $fp8_speedup:expr, $grouped:expr) => {{
         let (host, device, whole) = (&$profile.host, $device, Points(vec![(1.0, 1.0)]));
@@ -129,10 +130,10 @@ fn fp8_speedup(gpu: &Gpu) -> Option<f64> {
 }
 
 impl Rates {
-    /// Those of `profile`.
+    /// The rates of `profile`.
     ///
     /// # Panics
-    /// If nothing in it computes; [`Profile::parse`] refuses that.
+    /// If the profile has neither a GPU nor a CPU device, which [`Profile::parse`] rejects.
     pub fn of(profile: &Profile) -> Self {
         let computing = match (&profile.gpu, &profile.cpu_device) {
             (Some(gpu), _) => computing!(profile, gpu, fp8_speedup(gpu), GroupedRates::of_gpu(gpu)),
@@ -143,9 +144,8 @@ impl Rates {
         profile.contention.as_ref().map_or(linked.clone(), |contention| linked.with_contention(contention))
     }
 
-    /// What each of `gpus` GPUs of the machine gets while all of them train together: their optimizers share the host, of whose rate
-    /// each has a part, and their links its memory. Where the profile does not say what they do together, pulls are as fast as links are
-    /// both ways, and nothing but the optimizer is shared.
+    /// The rates of each of `gpus` GPUs that train together. Their optimizers divide the host's rate, and their links share the host's
+    /// memory. Without a section `together`, pulls are as fast as links in both directions, and only the optimizer is shared.
     pub(crate) fn of_each(profile: &Profile, gpus: usize) -> Self {
         let alone = Self::of(profile);
         if gpus == 1 {
@@ -165,9 +165,9 @@ impl Rates {
         .with_peers(together.peer_route)
     }
 
-    /// GPUs whose copies from each other pass this, or worse: the slowest of those links and memories limits them. Each GPU pulls and is
-    /// pulled from, so that its link is busy both ways. Through host memory one hop follows the other: two RTX 5090 whose links carry 28 GB/s
-    /// pulled 15 GB/s each so.
+    /// These rates with peer copies over `route`, or over the present route if that is slower. The slowest link or memory on the route
+    /// limits the copies. Each GPU pulls and is pulled from, so its link is busy in both directions. Copies through host memory are two
+    /// consecutive hops: two RTX 5090 with links of 28 GB/s pulled 15 GB/s each.
     pub(crate) fn with_peers(self, route: PeerRoute) -> Self {
         let peer_route = self.peer_route.max(route);
         let most = match peer_route {
@@ -178,25 +178,24 @@ impl Rates {
         Self { peer_bytes_per_s: self.peer_bytes_per_s.min(most), peer_route, ..self }
     }
 
-    /// The same where other processes are on machines that `network` joins with this one.
+    /// These rates with `network` between the machines of different processes.
     pub(crate) fn with_network(self, network: Option<&Network>) -> Self {
         let rates = |network: &Network| NetworkRates { bytes_per_s: network.bytes_per_s.value, latency_s: network.latency_s.value };
         Self { network: network.map(rates), ..self }
     }
 
-    /// What devices of several processes get of each other, from device to device: that of a network, or where none is known what those of one
-    /// process pull.
+    /// Rates from device to device between processes: those of the network, or, if it is unknown, those of pulls within a process.
     pub(crate) fn between_processes(&self) -> NetworkRates {
         self.network.unwrap_or(NetworkRates { bytes_per_s: self.peer_bytes_per_s, latency_s: self.latency_s })
     }
 
-    /// The same through the memory of both hosts, where one hop follows the other.
+    /// Rates between processes through the memory of both hosts, in two consecutive hops.
     pub(crate) fn between_hosts(&self) -> NetworkRates {
         let devices = self.between_processes();
         NetworkRates { bytes_per_s: devices.bytes_per_s.min(self.both_ways_bytes_per_s / 2.0), ..devices }
     }
 
-    /// Those of the profile that is assumed where nobody says better.
+    /// The rates of the default profile, for unknown machines.
     pub(crate) fn assumed() -> Arc<Self> {
         static RATES: OnceLock<Arc<Rates>> = OnceLock::new();
         let read = || Arc::new(Rates::of(&Profile::load(ASSUMED).expect("it ships with the program and is tested")));
@@ -236,7 +235,7 @@ impl Rates {
         }
     }
 
-    /// A machine whose host memory, and so its optimizer, is `factor` times as fast.
+    /// Rates with host memory, and therefore an optimizer, that is `factor` times as fast.
     pub(crate) fn with_faster_host(&self, factor: f64) -> Self {
         Self {
             adam_bytes_per_s_by_threads: self.adam_bytes_per_s_by_threads.faster(factor),
@@ -245,14 +244,14 @@ impl Rates {
         }
     }
 
-    /// The same for a process that has `part` of the CPUs, whose number is `all`: its threads get what each of the optimizers gets of the machine,
-    /// though they are fewer than the machine's.
+    /// Rates of a process that has `part` of `all` CPUs: its threads reach its share of the machine's optimizer rate, although they are
+    /// fewer than the profile's.
     pub(crate) fn in_part(self, part: usize, all: usize) -> Self {
         let [part, all] = [part, all].map(|threads| self.adam_bytes_per_s_by_threads.at(threads as f64));
         self.with_faster_host(all / part)
     }
 
-    /// A machine whose link is `factor` times as fast.
+    /// Rates with a link that is `factor` times as fast.
     pub(crate) fn with_faster_link(&self, factor: f64) -> Self {
         Self {
             to_host_bytes_per_s: self.to_host_bytes_per_s * factor,
@@ -263,13 +262,13 @@ impl Rates {
         }
     }
 
-    /// A machine whose network to others is `factor` times as fast.
+    /// Rates with a network that is `factor` times as fast.
     pub(crate) fn with_faster_network(&self, factor: f64) -> Self {
         let network = self.between_processes();
         Self { network: Some(NetworkRates { bytes_per_s: network.bytes_per_s * factor, ..network }), ..self.clone() }
     }
 
-    /// A machine whose device computes and reads its memory `factor` times as fast.
+    /// Rates with a device that computes and accesses its memory `factor` times as fast.
     pub(crate) fn with_faster_device(&self, factor: f64) -> Self {
         Self {
             large_matmul_flops: self.large_matmul_flops * factor,
@@ -281,33 +280,33 @@ impl Rates {
         }
     }
 
-    /// FLOPs a second of a product whose smallest dimension is `least_dim`.
+    /// FLOP/s of a product with the smallest dimension `least_dim`.
     pub fn matmul_flops(&self, least_dim: usize) -> f64 {
         self.large_matmul_flops * self.matmul_share_by_least_dim.at(least_dim as f64)
     }
 
-    /// FLOPs a second of a product in FP8 whose smallest dimension is `least_dim`.
+    /// FLOP/s of an FP8 product with the smallest dimension `least_dim`.
     pub(crate) fn fp8_flops(&self, least_dim: usize) -> f64 {
         self.fp8_speedup.unwrap_or(FP8_SPEEDUP) * self.matmul_flops(least_dim)
     }
 
-    /// FLOPs a second of products of experts with `rows` each on average, whose weights' smaller dimension is `width`.
+    /// FLOP/s of expert products with `rows` mean rows per expert and weights of smaller dimension `width`.
     pub(crate) fn grouped_flops(&self, rows: usize, width: usize) -> f64 {
         self.grouped.flops(rows, self.matmul_flops(rows.min(width)))
     }
 
-    /// The same device with `by` multiplying by experts.
+    /// These rates with `by` as the implementation of expert products.
     pub(crate) fn multiplying_experts_by(&self, by: ExpertProducts) -> Self {
         Self { grouped: self.grouped.clone().by(by), ..self.clone() }
     }
 
-    /// What is assumed of products in FP8, where nobody measured them.
+    /// A line about the assumed rate of FP8 products; `None` if it was measured.
     pub(crate) fn unknown_fp8(&self) -> Option<String> {
         let assumed = || format!("{FP8_SPEEDUP} times as fast as in bfloat16, assumed: {} does not say", self.profile);
         self.fp8_speedup.is_none().then(assumed)
     }
 
-    /// What is assumed of products of experts, where nobody measured them.
+    /// A line about the assumed rate of expert products; `None` if it was measured.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
         let said = |share: f64| {
             format!("products of experts at {:.0} % of the rate of single ones, assumed: {} does not say", 100.0 * share, self.profile)
@@ -315,20 +314,20 @@ impl Rates {
         self.grouped.assumed_share().map(said)
     }
 
-    /// Seconds of a copy of `bytes` to the host, alone.
+    /// Seconds of a copy of `bytes` to the host, without concurrent load.
     pub(crate) fn to_host_s(&self, bytes: usize) -> f64 {
         let bytes = bytes as f64;
         self.latency_s.max(bytes / (self.to_host_bytes_per_s * self.to_host_share_by_bytes.at(bytes)))
     }
 
-    /// Seconds of a copy of `bytes` to the device, alone.
+    /// Seconds of a copy of `bytes` to the device, without concurrent load.
     pub(crate) fn to_device_s(&self, bytes: usize) -> f64 {
         let bytes = bytes as f64;
         self.latency_s.max(bytes / (self.to_device_bytes_per_s * self.to_device_share_by_bytes.at(bytes)))
     }
 
-    /// Bytes that `workers` of the optimizer's pool read and write a second. One instruction set of vectors is as good as another:
-    /// memory binds. Profiles have the rate with moments in float32.
+    /// Bytes per second that `workers` optimizer workers read and write. All vector instruction sets are equally fast, because memory is
+    /// the bottleneck. Profiles have the rate with fp32 moments.
     pub(crate) fn adam_bytes_per_s(&self, workers: usize, isa: Isa, moments: Moments) -> f64 {
         let curve = if isa == Isa::Scalar { &self.adam_scalar_bytes_per_s_by_threads } else { &self.adam_bytes_per_s_by_threads };
         let share = if moments == Moments::Float32 { 1.0 } else { PACKED_SHARE };
@@ -341,8 +340,8 @@ pub(crate) mod tests {
     use super::*;
     use crate::hardware::profile::Gpu;
 
-    /// A machine that is easy to reckon with: 1e12 FLOPs and 1e12 bytes a second on the device, 1e11 bytes a second alone on the
-    /// link and for the optimizer, half of that when both ways are busy.
+    /// A machine with round numbers: 1e12 FLOP/s and 1e12 bytes per second on the device, and 1e11 bytes per second on the link and for the
+    /// optimizer, each alone; half of that when both directions are busy.
     pub(crate) fn round_rates() -> Rates {
         let whole = Points(vec![(1.0, 1.0)]);
         Rates {
@@ -385,7 +384,7 @@ pub(crate) mod tests {
         assert!((2.0 * each.adam_bytes_per_s(32, Isa::Avx512, Moments::Float32) / 195e9 - 1.0).abs() < 1e-9);
         assert_eq!([each.to_host_bytes_per_s, each.to_device_bytes_per_s, each.both_ways_bytes_per_s], [54.0e9, 53.8e9, 44.6e9]);
         assert_eq!((each.peer_bytes_per_s, each.device_bytes_per_s), (348e9, alone.device_bytes_per_s));
-        // Nobody says what two of these do.
+        // The profile has no rates for two of these GPUs together.
         let (alone, each) = (Rates::of(&one), Rates::of_each(&one, 2));
         assert_eq!(
             2.0 * each.adam_bytes_per_s(16, Isa::Avx512, Moments::Float32),
@@ -408,7 +407,7 @@ pub(crate) mod tests {
         let each = Rates::of_each(&Profile::load("h200-x2").unwrap(), 2);
         let over = |route| each.clone().with_peers(route).peer_bytes_per_s;
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(over), [348e9, 44.6e9, 22.3e9]);
-        // What was measured slower stays so, and what a profile knows to be a detour stays one.
+        // A measured lower rate and a slower route of the profile are kept.
         let slow = Rates { peer_bytes_per_s: 9e9, ..each.clone().with_peers(PeerRoute::Host) };
         assert_eq!(slow.clone().with_peers(PeerRoute::Own), slow);
     }

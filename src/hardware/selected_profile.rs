@@ -1,5 +1,5 @@
-//! What a run on a GPU is planned by: a profile that was named, one that `probe --save` measured on this machine, or that of the
-//! nearest machine that is known.
+//! Selection of the profile for a run on a GPU: a named profile, one that `probe --save` measured on this machine, or that of the most
+//! similar machine.
 
 use super::gpu::GpuFacts;
 use super::profile::{ASSUMED, Profile};
@@ -9,10 +9,10 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// The choice of `--hardware` that leaves it to the program.
+/// The value of `--hardware` for automatic selection.
 pub(crate) const AUTO: &str = "auto";
 
-/// Words of a GPU's name, and the profile of the nearest machine; the first row whose words are all there counts.
+/// Words of a GPU's name, and the profile of the most similar machine. The first row with all words in the name is used.
 const NEAREST: [(&[&str], &str); 14] = [
     (&["gh200", "144"], "gh200-144"),
     (&["gh200"], "gh200-96"),
@@ -20,7 +20,7 @@ const NEAREST: [(&[&str], &str); 14] = [
     (&["h200"], "h200-pcie5"),
     (&["h100", "pcie"], "h100-pcie"),
     (&["h100", "nvl"], "h100-pcie"),
-    // The same chip under the same power limit as an H200, with slower memory.
+    // The same chip and power limit as an H200, with slower memory.
     (&["h100"], "h200-pcie5"),
     (&["a100", "40gb"], "a100-40"),
     (&["a100"], "a100-80"),
@@ -31,7 +31,7 @@ const NEAREST: [(&[&str], &str); 14] = [
     (&["rtx 5090"], "rtx-5090"),
 ];
 
-/// A machine with a GPU, as far as its rates depend on it.
+/// A machine with a GPU, identified by the parts that determine its rates.
 #[derive(Clone, Debug)]
 pub(crate) struct MachineId {
     gpu: String,
@@ -40,35 +40,35 @@ pub(crate) struct MachineId {
 }
 
 impl MachineId {
-    /// The machine of `topology` and of the GPU that CUDA shows first.
+    /// The machine of `topology` with the first GPU that is visible to CUDA.
     pub(crate) fn new(topology: &Topology) -> Result<Self> {
         GpuFacts::read().map(|gpu| Self::of(topology, &gpu))
     }
 
-    /// The machine of `topology` and of this GPU.
+    /// The machine of `topology` with this GPU.
     pub(crate) fn of(topology: &Topology, gpu: &GpuFacts) -> Self {
         let name = |name: &Option<String>| name.clone().unwrap_or_else(|| "unnamed".into());
         Self { gpu: name(&gpu.name), cpu: name(&topology.cpu_model), cpus: topology.usable_cpus().map_or(1, |usable| usable.count()) }
     }
 
-    /// Where its profile is kept: in the user's cache; nowhere where the environment names none.
+    /// File of its measured profile, in the user's cache; `None` if the environment names no cache.
     pub(crate) fn file(&self) -> Option<PathBuf> {
         disk::user_cache().map(|cache| cache.join(self.file_name()))
     }
 
-    /// One of its own, since a home directory may serve many machines.
+    /// File name of its own, because one home directory may serve many machines.
     fn file_name(&self) -> String {
         format!("{}.{}.{}-cpus.toml", slug(&self.gpu), slug(&self.cpu), self.cpus)
     }
 }
 
-/// Lower-case letters and digits, and one dash in place of all between them.
+/// `name` in lower case, with a dash in place of every run of other characters.
 fn slug(name: &str) -> String {
     let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
 }
 
-/// A profile of a machine with a GPU, and how it came to be the one.
+/// A profile of a machine with a GPU, and the reason for its selection.
 #[derive(Clone, Debug)]
 pub(crate) struct SelectedProfile {
     pub profile: Profile,
@@ -79,7 +79,7 @@ pub(crate) struct SelectedProfile {
 enum Origin {
     Named,
     Measured(PathBuf),
-    /// The nearest one, if any is near; and what is wrong with what was kept, or with the GPU's name.
+    /// An assumed profile, and any error in the saved profile or in reading the GPU's name.
     Assumed {
         is_near: bool,
         because: Option<String>,
@@ -87,11 +87,11 @@ enum Origin {
 }
 
 impl SelectedProfile {
-    /// The profile for a run on `gpus` GPUs of `machine`; `hardware` is `auto`, a shipped profile's name, or a file.
+    /// The profile for a run on `gpus` GPUs of `machine`. `hardware` is `auto`, the name of a shipped profile, or a file.
     ///
     /// # Errors
-    /// Those of [`Profile::load`] for what is named; `Usage` if that has no GPU. What keeps `auto` from what was measured is no error:
-    /// `Display` tells it.
+    /// Errors of [`Profile::load`] for a named profile; `Usage` if it has no GPU. If `auto` cannot use a measured profile, that is not an
+    /// error: `Display` shows the reason.
     pub(crate) fn of(hardware: &Path, machine: Result<MachineId>, gpus: usize) -> Result<Self> {
         if hardware == Path::new("this") {
             let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
@@ -111,15 +111,15 @@ impl SelectedProfile {
         }
     }
 
-    /// What was kept in `file`, if there is such a file.
+    /// The profile saved in `file`, if the file exists.
     ///
     /// # Errors
-    /// Those of [`Profile::load`]; `Usage` if it has no GPU.
+    /// Errors of [`Profile::load`]; `Usage` if it has no GPU.
     pub(crate) fn kept(file: PathBuf) -> Option<Result<Self>> {
         file.exists().then(|| Ok(Self { profile: load(&file)?, origin: Origin::Measured(file) }))
     }
 
-    /// What is assumed, where the profile does not say what `gpus` GPUs do together.
+    /// A line about assumed rates, if the profile has no rates for `gpus` GPUs together.
     pub(crate) fn unknown_together(&self, gpus: usize) -> Option<String> {
         let Profile { name, .. } = &self.profile;
         let what = match self.profile.gpus() {
@@ -131,8 +131,8 @@ impl SelectedProfile {
         Some(format!("rates of {gpus} GPUs together: {name} {what}; {remedy}"))
     }
 
-    /// That of the nearest machine, with as many GPUs if there is one, else with more, else with the most. What joins GPUs that nobody knows
-    /// is not taken to be what joins others.
+    /// The profile of the most similar machine: with as many GPUs, else with more, else with the most. For an unknown GPU no profile of
+    /// several GPUs is used, because its links are unknown.
     fn assumed(gpu: &str, gpus: usize, because: Option<String>) -> Result<Self> {
         let gpu = gpu.to_ascii_lowercase();
         let nearest = NEAREST.iter().find(|(words, _)| words.iter().all(|word| gpu.contains(word)));
@@ -145,7 +145,7 @@ impl SelectedProfile {
     }
 }
 
-/// A profile whose rates are those of a GPU.
+/// Loads a profile, which must have a GPU.
 fn load(name_or_file: &Path) -> Result<Profile> {
     let name = name_or_file.to_string_lossy();
     let profile = Profile::load(&name)?;

@@ -1,15 +1,15 @@
-//! A machine that several ranks use at once: the CPUs of each, and so its memory nodes.
+//! Division of a machine among several ranks: the CPUs of each rank, which also determine its memory nodes.
 
 use super::cpu_list::CpuList;
 use super::gpu::is_same_pci;
 use super::topology::{Cpu, Process, Topology};
 
 impl Topology {
-    /// This machine as rank `rank` may use it. `homes` says for every rank which memory node its GPU is near, where that is known.
+    /// The part of this machine that rank `rank` uses. `homes` has the memory node near each rank's GPU, if known.
     ///
-    /// The CPUs of a node that is somebody's home are divided among the ranks at home there, and those of other nodes among all. Where a
-    /// home is unknown, or has fewer CPUs than ranks, all CPUs are divided evenly, node by node. SMT siblings lie side by side
-    /// there. `None` when there are fewer CPUs than ranks: then nobody has any to itself.
+    /// The CPUs of a home node are divided among the ranks with this home, and those of other nodes among all ranks. If a home is unknown
+    /// or has fewer CPUs than ranks, all CPUs are divided evenly, node by node. SMT siblings are kept adjacent in both cases. `None` if
+    /// there are fewer CPUs than ranks.
     pub(crate) fn share(&self, rank: usize, homes: &[Option<usize>]) -> Option<Self> {
         let usable = self.usable_cpus()?.affinity;
         if usable.len() < homes.len() {
@@ -31,12 +31,12 @@ impl Topology {
         Some(Self { process: Process { affinity: Some(affinity), ..self.process.clone() }, ..self.clone() })
     }
 
-    /// The memory node that the GPU at a PCI address is near.
+    /// The memory node near the GPU at a PCI address.
     pub(crate) fn node_of_gpu(&self, pci: &str) -> Option<usize> {
         self.pci_gpus.iter().find(|gpu| is_same_pci(&gpu.address, pci)).and_then(|gpu| gpu.numa_node)
     }
 
-    /// What is known of `allowed`: by node, then by cache, then by core. A CPU of which nothing is known is a core of its own.
+    /// The facts of the `allowed` CPUs, sorted by node, cache and core. An unknown CPU counts as a separate core.
     fn neighbours_together(&self, allowed: &CpuList) -> Vec<Cpu> {
         let alone = |id| Cpu { id, package: None, core: Some(id), numa_node: None, l3: None };
         let known = |id| self.cpus.iter().find(|cpu| cpu.id == id).cloned().unwrap_or_else(|| alone(id));
@@ -66,9 +66,9 @@ mod tests {
         assert_eq!(shares(&server, &[Some(1), Some(0)]), ["2-3,6", "0-1,4-5"]);
         let second = server.share(0, &[Some(1), Some(0)]).unwrap();
         assert_eq!(second.nodes_beside(&affinity(&second)), [1]);
-        // Siblings are four apart; a node that is nobody's home is everybody's.
+        // The numbers of siblings differ by four. A node that is no rank's home is shared by all.
         assert_eq!(shares(&server, &[Some(0), Some(0)]), ["0,2,4", "1,3,5-6"]);
-        // Nobody knows where the second is, or there is no room at home: evenly, node by node.
+        // The second home is unknown or too small, so CPUs are divided evenly, node by node.
         for homes in [[Some(0), None], [None, None], [Some(0), Some(7)]] {
             assert_eq!(shares(&server, &homes), ["0-1,4", "2-3,5-6"], "{homes:?}");
         }
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(["0000:0F:00.0", "0000:1F:00.0", "0000:4F:00.0"].map(|pci| topology.node_of_gpu(pci)), [Some(1), None, None]);
     }
 
-    /// A machine of up to 48 CPUs, two threads a core, on up to four nodes, and ranks at home anywhere.
+    /// Machines with up to 48 CPUs and two threads per core on up to four nodes, and ranks with any homes.
     fn machines() -> impl Strategy<Value = (Topology, Vec<Option<usize>>)> {
         let homes = prop::collection::vec(prop::option::weighted(0.9, 0usize..5), 1..9);
         (prop::collection::vec(prop::option::weighted(0.95, 0usize..4), 1..25), homes).prop_map(|(nodes, homes)| {
@@ -128,7 +128,7 @@ mod tests {
             prop_assert!(shares.iter().all(|share| !share.is_empty()));
             prop_assert_eq!(shares.iter().map(CpuList::len).sum::<usize>(), topology.cpus.len());
             prop_assert_eq!(shares.iter().flat_map(CpuList::iter).collect::<CpuList>(), affinity(&topology));
-            // Ranks at one home have as much but for one CPU of each node.
+            // Ranks with one home differ by at most one CPU of each node.
             for (rank, other) in (0..homes.len()).flat_map(|rank| (0..rank).map(move |other| (rank, other))) {
                 let differ = shares[rank].len().abs_diff(shares[other].len());
                 prop_assert!(homes[rank] != homes[other] || differ <= 5, "{:?}", shares);

@@ -1,29 +1,30 @@
-//! Numbers that name their source: single ones, and curves.
+//! Numbers and curves with their sources.
 
 use serde::Deserialize;
 
-/// What the sources of numbers begin with that `probe` measured.
+/// Prefix of the sources of numbers that `probe` measured.
 pub(crate) const MEASURED: &str = "measured by superoffload probe";
 
-/// Numbers from here on would overflow what is counted in them.
+/// Upper bound of numbers. Larger ones would overflow the derived counters.
 const TOO_LARGE: f64 = 1e20;
 
-/// A number or a curve, where it is from, and what others say. Its unit is what the name of its field ends with.
+/// A number or a curve with its source and conflicting sources. The unit is the suffix of its field's name.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Sourced<T> {
-    /// What is used.
+    /// The value that is used.
     pub value: T,
     /// A measurement, a document, or an assumption and its reason.
     pub source: String,
-    /// How far nine in ten samples lie from the value, where there were samples: 0.02 is 2 %. Of a curve that of its worst point.
+    /// Half-width of the interval with nine in ten samples, relative to the value: 0.02 is 2 %. For a curve, that of its worst point.
+    /// `None` without samples.
     pub spread: Option<f64>,
     /// Sources that disagree.
     #[serde(default = "Vec::new")]
     pub others: Vec<Other<T>>,
 }
 
-/// What another source says.
+/// The value of a conflicting source.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Other<T> {
@@ -44,7 +45,7 @@ pub(crate) type Curve = Sourced<Points>;
 pub struct Points(pub Vec<(f64, f64)>);
 
 impl Points {
-    /// `y` at `x`: between two points on the straight line over the logarithm of `x`, beyond the ends that of the end.
+    /// `y` at `x`. Between two points it is linear in the logarithm of `x`; outside the points it is constant.
     ///
     /// # Panics
     /// If there is no point.
@@ -55,18 +56,18 @@ impl Points {
         if left.0 == right.0 { left.1 } else { left.1 + (right.1 - left.1) * (x / left.0).ln() / (right.0 / left.0).ln() }
     }
 
-    /// The same with `factor` times its rates.
+    /// The curve with all rates multiplied by `factor`.
     pub(crate) fn faster(&self, factor: f64) -> Self {
         Self(self.0.iter().map(|(x, rate)| (*x, rate * factor)).collect())
     }
 }
 
-/// What can have a source.
+/// A value that can have a source.
 pub trait Value {
-    /// What is wrong with it, if anything.
+    /// The error in the value, if any.
     fn nonsense(&self) -> Option<String>;
 
-    /// As TOML writes it.
+    /// The value in TOML.
     fn toml(&self) -> String;
 }
 
@@ -99,13 +100,13 @@ impl Value for Points {
 }
 
 impl<T: Value> Sourced<T> {
-    /// What makes no sense about its values.
+    /// The error in its values, if any.
     pub(super) fn nonsense(&self) -> Option<String> {
         let spread = self.spread.filter(|spread| !(0.0..TOO_LARGE).contains(spread)).map(|spread| format!("spread: {spread} is not one"));
         self.value.nonsense().or(spread).or_else(|| self.others.iter().find_map(|other| other.value.nonsense()))
     }
 
-    /// As an inline table of TOML.
+    /// The value as an inline table of TOML.
     pub(super) fn toml(&self) -> String {
         let pair = |value: &T, source: &str| format!("value = {}, source = {}", value.toml(), quoted(source));
         let spread = self.spread.map_or(String::new(), |spread| format!(", spread = {spread:?}"));
@@ -115,7 +116,7 @@ impl<T: Value> Sourced<T> {
     }
 }
 
-/// `text` as TOML writes it.
+/// `text` as a TOML string.
 pub(super) fn quoted(text: &str) -> String {
     toml::Value::from(text).to_string()
 }

@@ -1,6 +1,6 @@
-//! Facts of this machine, as `/proc` and `/sys` state them. A fact that is not there is `None` or empty; nothing is guessed.
+//! Facts about this machine from `/proc` and `/sys`. An unavailable fact is `None` or empty; nothing is guessed.
 //!
-//! Everything is read below a root path, so that a tree recorded on one machine can be read on another.
+//! All paths are relative to a root, so that a tree recorded on one machine can be read on another.
 
 use super::cgroup::CgroupLimits;
 use super::cpu_list::CpuList;
@@ -12,7 +12,7 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 
-/// A machine, and what this process may use of it.
+/// A machine, and the limits of this process on it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Topology {
     /// Architecture that this program was built for: `x86_64`, `aarch64`.
@@ -20,16 +20,16 @@ pub struct Topology {
     /// Kernel release.
     pub kernel: Option<String>,
     pub cpu_model: Option<String>,
-    /// Instruction-set and platform features, in the kernel's words: `avx2`, `sve2`, `mba`.
+    /// Features of the instruction set and the platform, as named by the kernel: `avx2`, `sve2`, `mba`.
     pub cpu_flags: Vec<String>,
-    /// CPUs that are online, ascending.
+    /// Online CPUs, ascending.
     pub cpus: Vec<Cpu>,
-    /// Memory nodes, ascending; nodes of a GPU have no CPUs.
+    /// Memory nodes, ascending. Nodes of a GPU have no CPUs.
     pub numa_nodes: Vec<NumaNode>,
-    /// Every cache once.
+    /// All caches, each once.
     pub caches: Vec<Cache>,
     pub memory_total_bytes: Option<u64>,
-    /// Memory that can be had without swapping.
+    /// Memory available without swapping.
     pub memory_available_bytes: Option<u64>,
     pub page_bytes: Option<usize>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
@@ -43,32 +43,32 @@ pub struct Topology {
     pub process: Process,
     /// Whether locked memory is exempt from its limit (`CAP_IPC_LOCK`).
     pub ipc_lock: Option<bool>,
-    /// `perf_event_paranoid`: the lower the more may be measured; `None`: a kernel without perf.
+    /// `perf_event_paranoid`: a lower value permits more measurements. `None` if the kernel has no perf.
     pub perf_event_paranoid: Option<i64>,
-    /// Sources of performance events; `cpu` or `armv8_pmuv3_0` are the hardware's counters.
+    /// Sources of performance events. `cpu` or `armv8_pmuv3_0` are the hardware's counters.
     pub perf_sources: Vec<String>,
     /// Whether the kernel has the resctrl filesystem built in.
     pub resctrl_in_kernel: Option<bool>,
-    /// Release of the NVIDIA kernel driver, if it is loaded; `unknown` if it does not say.
+    /// Release of the NVIDIA kernel driver, if it is loaded; `unknown` if it reports none.
     pub nvidia_driver: Option<String>,
     /// Device files of NVIDIA GPUs.
     pub nvidia_devices: usize,
-    /// CPUs that serve their interrupts.
+    /// CPUs that handle the GPUs' interrupts.
     pub gpu_interrupts: CpuList,
     /// NVIDIA's GPUs on the PCI bus, ascending by address.
     pub(crate) pci_gpus: Vec<PciGpu>,
 }
 
-/// A GPU as the PCI bus has it.
+/// A GPU on the PCI bus.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PciGpu {
     /// `0000:0f:00.0`.
     pub(crate) address: String,
-    /// The memory node that it is near.
+    /// The nearest memory node.
     pub(crate) numa_node: Option<usize>,
 }
 
-/// A logical CPU. Cores and caches are known by the lowest CPU that belongs to them.
+/// A logical CPU. Cores and caches are identified by their lowest CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cpu {
     pub id: usize,
@@ -84,16 +84,16 @@ pub struct Cpu {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
     pub id: usize,
-    /// CPUs beside this memory.
+    /// CPUs next to this memory.
     pub cpus: CpuList,
     pub(crate) memory_bytes: Option<u64>,
-    /// What nobody uses.
+    /// Unused memory.
     pub free_bytes: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cache {
-    /// 1, 2, 3.
+    /// Level 1, 2 or 3.
     pub(crate) level: u32,
     /// `Data`, `Instruction` or `Unified`.
     pub kind: String,
@@ -102,17 +102,17 @@ pub struct Cache {
     pub cpus: CpuList,
 }
 
-/// What a plan leaves of a control group's memory: stacks of threads, the allocator, page tables and pages on their way to the disk are
-/// charged to the group, too, and it kills at the limit.
+/// Memory of a control group that plans leave free. Thread stacks, the allocator, page tables and dirty pages are charged to the group,
+/// too, and the kernel kills the process at the limit.
 const GROUP_RESERVE_BYTES: u64 = 32 << 20;
 
-/// A plan leaves one part in so many of the machine's memory: page tables take 1/512 of what a process has, and the kernel counts as available
-/// what it keeps in use, the caches of libraries. With 0.4 of 252 GiB left a run was killed.
+/// Plans leave one part in this many of the machine's memory free. Page tables take 1/512 of a process's memory, and the kernel counts some
+/// used memory as available, such as the pages of libraries. A run with 0.4 of 252 GiB left was killed.
 const MACHINE_RESERVE: u64 = 128;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HugePages {
-    /// Size of one.
+    /// Size of one page.
     pub page_bytes: u64,
     /// Reserved.
     pub total: Option<u64>,
@@ -120,27 +120,27 @@ pub struct HugePages {
     pub free: Option<u64>,
 }
 
-/// What only system calls tell.
+/// Facts that only system calls provide.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Process {
     /// CPUs that the calling thread may run on.
     pub(crate) affinity: Option<CpuList>,
     /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
     pub(crate) memlock_bytes: Option<u64>,
-    /// What limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`) leave of memory; `None`: they do not limit it.
+    /// Bytes left by the limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`); `None` if unlimited.
     pub(crate) address_room_bytes: Option<u64>,
-    /// Memory that the process has already: what a control group grants holds it, too.
+    /// Resident memory of the process, which counts towards the limit of its control group.
     pub rss_bytes: u64,
 }
 
-/// CPUs that this process can use, and why not more.
+/// CPUs that this process can use, with the limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UsableCpus {
     /// CPUs of the affinity mask.
     pub(crate) affinity: CpuList,
-    /// CPU time that the control groups grant, in CPUs.
+    /// CPU time granted by the control groups, in units of one CPU.
     pub(crate) quota: Option<f64>,
-    /// CPUs of the machine.
+    /// Number of online CPUs of the machine.
     pub(crate) online: usize,
 }
 
@@ -158,7 +158,7 @@ impl Process {
     }
 }
 
-/// See [`Process::address_room_bytes`]; `status` is `/proc/self/status`.
+/// Computes [`Process::address_room_bytes`]. `status` is the text of `/proc/self/status`.
 fn address_room(status: &str) -> Option<u64> {
     let room = |limit, used: &str| {
         let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
@@ -168,12 +168,12 @@ fn address_room(status: &str) -> Option<u64> {
 }
 
 impl Topology {
-    /// This machine, as the calling thread may use it. Call it before any thread is pinned.
+    /// Facts of this machine for the calling thread. Call it before any thread is pinned.
     pub fn this_machine() -> Self {
         Self::read(Path::new("/"), Process::current())
     }
 
-    /// The machine whose `proc`, `sys` and `dev` lie below `root`.
+    /// Facts of the machine with its `proc`, `sys` and `dev` below `root`.
     pub fn read(root: &Path, process: Process) -> Self {
         let tree = Tree(root);
         let cpuinfo = tree.text("proc/cpuinfo").unwrap_or_default();
@@ -208,33 +208,33 @@ impl Topology {
         }
     }
 
-    /// Which CPUs this process can use; `None` if neither its affinity nor the CPUs online are known.
+    /// The CPUs that this process can use; `None` if neither its affinity nor the online CPUs are known.
     pub fn usable_cpus(&self) -> Option<UsableCpus> {
         let online: CpuList = self.cpus.iter().map(|cpu| cpu.id).collect();
         let count = online.len();
         let affinity = self.process.affinity.clone().or_else(|| (count > 0).then_some(online))?;
-        // The kernel keeps affinities inside the cpuset; a mask from elsewhere may be wider.
+        // The kernel keeps affinities inside the cpuset; a recorded mask may be wider.
         let within = self.cgroup.cpus.as_ref().map(|limit| affinity.intersection(&limit.value)).filter(|cpus| !cpus.is_empty());
         let affinity = within.unwrap_or(affinity);
         let online = count.max(affinity.len());
         Some(UsableCpus { affinity, quota: self.cgroup.cpu_quota.as_ref().map(|limit| limit.value), online })
     }
 
-    /// Physical cores online; `None` if the kernel does not tell cores apart.
+    /// Number of online physical cores; `None` if the kernel does not report cores.
     pub(crate) fn cores(&self) -> Option<usize> {
         self.count(|cpu| cpu.core)
     }
 
-    /// Sockets; `None` if the kernel does not tell.
+    /// Number of sockets; `None` if the kernel does not report them.
     pub(crate) fn packages(&self) -> Option<usize> {
         self.count(|cpu| cpu.package)
     }
 
-    /// Memory that this process can hope for: what is available beside the CPUs, but for a reserve, at most what its control groups and limits
-    /// allow.
+    /// Memory that this process can plan with: the available memory of nodes with CPUs, minus a reserve, within the limits of control
+    /// groups and the process.
     pub(crate) fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
-        // A GPU's memory may be a node of the machine: it counts as available, and is not the host's to fill.
+        // A GPU's memory may be a node of the machine. The kernel counts it as available, but it is not host memory.
         let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let reserve = self.memory_total_bytes.unwrap_or(0) / MACHINE_RESERVE;
         let available =
@@ -242,7 +242,7 @@ impl Topology {
         [available, limit, self.process.address_room_bytes].into_iter().flatten().min()
     }
 
-    /// Free memory in pools of huge pages; nobody else can use it, and it does not count as available.
+    /// Free memory in pools of huge pages. No other allocation can use it, and it does not count as available.
     pub(crate) fn reserved_free_bytes(&self) -> u64 {
         self.huge_pages.iter().map(|pool| pool.page_bytes.saturating_mul(pool.free.unwrap_or(0))).fold(0, u64::saturating_add)
     }
@@ -251,19 +251,19 @@ impl Topology {
         self.numa_nodes.iter().filter(|node| node.memory_bytes.is_some_and(|bytes| bytes > 0))
     }
 
-    /// Nodes whose memory lies beside one of `cpus` and may be used by this process.
+    /// Nodes with memory next to one of `cpus` that this process may use.
     pub(crate) fn nodes_beside(&self, cpus: &CpuList) -> Vec<usize> {
         let allowed = |node: &&NumaNode| self.allowed_nodes.as_ref().is_none_or(|nodes| nodes.contains(node.id));
         let beside = |node: &&NumaNode| node.cpus.iter().any(|cpu| cpus.contains(cpu));
         self.nodes_with_memory().filter(allowed).filter(beside).map(|node| node.id).collect()
     }
 
-    /// Whether the CPU has the feature that the kernel calls `flag`.
+    /// Whether the CPU has the feature that the kernel names `flag`.
     pub fn has_flag(&self, flag: &str) -> bool {
         self.cpu_flags.iter().any(|known| known == flag)
     }
 
-    /// How many different values `of` has over all CPUs.
+    /// Number of distinct values of `of` over all CPUs; `None` if a value is unknown.
     fn count<T: Ord>(&self, of: impl Fn(&Cpu) -> Option<T>) -> Option<usize> {
         let mut values = self.cpus.iter().map(of).collect::<Option<Vec<_>>>()?;
         values.sort_unstable();
@@ -273,7 +273,7 @@ impl Topology {
 }
 
 impl UsableCpus {
-    /// How many threads make sense: the CPUs of the mask, at most the quota rounded up; at least one.
+    /// Useful number of threads: the CPUs of the mask, at most the quota rounded up, and at least one.
     pub fn count(&self) -> usize {
         let quota = self.quota.map_or(usize::MAX, |quota| quota.ceil() as usize);
         self.affinity.len().min(quota).max(1)
@@ -290,7 +290,7 @@ impl fmt::Display for UsableCpus {
     }
 }
 
-/// The name that the kernel prints; Arm's kernel prints numbers instead, of which the server cores are known here.
+/// The CPU name that the kernel prints. Arm kernels print numbers instead, which are mapped for known server cores.
 fn cpu_model(cpuinfo: &str) -> Option<String> {
     if let Some(name) = parse::field(cpuinfo, "model name") {
         return Some(name.to_owned());
@@ -314,7 +314,7 @@ fn cpu_flags(cpuinfo: &str) -> Vec<String> {
     flags.unwrap_or_default().split_whitespace().map(str::to_owned).collect()
 }
 
-/// Numbers N of the names `prefixN`, ascending.
+/// The numbers N in the names `prefixN`, ascending.
 fn numbered(names: &[String], prefix: &str) -> Vec<usize> {
     let mut numbers: Vec<_> = names.iter().filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
     numbers.sort_unstable();
@@ -404,13 +404,13 @@ impl Tree<'_> {
         pools
     }
 
-    /// From the vector that the kernel hands to every program: what `sysconf` answers too.
+    /// The page size in the auxiliary vector of the process, which `sysconf` reports, too.
     fn page_bytes(&self) -> Option<usize> {
         const AT_PAGESZ: usize = 6;
         parse::auxv(&fs::read(self.0.join("proc/self/auxv")).ok()?, AT_PAGESZ)
     }
 
-    /// An interrupt's folder holds one named after the driver that serves it: `proc/irq/123/nvidia`.
+    /// CPUs of the GPUs' interrupts. The directory of an interrupt has an entry named after its driver: `proc/irq/123/nvidia`.
     fn gpu_interrupts(&self) -> CpuList {
         let of_gpu = |irq: &usize| self.names(&format!("proc/irq/{irq}")).iter().any(|name| name.starts_with("nvidia"));
         let irqs = numbered(&self.names("proc/irq"), "").into_iter().filter(of_gpu);
@@ -418,7 +418,7 @@ impl Tree<'_> {
         served_by.flat_map(|cpus| cpus.as_slice().to_vec()).collect()
     }
 
-    /// Devices that display or compute, of NVIDIA. A node of -1 is none.
+    /// NVIDIA's devices of the display class, which includes compute GPUs. A node of -1 means none.
     fn pci_gpus(&self) -> Vec<PciGpu> {
         let gpu = |address: &String| {
             let fact = |file: &str| self.text(&format!("sys/bus/pci/devices/{address}/{file}"));
@@ -440,7 +440,7 @@ impl Tree<'_> {
     }
 }
 
-/// This machine's name, where the system tells it.
+/// The host name, if available.
 pub(crate) fn host_name() -> Option<String> {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     Some(name.trim().to_string()).filter(|name| !name.is_empty())
@@ -451,7 +451,7 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A directory that holds `files`.
+    /// A directory that contains `files`.
     pub(crate) fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (path, text) in files {
@@ -473,7 +473,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Two sockets of two cores with two threads each, numbered as servers do: siblings four apart, CPU 7 offline.
+    /// Two sockets of two cores with two threads each. Siblings are numbered four apart, as on servers, and CPU 7 is offline.
     pub(crate) fn two_sockets() -> tempfile::TempDir {
         let dir = tree(&[
             ("proc/cpuinfo", "processor\t: 0\nmodel name\t: Example CPU @ 2.00GHz\nflags\t\t: fpu avx2 cat_l3 mba\n\nprocessor\t: 1\n"),
@@ -512,7 +512,7 @@ pub(crate) mod tests {
         dir
     }
 
-    /// A Grace with its Hopper: 72 cores, 64 KiB pages, and the GPU's memory as a node without CPUs.
+    /// A Grace Hopper: 72 cores, 64 KiB pages, and the GPU's memory as a node without CPUs.
     pub(crate) fn grace() -> tempfile::TempDir {
         let dir = tree(&[
             ("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd sve sve2 bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"),
@@ -534,7 +534,7 @@ pub(crate) mod tests {
             ("sys/devices/system/node/node1/cpulist", "\n"),
             ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       100663296 kB\nNode 1 MemFree:        100663296 kB\n"),
         ]);
-        // The vector's pairs that matter: a page of 64 KiB, and the end.
+        // The relevant pairs of the vector: a page size of 64 KiB, and the end.
         let auxv: Vec<u8> = [6usize, 65536, 0, 0].into_iter().flat_map(usize::to_ne_bytes).collect();
         fs::write(dir.path().join("proc/self/auxv"), auxv).unwrap();
         for cpu in 0..72 {
@@ -548,7 +548,7 @@ pub(crate) mod tests {
         dir
     }
 
-    /// A container on that Grace: four CPUs by cpuset, two CPUs' time, 16 GiB.
+    /// A container on that Grace Hopper: four CPUs by cpuset, the time of two CPUs, 16 GiB.
     pub(crate) fn container() -> tempfile::TempDir {
         let dir = grace();
         for (path, text) in [

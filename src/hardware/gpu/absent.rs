@@ -1,10 +1,10 @@
-//! In place of the management library in a build without the CUDA device.
+//! Replacement for the management library in a build without the CUDA device.
 
 use super::GpuLink;
 use super::facts::{GpuFacts, GpuId, Sample, no_cuda};
 use crate::error::Result;
 
-/// There is none.
+/// A type without values: no GPU can be opened.
 pub(super) enum VisibleGpu {}
 
 impl VisibleGpu {

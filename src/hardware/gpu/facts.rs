@@ -1,25 +1,25 @@
-//! What is known of a GPU, and one look at it.
+//! Facts about a GPU, and samples of its state.
 
 #[cfg(not(feature = "cuda"))]
 use crate::error::Error;
 use crate::units::Bytes;
 use std::fmt;
 
-/// What a GPU is. A fact that the driver does not tell is `None`.
+/// Facts about a GPU. A fact that the driver does not report is `None`.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct GpuFacts {
     /// Marketing name.
     pub name: Option<String>,
     /// Release of the kernel driver.
     pub driver: Option<String>,
-    /// Newest CUDA that the driver serves: `13.0`.
+    /// Newest CUDA version that the driver supports: `13.0`.
     pub cuda: Option<String>,
     pub memory_bytes: Option<u64>,
-    /// In use now, by all processes.
+    /// Memory in use by all processes.
     pub memory_used_bytes: Option<u64>,
-    /// Generation of the PCIe link now; an idle GPU may have slowed it down.
+    /// Current generation of the PCIe link. An idle GPU may have reduced it.
     pub pcie_generation: Option<u32>,
-    /// Lanes of the PCIe link now.
+    /// Current number of lanes of the PCIe link.
     pub pcie_lanes: Option<u32>,
     /// Power limit in force.
     pub power_limit_w: Option<f64>,
@@ -27,10 +27,10 @@ pub struct GpuFacts {
     pub sm_clock_max_mhz: Option<u32>,
 }
 
-/// A GPU that CUDA shows.
+/// A GPU that is visible to CUDA.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct GpuId {
-    /// Its number, in the order of `CUDA_VISIBLE_DEVICES`.
+    /// Index in the order of `CUDA_VISIBLE_DEVICES`.
     pub index: usize,
     /// Address on the PCI bus, as `0000:0F:00.0`.
     pub pci: String,
@@ -57,13 +57,13 @@ impl fmt::Display for GpuFacts {
     }
 }
 
-/// Why a build without the feature `cuda` knows nothing about GPUs.
+/// The error in a build without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn no_cuda() -> Error {
     Error::Unsupported("this build has no CUDA device (cargo feature cuda)".into())
 }
 
-/// One look at the GPU; what it does not tell is `None`.
+/// A sample of the GPU's state. A value that the GPU does not report is `None`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
     pub(super) power_w: Option<f64>,

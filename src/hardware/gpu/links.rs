@@ -1,23 +1,23 @@
-//! What lies between two GPUs of a machine.
+//! Links between two GPUs of a machine.
 
 use std::fmt;
 
-/// How two GPUs are connected.
+/// The connection of two GPUs.
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the management library knows links"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GpuLink {
-    /// So many NVLinks lead from one to the other.
+    /// Direct NVLinks, with their number.
     NvLink(usize),
-    /// So many NVLinks of each lead to switches.
+    /// NVLinks through switches, with their number per GPU.
     NvSwitch(usize),
-    /// None does; this part of PCIe connects them.
+    /// No NVLink; PCIe with this common part.
     Pcie(&'static str),
 }
 
 #[cfg(any(feature = "cuda", test))]
 impl GpuLink {
-    /// The connection of two GPUs: address on the PCI bus, and those at the far ends of its NVLinks. `gpus` are the addresses of all GPUs,
-    /// and `pcie` is what connects the two besides. A far end that is no GPU is a switch.
+    /// The connection of two GPUs. Each is given by its PCI address and the addresses at the far ends of its NVLinks. `gpus` has the
+    /// addresses of all GPUs, and `pcie` describes the PCIe path between the two. A far end that is not a GPU is a switch.
     pub(super) fn between(ours: (&str, &[String]), theirs: (&str, &[String]), gpus: &[String], pcie: &'static str) -> Self {
         let direct = ours.1.iter().filter(|end| is_same_pci(end, theirs.0)).count();
         let to_switches = |ends: &[String]| ends.iter().filter(|end| !gpus.iter().any(|gpu| is_same_pci(gpu, end))).count();
@@ -39,8 +39,7 @@ impl fmt::Display for GpuLink {
     }
 }
 
-/// Whether two spellings name one place on the PCI bus: CUDA and the kernel write a domain with four digits, the management library with
-/// eight.
+/// Whether two PCI addresses are equal. CUDA and the kernel write the domain with four digits, the management library with eight.
 pub(crate) fn is_same_pci(one: &str, other: &str) -> bool {
     let parts = |address: &str| {
         let (domain, place) = address.split_once(':')?;
@@ -77,10 +76,10 @@ mod tests {
         };
         assert_eq!(between(&["0000:1f:00.0", "0000:1f:00.0", "0000:2f:00.0"], &["0000:0f:00.0"; 2]), "2 NVLinks");
         assert_eq!(between(&["0000:aa:00.0"; 18], &["0000:ab:00.0"; 18]), "18 NVLinks through switches");
-        // The third GPU is no switch.
+        // The third GPU is not a switch.
         assert_eq!(between(&["0000:2f:00.0"], &["0000:2f:00.0"]), "PCIe, one host bridge");
         assert_eq!(between(&[], &["0000:aa:00.0"]), "PCIe, one host bridge");
-        // Inside a guest the far end may have no address.
+        // In a virtual machine the far end may have no address.
         assert_eq!(between(&[""], &[""]), "1 NVLinks through switches");
     }
 }

@@ -1,4 +1,4 @@
-//! NVIDIA's management library, opened at run time.
+//! NVIDIA's management library (NVML), loaded at run time.
 
 use super::facts::{GpuFacts, GpuId, Sample};
 use super::links::GpuLink;
@@ -7,33 +7,33 @@ use nvml_wrapper::enum_wrappers::device::{Clock, PcieUtilCounter, TopologyLevel}
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
 
-/// The name with a version: the one without belongs to development packages.
+/// The name with a version. Only development packages have the name without one.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
-/// NVLinks of a GPU, at most.
+/// Maximum number of NVLinks of a GPU.
 const NVLINKS_MAX: u32 = 18;
 
-/// The GPU that CUDA shows first.
+/// The first GPU that is visible to CUDA.
 pub(super) struct VisibleGpu {
     nvml: Nvml,
     visible: Visible,
 }
 
-/// How CUDA was told which GPU comes first.
+/// Selection of the first GPU.
 enum Visible {
     Index(u32),
     Uuid(String),
 }
 
 impl Visible {
-    /// CUDA counts only the GPUs that `CUDA_VISIBLE_DEVICES` names, by index or UUID; the library counts all.
+    /// The first GPU in `CUDA_VISIBLE_DEVICES`, by index or UUID. CUDA counts only these GPUs, and the library counts all.
     fn first() -> Self {
         let named = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_else(|_| "0".into());
         let first = named.split(',').next().unwrap_or_default().trim();
         first.parse().map_or_else(|_| Self::Uuid(first.into()), Self::Index)
     }
 
-    /// What was looked for, for an error.
+    /// The operation, for an error.
     fn wanted() -> String {
         let named = std::env::var("CUDA_VISIBLE_DEVICES").map(|named| format!("first of CUDA_VISIBLE_DEVICES={named:?}"));
         format!("find the GPU that is {}", named.as_deref().unwrap_or("first"))
@@ -48,7 +48,7 @@ fn open_library() -> Result<Nvml> {
     Nvml::builder().lib_path(LIBRARY.as_ref()).init().map_err(failed)
 }
 
-/// See [`super::links`].
+/// Implements [`super::links`].
 pub(super) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
     let nvml = open_library()?;
     let address = |device: Device<'_>| device.pci_info().map(|pci| pci.bus_id);
@@ -65,7 +65,7 @@ pub(super) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
     pairs.map(link).collect()
 }
 
-/// Addresses at the far ends of the NVLinks that are up; an empty one where the library does not tell.
+/// Addresses at the far ends of the active NVLinks; an empty address if the library does not report it.
 fn far_ends(device: &Device<'_>) -> Vec<String> {
     let links = (0..NVLINKS_MAX).map(|link| device.link_wrapper_for(link)).filter(|link| link.is_active().is_ok_and(|is_up| is_up));
     links.map(|link| link.remote_pci_info().map_or_else(|_| String::new(), |pci| pci.bus_id)).collect()
@@ -117,7 +117,7 @@ impl VisibleGpu {
 
     pub(super) fn sample(&self) -> Sample {
         let Ok(device) = self.device() else { return Sample::default() };
-        // KiB a second over 20 ms, which is how long each of the two calls takes.
+        // KiB per second, averaged over 20 ms. Each of the two calls takes that long.
         let rate = |counter| device.pcie_throughput(counter).ok().map(|kib| f64::from(kib) * 1024.0 / 1e9);
         Sample {
             power_w: device.power_usage().ok().map(watts),

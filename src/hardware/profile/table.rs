@@ -1,14 +1,14 @@
-//! A profile as a table for people.
+//! A profile as a printed table.
 
 use super::Profile;
 use crate::hardware::sourced::{Curve, Number, Sourced};
 use crate::units::Bytes;
 
-/// What a field shows: what it is, the number, and where it is from.
+/// A row: field, value with unit, and source.
 pub(super) type Row = (String, String, String);
 
 impl Profile {
-    /// A line for each number: field, value, source. What is not there is not in it.
+    /// The table of all numbers: field, value, source. Absent values have no row.
     pub fn table(&self) -> String {
         let mut lines = vec![self.machine.clone()];
         lines.extend(self.facts.iter().map(|fact| format!("  {fact}")));
@@ -22,7 +22,7 @@ impl Profile {
     }
 }
 
-/// What rates are rates of, where the name does not say it: one of a loop and one of another have no common measure.
+/// A note on the rates of `section`, if their names are ambiguous: rates of different loops are not comparable.
 fn meaning(section: &str) -> &'static str {
     match section {
         "host" => {
@@ -38,7 +38,7 @@ pub(super) fn number(name: &str, number: &Number) -> Vec<Row> {
     vec![(name.into(), with_unit(name, number.value), short(number))]
 }
 
-/// A row for each point; the source stands in the first.
+/// A row for each point of a curve. The source is in the first row.
 pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
     let (what, by) = name.split_once("_by_").unwrap_or((name, ""));
     let value = |y: f64| if what.ends_with("_share") { format!("{:.1} %", 100.0 * y) } else { with_unit(what, y) };
@@ -47,12 +47,12 @@ pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
     curve.value.0.iter().map(|&(x, y)| (format!("{what}, {}", at(x)), value(y), std::mem::take(&mut source))).collect()
 }
 
-/// Without what is the same in every line of a profile that was measured at once.
+/// The source without the prefix that all measured values share.
 fn short<T>(sourced: &Sourced<T>) -> String {
     sourced.source.trim_start_matches(crate::hardware::sourced::MEASURED).trim_start_matches(": ").into()
 }
 
-/// `value` in the unit that `name` ends with.
+/// `value` with the unit that `name` ends with.
 fn with_unit(name: &str, value: f64) -> String {
     let scaled = |factor: f64, unit: &str| format!("{:.2} {unit}", value * factor);
     match name {
