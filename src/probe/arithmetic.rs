@@ -1,4 +1,4 @@
-//! What a device computes: products, attention, and kernels that only move bytes.
+//! Compute rates of a device: matrix products, attention, and kernels limited by memory bandwidth.
 
 use super::attention::{self, PassRates};
 use super::grouped;
@@ -17,14 +17,14 @@ use crate::hardware::sourced::Curve;
 #[derive(Clone, Debug)]
 pub(crate) struct Arithmetic {
     pub products: Products,
-    /// FLOP/s of products of experts by the rows of each.
+    /// FLOP/s of expert products by the rows of an expert.
     pub(crate) grouped_by_rows: Curve,
     pub attention: PassRates,
     pub small: Small,
 }
 
 impl Arithmetic {
-    /// Measures for about `time_s`. Begin with a device that has rested.
+    /// Measures for about `time_s`. The device must have rested before.
     pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, sizes: ProbeSizes, time_s: f64) -> Result<Self> {
         let products = product::measure(timer, Dtype::Bfloat16, sizes.product, 0.62 * time_s)?;
         let grouped_by_rows = grouped::measure(timer, products.large, 0.1 * time_s)?;
@@ -33,7 +33,7 @@ impl Arithmetic {
         Ok(Self { products, grouped_by_rows, attention, small })
     }
 
-    /// As a profile says it of CPUs, whose cores the optimizer has, too.
+    /// These rates as a section of a profile for CPUs, whose cores also run the optimizer.
     pub(crate) fn cpu_device(self, sharing: Sharing) -> CpuDevice {
         let Self { products, grouped_by_rows, attention, small } = self;
         CpuDevice {

@@ -7,21 +7,21 @@ use crate::device::{AttentionBackward, AttentionForward, AttentionShape, Kernel,
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-/// Shortest sequence that is tried.
+/// Shortest sequence that is measured.
 const SEQ_MIN: usize = 64;
-/// Passes each way that the time should hold.
+/// Minimum number of passes in each direction within the time.
 const RUNS_MIN: f64 = 16.0;
 
-/// FLOP/s, as [`crate::model::flops::FLOPS_FORMULA`] counts them.
+/// FLOP/s, counted as in [`crate::model::flops::FLOPS_FORMULA`].
 #[derive(Clone, Debug)]
 pub(crate) struct PassRates {
     pub forward: Samples,
-    /// Of the backward pass, counted as twice the forward pass.
+    /// The backward pass, counted as twice the forward pass.
     pub backward: Samples,
 }
 
-/// Measures attention in bf16 over sequences of at most `seq_limit` tokens for about `time_s`, on a device of about
-/// `matmul_flops`.
+/// Measures attention in bf16 for about `time_s`, over sequences of at most `seq_limit` tokens. `matmul_flops` is the approximate rate of
+/// the device.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, matmul_flops: f64, time_s: f64) -> Result<PassRates> {
     let fits = |&seq: &usize| seq <= SEQ_MIN || RUNS_MIN * 3.0 * shape(seq).flops() < time_s * matmul_flops;
     let seq = std::iter::successors(Some(seq_limit), |seq| Some(seq / 2)).find(fits).unwrap_or(seq_limit);
@@ -40,7 +40,7 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, seq_limit: usize, ma
     Ok(PassRates { forward, backward })
 }
 
-/// A layer of a model of some billion parameters.
+/// A layer of a model with some billion parameters.
 fn shape(seq_length: usize) -> AttentionShape {
     AttentionShape { batch: 4, seq_length, heads: 32, kv_heads: 8, head_dim: 128, scale: 128f32.powf(-0.5), window: None, softcap: None }
 }

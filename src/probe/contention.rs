@@ -1,4 +1,4 @@
-//! What is left of rates when copies, products and the optimizer run beside each other.
+//! Rates of copies, products and the optimizer under concurrent load, relative to their rates alone.
 
 use super::copies::{Copies, Way};
 use super::product::Product;
@@ -16,27 +16,27 @@ use crate::host::pool::Job;
 
 /// Seconds of products in a sample.
 const PRODUCTS_S: f64 = 0.1;
-/// Most operations that are enqueued at once: fewer than a launch queue holds.
+/// Maximum number of operations enqueued at once, below the capacity of a launch queue.
 const ENQUEUED_MAX: f64 = 512.0;
-/// Copies go on for so much longer than the products alone.
+/// Ratio of the copies' duration to that of the products alone.
 const LONGER: f64 = 1.5;
-/// Turns of each of copies, optimizer and both: what changes from moment to moment changes for all.
+/// Number of turns of copies, optimizer and both. Turns alternate, so that variations over time affect all three.
 const TURNS: usize = 3;
 
-/// What runs in a turn.
+/// The load of a turn.
 #[derive(Clone, Copy)]
 struct Mix {
     copies: bool,
     adam: bool,
 }
 
-/// Bytes a second that were moved in a turn.
+/// Bytes per second moved in a turn.
 struct Moved {
     each_way: f64,
     adam: f64,
 }
 
-/// Everything that can be in each other's way.
+/// The products, copies and optimizer that are measured together.
 pub(crate) struct Contenders<'a> {
     pub product: Product,
     pub copies: Copies,
@@ -45,17 +45,17 @@ pub(crate) struct Contenders<'a> {
 }
 
 impl Contenders<'_> {
-    /// Measures them beside each other for about `time_s`.
+    /// Measures the contention for about `time_s`.
     ///
     /// # Errors
-    /// The device's and the pool's.
+    /// Errors of the device and the pool.
     pub(crate) fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Contention> {
         let matmul = self.matmul_under_copies(timer, both_ways_bytes_per_s, 0.3 * time_s)?;
         let (copies, adam) = self.copies_beside_adam(timer, 0.7 * time_s)?;
         Ok(Contention { matmul_under_copies: matmul.sourced(), copies_under_adam: copies, adam_under_copies: adam })
     }
 
-    /// The share of their speed that products have while copies go both ways.
+    /// The relative rate of products during copies in both directions.
     fn matmul_under_copies<D: Kernels>(&self, timer: &mut Timer<'_, D>, both_ways_bytes_per_s: f64, time_s: f64) -> Result<Samples> {
         let (product, copies, bytes) = (self.product, self.copies, self.copies.bucket_bytes());
         let once_s = timer.seconds(|dev| product.enqueue(dev, product.n))?;
@@ -77,7 +77,7 @@ impl Contenders<'_> {
         Ok(shares.share_of(1.0))
     }
 
-    /// The shares of their speed that copies and the optimizer have beside each other.
+    /// The relative rates of copies and the optimizer while both run.
     fn copies_beside_adam<D: Device>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<(Number, Number)> {
         let ends = [timer.dev.event()?, timer.dev.event()?];
         let each_s = time_s / (3 * TURNS) as f64;
@@ -92,7 +92,7 @@ impl Contenders<'_> {
         Ok((share(copies), share(adam)))
     }
 
-    /// Keeps what is asked for running for `time_s`, from one driver thread as in a step.
+    /// Keeps the load `beside` running for `time_s`, from one driver thread as in a step.
     fn turn<D: Device>(&mut self, timer: &mut Timer<'_, D>, ends: [EventId; 2], beside: Mix, time_s: f64) -> Result<Moved> {
         let (bytes, start_ns) = (self.copies.bucket_bytes(), timer.dev.now_ns());
         let (mut adam, mut ways, mut job) = (WorkDone::default(), [WorkDone::default(); 2], 0);

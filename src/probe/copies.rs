@@ -1,4 +1,4 @@
-//! Copies between pinned memory and the device: by size and way, alone and both ways, and managed memory's pages.
+//! Copies between pinned memory and the device, by size and direction, in one direction and in both, and migration of managed memory.
 
 use super::samples::{Samples, share_curve};
 use super::timer::Timer;
@@ -9,18 +9,18 @@ use crate::hardware::profile::Link;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{Addressing, MemorySpace};
 
-/// Sizes of copies grow by this factor.
+/// Ratio of consecutive copy sizes.
 const STEP: usize = 4;
-/// The smallest copy of the curves, and the one whose time is the latency.
+/// The smallest copy of the curves. The latency is the time of a `TINY_BYTES` copy.
 const SMALLEST_BYTES: usize = 64 << 10;
 const TINY_BYTES: usize = 4 << 10;
-/// What a bucket is: copies that run both ways are as large.
+/// Bytes of a bucket, and of copies in both directions.
 const BUCKET_BYTES: usize = 64 << 20;
 
-/// A way over the link.
+/// A direction of copies over the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// From the device.
+    /// From the device to the host.
     ToHost,
     ToDevice,
 }
@@ -36,7 +36,7 @@ impl Way {
     }
 }
 
-/// Memory on both sides, for each way.
+/// Memory on both sides for each direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copies {
     host: [PinnedSlice; 2],
@@ -44,10 +44,10 @@ pub(crate) struct Copies {
 }
 
 impl Copies {
-    /// Room for copies of `bytes`, at least `SMALLEST_BYTES` of them. The memory of `host` must outlive the device.
+    /// Memory for copies of up to `bytes`, at least `SMALLEST_BYTES`. The memory of `host` must outlive the device.
     ///
     /// # Errors
-    /// `Resource` when there is no such memory.
+    /// `Resource` if there is not enough memory.
     pub(crate) fn new<D: Device>(dev: &mut D, host: &mut HostMemory, bytes: usize) -> Result<Self> {
         let bytes = bytes.max(SMALLEST_BYTES);
         let mut pinned = || -> Result<PinnedSlice> {
@@ -65,12 +65,12 @@ impl Copies {
         self.host[0].bytes()
     }
 
-    /// Bytes of a bucket, or the largest copy.
+    /// Bytes of a bucket, at most those of the largest copy.
     pub(crate) fn bucket_bytes(self) -> usize {
         self.bytes().min(BUCKET_BYTES)
     }
 
-    /// Enqueues a copy of `bytes` on the stream for this way.
+    /// Enqueues a copy of `bytes` on the stream of this direction.
     pub(crate) fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
         let (host, device) = (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4));
         match way {
@@ -109,7 +109,7 @@ impl Copies {
     }
 }
 
-/// Bytes of managed memory a second each way, while `bytes` come and as many go.
+/// Bytes of managed memory per second in each direction, while `bytes` migrate in each direction.
 fn managed<D: Device>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
     let mut pages = || timer.dev.alloc_unified("pages", bytes / 4, Dtype::Float32);
     let (mut coming, mut going) = (pages()?, pages()?);

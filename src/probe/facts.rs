@@ -1,4 +1,4 @@
-//! What machine and program a profile is of, and the day.
+//! The machine, the program and the date of a profile.
 
 use crate::facts::{BuildFacts, MachineFacts};
 use crate::hardware::topology::Topology;
@@ -6,18 +6,18 @@ use crate::optim::simd::Isa;
 use crate::units::{Bytes, date};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What a profile says about the machine besides its numbers.
+/// Facts about the machine in a profile.
 pub(super) struct ProfileFacts {
-    /// In one line.
+    /// The machine in one line.
     pub machine: String,
-    /// Versions, for people.
+    /// Versions for the reader.
     pub facts: Vec<String>,
-    /// Today: `2026-11-21`.
+    /// Date of today: `2026-11-21`.
     pub(crate) date: String,
 }
 
 impl ProfileFacts {
-    /// Those of the machine of `topology` and of `device`, which was measured.
+    /// Facts of the machine of `topology` and of the measured `device`.
     pub(super) fn new(topology: &Topology, device: &str) -> Self {
         let (build, machine) = (BuildFacts::this_program(), MachineFacts::new(topology));
         let gpu = machine.gpu.map(|gpu| format!("{gpu}, "));

@@ -1,4 +1,4 @@
-//! Products in FP8, where a device has them.
+//! FP8 products, if the device supports them.
 
 use super::product::Product;
 use super::samples::Samples;
@@ -7,8 +7,8 @@ use crate::device::{AbsMaxScale, DeviceSlice, FP8_GRAIN, Kernel, Kernels, Quanti
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// FLOP/s of large ones in matrices as those of `room`, for about `time_s`; nothing where the device has none, or matrices are too small.
-/// Begin with a device that is at its power limit.
+/// Measures FLOP/s of large FP8 products in matrices of the size of `room`, for about `time_s`. `None` if the device has no FP8 or the
+/// matrices are too small. The device must have reached its power limit before.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Option<Samples>> {
     match timer.dev.prepare_fp8() {
         Err(Error::Unsupported(_)) => return Ok(None),
@@ -20,12 +20,12 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_
     }
     let ((a, a_scale), (b, b_scale)) = (narrowed(timer.dev, room.a, n)?, narrowed(timer.dev, room.b, n)?);
     let product = ScaledMatmul { a, a_scale, b, b_scale, bias: None, base: None, c: room.c.slice(0, n * n), m: n, n, k: n };
-    // The first one may compile.
+    // The first launch may compile.
     timer.seconds(|dev| dev.launch(product))?;
     timer.rates(time_s, product.flops(), |dev| dev.launch(product)).map(Some)
 }
 
-/// The first `n` rows of `n` of `x` in E4M3, and their scale.
+/// The first `n` x `n` elements of `x` in E4M3, and their scale.
 fn narrowed<D: Kernels>(dev: &mut D, x: DeviceSlice, n: usize) -> Result<(DeviceSlice, DeviceSlice)> {
     let (x, format) = (x.slice(0, n * n), Dtype::Float8E4m3);
     let (out, scale) = (dev.alloc("matrix of 8 bits", n * n, format)?, dev.alloc("its scale", 1, Dtype::Float32)?);

@@ -1,4 +1,4 @@
-//! Products of experts: many weights, each with rows of its own, in one launch.
+//! Expert products: many weights, each with its own rows, in one launch.
 
 use super::product::{Product, SMALLEST, doublings};
 use super::samples::{Samples, curve};
@@ -9,10 +9,10 @@ use crate::error::Result;
 use crate::hardware::sourced::Curve;
 use crate::host::pinned::HostMemory;
 
-/// Experts, whose square weights fill a matrix of [`Product`] together.
+/// Number of experts. Their square weights together fill a matrix of [`Product`].
 const EXPERTS: usize = 16;
 
-/// Measures products of experts in the memory of `room` for about `time_s`: FLOP/s of a layer's three by the rows of an expert.
+/// Measures expert products in the memory of `room` for about `time_s`: FLOP/s of a layer's three products by the rows of an expert.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Curve> {
     let width = room.n / EXPERTS.isqrt();
     let rows: Vec<usize> = doublings(SMALLEST.min(width), width).collect();
@@ -21,7 +21,7 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_
     Ok(curve(&rows.into_iter().map(&mut rate).collect::<Result<Vec<_>>>()?))
 }
 
-/// A layer's output, and the gradients of its input and of its weights.
+/// The rate of a layer's output and of the gradients of its input and its weights.
 fn layer<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, (rows, width): (usize, usize), time_s: f64) -> Result<Samples> {
     let bounds = upload_bounds(timer.dev, &[rows; EXPERTS])?;
     let [tokens, weights] = [rows * EXPERTS * width, width * width * EXPERTS];
@@ -36,10 +36,10 @@ fn layer<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, (rows, width): (us
     timer.rates(time_s, flops, |dev| products.into_iter().try_for_each(|product| dev.launch(product)))
 }
 
-/// Where each expert's rows begin on the device, and the end of the last one's, when the experts have so many `rows`.
+/// Uploads the first row of each expert and the end of the last one, for experts with these `rows`.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 pub fn upload_bounds<D: Device>(dev: &mut D, rows: &[usize]) -> Result<DeviceSlice> {
     let mut host = HostMemory::default();
     let (source, bounds) =
@@ -50,7 +50,7 @@ pub fn upload_bounds<D: Device>(dev: &mut D, rows: &[usize]) -> Result<DeviceSli
     });
     host.lend_mut::<i32>(source).iter_mut().zip(std::iter::once(0).chain(ends)).for_each(|(to, end)| *to = end);
     dev.copy_h2d(Stream::Compute, source, bounds)?;
-    // The copy reads `host`, which ends here.
+    // The copy reads `host`, which is dropped here.
     Timer::new(dev)?.settle()?;
     Ok(bounds)
 }

@@ -1,4 +1,4 @@
-//! CPUs and their memory: triad, the optimizer's pass and casts by threads, and waking.
+//! CPUs and their memory: triad, optimizer passes and casts by threads, and wake-up time.
 
 use super::product::doublings;
 use super::samples::{curve, sourced};
@@ -11,10 +11,10 @@ use crate::hardware::topology::Topology;
 use crate::host::affinity::{Placement, workers_beside_others};
 use crate::host::wakeup::WakeUp;
 
-/// Measures the host for about `time_s`; `states` are in its memory, and `cpus` are its usable CPUs.
+/// Measures the host for about `time_s`. `states` are in its memory, and `cpus` is the number of usable CPUs.
 ///
 /// # Errors
-/// `Resource` when threads or memory cannot be had.
+/// `Resource` if threads or memory are not available.
 pub(crate) fn measure(topology: &Topology, cpus: usize, states: &States, time_s: f64) -> Result<Host> {
     let workers = workers_beside_others(cpus);
     let wake_up = WakeUp::measure(workers, Placement::on(topology, workers))?;
@@ -38,7 +38,7 @@ pub(crate) fn measure(topology: &Topology, cpus: usize, states: &States, time_s:
     })
 }
 
-/// 1, 2, 4, ... and all CPUs, and as many as a run on a GPU has workers.
+/// Thread counts: powers of two, all CPUs, and the number of workers of a run on a GPU.
 fn thread_counts(cpus: usize) -> Vec<usize> {
     let mut counts: Vec<_> = doublings(1, cpus).chain([workers_beside_others(cpus)]).collect();
     counts.sort_unstable();

@@ -1,4 +1,4 @@
-//! What a kernel costs that computes little: its bytes, its launch, and its being there at all.
+//! Costs of kernels with little arithmetic: memory traffic, launch overhead and minimum duration.
 
 use super::product::{Product, fill};
 use super::samples::Samples;
@@ -7,25 +7,25 @@ use crate::device::{Cast, Kernel, Kernels, RmsNorm, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
 
-/// Columns of the rows that are normalised.
+/// Columns of the normalised rows.
 const COLS: usize = 4096;
-/// Kernels that are enqueued at once: fewer than a launch queue holds.
+/// Number of kernels enqueued at once, below the capacity of a launch queue.
 const LAUNCHES: usize = 256;
-/// A kernel of so many elements is as short as they get.
+/// Elements of a kernel of minimum duration.
 const FEW: usize = 8;
 
-/// What was measured.
+/// The measured costs.
 #[derive(Clone, Debug)]
 pub struct Small {
-    /// Bytes read and written a second.
+    /// Bytes read and written per second.
     pub memory_bytes_per_s: Samples,
     /// Seconds of the driver to enqueue a kernel.
     pub launch_s: Samples,
-    /// Seconds of the device for a kernel that does nearly nothing.
+    /// Device seconds of a kernel with almost no work.
     pub kernel_s: Samples,
 }
 
-/// Measures pointwise work on `bytes` of bf16, and tiny kernels, for about `time_s`. `large` keeps the device busy meanwhile.
+/// Measures pointwise kernels on `bytes` of bf16, and tiny kernels, for about `time_s`. `large` keeps the device busy during launches.
 pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
     let memory_bytes_per_s = pointwise(timer, bytes, time_s / 3.0)?;
     let (wide, narrow) = (timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, timer.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
@@ -38,20 +38,21 @@ pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Produc
         timer.settle()?;
         Ok(enqueued_s / LAUNCHES as f64)
     })?;
-    // Behind products that take longer than all launches, kernels are ready before the device is. Not much longer: they vary.
+    // The products take longer than all launches, so the kernels are enqueued before the device reaches them. They do not take much longer,
+    // because their duration varies.
     let once_s = timer.seconds(|dev| large.enqueue(dev, large.n))?;
     let share = 2.0 * launch_s.median() * LAUNCHES as f64 / once_s;
     let (products, rows) = (share.ceil().clamp(1.0, LAUNCHES as f64) as usize, (share * large.n as f64).ceil() as usize);
     let busy = |dev: &mut D| (0..products).try_for_each(|_| large.enqueue(dev, rows.min(large.n)));
     let kernel_s = timer.samples(time_s / 3.0, |timer| {
         let (alone_s, both_s) = (timer.seconds(busy)?, timer.seconds(|dev| busy(dev).and_then(|()| launch(dev)))?);
-        // Products vary: a kernel may seem to take no time.
+        // The duration of products varies, so a kernel may appear to take no time.
         Ok(((both_s - alone_s) / LAUNCHES as f64).max(1e-9))
     })?;
     Ok(Small { memory_bytes_per_s, launch_s, kernel_s })
 }
 
-/// Norms of rows, whose input and output are `bytes` each.
+/// The rate of norms of rows with `bytes` of input and `bytes` of output.
 fn pointwise<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, time_s: f64) -> Result<Samples> {
     let (dev, bf16) = (&mut *timer.dev, Dtype::Bfloat16);
     let rows = (bytes / bf16.bytes() / COLS).max(1);

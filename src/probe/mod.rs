@@ -1,15 +1,15 @@
 //! `probe`: measures a machine in about a minute and writes a [`Profile`] of it.
 //!
-//! Everything on the device is timed by the device's own clock and between events, as a step sees it, so that a simulated device
-//! can be measured like a real one. What one file measures:
+//! All device work is timed by the device's clock and between events, as a step experiences it, so a simulated device can be measured like
+//! a real one. The files:
 //!
-//! - [`arithmetic`] of [`product`], [`grouped`], [`attention`], [`kernels`]: what the device computes, its memory, launches
-//! - [`copies`]: the link, by size and way, alone and both ways; managed memory
-//! - [`host`]: memory, the optimizer's pass and casts by threads, waking; over [`states`], by [`workers`]
-//! - [`contention`]: all of them beside each other; [`sharing`]: on CPUs that are the device, too
-//! - [`together`]: several GPUs, all of them busy
+//! - [`arithmetic`] of [`product`], [`grouped`], [`attention`], [`kernels`]: compute rates, device memory, launches
+//! - [`copies`]: the link by size and direction, in one direction and in both; managed memory
+//! - [`host`]: memory, optimizer passes and casts by threads, wake-up, over [`states`], by [`workers`]
+//! - [`contention`]: concurrent products, copies and optimizer; [`sharing`]: products and optimizer on the same CPUs
+//! - [`together`]: several busy GPUs
 //!
-//! The host is measured first: a GPU that has rested shows its burst.
+//! The host is measured first, because only a rested GPU shows its burst rate.
 #![allow(unsafe_code)]
 
 pub(crate) mod arithmetic;
@@ -96,7 +96,7 @@ pub struct ProbeOptions {
 }
 
 impl ProbeOptions {
-    /// What is measured: rates are kept of GPUs alone, and never of the CPUs in place of one that does not open.
+    /// The device to measure. With `--save` it is a GPU, because only rates of GPUs are saved, and a GPU that does not open is an error.
     fn device(&self) -> DeviceChoice {
         if self.save { DeviceChoice::Cuda } else { self.device }
     }
@@ -105,10 +105,10 @@ impl ProbeOptions {
         self.cuda_libraries.iter().cloned().collect()
     }
 
-    /// The GPUs of `visible` that are measured all at once, if there are several; `log` hears why not.
+    /// The GPUs of `visible` that are measured together; empty without at least two of one model. `log` receives the reason.
     ///
     /// # Errors
-    /// Those of [`gpu::first`] for GPUs that were asked for.
+    /// Errors of [`gpu::first`] for GPUs that the user requested.
     fn company(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
         let all = visible.len();
         match self.gpus {
@@ -121,11 +121,11 @@ impl ProbeOptions {
         }
     }
 
-    /// The file to write the profile to, if one is asked for.
+    /// The file for the profile, if one is requested.
     ///
     /// # Errors
-    /// `Io` when it cannot be written. With `save`: those of [`MachineId::new`]; `Usage` for the CPU device, whose runs are planned without rates,
-    /// and when neither `XDG_CACHE_HOME` nor `HOME` says where to keep it.
+    /// `Io` if it is not writable. With `save`: errors of [`MachineId::new`]; `Usage` for the CPU device, whose runs are planned without
+    /// rates, and if neither `XDG_CACHE_HOME` nor `HOME` is set.
     pub fn file(&self) -> Result<Option<ProfileFile>> {
         if !self.save {
             return self.out.as_deref().map(ProfileFile::open).transpose();
@@ -139,10 +139,10 @@ impl ProbeOptions {
     }
 }
 
-/// Measures this machine; `tell` is given lines for people on the way.
+/// Measures this machine. `log` prints progress lines.
 ///
 /// # Errors
-/// Whatever cannot be had; `Resource` naming a number that came out as nonsense.
+/// `Resource` if threads, memory or a device are not available, or with the name of a number that is out of range.
 pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<Profile> {
     let topology = Topology::this_machine();
     let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
@@ -153,10 +153,10 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
     chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
-    // What uses memory is declared, and so dropped, after it.
+    // Users of the memory are declared later, so they are dropped earlier.
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
     log(&format_args!("host: memory, optimizer and casts by threads"));
-    // SAFETY: what measures does one job at a time, and waits for it before `memory` is dropped.
+    // SAFETY: measurements run one job at a time, and wait for it before `memory` is dropped.
     let states = unsafe { States::new(&topology, &mut memory) }?;
     let host_share = if chosen.is_gpu() { 0.3 } else { 0.4 };
     let host = host::measure(&topology, cpus, &states, host_share * time_s)?;
@@ -193,7 +193,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     profile(options, ProfileFacts::new(&topology, &device), host, sections)
 }
 
-/// What is measured of a machine besides its host.
+/// Measured sections of a machine other than its host.
 #[derive(Default)]
 struct Sections {
     gpu: Option<Gpu>,
@@ -203,21 +203,21 @@ struct Sections {
     together: Option<Together>,
 }
 
-/// What a device is measured beside.
+/// Resources next to a measured device.
 pub(crate) struct ProbeContext<'a> {
     pub free_bytes: u64,
-    /// What it sees of the host's memory.
+    /// The device's access to host memory.
     pub addressing: Addressing,
-    /// Where pinned memory comes from; outlives the device.
+    /// Source of pinned memory, which outlives the device.
     pub memory: &'a mut HostMemory,
     pub states: &'a States,
     pub pool: Pool<StepJob>,
 }
 
-/// Measures a device with memory of its own for about `time_s`.
+/// Measures a device with its own memory for about `time_s`.
 ///
 /// # Errors
-/// The device's and the pool's.
+/// Errors of the device and the pool.
 pub(crate) fn measure_device<D: Kernels>(
     dev: &mut D,
     sizes: ProbeSizes,
@@ -255,10 +255,10 @@ pub(crate) fn measure_device<D: Kernels>(
     Ok((gpu, link, contention))
 }
 
-/// How fast cuBLASLt multiplies by experts on the first GPU, where it can.
+/// Measures expert products by cuBLASLt on the first GPU, if it supports them.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 fn measure_grouped_layouts(options: &ProbeOptions, time_s: f64, log: &mut dyn FnMut(&dyn Display)) -> Result<Option<Curve>> {
     if let GroupedLayouts::Unusable(why) = gpu::grouped_layouts(&options.libraries()) {
         log(&format_args!("gpu: products of experts by this program's kernels alone: {why}"));
@@ -271,7 +271,7 @@ fn measure_grouped_layouts(options: &ProbeOptions, time_s: f64, log: &mut dyn Fn
     grouped::measure(&mut Timer::new(&mut dev)?, room, time_s).map(Some)
 }
 
-/// Measures `gpus` of the machine of `topology`, all busy at once, for about `time_s`.
+/// Measures `gpus` of the machine of `topology` for about `time_s`, all busy at the same time.
 fn measure_together(
     options: &ProbeOptions,
     topology: &Topology,
@@ -291,7 +291,7 @@ fn measure_together(
     together::measure(&company, make)
 }
 
-/// Puts it together, and looks for nonsense.
+/// Assembles the profile and checks its numbers.
 fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Sections) -> Result<Profile> {
     let ProfileFacts { machine, facts, date } = facts;
     let Sections { gpu, link, cpu_device, contention, together } = sections;
@@ -302,21 +302,21 @@ fn profile(options: &ProbeOptions, facts: ProfileFacts, host: Host, sections: Se
     Ok(profile)
 }
 
-/// A file for a profile, opened before it is measured: that takes a while, and should not be lost.
+/// A file for a profile. It is opened before the measurement, so that a file error does not waste the measurement.
 pub struct ProfileFile {
     path: PathBuf,
-    /// The name that it gets in the end.
+    /// The final name of a temporary file.
     keep_as: Option<PathBuf>,
     file: std::fs::File,
-    /// Made here, and empty still.
+    /// Whether this probe created the file and has not written it.
     is_new: bool,
 }
 
 impl ProfileFile {
-    /// Opens or creates `path`; what it holds stays until [`ProfileFile::write`].
+    /// Opens or creates `path`. Its content stays until [`ProfileFile::write`].
     ///
     /// # Errors
-    /// `Io` when it cannot be written.
+    /// `Io` if it is not writable.
     pub fn open(path: &Path) -> Result<Self> {
         let is_new = !path.exists();
         let file =
@@ -324,10 +324,10 @@ impl ProfileFile {
         Ok(Self { path: path.into(), keep_as: None, file, is_new })
     }
 
-    /// A file that takes the place of `path` when it is whole: others may read that meanwhile.
+    /// A temporary file that replaces `path` when it is complete, so that other processes always read a complete profile.
     ///
     /// # Errors
-    /// `Io` when it, or the folder, cannot be written.
+    /// `Io` if the file or its directory is not writable.
     pub fn beside(path: &Path) -> Result<Self> {
         let folder = path.parent().unwrap_or(Path::new("/"));
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -338,10 +338,10 @@ impl ProfileFile {
         Ok(file)
     }
 
-    /// Writes `profile` in place of what the file held.
+    /// Replaces the content of the file by `profile`.
     ///
     /// # Errors
-    /// `Io` when it cannot be written.
+    /// `Io` if it cannot be written.
     pub fn write(mut self, profile: &Profile) -> Result<()> {
         use std::io::Write;
         let text = profile.to_string();
@@ -354,16 +354,16 @@ impl ProfileFile {
 }
 
 impl Drop for ProfileFile {
-    /// A measurement that failed leaves no file behind.
+    /// Removes a file that a failed measurement created.
     fn drop(&mut self) {
         if self.is_new {
-            // It says nothing, so that nothing is lost where it cannot be removed.
+            // The file is empty, so a failed removal loses nothing.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Removes what probes that were killed left in `folder`.
+/// Removes temporary files in `folder` of probes that were killed.
 fn remove_parts(folder: &Path) -> Result<()> {
     let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, e))?;
     let paths = entries.flatten().map(|entry| entry.path());
@@ -381,7 +381,7 @@ mod tests {
     use crate::host::memory_policy::MemoryPolicy;
     use crate::planner::machine::Machine;
 
-    /// This machine, but for caches that ask for large buckets.
+    /// This machine without caches, which would require large buckets.
     fn small_caches() -> Topology {
         Topology { caches: Vec::new(), memory_available_bytes: Some(1 << 28), ..Topology::this_machine() }
     }
@@ -422,7 +422,7 @@ mod tests {
         let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| logged += 1).unwrap();
         assert_eq!((logged, gpu.addressing, gpu.memory_bytes.value), (3, Addressing::Managed, 1_074_000_000.0));
         let dims: Vec<_> = gpu.matmul_share_by_least_dim.value.0.iter().map(|point| point.0).collect();
-        // As far as half a second goes.
+        // As many sizes as half a second permits.
         assert!([32.0, 64.0, 128.0].starts_with(&dims) && !dims.is_empty(), "{dims:?}");
         let rows: Vec<_> = gpu.grouped_flops_by_rows.as_ref().unwrap().value.0.iter().map(|point| point.0 as usize).collect();
         assert!(rows == [8] || rows == [16] || rows == [32], "a fourth of a product's columns: {rows:?}");
@@ -437,7 +437,7 @@ mod tests {
         assert_eq!(Profile::parse(&profile.to_string(), Path::new("x")).unwrap(), profile);
     }
 
-    /// Numbers of a section by what they are, curves point by point.
+    /// Numbers of a section with their names; curves point by point.
     fn numbers(rates: &Rates, gpu: &Gpu, link: &Link, contention: &Contention) -> Vec<(&'static str, f64)> {
         let mut numbers = vec![
             ("memory_bytes_per_s", gpu.memory_bytes_per_s.value),
@@ -483,7 +483,7 @@ mod tests {
         let (gpu, link, contention) = measure_device(&mut dev, ProbeSizes::GPU, context, 2.0, &mut |_| ()).unwrap();
         let wanted = numbers(&rates, profile.gpu.as_ref().unwrap(), profile.link.as_ref().unwrap(), profile.contention.as_ref().unwrap());
         let pairs = numbers(&rates, &gpu, &link, &contention).into_iter().zip(wanted);
-        // A small product takes a kernel's least time besides.
+        // A small product also takes the minimum duration of a kernel.
         let off: Vec<_> = pairs.filter(|((_, measured), (_, wanted))| (measured / wanted - 1.0).abs() > 0.05).collect();
         assert!(off.is_empty(), "{off:?}");
     }
@@ -508,7 +508,7 @@ mod tests {
         let files = || std::fs::read_dir(kept.parent().unwrap()).unwrap().map(|file| file.unwrap().file_name()).collect::<Vec<_>>();
         drop(ProfileFile::beside(&kept).unwrap());
         assert!(files().is_empty());
-        // As left by a probe that was killed.
+        // A file of a probe that was killed.
         std::fs::write(kept.with_extension("1.part"), "").unwrap();
         for name in ["gb200", "h200-pcie5"] {
             let profile = Profile::load(name).unwrap();

@@ -1,4 +1,4 @@
-//! Matrix products: what a device computes at best, rested and for as long as one likes, and what small products get of it.
+//! Matrix products: the rates of large products, rested and sustained, and the relative rates of small products.
 
 use super::samples::{Samples, share_curve};
 use super::timer::Timer;
@@ -10,16 +10,16 @@ use crate::host::pinned::HostMemory;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Random numbers, repeated over a matrix: regular data would draw less power and run at a higher clock.
+/// Number of random elements that are repeated over a matrix. Regular data would draw less power and run at a higher clock.
 const RANDOM_ELEMS: usize = 1 << 20;
-/// Products begin here, and double while there is time; as few rows as the tokens of a short sequence.
+/// The smallest product, with as few rows as the tokens of a short sequence. Sizes double while there is time.
 pub(super) const SMALLEST: usize = 32;
-/// The largest product is run at least so often.
+/// Minimum number of runs of the largest product.
 const RUNS_MIN: f64 = 8.0;
-/// Every size has its turn so often: what else a shared machine does meanwhile falls on all of them.
+/// Number of rounds over all sizes, so that other load on a shared machine affects all sizes.
 const ROUNDS: usize = 4;
 
-/// Three square matrices of random numbers, and products in them.
+/// Three square matrices of random numbers, in which products of various sizes are computed.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     pub(super) a: DeviceSlice,
@@ -30,22 +30,22 @@ pub struct Product {
 }
 
 impl Product {
-    /// Matrices of `n` rows. They stay on the device for its life.
+    /// Matrices of `n` rows. They stay on the device for its lifetime.
     ///
     /// # Errors
-    /// The device's; `Resource` when they do not fit.
+    /// Errors of the device; `Resource` if they do not fit.
     pub fn new<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize) -> Result<Self> {
         let (a, b, c) = (dev.alloc("matrix a", n * n, dtype)?, dev.alloc("matrix b", n * n, dtype)?, dev.alloc("matrix c", n * n, dtype)?);
         fill(dev, &[a, b])?;
         Ok(Self { a, b, c, n })
     }
 
-    /// FLOPs of a product of all columns and `m` rows.
+    /// FLOPs of a product of `m` rows and all columns.
     pub(crate) fn flops(self, m: usize) -> f64 {
         MatmulShape { layout: MatmulLayout::Nt, m, n: self.n, k: self.n }.flops()
     }
 
-    /// The smaller product in the same memory.
+    /// A smaller product in the same memory.
     fn of(self, n: usize) -> Self {
         Self { n, ..self }
     }
@@ -68,10 +68,10 @@ impl Product {
     }
 }
 
-/// Uniform numbers between -1 and 1 in all of `memory`, which is of float formats.
+/// Fills `memory`, which has float formats, with uniform numbers between -1 and 1.
 ///
 /// # Errors
-/// The device's.
+/// Errors of the device.
 pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
     let elems = memory.iter().map(|part| part.elems()).max().unwrap_or(0).min(RANDOM_ELEMS);
     let (mut host, mut rng) = (HostMemory::default(), ChaCha8Rng::seed_from_u64(1));
@@ -84,30 +84,30 @@ pub fn fill<D: Kernels>(dev: &mut D, memory: &[DeviceSlice]) -> Result<()> {
             dev.launch(Cast { stream: Stream::Compute, src: wide.slice(0, part.elems()), dst: part })?;
         }
     }
-    // The copy reads `host`, which ends here.
+    // The copy reads `host`, which is dropped here.
     Timer::new(dev)?.settle()
 }
 
 /// FLOP/s of a linear layer's products, forward and backward.
 #[derive(Clone, Debug)]
 pub(crate) struct Products {
-    /// Large ones after a rest.
+    /// Large products after a rest.
     pub(crate) burst: Samples,
-    /// Large ones when the power limit has shown.
+    /// Large products at the power limit.
     pub(crate) sustained: Samples,
-    /// Share of it by the smallest dimension.
+    /// Fraction of the sustained rate by the smallest dimension.
     pub(crate) share_by_least_dim: Curve,
     pub large: Product,
 }
 
-/// Measures products of at most `limit` rows in `dtype` for about `time_s`. Begin with a device that has rested.
+/// Measures products of at most `limit` rows in `dtype` for about `time_s`. The device must have rested before.
 pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit: usize, time_s: f64) -> Result<Products> {
     let room = Product::new(timer.dev, dtype, limit)?;
     let large = largest(timer, room, 0.05 * time_s)?;
     let flops =
         |timer: &mut Timer<'_, D>, m: usize, time_s: f64| timer.rates(time_s, 3.0 * large.flops(m), |dev| large.enqueue_layer(dev, m));
     let burst = flops(timer, large.n, 0.02 * time_s)?;
-    // Until the power limit shows.
+    // Runs until the device reaches its power limit.
     flops(timer, large.n, 0.2 * time_s)?;
     let sustained = flops(timer, large.n, 0.4 * time_s)?;
     let dims: Vec<usize> = doublings(SMALLEST.min(large.n), large.n).collect();
@@ -125,7 +125,7 @@ pub(crate) fn measure<D: Kernels>(timer: &mut Timer<'_, D>, dtype: Dtype, limit:
 fn largest<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> Result<Product> {
     let mut product = room.of(SMALLEST.min(room.n));
     loop {
-        // The first one may compile.
+        // The first launch may compile.
         timer.seconds(|dev| product.enqueue(dev, product.n))?;
         let seconds = timer.seconds(|dev| product.enqueue(dev, product.n))?;
         if 2 * product.n > room.n || 8.0 * RUNS_MIN * seconds > time_s {
@@ -135,7 +135,7 @@ fn largest<D: Kernels>(timer: &mut Timer<'_, D>, room: Product, time_s: f64) -> 
     }
 }
 
-/// `first`, `2 first`, ... up to `last`, which is one of them.
+/// `first`, `2 first`, ... and finally `last`.
 pub(super) fn doublings(first: usize, last: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(first), |n| Some(2 * n)).take_while(move |&n| n < last).chain([last])
 }

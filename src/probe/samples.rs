@@ -1,12 +1,14 @@
-//! What was measured again and again, as figures and curves of a profile.
+//! Repeated measurements, summarized as numbers and curves of a profile.
 
 use crate::hardware::sourced::{Curve, MEASURED, Number, Points};
 
-/// Measurements of one thing, ascending; at least one.
+/// Measurements of one quantity, ascending; at least one.
 #[derive(Clone, Debug)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
+    /// Sorts the measurements.
+    ///
     /// # Panics
     /// If there are none.
     pub fn new(mut samples: Vec<f64>) -> Self {
@@ -15,33 +17,33 @@ impl Samples {
         Self(samples)
     }
 
-    /// Those of both.
+    /// The union of both sets.
     pub fn and(self, others: Self) -> Self {
         Self::new([self.0, others.0].concat())
     }
 
-    /// Half are less.
+    /// The median.
     pub fn median(&self) -> f64 {
         self.0[self.0.len() / 2]
     }
 
-    /// How far nine in ten of the samples lie from each other at most, around the median: 0.02 is plus and minus 2 %.
+    /// Half the width of the interval with nine in ten samples, relative to the median: 0.02 is plus or minus 2 %.
     pub fn spread(&self) -> f64 {
         let at = |share: f64| self.0[((self.0.len() - 1) as f64 * share).round() as usize];
         (at(0.95) - at(0.05)) / (2.0 * self.median())
     }
 
-    /// The median and where it is from.
+    /// The median with its source.
     pub(crate) fn sourced(&self) -> Number {
         Number { spread: Some(rounded(self.spread())), ..sourced(self.median(), &self.describe()) }
     }
 
-    /// Of each sample the share of `whole`, at most all of it.
+    /// Each sample as a fraction of `whole`, at most 1.
     pub(crate) fn share_of(&self, whole: f64) -> Self {
         Self(self.0.iter().map(|sample| (sample / whole).min(1.0)).collect())
     }
 
-    /// What `amount` takes at each of these rates.
+    /// The time for `amount` at each of these rates.
     pub fn inverse(&self, amount: f64) -> Self {
         Self::new(self.0.iter().map(|rate| amount / rate).collect())
     }
@@ -52,12 +54,12 @@ impl Samples {
     }
 }
 
-/// A measured number; `how` says how well.
+/// A measured number. `how` describes the measurement.
 pub(crate) fn sourced(value: f64, how: &str) -> Number {
     Number { value: rounded(value), source: format!("{MEASURED}: {how}"), spread: None, others: Vec::new() }
 }
 
-/// A curve through the medians of `points`, in ascending order.
+/// A curve of the medians of `points`, which ascend.
 pub(crate) fn curve(points: &[(f64, Samples)]) -> Curve {
     let medians = points.iter().map(|(x, samples)| (*x, rounded(samples.median()))).collect();
     let how: Vec<_> = points.iter().map(|(_, samples)| samples.describe()).collect();
@@ -65,14 +67,14 @@ pub(crate) fn curve(points: &[(f64, Samples)]) -> Curve {
     Curve { value: Points(medians), source: format!("{MEASURED}: {}", how.join("; ")), spread, others: Vec::new() }
 }
 
-/// [`curve`] of the shares that `points` have of the last one.
+/// A [`curve`] of `points` relative to the last one.
 pub(crate) fn share_curve(points: &[(f64, Samples)]) -> Curve {
     let whole = points.last().map_or(1.0, |(_, samples)| samples.median());
     let share = |samples: &Samples| Samples(samples.0.iter().map(|sample| sample / whole).collect());
     curve(&points.iter().map(|(x, samples)| (*x, share(samples))).collect::<Vec<_>>())
 }
 
-/// To four digits: more would not be there the next time.
+/// `value` with four significant digits. Further digits are not reproducible.
 fn rounded(value: f64) -> f64 {
     format!("{value:.3e}").parse().unwrap_or(value)
 }

@@ -1,4 +1,4 @@
-//! What is left of products and of the optimizer while both have the same cores.
+//! Rates of products and of the optimizer while both run on the same cores, relative to their rates alone.
 
 use super::product::{Product, SMALLEST};
 use super::samples::Samples;
@@ -14,33 +14,33 @@ use crate::host::doorbell::Doorbell;
 use crate::host::pool::Job;
 use std::sync::Arc;
 
-/// Products that are enqueued at once: the driver's part does not count then, and an end is never far.
+/// Number of products enqueued at once: enough to hide the driver's work, and few enough to end soon.
 const PRODUCTS: usize = 8;
-/// Turns of each alone and of both: what else a shared machine does meanwhile falls on all of them.
+/// Number of turns of each load alone and of both, so that other load on a shared machine affects all of them.
 const TURNS: usize = 5;
 
-/// Shares of their rates, above 0 and at most 1.
+/// Relative rates, above 0 and at most 1.
 pub(crate) struct Sharing {
-    /// That products keep beside the optimizer.
+    /// Rate of products during the optimizer.
     pub matmul: Number,
-    /// That the optimizer keeps beside products.
+    /// Rate of the optimizer during products.
     pub adam: Number,
 }
 
-/// Small products, as those of a step are, and the optimizer's passes, on the same cores.
+/// Small products, as in a step, and optimizer passes on the same cores.
 pub(crate) struct Sharers<'a> {
     pub product: Product,
     pub states: &'a States,
     pub pool: Pool<StepJob>,
-    /// Rung by them and by the device.
+    /// Doorbell of the pool and the device.
     pub bell: Arc<Doorbell>,
 }
 
 impl Sharers<'_> {
-    /// Measures them alone and beside each other for about `time_s`.
+    /// Measures both alone and together for about `time_s`.
     ///
     /// # Errors
-    /// The device's and the pool's.
+    /// Errors of the device and the pool.
     pub(crate) fn measure<D: Kernels>(&mut self, timer: &mut Timer<'_, D>, time_s: f64) -> Result<Sharing> {
         let (end, each_s) = (timer.dev.event()?, time_s / (3 * TURNS) as f64);
         let (mut matmul, mut adam) = (Vec::new(), Vec::new());
@@ -54,7 +54,7 @@ impl Sharers<'_> {
         Ok(Sharing { matmul: share(matmul), adam: share(adam) })
     }
 
-    /// Products and bytes of the optimizer a second, while what is asked for runs for `time_s`.
+    /// Products per second and optimizer bytes per second, while the requested load runs for `time_s`.
     fn turn<D: Kernels>(
         &mut self,
         timer: &mut Timer<'_, D>,
@@ -86,7 +86,7 @@ impl Sharers<'_> {
         Ok((computed.rate(start_ns), stepped.rate(start_ns)))
     }
 
-    /// Until something of what runs has ended, or a simulated device has moved on.
+    /// Waits until a running operation ends, or advances a simulated device.
     fn rest<D: Kernels>(&self, dev: &mut D, end: EventId, (products, adam): (bool, bool)) -> Result<()> {
         if !dev.idle()? {
             self.bell.wait_until(|| (adam && is_over(&self.pool.is_idle())) || (products && is_over(&dev.is_done(end))));
@@ -95,7 +95,7 @@ impl Sharers<'_> {
     }
 }
 
-/// An error is for whoever asks next.
+/// Whether the operation has ended or failed. The next caller that checks it receives the error.
 fn is_over(is_done: &Result<bool>) -> bool {
     !matches!(is_done, Ok(false))
 }

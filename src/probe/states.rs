@@ -1,4 +1,4 @@
-//! Buckets of optimizer state in mid-training, as the engine lays them out, and the jobs that run over them.
+//! Buckets of optimizer state as the engine lays them out, and jobs over them.
 #![allow(unsafe_code)]
 
 use crate::bucket::slot::Slot;
@@ -14,21 +14,21 @@ use crate::optim::moments::Moments;
 use crate::optim::simd::{AdamKernels, Isa};
 use std::sync::Arc;
 
-/// Jobs take turns on so many buckets.
+/// Number of buckets over which jobs alternate.
 const BUCKETS: usize = 2;
-/// Bytes of host memory for a parameter of them: state, two gradients, a weight.
+/// Host bytes per parameter: state, two gradients, a weight.
 const PARAM_BYTES: usize = 12 + 2 * 2 + 2;
-/// The state is so many times as large as the last-level caches.
+/// Ratio of the state's size to that of the last-level caches.
 const CACHES: usize = 4;
-/// At most this share of the memory that is free.
+/// The state uses at most one part in this many of the free memory.
 const FREE_SHARE: usize = 8;
-/// Parameters of a bucket, within these.
+/// Bounds of the parameters of a bucket.
 const PARAMS_MIN: usize = 1 << 20;
 const PARAMS_MAX: usize = 48 << 20;
-/// Last-level caches where the system does not tell.
+/// Assumed size of last-level caches if the system does not report it.
 const CACHE_BYTES: usize = 32 << 20;
 
-/// Two buckets.
+/// Two buckets of optimizer state.
 pub struct States {
     state: HostState,
     memory: StepMemory,
@@ -36,13 +36,13 @@ pub struct States {
 }
 
 impl States {
-    /// Buckets that the caches of `topology` do not hold, in memory of `host`.
+    /// Buckets that exceed the caches of `topology`, in memory of `host`.
     ///
     /// # Errors
-    /// `Resource` when there is no such memory; as [`AdamKernels::new`].
+    /// `Resource` if there is not enough memory; errors of [`AdamKernels::new`].
     ///
     /// # Safety
-    /// `host` outlives all jobs over these states, and one of them runs at a time.
+    /// `host` must outlive all jobs over these states, and only one of them may run at a time.
     pub unsafe fn new(topology: &Topology, host: &mut HostMemory) -> Result<Self> {
         let params = bucket_params(topology);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
@@ -62,7 +62,7 @@ impl States {
             m: state("m", 1e-3)?,
             v: state("v", 1e-6)?,
         };
-        // A gradient of zero would be as slow; a bit pattern that is no number might not.
+        // A zero gradient would be as slow; a NaN bit pattern might not.
         host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
         let memory = StepMemory {
             grads,
@@ -74,7 +74,7 @@ impl States {
         Ok(Self { state, memory, params })
     }
 
-    /// The `index`th pass of the optimizer.
+    /// The optimizer pass number `index`.
     pub fn adam(&self, index: usize) -> StepJob {
         let bucket = index % BUCKETS;
         let update = |optimizer_step| Update { optimizer_step, learning_rate: 1e-5, scale: 0.5 };
@@ -84,7 +84,7 @@ impl States {
         self.job(index, if cfg!(feature = "stv") { deferred } else { Work::Step { undo: None, next } })
     }
 
-    /// The `index`th cast of parameters to bf16.
+    /// The cast of parameters to bf16 number `index`.
     pub fn cast(&self, index: usize) -> StepJob {
         self.job(index, Work::Restore { undo: None })
     }
@@ -92,7 +92,7 @@ impl States {
     fn job(&self, index: usize, work: Work) -> StepJob {
         let bucket = index % BUCKETS;
         let range = bucket * self.params..(bucket + 1) * self.params;
-        // SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time.
+        // SAFETY: the caller of `new` guarantees that the memory stays and that one job runs at a time.
         unsafe { StepJob::new(index, (range.clone(), range.start), work, Some(Slot(bucket)), self.state, self.memory.clone()) }
     }
 
@@ -108,27 +108,27 @@ fn bucket_params(topology: &Topology) -> usize {
     let caches = if caches == 0 { CACHE_BYTES } else { caches };
     let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_SHARE;
     let wanted = CACHES * caches / (12 * BUCKETS);
-    // Where hardly any is free, a bucket is still one: workers that have nothing to do measure nothing, for ever.
+    // With hardly any free memory there is still one bucket. Workers without work would never end the measurement.
     wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).max(1).next_multiple_of(PARAMS_MIN)
 }
 
-/// `to = from[0] + 3 from[1]`, in the manner of STREAM.
+/// `to = from[0] + 3 from[1]`, as in STREAM.
 pub struct Triad {
     to: PinnedSlice,
     from: [PinnedSlice; 2],
 }
 
-/// fp32 elements that a worker takes at once.
+/// fp32 elements per piece of work.
 const PIECE_ELEMS: usize = 32 << 10;
 
-// SAFETY: whoever made the states sees to it that their memory stays and that one job runs at a time; a piece writes its own part of `to`,
-// which is none of `from`.
+// SAFETY: the caller of `States::new` guarantees that the memory stays and that one job runs at a time. A piece writes its own part of
+// `to`, which does not overlap `from`.
 unsafe impl Job for Triad {
     fn label(&self) -> (&'static str, u32) {
         ("triad", 0)
     }
 
-    /// As STREAM counts them.
+    /// Bytes counted as in STREAM.
     fn traffic_bytes(&self) -> u64 {
         3 * self.to.bytes() as u64
     }
@@ -142,7 +142,7 @@ unsafe impl Job for Triad {
         let part = |array: PinnedSlice| array.slice(start, (PIECE_ELEMS * 4).min(array.bytes() - start));
         // SAFETY: no job writes `from` while this one runs.
         let [a, b] = self.from.map(|from| unsafe { part(from).as_slice() });
-        // SAFETY: nobody else does this piece, nor touches its part of `to`.
+        // SAFETY: no other thread runs this piece or accesses its part of `to`.
         triad(unsafe { part(self.to).as_mut_slice() }, a, b);
     }
 }
@@ -155,9 +155,9 @@ fn triad(to: &mut [f32], a: &[f32], b: &[f32]) {
 
 #[cfg(test)]
 impl States {
-    /// For a test, which has one pool.
+    /// States of a test, which has one pool.
     pub(super) fn leaked(topology: &Topology) -> Self {
-        // SAFETY: the memory is never freed, and a pool does one job at a time.
+        // SAFETY: the memory is never freed, and a pool runs one job at a time.
         unsafe { Self::new(topology, Box::leak(Box::default())) }.unwrap()
     }
 }
@@ -174,7 +174,7 @@ mod tests {
         Topology { caches, memory_available_bytes: Some(free_bytes), ..unknown() }
     }
 
-    /// A machine that tells nothing.
+    /// A machine without facts.
     fn unknown() -> Topology {
         Topology::read(tempfile::tempdir().unwrap().path(), Process::default())
     }

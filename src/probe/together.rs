@@ -1,4 +1,5 @@
-//! Several devices at once, a thread each as in training: links to the host, pulls from each other, and the optimizers of all ranks.
+//! Several devices at the same time, with a thread each as in training: links to the host, pulls from each other, and the optimizers of all
+//! ranks.
 #![allow(unsafe_code)]
 
 use super::copies::{Copies, Way};
@@ -23,10 +24,10 @@ use crate::ranks::Seat;
 use crate::ranks::board::{Board, Sizes};
 use std::sync::{Arc, OnceLock};
 
-/// Turns of each load: what else a shared machine does meanwhile falls on all of them.
+/// Number of turns of each load, so that other load on a shared machine affects all of them.
 const TURNS: usize = 3;
 
-/// What a rank keeps busy.
+/// An operation that a rank keeps running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LoadLane {
     Link(Way),
@@ -46,7 +47,7 @@ impl LoadLane {
     }
 }
 
-/// What runs at once on every device, in the order of [`Together`].
+/// Concurrent operations on every device, in the order of [`Together`].
 const LOADS: [&[LoadLane]; 5] = [
     &[LoadLane::Pull],
     &[LoadLane::Link(Way::ToHost)],
@@ -55,15 +56,15 @@ const LOADS: [&[LoadLane]; 5] = [
     &[LoadLane::Adam],
 ];
 
-/// Bytes a second of each lane, by load and turn.
+/// Bytes per second of each lane, by load and turn.
 type LoadRates = [[f64; TURNS]; LOADS.len()];
 
-/// What is measured.
+/// Parameters of the measurement.
 pub(crate) struct JointProbe<'a> {
     pub(crate) topology: &'a Topology,
-    /// The memory node near each device, where that is known.
+    /// The memory node near each device, if known.
     pub(crate) homes: &'a [Option<usize>],
-    /// What copies between the devices pass.
+    /// Route of copies between the devices.
     pub(crate) route: PeerRoute,
     pub(crate) are_gpus: bool,
     /// Bytes of a copy over a link.
@@ -71,23 +72,23 @@ pub(crate) struct JointProbe<'a> {
     pub(crate) time_s: f64,
 }
 
-/// What a rank has of the machine.
+/// A rank's part of the machine.
 pub(crate) struct RankPart {
     pub(crate) rank: usize,
     pub(crate) topology: Topology,
-    /// Of its optimizer.
+    /// Threads of its optimizer.
     pub(crate) threads: usize,
-    /// What wakes its driver.
+    /// The doorbell that wakes its driver.
     pub(crate) bell: Arc<Doorbell>,
 }
 
-/// A rank's device and optimizer.
+/// A rank's device and optimizer pool.
 type Equipment<D> = (D, Pool<StepJob>);
 
-/// Measures a device for each home; `make` makes it of what its rank has, on that rank's thread.
+/// Measures one device for each of `company.homes`. `make` creates it from the rank's part, on that rank's thread.
 ///
 /// # Errors
-/// What ended the first that could not go on, by its rank.
+/// The first failure of a rank, with its name.
 pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPart) -> Result<Equipment<D>> + Sync) -> Result<Together> {
     let ranks = company.homes.len();
     let board = Arc::new(Board::new(Sizes { ranks, on_gpus: company.are_gpus, ..Sizes::default() }, None));
@@ -98,7 +99,7 @@ pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPar
             scope.spawn(move || company.rank(&leave.0, make, cards).map_err(|error| leave.0.blame(error)))
         };
         let threads: Vec<_> = (0..ranks).map(rank).collect();
-        // What panicked has said so itself, and has left the board.
+        // A rank that panicked has printed its message and left the board.
         let left = || board.failure().unwrap_or_else(|| Error::resource("measure all devices at once", "one of them is gone"));
         let ended: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(left()))).collect();
         ended.into_iter().collect::<Result<Vec<LoadRates>>>()
@@ -118,7 +119,7 @@ pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPar
 }
 
 impl JointProbe<'_> {
-    /// What the rank of `seat` is measured at.
+    /// The measured rates of the rank of `seat`.
     fn rank<D: Peers>(
         &self,
         seat: &Seat,
@@ -126,17 +127,17 @@ impl JointProbe<'_> {
         cards: &[OnceLock<(D::Card, DeviceSlice)>],
     ) -> Result<LoadRates> {
         let part = self.part(seat);
-        // What uses memory is declared, and so dropped, after it.
+        // Users of the memory are declared later, so they are dropped earlier.
         let mut memory = HostMemory::new(memory_policy(&part.topology, part.threads)?);
-        // SAFETY: the rank does one job at a time, and waits for it before `memory` is dropped.
+        // SAFETY: the rank runs one job at a time, and waits for it before `memory` is dropped.
         let states = unsafe { States::new(&part.topology, &mut memory) }?;
         let (mut dev, pool) = make(&part)?;
         let copies = Copies::new(&mut dev, &mut memory, self.copy_bytes)?;
-        // As much as a rank pulls of a bucket from each other.
+        // As many elements of a bucket as a rank pulls from each other rank.
         let elems = copies.bucket_bytes() / 4 / self.homes.len();
         let [lent, pulled] = [dev.alloc("lent", elems, Dtype::Float32)?, dev.alloc("pulled", elems, Dtype::Float32)?];
         let ends = [dev.event()?, dev.event()?, dev.event()?];
-        // Nobody else has this place.
+        // No other rank sets this entry.
         let _ = cards[seat.rank].set((dev.card(), lent));
         let mut meetings = Meetings { seat, count: 0 };
         meetings.next()?;
@@ -150,7 +151,7 @@ impl JointProbe<'_> {
                 rates[turn] = working.turn(lanes, each_s)?;
             }
         }
-        // Nobody's memory goes while others pull out of it.
+        // Memory must stay allocated while other ranks pull from it.
         meetings.next()?;
         Ok(rates)
     }
@@ -167,17 +168,17 @@ impl JointProbe<'_> {
     }
 }
 
-/// Points that all ranks reach before one goes on.
+/// Barriers: all ranks must reach one before any continues.
 struct Meetings<'a> {
     seat: &'a Seat,
     count: u64,
 }
 
 impl Meetings<'_> {
-    /// Waits for the others.
+    /// Waits until all ranks have arrived.
     ///
     /// # Errors
-    /// What ended another rank.
+    /// The failure of another rank.
     fn next(&mut self) -> Result<()> {
         let Seat { board, rank } = self.seat;
         board.publish_written(*rank);
@@ -192,23 +193,23 @@ impl Meetings<'_> {
     }
 }
 
-/// A rank's device and pool at work.
+/// A rank's device and pool during the measurement.
 struct RankAtWork<'a, D> {
     dev: D,
     copies: Copies,
-    /// What each rank lets the others have.
+    /// Memory of each rank that the others pull.
     lent: Vec<DeviceSlice>,
     pulled: DeviceSlice,
     ends: [EventId; 3],
     states: &'a States,
     pool: Pool<StepJob>,
     rank: usize,
-    /// Pulls and jobs so far.
+    /// Number of pulls and jobs so far.
     begun: usize,
 }
 
 impl<D: Peers> RankAtWork<'_, D> {
-    /// Bytes a second of each of `lanes`, which all are busy for `time_s`.
+    /// Mean bytes per second of `lanes`, all of which run for `time_s`.
     fn turn(&mut self, lanes: &[LoadLane], time_s: f64) -> Result<f64> {
         let (start_ns, mut done) = (self.dev.now_ns(), [WorkDone::default(); LoadLane::COUNT]);
         let is_short = |done: &[WorkDone]| lanes.iter().any(|lane| done[lane.index()].done == 0.0);
@@ -234,7 +235,7 @@ impl<D: Peers> RankAtWork<'_, D> {
         }
     }
 
-    /// Begins one piece of work; returns its bytes.
+    /// Starts one operation. Returns its bytes.
     fn begin(&mut self, lane: LoadLane) -> Result<u64> {
         let (stream, bytes) = match lane {
             LoadLane::Adam => {
@@ -245,7 +246,7 @@ impl<D: Peers> RankAtWork<'_, D> {
                 return Ok(bytes);
             }
             LoadLane::Pull => {
-                // Each from another one at a time, and from all in turn.
+                // Pulls from one peer at a time, and from all peers in turn.
                 let peer = (self.rank + 1 + self.begun % (self.lent.len() - 1)) % self.lent.len();
                 self.begun += 1;
                 self.dev.pull(Stream::Reduce, peer, self.lent[peer], self.pulled)?;
@@ -261,7 +262,7 @@ impl<D: Peers> RankAtWork<'_, D> {
         Ok(bytes as u64)
     }
 
-    /// Lets a simulated device move on, and threads of a busy machine run.
+    /// Advances a simulated device, or yields to other threads of a busy machine.
     fn rest(&mut self) -> Result<()> {
         if !self.dev.idle()? {
             std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! Threads like the optimizer's, and how fast they do jobs.
+//! Threads like the optimizer's, and their rates.
 
 use super::samples::Samples;
 use crate::engine::pool::Pool;
@@ -13,25 +13,25 @@ use crate::host::pool::{Job, Threads};
 use crate::trace::now_ns;
 use std::sync::Arc;
 
-/// Jobs before the clock counts: pages are mapped, threads awake.
+/// Warm-up jobs that are not timed: they map pages and wake threads.
 const WARM_UP: usize = 2;
 
-/// A pool whose threads lie where a run would put them.
+/// A pool with its threads placed as in a run.
 pub struct Workers<J: Job> {
     pub pool: Pool<J>,
     bell: Arc<Doorbell>,
 }
 
 impl<J: Job> Workers<J> {
-    /// Starts `threads` of them.
+    /// Starts `threads` workers.
     ///
     /// # Errors
-    /// `Resource` when a thread cannot be started or placed.
+    /// `Resource` if a thread cannot be started or placed.
     pub fn new(topology: &Topology, threads: usize) -> Result<Self> {
         Self::ringing(Arc::default(), topology, threads)
     }
 
-    /// Starts `threads` of them that ring `bell`.
+    /// Starts `threads` workers that ring `bell`.
     pub(crate) fn ringing(bell: Arc<Doorbell>, topology: &Topology, threads: usize) -> Result<Self> {
         let placement = Placement::on(topology, threads);
         let homes = memory_policy(topology, threads)?.homes();
@@ -40,7 +40,7 @@ impl<J: Job> Workers<J> {
         Ok(Self { pool: Pool::Threads(Threads::start(threads, homes, bell.clone(), 0, on_start)?), bell })
     }
 
-    /// Bytes a second that jobs move, for about `time_s`; `job` makes the next one.
+    /// Bytes per second that jobs move, measured for about `time_s`. `job` creates the next job.
     pub fn rates(&mut self, time_s: f64, mut job: impl FnMut(usize) -> J) -> Result<Samples> {
         let mut rate = |index| -> Result<f64> {
             let (job, start_ns) = (job(index), now_ns());
@@ -67,7 +67,7 @@ impl<J: Job> Workers<J> {
     }
 }
 
-/// What a run with so many workers does for its memory.
+/// The memory policy of a run with this number of workers.
 pub fn memory_policy(topology: &Topology, threads: usize) -> Result<MemoryPolicy> {
     let cpus = Placement::on(topology, threads).map_or(Vec::new(), |placement| placement.workers);
     MemoryPolicy::new(topology, HugePagesChoice::Auto, &cpus, threads)
