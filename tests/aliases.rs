@@ -1,10 +1,10 @@
-//! Flags as other programs spell them, on the command line and in the settings file, through to what a run does.
+//! Flags and settings in the spelling of other programs, tested up to their effect on a run.
 
 use crate::program::{Workspace, program, run};
 use serde_json::Value;
 use std::fs;
 
-/// Settings of the run, as its last checkpoint keeps them.
+/// Settings of a run, read from its last checkpoint.
 fn settings(workspace: &Workspace, out: &str) -> Value {
     let last = workspace.names(out, "checkpoint-").pop().unwrap();
     let state = fs::read_to_string(workspace.path(out).join(last).join("trainer_state.json")).unwrap();
@@ -43,7 +43,7 @@ fn the_settings_file_takes_the_same_names() {
     run(&mut workspace.train("out", &[])).refused(1, &["nowhere.json", "No such file"]);
 }
 
-/// The same keys in YAML and JSON, as the first argument; flags win over them.
+/// The same keys in YAML and JSON, with the file as the first argument. Flags take precedence.
 #[test]
 fn yaml_and_json_train_as_toml_does() {
     let workspace = Workspace::new();

@@ -1,5 +1,5 @@
-//! A step allocates nothing, in no thread, and memory stays flat. A binary of its own without a harness, so that nothing
-//! else runs, and allocates, while the allocator watches.
+//! No thread allocates in a step, and the memory of a run stays constant. This test is a separate binary without a harness, so that nothing
+//! else allocates while the allocator watches.
 #![allow(unsafe_code)]
 
 #[path = "support.rs"]
@@ -23,41 +23,41 @@ use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings};
 use support::{emulator, grad_ring, load, random_params, resident, settings, start, tiny_llama, tiny_moe};
 
-/// The system's allocator, which remembers where the first allocation came from while it is watched.
+/// The system's allocator. While watching, it records the backtrace of the first allocation.
 struct Watched;
 
 static WATCHING: AtomicBool = AtomicBool::new(false);
 static FIRST: Mutex<Option<String>> = Mutex::new(None);
 
 fn notice() {
-    // Off before the backtrace is taken, which allocates itself.
+    // Stops watching first, because taking the backtrace allocates.
     if WATCHING.load(Ordering::SeqCst) && WATCHING.swap(false, Ordering::SeqCst) {
         *FIRST.lock().unwrap() = Some(Backtrace::force_capture().to_string());
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: every call is forwarded to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Watched {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         notice();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         notice();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         notice();
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(block, layout, bytes) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(block, layout) }
     }
 }
@@ -65,7 +65,7 @@ unsafe impl GlobalAlloc for Watched {
 #[global_allocator]
 static ALLOCATOR: Watched = Watched;
 
-/// Where the first allocation of any thread during `work` came from.
+/// The backtrace of the first allocation of any thread during `work`.
 fn first_allocation(work: impl FnOnce()) -> Option<String> {
     WATCHING.store(true, Ordering::SeqCst);
     work();
@@ -76,7 +76,7 @@ fn first_allocation(work: impl FnOnce()) -> Option<String> {
 const WARM_UP_STEPS: u64 = 3;
 const STEPS: u64 = 20;
 
-/// Real threads, two micro-batches a step.
+/// Settings with real threads and two micro-batches a step.
 const COMMON: &str = "threads = 2\nbucket-mib = 0.03125\nslots = 2\nseq-length = 16\nper-device-train-batch-size = 2\n\
                       gradient-accumulation-steps = 2\nweight-decay = 0.1\nmax-steps = 99\n";
 
@@ -99,7 +99,7 @@ fn main() {
         assert!(skipped.skipped > 0 && skipped.skipped < skipped.committed + skipped.clipped, "{strategy}{skipped:?}");
     }
     STRATEGIES.iter().for_each(|strategy| _ = steps(strategy, "moments = \"bfloat16\"\n"));
-    // Experts get other rows in every step.
+    // The number of rows per expert changes in every step.
     steps(STRATEGIES[1], "# experts\n");
     steps(STRATEGIES[1], "gradient-shares = 2\n");
     steps_of(STRATEGIES[1], "gradient-shares = 2\n", |plan| plan.sums_on_host = true);
@@ -125,13 +125,13 @@ fn main() {
     steps_of(STRATEGIES[3], "", |plan| {
         plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified);
     });
-    // The memory of an emulated program is its emulator's, too.
+    // The memory of an emulated program includes that of its emulator.
     if emulator().is_none() {
         memory_stays_flat();
     }
 }
 
-/// Trains on the text that ships with the program, with a timeline; panics with a backtrace if a step after the warm-up allocates.
+/// Trains on the built-in text with a timeline. Panics with a backtrace if a step after the warm-up allocates.
 fn steps(strategy: &str, more: &str) -> Counts {
     steps_of(strategy, more, |_| ())
 }
@@ -145,14 +145,14 @@ fn steps_of(strategy: &str, more: &str, change: impl FnOnce(&mut Plan)) -> Count
     on_cpus(&plan, &shape, &Topology::this_machine(), Watch { name, loader: loader(&settings, &shape) }).unwrap()
 }
 
-/// With experts where `more` says so in a comment, and with enough layers for a ring of two to save memory where `more` asks for one, with
-/// slices of what it covers, too, and with buckets that lie in the embedding where some are to leave early.
+/// The model of a case. It has experts if a comment in `more` names them, enough layers for a weight ring if `more` asks for one, and a
+/// vocabulary with buckets inside the embedding if some leave early.
 fn shape_of(more: &str) -> ModelShape {
     let model = if more.contains("experts") { tiny_moe } else { tiny_llama };
     model(if more.contains("weights") { 12 } else { 2 }, 64, if more.contains("early") { 1024 } else { 256 }, true)
 }
 
-/// Steps that are watched, on one device or several.
+/// Steps under the watching allocator, on one or several devices.
 struct Watch {
     name: String,
     loader: Loader,
@@ -166,11 +166,11 @@ impl UseEngine for Watch {
         load(&mut engine, random_params(1));
         let (mut counts, watched) = (Counts::default(), engine.watched());
         let mut train = |engine: &mut Engine<D>, steps| (0..steps).for_each(|_| counts += engine.step(1e-3, &mut loader).unwrap().counts);
-        // So long that it never has anything to say, however busy the machine is: that would allocate.
+        // The limit is so long that the watchdog never raises an alarm, which would allocate.
         let dog = Watchdog::start(watched, Duration::from_secs(3600), Box::new(|alarm| panic!("{alarm:?}"))).unwrap();
         train(&mut engine, WARM_UP_STEPS);
         if !plan.layout.elems_in(Tier::Device).is_empty() {
-            // Steps by a plan that came later are as the first ones.
+            // Steps after a change of plan must not allocate either.
             assert!(engine.replan(plan).unwrap().is_none());
         }
         train(&mut engine, WARM_UP_STEPS);
@@ -187,7 +187,7 @@ impl UseEngine for Watch {
     }
 }
 
-/// Begins so that the epoch ends in the middle of the watched steps.
+/// The loader starts at a position where the epoch ends during the watched steps.
 fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
     let dataset = Dataset::open(
         &settings.data,
@@ -203,7 +203,7 @@ fn loader(settings: &Settings, shape: &ModelShape) -> Loader {
     Loader::new(dataset, settings.per_device_train_batch_size, settings.seed, true, position).unwrap()
 }
 
-/// Resident memory after 100 and after 1,000 steps. Without a timeline: its room is fixed, but touched only as it fills.
+/// Compares the resident memory after 100 and 1,000 steps. There is no timeline, because its buffer grows into memory as it fills.
 fn memory_stays_flat() {
     let settings = settings(&format!("{COMMON}{}{}max-grad-norm = 1\n", resident(STRATEGIES[1]), STRATEGIES[1]));
     let shape = tiny_llama(1, 32, 256, true);

@@ -1,10 +1,11 @@
-//! Records that cannot be trained on: a run ends with one line that names file and record, and leaves nothing half-written, whether text is
-//! read into memory or prepared in a folder. What is wrong with whole files (archives, tables, bytes) is tested beside `src/data/source.rs`.
+//! Records that cannot be trained on. A run ends with one line that names the file and the record, and leaves no partial files, for text
+//! read into memory and for text prepared in a folder. Errors of whole files (archives, tables, bytes) are tested next to
+//! `src/data/source.rs`.
 
 use crate::program::{Outcome, Workspace, run};
 use serde_json::{Value, json};
 
-/// Refuses two turns of one role, and does strange things when a question asks for them.
+/// A template that rejects two consecutive turns of one role, and loops or grows on certain questions.
 const TEMPLATE: &str = "{% for m in messages %}\
     {% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}{% endif %}\
     {% if m.content == 'loop' %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif %}\
@@ -12,7 +13,7 @@ const TEMPLATE: &str = "{% for m in messages %}\
     <{{ m.role[0] }}>{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content + '' }}\n{% endfor %}\
     {% if add_generation_prompt %}<a>{% endif %}";
 
-/// Good conversations before and behind the bad record.
+/// Number of valid conversations before and after the bad record.
 const BEFORE: usize = 150;
 
 fn turn(role: &str, content: &str) -> Value {
@@ -23,7 +24,7 @@ fn asked(question: &str) -> Value {
     json!({"messages": [turn("user", question), turn("assistant", "yes.")]})
 }
 
-/// Trains on good conversations with `bad` among them, padded to more than is kept in memory where they are `large`.
+/// Trains on valid conversations with `bad` among them. If `large`, they exceed the size that is kept in memory.
 fn train(workspace: &Workspace, bad: &str, large: bool) -> Outcome {
     let answer = "so. ".repeat(if large { 8000 } else { 1 });
     let good = json!({"messages": [turn("user", "why?"), turn("assistant", &answer)]}).to_string();
@@ -83,7 +84,7 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
     assert!(!workspace.path("out/metrics.jsonl").exists());
 }
 
-/// Templates know no other files: whoever names one is refused before a record is read.
+/// Templates cannot read other files. A template that names one is rejected before any record is read.
 #[test]
 fn a_template_that_names_a_file_is_refused() {
     let workspace = Workspace::new();
@@ -94,7 +95,7 @@ fn a_template_that_names_a_file_is_refused() {
     }
 }
 
-/// With each of the two, all of every record would be.
+/// With either template every token of every record would be trained.
 #[test]
 fn a_template_that_has_prompts_trained_is_refused_at_the_first_record() {
     let workspace = Workspace::new();

@@ -1,6 +1,5 @@
-//! What a batch says of its tokens, through the engine on the CPU device: documents that share a row are as if each were alone, targets
-//! that do not count leave no trace, a step is the mean over those that do, however they are spread over micro-batches, and
-//! speculation changes no bit of any of it.
+//! Batches through the engine on the CPU device. Documents that share a row give the results of separate rows, ignored targets have no
+//! effect, a step is the mean over the counted targets in any division into micro-batches, and speculation changes no bit.
 
 use crate::support::{Noise, digest, random_params, read_params, settings, start, tiny_llama};
 use std::path::Path;
@@ -14,7 +13,7 @@ use superoffload::{Plan, Result};
 const VOCAB: usize = 64;
 const NO_TARGET: i32 = -1;
 
-/// A document: its tokens, and which of their targets count.
+/// A document: its tokens and its targets, of which some are ignored.
 #[derive(Clone)]
 struct Document {
     tokens: Vec<i32>,
@@ -22,7 +21,7 @@ struct Document {
 }
 
 impl Document {
-    /// Random tokens; every `masked`-th target does not count (0: all do).
+    /// Random tokens. Every `masked`-th target is ignored; 0 ignores none.
     fn new(seed: u64, tokens: usize, masked: usize) -> Self {
         let mut noise = Noise::new(seed, VOCAB);
         let targets = (0..tokens).map(|i| if masked > 0 && i % masked == 0 { NO_TARGET } else { noise.next() }).collect();
@@ -30,11 +29,11 @@ impl Document {
     }
 }
 
-/// Rows of documents, dealt in order, again and again.
+/// Rows of documents, repeated in order.
 struct Rows {
     rows: Vec<Vec<Document>>,
     next: usize,
-    /// What is written of documents but their tokens.
+    /// Whether positions restart at each document.
     restart_positions: bool,
 }
 
@@ -45,7 +44,7 @@ impl Rows {
 }
 
 impl Batches for Rows {
-    /// A row's end that no document fills is a token that counts for nothing, again and again, in a document of its own.
+    /// The unused end of a row is filled with padding tokens in a separate document, with ignored targets.
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         for start in (0..batch.tokens.len()).step_by(batch.seq_length) {
             let mut column = 0;
@@ -86,7 +85,7 @@ fn steps(engine: &mut Engine<CpuDevice>, rows: &mut Rows, count: usize) -> Vec<S
     (0..count).map(|_| engine.step(1e-2, rows).unwrap()).collect()
 }
 
-/// Losses, norms and the state after four steps, as bits.
+/// Losses, norms and the digest of the state after four steps.
 fn bits(engine: &mut Engine<CpuDevice>, mut rows: Rows) -> (Vec<(u32, u64)>, String) {
     let reports = steps(engine, &mut rows, 4);
     (reports.iter().map(|report| (report.loss.to_bits(), report.grad_norm.0.to_bits())).collect(), digest(engine))
@@ -96,12 +95,12 @@ fn golden_shape(family: &str) -> ModelShape {
     ModelShape::read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family).join("config.json")).unwrap()
 }
 
-/// Rotary positions, learned ones, and a sliding window.
+/// Models with rotary positions, learned positions, and a sliding window.
 fn shapes() -> [ModelShape; 3] {
     [tiny_llama(2, 32, VOCAB, true), golden_shape("gpt2"), golden_shape("mistral")]
 }
 
-/// Tokens in the same order, so that every sum has the same terms in the same order.
+/// The order of the tokens is fixed, so every sum has the same terms in the same order.
 #[test]
 fn documents_that_share_a_row_are_to_the_bit_what_they_are_in_rows_of_their_own() {
     let documents: Vec<Document> = (0..16).map(|seed| Document::new(seed, 4, seed as usize % 4)).collect();
@@ -112,7 +111,7 @@ fn documents_that_share_a_row_are_to_the_bit_what_they_are_in_rows_of_their_own(
             let alone = bits(&mut engine(&shape, (4, 4, 1), false, &lines), rows(1));
             assert!(bits(&mut engine(&shape, (2, 8, 1), true, &lines), rows(2)) == alone, "{:?} {dtype}", shape.family);
             assert!(bits(&mut engine(&shape, (1, 16, 1), true, &lines), rows(4)) == alone, "{:?} {dtype}, four", shape.family);
-            // What bounds and positions are for.
+            // Document bounds and restarted positions are both necessary.
             assert!(bits(&mut engine(&shape, (2, 8, 1), false, &lines), rows(2)) != alone, "{:?} {dtype}, together", shape.family);
             let on = Rows { restart_positions: false, ..rows(2) };
             assert!(bits(&mut engine(&shape, (2, 8, 1), true, &lines), on) != alone, "{:?} {dtype}, positions go on", shape.family);
@@ -120,12 +119,12 @@ fn documents_that_share_a_row_are_to_the_bit_what_they_are_in_rows_of_their_own(
     }
 }
 
-/// The same step but for the order of sums.
+/// Compares two steps that differ only in the order of sums.
 fn assert_near(have: (&StepReport, &[f32]), want: (&StepReport, &[f32]), what: &str) {
     let near = |a: f64, b: f64| (a / b - 1.0).abs() < 4e-6;
     assert!(near(f64::from(have.0.loss), f64::from(want.0.loss)), "{what}: loss {} and {}", have.0.loss, want.0.loss);
     assert!(near(have.0.grad_norm.0, want.0.grad_norm.0), "{what}: norm {:?} and {:?}", have.0.grad_norm, want.0.grad_norm);
-    // An update is at most the learning rate, and errs as the gradient does over epsilon.
+    // An update is at most the learning rate, with an error proportional to that of the gradient over epsilon.
     let furthest = have.1.iter().zip(want.1).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(furthest < 1e-6, "{what}: parameters differ by {furthest}");
 }
@@ -153,7 +152,7 @@ fn documents_of_any_length_share_a_row_without_a_trace_of_padding() {
     }
 }
 
-/// From logits, in f64.
+/// Computes the loss from logits, in f64.
 #[test]
 fn the_loss_is_the_mean_over_the_targets_that_count() {
     let rows = || Rows::new(vec![vec![Document::new(1, 16, 2)], vec![Document::new(2, 16, 3)], vec![Document::new(3, 16, 0)]]);
@@ -172,7 +171,7 @@ fn the_loss_is_the_mean_over_the_targets_that_count() {
     }
 }
 
-/// Nothing that counts sees the last tokens of a row: they may be anything, and so may the number that says that a target is none.
+/// No counted target depends on the last tokens of the row. They may have any value, and so may the marker of ignored targets.
 #[test]
 fn what_does_not_count_leaves_no_trace() {
     for shape in shapes() {
@@ -228,7 +227,7 @@ fn speculation_is_exact_with_masks_and_documents() {
     assert!((speculated > 0) == cfg!(feature = "stv") && clipped > 0, "{speculated} speculated, {clipped} clipped");
 }
 
-/// An error before anything runs: the engine goes on with other data as if it had not been given this.
+/// The error is raised before anything runs, so the engine continues with other data as if nothing had happened.
 #[test]
 fn a_step_that_nothing_can_be_learned_from_is_an_error_that_names_it() {
     let shape = tiny_llama(2, 32, VOCAB, true);
@@ -256,7 +255,7 @@ fn a_step_that_nothing_can_be_learned_from_is_an_error_that_names_it() {
     }
 }
 
-/// Every micro-batch of a step, each of three arrays or four. `plan_memory` sees that as much is taken.
+/// Every micro-batch of a step has three or four arrays. `plan_memory` compares the plan with the allocations.
 #[test]
 fn the_plan_counts_the_memory_of_batches() {
     let shape = tiny_llama(2, 32, VOCAB, true);

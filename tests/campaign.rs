@@ -1,4 +1,4 @@
-//! Results of long campaigns: one JSON line each, written by the run itself, with the commit and the machine.
+//! Results of long campaigns: one JSON line each, which the run writes with its commit and machine.
 
 use serde_json::{Value, json};
 use std::fs::{self, OpenOptions};

@@ -1,4 +1,4 @@
-//! What a person meets at the command line: refusals in one line, the run's own account, the other commands.
+//! The command line: one-line errors, the output of a run, and the other commands.
 
 use crate::program::{CONFIG, STEPS, Workspace, program, run};
 use serde_json::{Value, json};
@@ -107,7 +107,7 @@ fn data_that_does_not_fit_the_model_is_refused() {
     run(&mut workspace.train("out", &["--data", data.to_str().unwrap()])).refused(1, &["token 1 has id 99, outside the vocabulary of 99"]);
 }
 
-/// A `tokenizer.json` of the words `w0`, `w1` and so on.
+/// A `tokenizer.json` with the words `w0`, `w1` and so on.
 fn words(count: u32, post_processor: Value) -> String {
     let vocab: BTreeMap<String, u32> = (0..count).map(|id| (format!("w{id}"), id)).collect();
     let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
@@ -142,7 +142,7 @@ fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
     workspace.write("data.jsonl", "{\"text\": \"w9 w8 w7\"}\n".repeat(60));
     let data = workspace.path("data.jsonl");
     let with = |steps, more: &[&'static str]| [&["--data", data.to_str().unwrap(), "--max-steps", steps], more].concat();
-    // 60 documents of four tokens, a token between each two.
+    // 60 documents of four tokens, with a separator token between documents.
     let first = run(&mut workspace.train("out", &with("2", &["--eos-token", "w2"])));
     let said = "data    299 tokens, 18 sequences of 16";
     assert!(first.stdout.contains(said) && first.stdout.contains("(256 ids, end of text 2, each document begins with 1)"), "{first:?}");
@@ -177,7 +177,7 @@ fn an_export_has_the_format_that_was_asked_for_and_the_models_code() {
     run(program(&["export", "--dtype", "int8"]).arg(workspace.path("out")).arg(workspace.path("x"))).refused(2, &["int8", "bfloat16"]);
 }
 
-/// The test model's configuration with these keys changed; a null value removes one.
+/// The test model's configuration with changed keys. A null value removes a key.
 fn config(changes: &Value) -> String {
     let mut config: Value = serde_json::from_str(CONFIG).unwrap();
     for (key, value) in changes.as_object().unwrap() {
@@ -222,7 +222,7 @@ fn configurations_that_lie_are_refused() {
     run(&mut workspace.train("out", &[])).refused(1, &["config.json", "No such file"]);
 }
 
-/// A safetensors file with this header and so many bytes of tensors.
+/// A safetensors file with this header and `data_bytes` bytes of tensors.
 fn safetensors(header: &str, data_bytes: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data_bytes]].concat()
 }
@@ -328,7 +328,7 @@ fn exported_weights_train_on(workspace: &Workspace, digest: &str) {
     assert!(first < last, "it begins where the other had learned to be");
 }
 
-/// Name, start and end of every span of the tracks whose name begins so.
+/// Name, start and end of every span on the tracks with this name prefix.
 fn spans(trace: &Value, track: &str) -> Vec<(String, f64, f64)> {
     let events = trace["traceEvents"].as_array().unwrap();
     let is_track = |e: &&Value| e["ph"] == "M" && e["args"]["name"].as_str().unwrap().starts_with(track);
@@ -448,7 +448,7 @@ fn shells_and_manuals_know_every_flag() {
     assert!(["superoffload.1", "superoffload-doctor.1", "superoffload-bench-step.1"].iter().all(|name| names.contains(&name.to_string())));
 }
 
-/// Writing to it fails: the disk is full.
+/// An output that fails every write, as on a full disk.
 fn full() -> Stdio {
     OpenOptions::new().write(true).open("/dev/full").unwrap().into()
 }

@@ -1,11 +1,11 @@
-//! `superoffload data` and `train --dry-run`: what is shown is what training reads, and nothing is written.
+//! `superoffload data` and `train --dry-run` show exactly the data that training reads, and write nothing.
 
 use crate::program::{Workspace, program, run};
 use serde_json::{Value, json};
 
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
 
-/// Two hundred conversations in two shapes, one of them without an answer; flags that train on them.
+/// Writes two hundred conversations of two forms, one without an answer. Returns the flags that train on them.
 fn chats(workspace: &Workspace) -> Vec<String> {
     let said = |role: &str, content: &str| json!({"role": role, "content": content});
     let answered = json!({"messages": [said("user", "one \u{1b}[31mand two?"), said("assistant", "thr\u{e4}\u{e4}")]});

@@ -1,5 +1,5 @@
-//! Examples of `packaging/deploy`, as far as a machine without a cluster or containers can try them: what they run is what the program
-//! understands, a run that is told to end goes on, and images install the wheel that is released.
+//! Examples in `packaging/deploy`, as far as a machine without a cluster or containers can test them. The program accepts their commands,
+//! an interrupted run continues, and images install the released wheel.
 
 use crate::program::{Workspace, program, run};
 use crate::support::emulator;
@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::Command;
 
-/// What a run exits with that was told to end, and can go on.
+/// Exit code of a run that was interrupted and can be resumed.
 const INTERRUPTED: i32 = 75;
 
 fn text_of(file: &str) -> String {
@@ -23,7 +23,7 @@ fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_inter
     let job: Value = serde_saphyr::from_str(&text_of("packaging/deploy/job.yaml")).unwrap();
     let (pod, container) = (&job["spec"]["template"]["spec"], &job["spec"]["template"]["spec"]["containers"][0]);
     let args: Vec<_> = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
-    // Of a flag that nobody has the parser complains only if it has understood the rest.
+    // The parser reports an unknown flag only if it has accepted all other arguments.
     run(program(&args).arg("--no-such-flag=1")).refused(2, &["unexpected argument '--no-such-flag'"]);
     let codes: Vec<_> =
         job["spec"]["podFailurePolicy"]["rules"].as_array().unwrap().iter().filter_map(|rule| rule.get("onExitCodes")).collect();
@@ -63,7 +63,7 @@ fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
     }
 }
 
-/// What stands for `srun` starts a task a node, tells one of them to end, and exits as the tasks do.
+/// A replacement for `srun`. It starts a task per node, terminates one of them, and exits like the tasks.
 const SRUN: &str = r#"
 shift
 export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_JOB_ID=$PORT
@@ -94,7 +94,8 @@ fn the_job_of_several_machines_starts_a_process_on_each_and_is_queued_again() {
     assert_eq!(workspace.names("out", "checkpoint-").len(), 1);
 }
 
-/// What the examples give to `pip`, with the released wheels in `/dist` and CUDA 12's libraries asked for.
+/// Runs the install commands of the examples with the released wheels in `/dist` and CUDA 12's libraries, and compares the arguments of
+/// `pip`.
 #[test]
 fn images_install_the_wheel_that_is_released() {
     let example = |name: &str| text_of(&format!("packaging/deploy/{name}"));
@@ -110,7 +111,7 @@ fn images_install_the_wheel_that_is_released() {
     let readme = text_of("README.md");
     let wheel = readme.split_whitespace().find_map(|word| word.strip_prefix("'./dist/")?.strip_suffix("[cu13]'")).unwrap();
     let workspace = Workspace::new();
-    // Where these tests are another machine's, in an emulator, a shell is this one's.
+    // If the tests run in an emulator, the shell still runs natively.
     let machine = run(Command::new("uname").arg("-m"));
     for command in commands {
         for machine in ["x86_64", "aarch64"] {

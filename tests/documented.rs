@@ -1,13 +1,13 @@
-//! A newcomer's path: every command that README and the guide show is given as it stands there, in their order, with a small model and a few
-//! steps. What a command needs, an earlier one has made.
+//! The path of a new user: every command in README and guide runs as written and in order, with a small model and a few steps. Later
+//! commands use the outputs of earlier ones.
 
 use crate::program::{Outcome, Workspace, program, run};
 use serde_json::json;
 use std::fs;
 use std::path::Path;
 
-/// What is shown and runs elsewhere, since it takes minutes, a large model or a GPU: tests/selftest.rs, tests/readme.rs and the tests of `src/probe`
-/// and `src/search` have these.
+/// Documented commands that need minutes, a large model or a GPU. They are covered by tests/selftest.rs, tests/readme.rs and the tests of
+/// `src/probe` and `src/search`.
 const ELSEWHERE: [&str; 5] = [
     "superoffload selftest",
     "superoffload bench step --model-config qwen3-4b",
@@ -16,28 +16,28 @@ const ELSEWHERE: [&str; 5] = [
     "superoffload train --gpus 2",
 ];
 
-/// Marks of turns, as small as they can be.
+/// A minimal chat template.
 const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}";
 
 fn read(document: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
 }
 
-/// README, then the chapters as the guide lists them.
+/// README, then the chapters in the order of the guide.
 fn documents() -> Vec<String> {
     let summary = read("docs/guide/SUMMARY.md");
     let chapters = summary.lines().filter_map(|line| line.split_once("](")?.1.strip_suffix(')'));
     std::iter::once("README.md".into()).chain(chapters.map(|chapter| format!("docs/guide/{chapter}"))).collect()
 }
 
-/// Its lines that call the program, those of a sentence aside.
+/// The lines of a document that call the program, without those inside a sentence.
 fn commands(document: &str) -> Vec<String> {
     let text = read(document).replace("\\\n", " ");
     let words = |line: &str| line.split(['#', '>']).next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
     text.lines().filter(|line| line.trim_start().starts_with("superoffload ")).map(words).collect()
 }
 
-/// A directory with what the documents name: a model, a corpus, conversations, a configuration of DeepSpeed.
+/// A directory with the files that the documents name: a model, a corpus, conversations, a DeepSpeed configuration.
 fn newcomer() -> Workspace {
     let workspace = Workspace::new();
     run(&mut workspace.train("first", &["--max-steps=1"])).digest();
@@ -54,7 +54,7 @@ fn newcomer() -> Workspace {
     workspace
 }
 
-/// Gives `command`, but with few steps of short rows, on CPUs.
+/// Runs `command` with few steps of short rows on CPUs.
 fn give(workspace: &Workspace, command: &str) -> Outcome {
     let short = command.replace("--max-steps 1000", "--max-steps 2").replace("2048", "32").replace('~', "home");
     let mut words: Vec<&str> = short.split_whitespace().skip(1).collect();

@@ -1,15 +1,15 @@
-//! Evaluation during training: when it comes, what it says, and that training does not notice.
+//! Evaluation during training: its schedule, its results, and that it does not affect training.
 
 use crate::program::{Workspace, run};
 use serde_json::Value;
 
-/// A text unlike the one that is trained on, two thousand bytes long.
+/// A text of two thousand bytes that differs from the training text.
 fn eval_text(workspace: &Workspace) -> String {
     let text: String = (0..250).map(|n| format!("{:7}\n", n * n % 9973)).collect();
     workspace.write("eval.txt", text).to_str().unwrap().to_string()
 }
 
-/// The evaluations among a run's lines.
+/// The evaluation records in a run's metrics.
 fn evaluations(workspace: &Workspace, out: &str) -> Vec<Value> {
     workspace.metrics(out).into_iter().filter(|line| line.get("eval_loss").is_some()).collect()
 }
@@ -35,7 +35,7 @@ fn training_does_not_notice_that_it_is_evaluated() {
     assert!(loss(0) > 5.0 && loss(3) < loss(0), "bytes of a fresh model cost ln 256 each, and learning helps: {found:?}");
     let told = format!("evaluation    loss {:.4}", loss(3));
     assert!(outcome.stdout.contains(&told) && outcome.stdout.contains("eval      5  loss "), "{outcome:?}");
-    // A pass over the data is not complete within these steps, but the last step is always evaluated.
+    // The data is not exhausted within these steps, but the last step is always evaluated.
     run(&mut workspace.train("epochs", &[&data, "--eval-strategy=epoch"])).digest();
     assert_eq!(steps(&evaluations(&workspace, "epochs")).last(), Some(&12));
 }
@@ -85,13 +85,13 @@ fn what_makes_no_sense_is_refused_before_training() {
     run(&mut workspace.train("out", &[&missing])).refused(1, &["nowhere.txt"]);
     run(&mut workspace.train("out", &[&short])).refused(1, &["empty.txt"]);
     assert!(workspace.names("out", "checkpoint-").is_empty());
-    // Nothing is evaluated where somebody says so.
+    // With `no` there is no evaluation.
     let data = format!("--eval-data={}", eval_text(&workspace));
     run(&mut workspace.train("off", &[&data, "--eval-strategy=no"])).digest();
     assert!(evaluations(&workspace, "off").is_empty());
 }
 
-/// Forty documents, each a line.
+/// Forty documents, one per line.
 fn documents(workspace: &Workspace) -> String {
     let lines: String = (0..40).map(|n| format!("{{\"text\": \"line {n} has {} words, or about so many\"}}\n", n * n % 97)).collect();
     format!("--data={}", workspace.write("lines.jsonl", lines).display())

@@ -1,5 +1,5 @@
-//! The promise: speculation changes no bit. Random models and schedules run under every strategy; the flushed state of
-//! `superoffload` must be that of `zero-offload` and of `no-offload`, and counters prove that it speculated.
+//! The central guarantee: speculation changes no bit. Random models and schedules run under every strategy. The flushed state of
+//! `superoffload` must equal that of `zero-offload` and `no-offload`, and counters prove that it speculated.
 
 use crate::campaign::record;
 use crate::support::{Noise, digest, engine, grad_ring, load, random_params, settings, start, tiny_llama, tiny_moe};
@@ -23,7 +23,7 @@ use superoffload::internals::optim::{BLOCK, StatePart};
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
-/// Everything that must not matter, and everything that must.
+/// A random case: the inputs that determine the bits.
 #[derive(Clone, Debug)]
 struct Case {
     seed: u64,
@@ -34,14 +34,14 @@ struct Case {
     dtype: &'static str,
     moments: &'static str,
     shares: usize,
-    /// Consecutive ones whose sum is rounded.
+    /// Consecutive shares that are summed and rounded as a group.
     group: usize,
     micro_batches: usize,
     max_norm: f64,
     faults: Vec<(u64, f64, usize, &'static str)>,
 }
 
-/// How a case is run.
+/// A placement and schedule for a case, which must not affect the bits.
 #[derive(Clone, Debug)]
 struct Way {
     strategy: &'static str,
@@ -52,29 +52,29 @@ struct Way {
     without: &'static str,
     cast: &'static str,
     adversary: Option<u64>,
-    /// Devices that share the step, as far as they divide its shares.
+    /// Number of devices, if the shares of the case are divisible by it.
     ranks: usize,
-    /// Every step's data is evaluated before the step.
+    /// Whether the data of every step is evaluated before the step.
     evaluates: bool,
-    /// Several keep their slices of the weights alone, where that saves memory.
+    /// Whether each device stores only its slices of the weights, where that saves memory.
     sharded: bool,
-    /// Gradients share memory, where that saves any.
+    /// Whether gradients share memory in a ring, where that saves memory.
     ringed: bool,
-    /// Sums of shares lie on the host, as far as optimizer states do.
+    /// Whether sums of shares are stored on the host, next to the optimizer states there.
     sums_on_host: bool,
-    /// Rows of a tied embedding leave early, where they can.
+    /// Whether rows of a tied embedding leave early, where possible.
     early: bool,
 }
 
 const STEPS: u64 = 6;
 
-/// The `dtype` of a case in bfloat16 whose products are in FP8.
+/// The `dtype` of a bfloat16 case with FP8 products.
 const FP8: &str = "fp8";
 
 /// Formats of the optimizer's moments.
 const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
 
-/// One of them for each pair of seeds.
+/// The format for a seed, alternating after every two seeds.
 fn moments(seed: u64) -> &'static str {
     MOMENTS[seed as usize / 2 % 2]
 }
@@ -97,19 +97,19 @@ const REFERENCE: Way = Way {
     early: false,
 };
 
-/// Digest, what became of bucket steps, and of each step the loss and how evenly experts were loaded.
+/// Digest, counts of bucket steps, and for each step the loss and the expert load.
 type Run = (String, Counts, Vec<(u32, Option<ExpertLoad>)>);
 
 thread_local! {
-    /// Runs whose weights were sharded, those whose gradients lay in a ring, and those of which buckets left early.
+    /// Counts of runs with sharded weights, with buckets that left early, and with a gradient ring.
     static SHARDED: Cell<usize> = const { Cell::new(0) };
     static EARLY: Cell<usize> = const { Cell::new(0) };
     static RINGED: Cell<usize> = const { Cell::new(0) };
-    /// And those whose sums lay on the host.
+    /// Count of runs with sums on the host.
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The steps of a case, on an engine of one device or of several.
+/// Runs the steps of a case on an engine with one or several devices.
 struct Steps<'a>(&'a Case, &'a Way);
 
 impl UseEngine for Steps<'_> {
@@ -136,7 +136,7 @@ fn run(case: &Case, way: &Way) -> Run {
     let model = if case.experts { tiny_moe } else { tiny_llama };
     let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
     let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
-    // Each rank owns a block of every bucket at least.
+    // Each rank owns at least one block of every bucket.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
     let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
@@ -144,7 +144,7 @@ fn run(case: &Case, way: &Way) -> Run {
         let share = share % case.shares;
         format!("{{step = {step}, element = {}, share = {share}, value = {value}}}", element(*at))
     });
-    // What is off, or not compiled in, must not be asked for.
+    // Settings must not request techniques that are turned off or not compiled in.
     let repartition = cfg!(feature = "repartition") && way.strategy == "superoffload" && !way.without.contains("repartition");
     let resident = if repartition { way.resident } else { 0 };
     let cast = if cfg!(feature = "superchip-cast") { way.cast } else { "host" };
@@ -199,9 +199,9 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![17usize, 64, 300, 900]),
         any::<bool>(),
         (prop::sample::select(vec!["bfloat16", "float16", "float32", FP8]), prop::sample::select(MOMENTS.to_vec())),
-        // Shares of a step and of a group, and micro-batches of a share.
+        // Shares of a step, shares of a group, and micro-batches of a share.
         prop::sample::select(vec![(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1), (4, 2, 1)]),
-        // The norm of these models is mostly between 1.2 and 3: never, sometimes, often, always clipped.
+        // The norm of these models is mostly between 1.2 and 3, so these limits clip never, sometimes, often or always.
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
@@ -265,11 +265,11 @@ fn ways() -> impl Strategy<Value = Way> {
         })
 }
 
-/// Cases of a run that nobody asked more of.
+/// Default number of cases.
 const CASES: u32 = 80;
 
-/// `SUPEROFFLOAD_CASES=3000 cargo test --release --test main exactness` runs the long campaign and records it; fewer than usual are for
-/// slow machines.
+/// `SUPEROFFLOAD_CASES=3000 cargo test --release --test main exactness` runs and records the long campaign. Slow machines may use fewer
+/// cases than the default.
 #[test]
 fn every_way_gives_the_bits_of_the_synchronous_step() {
     let asked: Option<u32> = std::env::var("SUPEROFFLOAD_CASES").ok().map(|n| n.parse().unwrap());
@@ -300,11 +300,11 @@ fn every_way_gives_the_bits_of_the_synchronous_step() {
         );
     }
     outcome.unwrap();
-    // One way in a hundred has such a bucket, so that few cases may have none; `rows_that_leave_early_change_no_bit` always has.
+    // One way in a hundred has such a bucket, so a short run may have none. `rows_that_leave_early_change_no_bit` always has some.
     assert!(cases_run <= CASES || !cfg!(feature = "stv") || EARLY.get() > 0, "no bucket left early");
 }
 
-/// A micro-batch of one token, of all, or of random ones, each often and in any order.
+/// Micro-batches that repeat a single token, use all tokens in a regular order, or use random tokens.
 #[cfg(feature = "stv")]
 struct Rows(Noise, usize);
 
@@ -320,8 +320,8 @@ impl Batches for Rows {
     }
 }
 
-/// Micro-batches that use one row of a tied embedding, all of them, or some: buckets begin and end inside of rows of 40 elements. The
-/// same steps with rows that leave with the others have the same digest, and the timeline shows that late rows were stepped alone.
+/// Micro-batches that use one row of a tied embedding, all rows, or some. Buckets start and end inside rows of 40 elements. Steps without
+/// early rows must have the same digest, and the timeline must show that late rows were stepped separately.
 #[cfg(feature = "stv")]
 #[test]
 fn rows_that_leave_early_change_no_bit() {
@@ -379,17 +379,17 @@ fn tiny_case(shares: usize) -> Case {
     }
 }
 
-/// Real threads and two orders of an adversary.
+/// Real threads, and two orders of an adversary.
 fn schedules(seed: u64) -> [Option<u64>; 3] {
     [None, Some(seed), Some(seed + 1000)]
 }
 
-/// Of `schedules` the one whose turn it is; all where `SUPEROFFLOAD_SWEEP=all` asks for them.
+/// One of the schedules, in turn, or all of them with `SUPEROFFLOAD_SWEEP=all`.
 fn tried(schedules: &[Option<u64>], turn: usize) -> &[Option<u64>] {
     sweep(&schedules[turn % schedules.len()..][..1], schedules)
 }
 
-/// Four shares on one, two and four devices, three on three, whatever the order of events and the cut of the buckets.
+/// Four shares on one, two and four devices, or three on three, for any order of events and any cut into buckets.
 #[test]
 fn any_number_of_ranks_gives_the_bits_of_one() {
     for seed in 0..12u64 {
@@ -420,8 +420,8 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
     }
 }
 
-/// Sums that pass through the device: one that comes before it has gone, or is added to a gradient that is not there yet, would change bits,
-/// and so would a gradient that is overwritten before it is added.
+/// Sums that pass through the device. Three errors would change bits: a sum that arrives before the last one has left, an addition before
+/// the gradient is ready, and a gradient that is overwritten before the addition.
 #[test]
 fn sums_on_the_host_change_no_bit() {
     let mut counts = Counts::default();
@@ -436,7 +436,7 @@ fn sums_on_the_host_change_no_bit() {
             Case { seed, dtype, moments: moments(seed), layers, experts, vocab, micro_batches, max_norm, faults, ..tiny_case(shares) };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload"][seed as usize % 3];
-        // From less than a module to more than the model.
+        // Bucket sizes from less than a module to more than the model.
         let bucket_kib = [8, 24, 72, 4096][seed as usize % 4];
         let (resident, slots, ringed) = (seed as usize % 3, 1 + seed as usize % 2, seed % 2 == 0);
         let way = Way { strategy, bucket_kib, resident, slots, ringed, sums_on_host: true, ..REFERENCE };
@@ -456,7 +456,7 @@ fn sums_on_the_host_change_no_bit() {
     assert!(!cfg!(feature = "stv") || counts.speculated > 0 && counts.rolled_back > 0, "{counts:?}");
 }
 
-/// Weights of which each device keeps its slice: what is pulled too early, or stays in the ring too long, would change bits.
+/// Sharded weights. A pull that is too early, or weights that stay in the ring too long, would change bits.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn sharded_weights_change_no_bit() {
@@ -498,8 +498,8 @@ fn sharded_weights_change_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// Gradients that share memory on several devices: a backward pass that did not wait for what others pull, sum or copy there would
-/// change bits. Rings are of all buckets, whoever steps them.
+/// A gradient ring on several devices. A backward pass that did not wait for the pulls, sums and copies of its memory would change bits.
+/// Rings hold all buckets, also those that devices step.
 #[test]
 fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
     let mut speculated = 0;
@@ -528,7 +528,7 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
             for &adversary in tried(&schedules(seed)[..2], seed as usize / 2 + ranks / 2) {
                 let before = RINGED.get();
                 let have = run(&case, &Way { adversary, ..way.clone() });
-                // One device rings what it offloads alone.
+                // A single device keeps only offloaded buckets in the ring.
                 assert!(RINGED.get() > before || ranks == 1, "gradients were not in a ring: {way:?}");
                 assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{way:?}, {case:?}, adversary {adversary:?}");
                 speculated += have.1.speculated;
@@ -538,7 +538,8 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// After one step without clipping m is half of the gradient, exactly: that of four shares against the gradients of each alone.
+/// After one step without clipping, m is exactly half of the gradient. The test compares four shares with the gradients of each share
+/// alone.
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
     let shape = tiny_llama(2, 32, 64, true);
@@ -555,7 +556,7 @@ fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
         grads.iter_mut().for_each(|g| *g *= 2.0);
         grads
     };
-    // A mean over four times as many targets: a quarter, exactly.
+    // The mean is over four times as many targets, which is exactly a quarter.
     let alone: Vec<Vec<f32>> = (0..4).map(|skip| grads(1, skip).iter().map(|g| g / 4.0).collect()).collect();
     let (mut in_order, mut backwards) = (0, 0);
     for (i, have) in grads(4, 0).into_iter().enumerate() {
@@ -621,7 +622,7 @@ fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
     assert_ne!(exact.0, inverse.0, "algebra lost no bit: then this test must find a harder case");
 }
 
-/// Gradients that share memory: a backward pass that did not wait for the copy of what lies there would change bits.
+/// A gradient ring. A backward pass that did not wait for the copies of its memory would change bits.
 #[test]
 fn a_ring_of_gradients_changes_no_bit() {
     let shape = tiny_llama(12, 32, 64, true);
@@ -657,15 +658,14 @@ fn a_ring_of_gradients_changes_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// Paged states: every optimizer on the device, states in memory that both sides know. Nothing is speculated, and nothing but
-/// states moves.
+/// Paged states: the device steps every bucket, and the states are in managed memory. Nothing is speculated, and only states move.
 #[test]
 fn paged_states_change_no_bit() {
     let shape = tiny_llama(6, 32, 64, true);
     let run = |lines: &str, resident: Option<usize>| {
         let common = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-rate = 1e-2\nweight-decay = 0.1\nmax-steps = 99\nseed = 5";
         let mut plan = Plan::new(&settings(&format!("{common}\n{lines}")), &shape, &Machine::cpu(2), false).unwrap();
-        // Asked for on the command line it needs a GPU; the plan is that of no-offload, with its states elsewhere.
+        // The command line permits this on a GPU only. The plan is that of no-offload, with its states in managed memory.
         if let Some(resident) = resident {
             plan.layout = BucketLayout::new(plan.layout.flat_elems(), plan.layout.bucket_elems(), Tier::Unified).with_resident(resident);
         }
@@ -698,8 +698,8 @@ fn paged_states_change_no_bit() {
     }
 }
 
-/// Weights that stream through a ring: a copy that comes too early, or a kernel that does, would change bits. And every module
-/// comes once for the forward and once for the backward pass, unless it lies there still.
+/// Weights that stream through a ring. A copy or a kernel that is too early would change bits. Every module is copied once for the forward
+/// and once for the backward pass, unless the ring still holds it.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn streamed_weights_change_no_bit_and_come_once_a_pass() {
@@ -707,7 +707,7 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
     for seed in 0..36u64 {
         let pick = |every: u64, count: usize| (seed / every) as usize % count;
         let model = if seed % 5 == 2 { tiny_moe } else { tiny_llama };
-        // How modules overlap in the ring depends on their lengths, which are nearer to its own where channels are more.
+        // The overlap of modules in the ring depends on their lengths, which get closer to the ring's length with more channels.
         let (layers, channels) = [(12, 32), (15, 32), (8, 64)][pick(2, 3)];
         let shape = model(layers, channels, [64, 300][pick(4, 2)], seed % 2 == 0);
         let (clip, accum, faults) = (["0.0", "1e-3", "1.7", "1e9"][pick(1, 4)], 1 + pick(3, 3), seed % 3 == 0);
@@ -748,7 +748,8 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
                 (streamed_elems(&plan, &shape), plan.layout.offloaded_elems() - plan.weight_ring.unwrap().ringed_elems);
             let width = plan.dtype.bytes() as u64;
             if plan.barrier && counts.skipped == 0 {
-                // What does not stream returns once a step, and came once before the first. A skipped step leaves weights as they are.
+                // Weights outside the ring return once a step, and were copied once before the first step. A skipped step leaves them
+                // unchanged.
                 assert_eq!(arrived, (STEPS * streamed + (STEPS + 1) * beside as u64) * width, "seed {seed}, {lines}");
             }
             assert!(arrived >= (STEPS - 1) * streamed * width);
@@ -758,8 +759,8 @@ fn streamed_weights_change_no_bit_and_come_once_a_pass() {
     assert!(skipped > 0 && (speculated > 0) == cfg!(feature = "stv"));
 }
 
-/// Elements that stream in a step all of whose weights are new. A pass ends with what fits whole into the ring still there for
-/// the next, which begins at that end.
+/// Elements that stream in a step in which all weights change. At the end of a pass the ring holds whole modules, which the next pass uses
+/// first.
 #[cfg(feature = "weight-flow")]
 fn streamed_elems(plan: &Plan, shape: &ModelShape) -> u64 {
     let (table, ring) = (TensorTable::new(shape), plan.weight_ring.unwrap());

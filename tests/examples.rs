@@ -1,4 +1,4 @@
-//! The runs in `examples/`: small enough to read, and their losses are what their README says.
+//! The runs in `examples/`. Their losses must match their README.
 
 use crate::program::{program, run};
 use serde_json::Value;
@@ -15,7 +15,7 @@ fn example(name: &str) -> PathBuf {
     root().join("examples").join(name)
 }
 
-/// The example's run into `out`; it names its files as somebody in the repository's directory does.
+/// Trains the example into `out`. Its file names are relative to the repository.
 fn train(name: &str, out: &Path, more: &[&str]) -> crate::program::Outcome {
     let config = format!("examples/{name}/config.yaml");
     run(program(&["train", &config, "--device=cpu", "--output-dir"]).arg(out).args(more).current_dir(root()))
@@ -27,7 +27,7 @@ fn losses(out: &Path) -> Vec<Value> {
     lines.filter_map(|line| line.get("loss").cloned()).collect()
 }
 
-/// A loss as the table of the README has it.
+/// A loss in the format of the README's table.
 fn short(loss: &Value) -> String {
     format!("{:.4}", loss.as_f64().unwrap())
 }
@@ -46,7 +46,7 @@ fn examples_train_to_the_losses_that_are_told() {
     }
 }
 
-/// The run on a GPU is not repeated here: its log is in the folder.
+/// The GPU run is not repeated. The test reads its committed log.
 #[test]
 fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
     let [told, log] = ["README.md", "metrics.jsonl"].map(|name| fs::read_to_string(example("gpu-chat").join(name)).unwrap());

@@ -1,5 +1,5 @@
-//! The host's side of several GPUs under a driver that is none (`fake_gpus/driver.c`): contexts, streams, events, memory and the order in which
-//! all of it goes. A run ends early where it does what a real driver would not forgive.
+//! The host code for several GPUs with a fake CUDA driver (`fake_gpus/driver.c`): contexts, streams, events, memory and their order. The
+//! fake driver ends a run that makes a call which a real driver would not tolerate.
 
 use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use crate::support::emulator;
@@ -10,12 +10,12 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Another machine's programs do not open libraries that were made here.
+/// Whether the tests run in an emulator. Its programs cannot load libraries built here.
 fn is_emulated() -> bool {
     emulator().is_some()
 }
 
-/// A library, from its source.
+/// Builds a library from its C source.
 fn build(source: &str) -> Vec<u8> {
     let workspace = Workspace::new();
     let (source, library) = (workspace.write("library.c", source), workspace.path("library.so"));
@@ -25,7 +25,7 @@ fn build(source: &str) -> Vec<u8> {
     std::fs::read(library).unwrap()
 }
 
-/// A directory with the driver and the library of products.
+/// A directory with the fake driver and the fake cuBLASLt.
 fn driver(workspace: &Workspace) -> PathBuf {
     static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
     let library = workspace.write("libraries/libcuda.so.1", BUILT.get_or_init(|| build(include_str!("fake_gpus/driver.c"))));
@@ -41,7 +41,7 @@ fn train(fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
     train_in(&Workspace::new(), fake, flags)
 }
 
-/// The same in a place that outlives it.
+/// A run in a workspace that outlives it.
 fn train_in(workspace: &Workspace, fake: &[(&str, &str)], flags: &[&str]) -> Outcome {
     train_by(workspace, "--attention=plain", fake, flags)
 }
@@ -55,7 +55,7 @@ fn train_by(workspace: &Workspace, attention: &str, fake: &[(&str, &str)], flags
     run(&mut command)
 }
 
-/// What the driver counted: pulls, staged ones, waits for others. Nothing may be left.
+/// The driver's counts of direct pulls, staged pulls and waits between ranks. Asserts that nothing has leaked.
 fn counted(outcome: &Outcome) -> [usize; 3] {
     let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver: ")).unwrap_or_else(|| panic!("{outcome:?}"));
     let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
@@ -78,13 +78,13 @@ fn several_gpus_start_pull_and_end_in_an_order_that_a_driver_accepts() {
         assert!(direct > 0 && staged == 0 && waits > 0, "{flags:?}: {outcome:?}");
         assert!(outcome.stdout.contains("GPU 0 (0000:0F:00.0), GPU 1 (0000:1F:00.0)"), "{outcome:?}");
         assert!(outcome.stdout.contains("GB/s from each other, over links of their own"), "{outcome:?}");
-        // The driver is there, and a library that knows links is not.
+        // The driver exists, but the library that reports links does not.
         let links = if count == "2" { "GPU 0 and GPU 1: unknown link (" } else { "each two of 3 GPUs: unknown link (" };
         assert!(outcome.stdout.lines().any(|line| line.contains(links) && line.ends_with("; direct")), "{outcome:?}");
     }
 }
 
-/// Two groups of two, and one of four, whose key heads two have each.
+/// Two groups of two ranks, and one group of four in which pairs share a key head.
 #[test]
 fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_none() {
     if is_emulated() {
@@ -104,13 +104,13 @@ fn gpus_that_share_sequences_pull_rows_where_there_is_a_link_and_where_there_is_
     }
 }
 
-/// The number between these words of what was printed.
+/// The number between the texts `before` and `behind` in the output.
 fn number(outcome: &Outcome, before: &str, behind: &str) -> usize {
     let number = outcome.stdout.lines().find_map(|line| line.strip_prefix(before)?.split_once(behind)?.0.trim().parse().ok());
     number.unwrap_or_else(|| panic!("{before}...{behind}: {outcome:?}"))
 }
 
-/// Who filled a driver's queue would wait in the driver, and keep the others from its memory.
+/// A rank that fills a launch queue would block in the driver, and its memory could not be pulled.
 #[test]
 fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     if is_emulated() {
@@ -118,13 +118,13 @@ fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     }
     let workspace = Workspace::new();
     workspace.write("model/config.json", CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 200"));
-    // Updates on the GPU, whose weights are all there at once.
+    // Updates run on the GPU, so all weights are available at once.
     let resident = if cfg!(feature = "repartition") { "--resident-buckets=all" } else { "--slots=2" };
     let ahead = |more: &[&str]| {
         let outcome =
             train_in(&workspace, &[("FAKE_GPUS", "4")], &[&["--gpus=4", "--gradient-shares=4", "--max-steps=2", resident], more].concat());
         assert_eq!(outcome.code, 0, "{outcome:?}");
-        // All weights come anew, and the first layers do not wait for the last ones'.
+        // All weights are pulled anew, and the first layers do not wait for those of the last layers.
         let [buckets, pulls] =
             [number(&outcome, "  buckets ", " of"), number(&outcome, "fake driver had ", " pulls before a forward pass")];
         let all = 3 * buckets;
@@ -139,7 +139,7 @@ fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
     }
 }
 
-/// Who waits for a driver, or for what is enqueued late, finds that in the timeline.
+/// The timeline shows waits for the driver and for late launches.
 #[test]
 fn calls_in_which_the_host_stays_long_have_a_track() {
     if is_emulated() {
@@ -168,7 +168,7 @@ fn one_gpu_waits_for_nobody() {
     assert_eq!(counted(&outcome), [0, 0, 0]);
 }
 
-/// Nobody activates the environment of a program that is started by its path, as by a service.
+/// A program started by its path, as by a service, runs without an activated environment.
 #[test]
 fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
     if is_emulated() {
@@ -189,10 +189,11 @@ fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
     };
     let program = workspace.path("venv/bin/superoffload");
     std::fs::create_dir_all(program.parent().unwrap()).unwrap();
-    // By another process: what this one has open for writing, a child of another test may have when it is to be started.
+    // A separate process copies the file. A child of another test could inherit this process's writable descriptor, which would block its
+    // execution.
     assert_eq!(run(Command::new("cp").arg(env!("CARGO_BIN_EXE_superoffload")).arg(&program)).code, 0);
     std::fs::remove_file(libraries.join("libcublasLt.so.13")).unwrap();
-    // The driver's own file: a copy would be a library with a state of its own.
+    // A hard link to the driver's file. A copy would be a second library with its own state.
     let install = |folder: &str, name: &str| {
         let folder = workspace.path("venv/lib/python3.12/site-packages/nvidia").join(folder).join("lib");
         std::fs::create_dir_all(&folder).unwrap();
@@ -210,7 +211,7 @@ fn a_program_finds_the_libraries_of_the_environment_that_it_is_installed_in() {
     train(&program, "12000").refused(1, &["open libcublasLt.so.12", "'nvidia-cublas-cu12==12.*'"]);
 }
 
-/// Of every release of CUDA it has one name.
+/// cuDNN has the same file name for every release of CUDA.
 #[test]
 fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
     if is_emulated() {
@@ -225,13 +226,13 @@ fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
     install("libcudnn_graph.so.9");
     let words = ["libcudnn.so.9 is built for CUDA 13, and the driver serves CUDA 12", "'nvidia-cudnn-cu12==9.*'", "--cuda-libraries"];
     train("12080", "13040").refused(1, &words);
-    // It is taken, and then found to be none.
+    // The library is accepted first and rejected later, because it is not cuDNN.
     for (cuda, cudnn) in [("13000", "13040"), ("12000", "12090"), ("13000", "12090")] {
         train(cuda, cudnn).refused(1, &["find cudnn", "libcudnn.so.9", "this version of the library lacks it"]);
     }
 }
 
-/// Portable kernels are taken by trainings as by cases of kernels: the only ones that differ are those of experts.
+/// Trainings use the portable kernels, too, and not only the kernel cases. Only kernels of experts have a portable variant.
 #[test]
 fn a_suite_of_portable_kernels_trains_by_these_too() {
     if is_emulated() {
@@ -250,7 +251,7 @@ fn a_suite_of_portable_kernels_trains_by_these_too() {
     assert!(portable.stdout.contains("FAILED training/losses"), "nothing is computed here: {portable:?}");
 }
 
-/// Kernels of experts are loaded where a model has some, and their launches are ones that a driver takes.
+/// Kernels of experts are loaded for models with experts, and the driver accepts their launches.
 #[test]
 fn models_with_experts_start_and_end_on_gpus() {
     if is_emulated() {
@@ -287,7 +288,7 @@ fn a_run_that_goes_on_under_another_library_says_so() {
     assert_eq!(said, [false, false, true, false]);
 }
 
-/// A driver sees to it that nothing is used that was given back, and that nothing stays behind.
+/// The driver checks that freed objects are not used and that nothing leaks.
 #[test]
 fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
     if is_emulated() {
@@ -298,21 +299,21 @@ fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
         let outcome = train(&[], &flags);
         assert_eq!(counted(&outcome), [0, 0, 0]);
         assert!(outcome.stdout.contains(": another plan in "), "{outcome:?}");
-        // Two, which let go of each other's memory before.
+        // Two GPUs drop their peer mappings before the change.
         let outcome = train(&[], &[&flags[..], &["--gpus=2"]].concat());
         let [direct, staged, waits] = counted(&outcome);
         assert!(direct > 0 && staged == 0 && waits > 0 && outcome.stdout.contains(": another plan in "), "{outcome:?}");
     }
 }
 
-/// Allocations and page locks of a run.
+/// Numbers of allocations and page locks of a run.
 fn taken(outcome: &Outcome) -> [usize; 2] {
     let line = outcome.stdout.lines().find(|line| line.starts_with("fake driver took: ")).unwrap_or_else(|| panic!("{outcome:?}"));
     let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
     numbers.try_into().unwrap_or_else(|_| panic!("{line}"))
 }
 
-/// The digest, which is the last line but the driver's.
+/// The digest in the output, before the line of the driver.
 fn digest(outcome: &Outcome) -> &str {
     assert_eq!(outcome.code, 0, "{outcome:?}");
     outcome.stdout.lines().find_map(|line| line.strip_prefix("digest: ")).unwrap_or_else(|| panic!("no digest: {outcome:?}"))
@@ -340,7 +341,7 @@ fn a_gpu_that_gets_no_memory_for_another_plan_goes_on_with_the_old_one() {
     }
 }
 
-/// It is one of them that gets none, and all that go on as before.
+/// One of the GPUs gets no memory. All continue with the old plan.
 #[test]
 fn gpus_of_which_one_gets_no_memory_for_another_plan_go_on_with_the_old_one() {
     if !is_emulated() {
@@ -348,7 +349,7 @@ fn gpus_of_which_one_gets_no_memory_for_another_plan_go_on_with_the_old_one() {
     }
 }
 
-/// The first plan that a run would go over to lacks a piece of memory, each of them once: the old plan stays, and so do the bits.
+/// Each allocation and page lock of the first other plan fails once. The old plan stays, with the same bits.
 fn keeps_the_old_plan_without_memory(gpus: &str) {
     let flags = |replan| ["--seed=1", replan, gpus];
     let kept = train(&[], &flags("--replan=off"));
@@ -359,7 +360,7 @@ fn keeps_the_old_plan_without_memory(gpus: &str) {
             let outcome = train(&[(variable, &nth.to_string())], &flags("--replan=random"));
             counted(&outcome);
             if outcome.stdout.contains(": another plan in ") {
-                // All of the first plan's were tried.
+                // All allocations of the first plan were tried.
                 break;
             }
             let why = outcome.stderr.lines().find(|line| line.contains("the plan stays, and no other is looked for from here on: "));
@@ -369,7 +370,7 @@ fn keeps_the_old_plan_without_memory(gpus: &str) {
         }
         assert!(refused > 1, "{variable}: only {refused} pieces of memory");
     }
-    // Where the old plan's memory cannot be had again either, the run ends, and what it has saved stays.
+    // If the old plan's memory is not available again either, the run ends. Its checkpoints stay.
     let outcome = train(&[("FAKE_NO_MEMORY", &format!("{}+", at_start[0] + 1))], &flags("--replan=random"));
     outcome.refused(1, &["CUDA error 2"]);
     assert!(outcome.stdout.contains("checkpoint"), "{outcome:?}");
@@ -385,7 +386,7 @@ fn where_there_is_no_link_gradients_pass_through_host_memory_and_a_person_is_tol
     let [direct, staged, waits] = counted(&outcome);
     assert!(direct == 0 && staged > 0 && waits > 0, "{outcome:?}");
     assert!(outcome.stdout.contains("; no direct access, so that gradients and weights pass through host memory"), "{outcome:?}");
-    // Half of what the links of `h200-pcie5` carry both ways, of what is planned for.
+    // Half of the links' rate in both directions in `h200-pcie5`.
     let planned = "peers       25.2 GB/s from each other, through host memory, in buffers of the driver that are not counted here";
     assert!(outcome.stdout.contains(planned), "{outcome:?}");
 }
@@ -402,12 +403,12 @@ fn gpus_that_cannot_train_together_are_refused_and_leave_nothing() {
     counted(&other);
 }
 
-/// A run of two processes, each of which sees as many GPUs as `fake` says, and no NCCL.
+/// A run of two processes without NCCL. `fake` sets the visible GPUs of each.
 fn train_as_two(fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
     train_as_two_in(&Workspace::new(), fake, flags)
 }
 
-/// The same where NCCL is found.
+/// A run of two processes with NCCL.
 fn train_by_nccl(fake: [&[(&str, &str)]; 2], flags: &[&str]) -> Vec<Outcome> {
     static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
     let workspace = Workspace::new();
@@ -431,7 +432,7 @@ fn train_as_two_in(workspace: &Workspace, fake: [&[(&str, &str)]; 2], flags: &[&
     children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
 }
 
-/// Each opens the GPU of its place, and gives everything back.
+/// Each process opens the GPU with its index and frees everything.
 #[test]
 fn processes_of_one_machine_take_a_gpu_each() {
     if is_emulated() {
@@ -466,20 +467,20 @@ fn processes_whose_gpus_are_too_few_or_differ_are_refused_on_both_sides() {
     refused([one, one], &[], 2, &["--processes 2", "sees GPUs: 1, and processes on its machine are 2"]);
     refused([&[("FAKE_MODELS", "")]; 2], &[], 1, &["process 0 on ", " has a Fake 0", "process 1 on ", " has a Fake 1"]);
     refused([&[], &[("FAKE_GPUS", "0")]], &[], 1, &["process 1 on ", " has none: ", "--device cpu"]);
-    // What is known once all have opened theirs.
+    // This difference is detected when all processes have opened their GPUs.
     let outcomes = train_as_two([&[], &[("FAKE_CUBLASLT", "130200")]], &[]);
     outcomes[1].refused(2, &["cuBLASLt: 130100 for process 0 on ", "130200 for process 1 on "]);
     outcomes[0].refused(1, &["process 1 on ", "cuBLASLt: "]);
 }
 
-/// What NCCL counted in a process: swaps, communicators and how many of these were given up.
+/// The fake NCCL's counts in a process: exchanges, communicators and aborted communicators.
 fn swapped(outcome: &Outcome) -> [usize; 3] {
     let line = outcome.stdout.lines().find_map(|line| line.strip_prefix("fake nccl: ")).unwrap_or_else(|| panic!("{outcome:?}"));
     let numbers: Vec<usize> = line.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
     numbers.try_into().unwrap_or_else(|_| panic!("{line}"))
 }
 
-/// Both call it as often, in one order, and with sides that fit; each gives its communicator back.
+/// Both processes make equally many calls in one order with matching sizes, and each destroys its communicator.
 #[test]
 fn slices_pass_by_nccl_in_one_order_where_all_have_it() {
     if is_emulated() {
@@ -520,7 +521,7 @@ fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
     for outcome in train_by_nccl([&[], &[("FAKE_NCCL", "22901")]], &["--transport=nccl"]) {
         outcome.refused(1, &["process 0 on ", " has NCCL 2.28.9, process 1 on ", " has 2.29.1"]);
     }
-    // One fails, and the other waits for it in a swap.
+    // One process fails while the other waits for it in an exchange.
     let start = Instant::now();
     for outcome in train_by_nccl([&[], &[("FAKE_NCCL_FAILS", "2")]], &[]) {
         outcome
@@ -542,7 +543,7 @@ fn a_communicator_of_nccl_that_never_ends_keeps_no_process_and_hides_no_cause() 
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
-/// Code 46, which a driver answers where another process has the GPU for itself, at each call by which a GPU is found and opened.
+/// Code 46, which the driver returns if another process has exclusive use of the GPU, at each call that finds and opens a GPU.
 #[test]
 fn a_gpu_that_another_process_has_is_told_by_the_drivers_code() {
     if is_emulated() {

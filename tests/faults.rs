@@ -1,5 +1,5 @@
-//! The world around a run fails: data that shrinks, a full log disk, a learning rate that learns nothing, a hang-up, threads that stand
-//! still. What was done is saved, what is lost is named, and nothing hangs.
+//! Failures around a run: data that shrinks, a full log disk, steps that are always skipped, a hang-up, stopped threads. Finished steps are
+//! saved, losses are reported, and nothing hangs.
 
 use crate::program::{Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, limit_files, send};
@@ -16,7 +16,7 @@ use superoffload::{Error, Plan, Result};
 
 const ACCUM: usize = 3;
 
-/// Micro-batches that depend on their number alone; one of them cannot be read, once.
+/// Micro-batches that depend only on their index. Reading one of them fails once.
 struct Fragile {
     next: usize,
     broken: Option<usize>,
@@ -33,7 +33,7 @@ impl Batches for Fragile {
     }
 }
 
-/// Every kind of offload, and an adversary that is anywhere in the step before when the data fails.
+/// Every strategy, with an adversary that may be at any point of the previous step when the data fails.
 #[test]
 fn a_step_without_its_data_leaves_the_engine_as_it_was() {
     let shape = tiny_llama(3, 32, 64, true);
@@ -42,7 +42,7 @@ fn a_step_without_its_data_leaves_the_engine_as_it_was() {
     for (seed, strategy) in (0..).zip(["superoffload", "zero-offload", "no-offload", "superoffload", "zero-offload", "superoffload"]) {
         let settings = settings(&format!("{common}\nstrategy = '{strategy}'\nadversary = {seed}\ndevice = 'cpu'"));
         let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
-        // What a run of as many steps ends with.
+        // The digest of a run with this number of steps.
         let whole = |steps: usize| {
             let (mut engine, mut data) = (start(&plan, &shape, random_params(5)), Fragile { next: 0, broken: None });
             (0..steps).for_each(|_| _ = engine.step(1e-2, &mut data).unwrap());
@@ -61,7 +61,7 @@ fn a_step_without_its_data_leaves_the_engine_as_it_was() {
     }
 }
 
-/// What a program that failed said in its summary.
+/// The losses in the summary of a failed run.
 fn lost(outcome: &Outcome) -> Vec<&str> {
     outcome.stdout.lines().filter_map(|line| line.strip_prefix("  lost          ")).collect()
 }
@@ -94,14 +94,14 @@ fn data_that_shrinks_under_a_run_costs_no_step() {
     let steps = workspace.metrics("out").len();
     assert_eq!(checkpoint, format!("checkpoint-{steps}"), "the step that failed is not done");
     let digest_of = |name: &str| run(program(&["digest"]).arg(workspace.path(name))).digest().to_string();
-    // The same steps without a fault, and the same step after it: the data of the failed one is dealt again.
+    // Compares with a fault-free run up to the failure, and with one more step, which must use the data of the failed one.
     let (steps, next): (&'static str, &'static str) = (steps.to_string().leak(), (steps + 1).to_string().leak());
     assert_eq!(run(&mut train("whole", steps)).digest(), digest_of(&format!("out/{checkpoint}")));
     let whole = run(&mut train("longer", next)).digest().to_string();
     assert_eq!(run(train("out", next).args(["--resume-from-checkpoint", "auto"])).digest(), whole);
 }
 
-/// The program with no file larger than `blocks` of 512 bytes.
+/// The command with a limit on file sizes of `blocks` of 512 bytes.
 pub fn limited(train: &Command, blocks: u64) -> Command {
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -f $1; shift; exec \"$@\"", "sh", &blocks.to_string()]).arg(train.get_program()).args(train.get_args());
@@ -114,7 +114,7 @@ fn limits_of_memory_too_small_to_start_in_are_named() {
     if emulator().is_some() {
         return;
     }
-    // A debug program has 44 MB to map before it can say anything.
+    // A debug build maps 44 MB before it can print anything.
     for (flag, kilobytes) in [("-v", "56000"), ("-d", "20000")] {
         let mut limited = Command::new("sh");
         limited.args(["-c", "ulimit $1 $2 && exec \"$3\" train --device cpu", "sh", flag, kilobytes]).arg(program(&[]).get_program());
@@ -122,7 +122,7 @@ fn limits_of_memory_too_small_to_start_in_are_named() {
     }
 }
 
-/// Heaps of threads that reserve addresses would leave too few for the memory that this run uses, a third of the limit.
+/// Thread arenas that reserve address space would leave too little for the memory of this run, a third of the limit.
 #[test]
 fn limited_addresses_go_to_memory_that_is_used() {
     if emulator().is_some() {
@@ -136,7 +136,7 @@ fn limited_addresses_go_to_memory_that_is_used() {
     assert_eq!(run(&mut limited).digest(), whole);
 }
 
-/// Bytes of the facts at the beginning of a log, and of a line behind them.
+/// Bytes of the first line of a log, with the facts, and of a line after it.
 fn line_bytes(log: &str) -> (u64, u64) {
     let lengths: Vec<u64> = log.lines().map(|line| line.len() as u64 + 1).collect();
     (lengths[0], lengths[1])
@@ -147,13 +147,13 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
     let workspace = Workspace::new();
     let whole = run(&mut workspace.train("whole", &[])).digest().to_string();
     run(&mut workspace.train("out", &["--max-steps", "2"]));
-    // The log of an earlier part leaves room for a line or two.
+    // The existing log leaves space for one or two lines.
     let log = workspace.path("out/metrics.jsonl");
     let state = fs::metadata(workspace.path("out/checkpoint-2/state.bin")).unwrap().len();
     let blocks = (state + 40_000).div_ceil(512);
     let lines = fs::read_to_string(&log).unwrap();
     let (facts, per_line) = line_bytes(&lines);
-    // The resumed run writes facts of its own.
+    // The resumed run writes its own facts.
     let room = (blocks * 512 - 5 * per_line / 2 - facts) as usize - lines.len();
     let filler = format!("{{\"step\":1,\"filler\":\"{}\"}}\n", "x".repeat(room - 25));
     fs::write(&log, filler + &lines).unwrap();
@@ -171,7 +171,7 @@ fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
     run(&mut workspace.train("out", &["--max-steps", "2"]));
     let log = workspace.path("out/metrics.jsonl");
     let (facts, per_line) = line_bytes(&fs::read_to_string(&log).unwrap());
-    // Room for five lines in all besides the facts, and for no state.
+    // Space for the facts and five lines, and for no state.
     let room = 2 * facts + 5 * per_line + per_line / 2;
     let mut child = workspace.resume("out", &["--max-steps=1000000", "--save-steps=1000000"]).spawn().unwrap();
     await_line(&mut child, "step      3");
@@ -204,14 +204,14 @@ fn a_run_that_only_skips_ends_and_keeps_what_was_saved_before() {
     ended.refused(1, &["12 steps", "from step 5 on", "--max-skipped-steps 12", "--learning-rate", before.to_str().unwrap()]);
     assert!(ended.stderr.contains("warning: 10 steps in a row"), "{ended:?}");
     assert_eq!(workspace.names("out", "checkpoint-"), ["checkpoint-16", "checkpoint-4"]);
-    // Nothing was learned: both hold the same state.
+    // No step learned anything, so both checkpoints have the same state.
     let digest_of = |step: u64| run(program(&["digest"]).arg(workspace.path(&format!("out/checkpoint-{step}")))).digest().to_string();
     assert_eq!(digest_of(4), digest_of(16));
-    // A run that is started again goes on with the row: two more steps, and what was saved before it stays.
+    // A restarted run continues the sequence of skipped steps: it stops after two more, and keeps the checkpoint before the sequence.
     let again = run(&mut workspace.resume("out", &["--max-steps", "100", "--max-skipped-steps", "14"]));
     again.refused(1, &["14 steps", "from step 5 on"]);
     assert_eq!(workspace.names("out", "checkpoint-"), ["checkpoint-18", "checkpoint-4"]);
-    // A row that ends gives what it kept back to the rotation.
+    // After the sequence ends, its protected checkpoint is subject to the rotation again.
     workspace.settings("inject = [{step = 5, element = 3, value = 'nan'}, {step = 6, element = 3, value = 'nan'}]\nsave-total-limit = 1");
     assert_eq!(run(&mut workspace.train("short", &["--max-skipped-steps", "3"])).code, 0);
     assert_eq!(workspace.names("short", "checkpoint-"), ["checkpoint-12"]);
@@ -241,28 +241,28 @@ fn the_summary_goes_to_standard_error_when_nobody_reads_the_other() {
     let workspace = Workspace::new();
     let mut child = workspace.train("out", &["--max-steps", "100000"]).spawn().unwrap();
     await_line(&mut child, "step      3");
-    // `tee` is gone.
+    // Closes the pipe, as if `tee` had exited.
     drop(child.stdout.take());
     send(&child, Signal::SIGINT);
     let ended: Outcome = child.wait_with_output().unwrap().into();
     assert!(ended.stderr.starts_with("\ninterrupted at step ") && ended.stderr.contains("out/checkpoint-"), "{ended:?}");
 }
 
-/// The threads of `child` whose names begin with this.
+/// The threads of `child` with this name prefix.
 fn threads(child: &Child, name: &str) -> Vec<Pid> {
     let tasks = fs::read_dir(format!("/proc/{}/task", child.id())).unwrap().map(|task| task.unwrap().path());
     let named = tasks.filter(|task| fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.starts_with(name)));
     named.map(|task| Pid::from_raw(task.file_name().unwrap().to_str().unwrap().parse().unwrap())).collect()
 }
 
-/// Stops one thread of `child`, which goes on when the tracer, this thread, ends or lets go.
+/// Stops a thread of `child`. It continues when the tracer, which is this thread, ends or detaches.
 fn freeze(thread: Pid) {
     use nix::sys::ptrace;
     ptrace::seize(thread, ptrace::Options::empty()).unwrap();
     ptrace::interrupt(thread).unwrap();
 }
 
-/// Starts a run, stops its thread `name` after some steps, and waits for what becomes of it.
+/// Starts a run, stops its thread `name` after some steps, and waits for the end of the run.
 fn run_with_frozen(name: &str, limit: &str, more: &[&str]) -> (Outcome, Duration) {
     let workspace = Workspace::new();
     let flags = [&["--max-steps", "1000000", "--save-steps", "1000000", "--stall-limit", limit], more].concat();
@@ -298,7 +298,7 @@ fn a_worker_that_stands_still_is_named_and_the_run_ends_with_an_account() {
     assert!(ended.stderr.contains("\n  worker        adam-00 is idle"), "{ended:?}");
     assert!(ended.stderr.contains("is with the optimizer's workers\n") && ended.stderr.contains(" s  begin step "), "{ended:?}");
     let events = ended.stderr.lines().filter(|line| line.contains(" s  ")).count();
-    // A GPU has fewer steps behind it by then than the history holds.
+    // On a GPU fewer steps have run by then than the history holds.
     let on_gpu = std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda");
     assert!(if on_gpu { (64..=256).contains(&events) } else { events == 256 }, "the last events: {events}");
 }
@@ -328,13 +328,13 @@ fn of_several_ranks_the_one_that_stands_still_is_named_first() {
     assert!(ranks[0].starts_with("  rank 2        ") && !ranks[0].contains(" of rank"), "{ranks:?}");
     let waits = |rank: usize| ranks.iter().find(|line| line.starts_with(&format!("  rank {rank}        waits for "))).unwrap();
     assert!(waits(0).ends_with(" of rank 2"), "{ranks:?}");
-    // Rank 1 may have nothing more to wait for than what rank 0 says next.
+    // Rank 1 may be waiting for the next order of rank 0.
     assert!(waits(1).ends_with(" of rank 2") || waits(1).ends_with(" of rank 0"), "{ranks:?}");
     assert!((0..3).all(|rank| lines.iter().any(|line| line.starts_with(&format!("rank {rank} ")))), "{lines:#?}");
 }
 
-/// Rank 1 stands still for three seconds, longer than all short waits of a busy machine together: rank 0 has nothing to compute for as long,
-/// and that is told with both names.
+/// Rank 1 stops for three seconds, longer than all short waits of a busy machine together. Rank 0 has nothing to compute for that time, and
+/// the report names both.
 #[test]
 fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     if emulator().is_some() {
@@ -351,12 +351,12 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     let ended: Outcome = child.wait_with_output().unwrap().into();
     assert_eq!(ended.code, 0, "{ended:?}");
     let waits = workspace.metrics("out").iter().filter_map(|line| line["exposed_peer_ms"].as_f64()).fold(0.0, f64::max);
-    // Also where it is stopped while it waits for rank 0 itself.
+    // This holds even if the rank was waiting for rank 0 when it was stopped.
     let told = " ms for other ranks (rank 0, the longest)\n  slow          rank 1: ";
     assert!(waits > 2900.0 && ended.stdout.contains(told), "{ended:?}");
 }
 
-/// Whether a frozen thread has ended. A thread that is traced is gone when its tracer has seen it go.
+/// Whether a stopped thread has ended. A traced thread is only removed after its tracer has reaped it.
 fn has_ended(thread: Pid) -> bool {
     loop {
         match waitpid(thread, Some(WaitPidFlag::__WALL | WaitPidFlag::WNOHANG)) {
@@ -367,7 +367,7 @@ fn has_ended(thread: Pid) -> bool {
     }
 }
 
-/// A laptop that slept, a job that was suspended: only time in which the process could have gone on counts.
+/// After suspending a laptop or a job, only the time in which the process could run counts.
 #[test]
 fn a_process_that_was_stopped_is_no_older_when_it_goes_on() {
     if emulator().is_some() {

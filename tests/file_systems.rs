@@ -1,10 +1,10 @@
-//! Systems that refuse a call which a run can do without: it says so once and trains the same.
+//! Systems that reject a call which a run can do without. The run prints one warning and trains to the same digest.
 
 use crate::program::{Workspace, program, run};
 use crate::support::emulator;
 use std::process::Command;
 
-/// Refuses calls with the error numbers that environment variables name.
+/// A library that fails calls with the error codes in environment variables.
 const REFUSALS: &str = r#"
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,7 +29,7 @@ int sched_setaffinity(pid_t pid, size_t size, const cpu_set_t *mask) {
 }
 "#;
 
-/// The library that refuses them; none where another machine's programs run.
+/// Builds the library; `None` in an emulator, which cannot load it.
 fn refusals(workspace: &Workspace) -> Option<std::path::PathBuf> {
     let (source, library) = (workspace.write("refusals.c", REFUSALS), workspace.path("refusals.so"));
     let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(source).arg("-ldl").output();
@@ -71,7 +71,7 @@ fn a_lock_that_is_refused_as_invalid_is_a_file_system_without_locks() {
     }
 }
 
-/// Error 0: the call is accepted and does nothing.
+/// With error 0 the call succeeds and does nothing.
 #[test]
 fn where_threads_cannot_be_pinned_one_warning_says_so_and_the_run_goes_on() {
     let workspace = Workspace::new();

@@ -1,5 +1,4 @@
-//! Fine-tuning starts in the memory that the plan counts: weights go from their files into the state block by block, and nowhere is
-//! a second copy of them.
+//! Fine-tuning starts within the planned memory: weights are read from their files into the state block by block, without a second copy.
 
 use crate::program::Workspace;
 use crate::support::{emulator, settings};
@@ -13,23 +12,23 @@ use superoffload::Plan;
 use superoffload::internals::model::{ModelShape, TensorTable};
 use superoffload::internals::planner::Machine;
 
-/// 51 million parameters in layers whose matrices are transposed in the file.
+/// 51 million parameters, in layers with transposed matrices in the file.
 const CONFIG: &str = r#"{
     "architectures": ["GPT2LMHeadModel"], "n_embd": 512, "n_layer": 16, "n_head": 8, "n_positions": 64, "vocab_size": 256,
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"
 }"#;
 
-/// All state on the host. So many tokens that the first forward pass takes far longer than it takes to stop the run.
+/// All state is on the host. The first forward pass has so many tokens that it takes far longer than stopping the run.
 const SETTINGS: &str = "device = \"cpu\"\nthreads = 2\nbucket-mib = 1.0\nslots = 2\nseq-length = 64\nper-device-train-batch-size = 2\n\
                         max-steps = 9\nsave-steps = 9\nresident-buckets = 0\n";
 
-/// What the first step is the first to touch: the CPU device's memory comes when it is touched.
+/// Memory classes that the first step touches first. The CPU device's memory becomes resident when touched.
 const TOUCHED_LATER: [&str; 2] = ["gradients", "activations"];
 
-/// What the plan does not count on the CPU, the program's heap and stacks, is a fraction of this.
+/// Tolerance for memory that the plan does not count on the CPU: the program's heap and stacks.
 const TOLERANCE: f64 = 0.02;
 
-/// Writes the directory `model` with weights that are all zero: a header, and a hole in the file.
+/// Writes the directory `model` with all-zero weights: a header, and a hole in the file.
 fn write_model(workspace: &Workspace) -> ModelShape {
     let config = workspace.write("model/config.json", CONFIG);
     let shape = ModelShape::read(&config).unwrap();
@@ -48,7 +47,7 @@ fn write_model(workspace: &Workspace) -> ModelShape {
     shape
 }
 
-/// The most memory that the run had when its first step began, without the pages of the program's own file. There it is ended.
+/// Peak memory of the run when its first step begins, without the file-backed pages of the program. The run is killed then.
 fn peak_at_start(command: &mut Command) -> u64 {
     let mut child = command.spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
@@ -64,7 +63,7 @@ fn peak_at_start(command: &mut Command) -> u64 {
 
 #[test]
 fn a_start_from_a_checkpoint_takes_the_memory_that_the_plan_counts() {
-    // The memory of an emulated program is its emulator's, too.
+    // The memory of an emulated program includes that of its emulator.
     if emulator().is_some() {
         return;
     }

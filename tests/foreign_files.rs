@@ -1,5 +1,5 @@
-//! Nothing that the program did not make is changed: at every name that it ever writes lies something foreign, and it trains, resumes,
-//! exports, prepares and reports.
+//! The program changes no foreign files. Something foreign is placed at every name that it ever writes; it still trains, resumes, exports,
+//! prepares data and writes reports.
 
 use crate::program::{Outcome, STEPS, Workspace, copy_dir, program, run};
 use nix::sys::stat::Mode;
@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use superoffload::internals::train::patterns;
 
-/// A thing at a path: a file by its number and content, a link by where it leads.
+/// The object at a path: a file by its inode and content, a link by its target.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Thing {
     File(u64, Vec<u8>),
@@ -18,11 +18,11 @@ enum Thing {
     Other(u64),
 }
 
-/// Things that can lie at a name, each with what it is in words.
+/// Kinds of foreign objects, with their descriptions.
 const KINDS: [&str; 9] =
     ["file", "JSON", "folder", "link to a file", "link to a folder", "dangling link", "link to the data", "hard link", "pipe"];
 
-/// A workspace, and things of somebody else's beside it that links lead to.
+/// A workspace next to foreign objects, which links point to.
 struct Home {
     workspace: Workspace,
 }
@@ -40,7 +40,7 @@ impl Home {
         self.workspace.path(name)
     }
 
-    /// Puts a thing of that kind at `path`, and the folders above it.
+    /// Creates an object of this kind at `path`, with its parent directories.
     fn plant(&self, kind: &str, path: &Path) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         let content = format!("foreign {}", path.display());
@@ -61,7 +61,7 @@ impl Home {
         }
     }
 
-    /// Everything below the home.
+    /// All objects below the home.
     fn things(&self) -> BTreeMap<PathBuf, Thing> {
         let mut found = BTreeMap::new();
         collect(&self.path(""), &mut found);
@@ -85,7 +85,7 @@ fn collect(dir: &Path, found: &mut BTreeMap<PathBuf, Thing>) {
     }
 }
 
-/// Checks that each of `foreign` is there: where it was, or in the output directory under another name.
+/// Checks that each object of `foreign` still exists, at its path or renamed in the output directory.
 fn assert_kept(home: &Home, foreign: &BTreeMap<PathBuf, Thing>, outcome: &Outcome) {
     let now = home.things();
     let mut left: BTreeMap<&Thing, usize> = BTreeMap::new();
@@ -96,7 +96,7 @@ fn assert_kept(home: &Home, foreign: &BTreeMap<PathBuf, Thing>, outcome: &Outcom
     }
 }
 
-/// The names that the program ever writes, with numbers in them.
+/// All names that the program ever writes, with numbers filled in.
 fn names() -> Vec<String> {
     let names: Vec<String> = ["2", "4711"].iter().flat_map(|number| patterns().into_iter().map(|name| name.replace('#', number))).collect();
     assert!(names.len() > 40 && names.contains(&".superoffload/tokens".to_string()), "{names:?}");
@@ -132,11 +132,11 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
         let (out, before) = (kind.replace(' ', "-"), home.things());
         copy_dir(&home.path("base"), &home.path(&out));
         let own = home.things();
-        // A link that leads nowhere may lead to a disk that is not mounted, with a newer checkpoint: beside such a one nothing is resumed.
+        // A dangling link may point to an unmounted disk with a newer checkpoint. Next to such a link a run is not resumed.
         let is_in_doubt =
             |name: &str| kind == "dangling link" && !name.contains('/') && (name.starts_with("checkpoint-") || name.contains(".old-"));
         for name in names().into_iter().chain(["checkpoint-8".into(), "checkpoint-6/notes.txt".into()]) {
-            // What the run stands on stays, and a folder is not replaced by what is planted in it.
+            // The files that the run depends on stay, and a directory is not replaced by one of its planted entries.
             if ["checkpoint-2", "checkpoint-4", ".superoffload", ".superoffload/manifest.json"].contains(&name.as_str())
                 || is_in_doubt(&name)
             {
@@ -157,7 +157,7 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
         for name in
             ["metrics.jsonl", "trace.json", "tb", ".lock", ".superoffload/data-sources.json", ".superoffload/tokens", "checkpoint-8"]
         {
-            // Folders of tokens have names of their own in that folder: whoever made it, it serves, and what is in it stays.
+            // Token folders have separate names inside that folder. Its creator does not matter, and its other content stays.
             if kind == "folder" && name == ".superoffload/tokens" || is_in_doubt(name) {
                 continue;
             }
@@ -225,10 +225,10 @@ fn exports_reports_timelines_and_prepared_text_replace_their_own_kind_alone() {
         for outcome in &outcomes {
             assert!([1, 2].contains(&outcome.code) && outcome.stderr.contains(home.path("").to_str().unwrap()), "{kind}: {outcome:?}");
         }
-        // The run that went on took the lock of its own directory, and put its own id there, before it looked at the timeline.
+        // The resumed run took the lock of its own directory and wrote its process id before it checked the timeline.
         before.remove(&home.path("out/.lock"));
         assert_kept(&home, &before, &outcomes[0]);
-        // Beside foreign things each finds a place of its own.
+        // With foreign objects present, each command uses another path.
         let exported = run(program(&["export"]).arg(home.path("out")).arg(place("other")));
         assert_eq!(exported.code, 0, "{exported:?}");
         let flags = ["--max-steps", "1", "--device", "cpu", "--data", text.to_str().unwrap(), "--trace"];
@@ -271,7 +271,7 @@ fn data_and_other_inputs_in_the_output_directory_stay_or_are_refused() {
     run(&mut home.workspace.train("p", &["--model", from.to_str().unwrap(), "--init", "random", "--max-steps", "1"])).digest();
 }
 
-/// As a disk that loses power leaves them.
+/// Damage as after a power failure.
 #[test]
 fn damaged_records_logs_and_timelines_stop_no_resume() {
     let workspace = Workspace::new();
@@ -298,7 +298,7 @@ fn damaged_records_logs_and_timelines_stop_no_resume() {
     }
 }
 
-/// Without its manifest the folder of records is not known.
+/// Whether the folder of records was renamed as a whole, because it lost its manifest.
 fn is_moved_whole(workspace: &Workspace, out: &str) -> bool {
     workspace.path(out).join(".superoffload.foreign-1").is_dir()
 }

@@ -1,5 +1,5 @@
-//! Products in FP8: where weights lie, what layers keep and who steps change no bit; what is no number reaches the verdict; and a
-//! checkpoint goes on under its own recipe alone.
+//! FP8 products. Placements, layer policies and strategies change no bit, NaN reaches the verdict, and a checkpoint continues only with its
+//! own recipe.
 
 use crate::program::{Workspace, program, run};
 use crate::support::{Noise, digest, random_params, read_params, settings, start, tiny_llama};
@@ -13,14 +13,14 @@ const COMMON: &str = "seq-length = 8\nper-device-train-batch-size = 2\nlearning-
                       max-grad-norm = 1.7\ngradient-accumulation-steps = 2\n";
 const FP8: &str = "matmul-dtype = \"fp8\"\n";
 
-/// Random weights, larger in some layers than in others, so that a scale of another layer shows.
+/// Random weights on a scale that varies between layers, so that a scale of the wrong layer is detected.
 fn uneven(spec: &TensorSpec) -> Vec<f32> {
     let layer = spec.name.split('.').nth(1).and_then(|layer| layer.parse::<usize>().ok());
     let factor = [1.0, 5.0, 0.3][layer.unwrap_or(0) % 3];
     random_params(3)(spec).into_iter().map(|x| x * factor).collect()
 }
 
-/// Digest and losses of a model of twelve layers.
+/// Digest and losses of a model with twelve layers.
 fn train(lines: &str) -> (String, Vec<u32>) {
     let shape = tiny_llama(12, 32, 64, true);
     let plan = Plan::new(&settings(&format!("{COMMON}{lines}")), &shape, &Machine::cpu(2), false).unwrap();
@@ -43,8 +43,8 @@ fn neither_places_nor_policies_nor_strategies_change_a_bit() {
     }
 }
 
-/// Steps so long that the largest weights pass powers of two. What an engine finds from step to step is what one finds that begins with the
-/// weights of that moment; and it does not matter that steps are clipped, that weights stream, or what runs when.
+/// The steps are so long that the largest weights pass powers of two. The scales that an engine maintains over steps must equal those of a
+/// new engine with the present weights, with clipped steps, streamed weights and any schedule.
 #[test]
 fn scales_of_weights_are_those_of_each_step_and_evaluation() {
     let shape = tiny_llama(12, 32, 64, true);
@@ -78,7 +78,7 @@ fn scales_of_weights_are_those_of_each_step_and_evaluation() {
     }
 }
 
-/// What attention's libraries write takes a pass in each micro-batch, a weight one in each step; kernels find all else.
+/// Outputs of the attention library need a pass in each micro-batch, and weights one in each step. Kernels find all other scales.
 #[test]
 fn passes_over_weights_are_of_steps_and_not_of_micro_batches() {
     let passes = |accumulation: usize, steps: usize| {
@@ -99,7 +99,7 @@ fn passes_over_weights_are_of_steps_and_not_of_micro_batches() {
     }
 }
 
-/// The weights of a tensor as `change` makes them of random ones.
+/// Random weights, with the tensor `name` modified by `change`.
 fn with_weights<'a>(name: &'a str, change: impl Fn(&mut [f32]) + 'a) -> impl Fn(&TensorSpec) -> Vec<f32> + 'a {
     move |spec| {
         let mut params = random_params(3)(spec);
@@ -110,7 +110,7 @@ fn with_weights<'a>(name: &'a str, change: impl Fn(&mut [f32]) + 'a) -> impl Fn(
     }
 }
 
-/// The verdict on a step with these weights.
+/// The loss and verdict of a step with these weights.
 fn verdict(params: impl Fn(&TensorSpec) -> Vec<f32>) -> (f32, Verdict) {
     let shape = tiny_llama(2, 32, 64, true);
     let plan = Plan::new(&settings(&format!("{COMMON}{FP8}")), &shape, &Machine::cpu(2), false).unwrap();

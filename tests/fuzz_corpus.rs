@@ -1,4 +1,4 @@
-//! The corpora of the fuzzers, through the doors that they fuzz: in seconds, on a stable compiler.
+//! Replays the corpora of the fuzzers through their entry points, in seconds and on a stable compiler.
 
 #[path = "../fuzz/doors.rs"]
 mod doors;
@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Far above what an input takes here, far below what a person would wait.
+/// Time limit of an input, far above the usual time.
 const LONGEST: Duration = Duration::from_secs(2);
 
 #[test]
@@ -18,14 +18,14 @@ fn no_input_of_the_corpora_panics_or_takes_long() {
         assert!(files.len() > 10, "{door}: {} files", files.len());
         for path in files {
             let (input, begin) = (fs::read(&path).unwrap(), Instant::now());
-            // A panic names the door by its place only.
+            // The panic message names only the source location, not the input.
             let held = std::panic::catch_unwind(|| doors::call(door, &input)).is_ok();
             assert!(held && begin.elapsed() < LONGEST, "{} after {:?}: {held}", path.display(), begin.elapsed());
         }
     }
 }
 
-/// A corpus without a door, or a door that is fuzzed by nobody, would go unnoticed.
+/// Every entry point must have a corpus and a fuzzer, and every corpus an entry point.
 #[test]
 fn every_door_has_a_corpus_and_a_fuzzer() {
     let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
@@ -40,7 +40,7 @@ fn every_door_has_a_corpus_and_a_fuzzer() {
     assert_eq!((names("corpus"), names("fuzz_targets")), (doors.clone(), doors));
 }
 
-/// A door that refuses everything at once would be fuzzed in vain.
+/// Valid files must be accepted. Fuzzing an entry point that rejects everything would be useless.
 #[test]
 fn valid_files_get_through_the_doors() {
     let read = |path: &str| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(path)).unwrap();
@@ -63,7 +63,7 @@ fn valid_files_get_through_the_doors() {
     assert!(understood.is_ok(), "{understood:?}");
 }
 
-/// Packed experts get through, and what is no number is refused where it stands.
+/// Packed experts are accepted, and NaN scales are rejected with their position.
 #[test]
 fn packed_experts_are_read_and_scales_that_are_no_numbers_refused() {
     let load = |name: &str| {

@@ -1,4 +1,4 @@
-//! The guide: every chapter is listed, its commands are understood by the program, and its flags are the program's. Links are checked
+//! The guide: every chapter is listed, the program accepts its commands, and its flags are those of the program. Links are checked together
 //! with those of all documents.
 
 use crate::program::program;
@@ -13,7 +13,7 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Every file of the guide, but its table of contents.
+/// Every file of the guide except its table of contents.
 fn chapters() -> Vec<String> {
     let entries = fs::read_dir(chapter("")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<_> = entries.filter(|name| name != "SUMMARY.md").collect();
@@ -31,14 +31,14 @@ fn every_chapter_is_in_the_summary_once() {
     assert!(read(&chapter("../book.toml")).contains("src = \"guide\""));
 }
 
-/// The lines of ```console blocks that call the program; one may go on after a backslash.
+/// The commands in ```console blocks. A backslash continues a line.
 fn commands(text: &str) -> Vec<String> {
     let blocks = text.split("```console\n").skip(1).map(|rest| rest.split("```").next().unwrap_or_default().replace("\\\n", " "));
     let lines: Vec<String> = blocks.flat_map(|block| block.lines().map(String::from).collect::<Vec<_>>()).collect();
     lines.into_iter().filter(|line| line.starts_with("superoffload ")).collect()
 }
 
-/// What the parser says of a command that ends with a flag that nobody has: of that one it complains only if it has understood the rest.
+/// The parser's error for a command with an added unknown flag. The parser reports that flag only if it has accepted all other arguments.
 fn complaint(command: &str) -> String {
     let words = command.split('#').next().unwrap_or_default().split_whitespace().skip(1).map(|word| word.trim_matches('\''));
     let output = program(&[]).args(words).arg("--no-such-flag=1").output().unwrap();
@@ -61,7 +61,7 @@ fn commands_are_understood() {
     assert!(!complaint("superoffload train --dtype int8").contains("no-such-flag"));
 }
 
-/// The flags of `train` as a table, as its help says them.
+/// The flags of `train` as a table, from its help.
 fn flags() -> String {
     let output = program(&["train", "--help"]).output().unwrap();
     let help = String::from_utf8(output.stdout).unwrap();
@@ -69,7 +69,7 @@ fn flags() -> String {
     for line in help.lines().map(str::trim).skip_while(|line| *line != "Options:").skip(1).take_while(|line| !line.starts_with("Without "))
     {
         let (flag, words) = line.split_once("  ").map_or((line, ""), |(flag, words)| (flag, words.trim()));
-        // A value's line is `- word: what it means`.
+        // The line of a value has the form `- word: meaning`.
         let value = line.strip_prefix("- ").and_then(|line| line.split_once(": "));
         match (flag.starts_with("--") || flag.starts_with("-h"), rows.last_mut()) {
             (true, _) => rows.push((flag.trim_start_matches("-h, ").into(), words.into())),

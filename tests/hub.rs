@@ -1,4 +1,4 @@
-//! Models by their name on the hub: from its cache, or downloaded.
+//! Models by their name on the hub, from its cache or downloaded.
 
 use crate::program::{CONFIG, Outcome, Workspace, program, run};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::process::Command;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A cache as `huggingface_hub` makes it, with a model whose config is a link into `blobs`.
+/// A cache in the layout of `huggingface_hub`. The model's config is a link into `blobs`.
 fn cache(workspace: &Workspace) {
     workspace.write("cache/models--org--tiny/blobs/c0ffee", CONFIG);
     workspace.write("cache/models--org--tiny/refs/main", COMMIT);
@@ -16,7 +16,7 @@ fn cache(workspace: &Workspace) {
     symlink("../../blobs/c0ffee", config).unwrap();
 }
 
-/// Runs with this cache and no hub.
+/// Runs with this cache and without the hub.
 fn with_cache(workspace: &Workspace, command: &mut Command) -> Outcome {
     run(command.env("HF_HUB_CACHE", workspace.path("cache")).env("HF_HUB_OFFLINE", "1"))
 }
@@ -68,7 +68,7 @@ mod download {
     use std::sync::mpsc;
     use std::time::{Duration, Instant};
 
-    /// A run of `model` that has the hub at `endpoint`.
+    /// A run of `model` that uses the hub at `endpoint`.
     fn train(workspace: &Workspace, endpoint: &str, model: &str) -> Command {
         let mut command = workspace.train("out", &[&format!("--model={model}"), "--init=random"]);
         command.envs([("HF_ENDPOINT", endpoint), ("HF_TOKEN", "hf_secret")]).env("HF_HUB_CACHE", workspace.path("cache"));
@@ -76,7 +76,7 @@ mod download {
         command
     }
 
-    /// The server is on this machine.
+    /// Removes proxy settings, because the server is on this machine.
     fn without_proxy(command: &mut Command) -> &mut Command {
         command.env_remove("HF_HUB_OFFLINE").env_remove("http_proxy").env_remove("HTTP_PROXY").env_remove("ALL_PROXY")
     }
@@ -120,7 +120,7 @@ mod download {
         by_name("http://127.0.0.1:1", "org/tiny.jsonl").refused(1, &["read org/tiny.jsonl: No such file"]);
     }
 
-    /// A run of `model` ends soon, as interrupted, when it is asked to while the hub answers `wrong` to the list of files.
+    /// Asserts that a run ends soon as interrupted if it is asked to stop while the hub answers the file list with `wrong`.
     fn interrupted_at_the_list(wrong: fn(Reply) -> Reply) {
         let (workspace, (asked, is_asked)) = (Workspace::new(), mpsc::channel());
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);

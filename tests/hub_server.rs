@@ -1,4 +1,4 @@
-//! A hub on this machine, for tests: it has a few files, and misbehaves as it is told.
+//! A local hub for tests. It serves a few files and misbehaves on request.
 
 use serde_json::json;
 use sha1::Sha1;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What a client asked for.
+/// A request of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Asked {
     pub path: String,
@@ -20,7 +20,7 @@ pub struct Asked {
     pub range: Option<String>,
 }
 
-/// What it is answered: a head without its last empty line, bytes, and silence after them.
+/// A reply: a head without its last empty line, a body, and silence after it.
 #[derive(Clone)]
 pub struct Reply {
     pub head: String,
@@ -29,21 +29,21 @@ pub struct Reply {
     pub drip: Option<Drip>,
 }
 
-/// Bytes that come one by one, each after a pause.
+/// Bytes that are sent one by one, with a pause before each.
 #[derive(Clone, Copy)]
 pub enum Drip {
     All(Duration),
     Body(Duration),
 }
 
-/// Answers one request after the other until it is asked what it was asked.
+/// A server that answers requests one after the other.
 pub struct HubServer {
     pub address: SocketAddr,
     is_over: Arc<AtomicBool>,
     thread: JoinHandle<Vec<Asked>>,
 }
 
-/// Files of `org/tiny`, and their list as a hub tells it.
+/// Files of `org/tiny`, and the hub's list of them.
 pub struct HubRepo {
     files: Vec<(&'static str, Vec<u8>)>,
     pub listing: serde_json::Value,
@@ -67,12 +67,12 @@ impl Reply {
         self
     }
 
-    /// Comes one byte at a time.
+    /// Sends the reply one byte at a time.
     pub fn dripping(self, drip: Drip) -> Self {
         Self { drip: Some(drip), ..self }
     }
 
-    /// Ends after `bytes`.
+    /// Truncates the body to `bytes`.
     pub fn cut(mut self, bytes: usize) -> Self {
         self.body.truncate(bytes);
         self
@@ -80,7 +80,7 @@ impl Reply {
 }
 
 impl HubServer {
-    /// `answer` is given each request, and how many came before it.
+    /// Starts a server. `answer` receives each request and the number of earlier requests.
     pub fn start(answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -103,14 +103,14 @@ impl HubServer {
         format!("http://{}", self.address)
     }
 
-    /// Ends, and tells what was asked.
+    /// Stops the server and returns its requests.
     pub fn asked(self) -> Vec<Asked> {
         self.is_over.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()
     }
 }
 
-/// One request, and its answer; the connection is closed behind it.
+/// Serves one request and closes the connection.
 fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Asked> {
     stream.set_nonblocking(false).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
@@ -132,7 +132,7 @@ fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Aske
         Some(Drip::Body(pause)) => (head.len(), pause),
     };
     let sent = [head, body].concat();
-    // A client that has gone has its reasons.
+    // The client may have closed the connection.
     let _ = (&stream).write_all(&sent[..at_once]);
     if drip.is_some() || !silence.is_zero() {
         thread::spawn(move || {
@@ -149,7 +149,7 @@ fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Aske
 }
 
 impl HubRepo {
-    /// Weights are large files to the hub, all others lie in git.
+    /// A repository in which weights are large files (LFS) and all other files are in git.
     pub fn new(files: Vec<(&'static str, Vec<u8>)>) -> Self {
         let hex = |digest: &[u8]| digest.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let sibling = |(name, bytes): &(&str, Vec<u8>)| {
@@ -174,7 +174,7 @@ impl HubRepo {
         sibling["lfs"]["sha256"].as_str().or(sibling["blobId"].as_str()).unwrap()
     }
 
-    /// As a hub should.
+    /// The correct reply of a hub.
     pub fn answer(&self, asked: &Asked) -> Reply {
         if asked.path.starts_with("/api/models/org/tiny/revision/") {
             return Reply::ok(self.listing.to_string().into_bytes());

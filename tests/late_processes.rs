@@ -1,4 +1,5 @@
-//! Processes of a run that are slow, or cannot write: who is waited for, and who is refused before the first step.
+//! Processes that are slow or cannot write: the others wait for a slow process, and one that cannot write is rejected before the first
+//! step.
 
 use crate::faults::limited;
 use crate::processes::{digest_of_one, ends, flags, free_port, one, start};
@@ -9,7 +10,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
-/// Rank `rank` of `workspace`'s runs stands still for two seconds in `phase` of `step`: longer than the stall limit of a second.
+/// Makes rank `rank` pause for two seconds in `phase` of `step`, longer than the stall limit of one second.
 fn slow(workspace: &Workspace, rank: usize, step: u64, phase: &str) {
     workspace.settings(&format!("faults = [{{rank = {rank}, step = {step}, phase = '{phase}', kind = 'slow'}}]"));
 }
@@ -54,7 +55,7 @@ fn a_signal_while_another_process_is_slow_saves_and_exits_with_75() {
     }
 }
 
-/// What hangs in an order is ended by the watchdog of its own process.
+/// If a process hangs while it carries out an order, its own watchdog ends it.
 #[test]
 fn a_process_that_stands_still_in_an_evaluation_ends_the_run() {
     let workspace = Workspace::new();
@@ -66,7 +67,7 @@ fn a_process_that_stands_still_in_an_evaluation_ends_the_run() {
     assert!(outcomes[0].stderr.contains("error: process 1 on "), "{outcomes:?}");
 }
 
-/// The commands of both processes of a run, of which `other` changes those of process `victim`.
+/// Runs two processes. `other` modifies the command of process `victim`.
 fn with_other(workspace: &Workspace, out: &str, victim: usize, other: impl Fn(Command) -> Command) -> Vec<Outcome> {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
     let all = flags(2, &[&rendezvous, "--processes=2"]);
@@ -102,7 +103,7 @@ fn a_process_whose_files_may_not_grow_is_named_before_the_first_step() {
     }
 }
 
-/// A directory that one process may enter and not write, as under another user.
+/// One process may enter the directory but not write to it, as with another user.
 #[test]
 fn a_process_that_cannot_write_is_named_before_the_first_step_with_what_helps() {
     if !nix::unistd::geteuid().is_root() {

@@ -1,4 +1,4 @@
-//! Integration tests that need no GPU, in one binary. See each module for what it proves.
+//! Integration tests that need no GPU, in one binary. The documentation of each module states what it proves.
 
 mod aliases;
 mod bad_records;

@@ -1,6 +1,6 @@
-//! Host memory on a machine with a second memory node that has no CPUs, as a Grace shows its GPU's memory: nothing of a run's may lie
-//! there. And huge pages that were reserved. `tests/guest/run.sh` boots such a machine, with a real kernel, and runs these there as root:
-//! they fill a node and change the kernel's pools.
+//! Host memory on a machine with a second memory node without CPUs, as a Grace presents its GPU's memory: a run must not use that node.
+//! Also reserved huge pages. `tests/guest/run.sh` boots such a machine with a real kernel and runs these tests as root, because they fill a
+//! node and change the kernel's pools.
 
 use crate::program::{Workspace, run};
 use std::fs;
@@ -13,11 +13,11 @@ use superoffload::internals::host::{HostMemory, HugePagesChoice, MemoryPolicy, P
 const MIB: usize = 1 << 20;
 const HUGE: u64 = 2 << 20;
 
-/// The node of the CPUs, and the other.
+/// The node of the CPUs, and the other node.
 const NEAR: usize = 0;
 const FAR: usize = 1;
 
-/// What a run of two threads gets here.
+/// The memory policy of a run with two threads on this machine.
 fn policy(choice: HugePagesChoice) -> Result<MemoryPolicy> {
     let topology = Topology::this_machine();
     let nodes: Vec<_> = topology.nodes_with_memory().map(|node| (node.id, node.cpus.len())).collect();
@@ -34,7 +34,7 @@ fn free_mib(node: usize) -> usize {
     topology.numa_nodes[node].free_bytes.unwrap() as usize / MIB
 }
 
-/// Pages of bound memory on each node and of all sizes, in bytes, as the kernel counts them.
+/// Bytes of bound memory on each node, with pages of all sizes, as the kernel counts them.
 fn bound_bytes() -> [usize; 2] {
     let maps = fs::read_to_string("/proc/self/numa_maps").unwrap();
     let bound = || maps.lines().filter(|line| line.split(' ').nth(1) == Some(&format!("bind:{NEAR}")));
@@ -42,7 +42,7 @@ fn bound_bytes() -> [usize; 2] {
     [NEAR, FAR].map(|node| bound().map(|line| number(line, &format!("N{node}=")) * number(line, "kernelpagesize_kB=") * 1024).sum())
 }
 
-/// `block` is there, all of it, can be written, and has left the far node as it was.
+/// Checks that `block` is complete and writable, and uses no memory of the far node.
 fn expect_near(host: &mut HostMemory, block: PinnedSlice) {
     host.lend_mut::<u8>(block).iter_mut().step_by(4096).for_each(|byte| *byte = 1);
     let [near, far] = bound_bytes();
@@ -52,12 +52,12 @@ fn expect_near(host: &mut HostMemory, block: PinnedSlice) {
     say(&report);
 }
 
-/// For the transcript.
+/// Prints a line for the transcript.
 fn say(fact: impl std::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "         {fact}");
 }
 
-/// Pools of huge pages on both nodes; emptied on drop.
+/// Pools of huge pages on both nodes, which are emptied on drop.
 struct Reserved;
 
 impl Reserved {
@@ -131,7 +131,7 @@ fn too_few_reserved_pages_are_an_error() {
     }
 }
 
-/// The program from end to end: its memory is what it says.
+/// The whole program: its memory is as reported.
 #[test]
 #[ignore = "needs a memory node without CPUs: tests/guest/run.sh"]
 fn the_program_trains_in_reserved_pages_to_the_same_bits() {

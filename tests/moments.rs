@@ -1,4 +1,4 @@
-//! Moments in bfloat16 beside those in float32: the same runs, and how far their losses lie apart.
+//! Moments in bfloat16 compared with float32: the same runs, and the distance between their losses.
 
 use crate::campaign::record;
 use crate::program::{Workspace, program, run};
@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 
 const MOMENTS: [&str; 2] = ["float32", "bfloat16"];
 
-/// A run's losses: the mean of each tenth of its steps.
+/// Mean losses of the tenths of a run.
 fn tenths(metrics: &[Value]) -> Vec<f64> {
     let losses: Vec<f64> = metrics.iter().filter_map(|line| line.get("verdict").and(line["loss"].as_f64())).collect();
     losses.chunks(losses.len().div_ceil(10)).map(|part| part.iter().sum::<f64>() / part.len() as f64).collect()
 }
 
-/// `SUPEROFFLOAD_SEEDS=3 SUPEROFFLOAD_FLAGS="--max-steps 300" cargo test --release --test main packed_moments_learn` trains the built-in model,
-/// or what the flags say, from that many seeds, and records it. Otherwise a tiny model is trained from one.
+/// `SUPEROFFLOAD_SEEDS=3 SUPEROFFLOAD_FLAGS="--max-steps 300" cargo test --release --test main packed_moments_learn` trains the built-in
+/// model, or the model of the flags, from that many seeds and records the result. Otherwise a tiny model is trained from one seed.
 #[test]
 fn packed_moments_learn_as_those_in_float32_do() {
     let asked: Option<u64> = std::env::var("SUPEROFFLOAD_SEEDS").ok().map(|n| n.parse().unwrap());

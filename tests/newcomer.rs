@@ -1,4 +1,4 @@
-//! Lines that a newcomer reads first: each says what it means, and what to do.
+//! Messages that a new user reads first: each states its meaning and the remedy.
 
 use crate::program::{CONFIG, Workspace, program, run};
 use serde_json::json;
@@ -20,7 +20,7 @@ fn a_run_that_was_finished_says_so_and_has_one_digest_by_either_name() {
     assert_eq!(of(&checkpoint).stdout, format!("digest: {digest}\n"));
     assert_eq!(of(&out).stdout, format!("checkpoint {}\ndigest: {digest}\n", checkpoint.display()));
     of(&workspace.path("model")).refused(1, &["model", "no good checkpoint"]);
-    // An output directory may be called as a checkpoint is.
+    // An output directory may be named like a checkpoint.
     let odd = workspace.path("checkpoint-9");
     std::fs::rename(&out, &odd).unwrap();
     assert_eq!(of(&odd).stdout, format!("checkpoint {}\ndigest: {digest}\n", odd.join("checkpoint-4").display()));

@@ -1,16 +1,16 @@
-//! Training on rows of whole documents: what they teach, what a resume keeps, and what is refused.
+//! Training on rows of whole documents: results, resume and rejected settings.
 
 use crate::program::{Outcome, Workspace, program, run};
 use serde_json::json;
 
-/// Twenty-four documents of text, from nothing to three rows of 16 bytes.
+/// Twenty-four text documents, from empty to three rows of 16 bytes.
 fn texts(workspace: &Workspace) -> String {
     let text = |n: usize| json!({"text": "a few words of text, then some more of them"[..n * 7 % 44].to_string()}).to_string();
     let path = workspace.write("texts.jsonl", (0..24).map(text).collect::<Vec<_>>().join("\n"));
     format!("--data={}", path.display())
 }
 
-/// Records of token ids, of these lengths.
+/// Records of token ids with these lengths.
 fn records(workspace: &Workspace, lengths: &[usize]) -> String {
     let record = |(nth, length): (usize, &usize)| json!({"input_ids": (0..*length).map(|i| (nth * 31 + i * 7) % 256).collect::<Vec<_>>()});
     let lines: Vec<String> = lengths.iter().enumerate().map(|all| record(all).to_string()).collect();
@@ -21,7 +21,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
     run(&mut workspace.train(out, flags))
 }
 
-/// The line that says what became of documents.
+/// The output line about packing.
 fn told(outcome: &Outcome) -> &str {
     let line = outcome.stdout.lines().find(|line| line.contains("packing "));
     line.unwrap_or_else(|| panic!("{outcome:?}"))
@@ -47,7 +47,7 @@ fn packed_documents_are_trained_and_a_resume_is_exact() {
     assert!(digests[0] != digests[1] && digests[1] != digests[2]);
 }
 
-/// Forty of a kind of record, with the columns that `record` fills.
+/// Forty records with the columns that `record` fills.
 fn of_kind(workspace: &Workspace, name: &str, record: impl Fn(String, String) -> serde_json::Value) -> String {
     let lines = (0..40).map(|n| record(format!("what is {n}?"), format!("it is {}", n % 7)).to_string());
     format!("--data={}", workspace.write(name, lines.collect::<Vec<_>>().join("\n")).display())
@@ -122,7 +122,7 @@ fn a_plan_is_of_the_rows_that_training_would_choose() {
     assert!(missing.stderr.contains("--packing auto is planned as wrapped: ") && missing.stderr.contains("org/not-here"), "{missing:?}");
 }
 
-/// No two of these fit in a row of 16.
+/// No two of these documents fit in a row of 16.
 #[test]
 fn one_document_a_row_is_the_same_run_whether_others_could_have_joined_it() {
     let workspace = Workspace::new();
@@ -136,7 +136,7 @@ fn one_document_a_row_is_the_same_run_whether_others_could_have_joined_it() {
     }
 }
 
-/// All documents in one step: the mean over the same targets, in rows of their own and packed.
+/// All documents in one step: the mean is over the same targets in separate rows and packed.
 #[test]
 fn documents_that_share_rows_give_the_loss_and_the_norm_of_each_alone() {
     let workspace = Workspace::new();
@@ -152,7 +152,7 @@ fn documents_that_share_rows_give_the_loss_and_the_norm_of_each_alone() {
     };
     let (alone, packed) = (first("off", 10, 1), first("bfd", 5, 1));
     assert!((packed.0 / alone.0 - 1.0).abs() < 1e-6 && (packed.1 / alone.1 - 1.0).abs() < 1e-5, "{packed:?} and {alone:?}");
-    // However they are spread over micro-batches.
+    // This holds for any division into micro-batches.
     let spread = first("bfd", 1, 5);
     assert!((spread.0 / alone.0 - 1.0).abs() < 1e-6 && (spread.1 / alone.1 - 1.0).abs() < 1e-5, "{spread:?} and {alone:?}");
 }
@@ -227,7 +227,7 @@ fn other_programs_names_are_understood() {
     assert_eq!(digest("without", &["--packing", "false"]), off);
 }
 
-/// Attention within 5 tokens costs less than within the 16 of a row, and padding nothing.
+/// Attention within 5 tokens needs fewer FLOPs than within the 16 of a row, and padding needs none.
 #[test]
 fn arithmetic_is_told_for_documents_and_not_for_rows() {
     let workspace = Workspace::new();

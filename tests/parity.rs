@@ -1,5 +1,5 @@
-//! Against PyTorch, through the engine: tiny models of every family, their logits, and ten clipped steps of AdamW in
-//! float32. How the golden values were made, and where the bounds come from, is in golden/README.md.
+//! Comparison with PyTorch through the engine: tiny models of every family, their logits, and ten clipped AdamW steps in float32.
+//! golden/README.md describes how the golden values were made and how the bounds are derived.
 
 use crate::support::{read_params, resident, settings, start};
 use safetensors::SafeTensors;
@@ -11,13 +11,13 @@ use superoffload::internals::model::{LossTile, ModelShape, ModelWeights, TensorT
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
-// What golden/generate.py used.
+// The parameters of golden/generate.py.
 const STEPS: usize = 10;
 const LEARNING_RATE: f64 = 1e-3;
 const RECIPE: &str = "per-device-train-batch-size = 2\nseq-length = 16\nmax-grad-norm = 0.5\nadam-beta1 = 0.9\nadam-beta2 = 0.999\n\
                       adam-epsilon = 1e-3\nweight-decay = 0.1\nmax-steps = 10\n";
 
-/// Small buckets and few slots, reordered: speculations fail and are redone, in every family.
+/// Small buckets and few slots with a reordering adversary, so that speculations fail and are redone in every family.
 const SUPEROFFLOAD: &str = "strategy = \"superoffload\"\nwithout = [\"adaptive\"]\nbucket-mib = 0.0078125\nslots = 2\n\
                             device = \"cpu\"\nadversary = 7\ndtype = \"float32\"\n";
 const ZERO_OFFLOAD: &str = "strategy = \"zero-offload\"\nbucket-mib = 0.0078125\ndtype = \"float32\"\n";
@@ -26,14 +26,14 @@ fn golden_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-/// Every folder that generate.py made.
+/// Every directory that generate.py wrote.
 fn goldens() -> impl Iterator<Item = Golden> {
     let folders = std::fs::read_dir(golden_dir()).unwrap().map(|entry| entry.unwrap());
     let golden = folders.filter(|folder| folder.path().join("golden.safetensors").exists());
     golden.map(|folder| Golden::read(folder.file_name().to_str().unwrap()))
 }
 
-/// One family's directory and golden.safetensors.
+/// A family's directory and its golden.safetensors.
 struct Golden {
     family: String,
     dir: PathBuf,
@@ -62,7 +62,7 @@ impl Golden {
         self.load(&self.dir)
     }
 
-    /// The golden parameters make a model directory, too, once their names are those of a model.
+    /// The golden parameters after the last step. Renamed, they form a model directory.
     fn final_params(&self) -> Vec<f32> {
         let dir = tempfile::tempdir().unwrap();
         let file = SafeTensors::deserialize(&self.bytes).unwrap();
@@ -82,7 +82,7 @@ impl Golden {
         flat
     }
 
-    /// The factor on the loss that balances experts, where there is one.
+    /// The line with the coefficient of the load-balancing loss, if there is one.
     fn balance(&self) -> String {
         let has = SafeTensors::deserialize(&self.bytes).unwrap().tensor("balance").is_ok();
         if has { format!("router-aux-loss-coef = {}\n", self.values::<f64>("balance")[0]) } else { String::new() }
@@ -92,7 +92,7 @@ impl Golden {
         let mut plan =
             Plan::new(&settings(&format!("{RECIPE}{}{}{way}", self.balance(), resident(way))), &self.shape, &Machine::cpu(2), false)
                 .unwrap();
-        // Tiles that divide nothing.
+        // Tiles that do not divide the dimensions.
         plan.loss_tile = LossTile { rows: 20, vocab: 40 };
         let first = self.first_params();
         start(&plan, &self.shape, |spec| first[spec.range()].to_vec())
@@ -132,7 +132,7 @@ fn ten_clipped_steps_with_speculation_end_where_torch_ends() {
     for golden in goldens() {
         let counts = ten_steps(&golden, SUPEROFFLOAD);
         if cfg!(feature = "stv") {
-            // The pool may still be at the last speculation, whose fate is sealed but not yet counted.
+            // The pool may still run the last speculation, which is decided but not yet counted.
             let open = counts.speculated - counts.rolled_back;
             assert!(counts.rolled_back > STEPS as u64 && open <= 1, "{}: {counts:?}", golden.family);
         }
@@ -146,7 +146,7 @@ fn ten_clipped_steps_after_validation_end_where_torch_ends() {
     }
 }
 
-/// Trains as the golden run did and compares everything that it recorded.
+/// Trains like the golden run and compares all recorded values.
 fn ten_steps(golden: &Golden, way: &str) -> Counts {
     let (losses, norms): (Vec<f64>, Vec<f64>) = (golden.values("loss"), golden.values("grad_norm"));
     let (mut engine, mut batches, mut counts) = (golden.engine(way), golden.batches(), Counts::default());
@@ -169,7 +169,7 @@ fn ten_steps(golden: &Golden, way: &str) -> Counts {
     counts
 }
 
-/// 1e-5 of the largest update that ten steps can make, and the rounding of the parameter itself: see golden/README.md.
+/// 1e-5 of the largest update of ten steps, plus the rounding of the parameter: see golden/README.md.
 fn parameter_bound(start: f32, end: f32) -> f64 {
     let update = LEARNING_RATE * STEPS as f64;
     let largest = start.abs().max(end.abs()) + update as f32;

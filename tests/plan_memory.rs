@@ -1,5 +1,5 @@
-//! A plan counts every byte that an engine takes, for strategies, formats, policies and rings, on the CPU device; `tests/gpu` compares
-//! on a GPU, too.
+//! A plan counts every byte that an engine allocates, for all strategies, formats, policies and rings, on the CPU device. `tests/gpu` makes
+//! the comparison on a GPU.
 
 use crate::planned;
 use crate::support::{settings, tiny_llama, tiny_moe};
@@ -14,7 +14,7 @@ use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result};
 
-/// Plans for `machine`, takes the memory and compares.
+/// Makes a plan for `machine`, allocates its memory and compares both.
 fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
     let plan = Plan::new(&settings(&format!("max-steps = 1\nthreads = 1\n{toml}")), shape, machine, false).unwrap();
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
@@ -52,7 +52,7 @@ fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
     }
 }
 
-/// The plans of GPUs, whose engine the CPU device runs as well: rings in larger chunks, states that page.
+/// GPU plans on the CPU device, which can run them: rings with larger chunks, and paged states.
 #[test]
 fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
     let gpu = |mib: u64| {
@@ -88,7 +88,7 @@ fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
     }
 }
 
-/// What one of several ranks takes, on a machine whose devices have memory of their own.
+/// Checks one of several ranks, on a machine with separate device memories.
 struct Compared<'a>(&'a str);
 
 impl UseEngine for Compared<'_> {
@@ -100,7 +100,7 @@ impl UseEngine for Compared<'_> {
     }
 }
 
-/// The plan of several, of which each takes what it says.
+/// The plan of several ranks, each of which allocates the planned memory.
 fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
     let plan = Plan::new(&settings(toml), shape, machine, false).unwrap();
     let plan = Plan { host_memory: MemoryPolicy::unbacked(), ..plan };
@@ -111,7 +111,7 @@ fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
 fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
     let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
     let machine = Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) };
-    // The last bucket has as many blocks for each, too.
+    // The last bucket also has equally many blocks for each rank.
     let shape = tiny_llama(12, 1024, 276, true);
     let common = "max-steps = 1\nthreads = 4\nseq-length = 64\nper-device-train-batch-size = 1\nbucket-mib = 4\n";
     let experts = tiny_moe(12, 1024, 280, true);
@@ -128,7 +128,7 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
             "weights = \"sharded\"\n",
             "strategy = \"no-offload\"\n",
             "sequence-ranks = 2\n",
-            // Two have each key head.
+            // Two ranks share each key head.
             "sequence-ranks = 4\nactivations = \"recompute-block\"\n",
             "sequence-ranks = 4\nactivations = \"host-attention\"\n",
         ] {
@@ -145,7 +145,7 @@ fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
             assert_eq!(plan.weight_ring.is_some(), more.contains("sharded"), "{plan}");
         }
     }
-    // Less memory than a place for each gradient takes, with slices of the sums of some, all or none.
+    // Less memory than separate gradients need, with slices of the sums of some, all or no buckets.
     for (resident, shares) in [("0", 2), ("2", 4), ("all", 2)] {
         let resident = if cfg!(feature = "repartition") { resident } else { "0" };
         let toml = format!("{common}gpus = 2\nweights = \"replicated\"\nresident-buckets = \"{resident}\"\ngradient-shares = {shares}\n");

@@ -1,5 +1,5 @@
-//! Several processes on one machine, with one rank or several each, that meet over TCP: the same bits as the devices of one process, and one
-//! end for all.
+//! Several processes with one or several ranks each, connected over TCP on one machine. They must give the same bits as the devices of one
+//! process, and end together.
 
 use crate::program::{Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, send};
@@ -11,22 +11,22 @@ use std::time::{Duration, Instant};
 
 const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
 
-/// Variables of launchers that may start these tests.
+/// Environment variables of launchers, under which these tests may run.
 const LAUNCHERS: [&str; 6] = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
 
-/// What others than the failed one have to end in.
+/// Time limit for the other processes to end after one fails.
 const ALL_END: Duration = Duration::from_secs(10);
 
-/// Buckets of 16 KiB, and twelve micro-batches, a share each, on any number of devices that divides them.
+/// Buckets of 16 KiB and twelve micro-batches with a share each, for any number of devices that divides twelve.
 const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=12", "--threads=1"];
 
-/// Weights over the ranks of each process, and over those of all.
+/// Weights sharded over the ranks of each process, and over all ranks.
 #[cfg(feature = "weight-flow")]
 const PARTLY: &str = "--weights=sharded";
 #[cfg(feature = "weight-flow")]
 const FULLY: &str = "--weights=fully-sharded";
 
-/// Numbers of processes, and of ranks in each, that share weights so.
+/// Numbers of processes, and of ranks in each, for these two flags.
 #[cfg(feature = "weight-flow")]
 const SHARED: [(&str, [usize; 2]); 7] =
     [(PARTLY, [2, 2]), (PARTLY, [2, 3]), (PARTLY, [3, 2]), (FULLY, [2, 2]), (FULLY, [2, 3]), (FULLY, [3, 2]), (FULLY, [2, 1])];
@@ -45,14 +45,14 @@ where
     open.chain(more).map(ToString::to_string).chain([accumulation]).collect()
 }
 
-/// A workspace whose model has several buckets of which each of six ranks owns a part.
+/// A workspace with a model of several buckets, each divisible among six ranks.
 fn deep() -> Workspace {
     let workspace = Workspace::new();
     workspace.write("model/config.json", crate::program::CONFIG.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 8"));
     workspace
 }
 
-/// `train` of one process of a run, as by `flags`.
+/// The command `train` of one process of a run.
 pub fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
     let mut command = workspace.train(out, &flags.iter().map(String::as_str).collect::<Vec<_>>());
     LAUNCHERS.iter().for_each(|name| _ = command.env_remove(name));
@@ -60,12 +60,12 @@ pub fn one(workspace: &Workspace, out: &str, flags: &[String]) -> Command {
     command
 }
 
-/// All `processes` of a run, started.
+/// Starts `processes` processes of a run.
 pub fn start(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> Vec<Child> {
     start_in(workspace, out, [processes, 1], more)
 }
 
-/// The same with so many ranks in each.
+/// Starts `processes` processes with `ranks` ranks each.
 fn start_in(workspace: &Workspace, out: &str, [processes, ranks]: [usize; 2], more: &[&str]) -> Vec<Child> {
     let rendezvous = format!("--rendezvous=127.0.0.1:{}", free_port());
     let all = flags(processes * ranks, &[more, &[&rendezvous]].concat());
@@ -80,12 +80,12 @@ pub fn ends(children: Vec<Child>) -> Vec<Outcome> {
     children.into_iter().map(|child| child.wait_with_output().unwrap().into()).collect()
 }
 
-/// What process 0 has computed in a run that all others have followed to its end.
+/// The digest of process 0 of a run. Checks that all processes have finished.
 fn digest(workspace: &Workspace, out: &str, processes: usize, more: &[&str]) -> String {
     digest_in(workspace, out, [processes, 1], more)
 }
 
-/// The same with so many ranks in each.
+/// The digest of a run with this number of processes and ranks.
 fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]) -> String {
     let outcomes = ends(start_in(workspace, out, layout, more));
     for (process, outcome) in outcomes.iter().enumerate().skip(1) {
@@ -94,7 +94,7 @@ fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]
         assert!(outcome.stdout.ends_with(&last), "{outcome:?}");
     }
     let digest = outcomes[0].digest().to_string();
-    // Each rank has saved its part, and nobody anything else.
+    // Each rank has saved its part, and there are no other files.
     let saved = run(program(&["digest"]).arg(workspace.path(out)));
     assert_eq!(saved.digest(), digest);
     let files = workspace.names(&format!("{out}/checkpoint-{STEPS}"), "state");
@@ -103,7 +103,7 @@ fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]
     digest
 }
 
-/// The same on the devices of one process.
+/// The digest of a run on the devices of one process.
 pub fn digest_of_one(workspace: &Workspace, out: &str, gpus: usize, more: &[&str]) -> String {
     let gpus_flag = format!("--gpus={gpus}");
     run(&mut one(workspace, out, &flags(gpus, &[more, &[&gpus_flag]].concat()))).digest().to_string()
@@ -152,7 +152,7 @@ fn formats_faults_and_places_do_not_change_that() {
     }
 }
 
-/// Devices whose streams run in any order that their events allow: what is sent is what was written, and nothing is overwritten before.
+/// Streams run in any order that events permit. Slices are sent after they are written, and not overwritten before.
 #[test]
 fn slices_wait_for_what_they_are_made_of() {
     let workspace = Workspace::new();
@@ -190,8 +190,8 @@ fn ranks_of_several_processes_train_to_the_bits_of_one_rank() {
     assert_eq!(digest_in(&workspace, "sharing-2x2", [2, 2], &["--sequence-ranks=2"]), sharing, "each two share their sequences");
 }
 
-/// Where the ranks of each process have every slice of the weights among them, or all processes have: the bits of one rank that has all, with
-/// evaluation, clips and groups, and after a resume with other layouts.
+/// Sharded and fully sharded weights give the bits of one rank with all weights, with evaluation, clipping and groups, and after a resume
+/// with other layouts.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
@@ -240,7 +240,7 @@ fn processes_whose_ranks_share_the_weights_train_to_the_bits_of_one_rank() {
     }
 }
 
-/// The same with devices whose streams run in any order that their events allow, one of which may starve, a fault among the gradients, and formats.
+/// Sharded weights with streams that run in any order that events permit, with a starving stream, injected faults and float16.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
@@ -259,7 +259,7 @@ fn slices_that_a_process_shares_are_whole_whatever_runs_first() {
     }
 }
 
-/// Devices whose streams run in any order that their events allow: what is pulled was sent, and nothing is overwritten before.
+/// Streams run in any order that events permit. Slices are pulled after they have arrived, and not overwritten before.
 #[test]
 fn pulls_wait_for_slices_that_come_from_other_processes() {
     let workspace = deep();
@@ -273,7 +273,8 @@ fn pulls_wait_for_slices_that_come_from_other_processes() {
     }
 }
 
-/// Twelve shares in groups of two or three: summed in a process where its ranks compute one in a round, by whoever owns a slice elsewhere.
+/// Twelve shares in groups of two or three. A group is summed within a process if its ranks compute one group per round, and by the slice's
+/// owner otherwise.
 #[test]
 fn groups_of_shares_have_the_same_bits_wherever_they_are_summed() {
     let workspace = deep();
@@ -291,7 +292,7 @@ fn groups_of_shares_have_the_same_bits_wherever_they_are_summed() {
         let clips = workspace.metrics(&format!("2x2-{nth}")).iter().filter(|line| line["verdict"] == "clip").count();
         assert!(clips > 0, "nothing was clipped");
     }
-    // They are a part of the numerics, and kept by whoever goes on.
+    // Groups are part of the numerics, so a resumed run keeps them.
     let resume: &[&str] = &["--bucket-mib=0.0625", "--resume-from-checkpoint=auto"];
     let whole = digest_of_one(&workspace, "whole", 1, &["--bucket-mib=0.0625", "--gradient-group=2"]);
     for (from, layout) in [("2x2-0", [1, 1]), ("one-0", [2, 2]), ("3x1-0", [2, 3])] {
@@ -330,7 +331,7 @@ fn a_run_goes_on_with_another_number_of_processes() {
         let resumed = if layout[0] == 1 { digest_of_one(&workspace, &out, 1, resume) } else { digest_in(&workspace, &out, layout, resume) };
         assert_eq!(resumed, whole, "{out}");
     }
-    // A model of any is a model of all.
+    // An exported model does not depend on the layout.
     let weights = |out: &str| {
         let exported = workspace.path(&format!("exported-{out}"));
         let _ = fs::remove_dir_all(&exported);
@@ -339,7 +340,7 @@ fn a_run_goes_on_with_another_number_of_processes() {
         fs::read(exported.join("model.safetensors")).unwrap()
     };
     assert!(weights("four") == weights("one") && weights("two-1x1") == weights("one"));
-    // Damage in any file is damage, and the checkpoint before it is taken.
+    // Damage in any file is detected, and the previous checkpoint is used.
     let state = workspace.path("four/checkpoint-12/state-2.bin");
     let mut bytes = fs::read(&state).unwrap();
     bytes[100] ^= 1;
@@ -408,13 +409,13 @@ fn processes_that_differ_are_refused_with_both_values() {
         let second = command(1, &more).spawn().unwrap();
         ends(vec![first, second]).iter().for_each(|outcome| outcome.refused(2, &[words, " for process 1 on "]));
     }
-    // Another model under the same name is found when process 0 has read its own.
+    // A different model under the same name is detected when process 0 has read its own.
     workspace.write("other/config.json", crate::program::CONFIG.replace("\"intermediate_size\": 64", "\"intermediate_size\": 96"));
     let other = format!("--model={}", workspace.path("other").display());
     let outcomes = ends(vec![command(0, &[]).spawn().unwrap(), command(1, &[&other]).spawn().unwrap()]);
     outcomes[1].refused(2, &["model: ", " for process 0 on ", " for process 1 on "]);
     outcomes[0].refused(1, &["process 1 on ", "model: "]);
-    // A secret of their own, and none.
+    // A different token, and no token.
     let (mut first, mut second) = (command(0, &[]).spawn().unwrap(), command(1, &[]));
     run(second.env(TOKEN.0, "another token, as long")).refused(1, &["has another run token"]);
     first.kill().unwrap();
@@ -450,7 +451,7 @@ fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
     }
 }
 
-/// The first has the line, and the state that one process with as many devices ends with.
+/// Process 0 prints the line, with the state of a single process with as many devices.
 #[test]
 fn a_bench_of_several_processes_is_one_line_with_the_digest_of_one() {
     let workspace = Workspace::new();
@@ -478,7 +479,7 @@ fn a_bench_of_several_processes_is_one_line_with_the_digest_of_one() {
         assert_eq!(two["bucket_steps"][key], one["bucket_steps"][key], "both step their slices: {key}");
     }
     assert_eq!(two["settings"]["processes"], 2);
-    // Who differs is refused as where they train.
+    // Differing processes are rejected as in training.
     let other = bench(&["--processes=2", &rendezvous, "--process=1", "--seed=8"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     for outcome in ends(vec![of("--process=0"), other.unwrap()]) {
         let told = "error: --seed: 42 for process 0 on ";
@@ -486,7 +487,7 @@ fn a_bench_of_several_processes_is_one_line_with_the_digest_of_one() {
     }
 }
 
-/// Where a process may be killed: it stands still there.
+/// Phases in which a process is killed while it hangs.
 const PHASES: [(&str, u64); 12] = [
     ("start", 1),
     ("write", 1),
@@ -502,10 +503,11 @@ const PHASES: [(&str, u64); 12] = [
     ("read", 3),
 ];
 
-/// Process `victim` of two is killed while it stands still in a phase: the other ends in time, names it, and the run goes on to `whole`.
+/// Kills process `victim` of two while it hangs in a phase. The other process ends in time and names it, and the resumed run reaches
+/// `whole`.
 fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), (victim, ranks): (usize, usize), whole: &str) {
     let out = format!("{phase}-{victim}-{ranks}");
-    // The last of its ranks.
+    // The last rank of the victim.
     let rank = victim * ranks + ranks - 1;
     workspace.settings(&format!("faults = [{{rank = {rank}, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
     let mut children = start_in(workspace, &out, [2, ranks], &["--save-steps=2"]);
@@ -544,7 +546,7 @@ fn a_process_that_fails_is_named_by_all() {
     for outcome in &outcomes {
         outcome.refused(1, &["process 2 on ", "of step 2: it was to fail (faults)"]);
     }
-    // Of several ranks in a process, which.
+    // With several ranks in a process, the error also names the rank.
     workspace.settings("faults = [{rank = 3, step = 2, phase = 'backward'}]");
     for outcome in &ends(start_in(&workspace, "pairs", [2, 2], &[])) {
         outcome.refused(1, &["process 1 on ", ": rank 3: ", "of step 2: it was to fail (faults)"]);
@@ -573,7 +575,7 @@ fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
         let resumed = ends(start(&workspace, &out, 2, &[long, &["--resume-from-checkpoint=auto"]].concat()));
         assert_eq!(resumed[0].digest(), whole, "{out}");
     }
-    // Schedulers tell all at about the same time: what one hears of another is no second signal.
+    // Schedulers signal all processes at about the same time. A forwarded signal must not count as a second one.
     let mut children = start(&workspace, "all", 2, long);
     await_line(&mut children[0], "step      3");
     for child in children.iter().rev() {

@@ -1,4 +1,4 @@
-//! Runs the program itself: a directory with a tiny model and data, commands, and what came out.
+//! Runs the program itself: a directory with a tiny model and data, commands, and their results.
 
 use crate::support::emulator;
 use std::fs;
@@ -8,20 +8,20 @@ use std::process::{Command, Output, Stdio};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_superoffload");
 
-/// Steps of a run unless its flags say otherwise.
+/// Steps of a run, unless its flags set another number.
 pub const STEPS: u64 = 12;
 
-/// What every run shares; flags win over it.
+/// Settings of every run. Flags take precedence.
 const SETTINGS: &str = include_str!("run.toml");
 
-/// A llama of 16 thousand parameters that reads bytes.
+/// A llama with 16 thousand parameters and byte tokens.
 pub const CONFIG: &str = r#"{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
 }"#;
 
-/// A temporary directory with `run.toml`, `model/config.json` and `data.txt`; runs write into directories beside them.
+/// A temporary directory with `run.toml`, `model/config.json` and `data.txt`. Runs write into directories next to them.
 pub struct Workspace(tempfile::TempDir);
 
 impl Workspace {
@@ -44,26 +44,26 @@ impl Workspace {
         path
     }
 
-    /// Writes `run.toml` again with `more` lines; `SUPEROFFLOAD_DEVICE=cuda` has runs take the GPU or fail.
+    /// Rewrites `run.toml` with additional lines. With `SUPEROFFLOAD_DEVICE=cuda` runs need a GPU.
     pub fn settings(&self, more: &str) {
         let (model, data) = (self.path("model"), self.path("data.txt"));
         let device = std::env::var("SUPEROFFLOAD_DEVICE").map_or(String::new(), |device| format!("device = {device:?}\n"));
         self.write("run.toml", format!("model = {model:?}\ndata = {data:?}\n{device}{SETTINGS}\n{more}"));
     }
 
-    /// `train` into the directory `out` with the shared settings and these flags; from another directory than the files'.
+    /// The command `train` into the directory `out` with the shared settings and these flags, from another working directory.
     pub fn train(&self, out: &str, flags: &[&str]) -> Command {
         let mut command = program(&["train", "--config"]);
         command.arg(self.path("run.toml")).arg("--output-dir").arg(self.path(out)).args(flags);
         command
     }
 
-    /// Goes on with the newest checkpoint in `out`.
+    /// Resumes from the newest checkpoint in `out`.
     pub fn resume(&self, out: &str, flags: &[&str]) -> Command {
         self.train(out, &[&["--resume-from-checkpoint", "auto"], flags].concat())
     }
 
-    /// A new output directory with these checkpoints of `from`, and its metrics.
+    /// Creates an output directory with these checkpoints and the metrics of `from`.
     pub fn copy_checkpoints(&self, from: &str, to: &str, steps: &[u64]) {
         let (from, to) = (self.path(from), self.path(to));
         fs::create_dir(&to).unwrap();
@@ -73,7 +73,7 @@ impl Workspace {
         }
     }
 
-    /// The names in `dir` that begin with `prefix`, sorted.
+    /// The names in `dir` with the prefix `prefix`, sorted.
     pub fn names(&self, dir: &str, prefix: &str) -> Vec<String> {
         let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
         let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).filter(|n| n.starts_with(prefix)).collect();
@@ -81,19 +81,19 @@ impl Workspace {
         names
     }
 
-    /// The objects in `metrics.jsonl` of `out`, one a step or an evaluation.
+    /// The records in `metrics.jsonl` of `out`, one for each step or evaluation.
     pub fn metrics(&self, out: &str) -> Vec<serde_json::Value> {
         self.metrics_and_facts(out).into_iter().filter(|line| line.get("facts").is_none()).collect()
     }
 
-    /// All objects in `metrics.jsonl` of `out`.
+    /// All records in `metrics.jsonl` of `out`, including facts.
     pub fn metrics_and_facts(&self, out: &str) -> Vec<serde_json::Value> {
         let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 }
 
-/// Copies a directory and everything in it; `to` must not exist.
+/// Copies a directory with its content; `to` must not exist.
 pub fn copy_dir(from: &Path, to: &Path) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
@@ -106,7 +106,7 @@ pub fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// The program with these arguments, its output caught; that of another machine, in an emulator, if the environment names them.
+/// The program with these arguments and captured output. Environment variables may select another machine's program and an emulator.
 pub fn program(args: &[&str]) -> Command {
     let program = std::env::var_os("SUPEROFFLOAD_PROGRAMS").map_or(PROGRAM.into(), |dir| Path::new(&dir).join("superoffload"));
     let mut command = Command::new(emulator().unwrap_or(program.clone().into()));
@@ -120,10 +120,10 @@ pub fn program(args: &[&str]) -> Command {
     command
 }
 
-/// How a process ended and what it said.
+/// The exit code and the output of a process.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Exit code, or the negative signal that ended it.
+    /// Exit code, or the negative number of the signal that ended the process.
     pub code: i32,
     pub stdout: String,
     pub stderr: String,
@@ -138,14 +138,14 @@ impl From<Output> for Outcome {
 }
 
 impl Outcome {
-    /// The digest, which is the last line; checks that all went well.
+    /// The digest, which is the last line. Asserts success.
     pub fn digest(&self) -> &str {
         assert_eq!(self.code, 0, "{self:?}");
         let last = self.stdout.lines().last().unwrap_or_default();
         last.strip_prefix("digest: ").unwrap_or_else(|| panic!("no digest: {self:?}"))
     }
 
-    /// Checks that the program refused with `code` and one line that holds every one of `words`.
+    /// Asserts that the program failed with `code` and one error line that contains all of `words`.
     pub fn refused(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, code, "{self:?}");
         let mut errors = self.stderr.lines().filter(|line| !line.starts_with("warning: "));
@@ -156,7 +156,7 @@ impl Outcome {
     }
 }
 
-/// Runs to the end.
+/// Runs the command to its end.
 pub fn run(command: &mut Command) -> Outcome {
     command.output().unwrap().into()
 }

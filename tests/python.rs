@@ -1,5 +1,5 @@
-//! The Python package is typed as the program's flags are, and a wheel of the program that was just built does what it shall in an environment
-//! that has nothing else. The released wheel is tested by `packaging/test.sh`.
+//! The Python package has type hints for the program's flags, and a wheel of the present build works in an empty environment.
+//! `packaging/test.sh` tests the released wheel.
 
 use crate::program::{Outcome, run};
 use crate::support::emulator;
@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use superoffload::TrainOptions;
 
-/// What `train` and `start` name themselves.
+/// Settings that `train` and `start` have as separate parameters.
 const OWN: [&str; 2] = ["model", "data"];
 
-/// The settings as a dict's keys, each with its help.
+/// The settings as keys of a typed dictionary, each with its help.
 fn stub() -> String {
     let command = TrainOptions::augment_args(Command::new("train"));
     let key = |arg: &Arg| format!("    {}: {}\n    \"\"\"{}.\"\"\"\n", arg.get_id(), kind(arg), arg.get_help().unwrap_or_default());
@@ -27,7 +27,7 @@ fn stub() -> String {
     )
 }
 
-/// The type of an option's value in Python; a list where the option takes several.
+/// The Python type of an option's value; a list if the option takes several values.
 fn kind(arg: &Arg) -> String {
     let words: Vec<_> = arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
     let one = match words.as_slice() {
@@ -53,7 +53,7 @@ fn scalar(arg: &Arg) -> &'static str {
     }
 }
 
-/// `SUPEROFFLOAD_WRITE_FLAGS=1` writes it.
+/// `SUPEROFFLOAD_WRITE_FLAGS=1` writes the file.
 #[test]
 fn the_package_is_typed_as_the_flags_are() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/python/superoffload/_settings.pyi");
@@ -80,7 +80,7 @@ fn the_package_is_typed_as_the_flags_are() {
     );
 }
 
-/// A program in the repository's folder, with nothing of the person's environment.
+/// A program in the repository's directory, without the user's environment.
 fn clean(program: &Path, home: &Path, args: &[&str]) -> Process {
     let mut clean = Process::new(program);
     clean.args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -88,28 +88,28 @@ fn clean(program: &Path, home: &Path, args: &[&str]) -> Process {
     clean
 }
 
-/// What it printed, if it ended well.
+/// The output of a command that must succeed.
 fn done(command: &mut Process) -> Outcome {
     let outcome = run(command);
     assert_eq!(outcome.code, 0, "{command:?}:\n{}{}", outcome.stdout, outcome.stderr);
     outcome
 }
 
-/// The Python of `PATH`, as an absolute path, if the package supports it.
+/// The Python on `PATH` as an absolute path, if the package supports its version.
 fn system_python() -> Option<PathBuf> {
     let ask = "import sys; assert sys.version_info >= (3, 10); print(sys.executable)";
     let said = Process::new("python3").args(["-c", ask]).output().ok().filter(|said| said.status.success())?;
     Some(String::from_utf8(said.stdout).unwrap().trim().into())
 }
 
-/// A machine without what a wheel needs tests the rest. CI has it: there this is a failure.
+/// Skips the test of the wheel if a requirement is missing. In CI, which has all of them, this is a failure.
 fn left_out(why: &str) {
     assert!(std::env::var_os("SUPEROFFLOAD_REQUIRE_PYTHON").is_none() || emulator().is_some(), "the wheel is not tested: {why}");
-    // Not by a macro, whose words nobody would see.
+    // Not printed by a macro, because the test harness would capture the line.
     std::io::stderr().write_all(format!("LEFT OUT: the wheel is not tested: {why}\n").as_bytes()).unwrap();
 }
 
-/// As a service would start it: the environment is bare, nobody activates it, and nothing is on `PATH`.
+/// A bare environment as for a service: no activated environment and an empty `PATH`.
 #[test]
 fn the_wheel_in_a_bare_environment_trains_the_demo_and_passes_the_packages_tests() {
     let Some(system) = system_python().filter(|_| emulator().is_none()) else {

@@ -1,4 +1,5 @@
-//! Several devices of one machine, each a thread of the program: the same bits as one, the same files, and one end when one fails.
+//! Several devices of one machine, with a thread each. They must give the same bits and files as one device, and end together when one
+//! fails.
 
 use crate::program::{Outcome, Workspace, run};
 #[cfg(feature = "weight-flow")]
@@ -20,10 +21,10 @@ use superoffload::{Error, Plan, Result};
 /// Buckets of 16 KiB: four blocks for each of up to four ranks.
 const CUT: [&str; 3] = ["--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4"];
 
-/// Micro-batches that take minutes.
+/// A step with so many micro-batches that it takes minutes.
 const LONG_STEP: &str = "--gradient-accumulation-steps=300000";
 
-/// CPUs, or what `SUPEROFFLOAD_DEVICE` names: `cuda` needs four GPUs.
+/// CPUs, or the device in `SUPEROFFLOAD_DEVICE`; `cuda` needs four GPUs.
 fn device() -> &'static str {
     if std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda") { "--device=cuda" } else { "--device=cpu" }
 }
@@ -41,7 +42,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[String]) -> String {
 #[test]
 fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
     let workspace = Workspace::new();
-    // So that a GPU has something to send.
+    // Without resident buckets a GPU has data to send.
     let offloaded = ["--resident-buckets=0"];
     let digest = train(&workspace, "1", &gpus(1, &offloaded));
     let state = |out: &str| fs::read(workspace.path(&format!("{out}/checkpoint-12/state.bin"))).unwrap();
@@ -55,7 +56,7 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
             }
         }
     }
-    // Each device has its part of every bucket, and what crosses all links is what crosses one.
+    // Each device has its part of every bucket, and the total traffic over all links equals that of one device.
     let total = |out: &str, key: &str| workspace.metrics(out).iter().map(|line| line[key].as_u64().unwrap()).sum::<u64>();
     let steps = |out: &str| total(out, "committed") + total(out, "clipped");
     for (count, out) in [(2, "2"), (4, "4")] {
@@ -64,7 +65,7 @@ fn one_two_and_four_devices_train_to_the_same_bits_and_files() {
     assert!(workspace.metrics("1").iter().all(|line| line["exposed_peer_ms"] == 0.0 && line["exposed_peer_rank"].is_null()));
     let first = run(&mut workspace.train("first", &[device(), "--gpus=2", "--gradient-accumulation-steps=3"]));
     assert!(first.stdout.contains("\n  step        2 ranks x 3 x 2 x 16 = 192 tokens in 2 gradient shares; "), "{first:?}");
-    // Where nothing is said each device has a share of one micro-batch.
+    // By default each device has one share of one micro-batch.
     let short = |count: &str, shares: &str| run(&mut workspace.train("short", &[device(), count, shares])).digest().to_string();
     assert_eq!(short("--gpus=4", "--gradient-shares=4"), short("--gpus=1", "--gradient-shares=4"));
 }
@@ -111,8 +112,8 @@ fn a_run_goes_on_with_another_number_of_devices() {
     run(&mut workspace.resume("three", &[device(), "--gpus=3"])).refused(2, &["--gpus 3", "4 micro-batches"]);
 }
 
-/// Where each device keeps its part of the weights: the bits of one device, with evaluation, and after a resume with another number of
-/// devices or another place for the weights.
+/// Sharded weights give the bits of one device, with evaluation, and after a resume with another number of devices or another placement of
+/// weights.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn devices_that_keep_parts_of_the_weights_train_to_the_same_bits() {
@@ -162,7 +163,7 @@ fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
         .refused(2, &["--gpus 2", "h200-pcie5 knows what 1 do", "use --gpus 1, or --hardware h200-x2"]);
 }
 
-/// What rank 0 does before it ends the run: fails or panics between steps, or while others are within one.
+/// A fault of rank 0 that ends the run: an error or a panic, between steps or while other ranks are in a step.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     Data,
@@ -202,7 +203,7 @@ fn nobody_waits_for_a_rank_that_is_gone() {
     }
 }
 
-/// Where a rank can go wrong, and the step for which that is asked: state is written before the first, and read after the first.
+/// Phases in which a rank can fail, and the step for the injected fault. State is written before the first step and read after it.
 const PHASES: [(&str, u64); 13] = [
     ("start", 1),
     ("write", 1),
@@ -219,7 +220,7 @@ const PHASES: [(&str, u64); 13] = [
     ("read", 2),
 ];
 
-/// Every phase, as rank 0 leads it.
+/// Runs every phase, led by rank 0.
 struct EveryPhase;
 
 impl UseEngine for EveryPhase {
@@ -238,7 +239,7 @@ impl UseEngine for EveryPhase {
     }
 }
 
-/// Three ranks, of which one goes wrong, with buckets on the host and on the device.
+/// Runs three ranks with buckets on the host and on the device. One rank fails.
 fn ends_with(fault: &str, adversary: Option<usize>) -> Error {
     let shape = tiny_llama(4, 32, 64, true);
     let adversary = adversary.map_or(String::new(), |seed| format!("\nadversary = {seed}"));
@@ -255,7 +256,7 @@ fn ends_with(fault: &str, adversary: Option<usize>) -> Error {
     error
 }
 
-/// 13 phases, two ranks, two ways to go wrong: 52 times all end at once, and it is told who failed and where.
+/// 13 phases, two ranks and two kinds of fault: in all 52 cases all ranks end at once, and the error names the failed rank and phase.
 #[test]
 fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
     let can_happen = |phase: &str| phase != "step-on-device" || cfg!(feature = "repartition");
@@ -274,7 +275,7 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
             }
         }
     }
-    // Rank 0 leads on the caller's thread, and is named as the others are, also where it writes state, sends weights, evaluates and reads.
+    // Rank 0 leads on the caller's thread. Its error has its name, too, also when it writes state, sends weights, evaluates or reads.
     let outside_steps = [("write", 1), ("gather", 1), ("module", 1), ("read", 2)];
     for (phase, step) in outside_steps.into_iter().chain(["module", "sum", "optimize", "verdict", "flush"].map(|phase| (phase, 2))) {
         let told = ends_with(&format!("{{rank = 0, step = {step}, phase = '{phase}'}}"), None).to_string();
@@ -283,13 +284,13 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
     }
 }
 
-/// Rank 1 dies while the checkpoint of step 6 is made, and then in the middle of a step.
+/// Rank 1 fails while the checkpoint of step 6 is written, and then in the middle of a step.
 #[test]
 fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
     let workspace = Workspace::new();
     let began = Instant::now();
     let whole = train(&workspace, "whole", &gpus(2, &[]));
-    // GPUs alone take seconds to start.
+    // GPUs need seconds to start.
     let limit = Duration::from_secs(5) + if device() == "--device=cuda" { began.elapsed() } else { Duration::ZERO };
     let flags = gpus(2, &["--save-steps=3"]);
     for (phase, step, lost) in [("read", 7, "steps 4 to 6"), ("flush", 7, "steps 4 to 6"), ("gather", 6, "steps 4 to 5")] {
@@ -311,7 +312,7 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
     }
 }
 
-/// A rank that stands still is told, whatever rank 0 does meanwhile, also where it is in no step.
+/// A hanging rank is reported whatever rank 0 does meanwhile, also between steps.
 #[test]
 fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
     let workspace = Workspace::new();
@@ -320,7 +321,7 @@ fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
         ("backward", 3, "waits for the gradient of bucket 0 of rank 1"),
         ("verdict", 3, "waits for the gradient norm of rank 1"),
         ("read", 3, "waits for what rank 0 asked of rank 1"),
-        // Before the first step there is an evaluation.
+        // An evaluation runs before the first step.
         ("module", 1, "waits for what rank 0 asked of rank 1"),
     ] {
         workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
@@ -358,7 +359,7 @@ fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
         await_line(&mut child, "training steps");
         std::thread::sleep(Duration::from_millis(500));
         send(&child, Signal::SIGTERM);
-        // Within a second it would be the same request.
+        // A second signal within a second would count as the same request.
         std::thread::sleep(Duration::from_millis(1500));
         assert_eq!(child.try_wait().unwrap(), None, "the first signal waits for the step");
         send(&child, Signal::SIGINT);

@@ -1,5 +1,5 @@
-//! Mistakes that the protocol of ranks could make. Each is made on a copy of the sources, where the exchange's tests must then fail:
-//! `cargo test --test main ranks_mutants -- --ignored` does that for all in turn, in a target folder of their own, and records it.
+//! Possible errors in the protocol of ranks. Each is made in a copy of the sources, where the tests of the exchange must then fail. `cargo
+//! test --test main ranks_mutants -- --ignored` builds and records all of them, one after the other in a separate target directory.
 
 use crate::campaign::record;
 use serde_json::json;
@@ -7,13 +7,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// All of them are mistakes of these files.
+/// The files with the mutated code.
 const FILES: [&str; 4] = ["src/engine/pulls.rs", "src/engine/pulls/gradients.rs", "src/engine/pulls/weights.rs", "src/engine/rails.rs"];
 
-/// What must notice them.
+/// The tests that must detect the mutants.
 const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::pulls::", "engine::rails::"];
 
-/// A mistake: what stands in place of what, in whichever file has it.
+/// A mutant: replaced text and its replacement, in whichever of the files contains it.
 struct Mutant {
     name: &'static str,
     changes: &'static [(&'static str, &'static str)],
@@ -136,10 +136,10 @@ const MUTANTS: [Mutant; 16] = [
 ];
 
 impl Mutant {
-    /// The sources with the mistake, in the order of [`FILES`].
+    /// The mutated sources, in the order of [`FILES`].
     ///
     /// # Panics
-    /// If they are not as they were when it was described.
+    /// If the sources have changed since the mutant was written.
     fn of(&self, mut texts: Vec<String>) -> Vec<String> {
         for (from, to) in self.changes {
             let found: usize = texts.iter().map(|text| text.matches(from).count()).sum();
@@ -150,7 +150,7 @@ impl Mutant {
     }
 }
 
-/// What `root` has in [`FILES`].
+/// The content of [`FILES`] below `root`.
 fn texts(root: &Path) -> Vec<String> {
     FILES.map(|file| fs::read_to_string(root.join(file)).unwrap()).to_vec()
 }
@@ -182,7 +182,7 @@ fn every_mutant_is_noticed() {
     assert_eq!(unnoticed, [""; 0], "green, or they do not compile");
 }
 
-/// What git knows or would know, below this build's target folder, so that one mutant builds upon the last.
+/// Copies all files that git tracks or would track into the target directory. Builds of later mutants reuse earlier ones.
 fn copy_of_the_sources() -> PathBuf {
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("ranks-mutants");
     let listed = Command::new("git").args(["ls-files", "-coz", "--exclude-standard"]).current_dir(sources()).output().unwrap();
@@ -197,8 +197,8 @@ fn copy_of_the_sources() -> PathBuf {
     copy
 }
 
-/// Whether the tests pass there; nothing where they do not compile. What one mutant does not change is not compiled again, and nothing is
-/// optimized: the tests take seconds all the same.
+/// Whether the tests pass in the copy; `None` if they do not compile. The build is incremental and without optimization, because the tests
+/// take only seconds anyway.
 fn passed(copy: &Path) -> Option<bool> {
     let cargo = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO"));

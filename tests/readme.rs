@@ -1,5 +1,5 @@
-//! README and the guide show output that the program prints: the sample run's loss lines, bit for bit as far as they are printed; the
-//! table of models that fit; the sample of `bench step`. Every link between documents leads somewhere.
+//! README and guide show real output: the sample run's losses, exact in the printed digits, the table of models that fit, and the sample of
+//! `bench step`. Every link between documents is valid.
 
 use crate::program::{program, run};
 use crate::support::emulator;
@@ -16,15 +16,14 @@ fn text_of(document: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
 }
 
-/// What a step's line says and every machine computes alike: step, loss, norm of the gradients, learning rate, verdict. Speeds are a
-/// machine's own.
+/// The fields of step lines that are equal on every machine: step, loss, gradient norm, learning rate, verdict. Speeds differ.
 fn steps(text: &str) -> Vec<(u64, Vec<&str>)> {
     let lines = text.lines().filter(|line| line.starts_with("step ") && line.contains("  loss "));
     let words = lines.map(|line| line.split_whitespace().collect::<Vec<_>>());
     words.map(|words| (words[1].parse().unwrap(), vec![words[3], words[5], words[7], words[words.len() - 1]])).collect()
 }
 
-/// Output of the demo until the line of step `until`; the run is then told to end.
+/// Output of the demo up to the line of step `until`, after which the run is terminated.
 fn demo(out: &Path, until: u64) -> String {
     let mut child = program(&["train", "--device", "cpu", "--output-dir"]).arg(out).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
@@ -41,7 +40,8 @@ fn demo(out: &Path, until: u64) -> String {
     printed
 }
 
-/// Ten steps; `SUPEROFFLOAD_SAMPLE_STEPS=300 cargo test --release --test main sample_run` compares the whole run, which takes minutes.
+/// Compares ten steps. `SUPEROFFLOAD_SAMPLE_STEPS=300 cargo test --release --test main sample_run` compares the whole run, which takes
+/// minutes.
 #[test]
 fn the_sample_run_is_the_run() {
     let asked = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
@@ -71,8 +71,8 @@ fn the_help_of_train_says_how_the_built_in_model_runs() {
     assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
 }
 
-/// Model, flags of the machine, GPU and host memory, tokens per second, or that it does not fit: the rows of a document's table. README has a
-/// sixth column, which says whether the row was measured.
+/// The rows of a document's table: model, flags of the machine, GPU memory, host memory, and tokens per second or that the model does not
+/// fit. README has a sixth column that marks measured rows.
 fn fits(document: &str) -> Vec<[String; 5]> {
     let rows = document.lines().filter(|line| line.starts_with("| `") && line.contains("--hardware "));
     let cells =
@@ -80,7 +80,7 @@ fn fits(document: &str) -> Vec<[String; 5]> {
     rows.map(|row| cells(row).try_into().unwrap()).collect()
 }
 
-/// README is short enough to be read, and its rows are rows of the guide's table.
+/// README is short, and its rows are rows of the guide's table.
 #[test]
 fn readme_is_short_and_its_rows_are_the_guides() {
     let readme = text_of("README.md");
@@ -92,7 +92,7 @@ fn readme_is_short_and_its_rows_are_the_guides() {
     }
 }
 
-/// The same cells, from a simulation of the plan that the search prefers: `plan` prefers the same, and then searches three times more.
+/// The cells of a row, from a simulation of the best plan. `plan` prefers the same plan, but then searches three more times.
 fn fit(model: &str, machine: &str) -> [String; 5] {
     let mut command = program(&["simulate", "--seq-length=4096", "--per-device-train-batch-size=4", "--steps=3", "--json"]);
     let printed = run(command.args(["--model-config", model]).args(machine.split_whitespace()));
@@ -106,14 +106,14 @@ fn fit(model: &str, machine: &str) -> [String; 5] {
     [model.into(), machine.into(), gib("device_planned_bytes"), gib("host_planned_bytes"), rate]
 }
 
-/// One row; `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
+/// Compares one row. `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
 #[test]
 fn what_fits_is_what_the_planner_says() {
     let rows = fits(&text_of("docs/guide/what-fits.md"));
     assert_eq!(rows.len(), 21);
     let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");
     let asked = match all {
-        // Fewer techniques make other plans; an emulator takes minutes for one.
+        // With fewer techniques plans differ. An emulator takes minutes for one.
         _ if emulator().is_some() || !cfg!(feature = "repartition") => 0,
         true => rows.len(),
         false => 1,
@@ -123,7 +123,7 @@ fn what_fits_is_what_the_planner_says() {
     }
 }
 
-/// The guide names the least host memory with which a large model fits a small card without shares, and the time of a step there.
+/// The guide states the least host memory with which a large model fits on a small card without gradient shares, and the time of a step.
 #[test]
 fn the_least_host_memory_of_the_guide_is_the_planners() {
     if emulator().is_some() || !cfg!(all(feature = "repartition", feature = "weight-flow")) {
@@ -137,14 +137,14 @@ fn the_least_host_memory_of_the_guide_is_the_planners() {
         run(program(&[]).args(task.split_whitespace()).args(plan).arg(format!("--host-limit={gib}GiB")))
     };
     on(least - 1, &[]).refused(1, &["8030261248 parameters", "--moments bfloat16 would fit"]);
-    // What the search finds, named, since searching takes its time.
+    // The result of the search is set by flags, because searching takes long.
     let printed = on(least, &["--resident-buckets=3", "--weights=flow", "--activations=recompute-block"]);
     let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
     let claim = format!("{least} GiB of host memory, planned at {:.0} s a step", line["step_ms"]["median"].as_f64().unwrap() / 1e3);
     assert!(guide.contains(&claim), "docs/guide/will-it-fit.md does not say {claim:?}");
 }
 
-/// The guide's table of cards is what records say of them.
+/// The guide's table of verified cards matches the records.
 #[test]
 fn verified_cards_are_recorded() {
     let guide = text_of("docs/guide/install.md");
@@ -163,7 +163,7 @@ fn verified_cards_are_recorded() {
     }
 }
 
-/// The guide's sample of `bench step` is the committed line of the speed that README claims.
+/// The guide's sample of `bench step` is the committed measurement behind the speed that README claims.
 #[test]
 fn the_sample_of_bench_step_is_the_line_of_the_claim() {
     let lines = text_of("paper-figures/results/h200-step.jsonl");
@@ -194,7 +194,7 @@ fn the_sample_of_bench_step_is_the_line_of_the_claim() {
     assert!(text_of("README.md").contains(&claim), "README.md does not claim {claim:?}");
 }
 
-/// Every Markdown file of the repository.
+/// Finds every Markdown file of the repository.
 fn documents(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -208,7 +208,7 @@ fn documents(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Targets of the links and pictures in `text`, without what stands in code.
+/// Targets of the links and images in `text`, outside code.
 fn links(text: &str) -> Vec<String> {
     let is_prose = |line: &&str| !line.starts_with("    ");
     let prose = text.split("```").step_by(2).flat_map(|part| part.lines().filter(is_prose).map(str::to_string).collect::<Vec<_>>());
@@ -219,7 +219,7 @@ fn links(text: &str) -> Vec<String> {
     written.chain(attributes).collect()
 }
 
-/// The anchor that GitHub gives a heading.
+/// The anchor that GitHub generates for a heading.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
     kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()

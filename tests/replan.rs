@@ -1,5 +1,5 @@
-//! A run whose plan changes: buckets move between host and device, layers keep something else, slots are more or fewer, weights begin or
-//! cease to stream. Not a bit of its results may change, and no byte of what it took stays behind.
+//! Runs whose plan changes: buckets move between host and device, layers change policies, the number of slots changes, weights start or
+//! stop to stream. No bit of the results may change, and no memory may leak.
 
 use crate::planned;
 use crate::program::{CONFIG, STEPS as RUN_STEPS, Workspace, run};
@@ -16,7 +16,7 @@ use superoffload::{Plan, Result};
 
 const STEPS: u64 = 8;
 
-/// What a case computes, whatever its plans.
+/// A computation that is independent of its plans.
 struct Case {
     shape: ModelShape,
     lines: String,
@@ -24,13 +24,13 @@ struct Case {
     micro_batches: usize,
 }
 
-/// Digest, losses, and what became of bucket steps.
+/// Digest, losses, and counts of bucket steps.
 type Run = (String, Vec<u32>, Counts);
 
-/// The steps of a run, with a plan to go over to before some of them; how many ranks refuse it is for the caller to know.
+/// The steps of a run, with changes of plan before some of them.
 struct Steps<'a> {
     next: &'a mut dyn FnMut(&Plan) -> Option<Plan>,
-    /// What a refusal says, where all are to be refused.
+    /// The expected error, if all ranks must reject the plan.
     refusal: Option<&'a str>,
 }
 
@@ -63,7 +63,7 @@ impl Steps<'_> {
             assert!(why.contains(refusal), "{why}");
             assert_eq!(engine.plan().layout, before.layout);
         }
-        // Of ranks whose slices are of one length, each has taken as much.
+        // If all slices have equal lengths, each rank has allocated the planned memory.
         let blocks = |bucket| plan.layout.range(bucket).len() / BLOCK;
         if (0..plan.layout.count()).all(|bucket| blocks(bucket).is_multiple_of(plan.ranks))
             && engine.plan().grad_ring.is_none()
@@ -84,7 +84,7 @@ impl Case {
         Self::of(seed, shape, (max_norm, dtype), (shares, [1, 1, 2][pick(3, 3)]))
     }
 
-    /// One whose steps are cut into so many shares of so many micro-batches each.
+    /// A case with this number of shares a step and of micro-batches a share.
     fn of(seed: u64, shape: ModelShape, (max_norm, dtype): (&'static str, &str), (shares, of_a_share): (usize, usize)) -> Self {
         let fault = if seed.is_multiple_of(3) { "inject = [{step = 3, element = 5000, value = \"nan\"}]" } else { "" };
         let lines = format!(
@@ -104,19 +104,19 @@ impl Case {
         Plan::new(&settings(&format!("{}\n{devices}\n{lines}", self.lines)), &self.shape, &Machine::cpu(2), false)
     }
 
-    /// A run whose first plan is `plan`, and before each step the one that `next` makes of it.
+    /// Runs the case with `plan` first. Before each step `next` may replace the plan.
     fn run(&self, plan: &Plan, mut next: impl FnMut(&Plan) -> Option<Plan>) -> Run {
         let steps = Steps { next: &mut next, refusal: None };
         on_cpus(plan, &self.shape, &Topology::this_machine(), steps).unwrap_or_else(|error| panic!("{error}: {}", self.lines))
     }
 
-    /// Every step on one device, one after the other.
+    /// The reference: every step on one device, sequentially.
     fn reference(&self) -> Run {
         self.run(&self.plan("strategy = \"no-offload\"\nthreads = 1").unwrap(), |_| None)
     }
 }
 
-/// What two plans may differ in: buckets that are offloaded, policies, slots, rings of weights and of gradients.
+/// Differences of two plans in offloaded buckets, policies, slots, weight ring and gradient ring.
 fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
     let of = |plan: &Plan| {
         let policies = plan.layer_policies.iter().map(|policy| *policy as usize).sum::<usize>();
@@ -127,7 +127,7 @@ fn differences(a: &Plan, b: &Plan) -> [usize; 5] {
     std::array::from_fn(|what| usize::from(a[what] != b[what]))
 }
 
-/// Settings that may change between two steps, drawn from `noise`.
+/// Placement settings, drawn from `noise`.
 fn places(noise: &mut Noise, strategy: &str, streamed: &str) -> String {
     let mut one_of = |count: i32| (noise.next() % count) as usize;
     let resident = if cfg!(feature = "repartition") && strategy == "superoffload" { [0, 1, 2, 5, 99][one_of(5)] } else { 0 };
@@ -153,7 +153,7 @@ fn plans_that_change_between_steps_change_no_bit() {
             [0.0078, 0.0156, 0.03][seed as usize % 3],
         );
         let mut noise = Noise::new(seed, 1 << 30);
-        // Streamed weights and casts on the device exclude each other, and few layers need no ring.
+        // Streamed weights and casts on the device exclude each other, and a model with few layers needs no ring.
         let mut draw = || loop {
             if let Ok(plan) = case.plan(&format!("{fixed}\n{}", places(&mut noise, strategy, "flow"))) {
                 return Plan { sums_on_host: plan.shares > 1 && plan.layout.offloaded() > 0 && noise.next() % 2 == 0, ..plan };
@@ -174,8 +174,8 @@ fn plans_that_change_between_steps_change_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// Two, three and four ranks, each of which another may go on before or after: rings, slices and slots of all change at one step. What one
-/// reads of another where it was before, or too early, would be other bits.
+/// Two, three and four ranks in any relative order. Rings, slices and slots of all ranks change at one step. Reading a peer's old memory,
+/// or reading it too early, would change bits.
 #[test]
 fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
     let (mut moved, mut speculated, mut skipped) = ([0; 5], 0, 0);
@@ -212,7 +212,7 @@ fn ranks_go_over_to_another_plan_at_one_step_and_change_no_bit() {
     assert_eq!(speculated > 0, cfg!(feature = "stv"));
 }
 
-/// Buckets go to the device and come back, and what refused them is said, on one rank and on two.
+/// Buckets move to the device and return, and the reason of a rejected plan is reported, on one rank and on two.
 #[cfg(feature = "repartition")]
 #[test]
 fn a_plan_without_memory_for_it_keeps_the_old_one() {
@@ -233,10 +233,10 @@ fn a_plan_without_memory_for_it_keeps_the_old_one() {
     }
 }
 
-/// Flags of a run that changes its plan to random places at random steps.
+/// Flags of a run that changes to random placements at random steps.
 const RANDOM: [&str; 2] = ["--replan", "random"];
 
-/// Its metrics, of which none is missing, and how many of its steps were the first by another plan.
+/// Checks that no metrics are missing. Returns the number of steps that were the first with another plan.
 fn moves(workspace: &Workspace, out: &str) -> usize {
     let metrics = workspace.metrics(out);
     assert_eq!(metrics.iter().map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(), Vec::from_iter(1..=RUN_STEPS), "{out}");
@@ -267,7 +267,7 @@ fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
         let spans = trace["traceEvents"].as_array().unwrap().iter().filter(|span| span["name"] == "replan").count();
         assert_eq!(spans, moved, "{name}");
         all += moved;
-        // Ended in the middle, and gone on with: the plan of the start, and then others again.
+        // The run is killed and resumed: it starts with the initial plan and changes it again.
         let killed = format!("{name}-killed");
         let mut child = workspace.train(&killed, &[flags, &RANDOM].concat()).spawn().unwrap();
         await_line(&mut child, "another plan");
@@ -282,7 +282,8 @@ fn a_run_whose_plan_changes_ends_with_the_same_bits_also_after_kill_9() {
     assert!(all > 8 && resumed > 0, "{all} moves, {resumed} runs with some after a kill");
 }
 
-/// One of two fails, or panics, where both have left each other's memory: all end at once, and the run goes on from its last checkpoint.
+/// One of two ranks fails or panics after both have dropped their peer mappings. Both end at once, and the run continues from its last
+/// checkpoint.
 #[test]
 fn a_rank_that_fails_in_a_move_ends_all_and_loses_no_step_that_was_saved() {
     let workspace = Workspace::new();

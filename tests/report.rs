@@ -1,5 +1,5 @@
-//! `superoffload report`: what stands on the page is what the metrics say, text of files stays text, and damage is counted. With
-//! `SUPEROFFLOAD_BROWSER=chromium` (its path) a browser opens the page and must have nothing to complain of.
+//! `superoffload report`: the page shows the values of the metrics, text of files is escaped, and damaged lines are counted. With
+//! `SUPEROFFLOAD_BROWSER=chromium` (a path) a browser opens the page and must report no errors.
 
 use crate::campaign::record;
 use crate::program::{Outcome, STEPS, Workspace, copy_dir, program, run};
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::process::Command;
 
-/// Names of the page's sections, in their order.
+/// Titles of the page's sections, in order.
 const SECTIONS: [&str; 12] = [
     "Loss",
     "Learning rate and gradient norm",
@@ -23,13 +23,13 @@ const SECTIONS: [&str; 12] = [
     "How to reproduce",
 ];
 
-/// Of two steps of a run.
+/// Number of lanes in the timelines of two steps.
 const LANES: usize = 2 * 3;
 
-/// Asks for text of the data.
+/// The flag that includes samples of the data.
 const WITH_SAMPLES: &[&str] = &["--with-samples"];
 
-/// A page about the runs `names` of `workspace`.
+/// Writes a page about the runs `names` of `workspace`.
 fn report(workspace: &Workspace, names: &[&str], flags: &[&str]) -> Outcome {
     let mut command = program(&["report", "-o"]);
     command.arg(workspace.path("report.html")).args(names.iter().map(|name| workspace.path(name))).args(flags);
@@ -48,7 +48,7 @@ fn page_with(workspace: &Workspace, names: &[&str], flags: &[&str]) -> String {
     page
 }
 
-/// A workspace in which the run `plain` has evaluated.
+/// A workspace in which the run `plain` has trained and evaluated.
 fn trained() -> Workspace {
     let workspace = Workspace::new();
     let eval = workspace.write("held.txt", "Ideas sleep furiously, and colourless ones are green.\n".repeat(8));
@@ -57,13 +57,13 @@ fn trained() -> Workspace {
     workspace
 }
 
-/// A number as the page writes those between 1 and 10, of which every other digit is rounded away.
+/// A number between 1 and 10 as the page prints it, with three decimals.
 fn short(x: f64) -> String {
     assert!((1.0..10.0).contains(&x), "{x}");
     format!("{x:.3}")
 }
 
-/// Whether every element of every `<svg>` is closed in its order, with quoted attributes and no bare `<` or `&`.
+/// Checks that all elements of every `<svg>` are nested properly, with quoted attributes and without a bare `<` or `&`.
 fn check_svg(page: &str) -> usize {
     let mut open: Vec<&str> = Vec::new();
     let mut count = 0;
@@ -154,7 +154,7 @@ fn every_section_and_number_is_that_of_the_metrics() {
     assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");
 }
 
-/// The command on the page trains the same losses.
+/// The command on the page trains to the same losses.
 #[test]
 fn the_command_on_the_page_repeats_the_run() {
     let workspace = trained();
@@ -219,7 +219,7 @@ fn names_from_files_are_text_and_damage_is_counted() {
     check_svg(&page);
 }
 
-/// Six long runs whose every value jumps, with an evaluation after each step and every other step clipped.
+/// Six long runs with jumping values, an evaluation after each step, and every other step clipped.
 #[test]
 fn the_largest_page_is_below_two_megabytes() {
     let workspace = Workspace::new();
@@ -236,7 +236,7 @@ fn the_largest_page_is_below_two_megabytes() {
     check_svg(&page);
 }
 
-/// Seven conversations in `chat.jsonl`, on which the run `chat` has trained two steps.
+/// Writes seven conversations to `chat.jsonl`, on which the run `chat` trains two steps.
 fn chatted() -> Workspace {
     let workspace = Workspace::new();
     let said = |role: &str, content: String| json!({"role": role, "content": content});
@@ -265,7 +265,7 @@ fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() 
 #[test]
 fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
     let workspace = chatted();
-    // As somebody else's machine has it: another place, and no model directory.
+    // As on another machine: another location, and no model directory.
     copy_dir(&workspace.path("chat"), &workspace.path("elsewhere"));
     fs::remove_dir_all(workspace.path("model")).unwrap();
     assert!(page_with(&workspace, &["elsewhere"], WITH_SAMPLES).contains("<mark>okapi0"), "the checkpoint has the tokenizer");
@@ -316,14 +316,14 @@ fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
     assert_eq!((onto("new.html").code, onto("new.html").code), (0, 0));
 }
 
-/// A page in a browser; without one nothing is tried.
+/// A browser that opens pages. Without one the test is skipped.
 struct Browser<'a> {
     program: std::ffi::OsString,
     workspace: &'a Workspace,
 }
 
 impl Browser<'_> {
-    /// Opens the report at what follows its address, and gives what is said and printed; nothing may be complained of.
+    /// Opens the report at the fragment `at` and returns the browser's output. Console messages fail the test.
     fn open(&self, at: &str, flags: &[&str]) -> String {
         let common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"];
         let address = format!("file://{}{at}", self.workspace.path("report.html").display());
@@ -332,7 +332,7 @@ impl Browser<'_> {
         shown.stdout
     }
 
-    /// The colour of the page's upper left corner where people like it light (1) or dark (0).
+    /// The colour of the page's upper left corner for a preference of light (1) or dark (0).
     fn paper(&self, scheme: u8) -> [u8; 3] {
         let png = self.workspace.path("page.png");
         self.open(
@@ -346,7 +346,7 @@ impl Browser<'_> {
         first_pixel(&fs::read(png).unwrap())
     }
 
-    /// Pages on paper.
+    /// Number of pages when printed.
     fn sheets(&self) -> usize {
         let pdf = self.workspace.path("page.pdf");
         self.open("", &["--no-pdf-header-footer", &format!("--print-to-pdf={}", pdf.display())]);
@@ -356,7 +356,7 @@ impl Browser<'_> {
     }
 }
 
-/// The first pixel of a PNG, which no filter changes.
+/// The first pixel of a PNG, which no filter modifies.
 fn first_pixel(png: &[u8]) -> [u8; 3] {
     let (mut rest, mut packed) = (&png[8..], Vec::new());
     while let [a, b, c, d, kind @ ..] = rest {
@@ -370,7 +370,7 @@ fn first_pixel(png: &[u8]) -> [u8; 3] {
     [begin[1], begin[2], begin[3]]
 }
 
-/// Light, dark and on paper, one run and several; a line of `tests/campaigns/browser.jsonl` says so.
+/// Light, dark and printed pages of one run and of several. A line of `tests/campaigns/browser.jsonl` records the result.
 #[test]
 fn a_browser_draws_the_page_and_has_no_complaint() {
     let Some(program) = std::env::var_os("SUPEROFFLOAD_BROWSER") else { return };
@@ -382,7 +382,7 @@ fn a_browser_draws_the_page_and_has_no_complaint() {
     for runs in [&["plain"][..], &["plain", "other"]] {
         let bytes = page_with(&workspace, runs, WITH_SAMPLES).len();
         let shown = browser.open("", &["--dump-dom"]);
-        // The script ran, and so its hash is that of the policy: each chart has its readout.
+        // The script ran, so its hash matches the content policy: each chart has its readout.
         assert_eq!(shown.matches("<output hidden").count(), 5, "{shown}");
         let turned = browser.open("#axis=tokens&smooth=0", &["--dump-dom"]);
         assert_eq!(turned.matches(">tokens</text>").count(), 5, "each chart is drawn anew: {turned}");
@@ -404,7 +404,7 @@ fn a_browser_draws_the_page_and_has_no_complaint() {
     record("browser", json!({"browser": version, "pages": pages}));
 }
 
-/// Routers whose logits tie take the first experts. Weights that differ tell experts apart.
+/// Routers with tied logits select the first experts. With different weights, experts differ.
 #[test]
 fn the_load_of_experts_is_told_of_models_that_have_some() {
     let workspace = Workspace::new();

@@ -1,4 +1,4 @@
-//! A run that was ended at any moment goes on to the same bits: kill -9, signals, damaged checkpoints, a full disk.
+//! Runs that end at any moment resume to the same bits: kill -9, signals, damaged checkpoints, a full disk.
 
 use crate::campaign::record;
 use crate::faults::limited;
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// Flags of an uninterrupted run whose checkpoints and digest others are held against.
+/// Trains the uninterrupted reference run and returns its digest.
 fn reference(workspace: &Workspace, flags: &[&str]) -> String {
     run(&mut workspace.train("whole", flags)).digest().to_string()
 }
@@ -24,7 +24,7 @@ fn reference(workspace: &Workspace, flags: &[&str]) -> String {
 /// The only hidden names that a run leaves.
 const HIDDEN: [&str; 2] = [".lock", ".superoffload"];
 
-/// Checks that `out` holds a finished run: one line of metrics a step, no remains of a save.
+/// Checks that `out` holds a finished run: one line of metrics per step, and no temporary files.
 fn assert_whole(workspace: &Workspace, out: &str) {
     let steps: Vec<_> = workspace.metrics(out).iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, Vec::from_iter(1..=STEPS), "metrics of {out}");
@@ -35,7 +35,7 @@ fn pick(rng: &mut ChaCha8Rng, bound: u64) -> u64 {
     rng.next_u64() % bound
 }
 
-/// Waits until the `nth` checkpoint write that has begun in `dir`; false if the process ended first.
+/// Waits until the `nth` checkpoint write in `dir` begins. Returns false if the process ends first.
 pub fn await_write(child: &mut Child, dir: &Path, nth: usize) -> bool {
     let mut seen = std::collections::BTreeSet::new();
     while child.try_wait().unwrap().is_none() {
@@ -48,12 +48,12 @@ pub fn await_write(child: &mut Child, dir: &Path, nth: usize) -> bool {
     false
 }
 
-/// What became of the kills of one campaign.
+/// Counts of one campaign of kills.
 #[derive(Debug, Default)]
 struct Campaign {
     kills: u64,
     inside_write: u64,
-    /// Runs that were killed at least once, and those that were done before.
+    /// Runs that were killed at least once. `missed` counts those that finished before.
     runs: u64,
     missed: u64,
     resumed_equal: u64,
@@ -61,7 +61,7 @@ struct Campaign {
 }
 
 impl Campaign {
-    /// Starts or resumes the run in `out` and kills it; false if it was done before.
+    /// Starts or resumes the run in `out` and kills it. Returns false if it finished before.
     fn kill_once(&mut self, workspace: &Workspace, out: &str, whole: Duration, rng: &mut ChaCha8Rng) -> bool {
         let aim = self.inside_write * 2 <= self.kills;
         let mut child = workspace.resume(out, &[]).spawn().unwrap();
@@ -82,7 +82,7 @@ impl Campaign {
         true
     }
 
-    /// One run, killed up to three times, half of them aimed into a write, then left to finish.
+    /// Kills one run up to three times, half of them during a write, and then lets it finish.
     fn one_run(&mut self, workspace: &Workspace, digest: &str, whole: Duration, rng: &mut ChaCha8Rng) {
         let out = format!("run-{}", self.runs + self.missed);
         let hits = (0..1 + pick(rng, 3)).take_while(|_| self.kill_once(workspace, &out, whole, rng)).count();
@@ -98,7 +98,7 @@ impl Campaign {
         fs::remove_dir_all(workspace.path(&out)).unwrap();
     }
 
-    /// What the records keep.
+    /// The record of the campaign.
     fn result(&self, seed: u64) -> serde_json::Value {
         serde_json::json!({
             "kills": self.kills, "inside_write": self.inside_write, "runs": self.runs, "resumed_equal": self.resumed_equal,
@@ -107,11 +107,11 @@ impl Campaign {
     }
 }
 
-/// Kills of a run that nobody asked more of.
+/// Default number of kills.
 const KILLS: u64 = 12;
 
-/// `SUPEROFFLOAD_KILLS=100 cargo test --release --test main kill_9` runs the long campaign and records it; fewer than usual are for slow
-/// machines.
+/// `SUPEROFFLOAD_KILLS=100 cargo test --release --test main kill_9` runs and records the long campaign. Slow machines may use fewer kills
+/// than the default.
 #[test]
 fn kill_9_at_any_moment_loses_nothing() {
     let asked: Option<u64> = std::env::var("SUPEROFFLOAD_KILLS").ok().map(|n| n.parse().unwrap());
@@ -130,7 +130,7 @@ fn kill_9_at_any_moment_loses_nothing() {
     assert!(campaign.failures.is_empty() && campaign.resumed_equal == campaign.runs, "{campaign:?}");
 }
 
-/// Starts with these flags, kills the program when it says that the checkpoint of `step` is written.
+/// Starts a run and kills it when it reports that the checkpoint of `step` is written.
 fn die_after_checkpoint(workspace: &Workspace, out: &str, step: u64, flags: &[&str]) {
     let mut child = workspace.train(out, flags).spawn().unwrap();
     await_line(&mut child, &format!("checkpoint-{step}"));
@@ -138,7 +138,7 @@ fn die_after_checkpoint(workspace: &Workspace, out: &str, step: u64, flags: &[&s
     child.wait().unwrap();
 }
 
-/// Reads what the program prints until a line holds `words`.
+/// Reads the program's output until a line contains `words`.
 pub fn await_line(child: &mut Child, words: &str) {
     let stdout = child.stdout.as_mut().unwrap();
     let found = BufReader::with_capacity(1, stdout).lines().map_while(Result::ok).any(|line| line.contains(words));
@@ -167,7 +167,7 @@ fn a_resumed_run_may_be_laid_out_anew() {
     }
 }
 
-/// A model whose weights can stream: a GPU's ring is of 32 MiB pages, the CPU device's of 4 KiB.
+/// A model with weights that can stream. The ring of a GPU has pages of 32 MiB, that of the CPU device pages of 4 KiB.
 #[cfg(feature = "weight-flow")]
 pub fn streamable() -> String {
     let width = if std::env::var("SUPEROFFLOAD_DEVICE").is_ok_and(|device| device == "cuda") { 768 } else { 32 };
@@ -175,7 +175,7 @@ pub fn streamable() -> String {
     layers.replace("\"hidden_size\": 32", &format!("\"hidden_size\": {width}")).replace(": 64,", &format!(": {},", 2 * width))
 }
 
-/// And between weights that stay on the device and weights that stream to it.
+/// Resumes with weights on the device after weights streamed, and the other way round.
 #[cfg(feature = "weight-flow")]
 #[test]
 fn a_run_whose_weights_stream_is_resumed() {
@@ -191,7 +191,7 @@ fn a_run_whose_weights_stream_is_resumed() {
     }
 }
 
-/// Moments in bfloat16 lie in checkpoints as they do in memory, and a resumed run may be laid out anew all the same.
+/// bfloat16 moments have the same format in checkpoints as in memory, and a run with them can be resumed with another layout.
 #[test]
 fn packed_moments_are_resumed() {
     let (workspace, packed) = (Workspace::new(), ["--moments", "bfloat16"]);
@@ -212,11 +212,11 @@ fn packed_moments_are_resumed() {
     }
 }
 
-/// Which experts a token takes, and what balances them, is computed anew from weights: nothing else of experts is kept.
+/// Routing and its balance are recomputed from the weights, so checkpoints hold nothing else about experts.
 #[test]
 fn a_run_of_a_model_with_experts_is_resumed() {
     let (workspace, golden) = (Workspace::new(), Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"));
-    // Bytes that are tokens of a vocabulary of 64.
+    // Bytes that are valid tokens for a vocabulary of 64.
     workspace.write("data.txt", Vec::from_iter((0..400u32).map(|n| (n * n).to_string())).concat());
     workspace.settings("tokenizer = 'bytes'\nrouter-aux-loss-coef = 0.01\nbucket-mib = 0.0078125");
     for family in ["qwen3_moe", "gpt_oss"] {
@@ -263,7 +263,7 @@ fn gradient_accumulation_and_loss_scale_are_resumed() {
     assert_eq!((scales[0], scales[5], scales[11]), (65536.0, 32768.0, 16384.0));
 }
 
-/// How a step is cut belongs to the run: what is not said again is the checkpoint's, and what is said otherwise is told.
+/// The cut of a step belongs to the run. Without flags the checkpoint's cut is used, and different flags are reported.
 #[test]
 fn a_resumed_run_keeps_its_shares_and_micro_batches() {
     let (workspace, flags) = (Workspace::new(), ["--gradient-accumulation-steps", "4", "--gradient-shares", "2"]);
@@ -282,7 +282,7 @@ fn a_resumed_run_keeps_its_shares_and_micro_batches() {
     resume("undivided", &["--gradient-shares", "3"]).refused(2, &undivided);
 }
 
-/// Whatever does not fit to the devices, one line has all the flags that are needed together, and the run goes on with them.
+/// Whatever does not fit the devices, one line has all necessary flags together, and the run continues with them.
 #[test]
 fn a_resume_on_other_devices_is_advised_all_flags_at_once() {
     let workspace = Workspace::new();
@@ -410,7 +410,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     let workspace = Workspace::new();
     let digest = reference(&workspace, &[]);
     let early = run(&mut workspace.train("full", &["--max-steps", "4"])).digest().to_string();
-    // No file may grow beyond a few kilobytes: the metrics fit, the state does not.
+    // With a limit of a few kilobytes per file, the metrics fit and the state does not.
     let train = workspace.resume("full", &[]);
     run(&mut limited(&train, 60)).refused(1, &["write a checkpoint into", "ulimit -f allows files of 30.0 KiB", "raise it"]);
     let mut child = workspace.resume("full", &["--max-steps=1000000", "--save-steps=1000"]).spawn().unwrap();
@@ -424,7 +424,7 @@ fn a_full_disk_leaves_the_last_checkpoint() {
     assert_whole(&workspace, "full");
 }
 
-/// From now on no file of `child` may grow beyond so many bytes.
+/// Limits the size of all files of `child` from now on.
 pub fn limit_files(child: &Child, bytes: u64) {
     let pid = format!("--pid={}", child.id());
     let status = Command::new("prlimit").args([pid, format!("--fsize={bytes}")]).status();
@@ -442,7 +442,7 @@ pub fn has_signal(process: &str, name: &str, signal: Signal) -> bool {
     u64::from_str_radix(mask.trim(), 16).unwrap() >> (signal as i32 - 1) & 1 == 1
 }
 
-/// The signals that ask to stop. Children of tests under `nohup` ignore hang-ups as the tests do.
+/// The signals that request a stop. Children of tests under `nohup` ignore hang-ups like the tests.
 pub fn stop_signals() -> impl Iterator<Item = Signal> {
     let all = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXCPU];
     all.into_iter().filter(|&signal| signal != Signal::SIGHUP || !has_signal("self", "SigIgn", signal))
@@ -466,7 +466,7 @@ fn a_signal_in_any_phase_saves_and_the_run_goes_on() {
         ("steps", &|child, _| await_line(child, "step      3")),
         ("save", &|child, dir| assert!(await_write(child, dir, 2))),
     ];
-    // Of a program that is emulated, the kernel shows the emulator's handlers: when its own are there is not to be seen from outside.
+    // For an emulated program the kernel shows the emulator's handlers, so the test cannot detect the program's own ones.
     let unseen = usize::from(emulator().is_some());
     for (phase, wait) in phases.into_iter().skip(unseen) {
         for signal in stop_signals() {

@@ -1,5 +1,5 @@
-//! What a checkpoint may be continued with: the same model, tokenizer and data, wherever they lie; and what happens to checkpoints that
-//! cannot be read, are damaged, or hold nonsense under a right checksum.
+//! Conditions for resuming: the same model, tokenizer and data, at any location. Also checkpoints that cannot be read, are damaged, or
+//! contain nonsense with a valid checksum.
 
 use crate::program::{CONFIG, Outcome, Workspace, copy_dir, program, run};
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// A tokenizer of words whose vocabulary is `vocab`.
+/// A tokenizer of words with the vocabulary `vocab`.
 fn words(vocab: &Value) -> String {
     json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null, "decoder": null,
@@ -25,14 +25,14 @@ fn manifest(checkpoint: &Path) -> Value {
     sealed["manifest"].clone()
 }
 
-/// Writes `manifest` into the checkpoint with a right checksum.
+/// Writes `manifest` into the checkpoint with a valid checksum.
 fn forge(checkpoint: &Path, manifest: &Value) {
     let body = format!("{{\"manifest\":{manifest}");
     let crc = crc32c::crc32c(body.as_bytes());
     fs::write(checkpoint.join("trainer_state.json"), format!("{body},\n\"crc32c\":\"{crc:08x}\"}}\n")).unwrap();
 }
 
-/// Whether `out` holds these checkpoints and nothing was moved aside.
+/// Checks that `out` has these checkpoints and that nothing was moved aside.
 fn assert_untouched(workspace: &Workspace, out: &str, checkpoints: &[&str]) {
     assert_eq!(workspace.names(out, "checkpoint-"), checkpoints);
     assert_eq!(workspace.names(out, "previous-"), [""; 0]);
@@ -53,7 +53,7 @@ fn a_checkpoint_of_format_1_is_continued_with_one_warning() {
     };
     let whole = train("whole", &[]);
     let resumed = train("resumed", &["--resume-from-checkpoint", old.to_str().unwrap()]);
-    // The program that made the checkpoint ended here.
+    // The digest of the program that made the checkpoint, after the same steps.
     let end = "04f5b7a7752eb1f3ffe226217a383e7b03bbfe1dcd6c79234052c404677425d9";
     assert_eq!([resumed.digest(), whole.digest()], [end, end]);
     let printed = warnings(&resumed);
@@ -66,7 +66,7 @@ fn a_checkpoint_of_format_1_is_continued_with_one_warning() {
     assert!(train("resumed", &["--resume-from-checkpoint=auto", "--max-steps=5"]).stderr.lines().count() == 1, "only the new length");
 }
 
-/// Checkpoints of before there were shares and a record of what changes bits: one share, a tile as it is planned, and a warning.
+/// Checkpoints from before gradient shares and recorded numerics resume with one share and the planned tile, with a warning.
 #[test]
 fn a_checkpoint_without_shares_and_numerics_is_continued_as_one_share() {
     let workspace = Workspace::new();
@@ -85,7 +85,7 @@ fn a_checkpoint_without_shares_and_numerics_is_continued_as_one_share() {
     assert!(warnings(&resumed).len() == 1 && resumed.stderr.contains("not compared: numerics"), "{resumed:?}");
 }
 
-/// What a plan decides that changes bits is the checkpoint's; what a run cannot decide alike is refused.
+/// Numerics that the plan chooses are taken from the checkpoint. Those that the run cannot reproduce are rejected.
 #[test]
 fn numerics_are_kept_or_refused_unless_others_are_allowed() {
     let workspace = Workspace::new();
@@ -128,7 +128,7 @@ fn other_places_of_the_same_model_and_data_are_no_change() {
     assert!(printed.len() == 1 && printed[0].contains("--max-steps was 4 before and is "), "{resumed:?}");
 }
 
-/// A run of 4 steps and what its files become; going on is refused with these words, and accepted with `--allow-changed part`.
+/// Trains 4 steps and applies `change` to the files. Resuming must fail with these words, and succeed with `--allow-changed part`.
 fn assert_compared(workspace: &Workspace, part: &str, change: impl FnOnce(), refusal: &[&str]) {
     run(&mut workspace.train(part, &["--max-steps", "4"])).digest();
     change();
@@ -154,7 +154,7 @@ fn another_model_is_refused_unless_it_is_allowed() {
     assert_compared(&workspace, "model", change, &["rope_theta was 10000.0 and is 7.0", "norm_eps was 0.00001 and is 0.5"]);
 }
 
-/// Moments of another format are converted, if somebody says so: to bfloat16 rounded, to float32 as they are.
+/// Moments of another format are converted if the user allows it: rounded to bfloat16, or exactly to float32.
 #[test]
 fn moments_of_another_format_are_refused_unless_they_may_be_converted() {
     let (workspace, packed) = (Workspace::new(), ["--moments", "bfloat16"]);
@@ -207,7 +207,7 @@ fn unchanged_data_are_not_read_again() {
     let mut sums: Value = serde_json::from_slice(&fs::read(&kept).unwrap()).unwrap();
     let file = workspace.path("data.txt").to_str().unwrap().to_string();
     assert_eq!(sums["content"][&file]["bytes"], fs::metadata(&file).unwrap().len());
-    // Were the file read, its true checksum would be found.
+    // If the file were read, its true checksum would be found.
     sums["content"][&file]["sha256"] = json!("0".repeat(64));
     let (mark, content) = (&sums["superoffload"], &sums["content"]);
     fs::write(&kept, format!("{{\"superoffload\":{mark},\"content\":{content}}}\n")).unwrap();
@@ -216,7 +216,7 @@ fn unchanged_data_are_not_read_again() {
     run(&mut workspace.resume("out", &[])).digest();
 }
 
-/// A run with checkpoints 2 to 12, and its digest.
+/// Trains a run with checkpoints 2 to 12 and returns its digest.
 fn whole(workspace: &Workspace) -> String {
     run(&mut workspace.train("whole", &[])).digest().to_string()
 }
@@ -229,7 +229,7 @@ fn a_checkpoint_that_cannot_be_read_ends_the_run_and_nothing_is_moved() {
     let state = workspace.path("out/checkpoint-8/state.bin");
     let aside = workspace.path("aside");
     fs::rename(&state, &aside).unwrap();
-    // A loop of links fails as a disk does: in the system, not by content.
+    // A loop of links fails like a disk: with a system error, not with invalid content.
     for target in [state.clone(), PathBuf::from("/not/mounted/state.bin")] {
         symlink(target, &state).unwrap();
         run(&mut workspace.resume("out", &[])).refused(1, &["read ", "checkpoint-8/state.bin", "os error"]);
@@ -256,7 +256,7 @@ fn damage_everywhere_is_an_error_that_names_each_and_no_fresh_start() {
     assert!(warnings(&refused).is_empty() && !refused.stdout.contains("starting afresh"), "{refused:?}");
     assert_untouched(&workspace, "out", &["checkpoint-2", "checkpoint-4", "checkpoint-6"]);
     run(program(&["export"]).arg(workspace.path("out")).arg(workspace.path("x"))).refused(1, &words);
-    // One that was moved aside while another took its name counts, too.
+    // A checkpoint that was moved aside while another took its name counts, too.
     workspace.copy_checkpoints("whole", "old", &[6]);
     fs::write(workspace.path("old/checkpoint-6/state.bin"), "short").unwrap();
     fs::rename(workspace.path("old/checkpoint-6"), workspace.path("old/.checkpoint-6.old-999999999")).unwrap();

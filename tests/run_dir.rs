@@ -1,4 +1,5 @@
-//! A run owns its output directory: no second one beside it, nothing followed out of it, nothing lost that somebody removed.
+//! A run owns its output directory: no second run may use it, links are not followed out of it, and files that a user removed cause no
+//! loss.
 
 use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
 use crate::resume::{await_line, await_write};
@@ -12,7 +13,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// A run that stands still after its third step, until it is told to go on.
+/// A run that is stopped by a signal after its third step.
 fn stopped(workspace: &Workspace, out: &str, flags: &[&str]) -> Child {
     let mut child = workspace.train(out, flags).spawn().unwrap();
     await_line(&mut child, "step      3");
@@ -29,7 +30,7 @@ fn go_on(child: Child) -> Outcome {
     child.wait_with_output().unwrap().into()
 }
 
-/// Everything in `dir` and below, with the time of its last change.
+/// All entries in `dir` and below, with their modification times.
 fn listing(dir: &Path) -> Vec<(String, std::time::SystemTime)> {
     let mut found = vec![];
     for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
@@ -54,7 +55,7 @@ fn a_second_run_is_refused_at_once_and_the_first_does_not_notice() {
     let first = stopped(&workspace, "r", &[]);
     let before = listing(&workspace.path("r"));
     let (pid, host) = (format!("pid {} ", first.id()), fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
-    // It is refused before its model is read, but not before that is looked for.
+    // The second run is rejected before it reads its model, but not before it checks that the model exists.
     workspace.write("broken/config.json", "{");
     let broken = workspace.path("broken");
     for flags in [&["--seed", "2"][..], &["--resume-from-checkpoint", "auto"], &["--model", broken.to_str().unwrap()]] {
@@ -79,7 +80,7 @@ fn of_runs_that_start_together_one_has_the_directory() {
     let workspace = Workspace::new();
     for round in 0..3 {
         let out = format!("r{round}");
-        // Long enough that none is done before the last has begun.
+        // The runs are long enough to overlap.
         let start = |seed| workspace.train(&out, &["--seed", seed, "--max-steps", "60", "--save-steps", "20"]).spawn().unwrap();
         let runs = ["1", "2", "3"].map(start).map(|child| Outcome::from(child.wait_with_output().unwrap()));
         let winners: Vec<_> = runs.iter().filter(|run| run.code == 0).collect();
@@ -110,7 +111,7 @@ fn what_a_killed_save_left_goes_though_its_process_seems_to_live() {
     assert!(await_write(&mut first, &workspace.path("r"), 2));
     first.kill().unwrap();
     first.wait().unwrap();
-    // In another container the same process id is somebody else's: 1 is always alive.
+    // In another container this process id belongs to another process: 1 is always alive.
     for name in workspace.names("r", ".checkpoint-") {
         let (rest, _) = name.rsplit_once('-').unwrap();
         fs::rename(workspace.path("r").join(&name), workspace.path("r").join(format!("{rest}-1"))).unwrap();
@@ -285,7 +286,7 @@ fn a_killed_export_leaves_nothing_for_long_and_a_link_is_refused() {
     export("link").refused(2, &["link", "is a link"]);
 }
 
-/// As on a network's file system without a lock service.
+/// A network file system without a lock service.
 #[test]
 fn a_file_system_without_locks_is_told_of_once_and_trains_the_same() {
     if emulator().is_some() {

@@ -1,8 +1,8 @@
-//! The conformance suite of devices, in the program that has it: each case on the CPU device with other settings than the reference has.
+//! The conformance suite of devices in the program: each case runs on the CPU device with settings that differ from the reference.
 
 use crate::program::{program, run};
 
-/// Every case that `choice` asks for passes on the CPU device.
+/// Checks that every case selected by `choice` passes on the CPU device.
 fn conforms(choice: &[&str]) {
     let done = run(program(&["selftest", "--device", "cpu"]).args(choice));
     assert!(done.code == 0 && done.stdout.contains(" passed, 0 failed"), "{choice:?}: {}{}", done.stdout, done.stderr);

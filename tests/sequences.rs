@@ -1,4 +1,4 @@
-//! Ranks that share sequences: what several compute is what one does, nearly; and of as many ranks always the same bits.
+//! Ranks that share sequences. Several ranks compute nearly the results of one, and equal numbers of ranks give equal bits.
 
 use crate::program::{Workspace, run};
 use crate::support::{Noise, digest, grad_ring, load, random_params, resident, settings, tiny_llama};
@@ -18,7 +18,7 @@ use superoffload::{Plan, Result};
 const LENGTH: usize = 16;
 const ROWS: usize = 2;
 
-/// The tiny model of a golden file, with other heads if there are any said.
+/// The tiny model of a golden file, optionally with other head counts.
 fn golden(name: &str, heads: Option<(usize, usize)>) -> ModelShape {
     changed(name, |config| {
         if let Some((heads, kv_heads)) = heads {
@@ -28,7 +28,7 @@ fn golden(name: &str, heads: Option<(usize, usize)>) -> ModelShape {
     })
 }
 
-/// The same with so many layers.
+/// The tiny model of a golden file with `layers` layers and other head counts.
 fn deep(name: &str, layers: usize, (heads, kv_heads): (usize, usize)) -> ModelShape {
     changed(name, |config| {
         (config["num_attention_heads"], config["num_key_value_heads"]) = (heads.into(), kv_heads.into());
@@ -43,7 +43,7 @@ fn changed(name: &str, change: impl FnOnce(&mut serde_json::Value)) -> ModelShap
     ModelShape::parse(&config.to_string(), &path).unwrap()
 }
 
-/// Families with what touches attention: windows, soft caps, sinks, norms of queries and keys, biases, learned positions, experts.
+/// Families with all variants of attention: windows, soft caps, sinks, norms of queries and keys, biases, learned positions, experts.
 const FAMILIES: [(&str, Option<(usize, usize)>); 12] = [
     ("llama", None),
     ("gpt2", None),
@@ -59,13 +59,13 @@ const FAMILIES: [(&str, Option<(usize, usize)>); 12] = [
     ("llama", Some((10, 5))),
 ];
 
-/// Large enough that attention prefers some tokens.
+/// Weights that are large enough to make attention selective.
 fn weights(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
     let small = random_params(seed);
     move |spec| small(spec).into_iter().map(|x| if x == 1.0 { x } else { 15.0 * x }).collect()
 }
 
-/// Rows of two documents, the second of which begins in one rank's part and ends in another's; some targets do not count.
+/// Rows of two documents. The second one crosses the boundary between two ranks, and some targets are ignored.
 #[derive(Clone)]
 struct Documents(Noise);
 
@@ -82,7 +82,7 @@ impl Batches for Documents {
     }
 }
 
-/// Losses of some steps, the first moments after the first one, and the digest.
+/// Losses of some steps, the first moments after the first step, and the digest.
 struct Steps(u64);
 
 type Outcome = (Vec<f32>, Vec<f32>, String);
@@ -107,7 +107,7 @@ impl UseEngine for Steps {
     }
 }
 
-/// Runs `shape` by these lines and what every run has.
+/// Runs `shape` with these lines and the common settings.
 fn steps(shape: &ModelShape, seed: u64, lines: &str) -> Outcome {
     steps_of(shape, seed, lines, |_| ())
 }
@@ -120,7 +120,7 @@ fn steps_of(shape: &ModelShape, seed: u64, lines: &str, change: impl FnOnce(&mut
     let plan = Plan::new(&settings(&text), shape, &Machine::cpu(2), false).unwrap_or_else(|error| panic!("{error}: {lines}"));
     let mut plan = Plan { separates_documents: seed % 2 == 1, ..plan };
     if seed.is_multiple_of(3) {
-        // Tiles that divide nothing.
+        // Tiles that do not divide the dimensions.
         (plan.loss_tile.rows, plan.loss_tile.vocab) = (7, 40);
     }
     change(&mut plan);
@@ -131,9 +131,9 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |most, x| x.abs().max(most))
 }
 
-/// What a token alone decides is the same; sums over tokens are cut at other places. Each of the two sums of `n` terms is within `n u` of
-/// the exact one, times the sum of their magnitudes, which we take for 8 times the largest element of a gradient or less. In bfloat16
-/// each rank's part of a gradient, and of attention's where several ranks have one key head, is rounded besides.
+/// Results of a single token are equal; sums over tokens are divided differently. Each of the two sums of `n` terms is within `n u` of the
+/// exact one, times the sum of their magnitudes, which is assumed to be at most 8 times the largest element of a gradient. In bfloat16 the
+/// partial gradient of each rank is rounded as well, and so is that of attention if several ranks share a key head.
 #[test]
 fn several_ranks_of_a_sequence_compute_what_one_does() {
     for (nth, (name, heads)) in FAMILIES.into_iter().enumerate() {
@@ -152,7 +152,7 @@ fn several_ranks_of_a_sequence_compute_what_one_does() {
                 assert!(loss <= bound, "{name} {dtype} on {ranks}: loss {loss}, bound {bound}");
                 let difference: Vec<f32> = moments.iter().zip(&other_moments).map(|(one, other)| one - other).collect();
                 for spec in TensorTable::new(&shape).specs() {
-                    // Of some tensors nothing but rounding is left: those of keys' biases, by which no softmax changes.
+                    // Gradients of some tensors are pure rounding error: those of key biases, which do not affect the softmax.
                     let least = largest(&moments) / 64.0;
                     let gradient = largest(&difference[spec.range()]) / largest(&moments[spec.range()]).max(least);
                     assert!(gradient <= bound, "{name} {dtype} on {ranks}: gradient of {} {gradient}, bound {bound}", spec.name);
@@ -199,7 +199,8 @@ fn as_many_ranks_of_a_sequence_give_one_digest() {
     }
 }
 
-/// Two buffers hold attention's outputs by turns; what comes back into one others pull, layers of other policies between them.
+/// Two buffers alternate for attention's outputs. Peers pull from the buffer into which an output returns, with layers of other policies in
+/// between.
 #[test]
 fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
     let mixes = [
@@ -207,7 +208,7 @@ fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
         ["host-attention", "host", "host-attention", "recompute-block", "host-attention", "keep"],
         ["keep", "host-attention", "host-attention", "recompute-cheap", "host-attention", "host-attention"],
     ];
-    // Of ten heads on four ranks some have more than others; and of one key head all ranks have one part each of its gradient.
+    // With ten heads on four ranks some ranks have more heads. With one key head every rank has a part of its gradient.
     for (seed, (heads, kv_heads)) in [(4, 2), (10, 5), (8, 1)].into_iter().enumerate() {
         let shape = deep("llama", 6, (heads, kv_heads));
         let (seed, ranks) = (seed as u64, if seed == 0 { 2 } else { 4 });
@@ -229,7 +230,7 @@ fn outputs_of_attention_that_come_back_from_the_host_are_handed_over() {
     }
 }
 
-/// A module waits for what its group hands over and for places that all ranks' sums free.
+/// A module waits for the handovers of its group, and for ring memory that the sums of all ranks free.
 #[test]
 fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
     let shape = tiny_llama(12, 32, 64, true);
@@ -252,7 +253,7 @@ fn gradients_of_ranks_of_a_sequence_may_lie_in_a_ring() {
     }
 }
 
-/// Weights of which each rank keeps its part, with MLPs in tiles of 7 tokens or products in FP8, of 16 tokens on each of two ranks.
+/// Sharded weights, with MLPs in tiles of 7 tokens or with FP8 products, and 16 tokens on each of two ranks.
 #[test]
 fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8() {
     let shape = tiny_llama(12, 32, 64, true);
@@ -282,14 +283,14 @@ fn ranks_of_a_sequence_may_keep_parts_of_the_weights_and_compute_in_tiles_or_fp8
     assert_ne!(digests[0], digests[1], "8 bits are fewer than 16");
 }
 
-/// Buckets of which each of four ranks owns a block; two micro-batches a step, of which two ranks have half of every sequence each.
+/// Each bucket has a block for each of four ranks. Of two micro-batches a step, two ranks have half of every sequence.
 const CUT: [&str; 5] = ["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4", "--sequence-ranks=2"];
 
 fn flags<'a>(gpus: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     CUT.into_iter().chain([gpus]).chain(more.iter().copied()).collect()
 }
 
-/// Conversations of some lengths, so that rows hold several documents.
+/// Documents of various lengths, so that rows hold several.
 fn documents(workspace: &Workspace) -> String {
     let line = |nth: usize| format!("{{\"text\": \"{}\"}}\n", &"the quick brown fox"[..3 + nth * 5 % 11]);
     let data = workspace.write("documents.jsonl", (0..80).map(line).collect::<String>());
@@ -312,7 +313,7 @@ fn two_and_four_devices_that_share_sequences_train_to_the_same_bits_and_files() 
         }
         let state = |out: &str| std::fs::read(workspace.path(&format!("{name}-{out}/checkpoint-12/state.bin"))).unwrap();
         assert!(state("2") == state("4"), "files do not depend on how many devices there are");
-        // Two micro-batches of one device: nearly the same losses. In bfloat16 a part of a gradient is rounded by 2^-9.
+        // Two micro-batches on one device give nearly the same losses. In bfloat16 a partial gradient is rounded by 2^-9.
         train("1", &[&["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=2"], &more[..]].concat());
         for (shared, alone) in workspace.metrics(&format!("{name}-2")).iter().zip(workspace.metrics(&format!("{name}-1"))) {
             let [shared, alone] = [shared, &alone].map(|line| line["loss"].as_f64().unwrap());

@@ -1,4 +1,4 @@
-//! Which signals save a run, which end it at once, and from when on.
+//! Signals that save a run or end it at once, and the time from which they are handled.
 
 use crate::program::{Outcome, Workspace, run};
 use crate::resume::{await_line, await_listening, has_signal, send};
@@ -45,7 +45,7 @@ fn a_second_signal_ends_the_program_at_once_unless_it_is_the_same_request() {
     }
 }
 
-/// Schedulers send TERM at the time limit of which another signal has warned, and a limit of processor time warns every second.
+/// Schedulers send TERM at a time limit after a warning signal, and a limit of CPU time warns every second.
 #[test]
 fn a_warning_of_a_batch_system_is_neither_the_first_nor_the_second_of_two_signals() {
     let workspace = Workspace::new();
@@ -98,7 +98,7 @@ fn stop_signals_are_names_of_signals_in_flags_and_files() {
     child.wait().unwrap();
 }
 
-/// Before there is anything to save, a launcher's second signal is no abrupt end either.
+/// Before there is anything to save, a launcher's second signal must not end the run abruptly either.
 #[test]
 fn two_signals_while_a_run_prepares_are_one() {
     let workspace = Workspace::new();

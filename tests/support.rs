@@ -1,4 +1,4 @@
-//! Small models, settings and engines for the tests.
+//! Small models, settings and engines for tests.
 
 use superoffload::internals::checkpoint::StateDigest;
 use superoffload::internals::data::{Batch, Batches};
@@ -13,12 +13,12 @@ use superoffload::internals::optim::StatePart;
 use superoffload::internals::planner::Machine;
 use superoffload::{Plan, Result, Settings, TrainOptions};
 
-/// What runs another machine's programs, if these tests are one or start one: see `tests/aarch64/emulate.sh`.
+/// The emulator for another machine's programs, if the tests use one: see `tests/aarch64/emulate.sh`.
 pub fn emulator() -> Option<std::ffi::OsString> {
     std::env::var_os("SUPEROFFLOAD_EMULATOR")
 }
 
-/// A llama of a few thousand parameters; `layers`, `channels` and `vocab` vary, `tied` embeddings or not.
+/// A llama with a few thousand parameters, with variable `layers`, `channels` and `vocab`, and `tied` embeddings or separate ones.
 pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers,
@@ -29,7 +29,7 @@ pub fn tiny_llama(layers: usize, channels: usize, vocab: usize, tied: bool) -> M
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
-/// As [`tiny_llama`], with four experts in every layer but the second, of which a token takes two.
+/// Like [`tiny_llama`], with four experts in every layer except the second. A token uses two of them.
 pub fn tiny_moe(layers: usize, channels: usize, vocab: usize, tied: bool) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": channels, "num_hidden_layers": layers, "num_attention_heads": 4,
@@ -40,18 +40,18 @@ pub fn tiny_moe(layers: usize, channels: usize, vocab: usize, tied: bool) -> Mod
     ModelShape::parse(&config.to_string(), std::path::Path::new("config.json")).unwrap()
 }
 
-/// One bucket with a resident optimizer, where the strategy and the build have the technique.
+/// The setting of one resident bucket, if the strategy and the build support it.
 pub fn resident(strategy: &str) -> &'static str {
     if cfg!(feature = "repartition") && strategy.contains("superoffload") { "resident-buckets = 1\n" } else { "" }
 }
 
-/// Settings from a config file's text, resolved as the program does it.
+/// Settings from the text of a config file, resolved as in the program.
 pub fn settings(toml: &str) -> Settings {
     let options: TrainOptions = toml::from_str(toml).unwrap();
     Settings::resolve(options).unwrap()
 }
 
-/// The shortest ring of gradients that holds any module and a bucket, if that is shorter than them all. The embeddings stay outside.
+/// The shortest gradient ring that holds any module and a bucket, if it saves memory. The embeddings stay outside.
 pub fn grad_ring(plan: &Plan, table: &TensorTable) -> Option<RingShape> {
     let grain = RING_GRAIN_BYTES / plan.dtype.bytes();
     let module_elems = [Module::Head, Module::Layer(0)].map(|module| table.module_range(module).len());
@@ -68,7 +68,7 @@ pub fn engine(settings: &Settings, shape: &ModelShape) -> Engine<CpuDevice> {
     start(&plan, shape, random_params(settings.seed))
 }
 
-/// A fresh model's weights.
+/// The weights of a new model.
 pub fn random_params(seed: u64) -> impl Fn(&TensorSpec) -> Vec<f32> {
     move |spec| {
         let mut params = vec![0.0; spec.elems()];
@@ -84,7 +84,7 @@ pub fn start(plan: &Plan, shape: &ModelShape, params: impl Fn(&TensorSpec) -> Ve
     engine
 }
 
-/// Gives an engine these weights.
+/// Writes these weights into an engine.
 pub fn load<D: Kernels>(engine: &mut Engine<D>, params: impl Fn(&TensorSpec) -> Vec<f32>) {
     for spec in engine.table().specs().to_vec() {
         engine.write_state(StatePart::Params, spec.offset_elems, &params(&spec)).unwrap();
@@ -119,7 +119,7 @@ fn for_each_state<D: Kernels>(engine: &mut Engine<D>, mut each: impl FnMut(&Tens
     }
 }
 
-/// Random tokens, the same for the same seed.
+/// Random tokens, determined by the seed.
 #[derive(Clone)]
 pub struct Noise {
     state: u64,

@@ -1,4 +1,4 @@
-//! Event files for TensorBoard: whole records, one a step, and what a resumed run takes back.
+//! Event files for TensorBoard: complete records, one per step, and their removal by a resumed run.
 
 use crate::campaign::record;
 use crate::program::{Workspace, run};
@@ -20,7 +20,7 @@ fn masked(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The events of a file, each behind its checked length and before its own checksum.
+/// The events of a file. Each is preceded by its length with a checksum, and followed by its own checksum.
 fn events(path: &Path) -> Vec<Vec<u8>> {
     let (mut rest, mut events): (&[u8], Vec<_>) = (&fs::read(path).unwrap(), vec![]);
     while !rest.is_empty() {
@@ -47,9 +47,9 @@ fn every_step_is_an_event_and_a_resumed_run_takes_later_ones_back() {
     let files = event_files(&workspace, "out");
     let second = events(&files[1]);
     let begun = workspace.metrics("out").len() - (second.len() - 2) + 1;
-    // Field 2 is the step, field 7 a session whose field 1 says that it starts.
+    // Field 2 is the step. Field 7 is a session; its field 1 marks the start.
     assert_eq!(second[1][9..], [0x10, begun as u8, 0x3a, 2, 8, 1], "{resumed:?}");
-    // A fresh run has its own.
+    // A new run has its own file.
     run(&mut workspace.train("out", &["--max-steps=3"])).digest();
     let [fresh] = event_files(&workspace, "out").try_into().unwrap();
     assert!(events(&fresh).len() == 4 && workspace.path("out/previous-1/tb").is_dir());
@@ -68,7 +68,7 @@ fn events_are_left_out_on_request_and_replace_nothing_foreign() {
     assert_eq!(workspace.names("out", ""), ["tb"], "it was refused before it wrote anything");
     assert_eq!(run(&mut workspace.train("out", &["--report-to=none"])).digest(), digest);
     assert!(workspace.path("out/tb").is_symlink());
-    // A run that goes on gives it another name.
+    // A resumed run renames the foreign entry.
     let resumed = run(&mut workspace.resume("out", &["--max-steps=13"]));
     resumed.digest();
     assert!(resumed.stderr.contains("out/tb: not a folder of events of this program; it is now tb.foreign-1"), "{resumed:?}");
@@ -76,8 +76,8 @@ fn events_are_left_out_on_request_and_replace_nothing_foreign() {
     assert_eq!(fs::read_dir(workspace.path("elsewhere")).unwrap().count(), 0);
 }
 
-/// What TensorBoard itself reads, steps and losses, is what metrics.jsonl says, also after a resume; a line of
-/// `tests/campaigns/tensorboard.jsonl` says so.
+/// TensorBoard reads the steps and losses of metrics.jsonl, also after a resume. A line of `tests/campaigns/tensorboard.jsonl` records the
+/// result.
 #[test]
 #[ignore = "needs a Python with tensorboard 2.21 in SUPEROFFLOAD_PYTHON"]
 fn tensorboard_reads_what_the_metrics_say() {

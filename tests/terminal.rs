@@ -1,14 +1,14 @@
-//! No command sends a terminal what it would obey: of paths, names, tokens and records of others characters are shown by their escapes.
+//! No command sends control characters to a terminal. Those in paths, names, tokens and records are printed as escapes.
 
 use crate::program::{Outcome, Workspace, program, run};
 use serde_json::Value;
 use std::process::Command;
 
-/// Turns red, moves the cursor (C0 and C1), turns the direction of writing.
+/// Sets red, moves the cursor (C0 and C1), and reverses the writing direction.
 const EVIL: &str = "e\u{1b}[31mv\u{9b}2Ji\u{202e}l\u{2066}";
 const OBEYED: [char; 5] = ['\u{1b}', '\u{9b}', '\u{202e}', '\u{2066}', '\r'];
 
-/// A place in which everything that can have a name has this one.
+/// A workspace in which every name contains these characters.
 struct Evil(Workspace);
 
 impl Evil {
@@ -27,7 +27,7 @@ impl Evil {
         self.0.path(&format!("{EVIL}{end}")).to_str().unwrap().into()
     }
 
-    /// Runs the command, and checks that its output holds nothing that a terminal obeys.
+    /// Runs the command, and checks that its output contains no control characters.
     fn shown(&self, command: &mut Command) -> Outcome {
         let outcome = run(command.current_dir(self.0.path("")));
         for said in [&outcome.stdout, &outcome.stderr] {
@@ -117,7 +117,7 @@ fn data_and_prepare_show_records_and_their_json_means_the_same() {
 fn plan_simulate_and_bench_show_names_of_models_and_profiles() {
     let evil = Evil::new();
     let config = evil.path(".json");
-    // A string in JSON is one in TOML.
+    // A JSON string is also a TOML string.
     let name = serde_json::to_string(EVIL).unwrap();
     let profile = format!("like = \"gh200-96\"\nname = {name}\nmachine = {name}\n");
     let hardware = evil.0.write(&format!("{EVIL}.toml"), profile);

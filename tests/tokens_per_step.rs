@@ -1,10 +1,10 @@
-//! `--tokens-per-step`: the plan cuts a step into micro-batches, a run keeps how it was cut.
+//! `--tokens-per-step`: the plan divides a step into micro-batches, and a run keeps the division.
 
 use crate::program::{Outcome, Workspace, run};
 use serde_json::Value;
 use std::fs;
 
-/// A workspace in which nobody has said how large a micro-batch is.
+/// A workspace with settings that do not set the size of a micro-batch.
 fn workspace() -> Workspace {
     let workspace = Workspace::new();
     let settings = fs::read_to_string(workspace.path("run.toml")).unwrap();

@@ -1,5 +1,4 @@
-//! What comes over the network between processes is checked before it is used, and whoever reaches a process without the run's secret keeps none
-//! from starting.
+//! Messages between processes are checked before use, and a client without the run token cannot prevent a run from starting.
 
 use crate::program::{Outcome, Workspace, run};
 use crate::resume::{await_line, send};
@@ -15,17 +14,17 @@ use std::time::{Duration, Instant};
 
 const TOKEN: (&str, &str) = ("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
 
-/// Variables of launchers that may start these tests.
+/// Environment variables of launchers, under which these tests may run.
 const LAUNCHERS: [&str; 6] = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
 
-/// Runs at a time.
+/// Number of concurrent runs.
 const AT_ONCE: usize = 4;
 
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Six shares of a step for all processes.
+/// The command of one process. All processes together have six shares a step.
 fn one(workspace: &Workspace, out: &str, processes: usize, flags: &[&str]) -> Command {
     let accumulation = format!("--gradient-accumulation-steps={}", 6 / processes);
     let cut = ["--device=cpu", "--threads=1", "--bucket-mib=0.03125", "--gradient-shares=6", "--stall-limit=30", &accumulation];
@@ -35,7 +34,7 @@ fn one(workspace: &Workspace, out: &str, processes: usize, flags: &[&str]) -> Co
     command
 }
 
-/// Process `process` of so many, which meets the others at `port`.
+/// Process `process` of `processes`, with the rendezvous at `port`.
 fn member(workspace: &Workspace, out: &str, [process, processes]: [usize; 2], port: u16, flags: &[&str]) -> Command {
     let (all, nth, at) = (format!("--processes={processes}"), format!("--process={process}"), format!("--rendezvous=127.0.0.1:{port}"));
     one(workspace, out, processes, &[&[&all[..], &nth, &at], flags].concat())
@@ -45,7 +44,7 @@ fn end(child: Child) -> Outcome {
     child.wait_with_output().unwrap().into()
 }
 
-/// Two processes between which something happens to a message.
+/// Runs two processes through a proxy that damages one message.
 fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
     let (port, out) = (free_port(), format!("{:?}-{:?}-{}", plot.phase, plot.harm, plot.nth));
     let proxy = WireProxy::to(port, plot);
@@ -82,7 +81,7 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
     assert_eq!(Outcome::from(resumed).digest(), whole, "{plot:?}: the last checkpoint is good");
 }
 
-/// A message of each kind, of each phase of a run: no run ends well with other bits. A campaign makes a thousand of them.
+/// A message of each kind in each phase of a run: no run may finish with other bits. A campaign tests a thousand of them.
 #[test]
 fn a_message_that_is_harmed_on_its_way_is_never_used() {
     let workspace = Workspace::new();
@@ -103,7 +102,7 @@ fn a_message_that_is_harmed_on_its_way_is_never_used() {
     });
 }
 
-/// Connections that say nothing, and some that say a byte now and then, before process 0 has met anybody and while it waits.
+/// Connections that send nothing or single bytes, before process 0 has met any process and while it waits.
 #[test]
 fn slow_strangers_do_not_keep_a_run_from_starting() {
     let workspace = Workspace::new();
@@ -115,7 +114,7 @@ fn slow_strangers_do_not_keep_a_run_from_starting() {
     let mut strangers: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     let dripping = std::thread::spawn(move || {
         while begin.elapsed() < Duration::from_secs(8) {
-            // Those that were turned away are closed.
+            // Rejected connections are closed.
             strangers.iter_mut().for_each(|stream| _ = stream.write_all(b"S"));
             std::thread::sleep(Duration::from_millis(200));
         }
@@ -127,7 +126,7 @@ fn slow_strangers_do_not_keep_a_run_from_starting() {
     dripping.join().unwrap();
 }
 
-/// Names of processes and causes stand once in what each says.
+/// Each output names a process and a cause only once.
 #[test]
 fn a_process_that_ends_is_named_once_by_all_others() {
     let workspace = Workspace::new();
@@ -185,7 +184,7 @@ fn a_token_that_others_may_know_is_a_warning_and_a_short_one_is_refused_whatever
     assert!(open.code == 1 && open.stderr.contains("token: other users may read the run token (mode 644)"), "{open:?}");
     let weak = by_file(&[b'a'; 16], 0o600);
     assert!(weak.code == 1 && weak.stderr.contains("the run token may be guessed: it repeats one byte"), "{weak:?}");
-    // Tokens of other bytes are other tokens, also where neither is text.
+    // Different bytes are different tokens, even if neither is valid text.
     let port = free_port();
     let with = |process: usize, byte: u8| {
         let mut command = member(&workspace, "bytes", [process, 2], port, &["--rendezvous-limit=20"]);

@@ -1,5 +1,5 @@
-//! A network between two processes of a run that does harm to one message: it stands at an address of its own, hands on what the processes say to
-//! each other, and changes, loses, doubles, moves, inserts, delays or cuts the message that it was told to.
+//! A proxy between two processes of a run that damages one message. It listens on its own address, forwards all messages, and changes,
+//! drops, duplicates, reorders, inserts, delays or truncates the selected one.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,54 +8,54 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Bytes of each side's part of a handshake, which come one after the other: those of the side that connects, and of the other one.
+/// Bytes of each side's handshake messages, in order: those of the connecting side, then those of the accepting side.
 const HANDSHAKE: [[usize; 2]; 2] = [[37, 32], [56, 32]];
-/// Bytes of the head of a message: its length lies at the start, its kind behind length and number.
+/// Bytes of the head of a message. The length of the body is at its start, and the kind behind the length and the sequence number.
 const HEAD_BYTES: usize = 13;
 /// Bytes of the checksum behind the body.
 const SUM_BYTES: usize = 4;
 const KIND_AT: usize = 8;
 
-/// What a message is about.
+/// The subject of a message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Phase {
-    /// Both prove that they have the run's token.
+    /// Proofs of the run token.
     Handshake,
-    /// They meet, and agree on what they do.
+    /// Rendezvous and agreement.
     Rendezvous,
-    /// They live.
+    /// Heartbeats.
     Alive,
     Gradients,
     Weights,
     Notices,
     Orders,
-    /// The run is over.
+    /// The end of the run.
     End,
 }
 
 pub const PHASES: [Phase; 8] =
     [Phase::Handshake, Phase::Rendezvous, Phase::Alive, Phase::Gradients, Phase::Weights, Phase::Notices, Phase::Orders, Phase::End];
 
-/// What happens to a message.
+/// Damage to a message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Harm {
-    /// A byte of it is another one.
+    /// One byte is changed.
     Flip,
     Drop,
     Double,
-    /// It comes behind the next one.
+    /// The message arrives after the next one.
     Move,
-    /// Something stands before it that nobody has sent.
+    /// Bytes that no process sent are inserted before it.
     Insert,
     /// The connection ends in the middle of it.
     Cut,
-    /// It comes later, a byte at a time at first.
+    /// The message arrives later, the first part of it byte by byte.
     Delay,
 }
 
 pub const HARMS: [Harm; 7] = [Harm::Flip, Harm::Drop, Harm::Double, Harm::Move, Harm::Insert, Harm::Cut, Harm::Delay];
 
-/// The harm that is done, and to which message: the `nth` of a phase, from 0. `choice` decides the byte.
+/// The damage and the damaged message: the `nth` of a phase, starting at 0. `choice` selects the byte.
 #[derive(Clone, Copy, Debug)]
 pub struct Plot {
     pub phase: Phase,
@@ -64,15 +64,15 @@ pub struct Plot {
     pub choice: u64,
 }
 
-/// What the threads of a proxy share.
+/// State shared by the threads of a proxy.
 struct Harmer {
     plot: Plot,
-    /// Messages of the phase so far.
+    /// Number of messages of the phase so far.
     seen: AtomicU64,
     is_done: AtomicBool,
 }
 
-/// See above. It ends with the test.
+/// The proxy, which ends with the test.
 pub struct WireProxy {
     pub port: u16,
     harmer: Arc<Harmer>,
@@ -87,7 +87,7 @@ impl WireProxy {
         let shared = harmer.clone();
         thread::spawn(move || {
             for near in listener.incoming().flatten() {
-                // Whoever connects before process 0 listens is refused, as by the network itself.
+                // A connection before process 0 listens is refused, as without a proxy.
                 if let Ok(far) = TcpStream::connect(("127.0.0.1", port)) {
                     join(&near, &far, &shared);
                 }
@@ -96,13 +96,13 @@ impl WireProxy {
         Self { port: own, harmer }
     }
 
-    /// Whether there was such a message.
+    /// Whether the selected message occurred.
     pub fn has_struck(&self) -> bool {
         self.harmer.is_done.load(Ordering::Relaxed)
     }
 }
 
-/// Hands on what both sides say.
+/// Forwards the messages of both sides.
 fn join(near: &TcpStream, far: &TcpStream, harmer: &Arc<Harmer>) {
     let channel = Arc::new(AtomicU64::new(0));
     for (side, from, to) in [(0, near, far), (1, far, near)] {
@@ -116,20 +116,20 @@ fn join(near: &TcpStream, far: &TcpStream, harmer: &Arc<Harmer>) {
 /// One direction of a connection.
 struct Way {
     side: usize,
-    /// What the connection is for, once the side that connects has said so.
+    /// The purpose of the connection, once the connecting side has sent it.
     channel: Arc<AtomicU64>,
     harmer: Arc<Harmer>,
     from: TcpStream,
     to: TcpStream,
-    /// The message before.
+    /// The previous message.
     last: Vec<u8>,
-    /// A message that waits for the next one.
+    /// A message that is held back until the next one.
     held: Option<Vec<u8>>,
 }
 
 impl Way {
     fn run(mut self) {
-        // A side that closes ends the connection.
+        // When one side closes, the whole connection ends.
         let _ = self.hand_on();
         for stream in [&self.from, &self.to] {
             let _ = stream.shutdown(Shutdown::Both);
@@ -153,7 +153,7 @@ impl Way {
         }
     }
 
-    /// The next message, of which some bytes are here.
+    /// Reads the rest of a message. Its first bytes are in `message`.
     fn read(&mut self, mut message: Vec<u8>, bytes: usize) -> io::Result<Vec<u8>> {
         let start = message.len();
         message.resize(bytes, 0);
@@ -161,7 +161,7 @@ impl Way {
         Ok(message)
     }
 
-    /// What a message of `kind` is about, by the numbers of connections and topics.
+    /// The subject of a message of `kind`, from the numbers of channels and topics.
     fn phase(&self, kind: u8) -> Phase {
         match (self.channel.load(Ordering::Relaxed), kind) {
             (0, 0) | (1.., 0) => Phase::Alive,
@@ -174,7 +174,7 @@ impl Way {
         }
     }
 
-    /// Hands on a message, or what becomes of it.
+    /// Forwards a message, damaged if it is the selected one.
     fn pass(&mut self, message: Vec<u8>, phase: Phase) -> io::Result<()> {
         let Harmer { plot, seen, is_done } = &*self.harmer;
         let is_meant = phase == plot.phase && seen.fetch_add(1, Ordering::Relaxed) == plot.nth;
