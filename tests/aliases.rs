@@ -43,7 +43,7 @@ fn the_settings_file_takes_the_same_names() {
     run(&mut workspace.train("out", &[])).refused(1, &["nowhere.json", "No such file"]);
 }
 
-/// The same keys in YAML and JSON, with the file as the first argument. Flags take precedence.
+/// YAML and JSON files with equal keys, as the first argument. Flags take precedence.
 #[test]
 fn yaml_and_json_train_as_toml_does() {
     let workspace = Workspace::new();

@@ -1,4 +1,4 @@
-//! Runs the program on a model so small that a run takes a tenth of a second, and never waits for ever.
+//! Runs the program on a model so small that a run takes a tenth of a second, always with a timeout.
 
 use crate::record::{Failure, Record};
 use rand_chacha::ChaCha8Rng;
@@ -12,34 +12,34 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// One entry of the list.
+/// A campaign of the list.
 pub struct Campaign {
-    /// Its name in the list.
+    /// Identifier in the list.
     pub id: &'static str,
-    /// What is tried, and what must hold.
+    /// The actions and the required properties.
     pub what: &'static str,
-    /// Runs that make it complete.
+    /// Number of runs of the complete campaign.
     pub runs: u64,
-    /// Runs that show that the campaign itself works.
+    /// Number of runs that show that the campaign itself works.
     pub smoke: u64,
-    /// Prepares; an error is why this cannot be run here.
+    /// Prepares the campaign. An error is the reason that it cannot run here.
     pub start: fn(&Harness) -> Result<Trial, String>,
 }
 
-/// One run: an error is a failure of the program.
+/// Performs one run. An error is a failure of the program.
 pub type Trial = Box<dyn FnMut(&Harness, &mut Turn) -> Result<(), String>>;
 
-/// What a run gets.
+/// Parameters and results of a run.
 pub struct Turn {
-    /// Counts from 0.
+    /// Index of the run, starting at 0.
     pub index: u64,
-    /// Of this run alone: it can be repeated without those before it.
+    /// Random numbers of this run alone, so that it can be repeated without earlier runs.
     pub rng: ChaCha8Rng,
-    /// What the run was, for the tally.
+    /// Kind of the run, for the statistics.
     pub kind: String,
-    /// Tries in this run, if it makes more than one.
+    /// Number of tries in this run, if it makes several.
     pub tries: u64,
-    /// There was nothing left to try: this run does not count, and it is the last.
+    /// Nothing is left to try: this run does not count, and it is the last.
     pub over: bool,
 }
 
@@ -49,35 +49,35 @@ impl Turn {
         self.rng.next_u64() % bound
     }
 
-    /// One of these.
+    /// One of `choices`.
     pub fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.pick(choices.len() as u64) as usize]
     }
 }
 
-/// Nothing that is run here takes longer by itself.
+/// Timeout of every process, far above the usual time.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The device that runs take: `SUPEROFFLOAD_DEVICE`, else the CPU.
+/// The device of all runs: `SUPEROFFLOAD_DEVICE`, else the CPU.
 pub fn device() -> String {
     std::env::var("SUPEROFFLOAD_DEVICE").unwrap_or_else(|_| "cpu".into())
 }
 
-/// What every run shares; flags win over it.
+/// Settings of every run. Flags take precedence.
 const SETTINGS: &str = include_str!("../run.toml");
 
-/// A llama of six thousand parameters that reads bytes.
+/// A llama with six thousand parameters and byte tokens.
 const CONFIG: &str = r#"{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 256, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
 }"#;
 
-/// The program, and a directory with `run.toml`, `model/config.json` and `data.txt`; runs write into directories beside them.
+/// The program, and a directory with `run.toml`, `model/config.json` and `data.txt`. Runs write into directories next to them.
 pub struct Harness {
     pub program: PathBuf,
     pub seed: u64,
-    /// A look is enough: long runs may be short.
+    /// A smoke test: long runs may be shortened.
     pub is_smoke: bool,
     dir: tempfile::TempDir,
 }
@@ -93,7 +93,8 @@ impl Harness {
         Ok(harness)
     }
 
-    /// Runs one campaign and counts. Of several `jobs`, each a thread with a directory of its own, the n-th makes every so-manieth run.
+    /// Performs the runs of one campaign and counts results. Of several `jobs`, each has a thread and a directory, and performs every
+    /// `jobs`-th run.
     pub fn campaign(&self, campaign: &Campaign, runs: Range<u64>, most: Option<Duration>, jobs: usize) -> Result<Record, String> {
         let begin = Instant::now();
         let others: Vec<Self> =
@@ -112,7 +113,7 @@ impl Harness {
         Ok(record)
     }
 
-    /// These of the campaign's runs, one after the other.
+    /// Performs the given runs of the campaign sequentially.
     fn runs_of(&self, campaign: &Campaign, runs: impl Iterator<Item = u64>, most: Option<Duration>) -> Record {
         let begin = Instant::now();
         let mut record = Record::new(self, campaign);
@@ -130,7 +131,7 @@ impl Harness {
         record
     }
 
-    /// One run; false if there was none left.
+    /// Performs one run. Returns false if nothing was left to try.
     fn turn(&self, trial: &mut Trial, index: u64, record: &mut Record) -> bool {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(index);
@@ -156,7 +157,7 @@ impl Harness {
         std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64)
     }
 
-    /// Whether `train` has this flag: campaigns run older programs, too.
+    /// Whether `train` has this flag. Campaigns also run older programs.
     pub fn has_flag(&self, flag: &str) -> bool {
         let mut help = Command::new(&self.program);
         help.args(["train", "--help"]);
@@ -180,7 +181,7 @@ impl Harness {
         self.write(name, format!("device = {:?}\nmodel = {model:?}\ndata = {data:?}\n{SETTINGS}\n{more}\n", device()));
     }
 
-    /// `train` by the configuration file `config` into an empty directory `out` with these flags.
+    /// The command `train` with the configuration file `config`, the output directory `out` and these flags.
     pub fn train_by(&self, config: &str, out: &str, flags: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(["train", "--config"]).arg(self.path(config)).arg("--output-dir").arg(self.path(out)).args(flags);
@@ -191,32 +192,32 @@ impl Harness {
         self.train_by("run.toml", out, flags)
     }
 
-    /// Goes on with the newest checkpoint in `out`.
+    /// Resumes from the newest checkpoint in `out`.
     pub fn resume(&self, out: &str, flags: &[&str]) -> Command {
         self.train(out, &[&["--resume-from-checkpoint", "auto"], flags].concat())
     }
 
-    /// The digest of the state that `checkpoint` holds.
+    /// The digest of the state in `checkpoint`.
     pub fn digest_of(&self, checkpoint: &Path) -> Result<String, String> {
         run(Command::new(&self.program).arg("digest").arg(checkpoint), &self.path("digest")).digest()
     }
 
-    /// Runs to the end.
+    /// Runs the command to its end.
     pub fn run(&self, mut command: Command) -> Outcome {
         run(&mut command, &self.path("run"))
     }
 
-    /// Starts, with its output in files that can be read while it runs.
+    /// Starts the command. Its output goes to files that can be read during the run.
     pub fn spawn(&self, command: Command) -> Running {
         self.spawn_as(command, "run")
     }
 
-    /// The same for one of several at a time, whose files have this name.
+    /// Starts one of several concurrent commands, with `name` for its output files.
     pub fn spawn_as(&self, mut command: Command, name: &str) -> Running {
         Running::start(&mut command, &self.path(name))
     }
 
-    /// An uninterrupted run: its digest, and how long it took.
+    /// An uninterrupted run: its digest and duration.
     pub fn reference(&self, out: &str, flags: &[&str]) -> Result<(String, Duration), String> {
         self.remove(out);
         let begin = Instant::now();
@@ -231,7 +232,7 @@ impl Harness {
         }
     }
 
-    /// An empty directory.
+    /// Creates an empty directory.
     pub fn fresh(&self, name: &str) {
         self.remove(name);
         fs::create_dir(self.path(name)).unwrap();
@@ -243,7 +244,7 @@ impl Harness {
         copy_dir(&self.path(from), &self.path(to));
     }
 
-    /// Checks that `out` was left by a finished run: no part of a save remains.
+    /// Checks that a finished run left no temporary files in `out`.
     pub fn expect_tidy(&self, out: &str) -> Result<(), String> {
         let names = names(&self.path(out));
         let parts = names.iter().filter(|name| [".tmp-", ".old-", ".del-"].iter().any(|part| name.contains(part)));
@@ -267,7 +268,7 @@ pub fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// The names in `dir`, sorted; none if there is no such directory.
+/// The names in `dir`, sorted; empty if the directory does not exist.
 pub fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -292,7 +293,7 @@ pub fn expect(holds: bool, otherwise: impl FnOnce() -> String) -> Result<(), Str
     if holds { Ok(()) } else { Err(otherwise()) }
 }
 
-/// A child whose output goes to files. It does not outlive this.
+/// A child process with its output in files. It is killed when this is dropped.
 pub struct Running {
     pub child: Child,
     files: [PathBuf; 2],
@@ -307,7 +308,7 @@ impl Running {
         Self { child, files, begin: Instant::now() }
     }
 
-    /// What it has printed so far.
+    /// The output so far.
     pub fn stdout(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.files[0]).unwrap()).into_owned()
     }
@@ -320,7 +321,7 @@ impl Running {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits until `holds`; false if the child ended first.
+    /// Waits until `holds`. Returns false if the child ends first.
     pub fn wait_until(&mut self, mut holds: impl FnMut(&Self) -> bool) -> bool {
         let deadline = Instant::now() + PATIENCE;
         while self.is_running() && Instant::now() < deadline {
@@ -332,7 +333,7 @@ impl Running {
         false
     }
 
-    /// Waits for its end, but not for ever.
+    /// Waits for the end of the child, up to the timeout.
     pub fn finish(mut self) -> Outcome {
         let deadline = Instant::now() + PATIENCE;
         while self.is_running() && Instant::now() < deadline {
@@ -345,7 +346,7 @@ impl Running {
         Outcome { code, hung, stdout: text(&self.files[0]), stderr: text(&self.files[1]), seconds: self.begin.elapsed().as_secs_f64() }
     }
 
-    /// `kill -9`.
+    /// Kills the child with `kill -9`.
     pub fn kill(&mut self) -> std::process::ExitStatus {
         self.child.kill().unwrap();
         self.child.wait().unwrap()
@@ -364,10 +365,10 @@ pub fn run(command: &mut Command, files: &Path) -> Outcome {
     Running::start(command, files).finish()
 }
 
-/// How a process ended and what it said.
+/// The exit code and the output of a process.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Exit code, or the negative signal that ended it.
+    /// Exit code, or the negative number of the signal that ended the process.
     pub code: i32,
     pub hung: bool,
     pub stdout: String,
@@ -376,19 +377,19 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// The digest, which is the last line of a run that went well.
+    /// The digest, which is the last line of a successful run.
     pub fn digest(&self) -> Result<String, String> {
         let digest = self.stdout.lines().last().and_then(|line| line.strip_prefix("digest: "));
         digest.filter(|_| self.code == 0).map(str::to_string).ok_or_else(|| format!("no digest: {self}"))
     }
 
-    /// A run that went well and came to this state.
+    /// Checks that the run succeeded with this digest.
     pub fn expect_digest(&self, digest: &str) -> Result<(), String> {
         let found = self.digest()?;
         expect(found == digest, || format!("digest {found} instead of {digest}"))
     }
 
-    /// The end was orderly: one of these exit codes, one line of error if it is one, no panic, no signal, no endless run.
+    /// Checks for an orderly end: one of these exit codes, one line of error with exit 1 or 2, no panic, no signal, no timeout.
     pub fn expect_orderly(&self, codes: &[i32]) -> Result<(), String> {
         expect(!self.hung, || format!("hangs: {self}"))?;
         expect(codes.contains(&self.code), || format!("exit {} is none of {codes:?}: {self}", self.code))?;
@@ -398,7 +399,7 @@ impl Outcome {
         expect(errors == wanted, || format!("{errors} lines of error with exit {}: {self}", self.code))
     }
 
-    /// The step of the checkpoint that it went on from, 0 if it began anew.
+    /// The step of the checkpoint from which the run resumed; 0 if it started from the beginning.
     pub fn resumed_from(&self) -> u64 {
         let line = self.stdout.lines().find_map(|line| line.strip_prefix("resuming from "));
         line.and_then(|path| path.rsplit_once("checkpoint-")?.1.parse().ok()).unwrap_or(0)
@@ -406,7 +407,7 @@ impl Outcome {
 }
 
 impl std::fmt::Display for Outcome {
-    /// In one line: the code and the ends of both outputs.
+    /// One line with the exit code and the ends of both outputs.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let end = |text: &str| {
             let chars: Vec<char> = text.trim().chars().collect();
@@ -416,5 +417,5 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// How often each kind of run was.
+/// Number of runs by kind.
 pub type Kinds = BTreeMap<String, u64>;

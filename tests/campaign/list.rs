@@ -1,4 +1,4 @@
-//! The list: its ids are those of the table in docs/reliability.md.
+//! All campaigns. The identifiers are those of the table in docs/reliability.md.
 
 use crate::harness::Campaign;
 use crate::*;

@@ -1,16 +1,16 @@
-//! `superoffload-campaign`: tries again and again what may go wrong in a long run, and counts. One JSON line a campaign.
+//! `superoffload-campaign`: provokes failures of long runs many times, and counts the results. Each campaign prints one JSON line.
 //!
-//! - `--list`: what there is, and how many runs make it complete
-//! - `--id R1,R4`: these; `--all`: every one
-//! - `--runs N`: as many of each instead; `--minutes M`: no longer than this for all together
-//! - `--jobs N`: so many runs of a campaign at a time, for a machine with many CPUs; each makes the choices that it makes alone
-//! - `--seed S`: other random choices; `--only I`: the I-th run alone, to see a failure again
-//! - `--program PATH`: this `superoffload` instead of the one that cargo built
-//! - `--out FILE`: appends the lines to it
-//! - `--report`: prints `docs/reliability.md` from the records in tests/campaigns/, and runs nothing
+//! - `--list`: prints all campaigns with their numbers of runs
+//! - `--id R1,R4`: runs these campaigns; `--all`: runs all of them
+//! - `--runs N`: uses this number of runs for each; `--minutes M`: time limit for all campaigns together
+//! - `--jobs N`: concurrent runs of a campaign, for a machine with many CPUs; each run makes the same random choices as alone
+//! - `--seed S`: other random choices; `--only I`: only run I, to repeat a failure
+//! - `--program PATH`: another `superoffload` than the one that cargo built
+//! - `--out FILE`: appends the lines to the file
+//! - `--report`: prints `docs/reliability.md` from the records in tests/campaigns/, without runs
 //!
-//! Without any of them, as under `cargo test`, a few runs of each show that the campaigns work, and the committed page is compared
-//! with its records. Exits 1 if a run failed.
+//! Without options, as under `cargo test`, a few runs of each campaign show that the campaigns work, and the committed page is compared
+//! with its records. Exits with 1 if a run failed.
 
 #[path = "../../fuzz/doors.rs"]
 mod doors;
@@ -64,7 +64,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// What the command line asks for.
+/// Options of the command line.
 #[derive(Default)]
 struct Options {
     list: bool,
@@ -99,9 +99,9 @@ impl Options {
                 "--program" => options.program = Some(value()?.into()),
                 "--out" => options.out = Some(value()?.into()),
                 "--report" => options.report = true,
-                // One batch of a fuzzed door, in a process of its own: what `r18_fuzz` starts.
+                // One batch of inputs for a fuzzed entry point, in a separate process that `r18_fuzz` starts.
                 "--door" => options.door = Some(value()?),
-                // cargo test hands every binary the options of the usual harness, and filters of other tests' names.
+                // cargo test passes the options of the standard harness, and name filters of other tests, to every binary.
                 _ if arg.starts_with("--id") || arg.starts_with("--run") => return Err(format!("{arg}: unknown; see the head of main.rs")),
                 _ => {}
             }
@@ -112,7 +112,7 @@ impl Options {
         }
     }
 
-    /// Whether this is the look that `cargo test` takes.
+    /// Whether this is the smoke test under `cargo test`.
     fn is_smoke(&self) -> bool {
         self.ids.is_empty() && !self.all
     }
@@ -139,14 +139,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs what is asked for; returns the number of failures.
+/// Runs the requested campaigns. Returns the number of failures.
 fn run_all(options: &Options) -> Result<u64, String> {
     let harness = Harness::new(options.program.clone(), options.seed, options.is_smoke())?;
     let wanted: Vec<&Campaign> = CAMPAIGNS.iter().filter(|campaign| options.wants(campaign)).collect();
     let (start, mut failures) = (Instant::now(), 0);
     let whole = options.minutes.map(|minutes| Duration::from_secs_f64(minutes * 60.0));
     for (idx, campaign) in wanted.iter().enumerate() {
-        // What one leaves of its share of the time goes to those after it.
+        // Time that a campaign leaves of its share is available to the later ones.
         let share = whole.map(|whole| whole.saturating_sub(start.elapsed()) / (wanted.len() - idx) as u32);
         let runs = options.runs.unwrap_or(if options.is_smoke() { campaign.smoke } else { campaign.runs });
         let record =
@@ -166,7 +166,7 @@ fn log(record: &Record, options: &Options) -> Result<(), String> {
     }
 }
 
-/// Prints a line. Nobody may be there to read it.
+/// Prints a line. Errors are ignored, because the output may be closed.
 fn say(line: &str) {
     let _ = writeln!(stdout(), "{line}");
 }

@@ -1,11 +1,11 @@
-//! Inputs that are almost right: a file of the corpus with a few changes.
+//! Nearly valid inputs: a file of the corpus with a few changes.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::Rng;
 use std::fs;
 use std::path::Path;
 
-/// The files of one door.
+/// The corpus of one entry point.
 pub struct Corpus(Vec<Vec<u8>>);
 
 impl Corpus {
@@ -17,10 +17,10 @@ impl Corpus {
     }
 }
 
-/// No input grows beyond this.
+/// Maximum length of an input.
 const BYTES_MAX: usize = 16 << 10;
 
-/// What stands where something else was expected.
+/// Values that replace others.
 const TOKENS: [&str; 36] = [
     "0",
     "-0",
@@ -60,7 +60,7 @@ const TOKENS: [&str; 36] = [
     ",,",
 ];
 
-/// One input.
+/// Makes one input.
 pub fn mutate(corpus: &Corpus, rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = corpus.0[pick(rng, corpus.0.len())].clone();
     for _ in 0..1 + pick(rng, 4) {
@@ -74,7 +74,7 @@ fn pick(rng: &mut ChaCha8Rng, bound: usize) -> usize {
     (rng.next_u64() % bound.max(1) as u64) as usize
 }
 
-/// A random part of `bytes`, not long as a rule.
+/// A random part of `bytes`, usually short.
 fn part(rng: &mut ChaCha8Rng, bytes: &[u8]) -> std::ops::Range<usize> {
     let start = pick(rng, bytes.len() + 1);
     let most = [1, 4, 16, 64, 4096][pick(rng, 5)];
@@ -104,7 +104,7 @@ fn change(corpus: &Corpus, rng: &mut ChaCha8Rng, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Puts another value where one of JSON or TOML stands: after `:` or `=`, up to what ends it.
+/// Replaces a value of JSON or TOML: the text after `:` or `=`, up to its end.
 fn value(rng: &mut ChaCha8Rng, bytes: &mut Vec<u8>) {
     let starts: Vec<usize> = (0..bytes.len()).filter(|&at| matches!(bytes[at], b':' | b'=' | b'[')).map(|at| at + 1).collect();
     let Some(&start) = starts.get(pick(rng, starts.len())) else { return };

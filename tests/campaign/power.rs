@@ -1,4 +1,4 @@
-//! A disk that loses power: what was synced is there afterwards; of everything else, anything may be.
+//! Simulates power failures: synced data survives, and unsynced data may be in any state.
 
 use crate::harness::Turn;
 use crate::shim::Op;
@@ -6,23 +6,23 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What a cut of power leaves of what was not synced.
+/// The unsynced data that a power failure leaves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Loss {
-    /// All of it: the process died, the machine went on.
+    /// All of it: only the process died.
     Nothing,
     /// None of it.
     Everything,
-    /// Whatever chance keeps: sectors of files, names of directories.
+    /// A random part: sectors of files, names of directories.
     Random,
 }
 
-/// Bytes that a disk writes at once.
+/// Bytes that a disk writes atomically.
 const SECTOR: usize = 512;
 
 #[derive(Clone, Debug, Default)]
 struct Node {
-    /// Of a directory: names; `None` for a file.
+    /// The names of a directory; `None` for a file.
     names: Option<[BTreeMap<String, usize>; 2]>,
     content: [Vec<u8>; 2],
 }
@@ -31,20 +31,20 @@ struct Node {
 const NOW: usize = 0;
 const SYNCED: usize = 1;
 
-/// A directory as the program sees it, and as the disk has it.
+/// A directory in the program's view, and as stored on the disk.
 pub struct Disk {
     root: PathBuf,
-    /// The first is the root.
+    /// The first node is the root.
     nodes: Vec<Node>,
 }
 
 impl Disk {
-    /// An empty directory, to which the paths of the log belong.
+    /// An empty directory, the root of the paths in the log.
     pub fn new(root: PathBuf) -> Self {
         Self { root, nodes: vec![Node { names: Some(Default::default()), ..Default::default() }] }
     }
 
-    /// Does what the program did.
+    /// Applies a logged operation of the program.
     pub fn apply(&mut self, op: &Op) {
         match op.name.as_str() {
             "mkdir" => self.link(&op.path, Node { names: Some(Default::default()), ..Default::default() }),
@@ -76,7 +76,7 @@ impl Disk {
         Some(at)
     }
 
-    /// The directory that a path is in, and its name there. The root itself is in none.
+    /// The directory of a path, and the last name. `None` for the root.
     fn parent(&self, path: &Path) -> Option<(usize, String)> {
         let name = path.file_name()?.to_str()?.to_string();
         Some((self.find(path.parent()?)?, name))
@@ -105,7 +105,7 @@ impl Disk {
         }
     }
 
-    /// A file's content, or a directory's names: each needs a sync of its own.
+    /// Syncs a file's content or a directory's names, each of which needs its own sync.
     fn sync(&mut self, path: &Path) {
         let Some(at) = self.find(path) else { return };
         let node = &mut self.nodes[at];
@@ -115,13 +115,13 @@ impl Disk {
         }
     }
 
-    /// The newest checkpoint that nothing can take away: its name is synced.
+    /// The newest checkpoint that survives every loss, because its name is synced.
     pub fn committed(&self) -> u64 {
         let names = self.nodes[0].names.iter().flat_map(|names| names[SYNCED].keys());
         names.filter_map(|name| name.strip_prefix("checkpoint-")?.parse().ok()).max().unwrap_or(0)
     }
 
-    /// Writes what a cut of power leaves into the directory `to`.
+    /// Writes the state after a power failure into the directory `to`.
     pub fn cut(&self, loss: Loss, turn: &mut Turn, to: &Path) {
         self.write(0, loss, turn, to);
     }
@@ -138,7 +138,7 @@ impl Disk {
     }
 }
 
-/// Which state survives.
+/// The state that survives.
 fn version(loss: Loss, turn: &mut Turn) -> usize {
     match loss {
         Loss::Nothing => NOW,
@@ -147,7 +147,7 @@ fn version(loss: Loss, turn: &mut Turn) -> usize {
     }
 }
 
-/// A file's content: as long as one of the two, each sector of one of the two.
+/// A file's content after the failure: its length from one of the two states, and each sector from one of them.
 fn torn(content: &[Vec<u8>; 2], loss: Loss, turn: &mut Turn) -> Vec<u8> {
     let mut bytes = content[version(loss, turn)].clone();
     for (idx, sector) in bytes.chunks_mut(SECTOR).enumerate().filter(|_| loss == Loss::Random) {

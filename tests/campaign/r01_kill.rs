@@ -1,4 +1,4 @@
-//! R1: killed at a random moment or before a random call that changes the disk, up to three times.
+//! R1: the run is killed at a random moment, or before a random call that changes the disk, up to three times.
 
 use crate::harness::*;
 use crate::shim::Shim;
@@ -13,7 +13,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// Steps of a run, and between two checkpoints.
+/// Steps of a run, and steps between two checkpoints.
 const STEPS: u64 = 12;
 const SAVE_STEPS: u64 = 2;
 
@@ -21,7 +21,7 @@ const SAVE_STEPS: u64 = 2;
 struct Whole {
     digest: String,
     time: Duration,
-    /// Calls that change the disk.
+    /// Number of calls that change the disk.
     calls: u64,
     shim: Shim,
 }
@@ -38,7 +38,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         for _ in 0..1 + turn.pick(3) {
             kinds.push(kill_once(harness, turn, &whole)?);
         }
-        // By the deepest place that a kill hit.
+        // The kind is the most critical place of all kills.
         const PLACES: [&str; 2] = ["inside a write", "between writes"];
         turn.kind = PLACES.into_iter().find(|place| kinds.contains(place)).unwrap_or("done before").into();
         harness.run(harness.resume("killed", &[])).expect_digest(&whole.digest)?;
@@ -46,7 +46,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Starts or resumes the run and kills it; says where that was.
+/// Starts or resumes the run and kills it. Returns the place of the kill.
 fn kill_once(harness: &Harness, turn: &mut Turn, whole: &Whole) -> Result<&'static str, String> {
     let out = harness.path("killed");
     let resume = harness.resume("killed", &[]);

@@ -1,4 +1,4 @@
-//! R2: power is cut after every call that changes the disk.
+//! R2: a power failure after every call that changes the disk.
 
 use crate::harness::*;
 use crate::power::{Disk, Loss};
@@ -13,7 +13,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// Flags of the runs whose writes are cut.
+/// Flags of the logged runs.
 const LOGS: [[&str; 4]; 20] = {
     const SAVES: [[&str; 2]; 5] =
         [["--save-steps", "2"], ["--save-steps", "1"], ["--save-steps", "3"], ["--save-steps", "4"], ["--save-steps", "5"]];

@@ -1,4 +1,4 @@
-//! R3: every call that changes the disk fails once, and from then on.
+//! R3: every call that changes the disk fails, once or from then on.
 
 use crate::harness::*;
 use crate::shim::{Op, Shim};

@@ -1,4 +1,4 @@
-//! R3b: file systems that refuse a call, or answer late, at the start over an older run, which is moved aside, in saves and in rotation.
+//! R3b: file systems that fail or delay a call: at a start over an older run, which is moved aside, in saves, and in rotation.
 
 use crate::harness::*;
 use crate::shim::{Op, Shim};
@@ -22,10 +22,10 @@ const ERRORS: [(&str, i32); 6] = [
     ("ESTALE", libc::ESTALE),
 ];
 
-/// Each error once and from then on, and late.
+/// Each error once and permanently, and a delay.
 const WAYS: u64 = 2 * ERRORS.len() as u64 + 1;
 const LATE_MS: u64 = 200;
-/// Distance of the calls that runs after each other try: a few runs see several phases.
+/// Distance between the calls of consecutive runs, so that a few runs cover several phases.
 const STRIDE: u64 = 61;
 
 const FLAGS: [&str; 2] = ["--save-total-limit", "2"];
@@ -62,7 +62,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Whether this error at this call says that the file system has no such thing.
+/// Whether this error at this call means that the file system lacks the feature.
 fn is_missing(ops: &[Op], op: &Op, errno: i32) -> bool {
     let is_dir = || op.path.ends_with("logged") || ops.iter().any(|made| made.name == "mkdir" && made.path == op.path);
     match op.name.as_str() {

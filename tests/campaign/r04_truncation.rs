@@ -1,4 +1,4 @@
-//! R4: every file of a checkpoint, cut short.
+//! R4: every file of a checkpoint is truncated.
 
 use crate::harness::*;
 use std::fs;
@@ -14,7 +14,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// Cuts at random places for each file, after those at its edges.
+/// Number of random lengths for each file, after the special ones.
 const RANDOM: u64 = 200;
 const EDGES: u64 = 8;
 
@@ -45,7 +45,7 @@ fn cut_at(turn: &mut Turn, nth: u64, len: usize) -> usize {
     edges.get(nth as usize).copied().unwrap_or_else(|| turn.pick(len as u64) as usize).min(len - 1)
 }
 
-/// The checkpoint `name` is refused, and the error names the damaged file.
+/// Checks that the checkpoint `name` is rejected with an error that names the damaged file.
 pub fn noticed(harness: &Harness, path: &Path, name: &str) -> Result<(), String> {
     match checkpoint::verify(&harness.path(name)) {
         Ok(_) => Err(format!("damage to {} went unnoticed", path.display())),
@@ -54,7 +54,7 @@ pub fn noticed(harness: &Harness, path: &Path, name: &str) -> Result<(), String>
     }
 }
 
-/// A run with the same damage to its last checkpoint goes on from the one before.
+/// Checks that a run with the same damage to its last checkpoint resumes from the previous one.
 fn falls_back(harness: &Harness, path: &Path, len: usize, digest: &str) -> Result<(), String> {
     harness.copy("whole", "damaged");
     let same: PathBuf = harness.path("damaged/checkpoint-12").join(path.strip_prefix(harness.path("cut")).unwrap());

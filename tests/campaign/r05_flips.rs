@@ -19,7 +19,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     harness.copy("whole/checkpoint-2", "flipped");
     let files = files(&harness.path("flipped"));
     Ok(Box::new(move |harness, turn| {
-        // In a hundred and eleven: a hundred bits, ten bytes, one swap. Swaps need a file of some blocks.
+        // Of 111 runs, 100 flip a bit, ten change a byte, and one swaps blocks, which needs a file of several blocks.
         let way = turn.index % 111;
         let path = &files[if way == 110 { largest(&files) } else { turn.pick(files.len() as u64) as usize }];
         let whole = fs::read(path).unwrap();
@@ -54,7 +54,7 @@ fn change(turn: &mut Turn, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Two blocks of a page change places; they differ.
+/// Swaps two different blocks of a page's size.
 fn swap(turn: &mut Turn, mut bytes: Vec<u8>) -> Vec<u8> {
     turn.kind = "swapped blocks".into();
     const BLOCK: usize = 4096;
@@ -70,7 +70,7 @@ fn swap(turn: &mut Turn, mut bytes: Vec<u8>) -> Vec<u8> {
     }
 }
 
-/// The program says no, too. Its digest is of the state alone: the model's files are not in it.
+/// Checks that the program rejects the checkpoint, too. Its digest covers only the state, without the model's files.
 fn refused(harness: &Harness, path: &Path) -> Result<(), String> {
     let in_state = !path.parent().unwrap().ends_with("model");
     expect(!in_state || harness.digest_of(&harness.path("flipped")).is_err(), || "the program takes it".into())

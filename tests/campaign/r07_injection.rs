@@ -1,4 +1,4 @@
-//! R7: a gradient that is NaN or infinite, at every place that is treated differently.
+//! R7: a NaN or infinite gradient at every place with separate handling.
 
 use crate::harness::*;
 
@@ -12,7 +12,7 @@ pub const CAMPAIGN: Campaign = Campaign {
 };
 
 const VALUES: [&str; 3] = ["nan", "inf", "-inf"];
-/// Of the flat order: in the last norm, in the layer, the last of the embedding.
+/// Indices in the flat order: in the last norm, in the layer, and the last of the embedding.
 const ELEMENTS: [u64; 3] = [0, 1500, 6783];
 const FORMATS: [&str; 3] = ["float32", "bfloat16", "float16"];
 const WAYS: [[&str; 2]; 3] = [["--strategy", "superoffload"], ["--strategy", "zero-offload"], ["--strategy", "no-offload"]];
@@ -21,7 +21,7 @@ const STEPS_HIT: [u64; 2] = [1, 4];
 
 fn start(_: &Harness) -> Result<Trial, String> {
     Ok(Box::new(|harness, turn| {
-        // The grid in an order that a few runs sample.
+        // The grid in an order in which a few runs are a sample.
         let mut rest = turn.index * 127 % 324;
         let mut axis = |len: usize| {
             let at = rest as usize % len;
@@ -55,6 +55,6 @@ fn skips(harness: &Harness, flags: &[&str], shared: &[&str], step: u64) -> Resul
     let skipped: Vec<_> = (1..).zip(&verdicts).filter(|(_, verdict)| *verdict == "skip").map(|(step, _)| step).collect();
     expect(skipped == [step], || format!("steps {skipped:?} were skipped: {outcome}"))?;
     let state = |step: u64| harness.digest_of(&harness.path(&format!("injected/checkpoint-{step}")));
-    // Its number, parameters and moments are those of the checkpoint before.
+    // The step number, the parameters and the moments equal those of the previous checkpoint.
     expect(step == 1 || state(step)? == state(step - 1)?, || format!("step {step} changed the state"))
 }

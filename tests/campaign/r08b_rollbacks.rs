@@ -1,4 +1,4 @@
-//! R8b: a long run whose speculation fails on purpose.
+//! R8b: a long run with injected failures of speculation.
 
 use crate::harness::*;
 
@@ -15,7 +15,7 @@ fn start(_: &Harness) -> Result<Trial, String> {
         let (every, seed) = ([1, 2, 7][turn.index as usize % 3], (turn.index / 3).to_string());
         let steps = if harness.is_smoke { 30 } else { 1000 };
         turn.kind = format!("every {every}, {steps} steps");
-        // The embedding: a range without gaps.
+        // The embedding is a range without gaps.
         let spikes =
             (1..=steps).step_by(every).map(|step| format!("{{step = {step}, element = {}, value = 1e4}}", 2688 + step * 37 % 4096));
         harness.settings("spikes.toml", "model", "data.txt", &format!("inject = [{}]", spikes.collect::<Vec<_>>().join(", ")));

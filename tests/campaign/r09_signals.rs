@@ -1,4 +1,4 @@
-//! R9: somebody asks the run to stop, in every phase.
+//! R9: a signal requests a stop in every phase.
 
 use crate::harness::*;
 use nix::sys::signal::{Signal, kill};
@@ -17,7 +17,7 @@ type Phase = (&'static str, fn(&Running, &Harness) -> bool);
 /// In this phase every step is followed by an evaluation, which takes longer.
 const EVALUATION: &str = "an evaluation";
 
-/// What can be seen from outside. Compiling, waiting for data and the passes of a step are within "a step".
+/// Phases that are visible from outside. Compilation, waits for data and the passes of a step are part of "a step".
 const PHASES: [Phase; 8] = [
     ("signals are heard", |run, _| listens(run)),
     ("data", |run, _| run.stdout().contains("\ndata ")),
@@ -81,13 +81,13 @@ fn send(child: &mut Running, way: Way) {
         Way::ThenKilled => &[Signal::SIGTERM, Signal::SIGKILL],
     };
     for &signal in signals {
-        // It may have ended meanwhile.
+        // The process may have ended.
         let _ = kill(child.pid(), signal);
         std::thread::sleep(std::time::Duration::from_micros(300));
     }
 }
 
-/// Whether the process has handlers.
+/// Whether the process has installed its signal handlers.
 fn listens(run: &Running) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{}/status", run.child.id())).unwrap_or_default();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0");

@@ -1,4 +1,4 @@
-//! R9b: a launcher and a scheduler ask the run to stop, one after the other.
+//! R9b: a launcher and a scheduler request a stop, one after the other.
 
 use crate::harness::*;
 use nix::sys::signal::{Signal, kill};
@@ -21,9 +21,9 @@ const PHASES: [(&str, &str); 5] = [
     ("the plan", "\nplan"),
     ("the start", "reading "),
 ];
-/// The longest time between both.
+/// Maximum time between the two signals.
 const GAP_MS: u64 = 950;
-/// Steps of a second or so, so that the second signal comes before the first one is obeyed.
+/// Steps of about a second, so that the second signal arrives before the run reacts to the first.
 const LONG: [&str; 6] =
     ["--gradient-accumulation-steps=200", "--max-steps=2", "--save-steps=2", "--eval-steps=1", "--eval-on-start", "--report-to=none"];
 

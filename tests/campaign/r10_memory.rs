@@ -16,14 +16,14 @@ pub const CAMPAIGN: Campaign = Campaign {
 
 const SHARES: [f64; 4] = [1.05, 1.0, 0.95, 0.8];
 
-/// Twenty million parameters: their states are far above what the program itself takes.
+/// Twenty million parameters: their states are far larger than the program itself.
 const CONFIG: &str = r#"{
     "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 8, "intermediate_size": 1536, "vocab_size": 256, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": true
 }"#;
 
-/// A control group of our own, removed at the end.
+/// A control group for the run, which is removed at the end.
 struct Group {
     path: PathBuf,
     limit: &'static str,
@@ -50,7 +50,7 @@ impl Group {
         fs::write(self.path.join(self.limit), text).map_err(|e| format!("set {}: {e}", self.limit))
     }
 
-    /// The command, in this group from its first instruction on.
+    /// The command, run inside this group from its start.
     fn holding(&self, train: &Command) -> Command {
         let mut command = Command::new("sh");
         command
@@ -69,7 +69,7 @@ impl Drop for Group {
 }
 
 fn start(harness: &Harness) -> Result<Trial, String> {
-    // Files in memory would count as the run's.
+    // Files in a memory file system would count as memory of the run.
     let on_disk = nix::sys::statfs::statfs(&harness.path("")).is_ok_and(|fs| fs.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC);
     expect(on_disk, || "the temporary directory is in memory: set TMPDIR".into())?;
     let group = Group::new()?;
@@ -103,7 +103,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// The largest resident size so far.
+/// The maximum resident size so far.
 fn resident_bytes(pid: u32) -> Option<f64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let kib: f64 = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse().ok())?;

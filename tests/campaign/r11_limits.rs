@@ -1,4 +1,4 @@
-//! R11: limits of the process: locked memory, addresses, data, open files, processes, file size.
+//! R11: process limits on locked memory, address space, data, open files and file size.
 
 use crate::harness::*;
 use std::os::unix::process::ExitStatusExt;
@@ -23,7 +23,7 @@ const LIMITS: [(&str, [u64; 6]); 5] = [
     ("-f", [0, 1, 8, 64, 160, 1000]),
 ];
 
-/// Runs it with its output in pipes: a limit on files would cut what it says into one.
+/// Runs the command with its output in pipes, because a limit on file sizes would truncate output in files.
 fn piped(command: &mut Command) -> Result<Outcome, String> {
     let begin = Instant::now();
     let output = command.output().map_err(|e| e.to_string())?;
@@ -41,12 +41,12 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         harness.remove("limited");
         let train = harness.train("limited", &[]);
         let mut limited = Command::new("sh");
-        // A dump of memory would be no news.
+        // Core dumps are not needed.
         limited.args(["-c", "ulimit -c 0; ulimit \"$0\" \"$1\" && shift && exec \"$@\"", flag, &value.to_string()]);
         limited.arg(train.get_program()).args(train.get_args());
         let outcome = piped(&mut limited)?;
         if outcome.code == 127 {
-            // The limit is so tight that the loader itself gives up.
+            // With a very tight limit the loader itself fails.
             turn.kind += ", not started";
             return Ok(());
         }

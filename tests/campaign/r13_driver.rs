@@ -1,5 +1,5 @@
-//! R12 and R13: a driver that runs out of memory, or loses its GPU, at any of its calls. It is the one of `tests/fake_gpus`, which computes
-//! nothing and ends a run that uses what is gone.
+//! R12 and R13: the driver runs out of memory, or loses its GPU, at any call. The fake driver is that of `tests/fake_gpus`, which computes
+//! nothing and ends a run that uses freed objects.
 
 use crate::harness::*;
 use std::process::Command;
@@ -37,9 +37,9 @@ pub const CALLS: Campaign = Campaign {
     },
 };
 
-/// The first is what a driver answers to whoever opens a GPU that another process has for itself.
+/// The first code is returned if another process has exclusive use of the GPU.
 const CODES: [u32; 5] = [46, 2, 700, 719, 999];
-/// Calls by which a GPU is found and opened.
+/// Number of calls that find and open a GPU.
 const OPENING: u64 = 12;
 
 const FLAGS: [&str; 5] =
@@ -53,11 +53,11 @@ fn whole(harness: &Harness) -> Result<Outcome, String> {
     expect(whole.code == 0, || format!("the run without faults: {whole}")).map(|()| whole)
 }
 
-/// `fault` makes one of so many calls fail, with a code.
+/// Prepares runs in which one of `calls` calls fails. `fault` selects the call and the code.
 fn start(harness: &Harness, calls: u64, fault: impl Fn(u64) -> (String, u32) + 'static) -> Result<Trial, String> {
     let digest = harness.digest_of(&harness.path("whole/checkpoint-12"))?;
     Ok(Box::new(move |harness, turn| {
-        // Every call of few, any of many.
+        // All calls if there are few, a sample otherwise.
         let call = if calls <= 500 || turn.index < 60 { turn.index } else { turn.pick(calls) };
         turn.over = call >= calls;
         if turn.over {
@@ -88,7 +88,7 @@ fn start(harness: &Harness, calls: u64, fault: impl Fn(u64) -> (String, u32) + '
     }))
 }
 
-/// The driver, and the library of products beside it.
+/// Builds the fake driver and the fake cuBLASLt.
 fn build(harness: &Harness) -> Result<(), String> {
     let source = harness.write("driver.c", include_str!("../fake_gpus/driver.c"));
     let library = harness.write("libraries/libcuda.so.1", "");
@@ -107,7 +107,7 @@ fn train(harness: &Harness, out: &str) -> Command {
     train
 }
 
-/// The number before `word` in what the driver counted.
+/// The number before `word` in the driver's statistics.
 fn counted(outcome: &Outcome, word: &str) -> Result<u64, String> {
     let lines = outcome.stdout.lines().filter_map(|line| line.strip_prefix("fake driver")?.split_once(": "));
     let mut parts = lines.flat_map(|(_, counts)| counts.split(", "));

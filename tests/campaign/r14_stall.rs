@@ -1,4 +1,4 @@
-//! R14: the whole process stands still for a while, between any two instructions, and goes on.
+//! R14: the whole process stops for a while, between any two instructions, and continues.
 
 use crate::harness::*;
 use nix::sys::signal::{Signal, kill};

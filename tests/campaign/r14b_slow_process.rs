@@ -1,4 +1,4 @@
-//! R14b: one of two processes is slower than the stall limit at what process 0 asked of it.
+//! R14b: one of two processes takes longer than the stall limit to carry out an order of process 0.
 
 use crate::harness::*;
 use crate::pair::{alone, both};
@@ -14,7 +14,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// Who is slow.
+/// The slow processes.
 const VICTIMS: [(&str, &[usize]); 3] = [("process 1", &[1]), ("process 0", &[0]), ("both", &[0, 1])];
 const PHASES: [&str; 3] = ["save", "SIGTERM", "evaluation"];
 const FSYNC_MS: u64 = 1300;

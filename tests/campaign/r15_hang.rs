@@ -1,4 +1,4 @@
-//! R15: a read of data that never comes back, as of a network disk that is gone.
+//! R15: a read of data that never returns, as on a lost network disk.
 
 use crate::harness::*;
 use crate::shim::Shim;

@@ -1,4 +1,4 @@
-//! R16: one of several devices fails or panics, wherever it is. A panic of rank 0, the program's own thread, ends it like any other.
+//! R16: one of several devices fails or panics in any phase. A panic of rank 0, on the program's main thread, ends it like any program.
 
 use crate::harness::*;
 use std::time::Duration;
@@ -34,7 +34,7 @@ const MAX_STEPS: u64 = 12;
 
 fn start(harness: &Harness) -> Result<Trial, String> {
     expect(harness.has_flag("--gpus"), || "this program has no --gpus".into())?;
-    // Enough buckets for each rank to own a slice of every one.
+    // Enough buckets for each rank to own a slice of every bucket.
     let config = std::fs::read_to_string(harness.path("model/config.json")).unwrap();
     harness.write("wide/config.json", config.replace("\"hidden_size\": 16", "\"hidden_size\": 64"));
     harness.settings("ranks.toml", "wide", "data.txt", "");
@@ -47,9 +47,9 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let kind = if rank == 0 { "error" } else { turn.one_of(&["error", "panic"]) };
         let step = match phase {
             "start" => 1,
-            // The state is taken over at the step that the run goes on from.
+            // A resumed run writes its state at its first step.
             "write" => MAX_STEPS - SAVE_STEPS + 1,
-            // What follows a verdict counts to the next step.
+            // Work after a verdict counts to the next step.
             "step-on-device" => 2 + turn.pick(MAX_STEPS - 1),
             "flush" | "read" => 1 + SAVE_STEPS * (1 + turn.pick(MAX_STEPS / SAVE_STEPS - 1)),
             _ => 1 + turn.pick(MAX_STEPS),
@@ -58,7 +58,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let fault = format!("faults = [{{rank = {rank}, step = {step}, phase = '{phase}', kind = '{kind}'}}]");
         harness.settings("dying.toml", "wide", "data.txt", &fault);
         harness.remove("dying");
-        // Ranks behind 0 take state over where a run goes on.
+        // Ranks other than 0 write state when a run resumes.
         if phase == "write" {
             harness.copy("whole", "dying");
             harness.remove(&format!("dying/checkpoint-{MAX_STEPS}"));
@@ -74,7 +74,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Four micro-batches a step, each a share, on any number of ranks, and a bucket that devices step.
+/// Four micro-batches a step with a share each, on any number of ranks, and a resident bucket.
 fn flags(ranks: u64) -> [&'static str; 7] {
     let [gpus, accumulation] = if ranks == 2 { ["2", "2"] } else { ["4", "1"] };
     ["--bucket-mib=0.03125", "--resident-buckets=1", "--gradient-shares=4", "--gpus", gpus, "--gradient-accumulation-steps", accumulation]

@@ -1,4 +1,4 @@
-//! R16b: one of two processes is killed, wherever it is.
+//! R16b: one of two processes is killed in any phase.
 
 use crate::harness::*;
 use crate::pair;
@@ -16,9 +16,9 @@ pub const CAMPAIGN: Campaign = Campaign {
 const PHASES: [&str; 12] =
     ["start", "write", "module", "backward", "sum", "grads-out", "optimize", "params-in", "verdict", "gather", "flush", "read"];
 
-/// What the other process has to end in.
+/// Time limit for the end of the other process.
 const ENDS: Duration = Duration::from_secs(10);
-/// Steps between checkpoints, and of a run; see `run.toml`.
+/// Steps between checkpoints, and steps of a run; see `run.toml`.
 const SAVE_STEPS: u64 = 2;
 const MAX_STEPS: u64 = 12;
 
@@ -27,7 +27,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     pair::settings(harness);
     let whole = pair::alone(harness, "processes.toml", &[])?;
     Ok(Box::new(move |harness, turn| {
-        // Each thirteenth run stands still nowhere.
+        // Every thirteenth run is killed at a random moment instead.
         let phase = PHASES.get(turn.index as usize % 13);
         let victim = turn.pick(2) as usize;
         let step = match phase {
@@ -57,7 +57,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Both processes of a run that goes on from the newest checkpoint in `dying`.
+/// Both processes of a run that resumes from the newest checkpoint in `dying`.
 fn both(harness: &Harness, config: &str) -> [Running; 2] {
     pair::both(harness, config, "dying", &["--resume-from-checkpoint=auto"], |_, command| command)
 }

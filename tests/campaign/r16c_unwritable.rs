@@ -1,4 +1,4 @@
-//! R16c: one of two processes cannot write where both save.
+//! R16c: one of two processes cannot write to the shared output directory.
 
 use crate::harness::*;
 use crate::pair::{both, settings};
@@ -13,7 +13,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// How a shell makes the process so that runs `"$@"`, and what its error has.
+/// Shell commands that restrict the process that runs `"$@"`, and texts in its error.
 const WAYS: [(&str, &str, &str); 3] = [
     ("limited", "ulimit -f 120; exec \"$@\"", "ulimit -f allows files of 60.0 KiB"),
     ("another user", "exec setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"", "Permission denied (os error 13)"),

@@ -1,4 +1,4 @@
-//! R16d: a network that changes, loses, doubles, moves, inserts, delays or cuts a message between two processes.
+//! R16d: a network that changes, drops, duplicates, reorders, inserts, delays or truncates a message between two processes.
 
 use crate::harness::*;
 use crate::wire_proxy::{HARMS, Harm, PHASES, Phase, Plot, WireProxy};
@@ -15,12 +15,12 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// Nothing that a message needs takes longer: five seconds to notice that one is lost, and as many to part.
+/// Maximum duration of a run. Detecting a lost message takes five seconds, and ending takes as long.
 const ENDS_S: f64 = 45.0;
-/// Each so-manieth run goes on from its last checkpoint.
+/// Every run with an index divisible by this resumes from its last checkpoint.
 const RESUMED: u64 = 4;
 
-/// Two micro-batches a step, each a share.
+/// Two micro-batches a step, with a gradient share each.
 const CUT: [&str; 6] =
     ["--device=cpu", "--threads=1", "--bucket-mib=0.03125", "--gradient-shares=2", "--rendezvous-limit=30", "--stall-limit=20"];
 
@@ -31,7 +31,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     let whole = harness.run(harness.train("whole", &[&cut[..], &alone].concat())).digest()?;
     Ok(Box::new(move |harness, turn| {
         let (phase, harm) = (PHASES[turn.index as usize % PHASES.len()], turn.one_of(&HARMS));
-        // So many messages of each kind there are at least in a run.
+        // A run has at least this many messages of each kind.
         let most = match phase {
             Phase::Handshake => 12,
             Phase::Rendezvous => 6,
@@ -60,7 +60,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// Whether both processes ended as they should.
+/// Checks that both processes ended as required.
 fn judge(plot: &Plot, is_unharmed: bool, outcomes: [&Outcome; 2], whole: &str) -> Result<(), String> {
     for outcome in outcomes {
         outcome.expect_orderly(&[0, 1])?;
@@ -74,8 +74,8 @@ fn judge(plot: &Plot, is_unharmed: bool, outcomes: [&Outcome; 2], whole: &str) -
     if is_unharmed || plot.harm == Harm::Delay {
         return expect(all_well, || "nothing was harmed".into());
     }
-    // What is harmed while they meet is tried again, a process that has said its last words needs no answer, and nobody reads the copy of the last
-    // message of a connection.
+    // Damage is tolerated in three cases: the rendezvous is repeated, a process that has sent its final message needs no reply, and a
+    // duplicate of the last message of a connection is never read.
     let is_early_or_late = matches!(plot.phase, Phase::Handshake | Phase::Rendezvous | Phase::Alive | Phase::End);
     let may_heal = is_early_or_late || plot.harm == Harm::Double;
     expect(!all_well || may_heal, || "nobody noticed".into())?;
@@ -86,7 +86,7 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap().port()
 }
 
-/// Both processes of a run that goes on from the newest checkpoint in `harmed`, and the ports by which they meet.
+/// Both processes of a run that resumes from the newest checkpoint in `harmed`, with their rendezvous ports.
 fn both(harness: &Harness, ports: [u16; 2]) -> [Running; 2] {
     [0, 1].map(|process| {
         let (rendezvous, process_flag) = (format!("--rendezvous=127.0.0.1:{}", ports[process]), format!("--process={process}"));

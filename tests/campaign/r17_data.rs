@@ -1,4 +1,4 @@
-//! R17: data that is not what it should be.
+//! R17: invalid data.
 
 use crate::harness::*;
 use flate2::Compression;
@@ -17,7 +17,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// A file's name, its bytes, and what the error must say, if it must be one.
+/// File name, content, and a text of the error if there must be one.
 type Case = (&'static str, Vec<u8>, Option<&'static str>);
 
 type Make = fn(&mut Turn) -> Case;
@@ -62,7 +62,7 @@ fn one_file(harness: &Harness, (name, bytes, wrong): Case) -> Result<(), String>
     expect(named, || format!("the error does not say {name} and {wrong:?}: {outcome}"))
 }
 
-/// Ids as they should be: bytes of text.
+/// Valid ids: bytes of text.
 fn ids(turn: &mut Turn) -> Vec<u16> {
     (0..200 + turn.pick(800)).map(|_| 32 + turn.pick(90) as u16).collect()
 }
@@ -137,7 +137,7 @@ fn cut_archive(turn: &mut Turn) -> Case {
     ("documents.jsonl.gz", bytes, Some("gzip"))
 }
 
-/// Behind the header, which has fields that nobody reads. Nobody reads the bits that fill the last byte of what is compressed, either.
+/// The damage is after the header, which has unused fields. The padding bits of the last compressed byte are unused, too.
 fn damaged_archive(turn: &mut Turn) -> Case {
     let good = archive(turn);
     let mut bytes = good.clone();
@@ -182,7 +182,7 @@ fn long_line(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
     one_file(harness, (if json { "long.jsonl" } else { "long.txt" }, bytes, None))
 }
 
-/// The file is cut or written over while it is trained on: an orderly end, and the checkpoint before is good.
+/// The file is truncated or overwritten during training. The run must end in an orderly way, with a valid checkpoint.
 fn changes_meanwhile(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
     let cut = turn.pick(2) == 0;
     turn.kind = if cut { "cut meanwhile" } else { "changed meanwhile" }.into();
@@ -193,7 +193,7 @@ fn changes_meanwhile(harness: &Harness, turn: &mut Turn) -> Result<(), String> {
     child.wait_until(|child| child.stdout().contains("\nstep      4"));
     match cut {
         true => fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(2 * turn.pick(300))).unwrap(),
-        // Ids far outside of the vocabulary.
+        // Ids far outside the vocabulary.
         false => fs::write(&path, vec![0xff; 40_000]).unwrap(),
     }
     let outcome = child.finish();

@@ -1,4 +1,4 @@
-//! R18 to R21 and R26: mutated files at every door, by the million. Not guided by coverage: `fuzz/run.sh` is.
+//! R18 to R21 and R26: millions of mutated files at every entry point. This fuzzing is not guided by coverage; `fuzz/run.sh` is.
 
 use crate::doors;
 use crate::harness::*;
@@ -45,18 +45,18 @@ fuzz!(NORMALIZER, "R20f", "normalizer", "normalizers of tokenizers, without a sa
 fuzz!(MANIFEST, "R21a", "manifest", "checkpoint manifests, sealed with a right checksum");
 fuzz!(PROFILE, "R26a", "resctrl_profile", "profiles of cache and bandwidth");
 
-/// Inputs that one process reads.
+/// Number of inputs per process.
 const BATCH: u64 = 20_000;
 
-/// Longest that one input may take, and memory that all may.
+/// Time limit of one input, and memory limit of a batch.
 const INPUT_TIME: Duration = Duration::from_secs(1);
 const BATCH_KIB: u64 = 256 << 10;
 
-/// Every batch is a process of its own: what aborts takes only itself along, and leaves its input.
+/// Every batch is a separate process. An abort ends only this process, and its last input is kept.
 fn start(door: &'static str) -> Result<Trial, String> {
     Corpus::read(door)?;
     Ok(Box::new(move |harness, turn| {
-        // Runs are counted in inputs; a turn is a batch.
+        // Runs count inputs; a turn is a batch.
         let first = turn.index * BATCH;
         turn.tries = BATCH;
         turn.kind = "inputs".into();
@@ -70,7 +70,7 @@ fn start(door: &'static str) -> Result<Trial, String> {
         let seed = harness.seed.wrapping_mul(1 << 32).wrapping_add(turn.index).to_string();
         command.args(["--door", door, "--seed", &seed, "--runs", &runs.to_string()]);
         command.env("CAMPAIGN_INPUT", harness.path("input"));
-        // What ended threads leave to arenas of their own is not what an input takes.
+        // Memory of thread arenas must not count as memory of an input.
         command.env("MALLOC_ARENA_MAX", "1");
         let outcome = harness.run(command);
         expect(outcome.code == 0, || {
@@ -80,7 +80,7 @@ fn start(door: &'static str) -> Result<Trial, String> {
     }))
 }
 
-/// The process: gives so many mutated inputs to the door.
+/// The child process: passes mutated inputs to the entry point.
 pub fn batch(door: &str, seed: u64, runs: u64) -> Result<(), String> {
     let corpus = Corpus::read(door)?;
     let mut rng = ChaCha8Rng::seed_from_u64(seed);

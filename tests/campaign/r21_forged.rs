@@ -1,4 +1,4 @@
-//! R21: a manifest with a right checksum and nonsense inside, given to the program.
+//! R21: manifests with a valid checksum and invalid content.
 
 use crate::doors::sealed;
 use crate::harness::*;
@@ -50,7 +50,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     collect(&manifest, String::new(), &mut pointers);
     let values = values();
     Ok(Box::new(move |harness, turn| {
-        // Every field by every value, in an order of which any beginning is a sample.
+        // All combinations of fields and values, in an order in which any prefix is a sample.
         let all = (pointers.len() * values.len()) as u64;
         turn.over = turn.index >= all;
         if turn.over {
@@ -63,11 +63,11 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     }))
 }
 
-/// The places of all values that hold no others.
+/// Collects JSON pointers of all leaf values.
 fn collect(value: &Value, at: String, pointers: &mut Vec<String>) {
     match value {
         Value::Object(map) if !map.is_empty() => map.iter().for_each(|(key, value)| collect(value, format!("{at}/{key}"), pointers)),
-        // One of a list stands for all.
+        // One element of a list stands for all.
         Value::Array(list) if !list.is_empty() => collect(&list[0], format!("{at}/0"), pointers),
         _ => pointers.push(at),
     }

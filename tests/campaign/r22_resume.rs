@@ -1,4 +1,4 @@
-//! R22: resumed after every step.
+//! R22: the run is resumed after every step.
 
 use crate::harness::*;
 
@@ -12,7 +12,7 @@ pub const CAMPAIGN: Campaign = Campaign {
 };
 
 fn start(_: &Harness) -> Result<Trial, String> {
-    // The references are made when they are asked for: a few runs need few of them.
+    // References are made on demand, because a few runs need few of them.
     let mut short: [Option<String>; 2] = [None, None];
     let mut long: Option<String> = None;
     Ok(Box::new(move |harness, turn| {

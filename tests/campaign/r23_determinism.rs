@@ -1,4 +1,4 @@
-//! R23: the same bits, whoever computes them.
+//! R23: equal bits on all threads and instruction sets.
 
 use crate::harness::*;
 
@@ -20,7 +20,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let idx = turn.index as usize;
         let (threads, isa, order) = (THREADS[idx % 5], ISAS[idx / 5 % 4], (turn.index / 20).to_string());
         harness.remove("again");
-        // Twice with threads as they come, then in orders of an adversary.
+        // Twice with real threads, then in orders of an adversary.
         let adversary: &[&str] = if turn.index < 40 { &[] } else { &["--adversary", &order] };
         let outcome = harness.run(harness.train("again", &[&["--threads", threads, "--isa", isa], adversary].concat()));
         turn.kind = format!("{isa}{}", if adversary.is_empty() { "" } else { ", adversary" });

@@ -1,4 +1,4 @@
-//! R23b: a long run that goes over to another plan after one step in three, in orders chosen by an adversary.
+//! R23b: a long run that changes its plan after one step in three, in orders of an adversary.
 
 use crate::harness::*;
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// What is trained, and how.
+/// Variants of the training.
 const KINDS: [(&str, &[&str]); 6] = [
     ("plain", &[]),
     ("clipped", &["--max-grad-norm", "0.3"]),
@@ -22,12 +22,12 @@ const KINDS: [(&str, &[&str]); 6] = [
     ("two ranks", &["--gpus", "2", "--gradient-shares", "2", "--bucket-mib", "0.015625"]),
 ];
 
-/// Moves of a run for each hundred steps, at least.
+/// Minimum number of changes of plan per hundred steps.
 const MOVES: usize = 20;
 
 fn start(harness: &Harness) -> Result<Trial, String> {
     expect(harness.has_flag("--replan"), || "this program has no --replan".into())?;
-    // Enough layers and buckets for places to differ.
+    // Enough layers and buckets for different placements.
     let config = std::fs::read_to_string(harness.path("model/config.json")).unwrap();
     harness.write("deep/config.json", config.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 12"));
     harness.settings("deep.toml", "deep", "data.txt", "bucket-mib = 0.002");

@@ -1,4 +1,4 @@
-//! R25: a long run does not grow and does not slow down.
+//! R25: a long run neither grows nor slows down.
 
 use crate::harness::*;
 use std::fs;
@@ -13,13 +13,13 @@ pub const CAMPAIGN: Campaign = Campaign {
     start,
 };
 
-/// How long it runs.
+/// Duration of the run.
 fn length() -> Duration {
     let seconds = std::env::var("SUPEROFFLOAD_SOAK_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
     Duration::from_secs(seconds.unwrap_or(120))
 }
 
-/// Memory in KiB, and open files.
+/// Memory in KiB, and number of open files.
 type Sample = (u64, u64);
 
 fn start(_: &Harness) -> Result<Trial, String> {
@@ -47,7 +47,7 @@ fn sample(pid: u32) -> Option<Sample> {
     Some((kib, fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64))
 }
 
-/// A checkpoint's files are open for a moment: the highest counts of both ends are compared.
+/// Checkpoint files are open briefly, so the maxima of both parts are compared.
 fn grows_not(samples: &[Sample]) -> Result<(), String> {
     let (early, late) = (&samples[samples.len() / 4..samples.len() / 2], &samples[samples.len() * 3 / 4..]);
     let most = |part: &[Sample], of: fn(&Sample) -> u64| part.iter().map(of).max().unwrap_or(0);

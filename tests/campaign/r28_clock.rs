@@ -1,4 +1,4 @@
-//! R28: times of files that lie.
+//! R28: wrong modification times of files.
 
 use crate::harness::*;
 use std::fs::{File, FileTimes};

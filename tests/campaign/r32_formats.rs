@@ -1,4 +1,4 @@
-//! R32: checkpoints of other versions of the format.
+//! R32: checkpoints of other format versions.
 
 use crate::doors::sealed;
 use crate::harness::*;
@@ -17,7 +17,7 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     harness.reference("whole", &["--max-steps", "4"])?;
     let path = harness.path("whole/checkpoint-4/trainer_state.json");
     let mut manifest = serde_json::from_slice::<Value>(&fs::read(&path).unwrap()).map_err(|e| e.to_string())?["manifest"].clone();
-    // The next ones are those of packed moments and of several processes, which this program reads.
+    // The next two versions are those of packed moments and of several processes, which this program reads.
     let this = manifest["format_version"].as_u64().ok_or("the manifest names no format")? + 2;
     Ok(Box::new(move |harness, turn| {
         let (low, high) = (u64::from(u32::MAX), u64::MAX);

@@ -1,4 +1,4 @@
-//! What a campaign leaves: one JSON line with its numbers, its failures, the commit and the machine.
+//! Record of a campaign: one JSON line with its counts, failures, commit and machine.
 
 use crate::harness::{Campaign, Harness, Kinds};
 use serde_json::{Value, json};
@@ -7,12 +7,12 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
-/// Variables that change what a campaign does.
+/// Environment variables that change a campaign.
 const SETTINGS: [&str; 2] = ["SUPEROFFLOAD_DEVICE", "SUPEROFFLOAD_SOAK_SECONDS"];
-/// Failures that a line shows in full; it counts all.
+/// Maximum number of failures that a line lists. The count includes all.
 const SHOWN: usize = 20;
 
-/// A run in which the program did what it must not.
+/// A run in which the program failed a check.
 #[derive(Debug)]
 pub struct Failure {
     pub index: u64,
@@ -20,23 +20,23 @@ pub struct Failure {
     pub message: String,
 }
 
-/// One campaign.
+/// Result of one campaign.
 pub struct Record {
     id: &'static str,
     what: &'static str,
-    /// Runs that there are to make, unless it `is_over` before.
+    /// Number of runs of the complete campaign, unless `is_over` is set earlier.
     complete: u64,
-    /// There was nothing left to try.
+    /// Nothing was left to try.
     pub is_over: bool,
     program: String,
-    /// The directory that it lies in: `release` or `debug`, where cargo built it.
+    /// The program's directory: `release` or `debug` if cargo built it.
     build: String,
     seed: u64,
     pub runs: u64,
     pub kinds: Kinds,
     pub failures: Vec<Failure>,
     pub seconds: f64,
-    /// Why it could not be run here.
+    /// The reason why the campaign could not run here.
     pub not_run: Option<String>,
 }
 
@@ -50,7 +50,7 @@ impl Record {
         Self { id, what, complete, is_over: false, program, build, seed, runs: 0, kinds, failures, seconds: 0.0, not_run: None }
     }
 
-    /// Both parts of one campaign.
+    /// Merges two parts of one campaign.
     pub fn and(mut self, other: Self) -> Self {
         self.runs += other.runs;
         self.is_over &= other.is_over;
@@ -60,7 +60,7 @@ impl Record {
         self
     }
 
-    /// For a look at the terminal.
+    /// Summary for the terminal.
     pub fn summary(&self) -> String {
         let failures: String = self.failures.iter().map(|f| format!("\n  run {} ({}): {}", f.index, f.kind, f.message)).collect();
         match &self.not_run {
@@ -69,7 +69,7 @@ impl Record {
         }
     }
 
-    /// For the file.
+    /// The JSON line for the record.
     pub fn line(&self) -> String {
         let complete = if self.is_over { self.runs } else { self.complete };
         let failure = |f: &Failure| json!({"run": f.index, "kind": f.kind, "message": f.message});
@@ -96,7 +96,7 @@ impl Record {
     }
 }
 
-/// Where and when.
+/// The machine and the date.
 fn machine() -> Value {
     let field = |file: &str, name: &str| {
         let text = fs::read_to_string(file).unwrap_or_default();
@@ -117,7 +117,7 @@ fn machine() -> Value {
     })
 }
 
-/// What a command prints, trimmed; nothing if it cannot be run.
+/// The trimmed output of a command; empty if it cannot be run.
 fn said(command: &mut Command) -> String {
     let output = command.output().map(|output| output.stdout).unwrap_or_default();
     String::from_utf8_lossy(&output).trim().to_string()

@@ -1,4 +1,4 @@
-//! `docs/reliability.md` from the records: a row a campaign, every failure of every record.
+//! Generates `docs/reliability.md` from the records: a row for each campaign, and all recorded failures.
 
 use crate::list::CAMPAIGNS;
 use serde_json::Value;
@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Makes a row of one line of a record.
+/// Converts one line of a record to a row.
 type ToRow = fn(&Value) -> Row;
 
-/// The records, below tests/campaigns/, and what makes a row of one of their lines.
+/// The record files in tests/campaigns/, with the conversion of their lines.
 const RECORDS: [(&str, ToRow); 5] =
     [("reliability.jsonl", campaign), ("adam.jsonl", adam), ("exactness.jsonl", exactness), ("gpu.jsonl", gpu), ("threads.jsonl", threads)];
 
-/// Of the list of what can go wrong, what nobody tried here, or not in full.
+/// Risks of the list that were not tried here, or only in part.
 const NOT_RUN: [(&str, &str); 11] = [
     ("R6", "as a campaign, states saved by several processes, which `tests/processes.rs` does with one to four"),
     ("R12", "on a real GPU: the GPU suite asks for memory that no device has, and the plan refuses before"),
@@ -32,16 +32,16 @@ const NOT_RUN: [(&str, &str); 11] = [
 struct Row {
     id: String,
     what: String,
-    /// The part of `what` in which records of one row differ: a fuzz target, an instruction set, a check.
+    /// The part of `what` that differs between records of one row: a fuzz target, an instruction set, a check.
     detail: String,
     runs: u64,
-    /// The reason for which there was no run.
+    /// The reason why there was no run.
     not_run: Option<String>,
     failures: u64,
     commit: String,
     machine: String,
     command: String,
-    /// One line for each failure that the record shows.
+    /// One line for each failure in the record.
     shown: Vec<String>,
 }
 
@@ -50,7 +50,7 @@ pub fn print() -> Result<(), String> {
     Ok(())
 }
 
-/// An error unless the committed page is what the records give.
+/// Checks that the committed page matches the records.
 pub fn check() -> Result<(), String> {
     let committed = fs::read_to_string(root().join("docs/reliability.md")).map_err(|e| format!("docs/reliability.md: {e}"))?;
     let same = committed == page()?;
@@ -71,14 +71,14 @@ fn page() -> Result<String, String> {
     Ok([HEAD, &table(&rows), &failures(&rows), &missing(&rows)].concat())
 }
 
-/// Those of a record, none where it is not there.
+/// The lines of a record file; none if it does not exist.
 fn lines(record: &str) -> Result<Vec<Value>, String> {
     let path = root().join("tests/campaigns").join(record);
     let text = fs::read_to_string(&path).unwrap_or_default();
     text.lines().map(|line| serde_json::from_str(line).map_err(|e| format!("{}: {e}", path.display()))).collect()
 }
 
-/// Ids in the order of their numbers.
+/// Sort key of an identifier, by its number.
 fn rank(id: &str) -> (u32, String) {
     let digits: String = id.chars().filter(char::is_ascii_digit).collect();
     (digits.parse().unwrap_or(u32::MAX), id.to_string())
@@ -101,7 +101,7 @@ fn table(rows: &[Row]) -> String {
     text
 }
 
-/// The line of the table that adds up `records`, which are of one campaign.
+/// The table row for the sum of `records`, which belong to one campaign.
 fn line_of(records: &[Row]) -> String {
     let Row { id, what, command, .. } = &records[0];
     let newest = &records[records.len() - 1].commit;
@@ -117,7 +117,7 @@ fn line_of(records: &[Row]) -> String {
     format!("| {id} | {} | {runs} | {failures} | {} | {machines} | `{command}` |\n", what.replace('|', "\\|"), commit.trim_end())
 }
 
-/// The texts without repetitions and empty ones, in their order.
+/// The distinct non-empty texts, in order.
 fn distinct<'a>(texts: impl Iterator<Item = &'a String>) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
     for text in texts.filter(|text| !text.is_empty()) {
@@ -157,7 +157,7 @@ fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_string)
 }
 
-/// Long inputs and temporary names have no place in a table.
+/// A message shortened for a table, without newlines and backticks.
 fn short(message: &str) -> String {
     let line = message.replace(['\n', '`'], " ");
     let cut: String = line.chars().take(300).collect();
@@ -186,7 +186,7 @@ fn campaign(line: &Value) -> Row {
     }
 }
 
-/// A row for each target: its runs are one search, whose finds the next run begins with.
+/// A row for each fuzz target. Its runs are one search, because each run starts with the inputs found by the previous ones.
 fn fuzzed(lines: &[Value]) -> Vec<Row> {
     let mut targets: BTreeMap<String, Vec<&Value>> = BTreeMap::new();
     lines.iter().for_each(|line| targets.entry(text(&line["target"])).or_default().push(line));
@@ -220,7 +220,7 @@ fn fuzz(target: &str, runs: &[&Value]) -> Row {
     }
 }
 
-/// One row; a failure is a mistake that nobody noticed.
+/// One row for the mutants. A failure is a mutant that no test detects.
 fn mutants(lines: &[Value]) -> Option<Row> {
     let last = lines.last()?;
     let unnoticed: Vec<String> = lines.iter().filter(|line| line["red"] != true).map(|line| text(&line["mutant"])).collect();

@@ -1,29 +1,29 @@
-//! Builds `shim.c`, which sees every call of the program that changes the disk, and reads what it wrote down.
+//! Builds `shim.c`, which intercepts all calls of the program that change the disk, and parses its log.
 
 use crate::harness::{Harness, Outcome};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The built library.
+/// Path of the built library.
 pub struct Shim(PathBuf);
 
-/// One call that changed the disk.
+/// A call that changed the disk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Op {
-    /// The call's number among all, of which those that failed by themselves have no op.
+    /// Index of the call among all calls. Calls that failed by themselves have no entry.
     pub call: u64,
     pub name: String,
     pub path: PathBuf,
-    /// Where a rename leads.
+    /// Target of a rename.
     pub to: PathBuf,
-    /// First byte of a write, size of a file that is resized.
+    /// Offset of a write, or the new size of a file.
     pub at: usize,
     pub data: Vec<u8>,
 }
 
 impl Shim {
-    /// Builds it.
+    /// Builds the library.
     pub fn new(harness: &Harness) -> Result<Self, String> {
         let source = harness.write("shim.c", include_bytes!("shim.c"));
         let library = harness.path("shim.so");
@@ -34,13 +34,13 @@ impl Shim {
         if built.status.success() { Ok(Self(library)) } else { Err(format!("cc: {why}")) }
     }
 
-    /// Has `command` run under it; calls below `root` are seen.
+    /// Preloads the library into `command`, to intercept calls below `root`.
     fn over(&self, harness: &Harness, command: &mut Command, root: &str) {
         let root = harness.path("").canonicalize().unwrap().join(root);
         command.env("LD_PRELOAD", &self.0).env("CAMPAIGN_ROOT", root);
     }
 
-    /// Runs `command` and returns what it did below `root`.
+    /// Runs `command` and returns its operations below `root`.
     pub fn log(&self, harness: &Harness, mut command: Command, root: &str) -> Result<(Outcome, Vec<Op>), String> {
         self.over(harness, &mut command, root);
         let log = harness.path("calls");
@@ -50,21 +50,21 @@ impl Shim {
         if ops.is_empty() { Err(format!("the shim saw no call: {outcome}")) } else { Ok((outcome, ops)) }
     }
 
-    /// `command`, which is killed before its call number `at` below `root`.
+    /// `command`, killed before its call number `at` below `root`.
     pub fn killed(&self, harness: &Harness, mut command: Command, root: &str, at: u64) -> Command {
         self.over(harness, &mut command, root);
         command.env("CAMPAIGN_KILL_AT", at.to_string());
         command
     }
 
-    /// `command`, whose reads at offsets of `.bin` files never come back once the file `hang` is there.
+    /// `command`, with reads of `.bin` files that never return once the file `hang` exists.
     pub fn hanging(&self, harness: &Harness, mut command: Command, hang: &Path) -> Command {
         self.over(harness, &mut command, "");
         command.env("CAMPAIGN_HANG", hang);
         command
     }
 
-    /// `command`, in which each call of the name `call` takes so many milliseconds longer.
+    /// `command`, with a delay of `ms` milliseconds in each call named `call`.
     pub fn slow(&self, harness: &Harness, mut command: Command, call: &str, ms: u64) -> Command {
         self.over(harness, &mut command, "");
         command.env("CAMPAIGN_ONLY", call).env("CAMPAIGN_FAIL_AT", "0").env("CAMPAIGN_STICKY", "1");
@@ -72,13 +72,13 @@ impl Shim {
         command
     }
 
-    /// Runs `command`, whose call number `at` below `root` takes so many milliseconds longer.
+    /// Runs `command` with a delay of `ms` milliseconds in its call number `at` below `root`.
     pub fn delay(&self, harness: &Harness, mut command: Command, root: &str, at: u64, ms: u64) -> Outcome {
         command.env("CAMPAIGN_DELAY_MS", ms.to_string());
         self.fail(harness, command, root, at, 0, false)
     }
 
-    /// Runs `command` with its call number `at` below `root` failing; `sticky`: and all after it.
+    /// Runs `command`. Its call number `at` below `root` fails, and with `sticky` all later calls, too.
     pub fn fail(&self, harness: &Harness, mut command: Command, root: &str, at: u64, errno: i32, sticky: bool) -> Outcome {
         self.over(harness, &mut command, root);
         command.env("CAMPAIGN_FAIL_AT", at.to_string()).env("CAMPAIGN_ERRNO", errno.to_string());

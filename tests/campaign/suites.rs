@@ -1,9 +1,9 @@
-//! What the usual tests cover already: they are run, and counted.
+//! Campaigns that consist of ordinary tests, which are run and counted.
 
 use crate::harness::*;
 use std::process::Command;
 
-/// A campaign that is a part of the usual tests.
+/// Defines a campaign that is part of the ordinary tests.
 macro_rules! suite {
     ($name:ident, $id:literal, $runs:literal, $args:expr, $what:literal) => {
         pub const $name: Campaign =
@@ -33,7 +33,8 @@ suite!(
     "weights in and out of Hugging Face directories: tests on committed models of transformers"
 );
 
-/// Runs these tests once; a run is a test. They are named within the workspace: what `cargo test` built is run, and nothing is built anew.
+/// Runs these tests once and counts each as a run. `args` selects packages of the workspace, so the binaries of `cargo test` are reused
+/// without a new build.
 fn tests(turn: &mut Turn, args: &[&str]) -> Result<(), String> {
     turn.over = turn.index > 0;
     if turn.over {
@@ -50,7 +51,7 @@ fn tests(turn: &mut Turn, args: &[&str]) -> Result<(), String> {
     expect(output.status.success() && failed == 0 && passed > 0, || format!("{passed} passed, {failed} failed"))
 }
 
-/// `N` of `test result: ok. N passed; ...`.
+/// The number `N` in `test result: ok. N passed; ...`.
 fn counted(line: &str, what: &str) -> Option<u64> {
     let result = line.strip_prefix("test result: ")?;
     result.split([';', '.']).find_map(|part| part.trim().strip_suffix(what)?.trim().parse().ok())

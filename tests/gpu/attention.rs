@@ -1,15 +1,14 @@
-//! Causal attention, forward and backward, against f64.
+//! Causal attention, forward and backward, compared with f64.
 //!
-//! Where the errors come from, for query `q`, key `k` with score `s = scale * q k`, probability `p`:
-//! - a score: that of a product over `head_dim`, with magnitudes bounded by `|q| |k|` (Cauchy and Schwarz);
-//! - an exponential: 2 ulp, and its argument: `s` and what is subtracted are rounded, scaled by log2(e), and rounded again, each by `u` of
-//!   itself, which is a relative error of the result: `4 u (|s| + |lse|) + 4 u`;
-//! - tensor cores take narrow operands: probabilities, and gradients of scores, are rounded to the format (by `r` of themselves) before they
-//!   are multiplied. These roundings are independent: `min(sum of |terms|, 6 sqrt(sum of terms^2))` (Hoeffding, as in
-//!   [`growth`]). float16 also has an absolute error where they are subnormal;
-//! - with several query heads to a key head, each head's gradient of a key may be rounded to the format before they are added;
-//! - what each of several blocks gives, of queries to the gradient of a key, of keys to that of a query, is rounded to the format, and added in
-//!   fp32.
+//! Sources of errors, for query `q`, key `k` with score `s = scale * q k`, probability `p`:
+//! - a score: the error of a product over `head_dim`, with magnitudes bounded by `|q| |k|` (Cauchy-Schwarz);
+//! - an exponential: 2 ulp, and its argument. `s` and the subtracted maximum are rounded, scaled by log2(e), and rounded again, each with a
+//!   relative error of `u`, which is a relative error of the result: `4 u (|s| + |lse|) + 4 u`;
+//! - tensor cores take narrow operands: probabilities, and gradients of scores, are rounded to the format (relative error `r`) before the
+//!   product. These roundings are independent: `min(sum of |terms|, 6 sqrt(sum of terms^2))` (Hoeffding, as in [`growth`]). float16 also
+//!   has an absolute error for subnormal numbers;
+//! - with several query heads per key head, each head's gradient of a key may be rounded to the format before the sum;
+//! - with several blocks, the contribution of each block to the gradient of a key or a query is rounded to the format, and summed in fp32.
 
 use super::bounds::{Near, U, growth, product_growth, subnormal, unit};
 use super::formats::{FLOATS, round, wide};
@@ -54,7 +53,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Shapes whose backward pass goes in blocks of so many queries and keys.
+/// Shapes with a backward pass in blocks, and the number of queries and keys of a block.
 fn blocks() -> [(AttentionShape, usize); 6] {
     [
         (shape(1, 130, (4, 1), 64, Some(40)), 32),
@@ -70,7 +69,7 @@ fn full_blocks() -> [(AttentionShape, usize); 2] {
     [(shape(2, 1024, (32, 8), 128, None), 256), (shape(1, 1024, (16, 8), 128, Some(300)), 256)]
 }
 
-/// Every ratio of heads, sequences around the sizes of tiles, odd heads, those of real models, windows.
+/// Every ratio of heads, sequences around the sizes of tiles, odd head dimensions, those of real models, windows.
 fn shapes() -> [AttentionShape; 15] {
     [
         shape(1, 1, (1, 1), 1, None),
@@ -95,12 +94,12 @@ fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize), hea
     AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), window, softcap: None }
 }
 
-/// cuDNN has this for narrow formats and heads of whole 16 bytes.
+/// cuDNN supports narrow formats and heads of whole 16-byte vectors.
 fn may_be_unsupported(dtype: Dtype, shape: &AttentionShape) -> bool {
     dtype == FP32 || !shape.head_dim.is_multiple_of(8) || shape.softcap.is_some()
 }
 
-/// Where each token's document begins in its row: all at 0, or `several` a row, from one token to some tiles long.
+/// The first token of each token's document in its row: always 0, or `several` documents per row, from one token to a few tiles long.
 fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<i32> {
     let mut starts = Vec::new();
     for _ in 0..shape.batch {
@@ -115,7 +114,7 @@ fn documents(random: &mut Random, shape: &AttentionShape, several: bool) -> Vec<
     starts
 }
 
-/// A head's rows in `qkv`, widened.
+/// Rows of one head in `qkv`, widened.
 struct Rows<'a> {
     data: &'a [f64],
     pitch: usize,
@@ -129,18 +128,18 @@ impl Rows<'_> {
     }
 }
 
-/// Rows of head `head` (keys and values count on after the queries).
+/// Rows of head `head`. Keys and values are numbered after the queries.
 fn head<'a>(shape: &AttentionShape, qkv: &'a [f64], head: usize) -> Rows<'a> {
     Rows { data: qkv, pitch: shape.qkv_cols(), first: head * shape.head_dim, len: shape.head_dim }
 }
 
-/// The key head that a query head reads, counted as a head of `qkv`; its values' head.
+/// The key head of a query head, as a head of `qkv`, and the head of its values.
 fn key_head(shape: &AttentionShape, query_head: usize) -> (usize, usize) {
     let key = shape.heads + query_head / group(shape);
     (key, key + shape.kv_heads)
 }
 
-/// The keys that a query of a sequence sees, whose `starts` are those of the tokens' documents.
+/// The keys that are visible to a query of a sequence. `starts` has the first token of each token's document.
 fn visible(shape: &AttentionShape, starts: &[i32], sequence: usize, query: usize) -> Range<usize> {
     let in_window = shape.window.map_or(0, |window| (query + 1).saturating_sub(window));
     in_window.max(starts[sequence * shape.seq_length + query] as usize)..query + 1
@@ -154,7 +153,7 @@ fn norm(a: &[f64]) -> f64 {
     dot(a, a).sqrt()
 }
 
-/// Scores of one query with the keys of `keys` (tokens).
+/// Scores of one query with the keys `keys`.
 fn scores(shape: &AttentionShape, dtype: Dtype, q: &[f64], k: &Rows<'_>, keys: Range<usize>) -> Vec<Near> {
     let (scale, growth) = (f64::from(shape.scale), product_growth(dtype, shape.head_dim));
     let q_norm = norm(q);
@@ -162,21 +161,22 @@ fn scores(shape: &AttentionShape, dtype: Dtype, q: &[f64], k: &Rows<'_>, keys: R
     keys.map(|key| capped(shape, score(key))).collect()
 }
 
-/// A score below the cap, if there is one: `cap * tanh(s / cap)` is no steeper than 1 and takes up to 8 roundings.
+/// A score after the soft cap, if there is one. `cap * tanh(s / cap)` has a slope of at most 1 and takes up to 8 roundings.
 fn capped(shape: &AttentionShape, score: Near) -> Near {
     let Some(cap) = shape.softcap.map(f64::from) else { return score };
     let want = cap * (score.want / cap).tanh();
     Near { want, error: score.error + 8.0 * U * want.abs() }
 }
 
-/// The slope of the cap at what it made of a score.
+/// The slope of the soft cap at a capped score.
 fn slope(shape: &AttentionShape, score: &Near) -> Near {
     let Some(cap) = shape.softcap.map(f64::from) else { return Near::exact(1.0) };
     let t = score.want / cap;
     Near { want: 1.0 - t * t, error: 2.0 * t.abs() * score.error / cap + 8.0 * U }
 }
 
-/// A sum of products with narrow operands: exact value, error of the operands before they are rounded, squares and sizes for the roundings.
+/// A sum of products with narrow operands: its exact value, the error of the operands before rounding, and squares and magnitudes for the
+/// roundings.
 #[derive(Clone, Copy, Default)]
 struct OperandSum {
     sum: f64,
@@ -187,7 +187,7 @@ struct OperandSum {
 }
 
 impl OperandSum {
-    /// Adds `operand * other`, where `operand` is calculated and then rounded.
+    /// Adds `operand * other`. The operand is computed and then rounded.
     fn add(&mut self, operand: Near, other: f64) {
         let term = operand.want * other;
         self.sum += term;
@@ -197,7 +197,7 @@ impl OperandSum {
         self.others += other.abs();
     }
 
-    /// `terms` of them added up; `largest` is what an operand of 1 means when operands are scaled.
+    /// The sum of `terms` terms with its error. `largest` is the value of an operand of 1 if operands are scaled.
     fn near(self, dtype: Dtype, terms: usize, largest: f64) -> Near {
         let rounded = if dtype == FP32 { 0.0 } else { unit(dtype) * self.size.min(6.0 * self.squares.sqrt()) };
         let flushed = if dtype == FP32 { 0.0 } else { subnormal(dtype) / 2.0 * largest * self.others };
@@ -223,7 +223,7 @@ fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32
         let max = scores.iter().map(|s| s.want).fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|s| (s.want - max).exp()).sum();
         let lse = max + sum.ln();
-        // The relative error of each exponential; that of their sum is their mean.
+        // The relative error of each exponential; that of their sum is the weighted mean.
         let relative = |s: &Near| s.error + U * (4.0 * (s.want.abs() + lse.abs()) + 4.0);
         let p = |s: &Near| (s.want - lse).exp();
         let lse_error = scores.iter().map(|s| p(s) * relative(s)).sum::<f64>() + U * (growth(keys.len()) + 4.0 * lse.abs());
@@ -233,13 +233,13 @@ fn forward_head(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32
             sums.iter_mut().zip(v.row(key)).for_each(|(sum, &v)| sum.add(p, v));
         }
         result.lse.push(Near { want: lse, error: lse_error });
-        // Operands are scaled so that 1 is the largest probability.
+        // Operands are scaled so that the largest probability is 1.
         result.out.extend(sums.iter().map(|sum| sum.near(dtype, keys.len(), (max - lse).exp())));
     }
     result
 }
 
-/// All heads: output `[T, heads * head_dim]` and lse `[batch, heads, seq_length]`.
+/// All heads: output `[T, heads * head_dim]` and log-sum-exp `[batch, heads, seq_length]`.
 fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i32]) -> Forward {
     let heads = parallel(shape.batch * shape.heads, |i| forward_head(shape, dtype, qkv, starts, i / shape.heads, i % shape.heads));
     let mut out = vec![Near::exact(0.0); shape.tokens() * shape.out_cols()];
@@ -254,7 +254,7 @@ fn exact_forward(shape: &AttentionShape, dtype: Dtype, qkv: &[f64], starts: &[i3
 }
 
 fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: AttentionShape, several: bool) -> Outcome {
-    // Large enough that the softmax is far from flat.
+    // Large enough that the softmax is far from uniform.
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let starts = documents(random, &shape, several);
     let Forward { out, lse } = exact_forward(&shape, dtype, &wide(&qkv), &starts);
@@ -270,7 +270,7 @@ fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attentio
     })
 }
 
-/// What the backward pass reads, widened.
+/// Inputs of the backward pass, widened.
 struct Kept<'a> {
     dout: &'a [f64],
     qkv: &'a [f64],
@@ -279,14 +279,14 @@ struct Kept<'a> {
     lse: &'a [f64],
 }
 
-/// Gradients of one sequence's tokens: of each query head that reads one key head, and of that key head's keys and values.
+/// Gradients of one sequence: of each query head that shares one key head, and of the keys and values of that key head.
 struct Gradients {
     dq: Vec<Vec<Near>>,
     dk: Vec<Near>,
     dv: Vec<Near>,
 }
 
-/// The blocks of a sequence: of each document, `block` queries at a time, or all of the sequence at once.
+/// The blocks of a sequence: `block` queries at a time within each document, or the whole sequence.
 fn blocks_of(shape: &AttentionShape, starts: &[i32], sequence: usize, block: Option<usize>) -> Vec<Range<usize>> {
     let starts = &starts[sequence * shape.seq_length..][..shape.seq_length];
     let Some(block) = block.filter(|block| *block < shape.seq_length) else {
@@ -324,9 +324,9 @@ fn backward_head(
 /// Gradients of some keys, or of their values.
 struct KeyGradients {
     dtype: Dtype,
-    /// Several query heads share a key head.
+    /// Whether several query heads share a key head.
     is_shared: bool,
-    /// What 1 means where operands are scaled.
+    /// The value of 1 if operands are scaled.
     largest: f64,
     block: Vec<Near>,
     all: Vec<Near>,
@@ -338,7 +338,8 @@ impl KeyGradients {
         Self { dtype, is_shared, largest, block: vec![Near::exact(0.0); elems], all: vec![Near::exact(0.0); elems] }
     }
 
-    /// Adds what a query head gives, by `queries`. Shared keys and values: each head's part may be rounded to the format before they are added up.
+    /// Adds the contribution of a query head, from `queries` queries. With a shared key head each contribution may be rounded to the format
+    /// before the sum.
     fn add_head(&mut self, sums: &[OperandSum], queries: usize) {
         let rounds = self.is_shared && self.dtype != FP32;
         for (total, sum) in self.block.iter_mut().zip(sums) {
@@ -346,7 +347,7 @@ impl KeyGradients {
         }
     }
 
-    /// One of `several` blocks is rounded to the format before it is added.
+    /// Ends a block. One of `several` blocks is rounded to the format before the sum.
     fn end_block(&mut self, several: bool) {
         for (total, block) in self.all.iter_mut().zip(&mut self.block) {
             let block = std::mem::replace(block, Near::exact(0.0));
@@ -355,14 +356,14 @@ impl KeyGradients {
     }
 }
 
-/// A sum in fp32 and one number more, which may be rounded to a format before.
+/// An fp32 sum plus one more number, which may be rounded to a format before.
 fn added(total: Near, next: Near, rounded: Option<Dtype>) -> Near {
     let (rounding, flushed) = rounded.map_or((U, 0.0), |dtype| (unit(dtype), subnormal(dtype) / 2.0));
     let of_next = next.error + rounding * (next.want.abs() + next.error) + flushed;
     Near { want: total.want + next.want, error: total.error + of_next + U * total.want.abs() }
 }
 
-/// One query head: returns its gradient at `queries` and adds their part of the keys' and values'.
+/// One query head: returns its gradient at `queries`, and adds the contributions to the keys' and values' gradients.
 fn backward_query_head(
     (shape, block): (&AttentionShape, Option<usize>),
     dtype: Dtype,
@@ -386,9 +387,9 @@ fn backward_query_head(
     dq
 }
 
-/// A query of one head, and what the backward pass knows of it.
+/// A query of one head, with its inputs of the backward pass.
 struct Query<'a> {
-    /// Sequence, head, and place in the sequence.
+    /// Sequence, head, and position in the sequence.
     at: (usize, usize, usize),
     q: &'a [f64],
     dout: &'a [f64],
@@ -408,7 +409,7 @@ impl<'a> Query<'a> {
         Self { at: (sequence, query_head, at), q, dout, dout_norm, lse, delta }
     }
 
-    /// Its gradient, which a block of keys after another is added to; `each` hears of every key that it sees, with the probability and the gradient
+    /// The gradient of the query, summed over blocks of keys. `each` is called for every visible key with the probability and the gradient
     /// of the score.
     fn backward(
         &self,
@@ -423,7 +424,7 @@ impl<'a> Query<'a> {
         let (first, keys) = (sequence * shape.seq_length, visible(shape, kept.starts, sequence, at));
         let scores = scores(shape, dtype, self.q, &k, first + keys.start..first + keys.end);
         let document = kept.starts[first + at] as usize;
-        // Whether keys behind a window are cut depends on how long the document is padded to: not if it is longer than the window.
+        // Keys before a window are cut only if the document, with padding, is not longer than the window.
         let block = block.filter(|block| shape.window.is_none_or(|window| window > *block));
         let block_of = |key: usize| block.map_or(0, |block| (key - document) / block);
         let largest = f64::from(shape.scale).max(1.0);
@@ -446,8 +447,8 @@ impl<'a> Query<'a> {
         total.unwrap_or_default()
     }
 
-    /// The probability of a key of score `s` with value `v`, and the gradient of its score: `p (dp - delta) scale`, times the cap's slope, with the
-    /// errors of all, and five roundings.
+    /// The probability of a key with score `s` and value `v`, and the gradient of its score: `p (dp - delta) scale`, times the slope of the
+    /// cap, with the errors of all factors and five roundings.
     fn gradients(&self, shape: &AttentionShape, dtype: Dtype, s: &Near, v: &[f64]) -> (Near, Near) {
         let Self { dout, dout_norm, lse, delta, .. } = self;
         let scale = f64::from(shape.scale);
@@ -482,12 +483,12 @@ fn exact_backward((shape, block): (&AttentionShape, Option<usize>), dtype: Dtype
     dqkv
 }
 
-/// Query heads to a key head.
+/// Number of query heads per key head.
 fn group(shape: &AttentionShape) -> usize {
     shape.heads / shape.kv_heads
 }
 
-/// From what an exact forward pass would have left, rounded to its formats.
+/// The backward pass, from the outputs of an exact forward pass, rounded to their formats.
 fn backward(
     bench: &mut Bench,
     random: &mut Random,
@@ -505,7 +506,7 @@ fn backward(
     let kept = Kept { dout: &wide_dout, qkv: &wide_qkv, starts: &starts, out: &wide_out, lse: &wide_lse };
     let want = exact_backward((&shape, block), dtype, &kept);
     let mut case = Case::default();
-    // The GPU's plain kernels know no blocks.
+    // The GPU's plain kernels have no blocks.
     case.optional(may_be_unsupported(dtype, &shape) || block.is_some());
     case.aligned();
     let (dout, qkv) = (case.input("dout", dtype, &dout), case.input("qkv", dtype, &qkv));
@@ -522,8 +523,8 @@ fn backward(
 /// Queries and keys of a block of [`long`] on a GPU.
 const LONG_BLOCK: usize = 16_384;
 
-/// One key head's queries over so many tokens that cuDNN's backward pass goes in blocks. Queries and keys share no channel, so that every token
-/// sees all before it alike, and what the forward pass leaves is known: of the gradients, some are compared.
+/// The queries of one key head over so many tokens that cuDNN's backward pass runs in blocks. Queries and keys share no channel, so all
+/// scores are 0 and the outputs of the forward pass are known. Some of the gradients are compared.
 fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
     let shape = shape(1, 131_072, (4, 1), 128, None);
     let (n, d, cols) = (shape.seq_length, shape.head_dim, shape.qkv_cols());
@@ -557,7 +558,7 @@ fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
     })
 }
 
-/// What attention makes of one sequence whose scores are 0: the means of the values so far, the same for all heads, and their log-sum-exp.
+/// The outputs of attention for one sequence with scores of 0: the running means of the values, equal for all heads, and their log-sum-exp.
 fn means(shape: &AttentionShape, dtype: Dtype, qkv: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let d = shape.head_dim;
     let (mut sums, mut out, mut lse) = (vec![0.0; d], Vec::new(), Vec::new());

@@ -1,5 +1,5 @@
-//! Attention of a key head and the query heads that read it, alone: the bits that they have beside other heads and other sequences. A GPU
-//! computes the backward pass in parts, of sequences or of heads, so that its workspace is bounded; they change no bits.
+//! Attention of one key head and its query heads must have the same bits alone as with other heads and sequences. A GPU computes the
+//! backward pass in parts, of sequences or of heads, to bound its workspace. The parts must change no bit.
 
 use super::harness::{Bench, Case, Handle, Slices, Want};
 use super::kernels::Suite;
@@ -11,7 +11,7 @@ use superoffload::Result;
 use superoffload::internals::device::{AttentionBackward, AttentionForward, AttentionShape, Kernels};
 use superoffload::internals::dtype::Dtype;
 
-/// A sequence at a time on a GPU whose sums keep their order, and eight query heads of one at a time.
+/// Shapes that a deterministic GPU computes one sequence at a time, and eight query heads at a time.
 const FULL: [AttentionShape; 2] = [shape(2, 8192, (32, 4)), shape(1, 12_288, (32, 4))];
 
 const fn shape(batch: usize, seq_length: usize, (heads, kv_heads): (usize, usize)) -> AttentionShape {
@@ -29,7 +29,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Both passes over one shape.
+/// Both passes for one shape.
 struct Passes {
     shape: AttentionShape,
     inputs: [Handle; 2],
@@ -37,7 +37,7 @@ struct Passes {
 }
 
 impl Passes {
-    /// Of these queries, keys, values, and these gradients of the output; `want` is of output, log-sum-exp and gradients.
+    /// Passes with these inputs and output gradients. `want` has the expected output, log-sum-exp and gradients.
     fn new(case: &mut Case, dtype: Dtype, shape: AttentionShape, [qkv, dout]: [&[f32]; 2], want: [Want; 3]) -> Self {
         let inputs = [case.input("qkv", dtype, qkv), case.input("dout", dtype, dout)];
         let [out, lse, dqkv] = want;
@@ -56,7 +56,7 @@ impl Passes {
     }
 }
 
-/// The last key head of the last sequence.
+/// Compares the last key head of the last sequence.
 fn last_head(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: &AttentionShape) -> Outcome {
     let qkv = random.scaled(dtype, shape.tokens() * shape.qkv_cols(), 3.0);
     let dout = random.uniform(dtype, shape.tokens() * shape.out_cols());
@@ -72,12 +72,12 @@ fn last_head(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: &Atten
     case.check(bench, &|dev, at| whole.run(dev, at).and_then(|()| alone.run(dev, at)))
 }
 
-/// Where the last key head of the last sequence, and the query heads that read it, lie in output, log-sum-exp, and queries, keys and values.
+/// Ranges of the last key head of the last sequence, and of its query heads, in the output, the log-sum-exp, and `qkv`.
 fn of_last_head(shape: &AttentionShape) -> [Vec<Range<usize>>; 3] {
     let AttentionShape { seq_length, heads, kv_heads, head_dim: d, .. } = *shape;
     let readers = heads / kv_heads;
     let rows = shape.tokens() - seq_length..shape.tokens();
-    // Heads of a row that has so many columns.
+    // Columns of heads in a row of `cols` columns.
     let of_row = |row: usize, cols: usize, heads: Range<usize>| row * cols + heads.start * d..row * cols + heads.end * d;
     let out = rows.clone().map(|row| of_row(row, shape.out_cols(), heads - readers..heads));
     let lse = shape.tokens() * heads - readers * seq_length..shape.tokens() * heads;

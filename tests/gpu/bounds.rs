@@ -1,13 +1,13 @@
-//! How far a result may lie from the exact one. Every bound is `rounding of the output format + U * growth * sum of |terms|`: cases
-//! compute the exact value and the second term in f64 from the same inputs, [`Near::admits`] adds the first.
+//! Bounds of errors. Every bound is `rounding of the output format + U * growth * sum of |terms|`. The cases compute the exact value and
+//! the second term in f64 from the same inputs; [`Near::admits`] adds the first term.
 
 use super::formats::round;
 use superoffload::internals::dtype::Dtype;
 
-/// Unit of rounding of fp32: half a unit in the last place of 1. Kernels calculate in fp32.
+/// Unit roundoff of fp32, in which kernels compute: half a unit in the last place of 1.
 pub const U: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// An exact result, and how far fp32 arithmetic may take a kernel from it before it rounds to the output's format.
+/// An exact result, and the error of fp32 arithmetic before the rounding to the output's format.
 #[derive(Clone, Copy, Debug)]
 pub struct Near {
     /// The exact value.
@@ -17,18 +17,17 @@ pub struct Near {
 }
 
 impl Near {
-    /// Nothing but the rounding of the output.
+    /// A result whose only error is the rounding of the output.
     pub fn exact(want: f64) -> Self {
         Self { want, error: 0.0 }
     }
 
-    /// This result plus what the output held: one more fp32 addition.
+    /// This result added to the previous content of the output, which is one more fp32 addition.
     pub fn plus(self, before: f64) -> Self {
         Self { want: self.want + before, error: self.error + U * (self.want.abs() + before.abs()) }
     }
 
-    /// Whether `got` is some number within the error, rounded to the format. Rounding is monotone: it suffices to round the
-    /// two ends.
+    /// Whether `got` is a number within the error, rounded to the format. Rounding is monotone, so rounding the two ends suffices.
     pub fn admits(self, dtype: Dtype, got: f32) -> bool {
         if self.want.is_nan() {
             return got.is_nan();
@@ -38,7 +37,7 @@ impl Near {
         low <= got && got <= high
     }
 
-    /// The error of `got` as a part of what is allowed: for people, to see how tight the bound is.
+    /// The error of `got` relative to the permitted error, which shows how tight the bound is.
     pub fn ratio(self, dtype: Dtype, got: f32) -> f64 {
         let off = (f64::from(got) - self.want).abs();
         let allowed = self.error + unit(dtype) * (self.want.abs() + self.error) + subnormal(dtype) / 2.0;
@@ -46,13 +45,13 @@ impl Near {
     }
 }
 
-/// The nearest fp32 number on the far side of `exact`.
+/// The nearest fp32 number on the outer side of `exact`.
 fn outward(exact: f64, step: fn(f32) -> f32, inside: fn(f64, f64) -> bool) -> f32 {
     let x = exact as f32;
     if inside(f64::from(x), exact) { step(x) } else { x }
 }
 
-/// Unit of rounding of a format: the largest relative error of one rounding.
+/// Unit roundoff of a format: the largest relative error of one rounding.
 pub fn unit(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bfloat16 => 1.0 / 256.0,
@@ -76,30 +75,30 @@ pub fn subnormal(dtype: Dtype) -> f64 {
 
 /// Error of an fp32 sum of `n` terms, each a product rounded once, in any order: `growth(n) * U * sum of |terms|`.
 ///
-/// Each term passes at most `n` roundings, each by at most `U` of a partial sum that is at most the sum of magnitudes: the worst
-/// case is `n`. Roundings are independent of each other and have mean zero, so that for long sums Hoeffding's bound
-/// `6 sqrt(n)` is passed with probability `2 exp(-18)`, once in 30 million elements if all partial sums were as large as they can be,
-/// and they are not. One more for the product, one for the end.
+/// Each term passes at most `n` roundings, each with an error of at most `U` times a partial sum, which is at most the sum of magnitudes:
+/// the worst case is `n`. Roundings are independent with mean zero, so for long sums Hoeffding's bound `6 sqrt(n)` is exceeded with
+/// probability `2 exp(-18)`, once in 30 million elements if all partial sums had their maximum, which they do not. There is one more
+/// rounding for the product and one for the result.
 pub fn growth(n: usize) -> f64 {
     let n = n as f64;
     n.min(6.0 * n.sqrt()) + 2.0
 }
 
-/// [`growth`] of a matrix product over `k`. Narrow formats go through tensor cores, which do not round but cut off: always towards
-/// zero, by up to `2 U` of the partial sum, once for every 8 terms or more; errors of one sign add up in full: `2 k / 8` more.
+/// The [`growth`] of a matrix product over `k`. Narrow formats use tensor cores, which truncate instead of rounding: always towards zero,
+/// by up to `2 U` of the partial sum, once for every 8 or more terms. Errors of one sign add up fully, which gives `2 k / 8` more.
 pub fn product_growth(dtype: Dtype, k: usize) -> f64 {
     growth(k) + if dtype == Dtype::Float32 { 0.0 } else { k as f64 / 4.0 }
 }
 
-/// [`growth`] of a product of numbers of 8 bits over `k` on tensor cores. An instruction adds 32 terms to a sum and cuts each of these 33 off
-/// below 2^-13 of the largest of them; after 128 terms the library adds the sum to one in fp32 and begins anew. So a cut is at most 2^-13 of
-/// the magnitudes of 128 terms; there are `33 k / 32`, independent of each other, and [`growth`] says how they add up.
+/// The [`growth`] of an 8-bit product over `k` on tensor cores. An instruction adds 32 terms to a sum, and truncates each of these 33
+/// numbers below 2^-13 of the largest. After 128 terms the library adds the sum to an fp32 sum and starts a new one. So an error is at most
+/// 2^-13 of the magnitudes of 128 terms. There are `33 k / 32` independent errors, which add up as in [`growth`].
 pub fn fp8_growth(k: usize) -> f64 {
     let (cuts, of_all) = (33.0 * k as f64 / 32.0, (128.0 / k as f64).min(1.0));
     growth(k) + 2f64.powi(24 - 13) * 6.0 * cuts.sqrt() * of_all
 }
 
-/// A sum with its magnitude: what [`growth`] needs.
+/// A sum with its magnitude, the input of [`growth`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum {
     /// The sum.
@@ -122,7 +121,7 @@ impl Sum {
         sum
     }
 
-    /// The sum as fp32 arithmetic of this growth may give it.
+    /// The sum with the error of fp32 arithmetic of this growth.
     pub fn near(self, growth: f64) -> Near {
         Near { want: self.sum, error: U * growth * self.size }
     }

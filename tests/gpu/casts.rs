@@ -1,4 +1,4 @@
-//! Casts, to the bit: every pattern of the narrow formats, a million of fp32 with all edges of rounding, on every stream.
+//! Casts, exact to the bit: all values of the narrow formats, a million of fp32 with all rounding boundaries, on every stream.
 
 use super::formats::{FLOATS, encode};
 use super::harness::{Case, Want};
@@ -57,7 +57,8 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Every pattern of a narrow format. Of fp32: for every upper half the lower halves that decide rounding, and as many others.
+/// All bit patterns of a narrow format. For fp32: for every upper half the lower halves that decide rounding, and equally many random
+/// patterns.
 fn patterns(dtype: Dtype, random: &mut Random) -> Vec<u8> {
     if dtype.bytes() == 2 {
         return (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();

@@ -1,4 +1,4 @@
-//! Memory, copies and events: what the step protocol stands on.
+//! Memory, copies and events, the foundations of the step protocol.
 
 use super::formats::encode;
 use super::harness::{Bench, Harness};
@@ -12,7 +12,7 @@ use superoffload::internals::memory::MemorySpace;
 use superoffload::internals::optim::{AdamConsts, AdamHyper};
 use superoffload::{Error, Result};
 
-/// Rounds of the relay, and int32 elements that each passes on.
+/// Rounds of the relay, and int32 elements that each round passes on.
 const ROUNDS: usize = 24;
 const BATON: usize = 300_001;
 
@@ -42,7 +42,7 @@ fn alloc(harness: &mut Harness) -> Outcome {
     Ok(0.0)
 }
 
-/// Where a device has no unified memory there is nothing to test.
+/// Allocates unified memory. Skips the case on a device that has none.
 fn alloc_unified(harness: &mut Harness, elems: usize) -> std::result::Result<DeviceSlice, Missed> {
     match harness.dev.alloc_unified("conformance", elems, Dtype::Float32) {
         Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
@@ -50,7 +50,7 @@ fn alloc_unified(harness: &mut Harness, elems: usize) -> std::result::Result<Dev
     }
 }
 
-/// What `memory` holds, read on the compute stream after everything that `after` did.
+/// The content of `memory`, read on the compute stream after all work on `after`.
 fn content(harness: &mut Harness, memory: DeviceSlice, after: Stream) -> Result<Vec<u8>> {
     harness.synchronize(after)?;
     let host = harness.host.slice(0, memory.bytes());
@@ -72,7 +72,7 @@ fn unified(harness: &mut Harness, random: &mut Random) -> Outcome {
         require(memory.elems() == elems && memory.addr().is_multiple_of(256), || format!("asked for {elems}, got {memory:?}"))?;
         let zeros = content(harness, memory, Stream::Compute)?;
         require(zeros.iter().all(|&byte| byte == 0), || format!("{elems} elements are not zero"))?;
-        // A part that ends inside pages moves, and the rest stays.
+        // A part that ends inside pages is moved, and the rest stays.
         let part = memory.slice(elems / 3, elems / 2);
         let sent = encode(Dtype::Float32, &random.uniform(Dtype::Float32, elems));
         fill(harness, memory, &sent)?;
@@ -86,7 +86,7 @@ fn unified(harness: &mut Harness, random: &mut Random) -> Outcome {
     Ok(0.0)
 }
 
-/// The optimizer's step of an array that was fetched, of one that was not, and of one of which a part was: the reference's bits.
+/// Optimizer steps of an array that was prefetched, one that was not, and one that was prefetched in part: the reference's bits.
 fn step_unified(bench: &mut Bench, random: &mut Random) -> Outcome {
     const ELEMS: usize = (1 << 20) + 4096;
     let state = [(); 3].map(|()| random.uniform(Dtype::Float32, ELEMS).iter().map(|x| x.abs()).collect::<Vec<_>>());
@@ -122,7 +122,7 @@ fn round_trips(bench: &mut Bench, random: &mut Random, stream: Stream) -> Outcom
     let harness = &mut bench.subject;
     for bytes in [2, 6, 254, 4098, 1 << 20, (3 << 20) + 2] {
         let sent: Vec<u8> = (0..bytes).map(|_| random.bits() as u8).collect();
-        // Halves in the middle of device memory; any byte of the host's.
+        // Random even offsets in device memory, and any offsets in host memory.
         let device = harness.device.view(2 * random.below(1000), bytes / 2, Dtype::Bfloat16);
         let (from, to) = (harness.host.slice(random.below(1000), bytes), harness.host.slice((8 << 20) + random.below(1000), bytes));
         harness.memory.lend_mut(from).copy_from_slice(&sent);
@@ -153,8 +153,8 @@ fn events(harness: &mut Harness) -> Outcome {
     Ok(0.0)
 }
 
-/// A number goes from the host through all three streams and back, over memory that every round uses again; the driver waits
-/// only at the end. A wait that does not wait hands on an earlier or a later number.
+/// A number passes from the host through all three streams and back, in memory that every round reuses. The driver waits only at the end,
+/// so a missing wait passes on an earlier or later number.
 fn relay(bench: &mut Bench, _: &mut Random) -> Outcome {
     let harness = &mut bench.subject;
     let bytes = 4 * BATON;

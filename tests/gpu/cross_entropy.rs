@@ -49,7 +49,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Targets, most of them in the tile, each of its edges among them, and some that count for nothing.
+/// Targets, most of them in the tile, including its edges, and some ignored ones.
 fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
     let Tile { rows, cols, start, vocab } = tile;
     let edges = [start, start + cols - 1, (start + cols).min(vocab - 1), start.saturating_sub(1)];
@@ -59,9 +59,9 @@ fn targets(random: &mut Random, tile: Tile) -> Vec<i32> {
     (0..rows).map(|row| if row % 8 == 2 { [-1, i32::MIN][row / 8 % 2] } else { target(row) as i32 }).collect()
 }
 
-/// The largest logit and the target's are exact. An exponential is within 2 ulp (the CPU 1.1, the GPU 2), and the rounding of its
-/// argument, at most `u` times the largest argument for each time that the maximum moves (at most twice on the way to the final
-/// one), is a relative error: `4 u |x - max|` with the old sum's rescaling. The sum of positive terms adds `growth`.
+/// The largest logit and the target's logit are exact. An exponential is within 2 ulp (the CPU 1.1, the GPU 2). The rounding of its
+/// argument is at most `u` times the largest argument for each change of the maximum, of which there are at most two. This gives a relative
+/// error of `4 u |x - max|`, including the rescaling of the old sum. The sum of positive terms adds `growth`.
 fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
     let Tile { rows, cols, start, .. } = tile;
     let (logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
@@ -71,7 +71,7 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
     let bent = |x: f64| if softcap.is_some() { 8.0 * U * x.abs() } else { 0.0 };
     let mut worst = 0f64;
     for first in [true, false] {
-        // Some rows go on from a larger maximum, some from a smaller one.
+        // Some rows continue from a larger maximum, some from a smaller one.
         let before: Vec<f32> = (0..rows).flat_map(|row| [random.scaled(FP32, 1, 9.0)[0], 1.0 + row as f32, 0.25]).collect();
         let mut want = Vec::new();
         for (row, logits) in logits_wide.chunks_exact(cols).enumerate() {
@@ -108,7 +108,7 @@ fn stats(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softc
     Ok(worst)
 }
 
-/// Element by element from given statistics: the CPU's bits. Where a row has no loss its logits may be anything.
+/// Elementwise from given statistics: the CPU's bits. Ignored rows may have any logits.
 fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softcap: Option<f32>) -> Outcome {
     let Tile { rows, cols, start, .. } = tile;
     let (mut logits, targets) = (random.scaled(dtype, rows * cols, 6.0), targets(random, tile));
@@ -128,7 +128,8 @@ fn grad(bench: &mut Bench, random: &mut Random, dtype: Dtype, tile: Tile, softca
     Ok(0.0)
 }
 
-/// Folded in f64, whose errors vanish beside the one rounding to fp32: three roundings of `2^-53` a row, two for the end.
+/// Summed in f64, whose errors are negligible relative to the one rounding to fp32: three roundings of `2^-53` per row, and two for the
+/// result.
 fn loss(bench: &mut Bench, random: &mut Random, rows: usize) -> Outcome {
     let stats: Vec<f32> =
         (0..rows).flat_map(|_| [random.scaled(FP32, 1, 9.0)[0], 1e3 * random.positive(1)[0], random.uniform(FP32, 1)[0]]).collect();

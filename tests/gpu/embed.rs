@@ -30,7 +30,7 @@ const SHAPES: [Shape; 7] = [
 ];
 const FULL: Shape = Shape { batch: 2, seq_length: 1024, channels: 768, vocab: 50257 };
 
-/// Rows and columns of a gradient whose columns are summed.
+/// Rows and columns of a gradient with column sums.
 const MATRICES: [(usize, usize); 8] = [(1, 1), (63, 5), (64, 40), (65, 1), (300, 33), (77, 2560), (20, 9728), (3001, 17)];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -49,7 +49,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Rounded once: the sum of two numbers is the same bits everywhere.
+/// Rounded once: the sum of two numbers has the same bits on all devices.
 fn forward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
     let Shape { batch, seq_length, channels, vocab } = shape;
     let (tokens, positions) = (random.tokens(batch * seq_length, vocab), positions(random, shape));
@@ -100,13 +100,13 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) 
     Ok(worst)
 }
 
-/// Every element keeps its bits: of whole rows into a whole table, and of rows that are cut into a table without its first elements.
+/// Every element keeps its bits: whole rows in a whole table, and truncated rows in a table without its first elements.
 fn scatter(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -> Outcome {
     let Shape { batch, seq_length, channels, vocab } = shape;
     let mut rows = random.tokens(batch * seq_length, vocab);
     rows.sort_unstable();
     rows.dedup();
-    // What the first row lacks before and the last one behind, in whole vectors and in parts of one.
+    // Elements missing at the start of the first row and at the end of the last one, in whole and partial vectors.
     let vectors = if channels > 16 { (8, 16) } else { (0, 0) };
     for (skipped, missing) in [(0, 0), vectors, (channels / 3, channels / 2)] {
         let (below, elems) = (rows[0] as usize * channels + skipped, (rows.len() * channels).saturating_sub(skipped + missing));
@@ -121,13 +121,13 @@ fn scatter(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Shape) -
     Ok(0.0)
 }
 
-/// Rows of one document, and rows that a second one begins in: from 0 on.
+/// Rows of one document, and rows in which a second one starts at position 0.
 fn positions(random: &mut Random, shape: Shape) -> Vec<i32> {
     let row = |second: usize| (0..shape.seq_length).map(move |t| if t < second { t } else { t - second } as i32);
     (0..shape.batch).flat_map(|i| row(if i % 2 == 0 { shape.seq_length } else { random.below(shape.seq_length) })).collect()
 }
 
-/// Sums of the rows of `dout` by their entry of a table. An entry that `n` rows use is a sum of `n` terms.
+/// Sums of the rows of `dout` by their entry of a table. The entry of `n` rows is a sum of `n` terms.
 fn row_sums(dout: &[f32], channels: usize, entries: usize, entry: impl Fn(usize) -> usize) -> Vec<Near> {
     let (mut sums, mut uses) = (vec![Sum::default(); entries * channels], vec![0; entries]);
     for (row, dout) in dout.chunks_exact(channels).enumerate() {
@@ -137,7 +137,7 @@ fn row_sums(dout: &[f32], channels: usize, entries: usize, entry: impl Fn(usize)
     sums.chunks_exact(channels).zip(uses).flat_map(|(sums, uses)| sums.iter().map(move |sum| sum.near(growth(uses)))).collect()
 }
 
-/// Each column is a sum of `rows` terms.
+/// Sums of columns, each over `rows` terms.
 fn column_sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
     let (dout, before) = (random.uniform(dtype, rows * cols), random.uniform(dtype, cols));
     let sums = row_sums(&dout, cols, 1, |_| 0);

@@ -1,5 +1,5 @@
-//! Products of experts against f64, with segments of every length, and what is done to their rows: elements with the CPU's bits, sums
-//! within their bound.
+//! Expert products compared with f64, with segments of every length, and the operations on their rows: elementwise results with the CPU's
+//! bits, and sums within their bound.
 
 use super::bounds::{Near, Sum, U, growth, product_growth};
 use super::formats::FLOATS;
@@ -18,14 +18,14 @@ use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 const ACTIVATIONS: [ExpertActivation; 2] = [ExpertActivation::Swiglu, ExpertActivation::Clamped { alpha: 1.702, limit: 3.0 }];
-/// Beyond the fp32 sum of a row: its terms are activations, some roundings and an exponential from the exact ones.
+/// Roundings of a term, which is an activation, in addition to the fp32 sum of a row: several roundings and an exponential.
 const ACTIVATION_ROUNDINGS: f64 = 40.0;
 
-/// Products alone, by whoever multiplies by experts on the device of the suite.
+/// The products alone, by the implementation on the device of the suite.
 pub fn products<W: Write>(suite: &mut Suite<'_, W>) {
     let by_cublaslt = suite.bench.by_cublaslt;
     let by = if by_cublaslt { ", by cuBLASLt" } else { "" };
-    // It takes narrow formats and rows of whole vectors alone.
+    // cuBLASLt supports only narrow formats and rows of whole vectors.
     let takes = |dtype: Dtype, outs: usize, ins: usize| !by_cublaslt || (dtype != FP32 && outs.is_multiple_of(8) && ins.is_multiple_of(8));
     for (dtype, layout) in FLOATS.into_iter().flat_map(|dtype| MatmulLayout::ALL.map(|layout| (dtype, layout))) {
         for (outs, ins) in [(1, 1), (7, 5), (40, 64), (136, 200), (130, 33)].into_iter().filter(|(outs, ins)| takes(dtype, *outs, *ins)) {
@@ -42,7 +42,8 @@ pub fn products<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Where segments begin: no row at all, one row, no row in front, between and behind, rows that fill no tile, one expert for all.
+/// Segment bounds: no rows, one row, no rows at the start, in between and at the end, rows that do not fill a tile, one expert with all
+/// rows.
 const BOUNDS: [&[i32]; 6] = [&[0, 0, 0], &[0, 1], &[0, 0, 3, 3, 70, 199, 200, 200], &[0, 200], &[0, 0, 0, 300], &[0, 128, 129, 257, 300]];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -82,12 +83,12 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// On both sides of the limits.
+/// Values on both sides of the limits.
 fn ordinary(random: &mut Random, dtype: Dtype, elems: usize) -> Vec<f32> {
     random.scaled(dtype, elems, 12.0)
 }
 
-/// Where rows `from..to` of `cols` lie.
+/// Rows `from..to` of a matrix with `cols` columns.
 fn part(x: &[f32], from: usize, to: usize, cols: usize) -> &[f32] {
     &x[from * cols..to * cols]
 }

@@ -1,4 +1,4 @@
-//! What cannot be done is an error, and the device goes on.
+//! Invalid operations are errors, after which the device continues to work.
 
 use super::harness::Harness;
 use super::report::{Missed, Outcome, Report, require};
@@ -18,7 +18,7 @@ pub fn run<W: Write>(report: &mut Report<W>, harness: &mut Harness) {
     }
 }
 
-/// Beyond every address space, so that no system can promise it.
+/// Larger than any address space, so that no system can overcommit it.
 fn impossible_alloc(harness: &mut Harness) -> Outcome {
     for elems in [1usize << 56, usize::MAX / 8] {
         match catch_unwind(AssertUnwindSafe(|| harness.dev.alloc("the impossible", elems, FP32))) {
@@ -31,7 +31,7 @@ fn impossible_alloc(harness: &mut Harness) -> Outcome {
     Ok(0.0)
 }
 
-/// Lets a kernel read where no memory is: 32 TiB behind a table of one token.
+/// Launches a kernel that reads outside of any memory: 32 TiB after a table of one token.
 #[cfg(feature = "cuda")]
 pub fn read_nowhere(harness: &mut Harness) -> Result<()> {
     const CHANNELS: usize = 4096;
@@ -44,7 +44,7 @@ pub fn read_nowhere(harness: &mut Harness) -> Result<()> {
     harness.synchronize(Stream::Compute)
 }
 
-/// This program, started again, loses its GPU: it ends by itself, and says what is lost and what helps.
+/// A child process of this program loses its GPU. It must end by itself, with the loss and the remedy in its error.
 #[cfg(feature = "cuda")]
 pub fn lost_gpu() -> Outcome {
     let run = std::env::current_exe().and_then(|this| std::process::Command::new(this).args(["selftest", "--lose-gpu"]).output());
@@ -56,7 +56,7 @@ pub fn lost_gpu() -> Outcome {
     Ok(0.0)
 }
 
-/// The call gives an error, enqueues nothing that breaks the device, and does not panic.
+/// The call must return an error without a panic, and the device must continue to work.
 fn refused(harness: &mut Harness, call: WrongCall) -> Outcome {
     let room = harness.device;
     match catch_unwind(AssertUnwindSafe(|| call(&mut *harness.dev, room))) {
@@ -68,7 +68,7 @@ fn refused(harness: &mut Harness, call: WrongCall) -> Outcome {
     Ok(0.0)
 }
 
-/// A call with arguments that do not fit, on memory of the given room.
+/// A call with invalid arguments in the memory `room`.
 type WrongCall = fn(&mut dyn Kernels, DeviceSlice) -> Result<()>;
 
 /// The `index`-th part of the room.
@@ -76,7 +76,7 @@ fn part(room: DeviceSlice, index: usize, elems: usize, dtype: Dtype) -> DeviceSl
     room.view(index << 16, elems, dtype)
 }
 
-/// An embedding of four channels from tokens, positions and a table.
+/// Launches an embedding of four channels from tokens, positions and a table.
 fn embed(dev: &mut dyn Kernels, [tokens, positions, wte, out]: [DeviceSlice; 4]) -> Result<()> {
     dev.launch(Embed { tokens, positions, wte, wpe: None, out, channels: 4 })
 }

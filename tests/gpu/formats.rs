@@ -1,4 +1,4 @@
-//! Numbers in memory: values are `f32` here and have the device's format only in a buffer.
+//! Number formats: values are `f32` here and are converted to the device's format only in buffers.
 
 use half::{bf16, f16};
 use superoffload::internals::dtype::{Dtype, E4m3, E5m2, Element};
@@ -32,7 +32,7 @@ fn narrow<T: Element>(values: &[f32]) -> Vec<u8> {
     bytemuck::cast_slice(&values.iter().map(|&x| T::from_f32(x)).collect::<Vec<T>>()).to_vec()
 }
 
-/// The values that bytes in a float format mean.
+/// The values of bytes in a float format.
 pub fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         Dtype::Bfloat16 => widen::<bf16>(bytes),
@@ -47,12 +47,12 @@ fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(size_of::<T>()).map(|x| bytemuck::pod_read_unaligned::<T>(x).to_f32()).collect()
 }
 
-/// The same numbers in `f64`.
+/// The values in `f64`.
 pub fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Whether two elements are the same to the bit. The payload of an fp32 NaN is nobody's promise; narrow formats have one NaN.
+/// Whether two elements have equal bits. The payload of an fp32 NaN is unspecified; narrow formats have one NaN.
 pub fn same(dtype: Dtype, a: &[u8], b: &[u8]) -> bool {
     a == b || (dtype == Dtype::Float32 && decode(dtype, a)[0].is_nan() && decode(dtype, b)[0].is_nan())
 }

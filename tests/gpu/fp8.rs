@@ -1,4 +1,4 @@
-//! Numbers of 8 bits: scales and roundings are the reference's to the bit, products lie within a bound of those in f64.
+//! 8-bit formats: scales and roundings have the reference's bits, and products are within a bound of f64.
 
 use super::bounds::{Near, U, fp8_growth, growth, unit};
 use super::harness::{Bench, Case, Want};
@@ -14,18 +14,18 @@ use superoffload::internals::dtype::Dtype;
 pub const FORMATS: [Dtype; 2] = [Dtype::Float8E4m3, Dtype::Float8E5m2];
 const BF16: Dtype = Dtype::Bfloat16;
 
-/// Elements: less than a vector, tails, several blocks, more than the grid takes at once.
+/// Numbers of elements: less than a vector, tails, several blocks, more than the grid covers at once.
 const LENGTHS: [usize; 6] = [1, 7, 16, 4099, 100_003, 3_000_001];
-/// Longer ones are tried a few times.
+/// Longer arrays are tried with fewer inputs.
 const LARGE: usize = 1 << 20;
-/// Rows and columns: less than a tile, one, and tails on either side.
+/// Rows and columns: less than a tile, one tile, and tails on either side.
 const MATRICES: [(usize, usize); 6] = [(16, 16), (128, 128), (48, 400), (400, 48), (144, 272), (1024, 1040)];
 /// m, n, k.
 const PRODUCTS: [(usize, usize, usize); 5] = [(16, 16, 16), (64, 128, 96), (128, 64, 2048), (272, 144, 400), (32, 4096, 512)];
-/// Where the scales of a product lie among so many numbers: at the least distance that training's have.
+/// Indices of the scales of a product among all scales, at the minimum distance used in training.
 pub const SCALES_AT: [usize; 2] = [4, 8];
 pub const SCALES: usize = 12;
-/// A real layer's.
+/// The products of a real layer.
 const FULL: [(usize, usize, usize); 3] = [(2048, 4096, 4096), (2048, 4096, 14_336), (4096, 2048, 16_384)];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -43,7 +43,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Skips where the device has no FP8.
+/// Skips the case if the device has no FP8.
 pub fn needs_fp8(bench: &mut Bench) -> Result<(), Missed> {
     match bench.subject.dev.prepare_fp8() {
         Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
@@ -51,7 +51,7 @@ pub fn needs_fp8(bench: &mut Bench) -> Result<(), Missed> {
     }
 }
 
-/// Of numbers of every size; with nothing but zeros; and with what is no number, in the first place or the last.
+/// Numbers of every magnitude, zeros only, and infinities or NaN in the first or last place.
 fn scales(bench: &mut Bench, random: &mut Random, format: Dtype) -> Outcome {
     needs_fp8(bench)?;
     for elems in LENGTHS {
@@ -77,7 +77,7 @@ fn scale(bench: &mut Bench, x: &[f32], format: Dtype) -> Outcome {
     case.check(bench, &|dev, at| dev.launch(AbsMaxScale { x: at[x], scale: at[scale], format }))
 }
 
-/// Every number of 16 bits, under scales that leave the smallest and the largest, and under none.
+/// All 16-bit numbers, with scales that keep the smallest and the largest, and with invalid scales.
 fn every_number(bench: &mut Bench, format: Dtype) -> Outcome {
     needs_fp8(bench)?;
     let all: Vec<f32> = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16)).collect();
@@ -87,7 +87,7 @@ fn every_number(bench: &mut Bench, format: Dtype) -> Outcome {
     Ok(0.0)
 }
 
-/// As it is, transposed, and both.
+/// Quantizes unchanged, transposed, and both.
 fn quantize(bench: &mut Bench, format: Dtype, cols: usize, x: &[f32], scale: f32) -> Outcome {
     needs_fp8(bench)?;
     for [as_it_is, turned] in [[true, true], [true, false], [false, true]] {
@@ -104,7 +104,7 @@ fn quantize(bench: &mut Bench, format: Dtype, cols: usize, x: &[f32], scale: f32
     Ok(0.0)
 }
 
-/// With a bias or without, on nothing, on what the output holds, and on another matrix.
+/// With a bias or without, and without a base, with the output as base, and with another matrix as base.
 fn product(bench: &mut Bench, random: &mut Random, format: Dtype, [m, n, k]: [usize; 3]) -> Outcome {
     needs_fp8(bench)?;
     let (a, b) = (random.scaled(format, m * k, 400.0), random.scaled(Dtype::Float8E4m3, n * k, 400.0));
@@ -120,7 +120,7 @@ fn product(bench: &mut Bench, random: &mut Random, format: Dtype, [m, n, k]: [us
     for (with_bias, with_base, apart) in [(false, false, false), (true, true, true), (false, true, false)] {
         let sum = |(i, near): (usize, &Near)| {
             let product = Near { want: near.want * scale, error: near.error * scale };
-            // A library may round before it adds.
+            // A library may round before the addition.
             let rounded =
                 if bench.same_bits || !(with_bias || with_base) { 0.0 } else { unit(BF16) * (product.want.abs() + f64::from(size)) };
             let added = [with_bias.then(|| bias[i % n]), with_base.then(|| before[i])];

@@ -1,7 +1,7 @@
-//! A device with memory that is laid out anew for every case, and cases: buffers, a call, and what must come out.
+//! A device with memory that is laid out anew for every case, and cases: buffers, a call, and expected results.
 //!
-//! All memory around the buffers and all outputs hold bytes of 0xff before a call, which is NaN in every float format: reading
-//! outside shows in the result, and writing outside shows in the guards.
+//! All memory around the buffers and all outputs hold bytes of 0xff before a call, which is NaN in every float format. So reads outside a
+//! buffer affect the result, and writes outside are visible in the guards.
 
 use super::bounds::Near;
 use super::formats::{decode, encode, same};
@@ -14,7 +14,7 @@ use superoffload::internals::host::{HostMemory, PinnedSlice};
 use superoffload::{Error, Result};
 
 const POISON: u8 = 0xff;
-/// Bytes between buffers, which also is their alignment.
+/// Bytes between buffers, and the alignment of buffers.
 const GUARD: usize = 256;
 
 /// A buffer of a case.
@@ -28,19 +28,19 @@ struct Buffer {
     want: Option<Want>,
 }
 
-/// What must be in a buffer that a call writes.
+/// The expected content of a buffer that a call writes.
 pub enum Want {
     /// The reference's bits.
     Same,
-    /// Numbers near these.
+    /// Numbers near these values.
     Near(Vec<Near>),
     /// These bits.
     Bits(Vec<u8>),
-    /// The bits that another buffer holds after the same call.
+    /// The bits of another buffer after the same call.
     As(Handle),
-    /// The bits that these elements of another buffer hold after the same call.
+    /// The bits of these elements of another buffer after the same call.
     Part(Handle, Vec<Range<usize>>),
-    /// Whatever it is.
+    /// Any content.
     Any,
 }
 
@@ -54,7 +54,7 @@ impl Index<Handle> for Slices {
     }
 }
 
-/// A device and the memory of one case on both sides.
+/// A device, and the memory of one case on both sides.
 pub struct Harness {
     // Dropped before the host memory that its copies use.
     pub dev: Box<dyn Kernels>,
@@ -65,7 +65,7 @@ pub struct Harness {
 }
 
 impl Harness {
-    /// A device with room for cases of `bytes`.
+    /// A device with memory for cases of `bytes`.
     pub fn new(mut dev: Box<dyn Kernels>, bytes: usize) -> Result<Self> {
         let mut memory = HostMemory::default();
         let host = memory.alloc("cases", bytes)?;
@@ -80,7 +80,7 @@ impl Harness {
         self.dev.synchronize(self.done)
     }
 
-    /// Sends `before`, calls, and brings back what the memory holds then, all on `stream`.
+    /// Copies `before` to the device, makes the call, and copies the memory back, all on `stream`.
     fn run(&mut self, stream: Stream, before: &[u8], slices: &Slices, call: Call) -> Result<Vec<u8>> {
         let (host, device) = (self.host.slice(0, before.len()), self.device.slice(0, before.len() / 4));
         self.memory.lend_mut(host).copy_from_slice(before);
@@ -92,28 +92,28 @@ impl Harness {
         Ok(self.memory.lend(host).to_vec())
     }
 
-    /// Whether the device still works after something failed.
+    /// Whether the device still works after a failure.
     pub fn is_alive(&mut self) -> bool {
         self.run(Stream::Compute, &[POISON; GUARD], &Slices(Vec::new()), &|_, _| Ok(())).is_ok_and(|after| after == [POISON; GUARD])
     }
 }
 
-/// A call of one kernel or of a few.
+/// A call of one or a few kernels.
 pub type Call<'a> = &'a dyn Fn(&mut dyn Kernels, &Slices) -> Result<()>;
 
-/// The device under test and the one that it is compared with.
+/// The device under test and the reference device.
 pub struct Bench {
     pub subject: Harness,
     pub reference: Harness,
-    /// The subject promises the reference's bits everywhere.
+    /// Whether the tested device guarantees the reference's bits everywhere.
     pub same_bits: bool,
-    /// The sizes of real workloads.
+    /// Whether to test the sizes of real workloads.
     pub full: bool,
-    /// cuBLASLt computes products of experts.
+    /// Whether cuBLASLt computes expert products.
     pub by_cublaslt: bool,
 }
 
-/// One call with its inputs and what must come out.
+/// A call with its inputs and expected results.
 pub struct Case {
     stream: Stream,
     buffers: Vec<Buffer>,
@@ -128,22 +128,22 @@ impl Default for Case {
 }
 
 impl Case {
-    /// A case whose call enqueues on `stream`.
+    /// A case that enqueues its call on `stream`.
     pub fn on(stream: Stream) -> Self {
         Self { stream, buffers: Vec::new(), optional: false, aligned: false }
     }
 
-    /// A buffer that is only read.
+    /// An input buffer.
     pub fn input(&mut self, name: &'static str, dtype: Dtype, values: &[f32]) -> Handle {
         self.push(name, dtype, encode(dtype, values), None)
     }
 
-    /// Integers that are only read.
+    /// An input buffer of integers.
     pub fn ints(&mut self, name: &'static str, values: &[i32]) -> Handle {
         self.push(name, Dtype::Int32, bytemuck::cast_slice(values).to_vec(), None)
     }
 
-    /// Bits of the format that are only read.
+    /// An input buffer with the given bits.
     pub fn bits(&mut self, name: &'static str, dtype: Dtype, bytes: Vec<u8>) -> Handle {
         self.push(name, dtype, bytes, None)
     }
@@ -163,7 +163,7 @@ impl Case {
         self.push(name, Dtype::Int32, before.to_le_bytes().to_vec(), Some(Want::Bits(after.to_le_bytes().to_vec())))
     }
 
-    /// A buffer that gains `gained`, or is overwritten with it when there is nothing `before`.
+    /// A buffer to which `gained` is added, or that is overwritten with it if there is nothing `before`.
     pub fn gradient(&mut self, name: &'static str, dtype: Dtype, before: Option<&[f32]>, gained: Vec<Near>) -> Handle {
         match before {
             None => self.output(name, dtype, gained.len(), Want::Near(gained)),
@@ -174,13 +174,12 @@ impl Case {
         }
     }
 
-    /// The device may say that it does not support this.
+    /// Permits the device to report the call as unsupported.
     pub fn optional(&mut self, optional: bool) {
         self.optional = optional;
     }
 
-    /// Buffers only begin at aligned addresses, as the engine's do: otherwise the call is also made on buffers that begin one
-    /// element further.
+    /// Buffers start only at aligned addresses, as in the engine. Otherwise the call is also made on buffers that start one element later.
     pub fn aligned(&mut self) {
         self.aligned = true;
     }
@@ -190,7 +189,7 @@ impl Case {
         Handle(self.buffers.len() - 1)
     }
 
-    /// Calls on both devices and compares every element. Returns the largest error as a part of its bound.
+    /// Makes the call on both devices and compares every element. Returns the largest error relative to its bound.
     pub fn check(self, bench: &mut Bench, call: Call) -> Outcome {
         let reference = match self.needs_reference(bench) {
             true => Some(self.run(&mut bench.reference, 0, call)?),
@@ -216,7 +215,7 @@ impl Case {
         bench.same_bits || self.buffers.iter().any(|b| matches!(b.want, Some(Want::Same)))
     }
 
-    /// First byte of each buffer when all begin `skew` elements after an aligned address; at last the size of all.
+    /// The first byte of each buffer if all start `skew` elements after an aligned address, and finally the total size.
     fn starts(&self, skew: usize) -> Vec<usize> {
         let mut end = 0;
         let mut start = |b: &Buffer| {
@@ -229,7 +228,7 @@ impl Case {
         starts
     }
 
-    /// The buffers' content after the call, once everything around them has been found unchanged.
+    /// The content of the buffers after the call. Asserts that the memory around them is unchanged.
     fn run(&self, harness: &mut Harness, skew: usize, call: Call) -> Result<Vec<Vec<u8>>> {
         let starts = self.starts(skew);
         let mut memory = vec![POISON; starts[self.buffers.len()]];
@@ -257,7 +256,7 @@ impl Case {
         }
     }
 
-    /// Where byte `at` lies, for people.
+    /// A description of the position of byte `at`.
     fn place(&self, starts: &[usize], at: usize) -> String {
         let after = starts[..self.buffers.len()].iter().rposition(|&start| start <= at);
         after.map_or("before all buffers".into(), |i| {
@@ -307,7 +306,7 @@ fn compare_bits(dtype: Dtype, got: &[u8], want: &[u8]) -> std::result::Result<()
     Err(format!("[{at}]: {}, reference {}; {count} of {} differ", show(got), show(want), pairs().count()))
 }
 
-/// The largest error as a part of its bound.
+/// The largest error relative to its bound.
 fn compare_near(dtype: Dtype, got: &[u8], near: &[Near]) -> std::result::Result<f64, String> {
     let got = decode(dtype, got);
     assert_eq!(got.len(), near.len(), "a case expects as many numbers as the buffer holds");

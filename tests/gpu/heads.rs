@@ -12,7 +12,7 @@ use superoffload::internals::device::{AttentionShape, QkNorm, QkNormBackward};
 use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
-/// What [`rms_rstd`] computes with.
+/// The epsilon of [`rms_rstd`].
 const EPS: f32 = 1e-5;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -23,7 +23,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
         shape(2, 13, 8, 8, 96),
         shape(1, 20, 32, 8, 128),
         shape(3, 65, 2, 1, 40),
-        // More queries than a block has vectors of.
+        // More queries than a block has vectors.
         shape(1, 13, 80, 8, 128),
     ];
     for dtype in FLOATS {
@@ -50,7 +50,7 @@ fn shape(batch: usize, seq_length: usize, heads: usize, kv_heads: usize, head_di
     AttentionShape { batch, seq_length, heads, kv_heads, head_dim, scale: 1.0, window: None, softcap: None }
 }
 
-/// Spans of a weight, in the order of memory: 0 for queries, 1 for keys, and 2 for values, which no weight spans.
+/// Spans of a weight in the order of memory: 0 for queries, 1 for keys, and 2 for values, which no weight covers.
 fn spans_of<'a>(shape: &AttentionShape, [q, k]: [usize; 2], qkv: &'a [f64]) -> impl Iterator<Item = (usize, &'a [f64])> + use<'a> {
     let (q_cols, k_cols) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     qkv.chunks_exact(shape.qkv_cols()).flat_map(move |token| {
@@ -105,7 +105,7 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
         want.extend(rms_row_backward(dout, x, weight, rstd));
         sums[kind].iter_mut().zip(dout.iter().zip(x)).for_each(|(sum, (d, x))| sum.add(d * x * rstd));
     }
-    // As for the weight of any norm, with a row for every token and span.
+    // The bound of any norm's weight, with a row for every token and span.
     let [dq, dk] = [0, 1].map(|kind| {
         let growth = growth(shape.tokens() * counts[kind]) + 2.0;
         sums[kind].iter().map(|sum| sum.near(growth)).collect::<Vec<_>>()

@@ -1,8 +1,7 @@
-//! Every kernel, copy and event of a device against the CPU device and against f64.
+//! Every kernel, copy and event of a device, compared with the CPU device and with f64.
 //!
-//! Kernels that treat every element alone give the CPU's bits, and so do the optimizer and its norm. Kernels that sum lie within
-//! a bound of the exact result, computed here in f64 from the same inputs; a CPU device under test must give the reference's bits
-//! there, too.
+//! Elementwise kernels have the CPU's bits, and so do the optimizer and its norm. Kernels with sums are within a bound of the exact result,
+//! which is computed here in f64 from the same inputs. A CPU device under test must have the reference's bits there, too.
 
 use super::harness::Bench;
 use super::random::Random;
@@ -14,12 +13,12 @@ use super::{
 use std::io::Write;
 use superoffload::internals::dtype::Dtype;
 
-/// What cases need: the devices, and somewhere to tell.
+/// Context of the cases: the devices and the report.
 pub struct Suite<'a, W: Write> {
     pub bench: &'a mut Bench,
     pub report: &'a mut Report<W>,
     pub seed: u64,
-    /// The device no longer works; what else it gets to do says nothing.
+    /// The device no longer works, so later results are meaningless.
     pub lost: bool,
 }
 
@@ -37,13 +36,13 @@ impl<W: Write> Suite<'_, W> {
         }
     }
 
-    /// Whether the sizes of real workloads are run: where it is asked for, in the format that training uses.
+    /// Whether to run the sizes of real workloads: if requested, in the format of training.
     pub fn full(&self, dtype: Dtype) -> bool {
         self.bench.full && dtype == Dtype::Bfloat16
     }
 }
 
-/// All of them.
+/// Runs all kernel cases.
 pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     copies::cases(suite);
     casts::cases(suite);
@@ -65,7 +64,7 @@ pub fn run<W: Write>(suite: &mut Suite<'_, W>) {
     scales::cases(suite);
 }
 
-/// `work(i)` for all `i` below `count`, in order, on all cores.
+/// Computes `work(i)` for all `i` below `count`, in order, on all cores.
 pub fn parallel<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(count.max(1));
     let part = |thread: usize| (count * thread / threads..count * (thread + 1) / threads).map(&work).collect::<Vec<T>>();

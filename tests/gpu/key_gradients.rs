@@ -1,4 +1,4 @@
-//! Gradients of keys and values that come block by block: the CPU's bits.
+//! Gradients of keys and values that are summed block by block: the CPU's bits.
 
 use super::formats::FLOATS;
 use super::harness::{Bench, Case, Want};
@@ -9,7 +9,7 @@ use std::io::Write;
 use superoffload::internals::device::AddKeyGradients;
 use superoffload::internals::dtype::Dtype;
 
-/// Keys, columns of a row, the first columns of keys' and values' gradients, how many each has, keys that have a sum and those that are done.
+/// Keys, columns of a row, the first columns of the keys' and values' gradients, their widths, keys with a sum, and finished keys.
 type Shape = (usize, usize, [usize; 2], usize, [usize; 2]);
 
 const SHAPES: [Shape; 5] = [

@@ -1,4 +1,4 @@
-//! Matrix products in every layout, with everything that may be added to them.
+//! Matrix products in every layout, with every permitted addend.
 
 use super::bounds::{Near, U, product_growth, unit};
 use super::formats::FLOATS;
@@ -23,7 +23,7 @@ const SIZES: [(usize, usize, usize); 10] = [
     (40, 70, 9728),
     (48, 1105, 768),
 ];
-/// A real layer's matrices, and a tile of logits.
+/// The matrices of a real layer, and a tile of logits.
 const FULL: [(usize, usize, usize); 3] = [(2048, 2560, 2560), (512, 9728, 2560), (512, 50257, 768)];
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
@@ -38,24 +38,24 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// The matrix that a product is added to.
+/// The matrix to which a product is added.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Base {
     None,
-    /// What the output holds: gradients accumulate.
+    /// The output itself: gradients accumulate.
     Output,
-    /// Another: a residual branch joins.
+    /// Another matrix: a residual branch.
     Apart,
 }
 
-/// With a bias or without, on every base. What is added does not depend on the size: large products take the first few.
+/// With and without a bias, for every base. Additions do not depend on the size, so large products use only the first few combinations.
 const ADDED: [(bool, Base); 6] =
     [(false, Base::None), (true, Base::Apart), (false, Base::Output), (true, Base::None), (false, Base::Apart), (true, Base::Output)];
 const ADDED_TO_LARGE: usize = 3;
 const LARGE: usize = 1 << 20;
 
-/// The error is that of the sum, see [`product_growth`], and on a GPU a rounding of each [`intermediate`] result to the format:
-/// cuBLASLt's kernels for rows that are not whole 16-byte vectors add to a result that is already rounded.
+/// The error is that of the sum, see [`product_growth`]. On a GPU each [`intermediate`] result may also be rounded to the format:
+/// cuBLASLt's kernels for rows that are not whole 16-byte vectors add to an already rounded result.
 fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulShape) -> Outcome {
     let MatmulShape { m, n, k, .. } = shape;
     let (a, b) = (random.uniform(dtype, m * k), random.uniform(dtype, k * n));
@@ -89,7 +89,7 @@ fn product(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: MatmulSh
     Ok(worst)
 }
 
-/// The sizes of what may be rounded before the last addition, which may be that of either.
+/// The magnitude of the results that may be rounded before the last addition, for either order of additions.
 fn intermediate(product: f64, added: [Option<f64>; 2]) -> f64 {
     let largest_sum = |largest: f64, x: f64| largest.max((product + x).abs());
     match added {
@@ -99,10 +99,10 @@ fn intermediate(product: f64, added: [Option<f64>; 2]) -> f64 {
     }
 }
 
-/// The product in f64; `error` is relative to the sum of magnitudes.
+/// The product in f64. `error` is relative to the sum of magnitudes.
 pub fn multiply(shape: MatmulShape, a: &[f32], b: &[f32], error: f64) -> Vec<Near> {
     let MatmulShape { layout, m, n, k } = shape;
-    // Both by rows of k.
+    // Both as rows of length k.
     let a = if layout == MatmulLayout::Tn { transposed(a, k, m) } else { a.to_vec() };
     let b = if layout == MatmulLayout::Nt { b.to_vec() } else { transposed(b, k, n) };
     let row = |i: usize| {
@@ -116,7 +116,7 @@ fn transposed(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     (0..cols).flat_map(|col| (0..rows).map(move |row| x[row * cols + col])).collect()
 }
 
-/// Eight sums side by side, so that the compiler may use vectors.
+/// Eight parallel sums, so that the compiler can use vectors.
 fn dot(a: &[f32], b: &[f32], error: f64) -> Near {
     const LANES: usize = 8;
     let (mut sums, mut sizes) = ([0.0; LANES], [0.0; LANES]);

@@ -1,4 +1,4 @@
-//! The conformance suite of devices, a part of the program (`selftest`): `run.rs` has what can be asked.
+//! The conformance suite of devices, part of the program (`selftest`). `run.rs` has its options.
 
 mod attention;
 mod attention_parts;

@@ -1,6 +1,7 @@
 //! RMS and layer normalisation, forward and backward.
 //!
-//! Letters: `n` columns, `u` the unit of rounding of fp32. First-order errors add up; `U * c * x` stands for `c` roundings of `x`.
+//! Notation: `n` is the number of columns and `u` the unit roundoff of fp32. First-order errors add up; `U * c * x` stands for `c`
+//! roundings of `x`.
 
 use super::bounds::{Near, Sum, U, growth};
 use super::formats::{FLOATS, wide};
@@ -34,17 +35,17 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// One row's `1/sqrt(mean(x^2) + eps)`.
+/// `1/sqrt(mean(x^2) + eps)` of one row.
 ///
-/// The terms of the mean are positive: its relative error is that of the sum, `growth(n) u`, one for the division and one for eps. The
-/// root halves it; root and reciprocal (or the GPU's reciprocal root, 2 ulp) take up to 4.
+/// The terms of the mean are positive, so its relative error is that of the sum, `growth(n) u`, plus one for the division and one for eps.
+/// The root halves it. Root and reciprocal, or the GPU's reciprocal root with 2 ulp, add up to 4.
 pub fn rms_rstd(x: &[f64]) -> Near {
     let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let want = 1.0 / (mean + f64::from(EPS)).sqrt();
     Near { want, error: want * U * ((growth(x.len()) + 2.0) / 2.0 + 4.0) }
 }
 
-/// One row's `x * rstd * weight`: what `rstd` is off by, and two roundings.
+/// `x * rstd * weight` of one row: the error of `rstd`, and two roundings.
 pub fn rms_row<'a>(x: &'a [f64], weight: &'a [f64], rstd: Near) -> impl Iterator<Item = Near> + 'a {
     x.iter().zip(weight).map(move |(x, w)| {
         let want = x * rstd.want * w;
@@ -54,8 +55,8 @@ pub fn rms_row<'a>(x: &'a [f64], weight: &'a [f64], rstd: Near) -> impl Iterator
 
 /// The gradient of one row's input, `rstd * (dout w - xhat * mean(dout w xhat))` with `xhat = x * rstd`.
 ///
-/// The terms of the mean take three roundings each before they are added. Then the product with `xhat`, itself rounded, the
-/// difference and the product with `rstd`: 4 roundings of either part.
+/// The terms of the mean have three roundings each before the sum. The product with the rounded `xhat`, the difference and the product with
+/// `rstd` add 4 roundings of either part.
 pub fn rms_row_backward(dout: &[f64], x: &[f64], weight: &[f64], rstd: f64) -> Vec<Near> {
     let n = x.len() as f64;
     let mean = Sum::of((0..x.len()).map(|c| dout[c] * weight[c] * x[c] * rstd)).near(growth(x.len()) + 4.0);
@@ -68,7 +69,7 @@ pub fn rms_row_backward(dout: &[f64], x: &[f64], weight: &[f64], rstd: f64) -> V
     (0..x.len()).map(gradient).collect()
 }
 
-/// What stored weights stand for: themselves, or that plus one, rounded.
+/// The factors of stored weights: the weights themselves, or the weights plus one, rounded.
 pub fn factors(weights: &[f32], plus_one: bool) -> Vec<f64> {
     weights.iter().map(|w| f64::from(if plus_one { 1.0 + w } else { *w })).collect()
 }
@@ -94,7 +95,7 @@ fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, (rows, col
         rms_row_backward(row_of(&dout_wide), row_of(&x_wide), &weight_wide, f64::from(rstd[row]))
     });
     let dx: Vec<Near> = dx.into_iter().flatten().zip(&before).map(|(near, &before)| near.plus(f64::from(before))).collect();
-    // The normalised input is rounded, and its product with the gradient.
+    // The normalised input is rounded, and so is its product with the gradient.
     let xhat = |row: usize, col: usize| x_wide[row * cols + col] * f64::from(rstd[row]);
     let dweight = column_sums(rows, cols, growth(rows) + 2.0, |row, col| dout_wide[row * cols + col] * xhat(row, col));
     let mut worst = 0f64;
@@ -113,11 +114,11 @@ fn rms_backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, (rows, col
     Ok(worst)
 }
 
-/// One row's mean and reciprocal deviation.
+/// Mean and reciprocal standard deviation of one row.
 ///
-/// The mean is off by `growth(n) u mean(|x|)`. A deviation `x - mean` is off by a rounding of its own and by the mean's error, which all
-/// share; in the mean of squares that is `2 error mean(|x - mean|) + error^2`, beside 3 roundings of each square and those of the sum. Root and
-/// reciprocal as in [`rms_rstd`].
+/// The error of the mean is `growth(n) u mean(|x|)`. A deviation `x - mean` has its own rounding error, and the error of the mean, which
+/// all deviations share. In the mean of squares the latter gives `2 error mean(|x - mean|) + error^2`, in addition to 3 roundings of each
+/// square and those of the sum. Root and reciprocal are as in [`rms_rstd`].
 fn layer_stats(x: &[f64]) -> (Near, Near) {
     let n = x.len() as f64;
     let sum = Sum::of(x.iter().copied()).near(growth(x.len()) + 1.0);
@@ -130,9 +131,9 @@ fn layer_stats(x: &[f64]) -> (Near, Near) {
     (mean, Near { want, error: want * (variance_error / shifted / 2.0 + 5.0 * U) })
 }
 
-/// The error of the mean reaches every output; the rest is `rstd`'s, the deviation's rounding, two products and a sum.
+/// The error of the mean affects every output. The rest is the error of `rstd`, the rounding of the deviation, two products and a sum.
 fn layer(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols: usize) -> Outcome {
-    // Off centre: a variance as a difference of large numbers would show.
+    // Shifted data, which would reveal a variance computed as a difference of large numbers.
     let x: Vec<f32> = random.scaled(dtype, rows * cols, 3.0).iter().map(|x| super::formats::round(dtype, x + 5.0)).collect();
     let (weight, bias) = (random.uniform(dtype, cols), random.uniform(dtype, cols));
     let (mut out, mut stats) = (Vec::new(), Vec::new());
@@ -154,8 +155,8 @@ fn layer(bench: &mut Bench, random: &mut Random, dtype: Dtype, rows: usize, cols
     })
 }
 
-/// The gradient of one row's input, `rstd * (g - mean(g) - xhat * mean(g xhat))` with `g = dout w` and `xhat = (x - mean) * rstd`. As
-/// [`rms_row_backward`], with one rounding more for the deviation and one mean more.
+/// The gradient of one row's input, `rstd * (g - mean(g) - xhat * mean(g xhat))` with `g = dout w` and `xhat = (x - mean) * rstd`. The
+/// errors are as in [`rms_row_backward`], with one more rounding for the deviation and one more mean.
 fn layer_row_backward(dout: &[f64], x: &[f64], weight: &[f64], (mean, rstd): (f64, f64)) -> Vec<Near> {
     let n = x.len() as f64;
     let xhat = |c: usize| (x[c] - mean) * rstd;

@@ -1,4 +1,4 @@
-//! The optimizer on the device and the gradient's norm: the CPU's bits for every gradient.
+//! The optimizer on the device and the gradient norm: the CPU's bits for every gradient.
 
 use super::formats::FLOATS;
 use super::harness::{Bench, Case, Want};
@@ -52,7 +52,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
 const KINDS: [Grads; 4] = [Grads::Ordinary, Grads::Wild, Grads::Large, Grads::Zero];
 const MOMENTS: [Dtype; 2] = [FP32, Dtype::Bfloat16];
 
-/// What gradients a range holds.
+/// Kinds of gradients.
 #[derive(Clone, Copy, Debug)]
 enum Grads {
     Ordinary,
@@ -74,7 +74,7 @@ impl Grads {
     }
 }
 
-/// One to eight parts, after a sum or not, rounded or not.
+/// One to eight parts, with or without a previous sum, rounded or not.
 fn sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, elems: usize) -> Outcome {
     for (count, begun, wide) in [(1, true, false), (1, false, true), (3, true, true), (8, false, false)] {
         let mut case = Case::default();
@@ -89,7 +89,7 @@ fn sums(bench: &mut Bench, random: &mut Random, dtype: Dtype, elems: usize) -> O
     Ok(0.0)
 }
 
-/// The flag is set by a gradient that is not finite and left alone otherwise.
+/// The flag is set by a gradient that is not finite, and unchanged otherwise.
 fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
     let found = values.iter().any(|x| !x.is_finite());
     for before in [0i32, 1] {
@@ -105,14 +105,14 @@ fn norm(bench: &mut Bench, values: &[f32], dtype: Dtype) -> Outcome {
     Ok(0.0)
 }
 
-/// Early and late steps, with and without decay, clipped or not; state that is ordinary, and state that is wild with the gradients.
+/// Early and late steps, with and without decay, clipped or not, with ordinary state and with extreme state and gradients.
 fn adam(bench: &mut Bench, random: &mut Random, (dtype, moments): (Dtype, Dtype), kind: Grads, elems: usize) -> Outcome {
     let hyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     for (step, decay, scale) in [(1, true, 1.0), (2, false, 0.37), (1000, true, 1.0 / 65536.0)] {
         let wild = matches!(kind, Grads::Wild);
         let mut state = |dtype| if wild { random.wild(dtype, elems) } else { random.uniform(dtype, elems) };
         let (params, m, v) = (state(FP32), state(moments), state(moments));
-        // Second moments are never negative, except after what no step does.
+        // Second moments are never negative after a valid step.
         let v: Vec<f32> = v.iter().map(|v| v.abs()).collect();
         let grads = kind.draw(random, dtype, elems);
         let consts = AdamConsts::new(&hyper, step, decay);
@@ -122,7 +122,7 @@ fn adam(bench: &mut Bench, random: &mut Random, (dtype, moments): (Dtype, Dtype)
         let grads = case.input("grads", dtype, &grads);
         let out = case.output("out", dtype, elems, Want::Same);
         case.check(bench, &|dev, at| {
-            // So that places in the flat order pass 2^32.
+            // Positions in the flat order exceed 2^32.
             let first = (1 << 32) - 500;
             dev.launch(Adam { first, params: at[params], m: at[m], v: at[v], grads: at[grads], out: at[out], consts, scale })
         })?;

@@ -1,4 +1,4 @@
-//! Several devices that train as one: the bits of one device, copies that overlap, and ranks that are late.
+//! Several devices that train as one: the bits of one device, overlapping copies, and ranks that are late.
 
 use super::random::Random;
 use super::report::{Missed, Outcome, Report, require};
@@ -14,29 +14,29 @@ use superoffload::internals::model::ModelShape;
 use superoffload::internals::planner::Machine;
 use superoffload::{Error, Plan, Result, Settings};
 
-/// How a rank's device is kept busy by somebody else, now and then, until `AtomicBool` says stop; `usize` is the rank.
+/// Occasionally keeps the device of a rank busy until the [`Disturbance`] is over. `usize` is the rank.
 pub type Disturb<'a> = &'a (dyn Fn(usize, &Disturbance) -> Result<()> + Sync);
 
-/// Devices under test, as training on several sees them.
+/// The tested devices, for training on several of them.
 pub struct Ranks<'a> {
-    /// Trains, on as many devices as the plan says.
+    /// Trains on the number of devices in the plan.
     pub launch: &'a dyn Fn(&Plan, &ModelShape, &Topology, Training<'_>) -> Result<Run>,
-    /// What the plan may use.
+    /// The machine of the plan.
     pub machine: Machine,
-    /// Settings of the device, in lines of a configuration file.
+    /// Settings of the device, as lines of a configuration file.
     pub settings: &'a str,
-    /// How many there are.
+    /// Number of devices.
     pub devices: usize,
-    /// Streams are real: spans may overlap.
+    /// Whether streams are real, so that spans may overlap.
     pub overlaps: bool,
     pub disturb: Disturb<'a>,
-    /// Steps of a run: more than five, where faults are.
+    /// Steps of a run: more than five, because faults are injected up to step 5.
     pub steps: usize,
-    /// Runs with a rank that is late.
+    /// Number of runs with a late rank.
     pub late_runs: usize,
 }
 
-/// Which rank is to be late.
+/// The rank that is to be late.
 #[derive(Default)]
 pub struct Disturbance {
     rank: AtomicUsize,
@@ -45,7 +45,7 @@ pub struct Disturbance {
 
 #[cfg(feature = "cuda")]
 impl Disturbance {
-    /// Calls `work` while `rank` is to be late, until that is over.
+    /// Calls `work` repeatedly while `rank` is to be late, until the run is over.
     pub fn while_late(&self, rank: usize, mut work: impl FnMut() -> Result<()>) -> Result<()> {
         while !self.is_over.load(Ordering::Relaxed) {
             if self.rank.load(Ordering::Relaxed) == rank {
@@ -71,22 +71,22 @@ impl UseEngine for Training<'_> {
     }
 }
 
-/// Buckets of 8 blocks: one for each of up to eight devices.
+/// Buckets of 8 blocks: one block for each of up to eight devices.
 const CUT: &str = "bucket-mib = 0.0625\n";
 
 impl Ranks<'_> {
-    /// Gradient shares of all cases, whichever devices compute them: the most devices that a case takes.
+    /// Gradient shares of all cases, independent of the devices: the largest number of devices in a case.
     fn shares(&self) -> usize {
         1 << self.devices.clamp(2, 8).ilog2()
     }
 
-    /// Two devices, four and eight, if they are there.
+    /// Two, four and eight devices, as far as available.
     fn counts(&self) -> impl Iterator<Item = usize> {
         let most = self.shares();
         [2, 4, 8].into_iter().take_while(move |count| *count <= most)
     }
 
-    /// Where `lines` say nothing of shares, each device computes as many.
+    /// Settings for `gpus` devices. Unless `lines` set the shares, each device computes equally many.
     fn settings(&self, gpus: usize, lines: &str) -> Result<Settings> {
         let shares = self.shares();
         let cut = format!("gradient-shares = {shares}\ngradient-accumulation-steps = {}\n", shares / gpus);
@@ -108,7 +108,7 @@ impl Ranks<'_> {
     }
 }
 
-/// All cases of several devices; they say so where there is one.
+/// Runs all cases of several devices; they are skipped with one device.
 pub fn run<W: Write>(report: &mut Report<W>, ranks: &Ranks<'_>) {
     let mut case = |name: &str, body: &dyn Fn(&Ranks<'_>) -> Outcome| {
         report.case(&format!("peers/{name}"), || if ranks.devices < 2 { alone(ranks) } else { body(ranks) });
@@ -137,7 +137,7 @@ const PARTLY: &str = if cfg!(feature = "repartition") {
     OFFLOADED
 };
 
-/// One device and several, under clips of about half of the steps, and with gradients made wrong in one share or the other.
+/// One device and several, with about half of the steps clipped, and optionally with invalid gradients in one share or another.
 fn same_bits(ranks: &Ranks<'_>, lines: &str, is_poisoned: bool) -> Outcome {
     let faults =
         "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}, {step = 5, element = 9000, share = 0, value = \"-inf\"}]\n";
@@ -160,12 +160,12 @@ fn same_as(one: &Run, several: &Run, count: usize) -> Outcome {
     Ok(0.0)
 }
 
-/// Layers enough for a ring to save memory, whose chunks are larger on a GPU.
+/// Enough layers for a ring to save memory. Chunks of rings are larger on a GPU.
 fn many_layers(ranks: &Ranks<'_>) -> ModelShape {
     if ranks.overlaps { wide_shape(6) } else { narrow_shape(12) }
 }
 
-/// Where one device multiplies in FP8. Products are told apart by their format, too, where ranks compare whose algorithms computed them.
+/// FP8 products, if a device supports them. Ranks compare the algorithms of their products, which are distinguished by format, too.
 fn in_fp8(ranks: &Ranks<'_>) -> Outcome {
     match ranks.on(1, FP8) {
         Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
@@ -174,10 +174,10 @@ fn in_fp8(ranks: &Ranks<'_>) -> Outcome {
     }
 }
 
-/// What layers keep is left to nobody.
+/// Fixed activation policy, so that plans do not differ in it.
 const IN_RINGS: &str = "activations = \"keep\"\nmax-grad-norm = 0.5\n";
 
-/// `lines` say how `count` devices train.
+/// Compares one device with `count` devices, which train with `lines`.
 fn same_as_one(ranks: &Ranks<'_>, lines: &dyn Fn(usize) -> std::result::Result<String, Missed>) -> Outcome {
     let shape = many_layers(ranks);
     let train = |gpus, lines: &str| ranks.train(&shape, gpus, &format!("{PARTLY}{IN_RINGS}{lines}"), false, &mut || ());
@@ -188,7 +188,7 @@ fn same_as_one(ranks: &Ranks<'_>, lines: &dyn Fn(usize) -> std::result::Result<S
     Ok(0.0)
 }
 
-/// Each device pulls every module's weights twice a micro-batch, from the others and from itself.
+/// Sharded weights: each device pulls every module's weights twice per micro-batch, including its own slice.
 fn sharded(ranks: &Ranks<'_>) -> Outcome {
     if cfg!(feature = "weight-flow") {
         same_as_one(ranks, &|_| Ok("weights = \"sharded\"\n".into()))
@@ -197,7 +197,7 @@ fn sharded(ranks: &Ranks<'_>) -> Outcome {
     }
 }
 
-/// On memory that lacks 32 MiB for a place for each gradient.
+/// A gradient ring, on memory that lacks 32 MiB for separate gradients.
 fn ringed(ranks: &Ranks<'_>) -> Outcome {
     if !ranks.overlaps {
         return Err(Missed::Skipped("a device that shares the host's memory has no ring of gradients".into()));
@@ -214,7 +214,7 @@ fn ringed(ranks: &Ranks<'_>) -> Outcome {
     })
 }
 
-/// Before every second step all go over to other places, at the same step.
+/// All ranks change their placements before every second step.
 fn replanned(ranks: &Ranks<'_>) -> Outcome {
     let shape = many_layers(ranks);
     let settings = |gpus, places: &str| {
@@ -238,8 +238,8 @@ fn replanned(ranks: &Ranks<'_>) -> Outcome {
     Ok(0.0)
 }
 
-/// Every strategy and policy has the bits of the synchronous step on as many devices; and what one device computes of the same micro-batches
-/// is nearly that: in bfloat16 each part of a gradient is rounded, and the losses of a few steps follow.
+/// Every strategy and policy has the bits of the synchronous step on as many devices. One device with the same micro-batches has nearly the
+/// same losses: in bfloat16 each partial gradient is rounded, which affects later losses.
 fn sequences(ranks: &Ranks<'_>) -> Outcome {
     let common = "bucket-mib = 0.0625\nmax-grad-norm = 0.5\ngradient-accumulation-steps = 2\n";
     let train = |gpus, lines: &str| ranks.train(&shape(), gpus, &format!("{common}{lines}"), false, &mut || ());
@@ -261,12 +261,13 @@ fn sequences(ranks: &Ranks<'_>) -> Outcome {
     Ok(largest * 256.0)
 }
 
-/// Spans of the timeline: pulls run while the compute stream computes.
+/// Checks in the timeline that pulls overlap with the compute stream.
 fn overlap(ranks: &Ranks<'_>) -> Outcome {
     if !ranks.overlaps {
         return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
     }
-    // So few tokens leave nothing to compute while weights come one by one from the host; where they lie on the devices they come at once.
+    // With few tokens nothing is left to compute while weights arrive one by one from the host. If weights are on the devices, they arrive
+    // at once.
     let offloaded = format!("{SPECULATE}resident-buckets = 0\n");
     for (track, lines) in [("reduce", &*offloaded), ("gather", "strategy = \"no-offload\"\n")] {
         let lines = format!("max-grad-norm = 0\n{lines}");
@@ -276,7 +277,7 @@ fn overlap(ranks: &Ranks<'_>) -> Outcome {
     Ok(0.0)
 }
 
-/// Somebody else keeps the device of one rank busy, drawn for each run, and the first rank's data comes late at random.
+/// A random rank's device is kept busy in each run, and the data of the first rank is randomly late.
 fn late(ranks: &Ranks<'_>) -> Outcome {
     let lines = format!("{PARTLY}max-grad-norm = 0.5\n");
     let (want, count) = (ranks.on(1, &lines)?, ranks.shares());

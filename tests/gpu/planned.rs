@@ -1,11 +1,11 @@
-//! What a plan counts, and what an engine took: every class, to the byte.
+//! Compares the memory in a plan with an engine's allocations: every class, to the byte.
 
 use std::collections::BTreeMap;
 use superoffload::internals::device::{DeviceKind, Kernels, RING_CHUNK_BYTES};
 use superoffload::internals::engine::Engine;
 use superoffload::internals::model::ActivationPlan;
 
-/// On the device: what an allocation is called, and the class that counts it. Activations have the names of their own plan.
+/// Names of device allocations, and the classes that count them. Activations have the names of their own plan.
 const ON_DEVICE: [(&str, &str); 21] = [
     ("weights", "weights"),
     ("gradients", "gradients"),
@@ -49,7 +49,7 @@ const ON_HOST: [(&str, &str); 16] = [
     ("bounce buffer", "batches, norm"),
 ];
 
-/// Classes of what the engine does not allocate: pages that move, and what others take.
+/// Classes that the engine does not allocate: migrating pages, and memory of other components.
 const NOT_TAKEN: [&str; 9] = [
     "paged states here",
     "exchange",
@@ -62,9 +62,9 @@ const NOT_TAKEN: [&str; 9] = [
     "process, driver",
 ];
 
-/// Compares every class of the engine's plan with what it took on a device of kind `on`. A plan for a GPU may be tried on the CPU device,
-/// which takes nothing for itself and ends a ring with its last byte instead of a whole chunk. Of several ranks with slices of equal length
-/// each takes as much as this one.
+/// Compares every class of the engine's plan with its allocations on a device of kind `on`. A GPU plan may run on the CPU device, which
+/// needs no memory of its own and ends a ring with its last byte instead of a whole chunk. If the slices of several ranks have equal
+/// lengths, all ranks allocate as much as this one.
 pub fn check<D: Kernels>(engine: &Engine<D>, on: DeviceKind) -> Result<(), String> {
     let (plan, shape) = (engine.plan(), engine.shape());
     let activations = ActivationPlan::new(plan.micro_batch(shape)).map_err(|error| error.to_string())?;

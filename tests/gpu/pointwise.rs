@@ -1,4 +1,4 @@
-//! Activations and rotation: the CPU's bits, also where inputs are infinite, NaN or subnormal.
+//! Activations and rotations: the CPU's bits, also for infinite, NaN and subnormal inputs.
 
 use super::formats::FLOATS;
 use super::harness::{Bench, Case, Want};
@@ -80,7 +80,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// How inputs are drawn.
+/// Draws inputs.
 type Values = fn(&mut Random, Dtype, usize) -> Vec<f32>;
 
 fn swiglu(bench: &mut Bench, dtype: Dtype, rows: usize, cols: usize, gate_up: &mut dyn FnMut() -> Vec<f32>) -> Outcome {
@@ -97,7 +97,7 @@ fn swiglu_backward(bench: &mut Bench, dtype: Dtype, cols: usize, gate_up: &[f32]
     case.check(bench, &|dev, at| dev.launch(SwigluBackward { dout: at[dout], gate_up: at[x], dgate_up: at[dx], cols }))
 }
 
-/// Apart and in place.
+/// Out of place and in place.
 fn gelu_backward(bench: &mut Bench, dtype: Dtype, x: &[f32], dout: &[f32]) -> Outcome {
     let mut apart = Case::default();
     let (x_in, dout_in) = (apart.input("x", dtype, x), apart.input("dout", dtype, dout));
@@ -118,7 +118,7 @@ fn scale_add(bench: &mut Bench, dtype: Dtype, x: &[f32], base: &[f32]) -> Outcom
     in_place.check(bench, &|dev, at| dev.launch(ScaleAdd { x: at[x], scale: 0.3, base: None, out: at[x] }))
 }
 
-/// Whole and partial rotations, odd heads, the heads of real models.
+/// Full and partial rotations, odd heads, the heads of real models.
 fn rotations() -> [(AttentionShape, usize); 7] {
     let shape = |batch, seq_length, heads, kv_heads, head_dim| AttentionShape {
         batch,

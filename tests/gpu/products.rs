@@ -1,7 +1,7 @@
-//! Every matrix product of a step of the workloads, at its real size: the algorithm that the library chooses depends on it.
+//! Every matrix product of a step of the workloads at its real size, because the library's algorithm depends on the size.
 //!
-//! The reference would take hours for all elements. So rows of the result are added up in blocks, each row with a random sign, and
-//! compared with the same sum of `a` times `b` in f64: a wrong element stands out of what rounding each result leaves.
+//! The reference would take hours for all elements. Instead, blocks of rows of the result are summed with a random sign per row, and
+//! compared with the same sum of `a` times `b` in f64. A wrong element exceeds the rounding errors of the results.
 
 use super::formats::encode;
 use super::fp8::{SCALES, SCALES_AT, needs_fp8};
@@ -17,20 +17,20 @@ use superoffload::internals::device::{DeviceSlice, Matmul, MatmulLayout, MatmulS
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::model::{presets, products};
 
-/// Models and tokens of a micro-batch.
+/// Models, and tokens of a micro-batch.
 const WORKLOADS: [(&str, usize); 4] = [("qwen3-4b", 4 * 4096), ("llama-8b", 4 * 4096), ("gpt-5b", 8 * 1024), ("qwen3-14b", 4 * 4096)];
-/// Rows that are added up. More are faster to check, and hide smaller errors.
+/// Number of rows in a sum. More rows are faster to check, but hide smaller errors.
 const BLOCK_ROWS: usize = 1024;
-/// Distance of equal elements of an input: a prime, so that rows and parts of sums differ.
+/// Distance between equal elements of an input: a prime, so that rows and partial sums differ.
 const PERIOD: usize = 1_048_573;
-/// Standard deviations that a sum of roundings may be off; there are some 10^7 sums.
+/// Permitted standard deviations of a sum of roundings; there are about 10^7 sums.
 const DEVIATIONS: f64 = 7.0;
 
-/// What layers multiply.
+/// Formats of the factors.
 #[derive(Clone, Copy, PartialEq)]
 enum Factors {
     Bfloat16,
-    /// Both in rows of k, the first of them E5M2 where it is the gradient of an output.
+    /// Both in rows of k. The first factor is E5M2 if it is the gradient of an output.
     Fp8,
 }
 
@@ -43,8 +43,8 @@ impl Factors {
         }
     }
 
-    /// How much wider sums of roundings spread than those of results alone. What tensor cores cut off of sums of 8 bits is at most as much
-    /// again: see [`super::bounds::fp8_growth`].
+    /// Ratio of the spread of the sums to that of rounded results alone. The truncation of 8-bit sums by tensor cores at most doubles it:
+    /// see [`super::bounds::fp8_growth`].
     fn spread(self) -> f64 {
         if self == Self::Fp8 { 2.0 } else { 1.0 }
     }
@@ -59,7 +59,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     if !suite.full(Dtype::Bfloat16) || suite.bench.same_bits {
         return;
     }
-    // Few rows and a long sum: on Hopper every suggestion of cuBLASLt 13.1 is of the algorithm that may be wrong.
+    // Few rows and a long sum: on Hopper, all suggestions of cuBLASLt 13.1 use the algorithm that may be wrong.
     let split = [MatmulShape { layout: MatmulLayout::Nn, m: 128, n: 2048, k: 16_384 }];
     suite.case("products of few rows", |bench, random| check_all(bench, random, &split, Factors::Bfloat16));
     for (model, tokens) in WORKLOADS {
@@ -71,7 +71,7 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// Numbers in a format, repeated with [`PERIOD`].
+/// Random numbers in a format, repeated with [`PERIOD`].
 struct Input(Dtype, Vec<f32>);
 
 impl Input {
@@ -84,7 +84,7 @@ impl Input {
     }
 }
 
-/// The largest error of all `products` as a part of the bound.
+/// The largest error of all `products` relative to the bound.
 fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], factors: Factors) -> Outcome {
     if factors == Factors::Fp8 {
         needs_fp8(bench)?;
@@ -124,7 +124,7 @@ fn check_all(bench: &mut Bench, random: &mut Random, products: &[MatmulShape], f
     Ok(worst)
 }
 
-/// A result whose one element has the other sign, as one that lacks most of its terms may have, does not pass.
+/// Checks the method: a result with one element of the wrong sign must fail, like one that lacks most of its terms.
 fn finds_one_wrong(random: &mut Random) -> Outcome {
     let shape = MatmulShape { layout: MatmulLayout::Nt, m: BLOCK_ROWS, n: 2, k: 1 };
     let mut got: Vec<bf16> = random.uniform(Dtype::Bfloat16, 2 * BLOCK_ROWS).into_iter().map(bf16::from_f32).collect();
@@ -149,7 +149,7 @@ fn fill(harness: &mut Harness, memory: DeviceSlice, input: &Input) -> Result<()>
     harness.synchronize(Stream::Compute)
 }
 
-/// The elements of `memory`, through as much host memory as there is at a time.
+/// Reads the elements of `memory` in pieces that fit the host buffer.
 fn read(harness: &mut Harness, memory: DeviceSlice) -> Result<Vec<bf16>> {
     let mut all = vec![bf16::ZERO; memory.elems()];
     let at_once = harness.host.bytes() / 2;
@@ -162,7 +162,7 @@ fn read(harness: &mut Harness, memory: DeviceSlice) -> Result<Vec<bf16>> {
     Ok(all)
 }
 
-/// `sum_i signs[i] a[i, :] b` over `rows`, `n` numbers.
+/// `sum_i signs[i] a[i, :] b` over `rows`: `n` numbers.
 fn signed_sum(shape: MatmulShape, a: &Input, b: &Input, signs: &[f64], rows: std::ops::Range<usize>) -> Vec<f64> {
     let MatmulShape { layout, m, n, k } = shape;
     let a_at = |i: usize, l: usize| if layout == MatmulLayout::Tn { a.at(l * m + i) } else { a.at(i * k + l) };
@@ -170,7 +170,7 @@ fn signed_sum(shape: MatmulShape, a: &Input, b: &Input, signs: &[f64], rows: std
     if layout == MatmulLayout::Nt {
         return parallel(n, |j| summed.iter().enumerate().map(|(l, x)| x * b.at(j * k + l)).sum());
     }
-    // `b` by rows: every thread takes some columns of all of them.
+    // `b` by rows: every thread takes some columns of all rows.
     const COLUMNS: usize = 256;
     let columns = |part: usize| {
         let range = part * COLUMNS..n.min((part + 1) * COLUMNS);
@@ -183,7 +183,7 @@ fn signed_sum(shape: MatmulShape, a: &Input, b: &Input, signs: &[f64], rows: std
     parallel(n.div_ceil(COLUMNS), columns).into_iter().flatten().collect()
 }
 
-/// Every column's signed sum against what it should be: each element was rounded once to 8 bits, and summed in fp32.
+/// Compares every column's signed sum with the expected one. Each element is an fp32 sum that was rounded once to the format.
 fn compare(shape: MatmulShape, factors: Factors, got: &[bf16], want: &[f64], signs: &[f64]) -> Outcome {
     let n = shape.n;
     let errors = parallel(n, |j| {
@@ -193,7 +193,8 @@ fn compare(shape: MatmulShape, factors: Factors, got: &[bf16], want: &[f64], sig
             sum += sign * x;
             squares += x * x;
         }
-        // Rounding to nearest is off by 2^-8 of the number at most, evenly spread; sums in fp32 are exact beside that.
+        // Rounding to nearest has an error of at most 2^-8 of the number, uniformly distributed. Errors of fp32 sums are negligible in
+        // comparison.
         let deviation = (squares / 3.0).sqrt() / 256.0;
         (sum - want[j]).abs() / (DEVIATIONS * factors.spread() * deviation)
     });

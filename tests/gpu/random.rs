@@ -1,11 +1,11 @@
-//! Repeatable inputs.
+//! Reproducible inputs.
 
 use super::formats::round;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use superoffload::internals::dtype::Dtype;
 
-/// Where formats and formulas break.
+/// Values at the limits of formats and formulas.
 const SPECIAL: [f32; 16] = [
     0.0,
     -0.0,
@@ -29,13 +29,13 @@ const SPECIAL: [f32; 16] = [
 pub struct Random(ChaCha8Rng);
 
 impl Random {
-    /// Numbers that depend on `seed` and `name` alone: a case gets the same ones whichever cases run before it.
+    /// Numbers that depend only on `seed` and `name`, so that a case has the same inputs after any other cases.
     pub fn new(seed: u64, name: &str) -> Self {
         let hash = name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
         Self(ChaCha8Rng::seed_from_u64(hash))
     }
 
-    /// Any bits.
+    /// Random bits.
     pub fn bits(&mut self) -> u32 {
         self.0.next_u32()
     }
@@ -55,12 +55,12 @@ impl Random {
         (0..elems).map(|_| round(dtype, ((self.bits() >> 8) as f32 / (1 << 23) as f32 - 1.0) * size)).collect()
     }
 
-    /// Positive numbers around 1, in fp32: statistics that a forward pass might have left.
+    /// Positive numbers around 1 in fp32, like statistics of a forward pass.
     pub fn positive(&mut self, elems: usize) -> Vec<f32> {
         self.uniform(Dtype::Float32, elems).iter().map(|x| 1.25 + x).collect()
     }
 
-    /// A third special values, a third arbitrary bits, a third ordinary ones up to 8, in the format.
+    /// One third special values, one third arbitrary bits, one third ordinary values up to 8, in the format.
     pub fn wild(&mut self, dtype: Dtype, elems: usize) -> Vec<f32> {
         let plain = self.scaled(dtype, elems, 8.0);
         let value = |plain: f32| match self.below(3) {
@@ -71,7 +71,7 @@ impl Random {
         plain.into_iter().map(value).map(|x| round(dtype, x)).collect()
     }
 
-    /// Token ids below `vocab`, some of them often.
+    /// Token ids below `vocab`, some of them frequent.
     pub fn tokens(&mut self, elems: usize, vocab: usize) -> Vec<i32> {
         (0..elems).map(|_| if self.below(4) == 0 { self.below(vocab.min(3)) } else { self.below(vocab) } as i32).collect()
     }

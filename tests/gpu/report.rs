@@ -1,4 +1,4 @@
-//! Runs cases and says what became of them.
+//! Runs cases and reports their results.
 
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,14 +8,14 @@ use superoffload::internals::error::printable_lines;
 use superoffload::internals::facts::{BuildFacts, MachineFacts};
 use superoffload::internals::hardware::Topology;
 
-/// What a case gives when it passes: its largest error as a part of the bound, 0 where bits are compared.
+/// The result of a case that passes: its largest error relative to the bound, 0 for exact comparisons.
 pub type Outcome = Result<f64, Missed>;
 
 /// A case that did not pass.
 pub enum Missed {
-    /// It found something wrong.
+    /// The case found an error.
     Failed(String),
-    /// It could not run, and need not here.
+    /// The case could not run on this device.
     Skipped(String),
 }
 
@@ -25,12 +25,12 @@ impl From<Error> for Missed {
     }
 }
 
-/// An outcome that fails with `what` unless `holds`.
+/// Fails with `what` unless `holds`.
 pub fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), Missed> {
     if holds { Ok(()) } else { Err(Missed::Failed(what())) }
 }
 
-/// Counts and tells.
+/// Counts and prints results.
 pub struct Report<W: Write> {
     out: W,
     filters: Vec<String>,
@@ -45,13 +45,13 @@ pub struct Report<W: Write> {
 }
 
 impl<W: Write> Report<W> {
-    /// Cases run if their name holds one of `filters`, or if there are none, and none of `skips`. Those that pass are told one by one if
-    /// `verbose`. Inputs come of `seed`.
+    /// A report of the cases whose name contains one of `filters`, if there are any, and none of `skips`. With `verbose` it also prints
+    /// cases that pass. `seed` determines the inputs.
     pub fn new(out: W, [filters, skips]: [Vec<String>; 2], verbose: bool, seed: u64) -> Self {
         Self { out, filters, skips, verbose, seed, device: String::new(), passed: 0, failed: 0, skipped: 0, cases: Vec::new() }
     }
 
-    /// What follows runs on `device`.
+    /// Starts the results of `device`.
     pub fn begin(&mut self, device: &str) {
         self.device = device.to_string();
         self.say(&format!("on {device}"));
@@ -59,17 +59,17 @@ impl<W: Write> Report<W> {
 
     /// Writes a line.
     pub fn say(&mut self, line: &str) {
-        // Nobody can be told that telling failed.
+        // A failed write cannot be reported.
         let _ = writeln!(self.out, "{}", printable_lines(line)).and_then(|()| self.out.flush());
     }
 
-    /// Whether a case of this name is asked for.
+    /// Whether a case with this name is selected.
     pub fn wants(&self, name: &str) -> bool {
         let is_in = |texts: &[String]| texts.iter().any(|text| name.contains(text.as_str()));
         (self.filters.is_empty() || is_in(&self.filters)) && !is_in(&self.skips)
     }
 
-    /// Runs a case, if it is asked for. A panic fails it and no other. Returns whether it failed.
+    /// Runs a case if it is selected. A panic fails only this case. Returns whether it failed.
     pub fn case(&mut self, name: &str, body: impl FnOnce() -> Outcome) -> bool {
         if !self.wants(name) {
             return false;
@@ -81,7 +81,7 @@ impl<W: Write> Report<W> {
         matches!(outcome, Err(Missed::Failed(_)))
     }
 
-    /// Counts a case and says what became of it.
+    /// Counts a case and prints its result.
     fn tell(&mut self, name: &str, outcome: &Outcome, ms: f64) {
         let (word, detail, count) = match outcome {
             Ok(worst) => ("ok", if *worst > 0.0 { format!("{worst:.3} of the bound") } else { String::new() }, &mut self.passed),
@@ -97,12 +97,12 @@ impl<W: Write> Report<W> {
         self.cases.push(case);
     }
 
-    /// The closing line.
+    /// Prints the closing line.
     pub fn finish(&mut self) {
         self.say(&format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped));
     }
 
-    /// Whether there was a case.
+    /// Whether any case has run.
     pub fn has_run(&self) -> bool {
         self.passed + self.failed + self.skipped > 0
     }
@@ -112,7 +112,7 @@ impl<W: Write> Report<W> {
         self.failed > 0
     }
 
-    /// Everything: program, machine, and cases.
+    /// The whole report as JSON: program, machine, and cases.
     pub fn json(&self) -> serde_json::Value {
         let Self { seed, passed, failed, skipped, cases, .. } = self;
         let (program, machine) = (BuildFacts::this_program(), MachineFacts::new(&Topology::this_machine()));

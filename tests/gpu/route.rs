@@ -1,4 +1,4 @@
-//! The router: its logits within their bound, choices and weights with the CPU's bits, whatever the logits are; the order of rows.
+//! The router: logits within their bound, choices and weights with the CPU's bits for all logits, and the order of rows.
 
 use super::bounds::{Near, U, product_growth};
 use super::formats::FLOATS;
@@ -15,7 +15,7 @@ use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 
-/// Tokens, experts, choices: one of each, all experts, those of real models, counts that fill no warp and no block.
+/// Tokens, experts, choices: one of each, all experts, those of real models, counts that do not fill warps and blocks.
 const ROUTES: [(usize, usize, usize); 8] =
     [(1, 1, 1), (1, 8, 8), (5, 3, 2), (67, 33, 4), (65, 128, 8), (700, 32, 4), (300, 64, 8), (130, 1000, 3)];
 
@@ -55,11 +55,11 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// How inputs are drawn.
+/// Draws inputs.
 type Values = fn(&mut Random, Dtype, usize) -> Vec<f32>;
 type Choice = fn(&mut Random, RouteShape) -> Vec<i32>;
 
-/// Numbers of which many are equal.
+/// Numbers with many ties.
 fn ties(random: &mut Random, _: Dtype, elems: usize) -> Vec<f32> {
     (0..elems).map(|_| random.below(3) as f32 - 1.0).collect()
 }
@@ -70,12 +70,12 @@ pub fn spread(random: &mut Random, shape: RouteShape) -> Vec<i32> {
     (0..tokens).map(|_| random.below(experts)).flat_map(|first| (0..top_k).map(move |j| ((first + j) % experts) as i32)).collect()
 }
 
-/// The same experts for all tokens: the others have no row.
+/// Selects equal experts for all tokens, so that the others have no rows.
 pub fn to_one(_: &mut Random, shape: RouteShape) -> Vec<i32> {
     (0..shape.tokens).flat_map(|_| (0..shape.top_k).map(|j| (shape.experts - 1 - j) as i32)).collect()
 }
 
-/// What [`Segments`] makes of `experts`: bounds, slots, entries.
+/// The expected outputs of [`Segments`] for `experts`: bounds, slots, entries.
 pub fn sorted(shape: RouteShape, experts: &[i32]) -> [Vec<i32>; 3] {
     let mut entries: Vec<i32> = (0..experts.len() as i32).collect();
     entries.sort_by_key(|&entry| experts[entry as usize]);
@@ -167,7 +167,7 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteSh
     })
 }
 
-/// Three layers' choices, apart as activations have them.
+/// The choices of three layers, at the distance that activations have.
 fn balance(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: RouteShape) -> Outcome {
     let (stride, mut choices) = ((shape.experts + 1).next_multiple_of(128), Vec::new());
     let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! What is asked for, and the devices that it is asked of.
+//! The options of the suite, and the devices under test.
 
 #![allow(unsafe_code)]
 
@@ -27,12 +27,12 @@ use superoffload::internals::launch::{gpu_engine, on_gpus};
 use superoffload::internals::planner::{GroupedLayouts, Machine};
 use superoffload::{Error, Result, TrainOptions};
 
-/// Steps of a training run, and of one on the CPU device, of which tests/exactness.rs has many more.
+/// Steps of a training run. The CPU device uses fewer, because tests/exactness.rs has many more.
 #[cfg(feature = "cuda")]
 const STEPS: usize = 30;
 const CPU_STEPS: usize = 12;
 const FULL_STEPS: usize = 200;
-/// Room for one case: as much as a CPU run needs, and as the sizes of real workloads need.
+/// Memory of one case, for a CPU run and for the sizes of real workloads.
 const CASE_BYTES: usize = 64 << 20;
 const FULL_CASE_BYTES: usize = 1 << 30;
 
@@ -105,10 +105,10 @@ enum GpuAttention {
 }
 
 impl Request {
-    /// The settings of trainings on the GPU, as a file says them.
+    /// The settings of GPU trainings, as lines of a configuration file.
     ///
     /// # Errors
-    /// `Usage` when that file would be refused: found out where there is no GPU, too.
+    /// `Usage` if the settings are invalid, which is checked without a GPU, too.
     fn said(&self) -> Result<String> {
         let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
         let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
@@ -117,7 +117,7 @@ impl Request {
         Ok(said)
     }
 
-    /// Whether cuBLASLt multiplies by experts on the GPU: as asked for, or as in training.
+    /// Whether cuBLASLt computes expert products on the GPU: as requested, or as in training.
     #[cfg(feature = "cuda")]
     fn grouped_layouts(&self) -> GroupedLayouts {
         match self.expert_products {
@@ -132,10 +132,10 @@ impl Request {
     }
 }
 
-/// Runs what is asked for; lines go to `out`.
+/// Runs the selected cases and prints lines to `out`.
 ///
 /// # Errors
-/// `Resource` or `Unsupported` without a GPU that is required, `Usage` where no case is called so.
+/// `Resource` or `Unsupported` without a required GPU, `Usage` if no case has a selected name.
 pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     let mut report = Report::new(out, [request.cases.clone(), request.skip.clone()], request.verbose, request.seed);
     if request.lose_gpu {
@@ -143,7 +143,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     }
     let said = request.said()?;
     if request.wants(Tested::Cpu) {
-        // More threads than cores and than the reference has; then streams that run in any order that their events allow.
+        // More threads than cores and than the reference has; then streams that run in any order that events permit.
         cpu(&mut report, request, 5, Schedule::Threads)?;
         cpu(&mut report, request, 3, Schedule::Adversary { seed: 3 })?;
     }
@@ -189,7 +189,7 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request, settings: &str) -> 
     let open_at = |ordinal, expert_products| -> Result<Box<dyn Kernels>> {
         let (libraries, engines) = (request.cuda_libraries.iter().cloned().collect(), Engines { attention, expert_products });
         let options = CudaOptions { libraries, engines, trace_spans: 0, portable: request.portable };
-        // SAFETY: as for the CPU, and tokens lie inside of their tables.
+        // SAFETY: as for the CPU, and tokens are inside their tables.
         Ok(Box::new(unsafe { CudaDevice::new(ordinal, &options) }?))
     };
     conform(report, request, &|by| open_at(0, by), &subject, !request.small)?;
@@ -208,7 +208,7 @@ fn cuda<W: Write>(report: &mut Report<W>, request: &Request, settings: &str) -> 
     Ok(())
 }
 
-/// Products on a stream of its own keep the GPU's multiprocessors from the rank that trains there, for some milliseconds each time.
+/// Products on a separate stream repeatedly occupy the GPU's multiprocessors for some milliseconds, which delays the rank.
 #[cfg(feature = "cuda")]
 fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Disturbance) -> Result<()> {
     const ELEMS: usize = 4096;
@@ -222,13 +222,13 @@ fn multiply_now_and_then(dev: &mut dyn Kernels, rank: usize, disturbance: &Distu
     })
 }
 
-/// A sticky fault takes the whole context with it, so that this needs a process of its own.
+/// A sticky error destroys the whole context, so it needs a separate process.
 #[cfg(feature = "cuda")]
 fn lose_gpu() -> Result<()> {
     use superoffload::internals::device::cuda::{CudaDevice, CudaOptions};
     let engines = superoffload::internals::device::Engines::OWN;
     let options = CudaOptions { libraries: Vec::new(), engines, trace_spans: 0, portable: false };
-    // SAFETY: what is read outside of its table is read by the GPU, which refuses; this process has no other use for it.
+    // SAFETY: only the GPU reads outside of its table, which it rejects. This process does not use it for anything else.
     let gpu = unsafe { CudaDevice::new(0, &options) }?;
     faults::read_nowhere(&mut Harness::new(Box::new(gpu), 1 << 20)?)
 }
@@ -259,14 +259,14 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         machine: Machine::cpu(2),
         settings: &settings,
         same_bits: true,
-        // Whether threads of a busy machine ran side by side is the scheduler's affair.
+        // The scheduler of a busy machine decides whether threads run in parallel.
         overlaps: false,
         steps: if request.full { FULL_STEPS } else { CPU_STEPS },
     };
     let open = |_| cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;
     if schedule != Schedule::Threads {
-        // tests/exactness.rs has the adversary meet up to four devices.
+        // tests/exactness.rs runs the adversary on up to four devices.
         return Ok(());
     }
     let ranks = Ranks {
@@ -275,7 +275,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
         settings: subject.settings,
         devices: 4,
         overlaps: false,
-        // Cores are crowded as it is.
+        // The cores are already oversubscribed.
         disturb: &|_, _| Ok(()),
         steps: 8,
         late_runs: 3,
@@ -285,11 +285,11 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
 }
 
 fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
-    // SAFETY: the cases wait for what they have enqueued, and a harness drops its device before the memory that it copies.
+    // SAFETY: the cases wait for their enqueued work, and a harness drops its device before the memory of its copies.
     Ok(Box::new(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }?))
 }
 
-/// Everything that is asked for, on devices that `open` opens. The engines of `subject` open their own.
+/// Runs all selected cases on devices from `open`. The engines of `subject` open their own devices.
 fn conform<D: Kernels, W: Write>(
     report: &mut Report<W>,
     request: &Request,
@@ -298,7 +298,7 @@ fn conform<D: Kernels, W: Write>(
     full: bool,
 ) -> Result<()> {
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
-    // The sizes of real workloads take the reference a while.
+    // The reference is slow at the sizes of real workloads.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
     let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
     let own = Harness::new(open(ExpertProducts::Own)?, bytes)?;
@@ -311,7 +311,7 @@ fn conform<D: Kernels, W: Write>(
         (bench.subject, bench.by_cublaslt) = (Harness::new(open(ExpertProducts::Cublaslt)?, bytes)?, true);
         experts::products(&mut Suite { bench: &mut bench, report, seed: request.seed, lost: false });
     }
-    // A GPU has no room for two who take what they find.
+    // Drops the devices first, because a GPU cannot hold two users that allocate all free memory.
     drop(bench);
     training::run(report, subject);
     Ok(())

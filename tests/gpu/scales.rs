@@ -1,4 +1,4 @@
-//! Kernels that find the scale of what they write: it is that of a pass over it, and nothing else changes.
+//! Kernels that compute the scale of their output: it must equal that of a separate pass, without other changes.
 
 use super::fp8::{FORMATS, needs_fp8};
 use super::harness::{Bench, Case, Slices, Want};
@@ -14,18 +14,19 @@ use superoffload::internals::dtype::Dtype;
 
 const BF16: Dtype = Dtype::Bfloat16;
 const FP32: Dtype = Dtype::Float32;
-/// Rows and columns: one element, less than a block, odd tails, whole vectors, and rows that leave registers, forward or backward.
+/// Rows and columns: one element, less than a block, odd tails, whole vectors, and rows that exceed registers in the forward or backward
+/// pass.
 const MATRICES: [(usize, usize); 8] = [(1, 1), (3, 7), (65, 33), (129, 64), (67, 768), (5, 2560), (3, 9728), (2, 33_000)];
 const FULL: (usize, usize) = (512, 4096);
 /// Larger than any scale of a test without infinities.
 const HIGH: f32 = 1e36;
 
-/// How numbers of an input are drawn.
+/// Kinds of inputs.
 #[derive(Clone, Copy)]
 enum Values {
     Ordinary,
     Zeros,
-    /// Ordinary, and one in this place that is larger, or no number.
+    /// Ordinary values, with one larger value or NaN at this index.
     Odd(f32, fn(usize) -> usize),
     Wild,
 }
@@ -54,7 +55,7 @@ impl Values {
     }
 }
 
-/// A device that has a kernel with its scale and without.
+/// A device that has a kernel with and without its scale.
 trait Scales<K>: Launch<K> + Launch<WithScale<K>>
 where
     K: Kernel,
@@ -80,13 +81,13 @@ pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     }
 }
 
-/// What a kernel is checked with.
+/// Context of a kernel's check.
 struct Check<'a> {
     bench: &'a mut Bench,
     random: &'a mut Random,
     format: Dtype,
     values: Values,
-    /// Rows and columns of the matrix that is normalised, or of what a gate lets pass.
+    /// Rows and columns of the normalised matrix, or of a gate's output.
     size: (usize, usize),
 }
 
@@ -189,8 +190,8 @@ impl Check<'_> {
         self.check(case, None, self.elems(), |at, out| kernel(inputs.map(|input| at[input]), out))
     }
 
-    /// The kernel alone and with a scale, of which each writes a matrix of `elems`, which holds `before` if that is read; a pass over it; and a scale
-    /// that is higher already.
+    /// Compares the kernel alone and with a scale. Both write a matrix of `elems` elements, which contains `before` if that is read. The
+    /// scale is compared with that of a separate pass, also if it starts at a higher value.
     fn check<K: Kernel>(
         &mut self,
         mut case: Case,

@@ -16,7 +16,7 @@ const LSE_ROUNDINGS: f64 = 8.0;
 
 pub fn cases<W: Write>(suite: &mut Suite<'_, W>) {
     for dtype in FLOATS {
-        // The last has more tokens than are summed apart, and heads that leave lanes without a vector.
+        // The last shape has more tokens than are summed separately, and heads with lanes without a vector.
         let small = [(1, 1, 1, 1), (2, 35, 3, 10), (2, 35, 3, 66), (1, 130, 8, 64), (3, 7, 64, 64), (1, 2200, 4, 80)];
         let full = suite.full(dtype).then_some((2, 4096, 64, 64));
         for (batch, seq_length, heads, head_dim) in small.into_iter().chain(full) {
@@ -74,7 +74,7 @@ fn backward(bench: &mut Bench, random: &mut Random, dtype: Dtype, shape: Attenti
             let (dout, out) = (&dout, &out);
             (first..first + head_dim).map(move |at| -p * f64::from(dout[at]) * f64::from(out[at]))
         });
-        // Chains over tokens and channels; the exponential, whose argument is rounded.
+        // Sums over tokens and channels, and the exponential with its rounded argument.
         Sum::of(terms).near(growth(shape.tokens()) + growth(head_dim) + 12.0)
     };
     let gained: Vec<Near> = (0..heads).map(near).collect();

@@ -1,4 +1,4 @@
-//! Training on a device: losses near the CPU device's, the same digest from every strategy, lanes that overlap.
+//! Training on a device: losses close to the CPU device's, equal digests from every strategy, overlapping streams.
 
 use super::planned;
 use super::report::{Missed, Outcome, Report, require};
@@ -19,22 +19,22 @@ use superoffload::{Error, Plan, Result, Settings};
 /// Builds an engine on the device under test.
 pub type Factory<'a, D> = &'a dyn Fn(&Plan, &ModelShape, &Topology) -> Result<Engine<D>>;
 
-/// A device under test, as training sees it.
+/// A device under test, for training.
 pub struct Subject<'a, D: Kernels> {
     pub engine: Factory<'a, D>,
-    /// What the plan may use.
+    /// The machine of the plan.
     pub machine: Machine,
-    /// Settings of the device, in lines of a configuration file.
+    /// Settings of the device, as lines of a configuration file.
     pub settings: &'a str,
-    /// The device promises the reference's bits.
+    /// Whether the device guarantees the reference's bits.
     pub same_bits: bool,
-    /// Its streams are real: spans may overlap.
+    /// Whether streams are real, so that spans may overlap.
     pub overlaps: bool,
     /// Steps of a run.
     pub steps: usize,
 }
 
-/// Recipe of every run. A large epsilon, because Adam otherwise turns rounding noise in gradients near zero into whole steps, on any
+/// Settings of every run. Epsilon is large, because Adam otherwise turns rounding errors of gradients near zero into full steps on any
 /// device: see `tests/golden/README.md`.
 pub const RECIPE: &str = "seq-length = 32\nper-device-train-batch-size = 4\nlearning-rate = 1e-3\nadam-epsilon = 1e-3\nweight-decay = 0.1\n\
                       max-steps = 9999\nseed = 7\n";
@@ -56,16 +56,16 @@ pub fn narrow_shape(layers: usize) -> ModelShape {
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
-/// Families whose layers are made of experts.
+/// Families with layers of experts.
 #[derive(Clone, Copy, Debug)]
 enum Experts {
     Qwen3Moe,
-    /// With sinks, biases and a clamped activation, too.
+    /// Also has sinks, biases and a clamped activation.
     GptOss,
 }
 
 impl Experts {
-    /// A model with four experts in a layer, of which a token takes `top_k`: with all four, no rounding chooses others.
+    /// A model with four experts per layer, of which a token uses `top_k`. With all four, rounding cannot change the choice.
     fn shape(self, top_k: usize) -> ModelShape {
         let architecture = format!("{self:?}ForCausalLM");
         let config = serde_json::json!({
@@ -78,7 +78,7 @@ impl Experts {
     }
 }
 
-/// Layers that keep a GPU busy.
+/// Layers that are large enough to keep a GPU busy.
 pub fn wide_shape(layers: usize) -> ModelShape {
     let config = serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 16,
@@ -88,13 +88,13 @@ pub fn wide_shape(layers: usize) -> ModelShape {
     ModelShape::parse(&config.to_string(), "config.json".as_ref()).expect("the suite's own model")
 }
 
-/// What a run left behind.
+/// Results of a run.
 pub struct Run {
     pub reports: Vec<StepReport>,
     pub counts: Counts,
     pub digest: String,
     pub tracks: Vec<Recorder>,
-    /// Products that were not prepared before the first step.
+    /// Number of products that were not prepared before the first step.
     pub late_products: usize,
 }
 
@@ -104,7 +104,7 @@ impl Run {
     }
 }
 
-/// Data that comes when something else has been done.
+/// A loader that calls a function before each batch.
 struct Awaited<'a> {
     loader: Loader,
     before_data: &'a mut dyn FnMut(),
@@ -119,7 +119,7 @@ impl Batches for Awaited<'_> {
     }
 }
 
-/// Makes three documents of each row, where rows may hold several.
+/// Divides each row into three documents, if rows may hold several.
 fn cut(batch: &mut Batch<'_>) {
     let Some(documents) = &mut batch.documents else { return };
     let length = batch.seq_length;
@@ -131,7 +131,7 @@ fn cut(batch: &mut Batch<'_>) {
     }
 }
 
-/// Trains on the text that ships with the program.
+/// Trains on the built-in text.
 fn train<D: Kernels>(on: &Subject<'_, D>, toml: &str, trace: bool) -> Result<Run> {
     train_shape(on, &shape(), toml, on.steps, trace)
 }
@@ -145,16 +145,16 @@ fn train_shape<D: Kernels>(on: &Subject<'_, D>, shape: &ModelShape, toml: &str, 
     run_engine(engine, &settings, Course { steps, before_data: &mut || (), moves: &|_| Ok(None) })
 }
 
-/// The steps of a run, and what comes between them.
+/// The steps of a run, and actions between them.
 pub struct Course<'a> {
     pub steps: usize,
     /// Called before each micro-batch.
     pub before_data: &'a mut dyn FnMut(),
-    /// By step, counted from 0: the plan to go over to before it.
+    /// The plan to change to before a step, by the step's index from 0.
     pub moves: &'a dyn Fn(usize) -> Result<Option<Plan>>,
 }
 
-/// Trains on the text that ships with the program.
+/// Trains on the built-in text.
 pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course: Course<'_>) -> Result<Run> {
     let Course { steps, before_data, moves } = course;
     let (batch, vocab, prepared) = (engine.plan().batch, engine.shape().vocab, engine.product_algorithms().len());
@@ -191,7 +191,7 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
     Ok(Run { reports, counts, digest: digest.finish(), late_products, tracks: engine.finish()? })
 }
 
-/// Goes over to `plan`, which must have its memory; one device takes nothing else then.
+/// Changes to `plan`, which must fit. With one device, checks that exactly the planned memory is allocated.
 fn move_to<D: Kernels>(engine: &mut Engine<D>, plan: Plan) -> Result<()> {
     let kind = plan.machine.kind;
     engine.replan(plan)?.map_or(Ok(()), Err)?;
@@ -231,7 +231,7 @@ pub const FP8: &str = "matmul-dtype = \"fp8\"\n";
 
 const IN_FP8: Variant = Variant { name: "", common: FP8, speculating: RESIDENT_AND_CAST, clip: Clip::Sometimes, skips: false };
 
-/// Skips where the device has no products in FP8.
+/// Skips the case if the device has no FP8 products.
 fn needs_fp8<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     match train_shape(subject, &shape(), &format!("{}{FP8}", subject.settings), 1, false) {
         Err(e @ Error::Unsupported(_)) => Err(Missed::Skipped(e.to_string())),
@@ -241,7 +241,7 @@ fn needs_fp8<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
 
 const PACKED: &str = "packing = \"bfd\"\n";
 
-/// Losses against the CPU device's; `more` are settings of both, as far as float32 has them.
+/// Compares losses with the CPU device's. `more` are settings of both, without FP8 in float32.
 fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str, more: &str) -> Outcome {
     let more = |dtype: &str| if dtype == "float32" { more.replace(FP8, "") } else { more.into() };
     let toml = |dtype: &str| {
@@ -270,8 +270,8 @@ fn losses<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, dtype: &str,
     Ok(worst)
 }
 
-/// The bounds of `tests/golden/README.md`: the loss of given parameters within 2e-6 relative; parameters after `n` steps within
-/// `1e-5 n lr + 2 n ulp(p)` each, which moves the loss by at most its gradient times their distance (Cauchy and Schwarz).
+/// The bounds of `tests/golden/README.md`: the loss of given parameters within 2e-6 relative, and parameters after `n` steps within `1e-5 n
+/// lr + 2 n ulp(p)` each. The latter changes the loss by at most its gradient times their distance (Cauchy-Schwarz).
 fn float32_bounds(reference: &Run, shape: &ModelShape) -> Vec<f64> {
     let params = TensorTable::new(shape).params() as f64;
     let per_step = params.sqrt() * (1e-5 * LEARNING_RATE + 2.0 * f64::from(f32::EPSILON) * TYPICAL_PARAM);
@@ -279,19 +279,19 @@ fn float32_bounds(reference: &Run, shape: &ModelShape) -> Vec<f64> {
     reference.reports.iter().enumerate().map(bound).collect()
 }
 
-/// The bound of `tests/golden/README.md` for the rounding of one loss and ten steps, 0.01; and for where 200 steps lead, twice the
-/// reference's own distance from float32 so far, and in half as many steps again: the device's roundings are as large as the reference's, and
-/// independent of them, so that a passage where roundings matter may come earlier. (Qwen3-MoE's comes at step 68 on an H200, at 76 here.)
+/// The bound of `tests/golden/README.md` for the rounding of one loss and ten steps, 0.01. For 200 steps it adds twice the reference's own
+/// distance from float32, up to one and a half times the present step: the device's roundings are as large as the reference's and
+/// independent of them, so a sensitive phase may come earlier. (That of Qwen3-MoE is at step 68 on an H200 and at 76 here.)
 fn bfloat16_bounds(reference: &Run, in_float32: &Run) -> Vec<f64> {
     let gaps: Vec<f64> = reference.losses().into_iter().zip(in_float32.losses()).map(|(a, b)| f64::from((a - b).abs())).collect();
     let largest = |steps: usize| gaps.iter().take(steps).copied().fold(0.0, f64::max);
     (1..=gaps.len()).map(|step| 0.01 + 2.0 * largest(step + step / 2)).collect()
 }
 
-/// Parameters are about as large as a fresh model's matrices; norms' weights are 1, but few.
+/// Typical size of parameters in a new model's matrices. Weights of norms are 1, but few.
 const TYPICAL_PARAM: f64 = 0.05;
 
-/// What may not matter, and what decides how steps end.
+/// A variant of settings that must not matter, or that decide how steps end.
 struct Variant {
     name: &'static str,
     /// Lines for all runs of the variant.
@@ -299,11 +299,11 @@ struct Variant {
     /// Lines for the speculating run alone.
     speculating: &'static str,
     clip: Clip,
-    /// Some steps are skipped.
+    /// Whether some steps are skipped.
     skips: bool,
 }
 
-/// How often steps are clipped.
+/// Frequency of clipped steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Clip {
     Never,
@@ -311,7 +311,7 @@ enum Clip {
     Always,
 }
 
-/// What is not compiled in must not be asked for.
+/// Settings must not request techniques that are not compiled in.
 const RESIDENT_AND_CAST: &str = match (cfg!(feature = "repartition"), cfg!(feature = "superchip-cast")) {
     (true, true) => "bucket-mib = 0.0625\nslots = 3\nresident-buckets = 2\ncast = \"device\"\n",
     (true, false) => "bucket-mib = 0.0625\nslots = 3\nresident-buckets = 2\n",
@@ -364,7 +364,7 @@ fn variants() -> [Variant; 10] {
     ]
 }
 
-/// The same state from every strategy, and counters that show what happened on the way.
+/// Compares the state of all strategies, and checks counters of events.
 fn digests<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, variant: &Variant) -> Outcome {
     let common = format!("{}{}", subject.settings, variant.common);
     let train = |more: &str| train_shape(subject, shape, &format!("{common}{more}"), subject.steps, false);
@@ -384,8 +384,8 @@ fn digests<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, variant: &V
     let Counts { speculated, rolled_back, committed, clipped, skipped } = have.counts;
     let counted = |what: &str, holds: bool| require(holds, || format!("{what}: {:?}", have.counts));
     counted("zero-offload speculated", want.counts.speculated == 0)?;
-    // On threads of a busy machine the verdict on a step of one bucket may be seen together with its gradient (of 30 steps 13 to 29
-    // speculated, from run to run; on one host none did). Streams in a fixed order and a GPU's must speculate there, too.
+    // With threads on a busy machine, the verdict on a step of one bucket may arrive together with its gradient (of 30 steps 13 to 29
+    // speculated in different runs; on one host none did). With streams in a fixed order, and on a GPU, steps must speculate there, too.
     let of_one_bucket = committed + clipped + skipped == subject.steps as u64;
     let by_chance = of_one_bucket && !subject.overlaps && !subject.settings.contains("adversary");
     if cfg!(feature = "stv") && !by_chance {
@@ -397,7 +397,7 @@ fn digests<D: Kernels>(subject: &Subject<'_, D>, shape: &ModelShape, variant: &V
     Ok(0.0)
 }
 
-/// Paged states, alone and with a resident tail, under clips and a skipped step; then buckets of many pages.
+/// Paged states, alone and with a resident tail, with clipping and a skipped step; then buckets of many pages.
 fn unified<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let DeviceMemory::Own { addressing, .. } = subject.machine.device else {
         return Err(Missed::Skipped("states are paged to a GPU; tests/exactness.rs has the CPU device page nothing".into()));
@@ -431,13 +431,13 @@ fn unified<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
-/// Weights that come layer by layer, under clips, a skipped step and two micro-batches: the bits of weights that stay, and a link
-/// that carries them twice a micro-batch, on a GPU while it computes.
+/// Streamed weights with clipping, a skipped step and two micro-batches: the bits of weights on the device, and two transfers per
+/// micro-batch, which overlap with computation on a GPU.
 fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !cfg!(feature = "weight-flow") {
         return Err(Missed::Skipped("this build has no weight-flow".into()));
     }
-    // Enough layers that a ring of two, in the device's chunks, is the smaller part.
+    // Enough layers for a ring of two, in the device's chunks, to save memory.
     let on_gpu = subject.machine.kind == DeviceKind::Gpu;
     let shape = if on_gpu { wide_shape(6) } else { narrow_shape(8) };
     let nan = "inject = [{step = 3, element = 20, value = \"nan\"}]\n";
@@ -461,8 +461,8 @@ fn streamed<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
-/// Sums in fp32 that pass through the device with every share, under clips and a skipped step: the bits of sums that stay, and each sum
-/// crosses the link once less than there are shares, each way.
+/// fp32 sums that pass through the device with every share, with clipping and a skipped step: the bits of sums on the device. Each sum
+/// crosses the link once less than the number of shares, in each direction.
 fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     let nan = "inject = [{step = 3, element = 20, share = 1, value = \"nan\"}]\n";
     let common = format!("{}{nan}bucket-mib = 0.0625\nresident-buckets = 0\ngradient-shares = 3\n", subject.settings);
@@ -490,7 +490,7 @@ fn summed_on_the_host<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
-/// Places to go over to, in turns: few buckets on the device and many, layers that keep all and nothing, weights that stay and that stream.
+/// Placements for changes of plan: few and many resident buckets, layers that keep all or nothing, weights on the device and streamed.
 pub fn places() -> [String; 4] {
     let resident = |count: usize| if cfg!(feature = "repartition") { count } else { 0 };
     let flow = if cfg!(feature = "weight-flow") { "weights = \"flow\"\n" } else { "" };
@@ -499,9 +499,9 @@ pub fn places() -> [String; 4] {
     [places(0, "keep", 2), places(99, "recompute-block", 4), places(0, "host", 1) + flow, places(3, "recompute-cheap", 3)]
 }
 
-/// Before every third step all that may change its place does so, under clips of about half of the steps and a skipped one.
+/// Changes all placements before every third step, with about half of the steps clipped and one skipped.
 fn replanned<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
-    // Enough layers for weights to stream in the device's chunks.
+    // Enough layers to stream weights in the device's chunks.
     let shape = if subject.machine.kind == DeviceKind::Gpu { wide_shape(6) } else { narrow_shape(8) };
     let nan = "inject = [{step = 4, element = 20, value = \"nan\"}]\n";
     let common = format!("{}{SPECULATE}{nan}max-grad-norm = ", subject.settings);
@@ -534,7 +534,7 @@ pub fn median_norm(run: &Run) -> std::result::Result<f64, Missed> {
     norms.get(norms.len() / 2).copied().ok_or_else(|| Missed::Failed("no step had a finite norm".into()))
 }
 
-/// Ranks compare the algorithms of what they have prepared, and of nothing that comes later.
+/// Ranks compare the algorithms of all prepared products, so none may be prepared later.
 fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if subject.machine.kind == DeviceKind::Cpu {
         return Err(Missed::Skipped("the CPU prepares no products".into()));
@@ -548,13 +548,13 @@ fn prepared<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
-/// Spans of the timeline: a copy of gradients, and a worker's, run while the compute stream computes.
+/// Checks in the timeline that copies of gradients and workers overlap with the compute stream.
 fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     if !subject.overlaps {
         return Err(Missed::Skipped("on this device it is up to the scheduler".into()));
     }
     let toml = format!("{}{SPECULATE}resident-buckets = 0\nmax-grad-norm = 0\n", subject.settings);
-    // A GPU is done with the small model's kernels before the next one is enqueued.
+    // A GPU finishes the small model's kernels before the next one is enqueued.
     let shape = if subject.machine.kind == DeviceKind::Cpu { shape() } else { wide_shape(4) };
     let run = train_shape(subject, &shape, &toml, subject.steps.min(60), true)?;
     for (track, name) in [("d2h", "copy_d2h"), ("adam", "")] {
@@ -563,7 +563,7 @@ fn overlap<D: Kernels>(subject: &Subject<'_, D>) -> Outcome {
     Ok(0.0)
 }
 
-/// Whether a span of this name on the track ran while the compute stream computed; tracks of several ranks begin with `rank`.
+/// Whether a span of this name on the track overlaps with the compute stream. Tracks of several ranks start with `rank`.
 pub fn runs_beside(run: &Run, rank: &str, track: &str, name: &str) -> std::result::Result<bool, Missed> {
     let spans = |track: &str, name: &str| -> Vec<(u64, u64)> {
         let tracks = run.tracks.iter().filter(|t| t.track.strip_prefix(rank).is_some_and(|of_rank| of_rank.starts_with(track)));

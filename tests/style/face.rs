@@ -1,9 +1,9 @@
-//! The library's face as a test: how much stands on it, that all of it has docs, and that `lib.rs` names it.
+//! The public interface of the library: its size, its documentation, and that the documentation of `lib.rs` names it.
 
 use std::fs;
 use std::path::Path;
 
-/// Types and functions that `lib.rs` re-exports, and these with their methods and constants.
+/// Limits of the types and functions that `lib.rs` re-exports, and of these with their methods and constants.
 const NAMES_MAX: usize = 20;
 const ITEMS_MAX: usize = 60;
 
@@ -14,7 +14,7 @@ fn texts() -> Vec<String> {
     files.map(|path| fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()))).collect()
 }
 
-/// Names that `lib` makes public, and a complaint for each module but the hidden door.
+/// Names that `lib` makes public, and a complaint for each public module except the hidden `internals`.
 fn names(lib: &str) -> (Vec<String>, Vec<String>) {
     let code: String = lib.lines().filter(|line| !line.starts_with("//")).collect::<Vec<_>>().join("\n");
     let uses = code.split(';').filter_map(|item| item.trim().strip_prefix("pub use "));
@@ -27,10 +27,10 @@ fn names(lib: &str) -> (Vec<String>, Vec<String>) {
     (names.collect(), modules.map(|item| format!("{item} is public")).collect())
 }
 
-/// How many public methods and constants the type or trait `name` has in `text`; a complaint for each without docs.
+/// The number of public methods and constants of the type or trait `name` in `text`, and a complaint for each without documentation.
 fn methods(text: &str, name: &str) -> (usize, Vec<String>) {
     let (of_type, of_trait) = (format!("impl {name} {{"), format!("pub trait {name} {{"));
-    // How an item of the block begins, and the line that ends the block.
+    // The prefix of items in the block, and the line that ends the block.
     let (mut begin, mut end) = ("", String::new());
     let (mut count, mut complaints, mut before) = (0, Vec::new(), "");
     for line in text.lines() {
@@ -51,7 +51,7 @@ fn methods(text: &str, name: &str) -> (usize, Vec<String>) {
     (count, complaints)
 }
 
-/// What is wrong with the face that `lib` gives to `texts`.
+/// Errors in the public interface that `lib` exports from `texts`.
 fn complaints(lib: &str, texts: &[String]) -> Vec<String> {
     let (names, mut complaints) = names(lib);
     let mut items = names.len();

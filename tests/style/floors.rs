@@ -1,14 +1,14 @@
-//! Floors as a test: what a folder of `src/` may import.
+//! The permitted imports between folders of `src/`.
 //!
-//! An import is a `use` of this crate, or an inline path that begins with `crate`, `super` or `self`, in code that is not for tests. It
-//! leads to the file that defines the name: a re-export is followed. A `pub use` whose name its own file does not need only passes the
-//! name on, and a file that calls its own parts (`part::name`, with `mod part;` in it) imports nothing.
+//! An import is a `use` of this crate, or an inline path that starts with `crate`, `super` or `self`, outside of tests. It refers to the
+//! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need only forwards the name. A file
+//! that refers to its own submodules (`part::name` after `mod part;`) imports nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Rooms of `src/` from the ground up: folders, and files beside them. A room imports its own floor and those below, without a circle.
+/// Folders of `src/`, and files next to them, from the bottom floor up. Each may import its own floor and those below, without cycles.
 const FLOORS: [&[&str]; 13] = [
     &["disk", "dtype", "error", "hub", "memory", "model_dir", "news", "signals", "sync", "trace", "units"],
     &["data", "hardware", "optim"],
@@ -25,7 +25,7 @@ const FLOORS: [&[&str]; 13] = [
     &["main"],
 ];
 
-/// What imports what, files or rooms by name.
+/// Imports by file or folder name.
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Segments of a path from the root of the crate.
@@ -90,7 +90,7 @@ fn each_complaint_is_heard() {
     assert_eq!(heard(&[("lib.rs", "mod attic;"), ("attic.rs", "")]), ["attic stands on no floor"]);
 }
 
-/// What is wrong with `files`: names below `src/`, and texts.
+/// Errors in `files`, which are names below `src/` with their texts.
 fn complaints(files: &[(String, String)]) -> Vec<String> {
     let modules = modules(files);
     let imports: Graph = modules.iter().map(|(at, module)| (module.file.clone(), imported(&modules, at))).collect();
@@ -119,10 +119,10 @@ fn floor(room: &str) -> Option<usize> {
     FLOORS.iter().position(|rooms| rooms.contains(&room))
 }
 
-/// One circle of `graph`, if there is any, from its first name on.
+/// A cycle of `graph`, if there is one, starting at its first name.
 fn circle(graph: &Graph) -> Option<Vec<String>> {
     let mut graph = graph.clone();
-    // What imports nothing that is left is on no circle.
+    // A node without edges to the remaining ones is not part of a cycle.
     loop {
         let left: BTreeSet<_> = graph.keys().cloned().collect();
         graph.values_mut().for_each(|targets| targets.retain(|target| left.contains(target)));
@@ -144,7 +144,7 @@ fn circle(graph: &Graph) -> Option<Vec<String>> {
     }
 }
 
-/// The modules that product code declares, by path; `main` is one of them.
+/// The modules that non-test code declares, by path, including `main`.
 fn modules(files: &[(String, String)]) -> BTreeMap<Segments, Module> {
     let path_of = |file: &str| -> Segments {
         let name = file.trim_end_matches(".rs").trim_end_matches("/mod");
@@ -157,7 +157,7 @@ fn modules(files: &[(String, String)]) -> BTreeMap<Segments, Module> {
             (path_of(file), Module { file: file.clone(), uses: uses(&tokens), tokens })
         })
         .collect();
-    // Parents come first, so that what a dropped module declares is dropped, too.
+    // Parents come first, so that the submodules of a dropped module are dropped, too.
     for at in modules.keys().cloned().collect::<Vec<_>>() {
         let Some((name, parent)) = at.split_last() else { continue };
         let declares = |module: &Module| module.tokens.windows(3).any(|t| t[0] == "mod" && t[1] == *name && t[2] == ";");
@@ -178,7 +178,7 @@ fn imported(modules: &BTreeMap<Segments, Module>, at: &Segments) -> BTreeSet<Str
     targets.filter(|file| *file != module.file).collect()
 }
 
-/// A path of this crate from its root; `None` when it leads to another crate.
+/// The absolute path in this crate; `None` if it refers to another crate.
 fn absolute(modules: &BTreeMap<Segments, Module>, at: &Segments, path: &[String]) -> Option<Segments> {
     let supers = path.iter().take_while(|segment| *segment == "super").count();
     let relative = |rest: &[String]| [&at[..at.len().saturating_sub(supers)], rest].concat();
@@ -190,7 +190,7 @@ fn absolute(modules: &BTreeMap<Segments, Module>, at: &Segments, path: &[String]
     }
 }
 
-/// The file that defines what `path` names.
+/// The file that defines the name `path`.
 fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -> String {
     let at = (0..=path.len()).rev().map(|end| &path[..end]).find(|start| modules.contains_key(*start)).expect("lib.rs is the root");
     let (module, rest) = (&modules[at], &path[at.len()..]);
@@ -201,7 +201,7 @@ fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -
     }
 }
 
-/// Names, `::` and other signs; no comments, strings or characters.
+/// Identifiers, `::` and other symbols, without comments, strings and characters.
 fn tokens(text: &str) -> Vec<String> {
     let (mut tokens, mut rest) = (Vec::new(), text);
     let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
@@ -230,7 +230,7 @@ fn tokens(text: &str) -> Vec<String> {
     tokens
 }
 
-/// Length of the string that `text` begins with.
+/// Length of the string literal at the start of `text`.
 fn string(text: &str) -> usize {
     let mut escaped = true;
     let end = text.find(|c| {
@@ -241,7 +241,7 @@ fn string(text: &str) -> usize {
     end.map_or(text.len(), |end| end + 1)
 }
 
-/// Length of the character that `text` begins with, or of the sign before a lifetime.
+/// Length of the character literal at the start of `text`, or of the quote of a lifetime.
 fn character(text: &str) -> usize {
     let inner = text[1..].chars().next().map_or(0, char::len_utf8);
     match text[1..].strip_prefix('\\') {
@@ -251,7 +251,7 @@ fn character(text: &str) -> usize {
     }
 }
 
-/// Without items for tests.
+/// The tokens without test items.
 fn product(tokens: Vec<String>) -> Vec<String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
@@ -266,7 +266,7 @@ fn product(tokens: Vec<String>) -> Vec<String> {
     kept
 }
 
-/// Length of the item that `tokens` begin with: up to a `;`, to the end of its braces, or to that of the braces around it.
+/// Length of the item at the start of `tokens`: up to a `;`, to its closing brace, or to that of the enclosing block.
 fn item(tokens: &[String]) -> usize {
     let mut open = 0;
     let end = tokens.iter().position(|token| {
@@ -287,7 +287,7 @@ fn uses(tokens: &[String]) -> Vec<Use> {
     uses
 }
 
-/// Calls `each` with every path of a `use` and the name it gets.
+/// Calls `each` with every path of a `use` and its local name.
 fn tree(tokens: &[String], before: &[String], each: &mut impl FnMut(Segments, String)) {
     let mut path = before.to_vec();
     let mut rest = tokens.iter().enumerate().filter(|(_, token)| *token != "::");
@@ -316,12 +316,12 @@ fn tree(tokens: &[String], before: &[String], each: &mut impl FnMut(Segments, St
     each(path, name);
 }
 
-/// Whether `tokens` begin with a `use`; `+ use<>` of a bound is none.
+/// Whether `tokens` start with a `use` item, and not with the bound `+ use<>`.
 fn is_use(tokens: &[String]) -> bool {
     tokens[0] == "use" && tokens.get(1).is_some_and(|next| next != "<")
 }
 
-/// Tokens outside of `use` and `mod` lines.
+/// The tokens outside of `use` and `mod` items.
 fn without_uses(tokens: &[String]) -> Vec<&String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
