@@ -10,7 +10,7 @@ use clap::ValueEnum;
 pub enum ExpertProducts {
     /// The engine's own kernels.
     Own,
-    /// cuBLASLt's grouped layouts, from version 13.8 on.
+    /// cuBLASLt's grouped layouts, from 13.8 on.
     Cublaslt,
 }
 
