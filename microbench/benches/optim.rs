@@ -1,6 +1,6 @@
-//! The optimizer's passes on every instruction set, beside what one thread can copy from and to memory.
+//! The optimizer's passes on every instruction set, next to the rate at which one thread copies memory.
 //!
-//! criterion prints parameters (elem/s) and traffic (B/s) side by side.
+//! criterion prints two rates for each case: parameters (elem/s) and memory traffic (B/s).
 #![allow(missing_docs, reason = "criterion's macros write functions without docs")]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
@@ -13,7 +13,7 @@ use superoffload::internals::dtype::Dtype;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::optim::{AdamKernels, BLOCK, Isa};
 
-/// Parameters of a case: their state is several times larger than the last-level cache of most machines.
+/// Parameters of a case. Their state is several times larger than the last-level cache of most machines.
 const ELEMS: usize = 1 << 24;
 
 /// Formats of gradients and working weights.

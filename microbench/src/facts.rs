@@ -1,4 +1,4 @@
-//! What a line of results says besides its numbers: when, by which program, on which machine, with which settings.
+//! Facts that every result line contains besides its numbers: time, program, machine and settings.
 
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use superoffload::internals::facts::{BuildFacts, MachineFacts};
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::optim::Isa;
 
-/// The same on every line of a benchmark.
+/// Facts that all lines of a benchmark have in common.
 pub struct Facts {
     common: Value,
     /// The machine.
@@ -16,10 +16,10 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Of this program, on a machine of this `topology`.
+    /// Facts about this program on a machine with `topology`.
     ///
     /// # Panics
-    /// If `settings` are no JSON object.
+    /// If `settings` is not a JSON object.
     pub fn new(bench: &str, topology: &Topology, settings: impl Serialize) -> Self {
         let settings = json!(settings);
         assert!(settings.is_object(), "settings are names and values, not {settings}");
@@ -28,7 +28,7 @@ impl Facts {
         Self { common: json!({ "bench": bench, "build": build, "machine": machine, "best_isa": best, "settings": settings }), machine }
     }
 
-    /// The line of what was measured just now: `fields`, and these facts.
+    /// Returns a line with the current time, these facts and `fields`.
     pub fn line(&self, fields: Value) -> Value {
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         join(join(self.common.clone(), json!({ "unix_seconds": seconds })), fields)
@@ -43,7 +43,7 @@ impl fmt::Display for Facts {
     }
 }
 
-/// Both objects in one.
+/// Merges two objects; `b` overrides `a`.
 pub fn join(mut a: Value, b: Value) -> Value {
     if let (Some(to), Value::Object(from)) = (a.as_object_mut(), b) {
         to.extend(from);

@@ -1,21 +1,21 @@
-//! A neighbour that takes memory bandwidth: threads that copy until they are told to stop.
+//! A neighbour that uses memory bandwidth: threads that copy until they are stopped.
 
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-/// fp32 elements of each thread's arrays: larger than a core's share of any cache.
+/// fp32 elements of each thread's arrays, which exceed a core's part of any cache.
 const ELEMS: usize = 16 << 20;
 
-/// Threads that copy, unpinned: the system puts them where CPUs are free. Dropping it ends them.
+/// Unpinned threads that copy; the scheduler places them on free CPUs. Dropping this value ends them.
 pub struct Hog {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Hog {
-    /// Starts `threads` of them, and returns once all have begun.
+    /// Starts `threads` threads and returns once all of them run.
     pub fn start(threads: usize) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let begun = Arc::new(std::sync::Barrier::new(threads + 1));
@@ -39,7 +39,7 @@ impl Drop for Hog {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // It only copies: a panic there is this process's end anyway.
+            // The thread only copies: if it panics, this process is ending anyway.
             let _ = thread.join();
         }
     }

@@ -1,11 +1,11 @@
-//! What the benchmarks share: the machine they ran on, a bucket of parameters to run the optimizer's passes over, timed jobs on
-//! the engine's pool, memory's own speed, and a noisy neighbour.
+//! Common parts of the benchmarks: facts about the machine, a bucket of parameters for the optimizer's passes, timed jobs on the engine's
+//! pool, memory bandwidth, and a noisy neighbour.
 //!
-//! - `cargo bench -p microbench`: every pass and cast on every instruction set, one thread; `-- avx512/step`: a part
-//! - `host_adam`: the pool stepping buckets, beside what the same threads get out of the same memory
-//! - `host_facts`: memory's speed by threads, the pool's wake-up, norms and casts
-//! - `prepare`: text to tokens by CPUs, and the memory that it takes
-//! - `device_facts`: a GPU or the CPU device: the link, casts, latencies, buckets through the optimizer, products of experts
+//! - `cargo bench -p microbench`: every pass and cast on every instruction set, on one thread; `-- avx512/step` selects a part
+//! - `host_adam`: the optimizer pool on buckets, next to the memory bandwidth of the same threads
+//! - `host_facts`: memory bandwidth by number of threads, the pool's wake-up time, norms and casts
+//! - `prepare`: the speed and the memory use of tokenization by number of CPUs
+//! - `device_facts`: on a GPU or the CPU device: the link, casts, latencies, buckets through the optimizer, expert products
 
 pub mod facts;
 pub mod hog;
@@ -21,23 +21,23 @@ use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamSta
 pub enum Pass {
     /// The synchronous step.
     Step,
-    /// Working weights only.
+    /// Writes only working weights.
     Speculate,
-    /// State only.
+    /// Updates only the state.
     Commit,
-    /// Both, of two steps, fused.
+    /// `Commit` of one step and `Speculate` of the next one, fused.
     CommitThenSpeculate,
     /// The algebraic rollback.
     Inverse,
-    /// Master weights narrowed to working weights: a cast.
+    /// Casts master weights to working weights.
     Emit,
 }
 
 impl Pass {
-    /// All of them.
+    /// All passes.
     pub const ALL: [Self; 6] = [Self::Step, Self::Speculate, Self::Commit, Self::CommitThenSpeculate, Self::Inverse, Self::Emit];
 
-    /// The name of its method in [`AdamKernels`].
+    /// Name of the pass's method in [`AdamKernels`].
     pub const fn name(self) -> &'static str {
         match self {
             Self::Step => "step",
@@ -49,8 +49,7 @@ impl Pass {
         }
     }
 
-    /// Bytes that one parameter moves between memory and core, reads and writes, without the reads that a cache adds for
-    /// the lines it is about to overwrite.
+    /// Bytes per parameter that the pass reads and writes, without the reads that a cache adds for lines that the pass overwrites.
     pub const fn bytes_per_param(self, grads: Dtype, weights: Dtype) -> usize {
         let (state, grads, weights) = (3 * Dtype::Float32.bytes(), grads.bytes(), weights.bytes());
         match self {
@@ -63,7 +62,7 @@ impl Pass {
     }
 }
 
-/// A range of parameters with everything that a [`Pass`] touches.
+/// A range of parameters with all arrays that a [`Pass`] uses.
 #[derive(Clone, PartialEq)]
 pub struct BucketArrays {
     params: Vec<f32>,
@@ -74,7 +73,7 @@ pub struct BucketArrays {
     out: Typed,
 }
 
-/// Room for elements of a format known at run time, aligned for any of them.
+/// Memory for elements of a format chosen at run time, aligned for any format.
 #[derive(Clone, PartialEq)]
 struct Typed {
     dtype: Dtype,
@@ -98,7 +97,7 @@ impl Typed {
 }
 
 impl BucketArrays {
-    /// A bucket of `elems` parameters (an even number) in mid-training, always the same.
+    /// A bucket of `elems` parameters (an even number) with deterministic values as of mid-training.
     pub fn new(elems: usize, grads: Dtype, weights: Dtype, kernels: AdamKernels) -> Self {
         let squares = |values: Vec<f32>| values.into_iter().map(|x| x * x).collect();
         Self {
@@ -138,13 +137,13 @@ fn mid_training() -> AdamStep {
     AdamStep { consts: AdamConsts::new(&hyper, 1000, true), scale: 0.5 }
 }
 
-/// `elems` values spread evenly over (-1, 1); `seed` picks the sequence.
+/// Returns `elems` values spread evenly over (-1, 1); `seed` selects the sequence.
 pub fn values(seed: u32, elems: usize) -> Vec<f32> {
     let spread = |i: usize| (i as u32).wrapping_add(seed << 16).wrapping_mul(0x9e37_79b9) as i32;
     (0..elems).map(|i| spread(i) as f32 / 2_147_483_648.0).collect()
 }
 
-/// The end of a benchmark's program: its error, if there is one, goes to stderr.
+/// Exit code of a benchmark program. Prints the error, if any, to stderr.
 pub fn exit_code(outcome: superoffload::Result<()>) -> std::process::ExitCode {
     match outcome {
         Ok(()) => std::process::ExitCode::SUCCESS,
@@ -155,12 +154,12 @@ pub fn exit_code(outcome: superoffload::Result<()>) -> std::process::ExitCode {
     }
 }
 
-/// Writes `value` everywhere in `memory` of `host`, on all CPUs.
+/// Writes `value` to all elements of `memory` in `host`, on all CPUs.
 pub fn fill<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: PinnedSlice, value: T) {
     fill_from(host, memory, &[value]);
 }
 
-/// Writes `values` again and again into `memory` of `host`, on all CPUs.
+/// Fills `memory` in `host` with repeated `values`, on all CPUs.
 pub fn fill_from<T: bytemuck::Pod + Send + Sync>(host: &mut HostMemory, memory: PinnedSlice, values: &[T]) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let all = host.lend_mut::<T>(memory);

@@ -1,4 +1,4 @@
-//! Jobs on the engine's own pool, timed: the driver submits one, waits for its end and submits the next.
+//! Timed jobs on the engine's pool: the driver submits a job, waits for its end and submits the next one.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,17 +10,16 @@ use superoffload::internals::host::{
 };
 use superoffload::internals::trace::Recorder;
 
-/// Jobs before the clock starts: pages are mapped, threads awake, branches known.
+/// Jobs before the clock starts. They map pages, wake threads and train branch predictors.
 const WARM_UP: usize = 2;
 
-/// Most jobs of a run; a worker's recorder has room for so many spans.
+/// Maximum number of jobs in a run; a worker's recorder stores as many spans.
 const JOBS_MAX: usize = 1 << 12;
 
-/// Host memory as `train` would map it for as many workers as this machine has CPUs for: bound to their nodes and faulted in by
-/// them.
+/// Host memory as `train` maps it for this machine's CPUs: bound to the NUMA nodes of the workers and faulted in by them.
 ///
 /// # Errors
-/// `Resource` when huge pages are asked for and cannot be had.
+/// `Resource` if huge pages are required but not available.
 pub fn host_memory(pages: HugePagesChoice) -> Result<HostMemory> {
     policy(pages, workers_of_this_machine()).map(HostMemory::new)
 }
@@ -35,54 +34,54 @@ fn policy(pages: HugePagesChoice, workers: usize) -> Result<MemoryPolicy> {
     MemoryPolicy::new(&topology, pages, &cpus, workers)
 }
 
-/// How long to run, and where.
+/// Duration and placement of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting<'a> {
     /// Worker threads.
     pub threads: usize,
-    /// A CPU for each worker, where `train` would give it one; otherwise the system puts them where it likes.
+    /// Pin each worker to the CPU that `train` would choose; otherwise the scheduler places the workers.
     pub pin: bool,
-    /// Time to spend, at least one job.
+    /// Duration of the run; at least one job runs.
     pub seconds: f64,
-    /// Group of cache and bandwidth that the workers join.
+    /// Partition of cache and bandwidth that the workers join.
     pub group: &'a ResctrlGroup,
 }
 
-/// What jobs took.
+/// Timing of a run.
 #[derive(Clone, Debug)]
 pub struct Timing {
-    /// Jobs.
+    /// Number of timed jobs.
     pub jobs: usize,
-    /// Workers had a CPU each.
+    /// Whether each worker was pinned to a CPU.
     pub pinned: bool,
-    /// Partition of cache and bandwidth that they had, in words.
+    /// Description of the workers' partition of cache and bandwidth.
     pub partition: String,
-    /// From the first job's submission to the last one's end.
+    /// Time from the first job's submission to the last job's end.
     pub wall_s: f64,
-    /// The median job, from submission to end.
+    /// Median time of a job, from submission to end.
     pub median_s: f64,
-    /// The mean worker's time in pieces, over all jobs.
+    /// Time in which the average worker runs pieces, over all jobs.
     pub busy_s: f64,
-    /// From the start of each job's first share to the end of its last, over all jobs.
+    /// Time from the first worker's start to the last worker's end, summed over all jobs.
     pub longest_s: f64,
 }
 
 impl Timing {
-    /// Share of the time in which the mean worker was done before the last one, in percent.
+    /// Time in which the average worker waits for the last one, in percent of the run.
     pub fn skew_percent(&self) -> f64 {
         100.0 * (self.longest_s - self.busy_s) / self.wall_s
     }
 
-    /// Share from the end of a job's last share to the start of the next job's first, waking included, in percent.
+    /// Time between jobs (from the last worker's end to the first worker's next start, including the wake-up), in percent of the run.
     pub fn handover_percent(&self) -> f64 {
         100.0 * (self.wall_s - self.longest_s) / self.wall_s
     }
 }
 
-/// Runs `job(0)`, `job(1)`, ... on a pool of its own. Every job is met by all workers at once: the pool's gate.
+/// Runs `job(0)`, `job(1)`, ... on a new pool. All workers start each job together, at the pool's barrier.
 ///
 /// # Errors
-/// `Resource` when a thread cannot be started or pinned, a group cannot be joined, or a job panics.
+/// `Resource` if a thread cannot be started or pinned, if a group cannot be joined, or if a job panics.
 pub fn run<J: Job>(setting: Setting<'_>, mut job: impl FnMut(usize) -> J) -> Result<Timing> {
     let bell = Arc::new(Doorbell::default());
     let placement = if setting.pin { Placement::on(&Topology::this_machine(), setting.threads) } else { None };

@@ -1,4 +1,4 @@
-//! What memory gives to threads that do nothing else: copy, triad and read, in the manner of STREAM.
+//! Memory bandwidth of threads that only copy, run a triad or read, similar to the STREAM benchmark.
 #![allow(unsafe_code)]
 
 use std::hint::black_box;
@@ -6,10 +6,10 @@ use superoffload::Result;
 use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
 use superoffload::internals::optim::{AdamKernels, Stores, Weights};
 
-/// fp32 elements that a worker takes at once.
+/// fp32 elements of a piece.
 const PIECE_ELEMS: usize = 32 << 10;
 
-/// What is done with every element.
+/// The operation on every element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ArrayKernel {
@@ -24,10 +24,10 @@ pub enum ArrayKernel {
 }
 
 impl ArrayKernel {
-    /// All of them.
+    /// All kernels.
     pub const ALL: [Self; 4] = [Self::Read, Self::Copy, Self::CopyPast, Self::Triad];
 
-    /// The name in tables.
+    /// Name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -37,7 +37,7 @@ impl ArrayKernel {
         }
     }
 
-    /// Bytes an element, as STREAM counts them.
+    /// Bytes per element, as STREAM counts them.
     pub const fn bytes(self) -> usize {
         match self {
             Self::Read => 4,
@@ -47,7 +47,7 @@ impl ArrayKernel {
     }
 }
 
-/// Three arrays.
+/// Three arrays in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrays {
     a: PinnedSlice,
@@ -57,13 +57,13 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// Arrays of `elems` elements: `a` is all 1, `b` all 2.
+    /// Allocates arrays of `elems` elements: all elements of `a` are 1, all elements of `b` are 2.
     ///
     /// # Errors
-    /// `Resource` when there is no such memory.
+    /// `Resource` if there is not enough memory.
     ///
     /// # Safety
-    /// `host` outlives all jobs over these arrays, and one of them runs at a time.
+    /// `host` outlives all jobs on these arrays, and one job runs at a time.
     pub unsafe fn new(host: &mut HostMemory, elems: usize) -> Result<Self> {
         let mut array = |name| host.alloc(name, elems * 4);
         let arrays = Self { a: array("a")?, b: array("b")?, c: array("c")?, elems };
@@ -73,7 +73,7 @@ impl Arrays {
         Ok(arrays)
     }
 
-    /// Elements of each.
+    /// Number of elements of an array.
     pub fn elems(self) -> usize {
         self.elems
     }
@@ -83,7 +83,7 @@ impl Arrays {
         ArrayPass { arrays: self, kernel, adam: adam.with_stores(Stores::Streaming) }
     }
 
-    /// Whether `kernel`, which ran last, wrote what it should into memory of `host`.
+    /// Whether `kernel`, the last kernel that ran, wrote the expected values to memory of `host`.
     pub fn verify(self, host: &HostMemory, kernel: ArrayKernel) -> bool {
         let want = match kernel {
             ArrayKernel::Read => return true,
@@ -101,7 +101,7 @@ pub struct ArrayPass {
     adam: AdamKernels,
 }
 
-// SAFETY: whoever made the arrays sees to it that they stay and that one job runs at a time; a piece writes its own part of `c`.
+// SAFETY: the caller of `Arrays::new` guarantees that the arrays stay and that one job runs at a time; a piece writes only its part of `c`.
 unsafe impl Job for ArrayPass {
     fn label(&self) -> (&'static str, u32) {
         (self.kernel.name(), 0)
@@ -121,7 +121,7 @@ unsafe impl Job for ArrayPass {
         let part = |array: PinnedSlice| array.slice(start * 4, PIECE_ELEMS.min(elems - start) * 4);
         // SAFETY: no kernel writes `a` or `b`.
         let [a, b] = [a, b].map(|array| unsafe { part(array).as_slice::<f32>() });
-        // SAFETY: nobody else does this piece, nor touches its part of `c`.
+        // SAFETY: no other thread runs this piece or accesses its part of `c`.
         let c = unsafe { part(c).as_mut_slice::<f32>() };
         match self.kernel {
             ArrayKernel::Read => _ = black_box(sum(a)),
@@ -132,7 +132,7 @@ unsafe impl Job for ArrayPass {
     }
 }
 
-/// In sixteen sums, so that the compiler may use vectors.
+/// Uses sixteen partial sums, so that the compiler can vectorize the loop.
 fn sum(a: &[f32]) -> f32 {
     let mut sums = [0.0; 16];
     for a in a.as_chunks::<16>().0 {
@@ -156,14 +156,14 @@ mod tests {
     #[test]
     fn every_kernel_writes_what_is_verified() {
         let mut host = HostMemory::default();
-        // SAFETY: `host` lives to the end of the test, and jobs run one after the other.
+        // SAFETY: `host` lives until the end of the test, and jobs run one after the other.
         let arrays = unsafe { Arrays::new(&mut host, PIECE_ELEMS + 24) }.unwrap();
         for kernel in ArrayKernel::ALL {
             let job = arrays.job(kernel, AdamKernels::new(Isa::detect()).unwrap());
-            // SAFETY: on one thread.
+            // SAFETY: only this thread runs the job.
             unsafe { job.run(0) };
             assert_eq!(arrays.verify(&host, kernel), matches!(kernel, ArrayKernel::Read), "{kernel:?} after one piece of two");
-            // SAFETY: on the same thread, after the first piece.
+            // SAFETY: only this thread runs the job, after the first piece.
             unsafe { job.run(1) };
             assert!(arrays.verify(&host, kernel), "{kernel:?}");
             crate::fill(&mut host, arrays.c, 0.0f32);

@@ -1,4 +1,4 @@
-//! The benchmark of the device in small, on the CPU device: every case leaves a line that says what a figure needs.
+//! The device benchmark with small sizes, on the CPU device: every case prints a line with the fields that the figures need.
 
 use serde_json::Value;
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! The benchmarks of the host in small: what they write to standard output is lines of results, each with its settings and machine.
+//! The host benchmarks with small sizes: standard output contains only result lines, each with its settings and machine.
 
 use serde_json::Value;
 use std::process::Command;
@@ -36,7 +36,7 @@ fn rollback_by_algebra_loses_bits() {
 
 #[test]
 fn preparing_text_is_timed_by_cpus_with_its_memory() {
-    // The program of this workspace, which this crate does not build.
+    // The workspace's `superoffload` program, which a build of this crate does not produce.
     let Some(program) = std::path::Path::new(env!("CARGO_BIN_EXE_prepare")).parent().map(|dir| dir.join("superoffload")) else { return };
     if !program.exists() {
         return eprintln!("skipped: {} is not built", program.display());

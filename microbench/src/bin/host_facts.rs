@@ -1,5 +1,5 @@
-//! What this machine's CPUs and memory do, as far as the optimizer's side of a step depends on it: memory's speed by threads, the
-//! pool's wake-up, sums of squares and casts. One JSON line a fact on stdout, a table on stderr. Every result is verified.
+//! Measures the properties of CPUs and memory that limit the optimizer's part of a step: memory bandwidth by number of threads, the pool's
+//! wake-up time, sums of squares, and casts. It prints one JSON line per fact to stdout and a table to stderr. Every result is verified.
 
 use clap::Parser;
 use microbench::facts::Facts;
@@ -30,7 +30,7 @@ struct Options {
     seconds: f64,
 }
 
-/// One fact.
+/// A measured value.
 struct Fact {
     what: String,
     threads: usize,
@@ -53,7 +53,7 @@ impl fmt::Display for Fact {
 #[allow(unsafe_code)]
 fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     let mut host = host_memory(HugePagesChoice::Auto)?;
-    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last.
+    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last job.
     let arrays = unsafe { Arrays::new(&mut host, options.elems) }?;
     let kernels = AdamKernels::new(Isa::detect())?;
     let mut facts = Vec::new();
@@ -71,7 +71,7 @@ fn memory(options: &Options, threads: &[usize]) -> Result<Vec<Fact>> {
     Ok(facts)
 }
 
-/// From a job's submission to its end when there is no work: workers that wait spinning, and workers that have fallen asleep.
+/// Measures the time from a job's submission to its end for an empty job, with spinning workers and with sleeping workers.
 fn wake_up(threads: usize) -> Result<Vec<Fact>> {
     let measured = WakeUp::measure(threads, Placement::on(&Topology::this_machine(), threads))?;
     let fact = |what: &str, ns: u64| Fact { what: format!("wake-up, {what}"), threads, value: ns as f64 * 1e-3, unit: "us" };
@@ -82,7 +82,7 @@ fn wake_up(threads: usize) -> Result<Vec<Fact>> {
     Ok(kinds.into_iter().flat_map(facts).collect())
 }
 
-/// The least time of a repeated call, in seconds.
+/// Shortest time of a repeated call, in seconds.
 fn least_s(seconds: f64, mut call: impl FnMut()) -> f64 {
     let (started, mut least) = (Instant::now(), f64::INFINITY);
     while started.elapsed().as_secs_f64() < seconds || least.is_infinite() {
@@ -93,7 +93,7 @@ fn least_s(seconds: f64, mut call: impl FnMut()) -> f64 {
     least
 }
 
-/// Sums of squares, and casts to and from the formats of the link, on one thread.
+/// Measures sums of squares, and casts to the link's formats, on one thread.
 fn passes(options: &Options) -> Result<Vec<Fact>> {
     let elems = options.elems.min(1 << 24) / BLOCK * BLOCK;
     let (wide, kernels, specified) = (values(1, elems), AdamKernels::new(Isa::detect())?, AdamKernels::new(Isa::Scalar)?);

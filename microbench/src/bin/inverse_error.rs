@@ -1,7 +1,7 @@
-//! What a rollback by algebra loses: Adam's state after a step and its inverse, compared with the state before, bit by bit.
+//! Measures the error of an algebraic rollback: it compares Adam's state after a step and its inverse with the state before, bit by bit.
 //!
-//! The paper rolls speculation back in place with the inverse of the step; this engine never writes before the verdict, so that
-//! its rollback loses nothing. One JSON line a case on stdout, a table on stderr.
+//! The paper rolls speculation back in place with the inverse of the step. This engine writes no state before the verdict, so its rollback
+//! is exact. The program prints one JSON line per case to stdout and a table to stderr.
 
 use clap::Parser;
 use half::bf16;
@@ -24,17 +24,17 @@ struct Options {
     steps: u64,
 }
 
-/// Size of a usual gradient.
+/// Magnitude of a usual gradient.
 const GRADIENT: f32 = 1e-3;
 
-/// What is rolled back.
+/// A sequence of steps and rollbacks.
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
-    /// The gradient of every `every`th element is `factor` times as large.
+    /// One gradient in `every` is multiplied by `factor`.
     factor: f32,
     every: usize,
-    /// Steps and rollbacks, one after the other.
+    /// Number of steps and rollbacks, one after the other.
     rollbacks: u64,
 }
 
@@ -47,7 +47,7 @@ const CASES: [Case; 6] = [
     Case { name: "NaN in one of 1000", factor: f32::NAN, every: 1000, rollbacks: 1 },
 ];
 
-/// fp32 state.
+/// Adam's state in fp32.
 #[derive(Clone)]
 struct State([Vec<f32>; 3]);
 
@@ -62,13 +62,13 @@ impl State {
     }
 }
 
-/// What came back of one array.
+/// Difference between one array after the rollback and before the step.
 struct Loss {
-    /// Share of elements with other bits.
+    /// Fraction of elements with other bits.
     differing: f64,
-    /// Largest error relative to the value before, over elements that are still finite.
+    /// Largest relative error of the elements that are still finite.
     worst: f64,
-    /// Elements that are no longer finite.
+    /// Number of elements that are no longer finite.
     lost: usize,
 }
 
@@ -94,7 +94,7 @@ impl fmt::Display for Loss {
     }
 }
 
-/// Steps `kernels` take at a constant rate.
+/// Takes steps with `kernels` at a constant learning rate.
 struct Run {
     kernels: AdamKernels,
     out: Vec<bf16>,
@@ -115,7 +115,7 @@ impl Run {
         self.kernels.step(Self::step(number), &mut state.adam(), Grads::Bf16(grads), Weights::Bf16(&mut self.out));
     }
 
-    /// The state after `case`'s steps and their rollbacks.
+    /// Returns the state after the steps of `case` and their rollbacks.
     fn rolled_back(&mut self, number: u64, before: &State, case: Case) -> State {
         let mut state = before.clone();
         for at in number..number + case.rollbacks {

@@ -1,4 +1,4 @@
-//! Casts between bf16 and fp32: on the device, on the host's threads, as passes of their own and as part of Adam's (Figure 9).
+//! Casts between bf16 and fp32: on the device and on the host's threads, as separate passes and as part of Adam's pass (Figure 9).
 
 use crate::bench::{DeviceBench, rate};
 use crate::optimizer::{GRAD, HostJob, Optimizer, is_all};
@@ -15,14 +15,14 @@ use superoffload::internals::probe::{Samples, Timer, Workers};
 /// The smallest tensor, in fp32.
 const SMALLEST_BYTES: usize = 1 << 20;
 
-/// Who casts.
+/// The place of the cast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arm {
-    /// The device; fp32 crosses the link (the paper's).
+    /// On the device, as in the paper; fp32 crosses the link.
     Device,
-    /// The host, in a pass of its own; bf16 crosses the link.
+    /// On the host, in a separate pass; bf16 crosses the link.
     Host,
-    /// The optimizer's pass, which reads and writes bf16 as it is; bf16 crosses the link.
+    /// In the optimizer's pass, which reads and writes bf16 directly; bf16 crosses the link.
     Fused,
 }
 
@@ -41,35 +41,36 @@ impl Arm {
         if matches!(self, Self::Device) { Dtype::Float32 } else { Dtype::Bfloat16 }
     }
 
-    /// What the optimizer reads.
+    /// Format of the gradients that the optimizer reads.
     const fn grads(self) -> Dtype {
         if matches!(self, Self::Fused) { Dtype::Bfloat16 } else { Dtype::Float32 }
     }
 }
 
-/// A tensor in both formats on both sides.
+/// A tensor on the device in both formats.
 struct CastTensor {
     elems: usize,
     wide: DeviceSlice,
     narrow: DeviceSlice,
 }
 
-/// The optimizer, its threads, and an event between a cast and its copy.
+/// The optimizer, its threads, and an event that orders a copy after its cast.
 struct Host {
     optimizer: Optimizer,
     pool: Pool<HostJob>,
     ready: EventId,
 }
 
-/// Every case of casts.
+/// Measures every case of casts.
 ///
 /// # Errors
-/// The device's and the pool's; `Resource` when data are wrong.
+/// Errors of the device and the pool; `Resource` if data are wrong.
 #[allow(unsafe_code)]
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let elems = bench.sizes.max_bytes / 4;
     let (wide, narrow) = (bench.timer.dev.alloc("fp32", elems, Dtype::Float32)?, bench.timer.dev.alloc("bf16", elems, Dtype::Bfloat16)?);
-    // SAFETY: one pool does one job at a time, on gradients whose copy is done, and ends here; the bench's memory stays.
+    // SAFETY: one pool runs one job at a time, each after the copy of its gradients, and stops before this function returns; the memory of
+    // `bench` outlives it.
     let optimizer = unsafe { Optimizer::new(bench, elems, elems) }?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     for bytes in bench.sizes.by_four(SMALLEST_BYTES) {
@@ -110,7 +111,7 @@ fn on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimiz
     Ok(())
 }
 
-/// Whether both formats on the device are `value`.
+/// Whether all elements of both formats on the device are `value`.
 fn is_on_the_device<D: Kernels>(bench: &mut DeviceBench<'_, D>, optimizer: &Optimizer, tensor: &CastTensor, value: f32) -> Result<bool> {
     let (wide, narrow) = (optimizer.wide.slice(0, 4 * tensor.elems), optimizer.narrow.slice(0, 2 * tensor.elems));
     bench
@@ -139,7 +140,7 @@ fn on_the_host<D: Kernels>(
     Ok(())
 }
 
-/// Gradients from the device in bf16 to where the optimizer reads them; and the optimizer's pass after it.
+/// Moves gradients from the device (bf16) to the optimizer's gradient buffer, and then also runs the optimizer's pass.
 fn gradients<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: &CastTensor, arm: Arm) -> Result<()> {
     let (elems, optimizer) = (tensor.elems, &host.optimizer);
     optimizer.reset(bench.memory, elems);
@@ -159,7 +160,7 @@ fn gradients<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor
     report(bench, ("gradients to the host", arm, elems), is_right, &alone, Some(&stepped))
 }
 
-/// Weights from the optimizer's fp32 to the device's bf16.
+/// Moves weights from the optimizer's fp32 parameters to the device's bf16 weights.
 fn weights<D: Kernels>(bench: &mut DeviceBench<'_, D>, host: &mut Host, tensor: &CastTensor, arm: Arm) -> Result<()> {
     let (elems, expected) = (tensor.elems, Optimizer::param_after(0));
     host.optimizer.reset(bench.memory, elems);
@@ -203,7 +204,7 @@ fn report<D: Kernels>(
 }
 
 impl Host {
-    /// Does `job` from its submission to its end.
+    /// Runs `job` from submission to completion.
     fn run(&mut self, job: HostJob) -> Result<()> {
         self.pool.submit(job);
         while !self.pool.is_idle()? {

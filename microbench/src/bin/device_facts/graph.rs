@@ -1,4 +1,4 @@
-//! What launches cost when kernels are recorded once and enqueued as one graph.
+//! Cost of launches if kernels are recorded once and enqueued as one CUDA graph.
 
 use crate::bench::DeviceBench;
 use crate::latency::report;
@@ -11,18 +11,18 @@ use superoffload::internals::dtype::Dtype;
 use superoffload::internals::host::PinnedSlice;
 use superoffload::internals::probe::Samples;
 
-/// Kernels of a small graph and of a large one.
+/// Number of kernels in a small and in a large graph.
 const KERNELS: [usize; 2] = [16, 256];
-/// Graphs that are enqueued one after the other.
+/// Number of consecutive graph launches.
 const LAUNCHES: usize = 16;
-/// Elements of each kernel's cast, and what they are at first.
+/// Elements of each cast, and their initial value.
 const FEW: usize = 16;
 const GRAD: f32 = 0.125;
 
-/// Recording, enqueueing and running of graphs of casts.
+/// Measures recording, enqueueing and running graphs of casts.
 ///
 /// # Errors
-/// The device's; `Resource` when data are wrong.
+/// Errors of the device; `Resource` if data are wrong.
 pub fn measure(bench: &mut DeviceBench<'_, CudaDevice>) -> Result<()> {
     KERNELS.iter().try_for_each(|&kernels| graph(bench, kernels))
 }
@@ -33,7 +33,7 @@ fn graph(bench: &mut DeviceBench<'_, CudaDevice>, kernels: usize) -> Result<()> 
     let start_ns = bench.timer.dev.now_ns();
     let graph = record(bench.timer.dev)?;
     let once_s = bench.timer.since(start_ns);
-    // The first launch moves the graph to the device.
+    // The first launch uploads the graph to the device.
     bench.timer.seconds(|dev| dev.launch_graph(graph))?;
     let is_right = casts.are_right(bench)?;
 
@@ -45,7 +45,7 @@ fn graph(bench: &mut DeviceBench<'_, CudaDevice>, kernels: usize) -> Result<()> 
         timer.settle()?;
         Ok(enqueued_s)
     })?;
-    // The first of many is enqueued while nothing runs: what the others add is the device's time.
+    // The first launch finds the device idle; each further launch adds only its time on the device.
     let each = bench.timer.samples(seconds, |timer| {
         let one_s = timer.seconds(|dev| dev.launch_graph(graph))?;
         let all_s = timer.seconds(|dev| (0..LAUNCHES).try_for_each(|_| dev.launch_graph(graph)))?;
@@ -57,7 +57,7 @@ fn graph(bench: &mut DeviceBench<'_, CudaDevice>, kernels: usize) -> Result<()> 
     report(bench, &format!("a kernel that does nearly nothing, in a graph of {kernels}"), is_right, &each)
 }
 
-/// A cast that does nearly nothing, and the host's copy of what goes in and comes out.
+/// A tiny cast, and the host's copy of its input and its result.
 struct Casts {
     wide: DeviceSlice,
     narrow: DeviceSlice,
@@ -78,7 +78,7 @@ impl Casts {
         dev.launch(Cast { stream: Stream::Compute, src: self.wide, dst: self.narrow })
     }
 
-    /// Recording alone left zeros; the launched graph must have cast.
+    /// Whether the launched graph has cast. Recording does not run the kernels, so the result was zero before the launch.
     fn are_right(&self, bench: &mut DeviceBench<'_, CudaDevice>) -> Result<bool> {
         let half = self.host.slice(0, 2 * FEW);
         bench.timer.seconds(|dev| dev.copy_d2h(Stream::Compute, self.narrow, half))?;

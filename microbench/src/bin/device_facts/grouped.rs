@@ -1,4 +1,4 @@
-//! Products of experts at the shapes of three models, experts loaded evenly and not, beside a loop of single products.
+//! Expert products with the shapes of three models, under even and uneven loads, next to a loop of single products.
 
 use crate::bench::DeviceBench;
 use half::bf16;
@@ -12,28 +12,28 @@ use superoffload::internals::dtype::Dtype;
 use superoffload::internals::host::PinnedSlice;
 use superoffload::internals::probe::{Samples, fill, upload_bounds};
 
-/// The experts of a model's layer, and a token batch's rows for each of them on average.
+/// The experts of a model's layer, and the average number of rows per expert in a batch of tokens.
 struct Model {
     name: &'static str,
     experts: usize,
     rows: usize,
-    /// Rows and columns of an expert's weights: gate and up in one, down.
+    /// Rows and columns of an expert's two weights: gate and up in one matrix, and down.
     weights: [(usize, usize); 2],
 }
 
-/// 16,384 tokens each.
+/// Models, each with a batch of 16,384 tokens.
 const MODELS: [Model; 3] = [
     Model { name: "olmoe-1b-7b", experts: 64, rows: 2048, weights: [(2048, 2048), (2048, 1024)] },
     Model { name: "gpt-oss-20b", experts: 32, rows: 2048, weights: [(5760, 2880), (2880, 2880)] },
     Model { name: "qwen3-30b-a3b", experts: 128, rows: 1024, weights: [(1536, 2048), (2048, 768)] },
 ];
 
-/// How rows fall to experts.
+/// Distribution of rows over experts.
 #[derive(Clone, Copy, Debug)]
 enum ExpertLoad {
-    /// Equally many to each.
+    /// Every expert has the same number of rows.
     Uniform,
-    /// The first has sixteen times what the last has, nearly three times the mean; one in the middle has none.
+    /// The first expert has 16 times as many rows as the last one, nearly three times the mean; one in the middle has none.
     Skewed,
 }
 
@@ -47,7 +47,7 @@ impl ExpertLoad {
         }
     }
 
-    /// The rows of each of `experts`, `mean` on average. Those of unlike loads alternate.
+    /// Number of rows of each expert, `mean` on average. Large and small numbers alternate.
     fn rows(self, experts: usize, mean: usize) -> Vec<usize> {
         let weight = |expert: usize| match self {
             Self::Uniform => 1.0,
@@ -60,7 +60,7 @@ impl ExpertLoad {
     }
 }
 
-/// Room for the largest case: what is multiplied, and two results to compare.
+/// Memory for the largest case: the operands, and two results to compare.
 struct GroupedMemory {
     x: DeviceSlice,
     y: DeviceSlice,
@@ -82,7 +82,7 @@ impl GroupedMemory {
         Ok(Self { x, y, weights, results, read })
     }
 
-    /// What a product of `shape` reads, and its result in the `which`th of both places.
+    /// Operands of a product of `shape`, and its result in buffer `which` of the two.
     fn operands(&self, shape: GroupedShape, which: usize) -> [DeviceSlice; 3] {
         let GroupedShape { layout, experts, rows, outs, ins } = shape;
         let (x, y, weights) = (rows * ins, rows * outs, experts * outs * ins);
@@ -96,10 +96,10 @@ impl GroupedMemory {
     }
 }
 
-/// Every product of every layer under every load.
+/// Measures every product of every layer under every load.
 ///
 /// # Errors
-/// The device's; `Resource` when grouped and single products differ.
+/// Errors of the device; `Resource` if grouped and single products differ.
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let shrink = bench.sizes.shrink;
     let layers: Vec<(&Model, GroupedShape)> = MODELS
@@ -124,7 +124,7 @@ pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     Ok(())
 }
 
-/// Compares one product with the loop, times both, and prints the line.
+/// Compares one grouped product with the loop, times both, and prints the line.
 fn case<D: Kernels>(
     bench: &mut DeviceBench<'_, D>,
     memory: &GroupedMemory,
@@ -148,7 +148,7 @@ fn case<D: Kernels>(
     bench.line("grouped", is_right, microbench::facts::join(which, fields))
 }
 
-/// Sizes and rates. Bytes are those of all operands, once.
+/// Sizes and rates. The traffic counts each operand once.
 fn describe(grouped: &GroupedMatmul, together: &Samples, one_by_one: &Samples) -> Value {
     let GroupedShape { layout, experts, rows, outs, ins } = grouped.shape;
     let product = match layout {
@@ -165,10 +165,10 @@ fn describe(grouped: &GroupedMatmul, together: &Samples, one_by_one: &Samples) -
     })
 }
 
-/// What one expert takes of the loop.
+/// One expert's work in the loop.
 enum Single {
     Product(Matmul),
-    /// The gradient of a weight that no row has used.
+    /// The gradient of an expert's weights without rows: zeros.
     Nothing(DeviceSlice),
 }
 
@@ -181,7 +181,7 @@ impl Single {
     }
 }
 
-/// The products of `shape` one by one.
+/// The products of `shape` as one product per expert.
 fn singles(shape: GroupedShape, rows: &[usize], [a, b, c]: [DeviceSlice; 3]) -> Vec<Single> {
     let GroupedShape { layout, outs, ins, .. } = shape;
     let starts = rows.iter().scan(0, |end, rows| Some(std::mem::replace(end, *end + rows)));
@@ -202,7 +202,7 @@ fn singles(shape: GroupedShape, rows: &[usize], [a, b, c]: [DeviceSlice; 3]) -> 
     starts.zip(rows).enumerate().filter_map(one).collect()
 }
 
-/// Whether both results are the same but for the order of sums, which are rounded to bf16 once.
+/// Whether both results agree up to the order of summation and one rounding to bf16.
 fn agree<D: Kernels>(bench: &mut DeviceBench<'_, D>, memory: &GroupedMemory, elems: usize, shape: GroupedShape) -> Result<bool> {
     let read = memory.read.map(|place| place.slice(0, 2 * elems));
     for (result, place) in memory.results.into_iter().zip(read) {

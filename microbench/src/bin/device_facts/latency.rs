@@ -1,4 +1,4 @@
-//! What little things cost: launches, events, small copies, and the way from a gradient's norm on the device to a verdict here.
+//! Cost of small operations: launches, events, small copies, and the path from a gradient's norm on the device to a verdict on the host.
 
 use crate::bench::DeviceBench;
 use crate::optimizer::is_all;
@@ -14,19 +14,19 @@ use superoffload::internals::optim::{BLOCK, fold};
 use superoffload::internals::probe::Samples;
 use superoffload::internals::units::NormSq;
 
-/// Events from stream to stream in a sample.
+/// Round trips between two streams per sample.
 const HOPS: usize = 64;
 /// Elements of a small copy.
 const FEW: usize = 16;
-/// Gradients of a small bucket and of a large one, whose partials are read for the verdict.
+/// Gradients of a small and of a large bucket, for the time to a verdict.
 const GRADS: [usize; 2] = [1 << 18, 1 << 25];
-/// What each is: its square is exact.
+/// Value of every gradient; its square is exact.
 const GRAD: f32 = 0.125;
 
-/// Every latency.
+/// Measures every latency.
 ///
 /// # Errors
-/// The device's; `Resource` when data are wrong.
+/// Errors of the device; `Resource` if data are wrong.
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let is_cast = casts_right(bench)?;
     let (launch, kernel) = (bench.small.launch_s.clone(), bench.small.kernel_s.clone());
@@ -38,15 +38,15 @@ pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     GRADS.iter().try_for_each(|&grads| verdict(bench, grads.min(largest)))
 }
 
-/// Prints what something took.
+/// Prints the time of one operation.
 ///
 /// # Errors
-/// `Resource` when its data were wrong.
+/// `Resource` if its data were wrong.
 pub fn report<D: Kernels>(bench: &DeviceBench<'_, D>, what: &str, is_right: bool, seconds: &Samples) -> Result<()> {
     bench.line("latency", is_right, json!({ "what": what, "us": 1e6 * seconds.median(), "spread": seconds.spread() }))
 }
 
-/// The kernel that was launched does what it should.
+/// Whether the launched kernel computes the right result.
 fn casts_right<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<bool> {
     let (timer, host) = (&mut bench.timer, bench.memory.alloc("a few numbers", 4 * FEW)?);
     let (wide, narrow) = (timer.dev.alloc("wide", FEW, Dtype::Float32)?, timer.dev.alloc("narrow", FEW, Dtype::Bfloat16)?);
@@ -83,7 +83,7 @@ fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     report(bench, "record an event and have the other stream wait for it", is_done, &hops)
 }
 
-/// On a copy's stream the copy engine does it, on the compute stream a kernel.
+/// Copies on a copy stream use the copy engine; copies on the compute stream use a kernel.
 fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let (there, here, back) =
         (bench.timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
@@ -101,7 +101,7 @@ fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     Ok(())
 }
 
-/// Where a norm comes from, and where it arrives.
+/// Gradients, the partial sums of their norm on the device, and the host's copies of these sums.
 struct NormMemory {
     grads: DeviceSlice,
     partials: DeviceSlice,
@@ -132,7 +132,7 @@ impl NormMemory {
     }
 }
 
-/// From gradients that are ready on the device to what the host makes of their norm.
+/// Measures the time from gradients on the device to the host's verdict on their norm.
 fn verdict<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<()> {
     let norm = NormMemory::new(bench, elems)?;
     let host = bench.registered(norm.grads.bytes())?;

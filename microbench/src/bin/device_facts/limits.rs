@@ -1,4 +1,4 @@
-//! What the machine could do at best: each case is told how much of that it gets.
+//! Physical limits of the machine. Every output line contains the fraction of its limit.
 
 use microbench::facts::Facts;
 use superoffload::Result;
@@ -7,38 +7,38 @@ use superoffload::internals::host::workers_beside_others;
 use superoffload::internals::memory::Addressing;
 use superoffload::internals::probe::{States, Triad, Workers, kernels::Small};
 
-/// A rate that cannot be exceeded, or the best one known.
+/// A physical limit, or the best known rate.
 #[derive(Clone, Debug)]
 pub struct Limit {
     /// Bytes a second.
     pub bytes_per_s: f64,
-    /// What it is the rate of.
+    /// Description of the limit.
     pub what: String,
 }
 
-/// All of them.
+/// The limits of a machine.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// The link, one way.
+    /// The link, in one direction.
     pub link: Limit,
     /// The host's memory, reads and writes together.
     pub host: Limit,
     /// The device's memory, reads and writes together.
     pub device: Limit,
-    /// Threads of the optimizer.
+    /// Worker threads of the optimizer.
     pub workers: usize,
 }
 
-/// Bytes that move for each that a triad counts: a line is read before it is written.
+/// Bytes of memory traffic for each byte that a triad counts: the cache reads a line before a store overwrites it.
 const TRIAD_TRAFFIC: f64 = 4.0 / 3.0;
-/// NVLink-C2C of a Grace Hopper, rated, one way.
+/// Rated bandwidth of a Grace Hopper's NVLink-C2C, in one direction.
 const C2C_BYTES_PER_S: f64 = 450e9;
 
 impl Limits {
-    /// Of this machine; the host's memory is measured for about `time_s`.
+    /// Limits of this machine. Measures the host's memory for about `time_s`.
     ///
     /// # Errors
-    /// `Resource` when threads cannot be had.
+    /// `Resource` if threads cannot be started.
     pub fn measure(
         topology: &Topology,
         states: &States,
@@ -60,12 +60,12 @@ impl Limits {
     }
 }
 
-/// A copy within the host reads a byte for each that it writes.
+/// Limit of copies within host memory, which read one byte for each byte written.
 fn through_memory(host: &Limit) -> Limit {
     Limit { bytes_per_s: host.bytes_per_s / 2.0, what: format!("{}, a read and a write for each byte", host.what) }
 }
 
-/// The rate of the lanes after their encoding, before headers of packets.
+/// Bandwidth of the PCIe lanes after line encoding, without the overhead of packet headers.
 fn pcie(gpu: &GpuFacts) -> Option<Limit> {
     let (generation, lanes) = (gpu.pcie_generation?, gpu.pcie_lanes?);
     let lane_bytes_per_s = match generation {

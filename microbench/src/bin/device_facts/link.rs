@@ -1,4 +1,4 @@
-//! Copies over the link: by size, way, kind of host memory, alone and beside what a step runs meanwhile.
+//! Copies over the link, by size, direction, kind of host memory and concurrent load.
 
 use crate::bench::{DeviceBench, rate};
 use crate::load::CopyLoad;
@@ -14,12 +14,12 @@ use superoffload::internals::probe::{Samples, Way};
 
 /// The smallest copy.
 const SMALLEST_BYTES: usize = 4 << 10;
-/// Copies beside a load: a small one, and a bucket.
+/// Sizes of copies under load: a small copy, and a bucket.
 const LOADED_BYTES: [usize; 2] = [256 << 10, 64 << 20];
-/// Values that memory repeats.
+/// Elements after which the test values repeat.
 const PATTERN: usize = 1 << 10;
 
-/// Memory on both sides, for each way, and a place to look at what arrived.
+/// Memory on both sides for each direction, and a host buffer to check the result.
 struct LinkMemory {
     host: [PinnedSlice; 2],
     device: [DeviceSlice; 2],
@@ -40,7 +40,7 @@ impl LinkMemory {
         (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4))
     }
 
-    /// Writes at the beginning of `way` what was not there before, and zeros at its end; says what was written.
+    /// Writes new values to the source of `way` and zeros to its destination. Returns the seed of the values.
     fn prepare<D: Kernels>(&mut self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize) -> Result<u32> {
         self.seed += 1;
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
@@ -55,7 +55,7 @@ impl LinkMemory {
         Ok(self.seed)
     }
 
-    /// Whether the end of `way` holds what was written at its beginning.
+    /// Whether the destination of `way` holds the values of seed `written`.
     fn has_arrived<D: Kernels>(&self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize, written: u32) -> Result<bool> {
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
         if way == Way::ToHost {
@@ -72,10 +72,10 @@ fn is_pattern(host: &HostMemory, memory: PinnedSlice, seed: u32) -> bool {
     host.lend::<f32>(memory).chunks(PATTERN).all(|part| *part == pattern[..part.len()])
 }
 
-/// Every case of the link.
+/// Measures every case of the link.
 ///
 /// # Errors
-/// The device's; `Resource` when data arrived wrong.
+/// Errors of the device; `Resource` if the copied data are wrong.
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let bytes = bench.sizes.max_bytes;
     let check = bench.registered(bytes)?;
@@ -129,7 +129,7 @@ fn name(way: Way) -> Value {
     .into()
 }
 
-/// Pages of managed memory that the driver moves ahead of their use.
+/// Measures managed memory that the driver prefetches.
 fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Result<()> {
     let pages = bench.timer.dev.alloc_unified("managed copies", bench.sizes.max_bytes / 4, Dtype::Float32)?;
     for size in bench.sizes.by_four(SMALLEST_BYTES) {

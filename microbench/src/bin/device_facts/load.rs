@@ -1,4 +1,4 @@
-//! What runs beside a case.
+//! Concurrent loads of the cases.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use superoffload::Result;
@@ -6,24 +6,24 @@ use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::Job;
 use superoffload::internals::probe::{States, Workers};
 
-/// Beside what a copy runs.
+/// The load during a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyLoad {
-    /// Nothing.
+    /// No load.
     None,
-    /// A copy of the same size the other way.
+    /// A copy of equal size in the other direction.
     OtherWay,
     /// The optimizer's pass on its pool.
     Adam,
-    /// A triad on as many threads.
+    /// A triad on as many threads as the optimizer's pool.
     HostTriad,
 }
 
 impl CopyLoad {
-    /// All of them.
+    /// All loads.
     pub const ALL: [Self; 4] = [Self::None, Self::OtherWay, Self::Adam, Self::HostTriad];
 
-    /// The name in lines.
+    /// Name in the output lines.
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "nothing",
@@ -33,10 +33,11 @@ impl CopyLoad {
         }
     }
 
-    /// Does `work` beside it, which for a copy is nothing that threads do.
+    /// Runs `work` while this load keeps host threads busy. `None` and `OtherWay` use no threads; the caller of `OtherWay` enqueues both
+    /// copies.
     ///
     /// # Errors
-    /// What `work` says; `Resource` when threads cannot be had.
+    /// Errors of `work`; `Resource` if threads cannot be started.
     pub fn beside<T>(self, topology: &Topology, threads: usize, states: &States, work: impl FnOnce() -> Result<T>) -> Result<T> {
         match self {
             Self::None | Self::OtherWay => work(),
@@ -46,7 +47,7 @@ impl CopyLoad {
     }
 }
 
-/// Jobs from one end to the next beginning, as long as `work` takes.
+/// Runs jobs back to back until `work` returns.
 fn beside<J: Job, T>(topology: &Topology, threads: usize, job: impl Fn(usize) -> J + Sync, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let (begun, ended) = (AtomicBool::new(false), AtomicBool::new(false));
     let keep_busy = || -> Result<()> {
@@ -71,7 +72,7 @@ fn beside<J: Job, T>(topology: &Topology, threads: usize, job: impl Fn(usize) ->
     })
 }
 
-/// The machine as if its caches were small: states that do not fit them are soon filled.
+/// Returns the topology without caches and with little memory, so that optimizer states become small and quick to fill.
 pub fn small_caches(mut machine: Topology) -> Topology {
     machine.caches.clear();
     machine.memory_available_bytes = Some(1 << 28);

@@ -1,5 +1,5 @@
-//! What this machine's device, its link and the host's side of a step do together: copies, casts, latencies, buckets on their
-//! way through the optimizer, products of experts. One JSON line a case, with the physical limit beside it. Every case checks its data.
+//! Measures this machine's device, its link and the host's part of a step: copies, casts, latencies, buckets on their path through the
+//! optimizer, and expert products. It prints one JSON line per case, with the physical limit. Every case checks its data.
 #![allow(unsafe_code)]
 
 mod bench;
@@ -31,7 +31,7 @@ use superoffload::internals::memory::{Addressing, DeviceMemory};
 use superoffload::internals::probe::{Product, States, Timer, kernels, memory_policy};
 use superoffload::{Result, Settings};
 
-/// What is measured.
+/// The groups of cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Part {
@@ -75,7 +75,7 @@ struct Options {
     cuda_libraries: Option<std::path::PathBuf>,
 }
 
-/// What tells the speed of the device's memory.
+/// Size of the tensor that measures the bandwidth of device memory.
 const POINTWISE_BYTES: usize = 256 << 20;
 
 #[allow(unsafe_code)]
@@ -85,9 +85,9 @@ fn start(options: &Options) -> Result<()> {
     let settings = Settings { device: options.device, cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
     chosen.note.iter().for_each(|why| eprintln!("no GPU, and no link to it: {why}"));
-    // What uses memory is declared, and so dropped, after it.
+    // Users of the memory are declared later, so they are dropped earlier.
     let mut memory = HostMemory::new(memory_policy(&topology, chosen.machine.cpus)?);
-    // SAFETY: loads do one job at a time, and have ended when `memory` is dropped.
+    // SAFETY: loads run one job at a time and end before `memory` is dropped.
     let states = unsafe { States::new(&topology, &mut memory) }?;
     let cpus = chosen.machine.cpus;
     match chosen.machine.device {
@@ -100,14 +100,14 @@ fn start(options: &Options) -> Result<()> {
             let libraries = options.cuda_libraries.iter().cloned().collect();
             let engines = Engines { expert_products: options.expert_products, ..Engines::OWN };
             let gpu = CudaOptions { libraries, engines, trace_spans: 0, portable: false };
-            // SAFETY: as above; no kernel here reads an index.
+            // SAFETY: as for the CPU device; no kernel here reads indices.
             let mut dev = unsafe { CudaDevice::new(0, &gpu) }?;
             measure(options, (&mut dev, graph::measure), Some(addressing), &topology, &mut memory, &states)
         }
     }
 }
 
-/// `graphs` measures those of a device that has them.
+/// Measures the chosen parts. `graphs` measures CUDA graphs if the device has them.
 fn measure<D: Kernels>(
     options: &Options,
     (dev, graphs): (&mut D, impl Fn(&mut DeviceBench<'_, D>) -> Result<()>),

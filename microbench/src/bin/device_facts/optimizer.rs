@@ -1,4 +1,4 @@
-//! Adam's state in host memory, every element the same, so that what any number of steps makes of it is known from one element.
+//! Adam's state in host memory with equal values for all parameters: one element predicts the result of any number of steps.
 #![allow(unsafe_code)]
 
 use crate::bench::DeviceBench;
@@ -13,15 +13,15 @@ use superoffload::internals::engine::{GradUpdate, HostState, Segment, SlotMemory
 use superoffload::internals::host::{HostMemory, Job, PinnedSlice};
 use superoffload::internals::optim::{AdamConsts, AdamElement, AdamHyper, AdamKernels, AdamStep, Isa, Moments};
 
-/// The gradient of every parameter: the same in bf16.
+/// Gradient of every parameter; exact in bf16.
 pub const GRAD: f32 = 1.0 / 64.0;
-/// What every parameter's state begins as.
+/// Initial state of every parameter.
 const BEGIN: AdamElement = AdamElement { param: 0.05, m: 1e-3, v: 1e-6 };
 const HYPER: AdamHyper = AdamHyper { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 const STEP: u64 = 1000;
 const SCALE: f32 = 0.5;
 
-/// State, gradients in both formats, working weights.
+/// Optimizer state, gradients in both formats, and working weights.
 pub struct Optimizer {
     state: HostState,
     /// Gradients in fp32.
@@ -34,23 +34,23 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// For `elems` parameters, with room for `wide` fp32 gradients.
+    /// Allocates memory for `elems` parameters and `wide` fp32 gradients.
     ///
     /// # Errors
-    /// `Resource` when there is no such memory.
+    /// `Resource` if there is not enough memory.
     ///
     /// # Safety
-    /// The bench's memory outlives all jobs over this state; one of them runs at a time, with gradients that have come.
+    /// The memory of `bench` outlives all jobs on this state. One job runs at a time, after its gradients have arrived.
     pub unsafe fn new<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize, wide: usize) -> Result<Self> {
         let (wide, narrow, weights) = (bench.registered(wide * 4)?, bench.registered(elems * 2)?, bench.registered(elems * 2)?);
-        // An arm sends the parameters themselves; `m` and `v` never leave the host.
+        // One case copies the fp32 parameters to the device; `m` and `v` never leave the host.
         let params = bench.registered(elems * 4)?;
         let mut moments = || bench.memory.alloc_periodic("optimizer state", elems * 4, elems * 4);
         let state = HostState { first: 0, moments: Moments::Float32, params, m: moments()?, v: moments()? };
         Ok(Self { state, wide, narrow, weights, kernels: AdamKernels::new(Isa::detect())? })
     }
 
-    /// The first `elems` parameters as they begin; their gradients and weights zero.
+    /// Resets the first `elems` parameters to their initial state, and their gradients and weights to zero.
     pub fn reset(&self, host: &mut HostMemory, elems: usize) {
         let HostState { params, m, v, .. } = self.state;
         for (memory, value) in [(params, BEGIN.param), (m, BEGIN.m), (v, BEGIN.v)] {
@@ -61,18 +61,18 @@ impl Optimizer {
         }
     }
 
-    /// A step of the parameters in `range` with the gradients of `slot`; gradients and weights are in slots of `slot_elems`.
+    /// Returns a step of the parameters in `range` with the gradients of `slot`. Slots of gradients and weights have `slot_elems` elements.
     pub fn step(&self, range: Range<usize>, slot: usize, slot_elems: usize, grads: Dtype) -> StepJob {
         let update = Update { optimizer_step: STEP, learning_rate: HYPER.lr, scale: SCALE };
         self.job(range, slot, slot_elems, grads, Work::Step { undo: None, next: GradUpdate { grads: Slot(slot), update } })
     }
 
-    /// A cast of the first `elems` parameters to working weights.
+    /// Returns a cast of the first `elems` parameters to working weights.
     pub fn cast(&self, elems: usize) -> StepJob {
         self.job(0..elems, 0, elems, Dtype::Bfloat16, Work::Restore { undo: None })
     }
 
-    /// The first `elems` bf16 gradients made fp32.
+    /// Returns a cast of the first `elems` bf16 gradients to fp32.
     pub fn widen(&self, elems: usize) -> Widen {
         Widen { from: self.narrow.slice(0, 2 * elems), to: self.wide.slice(0, 4 * elems) }
     }
@@ -86,17 +86,17 @@ impl Optimizer {
             hyper: HYPER,
             kernels: self.kernels,
         };
-        // SAFETY: whoever made this sees to it that the memory stays and that one job runs at a time.
+        // SAFETY: the caller of `new` guarantees that the memory stays and that one job runs at a time.
         unsafe { StepJob::new(0, (range.clone(), range.start), work, Some(Slot(slot)), self.state, memory) }
     }
 
-    /// The parameter after `steps`, by the specification.
+    /// The parameter after `steps`, according to the scalar specification.
     pub fn param_after(steps: usize) -> f32 {
         let step = AdamStep { consts: AdamConsts::new(&HYPER, STEP, true), scale: SCALE };
         (0..steps).fold(BEGIN, |element, _| step.apply(element, GRAD)).param
     }
 
-    /// Whether the first `elems` parameters have seen `steps`.
+    /// Whether the first `elems` parameters equal the result of `steps` steps.
     pub fn is_after(&self, host: &HostMemory, elems: usize, steps: usize) -> bool {
         is_all(host, self.state.params.slice(0, elems * 4), Self::param_after(steps))
     }
@@ -112,16 +112,16 @@ pub fn is_all<T: bytemuck::Pod + PartialEq>(host: &HostMemory, memory: PinnedSli
     host.lend::<T>(memory).iter().all(|&each| each == value)
 }
 
-/// bf16 gradients made fp32 on the pool, as a pass of its own.
+/// A cast of bf16 gradients to fp32 on the pool, as a separate pass.
 pub struct Widen {
     from: PinnedSlice,
     to: PinnedSlice,
 }
 
-/// Elements that a worker takes at once.
+/// Elements of a piece.
 const PIECE_ELEMS: usize = 32 << 10;
 
-// SAFETY: `Optimizer::widen` alone makes it, of memory that stays, for one job at a time; a piece writes its own part of `to`.
+// SAFETY: only `Optimizer::widen` creates this job, on memory that stays; one job runs at a time, and a piece writes only its part of `to`.
 unsafe impl Job for Widen {
     fn label(&self) -> (&'static str, u32) {
         ("widen", 0)
@@ -140,7 +140,7 @@ unsafe impl Job for Widen {
         let elems = PIECE_ELEMS.min(self.from.bytes() / 2 - start);
         // SAFETY: no job writes `from` while this one runs.
         let from = unsafe { self.from.slice(2 * start, 2 * elems).as_slice::<u16>() };
-        // SAFETY: nobody else does this piece, nor touches its part of `to`.
+        // SAFETY: no other thread runs this piece or accesses its part of `to`.
         let to = unsafe { self.to.slice(4 * start, 4 * elems).as_mut_slice::<u32>() };
         to.iter_mut().zip(from).for_each(|(to, from)| *to = u32::from(*from) << 16);
     }
@@ -149,9 +149,9 @@ unsafe impl Job for Widen {
 /// A job of the optimizer's threads.
 #[expect(clippy::large_enum_variant, reason = "there is one at a time")]
 pub enum HostJob {
-    /// The optimizer's.
+    /// The optimizer's pass.
     Step(StepJob),
-    /// A cast.
+    /// A cast of gradients.
     Widen(Widen),
 }
 
@@ -164,7 +164,7 @@ impl HostJob {
     }
 }
 
-// SAFETY: it is one of two jobs, and does its pieces.
+// SAFETY: every method forwards to one of two jobs, which fulfils the contract.
 unsafe impl Job for HostJob {
     fn label(&self) -> (&'static str, u32) {
         self.job().label()
@@ -179,7 +179,7 @@ unsafe impl Job for HostJob {
     }
 
     unsafe fn run(&self, piece: usize) {
-        // SAFETY: the caller lets nobody else do this piece.
+        // SAFETY: the caller guarantees that no other thread runs this piece.
         unsafe { self.job().run(piece) };
     }
 }

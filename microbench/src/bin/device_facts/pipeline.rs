@@ -1,4 +1,5 @@
-//! Buckets on their way: gradients leave the device, the optimizer steps them, weights return; all three at once, by bucket size.
+//! Buckets in the pipeline of a step, by bucket size: gradients leave the device, the optimizer updates parameters, and weights return, all
+//! concurrently.
 
 use crate::bench::DeviceBench;
 use crate::optimizer::{GRAD, HostJob, Optimizer, is_all};
@@ -11,13 +12,13 @@ use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::Pool;
 use superoffload::internals::probe::{Samples, Timer, Workers};
 
-/// Bytes of a bucket's bf16 gradients: the smallest; they double.
+/// Bytes of the smallest bucket's bf16 gradients. Each further size doubles.
 const SMALLEST_BYTES: usize = 1 << 20;
 const LARGEST_BYTES: usize = 256 << 20;
-/// Buckets on their way at once, as in a run.
+/// Buckets in flight, as in training.
 const SLOTS: usize = 8;
 
-/// What flows, and where.
+/// The optimizer, its pool, and the device's memory and events.
 struct Pipeline {
     optimizer: Optimizer,
     pool: Pool<HostJob>,
@@ -27,14 +28,15 @@ struct Pipeline {
     sent: [EventId; SLOTS],
 }
 
-/// The sweep.
+/// Measures all bucket sizes.
 ///
 /// # Errors
-/// The device's and the pool's; `Resource` when a parameter is wrong.
+/// Errors of the device and the pool; `Resource` if a parameter is wrong.
 #[allow(unsafe_code)]
 pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     let params = bench.sizes.pipeline_params;
-    // SAFETY: one pool does one job at a time, on gradients whose copy is done, and ends here; the bench's memory stays.
+    // SAFETY: one pool runs one job at a time, each after the copy of its gradients, and stops before this function returns; the memory of
+    // `bench` outlives it.
     let optimizer = unsafe { Optimizer::new(bench, params, 1) }?;
     let mut workers = Workers::<HostJob>::new(bench.topology, bench.limits.workers)?;
     let pass = workers.rates(bench.sizes.seconds, |_| HostJob::Step(optimizer.step(0..params, 0, params, Dtype::Bfloat16)))?;
@@ -73,7 +75,7 @@ impl Pipeline {
         bench.timer.seconds(|dev| dev.copy_d2h(Stream::D2h, self.weights.slice(0, params), host))?;
         let is_right = is_stepped && is_all(bench.memory, host, bf16::from_f32(Optimizer::param_after(steps)));
         let rate = params as f64 / times.median();
-        // Bytes a parameter of the pass, and of the link each way.
+        // The pass moves 28 bytes per parameter; the link moves 2 bytes per parameter in each direction.
         let (pass_rate, link_rate) = (pass.median() / 28.0, bench.limits.link.bytes_per_s / 2.0);
         let limit = pass_rate.min(link_rate);
         let fields = json!({
@@ -92,7 +94,7 @@ impl Pipeline {
         bench.line("pipeline", is_right, fields)
     }
 
-    /// All buckets once. A slot holds a bucket's gradients from the copy that brings them to the copy that sends its weights.
+    /// Passes all buckets through the pipeline once. A bucket holds its slot from the copy of its gradients to the copy of its weights.
     fn step<D: Device>(&mut self, timer: &mut Timer<'_, D>, buckets: usize, bucket: usize) -> Result<()> {
         let (mut copied, mut submitted, mut sent) = (0, 0, 0);
         let mut stepping = None;

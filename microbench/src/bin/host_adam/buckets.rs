@@ -1,4 +1,4 @@
-//! Buckets in mid-training, as the engine lays them out, and the jobs that step them.
+//! Buckets with the engine's memory layout and mid-training values, and the jobs that update them.
 #![allow(unsafe_code)]
 
 use half::bf16;
@@ -27,7 +27,7 @@ pub enum PoolPass {
 }
 
 impl PoolPass {
-    /// The name in tables.
+    /// Name in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Speculate => "speculate",
@@ -50,31 +50,31 @@ impl PoolPass {
     }
 }
 
-/// Parameter slots: as many buckets may be on their way to the device.
+/// Parameter slots: the number of buckets whose weights may be in transit to the device.
 const PARAM_SLOTS: usize = 4;
 
-/// Values that memory repeats.
+/// Elements after which the values repeat.
 const PATTERN: usize = 1 << 16;
 
-/// Buckets of equal size, with two gradients each.
+/// Buckets of equal size, with two gradient slots each.
 pub struct Buckets {
     state: HostState,
     memory: StepMemory,
-    /// How many.
+    /// Number of buckets.
     pub count: usize,
-    /// Parameters of each.
+    /// Parameters of a bucket.
     pub elems: usize,
     host: HostMemory,
 }
 
 impl Buckets {
-    /// Buckets of `elems` parameters, `params` in all, or one, in memory of `host`.
+    /// Allocates in `host` as many buckets of `elems` parameters as `params` parameters fill, at least one.
     ///
     /// # Errors
-    /// `Resource` when there is no such memory.
+    /// `Resource` if there is not enough memory.
     ///
     /// # Safety
-    /// The buckets outlive all jobs over them, and one of them runs at a time.
+    /// The buckets outlive all jobs on them, and one job runs at a time.
     pub unsafe fn new(params: usize, elems: usize, moments: Moments, mut host: HostMemory) -> Result<Self> {
         let count = (params / elems).max(1);
         let mut slots = |name: &str, slots: usize| -> Result<SlotMemory> {
@@ -101,7 +101,7 @@ impl Buckets {
         Ok(buckets)
     }
 
-    /// Mid-training values, always the same.
+    /// Writes deterministic values as of mid-training.
     fn fill(&mut self) {
         let HostState { moments, params, m, v, .. } = self.state;
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
@@ -117,26 +117,26 @@ impl Buckets {
         fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
 
-    /// The `index`th job of a row.
+    /// Job number `index` of a row.
     pub fn job(&self, kernels: AdamKernels, pass: PoolPass, index: usize) -> StepJob {
         let bucket = index % self.count;
         let work = pass.work(self.count, bucket);
         let out = (!matches!(work, Work::Commit(_))).then_some(Slot(index % PARAM_SLOTS));
         let range = bucket * self.elems..(bucket + 1) * self.elems;
-        // SAFETY: whoever made the buckets sees to it that they stay and that one job runs at a time.
+        // SAFETY: the caller of `new` guarantees that the buckets stay and that one job runs at a time.
         unsafe { StepJob::new(index, (range.clone(), range.start), work, out, self.state, StepMemory { kernels, ..self.memory.clone() }) }
     }
 
-    /// Sees that `kernels` do to a piece of the first bucket what the scalar specification does.
+    /// Compares the result of `kernels` on a piece of the first bucket with the scalar specification.
     ///
     /// # Errors
-    /// `Resource` naming the pass and the kernels when they do not.
+    /// `Resource` that names the pass and the kernels if the results differ.
     pub fn verify(&mut self, kernels: AdamKernels, pass: PoolPass) -> Result<()> {
         let HostState { params, m, v, .. } = self.state;
         let written = [params, m, v, self.memory.params.memory].map(|memory| memory.slice(0, memory.bytes().min(HEAD_BYTES)));
         let before = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
         let mut outcome = |kernels| {
-            // SAFETY: this thread alone has the job.
+            // SAFETY: only this thread has the job.
             unsafe { self.job(kernels, pass, 0).run(0) };
             let after = written.map(|memory| self.host.lend::<u8>(memory).to_vec());
             written.iter().zip(&before).for_each(|(memory, before)| self.host.lend_mut(*memory).copy_from_slice(before));
@@ -149,5 +149,5 @@ impl Buckets {
     }
 }
 
-/// Of every array, more than a piece.
+/// Bytes of each array that `verify` compares: more than one piece.
 const HEAD_BYTES: usize = 140 << 10;

@@ -1,14 +1,15 @@
-//! How fast the engine's own pool steps buckets, without a model and without a GPU.
+//! Measures the speed at which the engine's optimizer pool updates buckets, without a model and without a GPU.
 //!
-//! Memory, pool, placement and jobs are those of `train`; only the driver is simpler: it submits a job, waits for its end
-//! and submits the next. Before a pass is timed its result is compared with the scalar specification. One JSON line a row on
-//! stdout, a table on stderr.
+//! Memory, pool, placement and jobs are those of `train`. Only the driver is simpler: it submits a job, waits for its end and submits the
+//! next one. Before it times a pass, it compares the result with the scalar specification. It prints one JSON line per row to stdout and a
+//! table to stderr.
 //!
-//! The rows without kernels are what the same threads get out of the same memory without arithmetic. The best copy past the
-//! caches, 8 bytes an element, is the limit that the last column refers to.
+//! Rows without kernels measure memory: the same threads use the same memory without arithmetic. The limit in the last column is the best
+//! copy that bypasses the caches, at 8 bytes per element.
 //!
-//! `busy` is what the workers would reach without waiting for a job or for each other. The difference is split into `skew`
-//! (workers that are done before the last one) and `handover` (from the last share's end to the next one's start, waking included).
+//! `busy` is the rate if workers never waited for a job or for each other. The difference to the measured rate has two parts: `skew`
+//! (workers finish before the last one) and `handover` (from the end of the last worker's pieces to the start of the next job, including
+//! the wake-up).
 
 mod buckets;
 mod row;
@@ -100,7 +101,7 @@ impl From<Writes> for Stores {
 }
 
 impl Options {
-    /// Every combination of instruction set, stores and prefetch.
+    /// Returns every combination of instruction set, stores and prefetch.
     fn kernels(&self) -> Result<Vec<AdamKernels>> {
         let mut all = self.isa.iter().map(|&isa| AdamKernels::new(isa)).collect::<Result<Vec<_>>>()?;
         if !self.stores.is_empty() {
@@ -120,7 +121,7 @@ impl Options {
     }
 }
 
-/// The rows of one bucket size, thread count, number of hogs and kind of placement.
+/// Measures the rows of one bucket size, thread count, number of hogs and kind of placement.
 fn measure(
     options: &Options,
     buckets: &mut Buckets,
@@ -166,7 +167,7 @@ fn measure(
 fn start(options: &Options) -> Result<()> {
     options.check()?;
     let mut host = host_memory(options.huge_pages)?;
-    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last.
+    // SAFETY: `run` waits for each job and ends its threads; `host` is dropped after the last job.
     let arrays = unsafe { Arrays::new(&mut host, options.params.min(1 << 28)) }?;
     let pins = match options.pin {
         Pin::Yes => &[true][..],
@@ -175,7 +176,7 @@ fn start(options: &Options) -> Result<()> {
     };
     let (facts, mut all) = (Facts::new("host_adam", &Topology::this_machine(), options), Vec::new());
     for &elems in &options.bucket_params {
-        // SAFETY: `run` waits for each job and ends its threads; the buckets are dropped after the last.
+        // SAFETY: `run` waits for each job and ends its threads; the buckets are dropped after the last job.
         let mut buckets = unsafe { Buckets::new(options.params, elems, options.moments, host_memory(options.huge_pages)?) }?;
         for (&threads, &hogs) in options.threads.iter().flat_map(|threads| options.hogs.iter().map(move |hogs| (threads, hogs))) {
             for &pin in pins {

@@ -1,37 +1,37 @@
-//! One line of the table.
+//! A row of the table.
 
 use microbench::facts::Facts;
 use microbench::run::Timing;
 use serde_json::{Value, json};
 use std::fmt;
 
-/// What was run and what it took.
+/// The settings and the timing of a row.
 pub struct Row {
-    /// A pass of Adam, or what memory gives without one.
+    /// A pass of Adam, or a memory kernel.
     pub pass: &'static str,
-    /// Instruction set, stores, prefetch; empty for memory's own speed.
+    /// Instruction set, stores and prefetch; empty for memory kernels.
     pub kernels: String,
-    /// Workers.
+    /// Worker threads.
     pub threads: usize,
-    /// Threads beside them that copy.
+    /// Concurrent threads that copy memory.
     pub hogs: usize,
     /// Parameters of all buckets.
     pub params: usize,
-    /// Elements of a job, and the bytes that each moves.
+    /// Elements of a job, and the bytes of memory traffic per element.
     pub elems: usize,
     pub bytes_per_elem: f64,
     pub timing: Timing,
-    /// The best copy past the caches with as many threads.
+    /// Rate of the best copy that bypasses the caches, with as many threads.
     pub copy_gb_s: Option<f64>,
 }
 
 impl Row {
-    /// 1e9 elements a second, over all jobs.
+    /// Rate in 1e9 elements per second, over all jobs.
     fn gelem_s(&self) -> f64 {
         (self.elems * self.timing.jobs) as f64 * 1e-9 / self.timing.wall_s
     }
 
-    /// The same without waiting for a job or for each other.
+    /// Rate in 1e9 elements per second without the time in which workers wait for a job or for each other.
     fn busy_gelem_s(&self) -> f64 {
         (self.elems * self.timing.jobs) as f64 * 1e-9 / self.timing.busy_s
     }

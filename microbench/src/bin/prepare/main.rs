@@ -1,5 +1,6 @@
-//! How fast `superoffload prepare` tokenizes by the number of CPUs, and how much memory it takes: the program itself, kept to so many CPUs.
-//! Text and tokenizer are made here, always the same, unless they are named. One JSON line a number of CPUs on stdout, a table on stderr.
+//! Measures the speed of tokenization and the memory use of `superoffload prepare` by the number of CPUs. It runs the program itself,
+//! restricted to these CPUs, on generated text with a generated tokenizer (both deterministic) or on the files in its options. It prints
+//! one JSON line per number of CPUs to stdout and a table to stderr.
 
 mod text;
 
@@ -15,7 +16,7 @@ use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::Placement;
 use superoffload::{Error, Result};
 
-/// So little text is not prepared: what the program takes then is the tokenizer's.
+/// Size of a small text: the peak memory of its preparation is mainly the tokenizer's.
 const SMALL_BYTES: u64 = 1 << 20;
 
 /// Measures `superoffload prepare`.
@@ -48,7 +49,7 @@ struct Options {
     program: Option<PathBuf>,
 }
 
-/// What one run of the program took and said.
+/// Measurements and results of one run of the program.
 #[derive(Default)]
 struct Prepared {
     peak_bytes: u64,
@@ -64,7 +65,7 @@ struct Runs<'a> {
 }
 
 impl Runs<'_> {
-    /// The program on `cpus`, with nothing prepared before.
+    /// Runs the program on `cpus` with an empty cache.
     fn prepare(&self, data: &Path, cpus: &[usize]) -> Result<Prepared> {
         if self.cache.exists() {
             fs::remove_dir_all(&self.cache).map_err(|e| Error::io("remove", &self.cache, e))?;
@@ -88,13 +89,13 @@ impl Runs<'_> {
         }
         let said = String::from_utf8_lossy(&output.stdout);
         let tokens = number_after(&said, "prepared ").unwrap_or(0.0) as u64;
-        // Its seconds have one decimal only.
+        // The printed seconds have only one decimal.
         let seconds = tokens as f64 * 1e-6 / number_after(&said, "speed ").unwrap_or(0.0);
         Ok(Prepared { peak_bytes, user_s, tokens, seconds })
     }
 }
 
-/// A program of its own for each of `cpus`, all at once: the sum of what they do.
+/// Runs one process per CPU of `cpus`, all concurrently, and returns the sum of their results.
 fn prepare_apart(runs: &Runs<'_>, data: &Path, cpus: &[usize]) -> Result<Prepared> {
     let each: Vec<Prepared> = thread::scope(|scope| {
         let start = |&cpu: &usize| {
@@ -114,13 +115,12 @@ fn prepare_apart(runs: &Runs<'_>, data: &Path, cpus: &[usize]) -> Result<Prepare
     Ok(all)
 }
 
-/// The longest wait between two readings of memory, each of which takes a while.
+/// The longest interval between two readings of memory; each reading takes a while.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
-/// The shortest wait: a small text is prepared within 20 ms.
+/// The shortest interval; a small text takes less than 20 ms.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 
-/// The most memory that `child` and the processes below it took until it ended, and their time on CPUs, as far as it was seen. What
-/// processes share counts once.
+/// Returns the peak memory and the observed CPU time of `child` and its descendants. Memory that processes share counts once.
 fn watch(child: &mut Child) -> (u64, f64) {
     let (mut peak_kib, mut ticks, started) = (0.0f64, 0.0f64, Instant::now());
     while matches!(child.try_wait(), Ok(None)) {
@@ -128,15 +128,15 @@ fn watch(child: &mut Child) -> (u64, f64) {
         let sum = |of: &dyn Fn(u32) -> Option<f64>| family.iter().filter_map(|pid| of(*pid)).sum::<f64>();
         let read = |pid: u32, name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
         peak_kib = peak_kib.max(sum(&|pid| number_after(&read(pid, "smaps_rollup"), "\nPss:")));
-        // Behind the name, which may hold spaces, the twelfth.
+        // The CPU time is the twelfth field after the name, which may contain spaces.
         ticks = ticks.max(sum(&|pid| read(pid, "stat").rsplit(')').next()?.split_whitespace().nth(11)?.parse().ok()));
         thread::sleep((started.elapsed() / 20).clamp(PAUSE_MIN, PAUSE_MAX));
     }
-    // A hundred ticks a second, on every Linux that there is.
+    // All Linux systems count 100 ticks per second.
     (peak_kib as u64 * 1024, ticks / 100.0)
 }
 
-/// `pid` and all processes below it.
+/// `pid` and all its descendants.
 fn family(pid: u32) -> Vec<u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -150,7 +150,7 @@ fn number_after(text: &str, mark: &str) -> Option<f64> {
     rest[..rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len())].parse().ok()
 }
 
-/// 1, 2, 4, ... and all.
+/// The numbers 1, 2, 4, … below `all`, and `all`.
 fn doubling(all: usize) -> Vec<usize> {
     let powers = (0..).map(|power| 1 << power).take_while(|&cpus| cpus < all);
     powers.chain([all]).collect()

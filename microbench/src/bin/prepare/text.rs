@@ -1,4 +1,5 @@
-//! Text that nobody wrote: words of syllables, a few of them often and most of them seldom, as in languages; and a tokenizer trained on it.
+//! Generated text, and a tokenizer trained on it. Words consist of syllables, and a few words are frequent but most are rare, as in natural
+//! languages.
 
 use serde_json::json;
 use std::fs::{self, File};
@@ -12,21 +13,21 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// The words of Llama 3.
+/// The pre-tokenization pattern of Llama 3.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const SYLLABLES: [&str; 48] = [
     "ka", "ter", "in", "o", "re", "the", "mis", "an", "lo", "per", "su", "ing", "de", "con", "ra", "ti", "est", "al", "um", "be", "ver",
     "ny", "is", "qua", "zo", "fen", "gra", "hu", "jo", "lim", "wor", "yt", "pl", "ex", "cy", "nd", "é", "mü", "ño", "ß", "ово", "ни", "ст",
     "語", "学", "の", "क", "한",
 ];
-/// Syllables from here on are of other alphabets, and seldom.
+/// Index of the first syllable from another alphabet. Such syllables are rare.
 const OTHERS: usize = 36;
 const LEXICON: f64 = 1.5e6;
-/// Texts that the tokenizer is trained on, at most.
+/// Maximum number of texts for training the tokenizer.
 const TRAINED_ON: usize = 10_000;
 const END_OF_TEXT: &str = "<|end_of_text|>";
 
-/// A sequence of numbers that look random, always the same (splitmix64).
+/// Deterministic pseudorandom numbers (splitmix64).
 struct Numbers(u64);
 
 impl Numbers {
@@ -40,13 +41,13 @@ impl Numbers {
         ((self.next() >> 32) as usize * end) >> 32
     }
 
-    /// Evenly in [0, 1).
+    /// A uniform number in [0, 1).
     fn share(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// Word `rank` of the lexicon: longer the seldomer it is.
+/// Word number `rank` of the lexicon. Rare words are longer.
 fn word(rank: u64) -> String {
     let mut numbers = Numbers(rank);
     let longest = 1 + rank.max(1).ilog2() as usize / 5;
@@ -61,7 +62,7 @@ fn word(rank: u64) -> String {
 fn text(numbers: &mut Numbers) -> String {
     let (length, mut text) = (1000 + numbers.below(5000), String::new());
     while text.len() < length {
-        // As in languages, how often a word comes falls with its rank.
+        // A word's frequency falls with its rank, as in natural languages.
         let word = word(LEXICON.powf(numbers.share()) as u64);
         match numbers.below(40) {
             0 => text += &format!(" {}", numbers.below(100_000)),
@@ -78,10 +79,10 @@ fn text(numbers: &mut Numbers) -> String {
     text
 }
 
-/// Writes JSON lines of so many bytes.
+/// Writes JSON lines with at least `bytes` bytes in total.
 ///
 /// # Errors
-/// When the file cannot be written.
+/// Errors of writing the file.
 pub fn write_lines(path: &Path, bytes: u64) -> Result<()> {
     let (mut numbers, mut written) = (Numbers(0), 0);
     let mut write = || {
@@ -96,10 +97,10 @@ pub fn write_lines(path: &Path, bytes: u64) -> Result<()> {
     write().map_err(|e| Error::io("write", path, e))
 }
 
-/// Writes a model directory with a tokenizer of `vocab_size` ids, trained on such text.
+/// Writes a model directory with a tokenizer of `vocab_size` ids, trained on generated text.
 ///
 /// # Errors
-/// When there is too little text for so many ids, or a file cannot be written.
+/// `Usage` if the text has fewer tokens than `vocab_size`; errors of training and of writing files.
 pub fn write_model(dir: &Path, vocab_size: usize) -> Result<()> {
     let failed = |e: tokenizers::Error| Error::resource("train a tokenizer", e);
     let split = Split::new(SplitPattern::Regex(WORDS.into()), SplitDelimiterBehavior::Isolated, false).map_err(failed)?;
