@@ -79,6 +79,7 @@ impl Timing {
 }
 
 /// Runs `job(0)`, `job(1)`, ... on a new pool. All workers start each job together, at the pool's barrier.
+/// Runs `job(0)`, `job(1)`, ... on a new pool. All workers take part in every job.
 ///
 /// # Errors
 /// `Resource` if a thread cannot be started or pinned, if a group cannot be joined, or if a job panics.

@@ -1,4 +1,4 @@
-//! What makes a figure wrong: each rule gives sentences, and a good figure none.
+//! Rules for figures. Every rule returns a sentence for each violation.
 
 use crate::config::{Compare, Fact, Kind, NoWorse, Origin, Run, Same, Series, Trend};
 use crate::error::Result;
@@ -8,10 +8,10 @@ use crate::run::silent_flag;
 use crate::series::{self, Curve};
 use serde_json::Value;
 
-/// Everything wrong with `figure`, whose sweeps ran with the values for `--kick-the-tires` if `is_quick`.
+/// Returns all violations of `figure`. If `is_quick`, its sweeps ran with the values for `--kick-the-tires`.
 ///
 /// # Errors
-/// When a file other than `expected.csv` cannot be read.
+/// Errors of reading any file except `expected.csv`.
 pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     let table = match figure.expected() {
         Err(error) => return Ok(vec![format!("{}: no expected.csv: {error}", figure.id)]),
@@ -46,10 +46,10 @@ pub fn check(figure: &Figure, is_quick: bool) -> Result<Vec<String>> {
     Ok(wrong.into_iter().map(|cause| format!("{}: {cause}", figure.id)).collect())
 }
 
-/// Names of the series beyond the paper's that have lines.
+/// Names and origins of the series that have lines, without the paper's series.
 ///
 /// # Errors
-/// When a file cannot be read.
+/// Errors of reading files.
 pub fn ours(figure: &Figure) -> Result<Vec<(String, Origin)>> {
     let mut names = Vec::new();
     for series in figure.config.series.iter().filter(|series| series.origin != Origin::Paper) {
@@ -60,7 +60,7 @@ pub fn ours(figure: &Figure) -> Result<Vec<(String, Origin)>> {
     Ok(names)
 }
 
-/// A figure has data, or says what it waits for.
+/// A figure must either have data or name the missing data in `pending`.
 fn data(figure: &Figure) -> Result<Option<String>> {
     let has_data = !ours(figure)?.is_empty();
     Ok(match figure.config.pending.as_str() {
@@ -70,7 +70,8 @@ fn data(figure: &Figure) -> Result<Option<String>> {
     })
 }
 
-/// A series whose lines lack the fields that are drawn, or that selects nothing from the paper's table, is a slip of `config.toml`.
+/// A series must draw at least one point. If no line has the fields to draw, or if no row of the paper's table matches, `config.toml` is
+/// wrong.
 fn drawn(figure: &Figure, series: &Series, curve: &Curve) -> Result<Option<String>> {
     let mut lines = series::lines(figure, series)?;
     lines.retain(|line| line.get("refused").is_none());
@@ -82,10 +83,10 @@ fn drawn(figure: &Figure, series: &Series, curve: &Curve) -> Result<Option<Strin
     Ok((has_lines && !has_points).then(|| format!("{:?} draws nothing: no line has {:?} and {:?}", series.name, series.x, series.y)))
 }
 
-/// Every combination of a sweep that was run has a line that repeats its values.
+/// Every combination of a sweep with results must have a line that repeats its values.
 fn sweep(figure: &Figure, run: &Run, is_quick: bool) -> Result<Vec<String>> {
     let found = figure.lines(std::slice::from_ref(&run.out))?;
-    // In the scratch folder only quick sweeps were run; the others' lines are checked with the full values.
+    // The scratch folder contains lines only of quick sweeps; lines of all other sweeps are checked against the full values.
     let is_quick = is_quick && figure.output_path(&run.out).exists();
     let silent = |flags| silent_flag(run, flags, &found).map(|flag| (flag, &flags[flag]));
     let combinations = if found.is_empty() { Vec::new() } else { run.combinations(is_quick) };
@@ -97,7 +98,7 @@ fn by_name<'a>(curves: &'a [Curve], name: &str) -> Option<&'a Curve> {
     curves.iter().find(|curve| curve.name == name).filter(|curve| !curve.points.is_empty())
 }
 
-/// The first place where the order that the paper claims is reversed.
+/// Returns the first place at which the order that the paper claims is reversed.
 fn trend(curves: &[Curve], rule: &Trend) -> Option<String> {
     let (above, below) = (by_name(curves, &rule.above)?, by_name(curves, &rule.below)?);
     let mut pairs = series::common(above, below).peekable();
@@ -109,14 +110,14 @@ fn trend(curves: &[Curve], rule: &Trend) -> Option<String> {
     Some(format!("reversed: {}: {cause}", rule.claim))
 }
 
-/// The largest relative deviation of ours from the paper's, with its sign and place.
+/// The largest relative deviation of our series from the paper's, with its sign and place.
 pub fn deviation(curves: &[Curve], rule: &Compare) -> Option<(f64, String)> {
     let pairs = series::common(by_name(curves, &rule.paper)?, by_name(curves, &rule.ours)?);
     let deviations = pairs.map(|(paper, ours)| (ours.y / paper.y - 1.0, ours.label.clone()));
     deviations.max_by(|a, b| a.0.abs().total_cmp(&b.0.abs()))
 }
 
-/// A deviation has a reason.
+/// A deviation larger than `within` needs an explanation in `why`.
 fn explained(curves: &[Curve], rule: &Compare, why: &str) -> Option<String> {
     let (deviation, place) = deviation(curves, rule)?;
     let is_silent = deviation.abs() > rule.within && why.is_empty();
@@ -140,7 +141,7 @@ fn fact(figure: &Figure, rule: &Fact) -> Result<Option<String>> {
     })
 }
 
-/// A mean that is above the others' by more than their spread.
+/// The mean of the runs must not exceed the mean of the reference runs by more than the spread of the reference runs.
 fn no_worse(figure: &Figure, rule: &NoWorse) -> Result<Option<String>> {
     let all = figure.lines(&rule.files)?;
     let of = |wanted| all.iter().filter(|line| lines::holds(line, wanted)).filter_map(|line| lines::number(line, &rule.path)).collect();
@@ -155,9 +156,9 @@ fn no_worse(figure: &Figure, rule: &NoWorse) -> Result<Option<String>> {
     Ok((worse > spread).then(said))
 }
 
-/// The first line that has no like, or whose like says something else.
+/// Finds the first line that has no matching line in `like`, or that differs from its matching line.
 fn same(figure: &Figure, rule: &Same) -> Result<Option<String>> {
-    // In the scratch folder both were run by this program, or neither was.
+    // Compare only files from the same place: either both are in the scratch folder, or neither is.
     if figure.output_path(&rule.file).exists() != figure.output_path(&rule.like).exists() {
         return Ok(None);
     }

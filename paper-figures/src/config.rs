@@ -1,69 +1,69 @@
-//! `config.toml` of a figure: what is drawn, what must hold, and the sweeps that produce its lines.
+//! `config.toml` of a figure: the plots, the checks, and the sweeps that produce its lines.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Everything that one figure says about itself.
+/// Configuration of a figure.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Minutes that `run` takes, all sweeps that need no GPU together.
+    /// Minutes that `run` needs for all sweeps that need no GPU.
     pub minutes: f64,
-    /// What was found: why numbers differ from the paper's, or what was compared instead.
+    /// Findings: the reason for deviations from the paper's numbers, or the comparison that replaces them.
     #[serde(default)]
     pub why: String,
-    /// The claim does not hold in our data: the word for figures that have no series to compare with the paper's.
+    /// The claim does not hold in our data. For figures without a series to compare with the paper's.
     #[serde(default)]
     pub deviates: bool,
-    /// The paper has no such figure: it is drawn for this repository.
+    /// The figure is not in the paper, but was drawn for this repository.
     #[serde(default)]
     pub own: bool,
-    /// What is missing, where nothing was run yet.
+    /// The missing data, if no sweep has run yet.
     #[serde(default)]
     pub pending: String,
-    /// What our lines were made on.
+    /// Hardware that produced our lines.
     #[serde(default)]
     pub hardware: String,
-    /// How it is drawn.
+    /// Plot of the figure, or its first frame.
     pub plot: Plot,
-    /// More frames, below that of `plot`, each with axes and a legend of its own.
+    /// Further frames below that of `plot`, each with its own axes and legend.
     #[serde(default)]
     pub frame: Vec<Plot>,
-    /// What is drawn.
+    /// The series of the figure.
     #[serde(default)]
     pub series: Vec<Series>,
-    /// Series of ours against series of the paper.
+    /// Comparisons between series of ours and of the paper.
     #[serde(default)]
     pub compare: Vec<Compare>,
-    /// Orders between series, which the paper claims.
+    /// Orders between series that the paper claims.
     #[serde(default)]
     pub trend: Vec<Trend>,
     /// Bounds on single fields of lines.
     #[serde(default)]
     pub fact: Vec<Fact>,
-    /// Runs that must end about as well as others.
+    /// Runs whose final result must be about as good as that of reference runs.
     #[serde(default)]
     pub no_worse: Vec<NoWorse>,
-    /// Files whose lines say the same.
+    /// Files whose lines must agree.
     #[serde(default)]
     pub same: Vec<Same>,
-    /// Sweeps.
+    /// The sweeps.
     #[serde(default)]
     pub run: Vec<Run>,
 }
 
-/// Kind and axes of the picture.
+/// Kind and axes of a plot.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Plot {
-    /// What the frame shows, where there are several; series say which one they are drawn in.
+    /// Name of the frame, for figures with several frames. A series names its frame.
     #[serde(default)]
     pub name: String,
-    /// What a point becomes.
+    /// Kind of the plot.
     pub kind: Kind,
     /// Name and unit of the horizontal axis.
     pub x: String,
-    /// Name and unit of the vertical axis, with the convention by which it was counted.
+    /// Name and unit of the vertical axis, with its counting convention.
     #[serde(default)]
     pub y: String,
     /// Logarithmic horizontal axis (lines only).
@@ -72,53 +72,53 @@ pub struct Plot {
     /// Logarithmic vertical axis.
     #[serde(default)]
     pub log_y: bool,
-    /// Where a linear vertical axis ends; where the highest value says so by default.
+    /// Upper end of a linear vertical axis; the default depends on the highest value.
     #[serde(default)]
     pub y_max: Option<f64>,
-    /// All panels of a timeline have one scale, so that their lengths can be compared.
+    /// All panels of a timeline have the same time scale, so that their lengths are comparable.
     #[serde(default)]
     pub one_scale: bool,
 }
 
-/// What a point becomes.
+/// The representation of points.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// A bar in the group of its category; groups stand in order of appearance.
+    /// A bar in the group of its category. Groups are in order of appearance.
     Bars,
-    /// A marker, joined to the one before.
+    /// A marker, connected to the previous one.
     Lines,
-    /// A horizontal bar for each series, with its name at the left and its x as a second number at the right.
+    /// A horizontal bar for each series, with its name on the left and its x as a second number on the right.
     Rows,
-    /// A panel of lanes: the series is one line that holds a timeline.
+    /// A panel of lanes. The series is one line that contains a timeline.
     Timeline,
 }
 
-/// Where a series' numbers come from; each is drawn in its own manner.
+/// Origin of a series' numbers; each origin has its own drawing style.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Origin {
-    /// Printed in the paper or read off its figures: `expected.csv`.
+    /// Printed in the paper or read off its figures; from `expected.csv`.
     Paper,
     /// A formula.
     Model,
-    /// The engine on a virtual machine.
+    /// Simulation by the engine.
     Simulated,
-    /// A run.
+    /// A real run.
     Measured,
 }
 
-/// Form of the points of a curve.
+/// Shape of the markers of a curve.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Marker {
-    /// Of everything that is not simulated, by default.
+    /// The default, except for simulated series.
     Circle,
-    /// Of what is simulated.
+    /// The default of simulated series.
     Square,
-    /// For a second series of one colour and origin.
+    /// For a second series with the same colour and origin.
     Triangle,
-    /// For a third.
+    /// For a third series with the same colour and origin.
     Diamond,
 }
 
@@ -126,62 +126,62 @@ pub enum Marker {
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// Name in the legend, with the machine: unique in the figure.
+    /// Unique name in the legend, including the machine.
     pub name: String,
-    /// Where the numbers come from.
+    /// Origin of the numbers.
     pub origin: Origin,
-    /// Name of the frame that it is drawn in; that of `plot` by default.
+    /// Name of the series' frame; by default the frame of `plot`.
     #[serde(default)]
     pub frame: String,
-    /// Files of JSON lines, relative to the figure's folder; none: `expected.csv`.
+    /// JSON lines files, relative to the figure's folder. Without files, the series uses `expected.csv`.
     #[serde(default)]
     pub files: Vec<String>,
-    /// Only lines (rows) that hold these values at these paths (columns).
+    /// Selects the lines (or rows) that have these values at these paths (or columns).
     #[serde(default, rename = "where")]
     pub only: BTreeMap<String, toml::Value>,
-    /// Only lines where these numbers are above zero.
+    /// Selects the lines in which these numbers are positive.
     #[serde(default)]
     pub positive: Vec<String>,
-    /// Path (column) of the point's place.
+    /// Path (or column) of the point's x.
     #[serde(default)]
     pub x: String,
-    /// Path (column) of its height, or of the timeline's lanes.
+    /// Path (or column) of the point's y, or of the timeline's lanes.
     pub y: String,
-    /// Path (column) of what the height is divided by.
+    /// Path (or column) of a divisor of y.
     #[serde(default)]
     pub over: Option<String>,
-    /// Factor that brings x to the axis' unit.
+    /// Factor that converts x to the unit of the axis.
     #[serde(default = "one")]
     pub x_scale: f64,
-    /// Factor that brings y to the axis' unit.
+    /// Factor that converts y to the unit of the axis.
     #[serde(default = "one")]
     pub y_scale: f64,
-    /// What is added then: with a factor of -100, 100 makes idle percent of a busy share.
+    /// Constant added after scaling. With a factor of -100, a constant of 100 converts a busy fraction to an idle percentage.
     #[serde(default)]
     pub y_offset: f64,
-    /// FLOP rates of lines count causal attention: count it in full, as the paper does.
+    /// Count attention in full, as the paper does. The FLOP rates in lines count causal attention.
     #[serde(default)]
     pub full_attention: bool,
-    /// The height is how many lines up to the point's have one above zero.
+    /// Replace y by the number of lines so far in which y is positive.
     #[serde(default)]
     pub counted: bool,
-    /// Path (column) of the category, by which points of two series are the same place; x where there is none. Several, with
-    /// spaces between, make one category of all their values.
+    /// Path (or column) of the category, which matches points of two series; the default is x. Several paths, separated by spaces, make one
+    /// category of all their values.
     #[serde(default)]
     pub label: String,
-    /// Names of categories, by what the line says.
+    /// Names of categories, by the values in the lines.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
-    /// Category whose height the others are percent of.
+    /// Category of the total; all values are converted to percent of it.
     #[serde(default)]
     pub whole: Option<String>,
-    /// Markers only.
+    /// Draw markers only.
     #[serde(default)]
     pub scattered: bool,
-    /// Index of its colour, the same for one system from several sources; its own place by default.
+    /// Index of the colour, for systems with series from several origins. The default is the index of the series.
     #[serde(default)]
     pub colour: Option<usize>,
-    /// Form of its points; by its origin by default.
+    /// Shape of the markers; the default depends on the origin.
     #[serde(default)]
     pub marker: Option<Marker>,
 }
@@ -190,34 +190,34 @@ fn one() -> f64 {
     1.0
 }
 
-/// How far a series of ours may lie from one of the paper's to count as reproduced.
+/// A comparison: the largest deviation of our series from the paper's that counts as reproduced.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Compare {
     /// Name of the paper's series.
     pub paper: String,
-    /// Name of ours.
+    /// Name of our series.
     pub ours: String,
-    /// Relative deviation, 0.1 for 10 %, allowed at every point.
+    /// Allowed relative deviation at every point; 0.1 is 10 %.
     pub within: f64,
 }
 
-/// An order that the paper claims: fails when it is reversed at a place that both series have.
+/// An order that the paper claims. The check fails if the order is reversed at a place that both series have.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Trend {
     /// The claim in words.
     pub claim: String,
-    /// Name of the series that is higher.
+    /// Name of the series with higher values.
     pub above: String,
-    /// Name of the series that is lower.
+    /// Name of the series with lower values.
     pub below: String,
-    /// By which factor at least.
+    /// Minimum factor between both series.
     #[serde(default = "one")]
     pub factor: f64,
 }
 
-/// What single fields of lines must hold.
+/// A condition on a field of lines.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Fact {
@@ -225,10 +225,10 @@ pub struct Fact {
     pub claim: String,
     /// Files of JSON lines.
     pub files: Vec<String>,
-    /// Which lines; there must be one.
+    /// Selects the lines; at least one must match.
     #[serde(default, rename = "where")]
     pub only: BTreeMap<String, toml::Value>,
-    /// The field.
+    /// Path of the field.
     pub path: String,
     /// Lower bound.
     #[serde(default)]
@@ -236,12 +236,12 @@ pub struct Fact {
     /// Upper bound.
     #[serde(default)]
     pub at_most: Option<f64>,
-    /// All lines hold the same value.
+    /// All lines must have the same value.
     #[serde(default)]
     pub same: bool,
 }
 
-/// Runs with several seeds that end about as well as others: their mean is above the others' by no more than the others' spread.
+/// Runs with several seeds whose mean must not exceed the mean of reference runs by more than the spread of the reference runs.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct NoWorse {
@@ -249,16 +249,16 @@ pub struct NoWorse {
     pub claim: String,
     /// Files of JSON lines.
     pub files: Vec<String>,
-    /// Which lines.
+    /// Selects the runs.
     #[serde(rename = "where")]
     pub only: BTreeMap<String, toml::Value>,
-    /// The others.
+    /// Selects the reference runs.
     pub than: BTreeMap<String, toml::Value>,
-    /// The field; less is better.
+    /// Path of the field; lower is better.
     pub path: String,
 }
 
-/// Two ways to one result: each line of `file` has its like, which says the same.
+/// Two ways to compute the same result: each line of `file` must agree with its matching line in `like`.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Same {
@@ -266,37 +266,37 @@ pub struct Same {
     pub claim: String,
     /// File of JSON lines.
     pub file: String,
-    /// Another.
+    /// The file to compare with.
     pub like: String,
-    /// Two lines are alike where these fields are.
+    /// Fields that match two lines.
     pub by: Vec<String>,
-    /// Fields that are then equal, floats to the bit.
+    /// Fields that must be equal in matching lines, floats to the bit.
     pub paths: Vec<String>,
 }
 
-/// A sweep: one call of a program for each combination of its flags' values.
+/// A sweep: one call of a program for each combination of the values of its flags.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
 pub struct Run {
-    /// What is called.
+    /// The program to call.
     pub program: Program,
-    /// What it takes besides a CPU; such sweeps are skipped unless asked for.
+    /// Required resource besides a CPU. Such sweeps run only on request.
     #[serde(default)]
     pub needs: String,
-    /// Flags without dashes; a list is swept, anything else is passed to every call. An empty string is a flag that is not
-    /// given. `features` is none of the program's: cargo builds the program with these features alone, and that one is called.
+    /// Flags without dashes. A list is swept; any other value applies to every call. An empty string omits the flag. `features` is not a
+    /// flag of the program: cargo builds a program with exactly these features for the call.
     pub flags: BTreeMap<String, toml::Value>,
-    /// Where a line says what each flag was.
+    /// Path in a line that repeats the value of each flag.
     pub echo: BTreeMap<String, String>,
-    /// File of the lines, relative to the figure's folder.
+    /// Output file of the lines, relative to the figure's folder.
     pub out: String,
-    /// Lines are added to the file, which others write, too; else it is written anew.
+    /// Append lines to the file, which other writers share, instead of replacing it.
     #[serde(default)]
     pub append: bool,
-    /// Words by which the program refuses what does not fit: that is a result, too, and leaves a line that says so.
+    /// Text in the program's error message if it refuses a case that does not fit. A refusal is a result and produces a line.
     #[serde(default)]
     pub refusal: Option<String>,
-    /// Smaller values for `--kick-the-tires`; without them the sweep is left out there.
+    /// Smaller values for `--kick-the-tires`, which skips sweeps without them.
     #[serde(default)]
     pub quick: Option<BTreeMap<String, toml::Value>>,
 }
@@ -307,7 +307,7 @@ pub struct Run {
 pub enum Program {
     /// `superoffload bench step`.
     BenchStep,
-    /// `superoffload bench step --trace`: the line also holds the timeline of two steps.
+    /// `superoffload bench step --trace`; the line also contains the timeline of two steps.
     BenchTimeline,
     /// `superoffload simulate`.
     Simulate,
@@ -315,7 +315,7 @@ pub enum Program {
     SimulateTimeline,
     /// `superoffload plan`.
     Plan,
-    /// `superoffload train`: a line a step and one for the end.
+    /// `superoffload train`; one line per step and one for the whole run.
     Train,
     /// `host_adam`.
     HostAdam,
@@ -325,17 +325,17 @@ pub enum Program {
     DeviceFacts,
     /// `inverse_error`.
     InverseError,
-    /// The formula of streamed weights.
+    /// The formula for streaming weights.
     WeightFlow,
-    /// Parameters counted from a `config.json`.
+    /// The number of parameters, computed from a `config.json`.
     Parameters,
 }
 
 impl Config {
-    /// Parses the file and checks what types cannot.
+    /// Parses the file and checks the rules that types cannot express.
     ///
     /// # Errors
-    /// What TOML or a rule says is wrong.
+    /// The message of the TOML parser, or the violated rule.
     pub fn parse(text: &str) -> Result<Self, String> {
         let config: Self = toml::from_str(text).map_err(|error| error.to_string())?;
         let names: Vec<_> = config.series.iter().map(|series| series.name.as_str()).collect();
@@ -360,12 +360,12 @@ impl Config {
         std::iter::once(&self.plot).chain(&self.frame)
     }
 
-    /// The series of a frame have the frame's index.
+    /// Index of the series' frame.
     pub fn frame_of(&self, series: &Series) -> usize {
         self.frames().position(|frame| !series.frame.is_empty() && frame.name == series.frame).unwrap_or(0)
     }
 
-    /// Every frame has a name of its own, and each series names one that there is.
+    /// Checks that every frame has a unique name and that every series names an existing frame.
     fn frames_are_known(&self) -> Result<(), String> {
         let names: Vec<_> = self.frames().map(|frame| frame.name.as_str()).collect();
         let unnamed = names.iter().any(|name| name.is_empty()) && names.len() > 1;
@@ -381,7 +381,7 @@ impl Config {
 }
 
 impl Run {
-    /// Every flag must come back in a line: a value that a program ignored shall not pass for a measurement.
+    /// Checks that every flag has a path in the lines that repeats it, so that an ignored flag does not count as a measurement.
     fn check(&self) -> Result<(), String> {
         let silent = self.flags.keys().find(|flag| !self.echo.contains_key(*flag));
         let unknown = self.quick.iter().flatten().map(|(flag, _)| flag).find(|flag| !self.flags.contains_key(*flag));
@@ -392,7 +392,7 @@ impl Run {
         }
     }
 
-    /// The flags' values of every call, the last flag changing fastest.
+    /// The values of the flags for every call. The last flag changes fastest.
     pub fn combinations(&self, is_quick: bool) -> Vec<BTreeMap<String, toml::Value>> {
         let mut flags = self.flags.clone();
         flags.extend(self.quick.clone().filter(|_| is_quick).into_iter().flatten());

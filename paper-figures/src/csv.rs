@@ -1,13 +1,13 @@
-//! Tables as `expected.csv` holds them: comment lines, a header, rows; no quoting.
+//! Tables in the format of `expected.csv`: comment lines, a header and rows, without quoting.
 
 /// A table of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
-    /// Lines that begin with `#`, without it.
+    /// Lines that begin with `#`, without the `#`.
     pub comments: Vec<String>,
     /// Names of the columns.
     pub header: Vec<String>,
-    /// Cells; each row is as long as the header, an empty cell has no value.
+    /// Cells. Each row is as long as the header; an empty cell has no value.
     pub rows: Vec<Vec<String>>,
 }
 
@@ -15,7 +15,7 @@ impl Table {
     /// Parses a file.
     ///
     /// # Errors
-    /// No header, a quoted cell, or a row that is longer or shorter than the header; the message names the line.
+    /// The number of the line and the cause: no header, a quoted cell, or a row with a wrong number of cells.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut table = Self { comments: Vec::new(), header: Vec::new(), rows: Vec::new() };
         for (index, line) in text.lines().enumerate() {
@@ -42,7 +42,7 @@ impl Table {
         Ok(())
     }
 
-    /// Columns aligned with blanks, numbers to the right; an empty cell prints as `-`.
+    /// Formats the table with aligned columns, numbers to the right. An empty cell becomes `-`.
     pub fn aligned(&self) -> String {
         let lines: Vec<&Vec<String>> = std::iter::once(&self.header).chain(&self.rows).collect();
         let columns: Vec<Column> = (0..self.header.len()).map(|index| Column::of(&self.rows, &lines, index)).collect();
@@ -54,7 +54,7 @@ impl Table {
     }
 }
 
-/// How a column is printed.
+/// Format of a column.
 struct Column {
     chars: usize,
     is_number: bool,

@@ -1,52 +1,52 @@
-//! One error type: operation, subject, cause, in one line.
+//! The error type: operation, subject and cause in one line.
 
 use std::path::PathBuf;
 
-/// Result of everything here that can fail.
+/// Result of fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong.
+/// Errors of `paper-figures`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The person asked for something that is not there.
+    /// The user named something that does not exist.
     #[error("{0}")]
     Usage(String),
-    /// The operating system refused.
+    /// An operation of the operating system failed.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// A file holds something else than it should.
+    /// A file has the wrong content.
     #[error("{}: {cause}", path.display())]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem with the content.
         cause: String,
     },
-    /// A program failed, or printed something else than it should.
+    /// A program failed or printed wrong output.
     #[error("run {command}: {cause}")]
     Program {
         /// The command line.
         command: String,
-        /// What it said last, or what is wrong with what it printed.
+        /// The last line of its error output, or the problem with its output.
         cause: String,
     },
-    /// A picture could not be drawn.
+    /// Drawing failed.
     #[error("draw {figure}: {cause}")]
     Draw {
         /// The figure's id.
         figure: String,
-        /// What the drawing library said.
+        /// The error of the drawing library.
         cause: String,
     },
 }
 
 impl Error {
-    /// 2 for usage, 1 for the world.
+    /// 2 for usage errors, otherwise 1.
     pub fn exit_code(&self) -> u8 {
         if matches!(self, Self::Usage(_)) { 2 } else { 1 }
     }

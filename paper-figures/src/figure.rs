@@ -1,4 +1,4 @@
-//! A figure is a folder: `fig-NN_name` or `table-N_name`, with `README.md`, `config.toml`, `expected.csv` and `results/`.
+//! Figures, each a folder `fig-NN_name` or `table-N_name` with `README.md`, `config.toml`, `expected.csv` and `results/`.
 
 use crate::config::Config;
 use crate::csv::Table;
@@ -8,31 +8,31 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A figure or table of the paper, as its folder describes it.
+/// A figure or table of the paper, as described in its folder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
-    /// The folder's name up to the underscore: `fig-06`.
+    /// Name of the folder up to the underscore: `fig-06`.
     pub id: String,
-    /// The paper's name: `Figure 6`.
+    /// Name in the paper: `Figure 6`.
     pub label: String,
-    /// What it shows.
+    /// Title of the figure.
     pub title: String,
-    /// What the paper says with it, in a sentence.
+    /// Claim of the paper for this figure, in one sentence.
     pub claim: String,
-    /// What it takes to reproduce it.
+    /// Resources needed to reproduce it.
     pub needs: String,
-    /// What is drawn, checked and run.
+    /// Plots, checks and sweeps.
     pub config: Config,
-    /// The folder.
+    /// Folder of the figure.
     pub folder: PathBuf,
-    /// A folder whose lines stand in for those of the same name, and which new files go to.
+    /// Folder for new files. Its files replace those of the same name in `folder`.
     pub scratch: Option<PathBuf>,
 }
 
-/// Every figure and table below `dir`, by id.
+/// All figures and tables in `dir`, sorted by id.
 ///
 /// # Errors
-/// When `dir`, a README or a `config.toml` cannot be read, or lacks what it must hold.
+/// Errors of reading `dir`, a README or a `config.toml`, or of missing parts in them.
 pub fn all(dir: &Path) -> Result<Vec<Figure>> {
     let io = |source| Error::Io { path: dir.into(), source };
     let mut figures = Vec::new();
@@ -46,7 +46,7 @@ pub fn all(dir: &Path) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// `fig-06` of `fig-06_weight-flow-efficiency`.
+/// The id in the name of a folder: `fig-06` of `fig-06_weight-flow-efficiency`.
 fn id(folder: &str) -> Option<&str> {
     let is_figure = folder.starts_with("fig-") || folder.starts_with("table-");
     folder.split_once('_').filter(|_| is_figure).map(|(id, _)| id)
@@ -67,7 +67,7 @@ impl Figure {
         Ok(Self { id: id.into(), label: label.into(), title: title.into(), claim, needs, config, folder, scratch: None })
     }
 
-    /// The same figure, which reads lines of `scratch` before its own and writes there only.
+    /// Returns the figure with `scratch` as the folder for new files, which it prefers for reading.
     pub fn with_scratch(mut self, scratch: &Path) -> Self {
         self.scratch = Some(scratch.join(self.folder_name()));
         self
@@ -78,15 +78,15 @@ impl Figure {
         self.folder.file_name().and_then(|name| name.to_str()).unwrap_or(&self.id)
     }
 
-    /// Where a file of this figure is written.
+    /// Path of a file to write.
     pub fn output_path(&self, name: &str) -> PathBuf {
         self.scratch.as_ref().unwrap_or(&self.folder).join(name)
     }
 
-    /// The lines of `files`.
+    /// Returns the lines of `files`.
     ///
     /// # Errors
-    /// When one cannot be read.
+    /// Errors of reading a file.
     pub fn lines(&self, files: &[String]) -> Result<Vec<Value>> {
         let mut all = Vec::new();
         for name in files {
@@ -96,7 +96,7 @@ impl Figure {
         Ok(all)
     }
 
-    /// Where the paper's numbers are.
+    /// Path of the paper's numbers.
     pub fn expected_path(&self) -> PathBuf {
         self.folder.join("expected.csv")
     }
@@ -104,7 +104,7 @@ impl Figure {
     /// The paper's numbers.
     ///
     /// # Errors
-    /// When the file cannot be read or is no table.
+    /// Errors of reading or parsing the file.
     pub fn expected(&self) -> Result<Table> {
         let path = self.expected_path();
         Table::parse(&read(&path)?).map_err(|cause| Error::Format { path, cause })

@@ -1,4 +1,4 @@
-//! JSON lines: files of them, fields by path, and whether a field says what was asked for.
+//! Files of JSON lines, access to fields by path, and comparison of fields with wanted values.
 
 use crate::error::{Error, Result};
 use serde_json::Value;
@@ -7,10 +7,10 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// The objects of a file; none when there is no such file.
+/// The objects in a file; empty if the file does not exist.
 ///
 /// # Errors
-/// When the file cannot be read, or a line is no JSON object.
+/// Errors of reading the file; an error if a line is not a JSON object.
 pub fn read(path: &Path) -> Result<Vec<Value>> {
     let text = match fs::read_to_string(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -28,10 +28,10 @@ fn parse(text: &str) -> std::result::Result<Vec<Value>, String> {
     text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(parse).collect()
 }
 
-/// Writes `lines` as `path`, after what it holds if `append`; a file that is written anew is replaced at once, whole.
+/// Writes `lines` to `path`, after its current content if `append`. The file is replaced atomically.
 ///
 /// # Errors
-/// When the folder or the file cannot be written.
+/// Errors of writing the folder or the file.
 pub fn write(path: &Path, lines: &[Value], append: bool) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
     let mut text = match fs::read_to_string(path) {
@@ -48,7 +48,7 @@ pub fn write(path: &Path, lines: &[Value], append: bool) -> Result<()> {
     fs::write(&beside, text).and_then(|()| fs::rename(&beside, path)).map_err(io)
 }
 
-/// The field at `path`, names joined by dots.
+/// The field at `path`, a sequence of names separated by dots.
 pub fn field<'a>(line: &'a Value, path: &str) -> Option<&'a Value> {
     path.split('.').try_fold(line, |value, name| value.get(name))
 }
@@ -58,7 +58,7 @@ pub fn number(line: &Value, path: &str) -> Option<f64> {
     field(line, path)?.as_f64()
 }
 
-/// The field as a flag's argument: strings without quotes, lists with commas.
+/// The value as an argument of a flag: strings without quotes, lists separated by commas.
 pub fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -67,12 +67,12 @@ pub fn text(value: &Value) -> String {
     }
 }
 
-/// Whether `line` holds every one of `wanted`.
+/// Whether `line` has all `wanted` values.
 pub fn holds(line: &Value, wanted: &BTreeMap<String, toml::Value>) -> bool {
     wanted.iter().all(|(path, value)| field(line, path).is_some_and(|found| says(found, value)))
 }
 
-/// Whether a line's value is the one that was asked for. Numbers are numbers however they are written: `1e-3` is `0.001`.
+/// Whether a value in a line equals the wanted value. Numbers compare by value: `1e-3` equals `0.001`.
 pub fn says(found: &Value, wanted: &toml::Value) -> bool {
     let wanted = plain(wanted);
     match (found.as_f64(), wanted.parse::<f64>()) {
@@ -81,7 +81,7 @@ pub fn says(found: &Value, wanted: &toml::Value) -> bool {
     }
 }
 
-/// A TOML value as a flag's argument.
+/// A TOML value as an argument of a flag.
 pub fn plain(value: &toml::Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }

@@ -1,4 +1,4 @@
-//! `paper-figures`: every figure and table of the SuperOffload paper, from lines that runs have left.
+//! `paper-figures` draws and checks every figure and table of the SuperOffload paper, from the recorded lines of runs.
 
 mod check;
 mod config;
@@ -110,7 +110,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What to print, and whether everything is as it should be.
+/// Text to print, and whether all checks passed.
 struct Output {
     text: String,
     is_good: bool,
@@ -160,17 +160,17 @@ fn find<'a>(figures: &'a [Figure], id: &str) -> Result<&'a Figure> {
     figures.iter().find(|figure| figure.id == id).ok_or_else(|| Error::Usage(format!("no figure {id}: there are {}", known())))
 }
 
-/// A paragraph for each figure, as wide as the terminal.
+/// One paragraph per figure, as wide as the terminal.
 fn list(figures: &[Figure]) -> Result<String> {
     let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok()).unwrap_or(COLUMNS);
     let entry = |figure: &Figure| Ok(format!("{:<10}{}\n{}", figure.id, figure.title, wrapped(&verdict::verdict(figure)?, 10, columns)));
     figures.iter().map(entry).collect()
 }
 
-/// Columns where the shell does not say how many there are.
+/// Default number of columns if the shell does not set `COLUMNS`.
 const COLUMNS: usize = 100;
 
-/// Lines of `text`, each indented, none wider than `columns` unless a word is.
+/// Wraps `text` into indented lines of at most `columns` characters; longer words stay whole.
 fn wrapped(text: &str, indent: usize, columns: usize) -> String {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
@@ -187,7 +187,8 @@ fn wrapped(text: &str, indent: usize, columns: usize) -> String {
     lines.iter().map(|line| format!("{:indent$}{line}\n", "")).collect()
 }
 
-/// The figure as `run` leaves it: its own folder only if it is recorded, and only by a program that can be built again.
+/// The figure with its output folder. Output goes to the figure's own folder only with `record`, and only if the program can be rebuilt
+/// from its commit.
 fn writable(args: &Args, figure: &Figure, (record, out): Recording) -> Result<Figure> {
     if record {
         programs(args)?.check_recordable()?;
@@ -197,7 +198,7 @@ fn writable(args: &Args, figure: &Figure, (record, out): Recording) -> Result<Fi
     Ok(figure.clone().with_scratch(&out))
 }
 
-/// Whether lines are recorded, and where they go if not and somebody said so.
+/// Whether to record lines, and otherwise the output folder, if the user named one.
 type Recording<'a> = (bool, Option<&'a Path>);
 
 fn run_one(args: &Args, figure: &Figure, place: Recording, choice: &Choice) -> Result<String> {
@@ -219,7 +220,7 @@ fn show(figure: &Figure) -> Result<String> {
     Ok(format!("{head}\n\n{comments}\n{}", table.aligned()))
 }
 
-/// Each figure, its picture, and the README's table.
+/// Checks every figure, its picture, and the README's table.
 fn check(args: &Args, figures: &[Figure]) -> Result<Output> {
     let mut wrong = Vec::new();
     for figure in figures {
@@ -259,7 +260,7 @@ fn all(args: &Args, figures: &[Figure], place: Recording, with: &[String]) -> Re
     check(args, figures)
 }
 
-/// The whole way in small: sweeps with quick values, lines and pictures into a folder of their own, every rule.
+/// Runs all sweeps with quick values, draws all figures into a separate folder, and applies every check.
 fn kick_the_tires(args: &Args, figures: Vec<Figure>, out: Option<&Path>, with: &[String]) -> Result<Output> {
     let out = out.map_or_else(|| args.dir.join("../target/kick-the-tires"), Path::to_path_buf);
     if out.exists() {
@@ -277,7 +278,7 @@ fn kick_the_tires(args: &Args, figures: Vec<Figure>, out: Option<&Path>, with: &
     Ok(Output { text: format!("{}\n{}", said.join("\n"), output.text), ..output })
 }
 
-/// A reader that has seen enough (`| head`) is no error.
+/// A broken pipe (for example of `| head`) is not an error.
 fn print(output: &Output) -> Result<ExitCode> {
     match std::io::stdout().write_all(output.text.as_bytes()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Error::Io { path: "standard output".into(), source: error }),

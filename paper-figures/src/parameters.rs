@@ -1,16 +1,16 @@
-//! Parameters of a GPT-2 shape, counted from its `config.json`: `L (12 h^2 + 13 h) + V h + S h`.
+//! The number of parameters of a GPT-2 shape, from its `config.json`: `L (12 h^2 + 13 h) + V h + S h`.
 //!
-//! The last norm's 2 h come on top: the paper's own sizes leave out more than that.
+//! The count adds 2 h for the final norm. The paper's sizes omit more than these parameters.
 
 use crate::error::{Error, Result};
 use crate::program::Flags;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The count for the file that `model-config` names, relative to `folder`.
+/// Returns the line for the file named by `model-config`, relative to `folder`.
 ///
 /// # Errors
-/// When the flag is missing, or the file cannot be read or lacks a size.
+/// `Usage` if the flag is missing; errors of reading the file or of missing sizes.
 pub fn line(folder: &Path, flags: &Flags) -> Result<Value> {
     let name = flags.get("model-config").and_then(toml::Value::as_str);
     let name = name.ok_or_else(|| Error::Usage("parameters: model-config is no path".into()))?;

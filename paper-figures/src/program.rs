@@ -1,6 +1,6 @@
-//! The programs that produce lines: how each is called, and what it prints.
+//! The programs that produce lines: their command lines and their output.
 //!
-//! They are called in the folder of all figures, so that the paths of models are the same for every figure.
+//! Programs run in the folder that contains all figures, so that paths of models are the same for every figure.
 
 use crate::config::Program;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use std::process::Command;
 /// Values by flag.
 pub type Flags = BTreeMap<String, toml::Value>;
 
-/// Where programs are, and where they run.
+/// Folders of the programs and of the figures.
 #[derive(Clone, Debug)]
 pub struct Programs {
     /// Folder of the binaries.
@@ -23,20 +23,21 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// The lines of one call.
+    /// Runs a program once and returns its lines.
     ///
     /// # Errors
-    /// When the program is not there, fails, or prints something else than JSON lines.
+    /// An error if the program is missing, fails, or prints anything except JSON lines.
     pub fn lines(&self, program: Program, flags: &Flags) -> Result<Vec<Value>> {
         let mut lines = self.call(program, flags)?;
         lines.iter_mut().for_each(plain_kernel);
         Ok(lines)
     }
 
-    /// Refuses what could not be measured again: a program that does not know its commit, or whose sources have changed since.
+    /// Refuses to record measurements that cannot be repeated, if the program has no commit in its version or if the sources have changed
+    /// since.
     ///
     /// # Errors
-    /// `Usage` with what to do.
+    /// `Usage` with the remedy.
     pub fn check_recordable(&self) -> Result<()> {
         let program = self.binaries.join("superoffload");
         let version = output(Command::new(&program).arg("--version"))?;
@@ -44,7 +45,7 @@ impl Programs {
             let cause = "does not know its commit; build it in a clone, or with SUPEROFFLOAD_COMMIT set";
             return Err(Error::Usage(format!("--record: {} {cause}", program.display())));
         }
-        // Without git, or outside a clone, nobody knows.
+        // Without git, or outside a clone, the check cannot detect changes.
         let mut git = Command::new("git");
         git.current_dir(&self.figures).args(["status", "--porcelain", "--", ":/", ":/!paper-figures/*/*"]);
         let changed = output(&mut git).unwrap_or_default();
@@ -77,7 +78,7 @@ impl Programs {
         }
     }
 
-    /// `superoffload` with `features` and nothing else, in a folder of its own: cargo keeps what is the same for the next one.
+    /// Builds `superoffload` with exactly `features`, in a separate target folder, in which cargo reuses artifacts between builds.
     fn build(&self, features: &str) -> Result<PathBuf> {
         let target = self.figures.join("../target/builds");
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -86,7 +87,8 @@ impl Programs {
         Ok(target.join("release"))
     }
 
-    /// `program words --flag value ...`; `true` is a flag without a value, `false` and an empty string none at all.
+    /// Returns the command `program words --flag value ...`. `true` passes a flag without a value; `false` and an empty string omit the
+    /// flag.
     fn command(&self, program: &Path, words: &[&str], flags: &Flags) -> Command {
         let mut command = Command::new(program);
         command.current_dir(&self.figures).args(words);
@@ -102,13 +104,13 @@ impl Programs {
     }
 }
 
-/// The features to build with, and the flags of the program.
+/// Separates the features of the build from the flags of the program.
 fn without_features(flags: &Flags) -> (Option<String>, Flags) {
     let mut flags = flags.clone();
     (flags.remove("features").map(|features| lines::plain(&features)), flags)
 }
 
-/// What the program writes to standard output.
+/// Runs a program and returns its standard output.
 fn output(command: &mut Command) -> Result<String> {
     let failed = |command: &Command, cause: String| {
         let words = std::iter::once(command.get_program()).chain(command.get_args()).map(|word| word.to_string_lossy());
@@ -122,7 +124,7 @@ fn output(command: &mut Command) -> Result<String> {
     Err(failed(command, said.trim().lines().next_back().unwrap_or("it said nothing").into()))
 }
 
-/// The JSON lines that the program prints.
+/// Runs a program and returns its JSON lines.
 fn print(command: &mut Command) -> Result<Vec<Value>> {
     let text = output(command)?;
     let parse = |line: &str| {
@@ -132,7 +134,7 @@ fn print(command: &mut Command) -> Result<Vec<Value>> {
     text.lines().map(parse).collect()
 }
 
-/// A line with its timeline.
+/// Runs a program with a trace and adds the timeline to its lines.
 fn traced(command: &mut Command) -> Result<Vec<Value>> {
     let (_folder, path) = scratch("trace.json")?;
     let mut lines = print(command.arg("--trace").arg(&path))?;
@@ -144,7 +146,7 @@ fn traced(command: &mut Command) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
-/// Lines of a training run, which prints none.
+/// Runs a training run and returns its lines, which come from its files.
 fn trained(command: &mut Command) -> Result<Vec<Value>> {
     let (_folder, path) = scratch("run")?;
     let text = output(command.arg("--output-dir").arg(&path))?;
@@ -153,21 +155,21 @@ fn trained(command: &mut Command) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
-/// Leaves the file's name of the path at `pointer`: the folder was only there for this call.
+/// Reduces the path at `pointer` to its file name, because the folder existed only during this call.
 fn shorten(line: &mut Value, pointer: &str) {
     let Some(path) = line.pointer_mut(pointer) else { return };
     let name = path.as_str().and_then(|path| path.rsplit('/').next()).map(str::to_owned);
     *path = Value::from(name);
 }
 
-/// Leaves the version of the kernel's release: what follows is the name of who built it.
+/// Keeps only the version number of the kernel's release; the rest identifies the builder.
 fn plain_kernel(line: &mut Value) {
     let Some(release) = line.pointer_mut("/machine/kernel") else { return };
     let version = |text: &str| text.split(|c: char| c != '.' && !c.is_ascii_digit()).next().map(str::to_owned);
     *release = Value::from(release.as_str().and_then(version));
 }
 
-/// A path in a folder that goes when the first of the two is dropped.
+/// A path in a temporary folder, which the drop of the returned `TempDir` removes.
 fn scratch(name: &str) -> Result<(tempfile::TempDir, PathBuf)> {
     let folder = tempfile::tempdir().map_err(|source| Error::Io { path: std::env::temp_dir(), source })?;
     let path = folder.path().join(name);

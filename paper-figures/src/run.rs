@@ -1,4 +1,4 @@
-//! Sweeps: a call for each combination of values, and the proof that each value reached the program.
+//! Sweeps: one call for each combination of values, and a check that each value reached the program.
 
 use crate::config::Run;
 use crate::error::{Error, Result};
@@ -8,19 +8,19 @@ use crate::program::{Flags, Programs};
 use crate::unfinished::Unfinished;
 use serde_json::{Value, json};
 
-/// Which sweeps are run.
+/// Selection of sweeps.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// With the values for `--kick-the-tires`, and only sweeps that have some.
+    /// Run only sweeps with values for `--kick-the-tires`, with these values.
     pub is_quick: bool,
-    /// What this machine has: sweeps that need something else are left out.
+    /// Resources of this machine. Sweeps that need other resources are skipped.
     pub with: Vec<String>,
-    /// Only sweeps that need this.
+    /// Run only sweeps that need this resource.
     pub only: Option<String>,
 }
 
 impl Choice {
-    /// Why a sweep is left out.
+    /// Reason to skip a sweep.
     fn objection(&self, run: &Run) -> Option<String> {
         if self.is_quick && run.quick.is_none() {
             return Some("has no quick values".into());
@@ -32,11 +32,11 @@ impl Choice {
     }
 }
 
-/// Runs the sweeps of `figure` and writes their lines when all are done; a sentence for each sweep. What a run that ended early had
-/// measured is not measured again.
+/// Runs the sweeps of `figure` and writes their lines after the last one. Returns a sentence for each sweep. Reuses the measurements of an
+/// unfinished run.
 ///
 /// # Errors
-/// When a program fails, or prints no line that says what it was asked for.
+/// An error if a program fails or if no line of its output repeats the values of its flags.
 pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<String>> {
     let mut unfinished = Unfinished::open(figure.output_path("unfinished.jsonl"))?;
     let (mut said, mut results) = (Vec::new(), Vec::new());
@@ -80,7 +80,7 @@ fn sweep(figure: &Figure, run: &Run, combinations: &[Flags], programs: &Programs
     Ok(all)
 }
 
-/// What the program prints, or one line with its refusal.
+/// The output lines of the program, or one line with its refusal.
 fn lines_or_refusal(run: &Run, flags: &Flags, programs: &Programs) -> Result<Vec<Value>> {
     let is_refusal = |cause: &str| run.refusal.as_ref().is_some_and(|words| cause.contains(words));
     match programs.lines(run.program, flags) {
@@ -89,7 +89,7 @@ fn lines_or_refusal(run: &Run, flags: &Flags, programs: &Programs) -> Result<Vec
     }
 }
 
-/// A flag whose value no line repeats; `None` when one line repeats them all. A refusal holds the flags themselves.
+/// A flag whose value no line repeats; `None` if one line repeats all values. The line of a refusal contains the flags themselves.
 pub fn silent_flag<'a>(run: &Run, flags: &'a Flags, lines: &[Value]) -> Option<&'a String> {
     let echo = |line: &Value, flag: &String| match line.get("refused") {
         Some(_) => line["flags"].get(flag).cloned(),
@@ -115,7 +115,7 @@ mod tests {
         let silent = |lines: &[Value]| silent_flag(run, flags, lines).map(String::as_str);
         assert_eq!(silent(&[json!({"other": 1}), json!({"s": {"a": 1.0}, "b": "x"})]), None);
         assert_eq!(silent(&[json!({"s": {"a": 2}, "b": "x"}), json!({})]), Some("a"));
-        // Values from two different lines are no proof.
+        // Values from two different lines do not count.
         assert_eq!(silent(&[json!({"s": {"a": 1}}), json!({"b": "x"})]), Some("b"));
         assert_eq!(silent(&[]), Some("a"));
         assert_eq!(silent(&[json!({"refused": "too large", "flags": {"a": 1, "b": "x"}})]), None);

@@ -1,4 +1,4 @@
-//! Points of a series: rows of the paper's table, or lines of results.
+//! Points of a series, from rows of the paper's table or from lines of results.
 
 use crate::config::{Marker, Origin, Series};
 use crate::csv::Table;
@@ -7,14 +7,14 @@ use crate::figure::Figure;
 use crate::lines;
 use serde_json::{Map, Value};
 
-/// A place and a height.
+/// A point of a series.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Point {
-    /// Category: the place in words.
+    /// Category, which identifies a point in comparisons of series.
     pub label: String,
-    /// The place as a number of the axis, where it is one.
+    /// Numeric x, if any.
     pub x: Option<f64>,
-    /// Height in the axis' unit.
+    /// Value in the unit of the axis.
     pub y: f64,
 }
 
@@ -23,22 +23,22 @@ pub struct Point {
 pub struct Curve {
     /// Name in the legend.
     pub name: String,
-    /// Where it comes from.
+    /// Origin of the numbers.
     pub origin: Origin,
-    /// Markers only.
+    /// Draw markers only.
     pub scattered: bool,
-    /// Index of its colour.
+    /// Index of the colour.
     pub colour: usize,
-    /// Form of its points.
+    /// Shape of the markers.
     pub marker: Marker,
-    /// In order; the last of several at one place.
+    /// Points in order; of several points in one category, the last one.
     pub points: Vec<Point>,
 }
 
-/// Every series of `figure`; one whose lines were not produced yet has no points.
+/// All series of `figure`. A series without lines has no points.
 ///
 /// # Errors
-/// When `expected.csv` or a file of lines cannot be read.
+/// Errors of reading `expected.csv` or a file of lines.
 pub fn curves(figure: &Figure) -> Result<Vec<Curve>> {
     figure.config.series.iter().enumerate().map(|(index, series)| curve(figure, series, index)).collect()
 }
@@ -69,17 +69,17 @@ fn curve(figure: &Figure, series: &Series, index: usize) -> Result<Curve> {
     })
 }
 
-/// The lines that a series is made of.
+/// The lines of a series.
 ///
 /// # Errors
-/// As [`curves`].
+/// Errors of reading `expected.csv` or a file of lines.
 pub fn lines(figure: &Figure, series: &Series) -> Result<Vec<Value>> {
     let lines = if series.files.is_empty() { rows(&figure.expected()?) } else { figure.lines(&series.files)? };
     let is_positive = |line: &Value| series.positive.iter().all(|path| lines::number(line, path).is_some_and(|number| number > 0.0));
     Ok(lines.into_iter().filter(|line| lines::holds(line, &series.only) && is_positive(line)).collect())
 }
 
-/// Rows as objects; a cell without a value is left out.
+/// Rows as objects without empty cells.
 fn rows(table: &Table) -> Vec<Value> {
     let cell = |(name, cell): (&String, &String)| {
         let value = cell.parse::<f64>().map_or_else(|_| Value::from(cell.as_str()), Value::from);
@@ -99,8 +99,7 @@ fn point(series: &Series, line: &Value) -> Option<Point> {
     Some(Point { label, x, y: lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset })
 }
 
-/// By how much a line's count of FLOPs, which are those of one of its GPUs, grows when attention is counted in full: half of it is left out
-/// where it is causal.
+/// Factor by which a line's FLOPs per GPU grow if attention is counted in full. Causal attention omits half of it.
 fn attention_in_full(line: &Value) -> Option<f64> {
     let product = |paths: &[&str]| paths.iter().map(|path| lines::number(line, path)).product::<Option<f64>>();
     let half = 6.0 * product(&["model.layers", "model.heads", "model.head_dim", "settings.seq_length", "tokens_per_step"])?;
@@ -112,13 +111,13 @@ fn said(place: &Value) -> String {
     place.as_f64().map_or_else(|| lines::text(place), |number| number.to_string())
 }
 
-/// Heights as percent of the one at `whole`; none without it.
+/// Values in percent of the value at `whole`; empty if `whole` does not exist.
 fn percent(points: Vec<Point>, whole: &str) -> Vec<Point> {
     let Some(all) = points.iter().find(|point| point.label == whole).map(|point| point.y) else { return Vec::new() };
     points.into_iter().map(|point| Point { y: 100.0 * point.y / all, ..point }).collect()
 }
 
-/// Pairs of heights at places that both have.
+/// Pairs of points with a category in both curves.
 pub fn common<'a>(a: &'a Curve, b: &'a Curve) -> impl Iterator<Item = (&'a Point, &'a Point)> {
     a.points.iter().filter_map(|point| Some((point, b.points.iter().find(|other| other.label == point.label)?)))
 }
@@ -129,7 +128,7 @@ mod tests {
 
     #[test]
     fn attention_in_full_is_twice_the_causal_half() {
-        // One layer of one head of 4 channels, 8 tokens: 6 * 4 * 8 * 8 FLOPs of causal attention in 6 * 10 * 8 + that of a step.
+        // One layer, one head of 4 channels, 8 tokens: causal attention adds 6 * 4 * 8 * 8 FLOPs to the 6 * 10 * 8 FLOPs of the rest.
         let line = serde_json::json!({
             "model": {"layers": 1, "heads": 1, "head_dim": 4}, "settings": {"seq_length": 8}, "tokens_per_step": 8,
             "speed": {"model_flops": 480 + 1536}

@@ -1,4 +1,4 @@
-//! The rules of `check`, each broken once; and the figures as they are committed.
+//! Tests that violate each rule of `check` once, and a test of the committed figures.
 
 use super::*;
 use std::fs;
@@ -28,7 +28,7 @@ echo = { bandwidth-gbps = "bandwidth_gbps", batch = "batch", seq-length = "seq_l
 quick = { bandwidth-gbps = 100 }
 "#;
 
-/// A folder with one figure that is as it should be.
+/// A folder with one valid figure.
 struct Folder {
     dir: tempfile::TempDir,
 }
@@ -69,7 +69,7 @@ impl Folder {
         self.run(&["run", "fig-00", "--record", "--programs", self.dir.path().to_str().unwrap()])
     }
 
-    /// What `check` says after `change` of the configuration.
+    /// Output of `check` after `change` of the configuration.
     fn complaint(&self, change: &str) -> String {
         self.write("fig-00_test/config.toml", &format!("{CONFIG}{change}"));
         self.check()
@@ -255,7 +255,7 @@ fn a_run_that_ended_early_goes_on_where_it_was() {
     assert_eq!(lines(), before, "nothing is written until all is there");
     let kept = fs::read_to_string(&unfinished).unwrap();
     assert_eq!(kept.lines().count(), 1);
-    // What is kept is taken, not measured again.
+    // The next run reuses these lines instead of repeating the measurement.
     let efficiency = lines::number(&serde_json::from_str(before.lines().next().unwrap()).unwrap(), "efficiency_percent").unwrap();
     fs::write(&unfinished, kept.replace(&efficiency.to_string(), "99.5")).unwrap();
     folder.write("fig-00_test/config.toml", CONFIG);

@@ -1,7 +1,7 @@
-//! Two steps of a trace as lanes of a few hundred spans, and how much of the optimizer's work lies under the backward pass.
+//! Two steps of a trace as lanes with a few hundred spans, and the fraction of the optimizer's work that overlaps the backward pass.
 //!
-//! A trace has a track for each stream and each thread, with a span for every kernel. A step begins with the `embed` kernel;
-//! its backward pass begins with the loss. What follows within a four-hundredth of the window is drawn as one span.
+//! A trace has a track for each stream and each thread, with a span for every kernel. A step begins with the `embed` kernel; its backward
+//! pass begins with the loss. Spans of one kind with gaps of at most 1/400 of the window are merged.
 
 use crate::error::{Error, Result};
 use serde::Deserialize;
@@ -9,16 +9,16 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What the driver's track calls a change of plan.
+/// Name of a plan change on the driver's track.
 const REPLAN: &str = "replan";
-/// First kernel of a step and of its backward pass.
+/// First kernels of a step and of its backward pass.
 const STEP: &str = "embed";
 const BACKWARD: &str = "cross_entropy_grad";
-/// Steps that are drawn.
+/// Number of steps to draw.
 const STEPS: usize = 2;
-/// Gaps up to this share of the window are closed.
+/// Largest gap between merged spans, as a fraction of the window.
 const GAP_SHARE: f64 = 1.0 / 400.0;
-/// Lanes from top to bottom, and the tracks that each unites.
+/// Lanes from top to bottom, and the prefix of the tracks that each lane merges.
 const LANES: [(&str, &str); 4] = [("compute", "compute"), ("to the host", "d2h"), ("optimizer", "adam"), ("to the device", "h2d")];
 
 #[derive(Deserialize)]
@@ -45,29 +45,29 @@ struct TraceArgs {
     name: Option<String>,
 }
 
-/// Something that took time, in milliseconds of the window.
+/// A span, in milliseconds from the start of the window.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaneSpan {
-    /// What it is drawn as.
+    /// Kind, which selects the colour.
     pub kind: String,
-    /// When it began.
+    /// Start time.
     pub start_ms: f64,
-    /// When it ended.
+    /// End time.
     pub end_ms: f64,
 }
 
-/// The last whole steps of the trace at `path`: `{"ms", "optimizer_share_in_backward", "lanes"}`.
+/// The last complete steps of the trace at `path`: `{"ms", "optimizer_share_in_backward", "lanes"}`.
 ///
 /// # Errors
-/// When the file is no trace, or holds too few steps.
+/// An error if the file is not a trace or contains too few steps.
 pub fn read(path: &Path) -> Result<Value> {
     of(&events(path)?).map_err(|cause| Error::Format { path: path.into(), cause })
 }
 
-/// The last whole steps of each plan of a run, which changes its plan between two steps, in the order of the plans.
+/// The last complete steps of each plan of a run, in the order of the plans. A run changes its plan between two steps.
 ///
 /// # Errors
-/// As [`read`]'s; each plan needs as many steps.
+/// Errors of [`read`]; each plan needs enough steps.
 pub fn of_each_plan(path: &Path) -> Result<Vec<Value>> {
     let timelines = each_plan(events(path)?).into_iter().map(|events| of(&events));
     timelines.collect::<std::result::Result<_, _>>().map_err(|cause| Error::Format { path: path.into(), cause })
@@ -79,7 +79,7 @@ fn events(path: &Path) -> Result<Vec<TraceEvent>> {
     Ok(trace.events)
 }
 
-/// What began before each change of plan, and after the last; each with the names of all tracks.
+/// Splits the events at changes of plan. Each part includes the names of all tracks.
 fn each_plan(mut events: Vec<TraceEvent>) -> Vec<Vec<TraceEvent>> {
     events.sort_by(|a, b| a.ts.total_cmp(&b.ts));
     let (names, spans): (Vec<_>, Vec<_>) = events.into_iter().partition(|event| event.ph == "M");
@@ -119,7 +119,7 @@ fn of(events: &[TraceEvent]) -> std::result::Result<Value, String> {
     }))
 }
 
-/// What a kernel of the compute stream belongs to.
+/// Phase of the step to which a kernel of the compute stream belongs.
 fn phase<'a>(steps: &[f64], backwards: &[f64], event: &TraceEvent) -> &'a str {
     let last = |starts: &[f64]| starts.iter().rev().find(|&&start| start <= event.ts).copied().unwrap_or(f64::NEG_INFINITY);
     match event.name.as_str() {
@@ -129,7 +129,7 @@ fn phase<'a>(steps: &[f64], backwards: &[f64], event: &TraceEvent) -> &'a str {
     }
 }
 
-/// What the pool and the links do, in fewer words.
+/// Kind of a span of the pool or of a copy.
 fn kind(name: &str) -> &str {
     match name {
         "commit_then_speculate" | "speculate" => "speculate",
@@ -139,7 +139,7 @@ fn kind(name: &str) -> &str {
     }
 }
 
-/// Spans of one kind that overlap or nearly touch, as one. A span that begins inside another begins where that ends.
+/// Merges spans of one kind that overlap or nearly touch. A span that begins inside another kind's span is cut to begin at its end.
 pub fn merged(spans: Vec<LaneSpan>, gap_ms: f64) -> Vec<LaneSpan> {
     let mut merged: Vec<LaneSpan> = Vec::new();
     for mut span in spans {
@@ -154,7 +154,7 @@ pub fn merged(spans: Vec<LaneSpan>, gap_ms: f64) -> Vec<LaneSpan> {
     merged
 }
 
-/// Share of the pool's time that lies between the begin of a backward pass and its end.
+/// Fraction of the pool's time that overlaps backward passes.
 fn share_in_backward(compute: &[LaneSpan], pool: &[LaneSpan]) -> f64 {
     let backward: Vec<_> = compute.iter().filter(|span| span.kind == "backward").collect();
     let overlap = |span: &LaneSpan| -> f64 {
@@ -181,7 +181,7 @@ pub fn lanes(timeline: &Value) -> Vec<(String, Vec<LaneSpan>)> {
     timeline["lanes"].as_array().into_iter().flatten().filter_map(lane).collect()
 }
 
-/// Microseconds are enough.
+/// Rounds to microseconds.
 fn rounded(ms: f64) -> f64 {
     (ms * 1e3).round() / 1e3
 }
@@ -194,7 +194,7 @@ mod tests {
         TraceEvent { ph: "X".into(), name: name.into(), tid, ts, dur, args: TraceArgs::default() }
     }
 
-    /// Steps of 10 ms: forward 4, backward 4; the pool works from `pool_us` on for 2.
+    /// Steps of 10 ms: 4 ms forward and 4 ms backward. The pool works for 2 ms from `pool_us` on.
     fn trace(steps: u32, pool_us: f64) -> Vec<TraceEvent> {
         let mut events = Vec::new();
         for (tid, name) in ["compute", "adam-00", "d2h"].into_iter().enumerate() {

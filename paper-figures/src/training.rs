@@ -1,4 +1,4 @@
-//! A training run as lines: steps of its `metrics.jsonl`, and one for the whole with its settings, counts and digest.
+//! A training run as lines: steps of its `metrics.jsonl`, and one line for the whole run with settings, counts and digest.
 
 use crate::error::{Error, Result};
 use crate::lines;
@@ -6,19 +6,19 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Steps between those that are kept; one with a rollback always is.
+/// Interval of the steps that become lines. Steps with a rollback always become lines.
 const EVERY: u64 = 10;
-/// Fields of a step that are kept.
+/// Fields of a step's line.
 const FIELDS: [&str; 6] = ["step", "loss", "grad_norm", "verdict", "rolled_back", "step_ms"];
-/// Fields of an evaluation that are kept; every evaluation is.
+/// Fields of an evaluation's line. Every evaluation becomes a line.
 const EVALUATED: [&str; 3] = ["step", "eval_loss", "eval_tokens"];
-/// Settings that tell the steps of one run from those of another.
+/// Settings that distinguish the steps of different runs.
 const OF_RUN: [&str; 4] = ["strategy", "matmul_dtype", "moments", "seed"];
 
-/// The lines of the run in `folder`, which printed `text`.
+/// Returns the lines of the run in `folder` with the output `text`.
 ///
 /// # Errors
-/// When the run left no metrics, no checkpoint with its settings, or no digest.
+/// An error if the run left no metrics, no checkpoint with settings, or no digest.
 pub fn lines(folder: &Path, text: &str) -> Result<Vec<Value>> {
     let wrong = |cause: &str| Error::Format { path: folder.into(), cause: cause.into() };
     let (of_steps, facts): (Vec<_>, Vec<_>) =
@@ -44,7 +44,7 @@ fn has_rollback(line: &Value) -> bool {
     line["rolled_back"].as_u64() > Some(0)
 }
 
-/// What is kept of a line, and which run it is of.
+/// Selects `fields` of a line and adds the settings that identify the run.
 fn of_run(bench: &str, line: &Value, fields: &[&str], settings: &Value) -> Value {
     let mut kept = Map::from_iter([("bench".into(), bench.into())]);
     kept.extend(OF_RUN.iter().filter_map(|name| Some(((*name).into(), settings.get(name)?.clone()))));

@@ -1,4 +1,5 @@
-//! What the calls of a run have printed so far: a machine may be lent for minutes, and its sweeps take longer.
+//! Output of a run's completed calls. Machines may be available only for minutes, while sweeps take longer, so a later run continues from
+//! it.
 
 use crate::config::Program;
 use crate::error::{Error, Result};
@@ -9,41 +10,41 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-/// Calls that are done, each a line of a file that lasts as long as the run.
+/// Completed calls, each a line of a file that exists until the run is complete.
 pub struct Unfinished {
     path: PathBuf,
     calls: Vec<Value>,
 }
 
 impl Unfinished {
-    /// With the calls of a run that ended early, if `path` has some.
+    /// Opens the file with the completed calls of an interrupted run, if any.
     ///
     /// # Errors
-    /// When the file cannot be read.
+    /// Errors of reading the file.
     pub fn open(path: PathBuf) -> Result<Self> {
         Ok(Self { calls: lines::read(&path)?, path })
     }
 
-    /// What this call printed before.
+    /// Output of a completed call.
     pub fn find(&self, program: Program, flags: &Flags) -> Option<Vec<Value>> {
         let wanted = entry(program, flags, &[]);
         let found = self.calls.iter().find(|call| call["program"] == wanted["program"] && call["flags"] == wanted["flags"])?;
         found["lines"].as_array().cloned()
     }
 
-    /// Keeps what a call printed.
+    /// Stores the output of a call.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Errors of writing the file.
     pub fn add(&mut self, program: Program, flags: &Flags, lines: &[Value]) -> Result<()> {
         self.calls.push(entry(program, flags, lines));
         lines::write(&self.path, &self.calls, false)
     }
 
-    /// Every line is where it belongs.
+    /// Removes the file after all lines were written to their final files.
     ///
     /// # Errors
-    /// When the file cannot be removed.
+    /// Errors of removing the file.
     pub fn end(self) -> Result<()> {
         match fs::remove_file(&self.path) {
             Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::Io { path: self.path, source }),

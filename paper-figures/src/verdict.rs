@@ -1,4 +1,4 @@
-//! How far each figure is reproduced: a sentence made from its data, and the table of the README.
+//! Verdicts: one sentence per figure on its reproduction, derived from its data, and the table in the README.
 
 use crate::check;
 use crate::config::Origin;
@@ -7,14 +7,14 @@ use crate::figure::Figure;
 use crate::series;
 use std::path::Path;
 
-/// The table stands between these lines.
+/// Lines around the table.
 const BEGIN: &str = "<!-- begin: written by `paper-figures table` -->\n";
 const END: &str = "<!-- end -->\n";
 
-/// One sentence: reproduced, deviates, same shape, not run here, or none of the paper's.
+/// Returns the verdict of a figure: reproduced, deviates, same shape, not run here, or drawn for this repository.
 ///
 /// # Errors
-/// When data cannot be read.
+/// Errors of reading data.
 pub fn verdict(figure: &Figure) -> Result<String> {
     let config = &figure.config;
     if check::ours(figure)?.is_empty() {
@@ -35,10 +35,10 @@ pub fn verdict(figure: &Figure) -> Result<String> {
     Ok(if config.why.is_empty() { found } else { format!("{found}; {}", config.why) })
 }
 
-/// Where the figure's own lines come from: `simulated, measured`.
+/// Origins of the figure's own lines, for example `simulated, measured`.
 ///
 /// # Errors
-/// When data cannot be read.
+/// Errors of reading data.
 pub fn origins(figure: &Figure) -> Result<String> {
     let ours = check::ours(figure)?;
     let names = [(Origin::Model, "formula"), (Origin::Simulated, "simulated"), (Origin::Measured, "measured")];
@@ -46,10 +46,10 @@ pub fn origins(figure: &Figure) -> Result<String> {
     Ok(found.map(|(_, name)| name).collect::<Vec<_>>().join(", "))
 }
 
-/// The table, a row for each figure.
+/// Returns the table with a row for each figure.
 ///
 /// # Errors
-/// When data cannot be read.
+/// Errors of reading data.
 pub fn table(figures: &[Figure]) -> Result<String> {
     let mut text = String::from("| | figure | verdict | our data | minutes |\n|---|---|---|---|---|\n");
     for figure in figures {
@@ -65,10 +65,10 @@ pub fn table(figures: &[Figure]) -> Result<String> {
     Ok(text)
 }
 
-/// The README at `path` with `table` in its place.
+/// Returns the README at `path` with `table` in its place.
 ///
 /// # Errors
-/// When the README cannot be read or has no place for it.
+/// Errors of reading the README; an error if it has no place for the table.
 pub fn readme(path: &Path, table: &str) -> Result<String> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
     let parts = text.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));

@@ -1,15 +1,15 @@
-//! The share of time that streaming every weight over the link leaves for computing (paper 4.2).
+//! The fraction of time spent computing if every weight is streamed over the link (paper, section 4.2).
 //!
-//! A forward pass computes `2 * batch * seq_length` operations a parameter and moves 2 bytes a parameter, one after the
-//! other: `efficiency = 1 / (1 + peak / (bandwidth * batch * seq_length))`.
+//! A forward pass computes `2 * batch * seq_length` operations per parameter and transfers 2 bytes per parameter, without overlap:
+//! `efficiency = 1 / (1 + peak / (bandwidth * batch * seq_length))`.
 
 use crate::program::Flags;
 use serde_json::{Value, json};
 
-/// The point that `bandwidth-gbps`, `batch`, `seq-length` and `peak-tflops` describe.
+/// Returns the line for `bandwidth-gbps`, `batch`, `seq-length` and `peak-tflops`.
 ///
 /// # Errors
-/// Names the flag that is missing or no positive number.
+/// Name of the flag that is missing or not a positive number.
 pub fn line(flags: &Flags) -> Result<Value, String> {
     let number = |flag: &str| {
         let value = flags.get(flag).and_then(|value| value.as_float().or(value.as_integer().map(|value| value as f64)));
@@ -28,7 +28,7 @@ pub fn line(flags: &Flags) -> Result<Value, String> {
     }))
 }
 
-/// Share of time spent computing, in percent.
+/// Fraction of time spent computing, in percent.
 fn efficiency_percent(bandwidth_gbps: f64, tokens: f64, peak_tflops: f64) -> f64 {
     100.0 / (1.0 + peak_tflops * 1e12 / (bandwidth_gbps * 1e9 * tokens))
 }
@@ -43,7 +43,8 @@ mod tests {
 
     #[test]
     fn half_the_time_computes_when_the_link_feeds_the_peak() {
-        // 700e12 operations a second need 700e12 / 4096 bytes a second for each of 2 bytes and 2 operations.
+        // At 700e12 operations per second and 4096 tokens, a link must supply 700e12 / 4096 bytes per second, as each parameter has 2 bytes
+        // and 2 operations per token.
         let line = line(&flags("bandwidth-gbps = 170.8984375\nbatch = 4\nseq-length = 1024\npeak-tflops = 700\n")).unwrap();
         assert_eq!(line["efficiency_percent"], 50.0);
     }

@@ -1,6 +1,6 @@
-//! From values to places: linear or logarithmic, with round ticks.
+//! Linear and logarithmic axes: conversion of values to positions, and round ticks.
 
-/// One axis.
+/// An axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Axis {
     low: f64,
@@ -11,8 +11,8 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// An axis for `values`, whose ends lie at the places `from` and `to`. A linear one begins at 0; a logarithmic one leaves
-    /// a little room at both ends, and has no place for values that are not positive.
+    /// An axis for `values` with its ends at the positions `from` and `to`. A linear axis includes 0. A logarithmic axis has some margin at
+    /// both ends and ignores values that are not positive.
     pub fn of(values: impl Iterator<Item = f64>, is_log: bool, from: f64, to: f64) -> Self {
         let values: Vec<_> = values.filter(|value| value.is_finite() && (!is_log || *value > 0.0)).collect();
         let low = values.iter().copied().fold(f64::INFINITY, f64::min);
@@ -27,24 +27,24 @@ impl Axis {
         }
     }
 
-    /// The same axis, which ends at `high` if that is given and the axis is linear.
+    /// Sets the upper end of a linear axis to `high`, if given.
     pub fn up_to(self, high: Option<f64>) -> Self {
         Self { high: high.filter(|_| !self.is_log).unwrap_or(self.high), ..self }
     }
 
-    /// Where `value` lies.
+    /// Position of `value`.
     pub fn place(&self, value: f64) -> f64 {
         let share =
             if self.is_log { (value / self.low).ln() / (self.high / self.low).ln() } else { (value - self.low) / (self.high - self.low) };
         self.from + (self.to - self.from) * share.clamp(0.0, 1.0)
     }
 
-    /// Where bars stand.
+    /// Position of the base of bars.
     pub fn floor(&self) -> f64 {
         self.place(if self.is_log { self.low } else { 0.0 })
     }
 
-    /// Round values, about six.
+    /// About six round values.
     pub fn ticks(&self) -> Vec<f64> {
         if self.is_log { self.log_ticks() } else { self.linear_ticks() }
     }
@@ -57,7 +57,7 @@ impl Axis {
         range.map(|index| index as f64 * step).collect()
     }
 
-    /// Powers of ten; 1, 2 and 5 of each where the axis is short.
+    /// Powers of ten; on short axes also their multiples by 2 and 5.
     fn log_ticks(&self) -> Vec<f64> {
         let decades = (self.high / self.low).log10();
         let factors: &[f64] = if decades < 3.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
@@ -67,7 +67,7 @@ impl Axis {
     }
 }
 
-/// A number without digits that say nothing.
+/// Formats a number without insignificant digits.
 pub fn label(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),

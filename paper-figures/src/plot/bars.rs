@@ -1,4 +1,4 @@
-//! Groups of bars.
+//! Grouped bars.
 
 use super::axis::{self, Axis};
 use super::picture::{Anchor, INK, Picture, colour};
@@ -7,17 +7,17 @@ use super::{Area, BODY, Frame, LEFT, RIGHT, bar, vertical_axis, wrapped};
 use crate::config::Plot;
 use crate::series::Curve;
 
-/// Share of a group's room that the bars of the fullest group take.
+/// Fraction of a group's width that the bars of the fullest group fill.
 const FILLED: f64 = 0.82;
 const WIDEST: f64 = 70.0;
 /// Height of the numbers above bars, in points.
 const NUMBER: f64 = BODY - 4.0;
-/// Width of a character of the categories' names, about, in points.
+/// Approximate width of a character in a category's name, in points.
 const CHAR: f64 = 7.0;
-/// Height below which a bar is not seen, in points.
+/// Minimum visible height of a bar, in points.
 const SEEN: f64 = 1.5;
 
-/// A group for each category of the frame; a bar for each curve that has a point there. All bars are as wide.
+/// Draws one group per category of the frame, with one bar for each curve that has a point in it. All bars have the same width.
 pub fn draw(picture: &mut Picture, frame: &Frame<'_>) {
     let (curves, plot, area) = (&frame.curves[..], frame.plot, frame.area);
     let y = axis(curves, plot, area);
@@ -47,13 +47,13 @@ fn axis(curves: &[Curve], plot: &Plot, area: Area) -> Axis {
     Axis::of(heights, plot.log_y, area.bottom, area.top).up_to(plot.y_max)
 }
 
-/// The curves that have a bar in a group, with its height.
+/// The curves with a bar in a group, and the bars' heights.
 fn heights<'a>(curves: &'a [Curve], category: &'a str) -> impl Iterator<Item = (&'a Curve, f64)> {
     let height = move |curve: &Curve| curve.points.iter().find(|point| point.label == category).map(|point| point.y);
     curves.iter().filter_map(move |curve| Some((curve, height(curve)?)))
 }
 
-/// Left ends of the bars of a group, side by side without gaps for curves that have none here.
+/// Left ends of the bars of a group, side by side, without gaps for missing curves.
 fn lefts(count: usize, (middle, width): (f64, f64)) -> impl Iterator<Item = f64> {
     (0..count).map(move |place| middle + (place as f64 - count as f64 / 2.0) * width)
 }
@@ -65,7 +65,7 @@ fn group(picture: &mut Picture, bars: Vec<(&Curve, f64)>, (middle, width): (f64,
     picture.line(&[(LEFT, axis.floor()), (RIGHT, axis.floor())], INK, 1.0);
 }
 
-/// A frame's bars have their heights above them, all or none: a number that is wider than its bar would lie on the next one.
+/// Whether the bars of a frame have numbers. Either all have them or none, because a number wider than its bar would overlap the next one.
 fn has_numbers(curves: &[Curve], width: f64) -> bool {
     let mut values = curves.iter().flat_map(|curve| &curve.points).map(|point| axis::label(point.y));
     values.all(|text| text_size(&text, NUMBER).0 <= width)
@@ -80,7 +80,7 @@ fn numbers(picture: &mut Picture, curves: &[Curve], categories: &[&str], (room, 
     }
 }
 
-/// Names of curves whose bars are all too low to be seen.
+/// Names of curves whose bars are all too low to be visible.
 pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> {
     let axis = axis(curves, plot, area);
     let is_seen = |curve: &Curve| curve.points.iter().any(|point| axis.floor() - axis.place(point.y) >= SEEN);
@@ -94,7 +94,7 @@ mod tests {
     use crate::config::{Marker, Origin};
     use crate::series::Point;
 
-    /// Widths of the bars, and the numbers above them, of `count` series of which only the first has a bar in the second group.
+    /// Widths of the bars, and the number of labels above them, for `count` series of which only the first has a bar in the second group.
     fn drawn(count: usize, y: f64) -> (Vec<f64>, usize) {
         let point = |label: &str| Point { label: label.into(), x: None, y };
         let curve = |index: usize| Curve {

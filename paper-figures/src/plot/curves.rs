@@ -6,11 +6,11 @@ use super::{Area, BODY, LEFT, RIGHT, vertical_axis};
 use crate::config::{Marker, Origin, Plot};
 use crate::series::Curve;
 
-/// Points above which a curve is drawn without markers.
+/// Maximum number of points of a curve with markers.
 const MARKED_MAX: usize = 60;
 const RADIUS: f64 = 4.5;
 
-/// A line through the points of each curve that have a place, in order of place.
+/// Draws a line through the points of each curve that have an x, in order of x.
 pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot, area: Area) {
     let (x, y) = axes(curves, plot, area);
     for tick in x.ticks() {
@@ -40,12 +40,13 @@ fn places(curve: &Curve, (x, y): (&Axis, &Axis)) -> Vec<PagePoint> {
     places
 }
 
-/// Points that no line joins always have markers; of a line they show which points were measured, unless they would crowd it.
+/// Whether a curve has markers. Unconnected points always have them. On a line, markers show the measured points, unless there are too
+/// many.
 fn has_markers(curve: &Curve) -> bool {
     curve.origin != Origin::Model && (curve.scattered || curve.points.len() <= MARKED_MAX)
 }
 
-/// Names of curves of which nothing is seen: each of their points lies under a marker of a later curve.
+/// Names of curves that are invisible because later markers cover all their points.
 pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> {
     let (x, y) = axes(curves, plot, area);
     let places: Vec<_> = curves.iter().map(|curve| places(curve, (&x, &y))).collect();
@@ -57,7 +58,7 @@ pub fn hidden<'a>(curves: &'a [Curve], plot: &Plot, area: Area) -> Vec<&'a str> 
     curves.iter().enumerate().filter(is_hidden).map(|(_, curve)| curve.name.as_str()).collect()
 }
 
-/// How a curve looks, for the legend.
+/// Draws a sample of a curve for the legend.
 pub fn sample(picture: &mut Picture, curve: &Curve, from: PagePoint, to: PagePoint) {
     line(picture, curve, &[from, to]);
     if has_markers(curve) {
@@ -76,7 +77,7 @@ fn line(picture: &mut Picture, curve: &Curve, places: &[PagePoint]) {
     }
 }
 
-/// Full; hollow for the paper's numbers.
+/// Draws a marker; the paper's markers are hollow.
 fn marker(picture: &mut Picture, place: PagePoint, curve: &Curve, is_small: bool) {
     let (form, stretch) = match curve.marker {
         Marker::Circle => ((20, 0.0), 1.0),

@@ -1,5 +1,5 @@
-//! What makes a picture hard to read, as far as it can be told from its shapes: series that look alike, legends of what is
-//! not seen, texts on texts.
+//! Finds problems in a picture's shapes that make it hard to read: series that look alike, legends of invisible series, and overlapping
+//! texts.
 
 use super::picture::{Anchor, Picture, Shape, WIDTH};
 use super::{Frame, bars, curves, frames, picture, render};
@@ -8,13 +8,13 @@ use crate::error::Result;
 use crate::figure::Figure;
 use crate::series::Curve;
 
-/// How far two texts' boxes may run into each other, in points: boxes hold room for letters that the text may not have.
+/// Allowed overlap of two text boxes, in points. A box includes room for letters that its text may not contain.
 const TOUCH: f64 = 2.0;
 
-/// A sentence for each fault of the figure's picture.
+/// Returns a sentence for each problem of the figure's picture.
 ///
 /// # Errors
-/// When data cannot be read.
+/// Errors of reading data.
 pub fn faults(figure: &Figure) -> Result<Vec<String>> {
     let mut faults = texts(&picture(figure)?);
     for frame in frames(figure)?.iter().filter(|frame| matches!(frame.plot.kind, Kind::Bars | Kind::Lines)) {
@@ -28,7 +28,7 @@ pub fn faults(figure: &Figure) -> Result<Vec<String>> {
     Ok(faults)
 }
 
-/// Pairs of series that one frame draws in the same manner.
+/// Pairs of series in one frame that look the same.
 fn alike(frame: &Frame<'_>) -> Vec<String> {
     let look = |curve: &Curve| {
         let marker = (frame.plot.kind == Kind::Lines).then_some((curve.marker, curve.scattered));
@@ -42,7 +42,7 @@ fn alike(frame: &Frame<'_>) -> Vec<String> {
 /// Left, top, right, bottom.
 type Sides = [f64; 4];
 
-/// Texts that lie on each other or leave the page.
+/// Texts that overlap or leave the page.
 fn texts(picture: &Picture) -> Vec<String> {
     let texts: Vec<_> = picture.shapes.iter().filter_map(sides).collect();
     let mut faults = Vec::new();

@@ -11,28 +11,28 @@ use crate::series;
 use crate::timeline::{self, LaneSpan};
 use serde_json::Value;
 
-/// Room for the lanes' names, and where panels end.
+/// Left end of the panels, after the names of lanes, and right end.
 const LEFT: f64 = 120.0;
 const PANEL_RIGHT: f64 = RIGHT + 40.0;
-/// Top of the first panel, and room below the last one.
+/// Top of the first panel, and margin below the last one.
 const TOP: f64 = TITLED + 14.0;
 const BELOW: f64 = 24.0;
-/// The highest panel; a page of few panels ends below them.
+/// Maximum height of a panel. A page with few panels is shorter.
 const HIGHEST: f64 = 165.0;
-/// Room above a panel for its name and below it for its ticks.
+/// Space above a panel for its name, and below it for its ticks.
 const HEAD: f64 = 22.0;
 const FOOT: f64 = 22.0;
-/// Kinds of spans, each with the colour of its place; any other one is as the last.
+/// Kinds of spans; the index is the colour. Unknown kinds use the last colour.
 const KINDS: [&str; 10] =
     ["forward", "backward", "gradients", "weights", "speculate", "step", "commit", "restore", "validate", "step on the device"];
 
-/// Lanes of copies, and how near two are, as a share of the panel's time, to be drawn as one, whichever way they go.
+/// Lanes of copies, and the largest gap between two copies that are drawn as one, as a fraction of the panel's time.
 const LINKS: [&str; 2] = ["to the host", "to the device"];
 const COPY_GAP_SHARE: f64 = 1.0 / 100.0;
-/// What the boxes do not say.
+/// Note on the merged boxes.
 const NOTE: &str = "Copies less than 1 % of a panel apart are one box: there the link is in use, not full.";
 
-/// What one panel shows.
+/// Content of a panel.
 pub struct Panel {
     name: String,
     origin: Origin,
@@ -40,16 +40,16 @@ pub struct Panel {
 }
 
 impl Panel {
-    /// When its last span ends.
+    /// End of the panel's last span.
     fn end_ms(&self) -> Option<f64> {
         self.lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).reduce(f64::max)
     }
 }
 
-/// The panels of a figure: the last line of each series, or the paper's drawing from `expected.csv`.
+/// The panels of a figure: the last line of each series, or the paper's timeline from `expected.csv`.
 ///
 /// # Errors
-/// When data cannot be read.
+/// Errors of reading data.
 pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
     let mut panels = Vec::new();
     for series in &figure.config.series {
@@ -65,7 +65,7 @@ pub fn panels(figure: &Figure) -> Result<Vec<Panel>> {
     Ok(panels)
 }
 
-/// The same lanes with copies that lie close together as one.
+/// Merges copies that are close together.
 fn joined(mut lanes: Vec<(String, Vec<LaneSpan>)>) -> Vec<(String, Vec<LaneSpan>)> {
     let end_ms = lanes.iter().flat_map(|(_, spans)| spans).map(|span| span.end_ms).fold(0.0, f64::max);
     for (_, spans) in lanes.iter_mut().filter(|(lane, _)| LINKS.contains(&lane.as_str())) {
@@ -74,7 +74,7 @@ fn joined(mut lanes: Vec<(String, Vec<LaneSpan>)>) -> Vec<(String, Vec<LaneSpan>
     lanes
 }
 
-/// Rows of `lane`, `kind`, `start` and `end`, in units of the drawing; one that lacks any of them draws nothing.
+/// Lanes from rows of `lane`, `kind`, `start` and `end` in units of the drawing. Skips incomplete rows.
 fn drawn(rows: &[Value]) -> Vec<(String, Vec<LaneSpan>)> {
     let mut lanes: Vec<(String, Vec<LaneSpan>)> = Vec::new();
     for row in rows {
@@ -89,7 +89,7 @@ fn drawn(rows: &[Value]) -> Vec<(String, Vec<LaneSpan>)> {
     lanes
 }
 
-/// Panels from top to bottom, each with its own time unless the plot wants one scale.
+/// Draws the panels from top to bottom, each with its own time scale unless the plot sets `one_scale`.
 pub fn draw(picture: &mut Picture, panels: &[Panel], plot: &Plot) {
     let mut kinds: Vec<&str> = Vec::new();
     for span in panels.iter().flat_map(|panel| &panel.lanes).flat_map(|(_, spans)| spans) {
@@ -117,19 +117,19 @@ pub fn draw(picture: &mut Picture, panels: &[Panel], plot: &Plot) {
     }
 }
 
-/// A line of the legend.
+/// Draws an entry of the legend.
 fn entry(picture: &mut Picture, (left, y): PagePoint, colour: Colour, name: &str) {
     picture.rectangle((left, y - 7.0), (left + 26.0, y + 7.0), colour);
     picture.text((left + 34.0, y), name, BODY - 1.0, Anchor::Start);
 }
 
-/// What a lane looks like where it has no box.
+/// Colour of a lane without boxes.
 fn idle() -> Colour {
     tint(GREY, 0.35)
 }
 
 fn draw_panel(picture: &mut Picture, panel: &Panel, (top, room): (f64, f64), (time, unit): (&Axis, &str)) {
-    // Room behind the last span would look like idle time.
+    // The lane ends with its last span, because space after it would look like idle time.
     let right = panel.end_ms().map_or(PANEL_RIGHT, |end_ms| time.place(end_ms));
     picture.text((20.0, top + HEAD / 2.0), panel.name.clone(), BODY, Anchor::Start);
     let height = (room - HEAD - FOOT) / panel.lanes.len().max(1) as f64;
@@ -155,7 +155,7 @@ fn colour_of(kind: &str) -> Colour {
     colour(KINDS.iter().position(|known| *known == kind).unwrap_or(KINDS.len() - 1))
 }
 
-/// What the paper drew is outlined, what ran is full.
+/// Draws a span: outlined for the paper, filled for our lines.
 fn draw_span(picture: &mut Picture, (from, to): ((f64, f64), (f64, f64)), colour: Colour, origin: Origin) {
     if origin == Origin::Paper {
         picture.rectangle(from, to, tint(colour, 0.25));

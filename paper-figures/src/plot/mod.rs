@@ -1,7 +1,7 @@
-//! What a figure looks like: its page, and what points become on it.
+//! Drawing of figures: the page, and the representation of points.
 //!
-//! Colour says which series, manner says where it comes from. Paper: dashed and hollow; simulated: dotted and hatched;
-//! a formula: a line without markers, pale; measured: full. No two series of a frame may look the same.
+//! The colour shows the series, and the style shows the origin. The paper's series are dashed and hollow, simulated series dotted and
+//! hatched, formulas pale lines without markers, measured series solid. No two series of a frame may look the same.
 
 mod axis;
 mod bars;
@@ -20,29 +20,29 @@ use axis::Axis;
 pub use faults::faults;
 use picture::{Anchor, Colour, GREY, HEIGHT, INK, PAPER, PagePoint, Picture, WIDTH};
 
-/// Left and right end of every frame's axes.
+/// Left and right end of the axes of every frame.
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 700.0;
-/// Room for the page's title.
+/// Height of the page's title.
 const TITLED: f64 = 40.0;
 /// Sizes of text.
 const TITLE: f64 = 20.0;
 const BODY: f64 = 14.0;
-/// Characters of a line of the legend.
+/// Characters in a line of the legend.
 const LEGEND_CHARS: usize = 32;
 
-/// Draws `figure` from its lines into its folder, as SVG and as PNG.
+/// Draws `figure` from its lines into its output folder, as SVG and as PNG.
 ///
 /// # Errors
-/// When data cannot be read or a picture cannot be written.
+/// Errors of reading data or of writing a picture.
 pub fn write(figure: &Figure) -> Result<()> {
     render::write(&picture(figure)?, &figure.id, &figure.output_path(""))
 }
 
-/// Whether the figure's SVG is what its lines draw now.
+/// Whether the figure's SVG file equals a new drawing of its lines.
 ///
 /// # Errors
-/// When data cannot be read or drawn.
+/// Errors of reading or drawing data.
 pub fn is_current(figure: &Figure) -> Result<bool> {
     let drawn = render::svg(&picture(figure)?);
     Ok(std::fs::read(figure.output_path("figure.svg")).is_ok_and(|bytes| bytes == drawn.as_bytes()))
@@ -68,16 +68,16 @@ fn draw_frames(picture: &mut Picture, figure: &Figure) -> Result<()> {
     Ok(())
 }
 
-/// Axes, what is drawn between them, and where.
+/// Axes, their curves, and their position.
 struct Frame<'a> {
     plot: &'a Plot,
     curves: Vec<Curve>,
-    /// Categories of all frames in order of appearance: a category stands at the same place in each.
+    /// Categories of all frames in order of appearance, so that a category has the same position in every frame.
     categories: Vec<String>,
     area: Area,
 }
 
-/// The frames that have something to draw; the first one in any case.
+/// The frames with curves; always includes the first frame.
 fn frames(figure: &Figure) -> Result<Vec<Frame<'_>>> {
     let config = &figure.config;
     let mut frames: Vec<_> = config.frames().map(|plot| (plot, Vec::new())).collect();
@@ -116,7 +116,7 @@ impl Frame<'_> {
     }
 }
 
-/// The part of the page that a frame takes: the axes lie between `top` and `bottom`, what belongs to them above `end`.
+/// The vertical range of a frame on the page. The axes are between `top` and `bottom`; axis labels end above `end`.
 #[derive(Clone, Copy)]
 struct Area {
     top: f64,
@@ -125,7 +125,7 @@ struct Area {
 }
 
 impl Area {
-    /// The place of a frame among `count`, one below the other.
+    /// The area of frame `index` of `count`, from top to bottom.
     fn of(index: usize, count: usize) -> Self {
         let (height, head) = match count {
             1 => (HEIGHT - TITLED, 36.0),
@@ -137,7 +137,7 @@ impl Area {
     }
 }
 
-/// Ticks and grid of the vertical axis, its name above it, the frame's floor.
+/// Draws ticks and grid of the vertical axis, its name above it, and the frame's baseline.
 fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str, area: Area) {
     for tick in axis.ticks() {
         let y = axis.place(tick);
@@ -148,7 +148,7 @@ fn vertical_axis(picture: &mut Picture, axis: &Axis, name: &str, area: Area) {
     picture.text((20.0, area.top - 26.0), name, BODY, Anchor::Start);
 }
 
-/// Samples and names to the right of the axes, smaller where they would leave the frame.
+/// Draws samples and names to the right of the axes, smaller if they would exceed the frame.
 fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
     let names: Vec<_> = curves.iter().map(|curve| wrapped(&curve.name, LEGEND_CHARS)).collect();
     let height: f64 = names.iter().map(|lines| 17.0 * lines.len() as f64 + 7.0).sum();
@@ -168,7 +168,7 @@ fn legend(picture: &mut Picture, curves: &[Curve], kind: Kind, area: Area) {
     }
 }
 
-/// A bar from corner to corner, in the manner of its origin.
+/// Draws a bar between two corners, in the style of its origin.
 fn bar(picture: &mut Picture, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour, origin: Origin) {
     let fill = match origin {
         Origin::Measured => colour,
@@ -184,7 +184,7 @@ fn bar(picture: &mut Picture, (left, top): PagePoint, (right, bottom): PagePoint
     picture.outline((left, top), (right, bottom), colour);
 }
 
-/// `text` in lines of at most `chars`, cut at blanks.
+/// Wraps `text` at spaces into lines of at most `chars` characters.
 fn wrapped(text: &str, chars: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

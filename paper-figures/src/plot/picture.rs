@@ -1,6 +1,6 @@
-//! A picture as data: lines, areas and texts in points of a page, with the origin at the top left.
+//! A picture as data: lines, areas and texts in points of a page with the origin at the top left.
 
-/// A place on the page.
+/// A position on the page.
 pub type PagePoint = (f64, f64);
 
 /// Red, green, blue.
@@ -8,15 +8,15 @@ pub type Colour = (u8, u8, u8);
 
 /// Width of the page in points.
 pub const WIDTH: f64 = 960.0;
-/// Its height, where there is one frame.
+/// Height of a page with one frame.
 pub const HEIGHT: f64 = 540.0;
-/// Text, axes.
+/// Colour of text and axes.
 pub const INK: Colour = (34, 34, 34);
-/// Ticks, grid.
+/// Colour of ticks and grid.
 pub const GREY: Colour = (208, 208, 208);
-/// The page: its own, so that a picture reads on a dark page and in print.
+/// Colour of the page. The picture has its own background, so it is readable in dark mode and in print.
 pub const PAPER: Colour = (255, 255, 255);
-/// Colours that the colour-blind tell apart (Okabe and Ito).
+/// Colours that colour-blind readers can distinguish (Okabe and Ito).
 const PALETTE: [Colour; 10] = [
     (0, 114, 178),
     (213, 94, 0),
@@ -30,29 +30,29 @@ const PALETTE: [Colour; 10] = [
     (0, 0, 0),
 ];
 
-/// The colour of the series with this index.
+/// Colour of the series with this index.
 pub fn colour(index: usize) -> Colour {
     PALETTE[index % PALETTE.len()]
 }
 
-/// `colour` mixed with the page, `share` of it.
+/// Mixes `colour` with the page; `share` is the fraction of `colour`.
 pub fn tint(colour: Colour, share: f64) -> Colour {
     let mix = |ink: u8, page: u8| (f64::from(ink) * share + f64::from(page) * (1.0 - share)).round() as u8;
     (mix(colour.0, PAPER.0), mix(colour.1, PAPER.1), mix(colour.2, PAPER.2))
 }
 
-/// Side of a text that its place names.
+/// The part of a text that is at its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Anchor {
-    /// Its left end.
+    /// Left end.
     Start,
-    /// Its middle.
+    /// Middle.
     Middle,
-    /// Its right end.
+    /// Right end.
     End,
 }
 
-/// One stroke of the pen.
+/// A drawing operation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Shape {
     /// An open line.
@@ -71,25 +71,25 @@ pub enum Shape {
         /// Colour.
         colour: Colour,
     },
-    /// A line of text, centred on its place vertically.
+    /// A line of text, vertically centred on its position.
     Text {
-        /// Where.
+        /// Position.
         at: PagePoint,
-        /// What.
+        /// Content.
         text: String,
         /// Height in points.
         size: f64,
-        /// Which side is there.
+        /// Part of the text at the position.
         anchor: Anchor,
     },
 }
 
-/// Shapes, the later ones on top.
+/// Shapes in drawing order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Picture {
     /// Height of the page in points.
     pub height: f64,
-    /// What is on it.
+    /// Content of the page.
     pub shapes: Vec<Shape>,
 }
 
@@ -100,12 +100,12 @@ impl Default for Picture {
 }
 
 impl Picture {
-    /// A line.
+    /// Draws a line.
     pub fn line(&mut self, points: &[PagePoint], colour: Colour, width: f64) {
         self.shapes.push(Shape::Line { points: points.to_vec(), colour, width });
     }
 
-    /// A line of dashes; a length of 0 is a line without gaps.
+    /// Draws a dashed line; a dash length of 0 draws a solid line.
     pub fn dashed(&mut self, points: &[PagePoint], colour: Colour, width: f64, dash: f64) {
         if dash == 0.0 {
             return self.line(points, colour, width);
@@ -128,17 +128,17 @@ impl Picture {
         }
     }
 
-    /// A filled rectangle.
+    /// Draws a filled rectangle.
     pub fn rectangle(&mut self, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour) {
         self.shapes.push(Shape::Area { points: vec![(left, top), (right, top), (right, bottom), (left, bottom)], colour });
     }
 
-    /// The edge of a rectangle.
+    /// Draws the outline of a rectangle.
     pub fn outline(&mut self, (left, top): PagePoint, (right, bottom): PagePoint, colour: Colour) {
         self.line(&[(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], colour, 1.5);
     }
 
-    /// A filled regular polygon that stands on a side, or turned by `turn` sides; many corners are a circle.
+    /// Draws a filled regular polygon that stands on a side and is rotated by `turn` sides. Many corners make a circle.
     pub fn polygon(&mut self, (x, y): PagePoint, radius: f64, (corners, turn): (u32, f64), colour: Colour) {
         let corner = |index: u32| {
             let angle = (f64::from(index) + 0.5 + turn) * std::f64::consts::TAU / f64::from(corners) + std::f64::consts::FRAC_PI_2;
@@ -147,7 +147,7 @@ impl Picture {
         self.shapes.push(Shape::Area { points: (0..corners).map(corner).collect(), colour });
     }
 
-    /// A text.
+    /// Draws a text.
     pub fn text(&mut self, at: PagePoint, text: impl Into<String>, size: f64, anchor: Anchor) {
         self.shapes.push(Shape::Text { at, text: text.into(), size, anchor });
     }

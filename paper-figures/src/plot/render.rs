@@ -1,4 +1,4 @@
-//! A picture as SVG and as PNG, from the same shapes.
+//! Renders a picture as SVG and as PNG, from the same shapes.
 
 use super::picture::{Anchor, Colour, INK, PAPER, PagePoint, Picture, Shape, WIDTH};
 use crate::error::{Error, Result};
@@ -7,20 +7,20 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// Pixels of the PNG for a point of the page.
+/// Pixels of the PNG per point of the page.
 const PIXELS: f64 = 2.0;
-/// Each is the mean of this many squared: edges are smooth, and a line is as wide whichever way it runs.
+/// Supersampling factor: each pixel is the mean of FINE x FINE samples. Edges become smooth, and a line has the same width at every angle.
 const FINE: usize = 3;
-/// Family of every text; the PNG takes the font that comes with this crate.
+/// Font family of all texts. The PNG uses the font in this crate.
 const FAMILY: &str = "sans-serif";
 static FONT: &[u8] = include_bytes!("../../fonts/Roboto-Latin.ttf");
-/// Sizes are those of whole lines of the font, which SVG's are not.
+/// Ratio of the font's line height, which text sizes refer to, to the font size of SVG.
 const LINE_HEIGHT: f64 = 1.24;
 
 /// Writes `figure.svg` and `figure.png` into `folder`.
 ///
 /// # Errors
-/// When drawing or writing fails.
+/// Errors of drawing or writing.
 pub fn write(picture: &Picture, figure: &str, folder: &Path) -> Result<()> {
     let failed = |cause: String| Error::Draw { figure: figure.into(), cause };
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.into(), source })?;
@@ -31,7 +31,7 @@ pub fn write(picture: &Picture, figure: &str, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The picture as SVG.
+/// Renders the picture as SVG.
 pub fn svg(picture: &Picture) -> String {
     let (height, paper) = (picture.height, hex(PAPER));
     let mut svg =
@@ -90,7 +90,7 @@ fn png(picture: &Picture) -> std::result::Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Red, green and blue of `width` times `height` pixels, each the mean of finer ones.
+/// RGB values of `width` times `height` pixels, each the mean of its samples.
 fn pixels(picture: &Picture, (width, height): (usize, usize)) -> std::result::Result<Vec<u8>, String> {
     let mut fine = vec![u8::MAX; width * height * FINE * FINE * 3];
     draw(picture, BitMapBackend::with_buffer(&mut fine, ((width * FINE) as u32, (height * FINE) as u32)))?;
@@ -129,8 +129,8 @@ fn draw_shape<DB: DrawingBackend>(
     let fill =
         |points: &[PagePoint], colour: Colour| area.draw(&Polygon::new(points.iter().map(at).collect::<Vec<_>>(), rgb(colour).filled()));
     match shape {
-        // Segment by segment: a thick line's sharp corner would be drawn with a spike that is in no data. As areas: the
-        // library's own thick lines have another width at every angle.
+        // Each segment is drawn separately, because the library draws sharp corners of thick lines with spikes that are not in the data.
+        // Segments are polygons, because the width of the library's thick lines depends on the angle.
         Shape::Line { points, colour, width } => {
             points.windows(2).filter(|ends| ends[0] != ends[1]).try_for_each(|ends| fill(&stroke(ends[0], ends[1], *width), *colour))
         }
@@ -147,7 +147,7 @@ fn draw_shape<DB: DrawingBackend>(
     }
 }
 
-/// The corners of a straight line of some width.
+/// Corners of a straight line with a width.
 fn stroke(from: PagePoint, to: PagePoint, width: f64) -> [PagePoint; 4] {
     let (x, y) = (to.0 - from.0, to.1 - from.1);
     let half = width / 2.0 / x.hypot(y);
@@ -182,7 +182,7 @@ mod tests {
         assert!(is_text, "the font draws");
     }
 
-    /// Darkness of a line of 100 points, in pixels for each point of its length.
+    /// Darkness of a line of 100 points, in pixels per point of its length.
     fn ink(degrees: f64, width: f64) -> f64 {
         let mut picture = Picture { height: 120.0, ..Picture::default() };
         let (sin, cos) = degrees.to_radians().sin_cos();

@@ -1,4 +1,4 @@
-//! Horizontal bars: one for each series, its name at the left, its numbers at the right.
+//! Horizontal bars: one per series, with its name on the left and its numbers on the right.
 
 use super::axis::{self, Axis};
 use super::picture::{Anchor, INK, Picture, colour};
@@ -6,20 +6,20 @@ use super::{BODY, TITLED, bar};
 use crate::config::Plot;
 use crate::series::{Curve, Point};
 
-/// Where the bars begin and the longest one may end; where the second numbers end.
+/// Left end of the bars, right end of the longest bar, and right end of the second numbers.
 const LEFT: f64 = 350.0;
 const RIGHT: f64 = 800.0;
 const SECOND: f64 = 936.0;
-/// Where the first row begins.
+/// Top of the first row.
 const TOP: f64 = TITLED + 52.0;
 /// Heights of a row and of its bar, and the gap between rows of different colours.
 const ROW: f64 = 30.0;
 const BAR: f64 = 21.0;
 const GAP: f64 = 14.0;
-/// Height of the numbers, in points.
+/// Text size of the numbers, in points.
 const NUMBER: f64 = BODY + 1.0;
 
-/// A row for each series that has a point, from top to bottom; the page ends below the last one.
+/// Draws one row per series with a point, from top to bottom. The page ends below the last row.
 pub fn draw(picture: &mut Picture, curves: &[Curve], plot: &Plot) {
     let rows: Vec<(&Curve, &Point)> = curves.iter().filter_map(|curve| Some((curve, curve.points.last()?))).collect();
     let axis = Axis::of(rows.iter().map(|(_, point)| point.y), false, LEFT, RIGHT).up_to(plot.y_max);
@@ -44,7 +44,7 @@ fn draw_row(picture: &mut Picture, curve: &Curve, point: &Point, middle: f64, ax
     picture.text((SECOND, middle), second, BODY, Anchor::End);
 }
 
-/// Thousands apart: `18,685`.
+/// Formats a number with commas between groups of three digits: `18,685`.
 fn grouped(number: i64) -> String {
     let digits = number.to_string();
     let groups: Vec<&str> = digits.as_bytes().rchunks(3).rev().filter_map(|group| std::str::from_utf8(group).ok()).collect();
