@@ -1,4 +1,4 @@
-//! File operations whose errors name the operation and the path.
+//! File operations with errors that name the operation and the path.
 //!
 //! Everything that changes the disk goes through `attempt`, where tests make the n-th operation fail.
 

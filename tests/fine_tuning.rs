@@ -18,7 +18,7 @@ const CONFIG: &str = r#"{
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"
 }"#;
 
-/// All state is on the host. The first forward pass has so many tokens that it takes far longer than stopping the run.
+/// All state is on the host. The first forward pass has enough tokens to take far longer than stopping the run.
 const SETTINGS: &str = "device = \"cpu\"\nthreads = 2\nbucket-mib = 1.0\nslots = 2\nseq-length = 64\nper-device-train-batch-size = 2\n\
                         max-steps = 9\nsave-steps = 9\nresident-buckets = 0\n";
 

@@ -43,8 +43,8 @@ fn neither_places_nor_policies_nor_strategies_change_a_bit() {
     }
 }
 
-/// The steps are so long that the largest weights pass powers of two. The scales that an engine maintains over steps must equal those of a
-/// new engine with the present weights, with clipped steps, streamed weights and any schedule.
+/// The steps are large enough for the largest weights to pass powers of two. The scales that an engine maintains over steps must equal
+/// those of a new engine with the present weights, with clipped steps, streamed weights and any schedule.
 #[test]
 fn scales_of_weights_are_those_of_each_step_and_evaluation() {
     let shape = tiny_llama(12, 32, 64, true);

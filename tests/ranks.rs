@@ -21,7 +21,7 @@ use superoffload::{Error, Plan, Result};
 /// Buckets of 16 KiB: four blocks for each of up to four ranks.
 const CUT: [&str; 3] = ["--bucket-mib=0.03125", "--max-grad-norm=1.5", "--gradient-shares=4"];
 
-/// A step with so many micro-batches that it takes minutes.
+/// A step with enough micro-batches to take minutes.
 const LONG_STEP: &str = "--gradient-accumulation-steps=300000";
 
 /// CPUs, or the device in `SUPEROFFLOAD_DEVICE`; `cuda` needs four GPUs.

@@ -50,7 +50,7 @@ impl Machine {
     /// The machine of `profile` with `gpus` of its GPUs, which train together.
     ///
     /// # Errors
-    /// `Usage` if the profile has no rates for so many GPUs.
+    /// `Usage` if the profile has no rates for this number of GPUs.
     pub(crate) fn of_several(profile: &Profile, gpus: usize) -> Result<Self> {
         match gpus <= profile.gpus() {
             true => Ok(Self::with_rates(profile, Rates::of_each(profile, gpus))),
@@ -61,7 +61,7 @@ impl Machine {
     /// The machine of one process of a run with these `settings`; each process has its own machine.
     ///
     /// # Errors
-    /// `Usage` if the profile has no rates for so many GPUs, or no network between so many machines.
+    /// `Usage` if the profile has no rates for this number of GPUs, or no network for this number of machines.
     pub(crate) fn of_run(profile: &Profile, settings: &Settings) -> Result<Self> {
         let (machine, processes) = (Self::of_several(profile, settings.gpus)?, settings.processes);
         if processes > profile.machines() {

@@ -97,7 +97,7 @@ impl Meeting {
         self.failed(format_args!("{why}; --rendezvous-limit {} is over", self.limit.as_secs()))
     }
 
-    /// Meets the other processes, whose facts must equal those of `own`. `tell` prints a line.
+    /// Connects to the other processes and checks that their facts equal those of `own`. Progress messages go to `tell`.
     ///
     /// # Errors
     /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the

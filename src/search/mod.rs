@@ -262,7 +262,7 @@ type Setting = fn(&SearchQuery, &Candidate) -> Vec<Settings>;
 
 const SETTINGS: [Setting; 9] = [placement, residency_nearby, bucket_mib, sharing, residency_nearby, cast, slots, threads, techniques];
 
-/// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is seldom
+/// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is rarely
 /// the best for fewer, and streamed weights leave room for both.
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
     let asked = query.settings.weights;

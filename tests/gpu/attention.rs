@@ -69,7 +69,7 @@ fn full_blocks() -> [(AttentionShape, usize); 2] {
     [(shape(2, 1024, (32, 8), 128, None), 256), (shape(1, 1024, (16, 8), 128, Some(300)), 256)]
 }
 
-/// Every ratio of heads, sequences around the sizes of tiles, odd head dimensions, those of real models, windows.
+/// Every ratio of heads, sequences around the sizes of tiles, odd head dimensions, shapes of real models, windows.
 fn shapes() -> [AttentionShape; 15] {
     [
         shape(1, 1, (1, 1), 1, None),
@@ -523,7 +523,7 @@ fn backward(
 /// Queries and keys of a block of [`long`] on a GPU.
 const LONG_BLOCK: usize = 16_384;
 
-/// The queries of one key head over so many tokens that cuDNN's backward pass runs in blocks. Queries and keys share no channel, so all
+/// The queries of one key head over enough tokens for cuDNN's backward pass to run in blocks. Queries and keys share no channel, so all
 /// scores are 0 and the outputs of the forward pass are known. Some of the gradients are compared.
 fn long(bench: &mut Bench, random: &mut Random, dtype: Dtype) -> Outcome {
     let shape = shape(1, 131_072, (4, 1), 128, None);

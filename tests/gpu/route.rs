@@ -15,7 +15,7 @@ use superoffload::internals::dtype::Dtype;
 
 const FP32: Dtype = Dtype::Float32;
 
-/// Tokens, experts, choices: one of each, all experts, those of real models, counts that do not fill warps and blocks.
+/// Tokens, experts, choices: one of each, all experts, numbers of real models, numbers that do not fill warps and blocks.
 const ROUTES: [(usize, usize, usize); 8] =
     [(1, 1, 1), (1, 8, 8), (5, 3, 2), (67, 33, 4), (65, 128, 8), (700, 32, 4), (300, 64, 8), (130, 1000, 3)];
 
