@@ -22,15 +22,15 @@ pub(crate) fn slices_under_way(lanes: usize) -> usize {
     2 * lanes * (PLACES + WAITING + 1)
 }
 
-/// Time after which a direction without parcels says that it has none.
+/// Time after which a direction without parcels sends an empty message.
 const BEAT: Duration = Duration::from_secs(5);
-/// The kind of the message that says so.
+/// Kind of the empty message.
 const NOTHING: u8 = 0;
 
 /// Bytes of a parcel before its slice: bucket and round.
 const LABEL_BYTES: usize = 12;
 
-/// What a lane carries.
+/// Content of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LaneKind {
     Gradients = 1,
@@ -45,7 +45,7 @@ impl SliceBuffers {
     /// Memory of a slice of `length` bytes, which `fill` writes. The memory of an earlier slice serves again once every clone of its `Arc` is dropped.
     ///
     /// # Errors
-    /// Those of `fill`.
+    /// Errors of `fill`.
     pub(crate) fn fill<E>(&mut self, length: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Arc<Vec<u8>>, E> {
         let free = self.0.iter_mut().position(|buffer| Arc::get_mut(buffer).is_some());
         let mut buffer = free.map(|free| self.0.swap_remove(free)).unwrap_or_default();
@@ -126,7 +126,7 @@ fn name_by_label(label: &[u8]) -> String {
     format!("bucket {bucket} of round {round}")
 }
 
-/// Writes what is `leaving` until nobody sends any more.
+/// Writes each parcel of `leaving` until the lane is dropped.
 fn send(leaving: &Receiver<Parcel>, out: &mut impl Write, (kind, mut seal): (LaneKind, Seal), bell: &Doorbell) -> io::Result<()> {
     loop {
         match leaving.recv_timeout(BEAT) {
@@ -139,7 +139,7 @@ fn send(leaving: &Receiver<Parcel>, out: &mut impl Write, (kind, mut seal): (Lan
     }
 }
 
-/// Hands over what comes until nobody takes it any more.
+/// Passes each received parcel to `arriving` until the lane is dropped.
 fn receive(
     arriving: &SyncSender<Parcel>,
     input: &mut impl Read,
@@ -160,10 +160,10 @@ fn receive(
 
 impl ParcelLane {
     /// A lane over `connection` for parcels of a kind, of at most so many bytes. `bell` rings when a place is free or a parcel has come; `lose`
-    /// hears why the lane ended.
+    /// receives the error that ends the lane.
     ///
     /// # Errors
-    /// Those of the system, which has no thread or socket left.
+    /// Errors of the system, which has no thread or socket left.
     pub(crate) fn start(
         connection: SealedConnection,
         (kind, most): (LaneKind, usize),
@@ -181,7 +181,7 @@ impl ParcelLane {
         Ok(Self { out, arrived, next: None })
     }
 
-    /// Sends a parcel on its way, if there is a place for it. A lane that has ended has said why on the board.
+    /// Queues a parcel if the lane has a free place; returns whether it had. The error of a lane that has ended is on the board.
     pub(crate) fn try_send(&self, parcel: &Parcel) -> bool {
         self.out.try_send(parcel.clone()).is_ok()
     }
@@ -291,7 +291,7 @@ mod tests {
         assert_eq!(kind, ErrorKind::UnexpectedEof, "{why}");
     }
 
-    /// A parcel that is lost is noticed even where none follows it: its lane soon says that it has nothing to send.
+    /// The receiver notices a lost parcel even where none follows: the number of the next empty message is wrong.
     #[test]
     fn a_parcel_that_is_damaged_or_lost_ends_the_lane_before_anybody_takes_it() {
         let parcel = Parcel { bucket: 3, round: 5, bytes: Arc::new(vec![7; 1000]) };

@@ -44,7 +44,7 @@ impl Seal {
     /// Writes the next message, of `kind`, whose body is `start` followed by `rest`.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Errors of `out`.
     ///
     /// # Panics
     /// If `start` has more than [`START_BYTES_MAX`] bytes.
@@ -69,7 +69,7 @@ impl Seal {
     /// Reads the head of the next message.
     ///
     /// # Errors
-    /// Those of `input`; `InvalidData` for a damaged head, and for the head of another message than the next.
+    /// Errors of `input`; `InvalidData` for a damaged head, and for the head of another message than the next.
     pub(super) fn head(&self, input: &mut impl Read) -> io::Result<Head> {
         let [facts @ .., s, t, u, v]: [u8; HEAD_BYTES] = array(input)?;
         let facts_sum = crc32c_append(self.seed, &facts);
@@ -88,7 +88,7 @@ impl Seal {
     /// names the message by its start.
     ///
     /// # Errors
-    /// Those of `input`; `InvalidData` for a damaged body.
+    /// Errors of `input`; `InvalidData` for a damaged body.
     pub(super) fn body(
         &mut self,
         input: &mut impl Read,
@@ -118,7 +118,7 @@ pub(super) fn damage(what: String) -> io::Error {
 /// The next bytes, as many as the array has.
 ///
 /// # Errors
-/// Those of `input`.
+/// Errors of `input`.
 pub(super) fn array<const N: usize>(input: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     input.read_exact(&mut bytes).map(|()| bytes)
@@ -130,14 +130,14 @@ pub(crate) struct SealedConnection {
     pub(super) stream: TcpStream,
     /// Bytes that came, and that nobody has used yet.
     pub(super) early: Vec<u8>,
-    /// Of what leaves.
+    /// Seal of sent messages.
     pub(super) out: Seal,
-    /// Of what comes.
+    /// Seal of received messages.
     pub(super) into: Seal,
 }
 
 impl SealedConnection {
-    /// A connection over `stream`, whose handshake gave the seals of what leaves and of what comes.
+    /// A connection over `stream`, whose handshake gave the seals of sent and of received messages.
     pub(super) fn new(stream: TcpStream, [out, into]: [Seal; 2]) -> Self {
         Self { stream, early: Vec::new(), out, into }
     }
@@ -154,7 +154,7 @@ impl SealedConnection {
         Ok(Self { stream: self.stream.try_clone()?, early, out, into })
     }
 
-    /// Both directions, for a thread each: what comes, and what leaves.
+    /// Both directions, for a thread each: received messages, then sent messages.
     pub(super) fn split(self) -> io::Result<((impl Read + Send + 'static, Seal), (TcpStream, Seal))> {
         let input = Cursor::new(self.early).chain(self.stream.try_clone()?);
         Ok(((input, self.into), (self.stream, self.out)))
