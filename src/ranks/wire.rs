@@ -148,7 +148,7 @@ impl SealedConnection {
         Self::new(stream, [Seal::default(), Seal::default()])
     }
 
-    /// The same connection once more, for another owner: one of them reads and writes.
+    /// Second handle of the connection, for another owner. Only one of both owners may read and write.
     pub(super) fn try_clone(&self) -> io::Result<Self> {
         let (early, out, into) = (self.early.clone(), self.out.clone(), self.into.clone());
         Ok(Self { stream: self.stream.try_clone()?, early, out, into })
