@@ -1,5 +1,5 @@
-//! The cache of the hub's files that Python's `huggingface_hub` keeps: for each repository a folder such as `models--org--name`, in which
-//! `refs/REVISION` holds a commit, `snapshots/COMMIT` the files by name, as links into `blobs`.
+//! The cache of Python's `huggingface_hub`. Each repository has a folder such as `models--org--name`: `refs/REVISION` holds a commit, and
+//! `snapshots/COMMIT` holds the files by name, as links into `blobs`.
 
 use super::name::{DataPart, HubName, RepoKind};
 use crate::disk;
@@ -7,33 +7,34 @@ use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
 pub(super) const SNAPSHOTS: &str = "snapshots";
-/// No file with a commit is larger.
+/// Size limit in bytes of a file in `refs`.
 const REF_BYTES_MAX: u64 = 1024;
 
-/// The files of a repository at one commit, on this machine.
+/// A repository at one commit in the local cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Snapshot {
     pub(crate) repo: String,
     pub(crate) commit: String,
 }
 
-/// The cache's directory.
+/// The cache, with its root directory.
 pub(super) struct HubCache {
     pub(super) root: PathBuf,
 }
 
 impl HubCache {
-    /// Where the environment says: `HF_HUB_CACHE`, else `HF_HOME`, else the user's cache. `None` where it names no home.
+    /// Finds the cache from the environment: `HF_HUB_CACHE`, else `HF_HOME`, else the user's cache directory. `None` if no variable names a
+    /// home.
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<Self> {
         let beside = || home(variable).map(|home| home.join("hub"));
         let root = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(beside);
         root.map(|root| Self { root })
     }
 
-    /// The directory with the files of `name`; `None` if its revision is not here.
+    /// The snapshot directory of `name`; `None` if its revision is not in the cache.
     ///
     /// # Errors
-    /// `Io`, and `Format` for a revision that is no commit, and for a commit that is said to be another one.
+    /// `Io`; `Format` if a file in `refs` holds no commit, or names a commit but holds another one.
     pub(super) fn find(&self, name: &HubName) -> Result<Option<PathBuf>> {
         let repo = self.repo(name);
         let Some(commit) = commit(&repo, &name.revision)? else { return Ok(None) };
@@ -41,7 +42,7 @@ impl HubCache {
         Ok(snapshot.is_dir().then_some(snapshot))
     }
 
-    /// Whether anything of the repository is here.
+    /// Whether the cache has any snapshot of the repository.
     pub(super) fn holds(&self, name: &HubName) -> bool {
         self.repo(name).join(SNAPSHOTS).is_dir()
     }
@@ -53,7 +54,7 @@ impl HubCache {
 }
 
 impl Snapshot {
-    /// The snapshot that lies at `path`, as the layout tells.
+    /// The snapshot at `path`, derived from the names of its parent folders.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let commit = path.file_name()?.to_str().filter(|name| is_commit(name))?;
         let snapshots = path.parent().filter(|parent| parent.ends_with(SNAPSHOTS))?;
@@ -62,7 +63,7 @@ impl Snapshot {
     }
 }
 
-/// Where Hugging Face's programs keep what is theirs.
+/// The home directory of Hugging Face's programs.
 pub(super) fn home(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let cache = || variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache")));
     variable("HF_HOME").or_else(|| cache().map(|cache| cache.join("huggingface")))
@@ -72,23 +73,24 @@ pub(super) fn folder(name: &HubName) -> String {
     format!("{}--{}", name.kind.plural(), name.repo.replace('/', "--"))
 }
 
-/// The directory of a part of the data in `snapshot`; `None` if it is not here. What is there is whole: it got its name last.
+/// The directory of one split in `snapshot`; `None` if it is not there. An existing directory is complete, because a download renames it
+/// last.
 pub(super) fn part_dir(snapshot: &Path, DataPart { config, split }: &DataPart) -> Option<PathBuf> {
     let configs = || std::fs::read_dir(snapshot).into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
     let config = config.clone().or_else(|| one_of(configs().filter(|name| !name.starts_with('.'))))?;
     Some(snapshot.join(config).join(split)).filter(|dir| dir.is_dir())
 }
 
-/// The only one of `configs`, or the one that is called so.
+/// The only element of `configs`, or the one named `default`.
 pub(super) fn one_of(configs: impl Iterator<Item = String>) -> Option<String> {
     let mut configs: Vec<String> = configs.collect();
     if configs.len() == 1 { configs.pop() } else { configs.into_iter().find(|config| config == "default") }
 }
 
-/// The commit that a revision is in `repo`; a commit is its own name, and no other commit's.
+/// The commit of `revision` in `repo`. A revision that is itself a commit resolves to itself.
 fn commit(repo: &Path, revision: &str) -> Result<Option<String>> {
     let path = repo.join("refs").join(revision);
-    // Revisions may be folders of others.
+    // A revision may be the folder of other revisions.
     let named = if path.is_dir() { None } else { disk::read_if_present(&path, REF_BYTES_MAX)? };
     let Some(bytes) = named else { return Ok(is_commit(revision).then(|| revision.into())) };
     let text = String::from_utf8_lossy(&bytes);

@@ -1,4 +1,4 @@
-//! Requests to the hub: who is asked, with which token, and where its answers lead.
+//! HTTP requests to the hub, with authentication and redirects.
 
 use super::name::{HubName, RepoKind};
 use super::roots::{Trusted, VARIABLES};
@@ -13,23 +13,23 @@ use ureq::{Agent, RequestBuilder};
 
 const PUBLIC_HUB: &str = "https://huggingface.co";
 const REDIRECTS_MAX: usize = 8;
-/// Attempts in a row that may bring nothing.
+/// Number of attempts in a row without progress after which a download fails.
 pub(super) const ATTEMPTS: u32 = 5;
 const TOKEN_BYTES_MAX: u64 = 4096;
 
-/// How long answers may take.
+/// Time limits of requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitLimits {
-    /// The longest that nothing may come, and that a connection or the head of an answer may take.
+    /// Limit for a pause in an answer, for connecting, and for the head of an answer.
     pub(super) silence: Duration,
-    /// The longest that redirections, or a whole list of files, may take.
+    /// Limit for all redirects of a request, and for reading a whole file list.
     pub(super) answer: Duration,
-    /// In each such time a file has to grow by [`WaitLimits::WINDOW_BYTES`].
+    /// Interval in which a file has to grow by [`WaitLimits::WINDOW_BYTES`].
     pub(super) window: Duration,
 }
 
 impl WaitLimits {
-    /// The least of a file that a connection worth waiting for brings in a window: 0.5 KiB/s of [`WaitLimits::default`].
+    /// Minimum bytes of a file in each window: 0.5 KiB/s with [`WaitLimits::default`].
     pub(super) const WINDOW_BYTES: u64 = 64 << 10;
 }
 
@@ -42,35 +42,34 @@ impl Default for WaitLimits {
 
 pub(super) type HubAnswer = Response<ureq::Body>;
 
-/// A hub, and who asks it.
+/// An HTTP client for one hub.
 pub(super) struct HubClient {
     agent: Agent,
-    /// Where it is written who is trusted, for people.
+    /// Source of the trusted certificate authorities, for error messages.
     trusted: String,
-    /// Without a slash at its end.
+    /// URL of the hub without a trailing slash.
     endpoint: String,
     token: Option<HubToken>,
     pub(super) patience: WaitLimits,
 }
 
-/// It has no way to be printed.
+/// An access token. It implements neither `Debug` nor `Display`, so it cannot be logged.
 struct HubToken(String);
 
-/// Why there is no answer that helps.
+/// A failed request.
 #[derive(Debug)]
 pub(super) enum HttpFailure {
-    /// It may help to ask again.
+    /// A retry may succeed.
     Passing(String),
-    /// It will not.
+    /// A retry will fail, too.
     Lasting(String),
 }
 
 impl HubClient {
-    /// The hub that the environment names (`HF_ENDPOINT`), with its token (`HF_TOKEN`, else a file's).
+    /// A client for the hub of `HF_ENDPOINT`, with the token of `HF_TOKEN` or of the token file.
     ///
     /// # Errors
-    /// `Usage` for an endpoint that is no address, and for a token of other characters than tokens have; `Io` for a token file; those of
-    /// [`Trusted::of`].
+    /// `Usage` for an endpoint that is no URL, and for a token with invalid characters; `Io` for the token file; those of [`Trusted::of`].
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
@@ -90,7 +89,7 @@ impl HubClient {
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(roots).build())
             .http_status_as_error(false)
-            // Redirects are followed here: a token goes to one host.
+            // Redirects are followed in `follow`, so that the token is sent to the hub alone.
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent(concat!("superoffload/", env!("CARGO_PKG_VERSION")))
@@ -107,12 +106,12 @@ impl HubClient {
         &self.endpoint
     }
 
-    /// The bytes at `path` from byte `from` on, up to `end` where there is one. The body of the answer may take as long as it does.
+    /// Requests the bytes at `path` from byte `from` up to `end`, or to the end of the file. There is no time limit for the whole body.
     pub(super) fn get(&self, path: &str, from: u64, end: Option<u64>) -> std::result::Result<HubAnswer, HttpFailure> {
         self.follow(path, |url| self.request(url, from, end))
     }
 
-    /// At most `bytes_max` bytes at `path`, all of them within [`WaitLimits::answer`].
+    /// Reads at most `bytes_max` bytes at `path` within [`WaitLimits::answer`].
     pub(super) fn get_bytes(&self, path: &str, bytes_max: u64) -> std::result::Result<Vec<u8>, HttpFailure> {
         let until = Instant::now() + self.patience.answer;
         let limited = |url: &str| {
@@ -123,7 +122,7 @@ impl HubClient {
         read.map_err(|e| HttpFailure::Passing(e.to_string()))
     }
 
-    /// The answer to `request` where the redirections from `path` end.
+    /// Sends `request` to `path`, follows redirects, and returns the final answer.
     fn follow(&self, path: &str, request: impl Fn(&str) -> RequestBuilder<WithoutBody>) -> std::result::Result<HubAnswer, HttpFailure> {
         let (mut url, until) = (format!("{}{path}", self.endpoint), Instant::now() + self.patience.answer);
         for _ in 0..REDIRECTS_MAX {
@@ -154,7 +153,7 @@ impl HubClient {
 
     fn failure(&self, url: &str, e: &ureq::Error) -> HttpFailure {
         match e {
-            // The address may hold a signature.
+            // The error is not printed, because the URL may hold a signature.
             ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to what is no address".into()),
             e if e.to_string().contains("invalid peer certificate") => HttpFailure::Lasting(self.distrust(url, e)),
             e => HttpFailure::Passing(e.to_string()),
@@ -167,7 +166,7 @@ impl HubClient {
 
     fn refusal(&self, url: &str, status: u16) -> HttpFailure {
         match status {
-            // Elsewhere it is a signature that has run out.
+            // On another host, the signature of a redirect has expired: a retry gets a new one.
             401 | 403 if self.is_hub(url) => HttpFailure::Lasting(self.forbidden(status)),
             404 | 410 => HttpFailure::Lasting(format!("status {status}: no such repository, revision or file")),
             401 | 403 | 408 | 416 | 429 | 500.. => HttpFailure::Passing(format!("status {status}")),
@@ -188,12 +187,12 @@ impl HubClient {
     }
 }
 
-/// The path of a repository's list of files.
+/// URL path of a repository's file list.
 pub(super) fn listing_path(HubName { kind, repo, revision, .. }: &HubName) -> String {
     format!("/api/{}/{repo}/revision/{}?blobs=true", kind.plural(), escaped(revision))
 }
 
-/// The path of a repository's file at a commit.
+/// URL path of a file in a repository at `commit`.
 pub(super) fn file_path(HubName { kind, repo, .. }: &HubName, commit: &str, file: &str) -> String {
     let folder = if *kind == RepoKind::Model { "" } else { "/datasets" };
     let file: Vec<_> = file.split('/').map(escaped).collect();
@@ -205,7 +204,7 @@ fn escaped(text: &str) -> String {
     text.bytes().map(|byte| if is_plain(&byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
-/// Scheme, host and port of an address; `None` for what is none.
+/// Scheme, host and port of a URL; `None` if `url` is invalid.
 fn origin(url: &str) -> Option<String> {
     let (scheme, rest) = url.split_once("://").filter(|(scheme, _)| ["http", "https"].contains(scheme))?;
     let host = rest.split(['/', '?', '#', '\\']).next().filter(|host| !host.is_empty())?;

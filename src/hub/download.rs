@@ -1,4 +1,5 @@
-//! A repository's files from the hub into the cache: their list, the room for them, several at a time, and at last their names.
+//! Downloads a repository's files into the cache: fetches the file list, checks the free disk space, fetches several files in parallel, and
+//! creates the snapshot's links last.
 
 use super::cache::{HubCache, SNAPSHOTS, folder, is_commit};
 use super::client::{ATTEMPTS, HttpFailure, HubClient, file_path, listing_path};
@@ -21,39 +22,39 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Files, or parts of them, that come at a time.
+/// Number of download threads. Each thread fetches one file or one part of a file.
 const THREADS: usize = 4;
-/// Before the second attempt at a file.
+/// Pause before the second attempt to fetch a file.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LISTING_BYTES_MAX: u64 = 64 << 20;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is downloaded, and who hears of it.
+/// A download and the receiver of its progress events.
 pub(super) struct Download<'a> {
     pub(super) cache: &'a HubCache,
     pub(super) name: &'a HubName,
     pub(super) with_weights: bool,
     pub(super) stop: &'a StopFlag,
     pub(super) emit: &'a mut dyn FnMut(News<'_>),
-    /// Before a second attempt; longer before later ones.
+    /// Pause before a second attempt. Pauses before later attempts are longer.
     pub(super) pause: Duration,
-    /// Files of so many bytes come in parts.
+    /// Files of at least this size are downloaded in parts.
     pub(super) large_bytes: u64,
 }
 
-/// Files, their parts, and the next part that a thread takes.
+/// The files, their parts, and the index of the next part to download.
 struct DownloadQueue {
     files: Vec<FileInParts>,
-    /// Each the file's index and its own.
+    /// Pairs of a file's index and a part's index within that file.
     parts: Vec<(usize, usize)>,
     next: AtomicUsize,
 }
 
 impl Download<'_> {
-    /// Downloads what the cache lacks; returns the directory with the files.
+    /// Downloads all files that are missing in the cache and returns the directory with the files.
     ///
     /// # Errors
-    /// `Resource` for what the hub answers, and for a full disk; `Io`; `Interrupted`.
+    /// `Resource` for an error of the hub or a full disk; `Io`; `Interrupted`.
     pub(super) fn run(self, client: HubClient) -> Result<PathBuf> {
         let Self { cache, name, .. } = &self;
         let (repo, endpoint, client) = (cache.repo(name), client.endpoint().to_string(), Arc::new(client));
@@ -95,11 +96,12 @@ impl Download<'_> {
         }
     }
 
-    /// The bytes at `path`, awaited on a thread of its own: no step of a request sees the stop flag. The outer error is this machine's.
+    /// Reads the bytes at `path` on a separate thread, because a blocking request cannot check the stop flag. The outer error is local, the
+    /// inner one is from the hub.
     fn get_bytes(&self, client: &Arc<HubClient>, path: &str) -> Result<std::result::Result<Vec<u8>, HttpFailure>> {
         let (client, path, (answer, come)) = (client.clone(), path.to_owned(), mpsc::channel());
         let failed = |cause: &dyn fmt::Display| Error::resource("ask for the list of files on a thread of its own", cause);
-        // Nobody may wait for the answer any more.
+        // The receiver is gone after an interruption.
         let ask = move || drop(answer.send(client.get_bytes(&path, LISTING_BYTES_MAX)));
         thread::Builder::new().spawn(ask).map_err(|e| failed(&e))?;
         loop {
@@ -126,7 +128,7 @@ impl Download<'_> {
         let threads: Vec<JoinHandle<Result<()>>> = (0..THREADS.min(queue.parts.len())).map(spawn).collect::<Result<_>>()?;
         let mut is_done = false;
         while !is_done {
-            // Nobody waits for a thread whose server is silent: it ends soon, and what it has is kept.
+            // An interruption does not join the threads, whose servers may be silent. They end soon, and partial files are kept.
             if stop.is_set() {
                 return Err(interrupted());
             }
@@ -146,12 +148,12 @@ impl DownloadQueue {
         Self { files, parts, next: AtomicUsize::new(0) }
     }
 
-    /// Bytes that are here.
+    /// Number of bytes that are on disk.
     fn here(&self) -> u64 {
         self.files.iter().map(FileInParts::here).sum()
     }
 
-    /// Takes parts until there are none; after a failure nobody takes another one.
+    /// Downloads parts until none is left. A failure empties the queue for all threads.
     fn work(&self, fetcher: &Fetcher) -> Result<()> {
         while let Some(&(file, part)) = self.parts.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             fetcher.fetch(&self.files[file], part).inspect_err(|_| self.next.store(self.parts.len(), Ordering::Relaxed))?;
@@ -160,14 +162,14 @@ impl DownloadQueue {
     }
 }
 
-/// Whether the disk has room for what is not here yet.
+/// Checks that the disk has room for all missing bytes.
 fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
     let held = |name: &str| Ok::<_, Error>(blobs.kind(name)?.map_or(0, |kind| if let FileKind::File(bytes) = kind { bytes } else { 0 }));
     let missing = |whole: &FileInParts| {
         let parts = (0..whole.parts().len()).map(|part| held(&whole.name(part))).sum::<Result<u64>>()?;
         Ok(whole.file.bytes.saturating_sub(held(whole.file.checksum.hex())?.max(parts)))
     };
-    // While parts are joined one of them is there twice.
+    // While the parts of a file are joined, one part exists twice on disk.
     let mut joined: Vec<u64> = files.iter().filter(|whole| whole.parts().len() > 1).map(|whole| whole.parts()[0].end).collect();
     joined.sort_unstable_by(|a, b| b.cmp(a));
     let missing = files.iter().map(missing).sum::<Result<u64>>()?;
@@ -185,7 +187,7 @@ fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
     }
 }
 
-/// Gives the blobs their names; `config.json`, by which a snapshot is found, comes last.
+/// Links the blobs under their names in the snapshot. `config.json` comes last, because a snapshot without it is not used.
 fn publish(snapshot: &Path, mut files: Vec<RemoteFile>) -> Result<()> {
     let dir = Dir::open(snapshot)?;
     files.sort_by_key(|file| file.name == CONFIG);
@@ -193,7 +195,7 @@ fn publish(snapshot: &Path, mut files: Vec<RemoteFile>) -> Result<()> {
     dir.sync()
 }
 
-/// Gives the blobs of a part of data their names, all at once: whoever finds some of them takes them for all.
+/// Links the blobs of one split of a data set under their names, all at once: readers treat an existing folder as complete.
 fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
     if dir.is_dir() {
         return Ok(());
@@ -213,7 +215,7 @@ fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
     tmp.publish(name)
 }
 
-/// Whether the hub lists `commit` where a branch, a tag or this commit was asked for.
+/// Checks that the hub lists the requested commit, if the revision is a commit. Any commit is valid for a branch or tag.
 fn expect_commit(name: &HubName, commit: &str) -> std::result::Result<(), String> {
     match name.revision.as_str() {
         asked if is_commit(asked) && asked != commit => {
@@ -223,7 +225,7 @@ fn expect_commit(name: &HubName, commit: &str) -> std::result::Result<(), String
     }
 }
 
-/// Says which commit a branch or tag is.
+/// Records in `refs` the commit of a branch or tag.
 fn record_revision(repo: &Path, revision: &str, commit: &str) -> Result<()> {
     if is_commit(revision) {
         return Ok(());

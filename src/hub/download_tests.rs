@@ -54,7 +54,7 @@ struct Case {
     patience: WaitLimits,
     name: HubName,
     said: Mutex<String>,
-    /// How far it was last, the most that was told, and how far it goes.
+    /// Progress: bytes done in the last report, the most bytes done in any report, and bytes in total.
     told: Mutex<[u64; 3]>,
 }
 
@@ -81,12 +81,12 @@ impl Case {
         self.path("blobs").join(format!("{}.incomplete", repo().blob(WEIGHTS)))
     }
 
-    /// One whose weights come in parts.
+    /// A case in which the weights are downloaded in parts.
     fn in_parts() -> Self {
         Self { large_bytes: 400_000, ..Self::new() }
     }
 
-    /// Bytes of the weights' parts that are kept.
+    /// Bytes on disk of each part of the weights.
     fn parts(&self) -> [u64; 4] {
         kept(&self.partial())
     }
@@ -112,7 +112,7 @@ impl Case {
         download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), self.patience)?)
     }
 
-    /// Downloads from a hub that answers so, which must succeed; tells the requests for the weights.
+    /// Downloads from a hub with these answers, and expects success. Returns the requests for the weights.
     fn good(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Vec<Asked> {
         let server = HubServer::start(answer);
         let snapshot = self.run(&server.endpoint()).unwrap();
@@ -123,7 +123,7 @@ impl Case {
         server.asked().into_iter().filter(|asked| asked.path.ends_with(WEIGHTS)).collect()
     }
 
-    /// The error of a download from a hub that answers so; nothing can be taken for a whole model afterwards.
+    /// Returns the error of a download from a hub with these answers. Also checks that the cache has no complete model afterwards.
     fn refused(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> String {
         let server = HubServer::start(answer);
         let message = self.run(&server.endpoint()).unwrap_err().to_string();
@@ -135,7 +135,7 @@ impl Case {
     }
 }
 
-/// A hub as it should be, but for answers about the weights: `wrong` makes them.
+/// A correct hub, except that `wrong` replaces answers for the weights.
 fn but(wrong: impl Fn(&Asked, Reply, usize) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
     move |asked, before| {
         let reply = repo().answer(asked);
@@ -165,7 +165,7 @@ fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
 fn what_breaks_off_is_resumed_where_it_stopped() {
     let asked = Case::new().good(but(|asked, reply, _| if asked.range.is_none() { reply.cut(500_000) } else { reply }));
     assert_eq!(asked.last().unwrap().range.as_deref(), Some("bytes=500000-"));
-    // In as many pieces as it takes.
+    // As many requests as needed.
     let asked = Case::new().good(but(|_, reply, _| reply.cut(70_000)));
     assert_eq!(asked.len(), 13);
     let case = Case::new();
@@ -180,13 +180,13 @@ fn what_breaks_off_is_resumed_where_it_stopped() {
     assert_eq!(asked.len(), 2, "a hub that knows no ranges");
 }
 
-/// Bytes of the parts of what is `partial`.
+/// Bytes on disk of each part of the file `partial`.
 fn kept(partial: &Path) -> [u64; 4] {
     let name = |part: u64| if part == 0 { partial.into() } else { partial.with_extension(format!("incomplete-{part}")) };
     [0, 1, 2, 3].map(|part| fs::metadata(name(part)).map_or(0, |file| file.len()))
 }
 
-/// The ranges that were asked for, in order of their bytes.
+/// The requested ranges, sorted.
 fn ranges(asked: &[Asked]) -> Vec<&str> {
     let mut ranges: Vec<_> = asked.iter().map(|asked| asked.range.as_deref().unwrap_or("all")).collect();
     ranges.sort();
@@ -201,7 +201,7 @@ fn a_large_file_comes_in_four_ranges() {
     let asked = case.good(|asked, _| repo().answer(asked));
     assert_eq!(ranges(&asked), QUARTERS);
     assert!(!case.said.lock().unwrap().contains("one stream"), "{}", case.said.lock().unwrap());
-    // Each of them in as many pieces as it takes.
+    // Each part takes as many requests as needed.
     assert_eq!(Case::in_parts().good(but(|_, reply, _| reply.cut(70_000))).len(), 16);
     let just = Case { large_bytes: 900_001, ..Case::new() };
     assert_eq!(ranges(&just.good(|asked, _| repo().answer(asked))), ["all"]);
@@ -211,7 +211,8 @@ fn a_large_file_comes_in_four_ranges() {
 fn what_a_download_in_ranges_leaves_is_gone_on_with() {
     let case = Case::in_parts();
     let (partial, least) = (case.partial(), [100_000, 100_000, 100_000, 225_000]);
-    // The first range that fails for good ends all: none does before each has left its part. Until then another try brings a byte.
+    // The first permanent failure of a range ends the download, so no range may fail before each part has its bytes. Until then a retry
+    // delivers one byte.
     let have_all = move || kept(&partial).iter().zip(least).all(|(kept, least)| *kept >= least);
     let message = case.refused(but(move |asked, reply, _| match asked.range.as_deref() {
         Some("bytes=675000-") => reply,
@@ -250,7 +251,7 @@ fn a_hub_without_ranges_sends_a_large_file_as_one_and_that_is_said() {
         "{}",
         case.said.lock().unwrap()
     );
-    // It forgets how to in the middle: other parts may be here already.
+    // The hub stops supporting ranges midway, when other parts may be on disk already.
     for part in QUARTERS {
         let case = Case::in_parts();
         case.good(but(move |asked, reply, _| if asked.range.as_deref() == Some(part) { whole() } else { reply }));
@@ -279,7 +280,7 @@ fn ranges_that_lie_are_refused() {
         reply
     };
     assert!(lies(wrong).contains("its checksum is "));
-    // What was left of a part and is wrong: once more, from the beginning.
+    // A leftover part with wrong bytes: the file is downloaded again from the beginning.
     let case = Case::in_parts();
     fs::create_dir_all(case.path("blobs")).unwrap();
     fs::write(case.partial().with_extension("incomplete-2"), vec![0; 225_000]).unwrap();
@@ -343,12 +344,12 @@ fn silence_is_waited_out_and_not_for_ever() {
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
 }
 
-/// A hub that answers every list of files by `wrong`.
+/// A hub that replaces every file list by `wrong`.
 fn list(wrong: impl Fn(Reply) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
     move |asked, _| if asked.path.starts_with("/api/") { wrong(repo().answer(asked)) } else { repo().answer(asked) }
 }
 
-/// The answers of a hub to requests and their numbers.
+/// Maps a request and its number to an answer.
 type Answer = Box<dyn Fn(&Asked, usize) -> Reply + Send>;
 
 #[test]
@@ -364,7 +365,7 @@ fn an_answer_that_drips_is_not_awaited_for_ever() {
     assert!(message.contains("timeout") && message.ends_with(", 5 times in a row"), "{message}");
     let message = refused(Box::new(but(move |_, reply, _| reply.dripping(Drip::All(pause)))));
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
-    // Each redirection comes in time, and all of them together do not.
+    // Each redirect is fast enough, but all of them together exceed the limit.
     let patient = || Case { patience: WaitLimits { silence: Duration::from_secs(5), ..Case::new().patience }, ..Case::new() };
     let away = |asked: &Asked| Reply::redirect(&asked.path).dripping(Drip::All(Duration::from_millis(1)));
     let message = patient().refused(move |asked, _| away(asked));
@@ -384,7 +385,7 @@ fn a_file_that_comes_too_slowly_is_given_up_in_whatever_attempts_it_comes() {
         let words = " bytes came in 500ms, at least 65536 were expected; ";
         assert!(message.contains(words) && message.ends_with(" of 900000 bytes are kept for the next run"), "{message}");
     }
-    // Slow, but not too slow: 70,000 bytes in every window.
+    // Slow, but fast enough: 70,000 bytes in every window.
     let begun = Instant::now();
     case().good(but(move |_, reply, _| {
         thread::sleep(window / 4);

@@ -1,4 +1,5 @@
-//! One file into the cache's blobs: resumed where it stopped, checked, and given its name only when it is whole.
+//! Downloads one file into the cache's blobs. A download resumes where an earlier one stopped; the file is verified, and gets its final
+//! name only when it is complete.
 
 use super::client::{ATTEMPTS, HttpFailure, HubAnswer, HubClient, WaitLimits};
 use super::listing::{ChecksumSoFar, RemoteFile};
@@ -15,27 +16,27 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const BLOCK_BYTES: usize = 256 << 10;
-/// How long a wait goes on before it looks whether to stop.
+/// Interval at which a wait checks the stop flag.
 pub(super) const NAP: Duration = Duration::from_millis(50);
 
-/// Where files of a repository go, and who watches.
+/// Downloads the files of a repository into the cache's blobs.
 pub(super) struct Fetcher {
     pub(super) client: Arc<HubClient>,
     pub(super) blobs: Dir,
-    /// Of all that use the cache: a file is downloaded once.
+    /// Directory of the lock files that all programs with this cache share. A lock prevents two simultaneous downloads of one file.
     pub(super) locks: Dir,
     pub(super) stop: StopFlag,
-    /// Grows with each attempt that brought nothing.
+    /// Pause before the second attempt. It grows with each attempt that transferred nothing.
     pub(super) pause: Duration,
-    /// What people are to hear.
+    /// Lines for the user that have not been printed yet.
     pub(super) said: Mutex<Vec<String>>,
 }
 
-/// Whether a file comes fast enough to be waited for, however many attempts it takes.
+/// Measures the transfer rate of a file over all attempts and rejects a rate that is too low.
 struct TransferRate {
     window: Duration,
     begun: Instant,
-    /// Bytes that have come in this window.
+    /// Bytes received in the current window.
     come: u64,
 }
 
@@ -45,7 +46,7 @@ impl TransferRate {
     }
 
     /// # Errors
-    /// In words, when a window is over in which too little came.
+    /// A description, if a window has ended with too few bytes.
     fn expect(&mut self) -> std::result::Result<(), String> {
         if self.begun.elapsed() < self.window {
             return Ok(());
@@ -61,10 +62,10 @@ impl TransferRate {
 }
 
 impl Fetcher {
-    /// Brings a part of `whole`; with the last one the blob is here.
+    /// Downloads one part of `whole`. The call that completes the last part also creates the blob.
     ///
     /// # Errors
-    /// `Resource` for what the hub answers, for a wrong length or checksum; `Io`; `Interrupted`.
+    /// `Resource` for an error of the hub, a wrong length or a wrong checksum; `Io`; `Interrupted`.
     pub(super) fn fetch(&self, whole: &FileInParts, part: usize) -> Result<()> {
         if self.is_here(whole)? {
             return Ok(());
@@ -83,7 +84,8 @@ impl Fetcher {
         if state.come == whole.parts().len() { self.finish(whole, &mut state) } else { Ok(()) }
     }
 
-    /// Whether the blob is here already, which its first part asks: nobody else brings it from then on.
+    /// Whether the blob exists already. The first call for a file checks this and takes the file's lock, so no other process downloads the
+    /// file afterwards.
     fn is_here(&self, whole: &FileInParts) -> Result<bool> {
         let (file, mut state) = (&whole.file, whole.state());
         if !state.is_begun {
@@ -95,7 +97,7 @@ impl Fetcher {
                 return Ok(true);
             }
             state.lock = Some(lock);
-            // Another program brought more of its beginning.
+            // Another program has downloaded more than the first part from the file's beginning.
             if self.held(&whole.name(0))? > whole.parts()[0].end {
                 whole.take_as_one();
             }
@@ -103,7 +105,7 @@ impl Fetcher {
         Ok(state.is_here)
     }
 
-    /// Makes the blob of parts that are all here.
+    /// Joins the parts of a file, all of which are on disk, and creates the blob.
     fn finish(&self, whole: &FileInParts, state: &mut PartsState) -> Result<()> {
         let (file, blob) = (&whole.file, whole.file.checksum.hex());
         let Some(mut partial) = state.first.take() else { return Ok(()) };
@@ -126,7 +128,7 @@ impl Fetcher {
                 return Ok(());
             }
             self.blobs.remove(partial_name(file))?;
-            // What lay there may have been of another file: once more, without it.
+            // The bytes that an earlier download left may belong to another file: download again without them.
             if !is_resumed {
                 return Err(self.error(file, format!("its checksum is {found} instead of {blob}")));
             }
@@ -136,13 +138,13 @@ impl Fetcher {
         }
     }
 
-    /// Puts the part that lies in the file `name` behind the file's beginning.
+    /// Appends the part in the file `name` to the file's beginning.
     fn join(&self, partial: &mut PartialFile, name: &str) -> Result<()> {
         self.each_block(name, |block| partial.put(block))?;
         self.blobs.remove(name)
     }
 
-    /// Reads the file `name`, if it is there.
+    /// Calls `each` with every block of the file `name`. A missing file has no blocks.
     fn each_block(&self, name: &str, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let (Some(mut file), mut block) = (self.blobs.open_file(name)?, vec![0; BLOCK_BYTES]) else { return Ok(()) };
         loop {
@@ -154,7 +156,7 @@ impl Fetcher {
         }
     }
 
-    /// Bytes of the file `name`.
+    /// Size of the file `name` in bytes; 0 if it does not exist.
     fn held(&self, name: &str) -> Result<u64> {
         Ok(if let Some(FileKind::File(bytes)) = self.blobs.kind(name)? { bytes } else { 0 })
     }
@@ -167,7 +169,7 @@ impl Fetcher {
         go_on(&self.stop)
     }
 
-    /// Waits until nobody else has the lock `name`.
+    /// Takes the lock `name`. Blocks until no other process or thread holds it.
     pub(super) fn lock(&self, name: &str) -> Result<File> {
         let path = self.locks.join(name);
         let file = self.locks.open_at(name, OFlag::O_RDWR | OFlag::O_CREAT).map_err(|e| Error::io("write", &path, e))?;
@@ -178,7 +180,7 @@ impl Fetcher {
         Ok(file)
     }
 
-    /// What an earlier download left of a part, added up.
+    /// Opens the partial file that an earlier download left of a part, and adds its bytes to the checksum.
     fn open_partial(&self, whole: &FileInParts, part: usize) -> Result<PartialFile> {
         let (name, mut range) = (whole.name(part), whole.parts()[part].clone());
         if part == 0 && whole.is_as_one() {
@@ -202,7 +204,7 @@ impl Fetcher {
         Ok(partial)
     }
 
-    /// Nothing of a part; what is there goes.
+    /// Starts a part with no bytes. Removes an existing partial file.
     fn begin(&self, whole: &FileInParts, part: usize, range: Range<u64>) -> Result<PartialFile> {
         let out = self.blobs.recreate_file(whole.name(part))?;
         if part == 0 {
@@ -212,17 +214,18 @@ impl Fetcher {
         Ok(PartialFile { out, at: range.start, range, checksum, is_resumed: false })
     }
 
-    /// Brings what is missing of a part, unless the file comes as one.
+    /// Downloads the missing bytes of a part. Stops early if the file has switched to a download in one piece.
     fn complete(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<()> {
         self.bring(whole, partial, &|partial| partial.range.start > 0 && whole.is_as_one())
     }
 
-    /// Brings what is missing of the whole file.
+    /// Downloads the missing bytes of the whole file.
     fn complete_alone(&self, whole: &FileInParts, partial: &mut PartialFile) -> Result<()> {
         self.bring(whole, partial, &|_| false)
     }
 
-    /// Brings what is missing until `ends`, in as many attempts as it takes while each brings something and the [`TransferRate`] is kept.
+    /// Downloads the missing bytes until `ends` returns true. Retries without limit as long as attempts transfer bytes and [`TransferRate`]
+    /// accepts the rate; gives up after [`ATTEMPTS`] attempts in a row without progress.
     fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
         let (file, mut pace, mut in_vain) = (&whole.file, TransferRate::new(self.client.patience.window), 0);
         while partial.at < partial.range.end && !ends(partial) {
@@ -244,7 +247,7 @@ impl Fetcher {
         Ok(())
     }
 
-    /// One request, and what it brings. The outer error is this machine's, the inner one the hub's.
+    /// Sends one request and stores its answer. The outer error is local, the inner one is from the hub.
     fn attempt(
         &self,
         whole: &FileInParts,
@@ -264,7 +267,7 @@ impl Fetcher {
             if partial.range.start > 0 {
                 return Ok(Ok(()));
             }
-            // The whole file comes.
+            // The answer is the whole file.
             *partial = self.begin(whole, 0, 0..file.bytes)?;
         }
         if let Err(cause) = expect_range(file, partial.at..partial.range.end, &answer) {
@@ -292,7 +295,7 @@ impl Fetcher {
         Ok(Ok(()))
     }
 
-    /// The hub answers with the whole file where a part was asked for: it comes as one.
+    /// Switches the file to a download in one piece, because the hub answers a request for a range with the whole file.
     fn take_as_one(&self, whole: &FileInParts) {
         if !whole.take_as_one() {
             let said = format!("{} comes in one stream: the server has no ranges", whole.file.name);
@@ -305,7 +308,7 @@ pub(super) fn go_on(stop: &StopFlag) -> Result<()> {
     if stop.is_set() { Err(interrupted()) } else { Ok(()) }
 }
 
-/// Sleeps so long, unless it shall stop.
+/// Sleeps for `pause`, unless the stop flag is set.
 pub(super) fn sleep(stop: &StopFlag, pause: Duration) -> Result<()> {
     let mut left = pause;
     while !left.is_zero() {
@@ -321,7 +324,8 @@ pub(super) fn interrupted() -> Error {
     Error::Interrupted("files were being downloaded; the next run goes on with them".into())
 }
 
-/// Whether `answer` is these bytes of `file`, as far as it says.
+/// Checks that the headers of `answer` agree with the requested range of `file`. Headers that are absent are not checked, except for
+/// `Content-Range` of a partial request.
 fn expect_range(file: &RemoteFile, asked: Range<u64>, answer: &HubAnswer) -> std::result::Result<(), String> {
     let header = |name| answer.headers().get(name).and_then(|value| value.to_str().ok());
     if asked != (0..file.bytes) {

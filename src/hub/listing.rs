@@ -1,4 +1,4 @@
-//! Which files a repository has, and which of them are wanted.
+//! The file list of a repository, and the selection of the files to download.
 
 use super::cache::{is_commit, one_of};
 use super::name::DataPart;
@@ -9,7 +9,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 
-/// A repository at one commit, as the hub tells it.
+/// The files of a repository at one commit, as the hub's API lists them.
 #[derive(Deserialize)]
 pub(super) struct HubListing {
     #[serde(rename = "sha")]
@@ -41,25 +41,25 @@ pub(super) struct RemoteFile {
     pub(super) checksum: Checksum,
 }
 
-/// What the bytes of a file add up to, in hexadecimal; it names the file among the cache's blobs.
+/// Checksum of a file in hexadecimal. It is also the name of the file's blob in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Checksum {
     Sha256(String),
-    /// SHA-1 of a blob in git.
+    /// SHA-1 of the git blob.
     Git(String),
 }
 
-/// Adds up bytes as they come.
+/// A checksum over the bytes received so far.
 pub(super) enum ChecksumSoFar {
     Sha256(Box<Sha256>),
     Git(Box<Sha1>),
 }
 
 impl HubListing {
-    /// The listing that `json` holds, every name in it a safe one.
+    /// Parses the listing in `json` and rejects unsafe file names.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A description of the problem.
     pub(super) fn parse(json: &[u8]) -> Result<Self, String> {
         let listing: Self = serde_json::from_slice(json).map_err(|e| format!("its list of files: {e}"))?;
         if !is_commit(&listing.commit) {
@@ -70,10 +70,10 @@ impl HubListing {
         Ok(listing)
     }
 
-    /// The files of a model that are wanted: never pickles, never code.
+    /// The files of a model to download. Pickle files and code are never selected.
     ///
     /// # Errors
-    /// What is missing, in words.
+    /// A description of the missing file.
     pub(super) fn model(&self, with_weights: bool) -> Result<Vec<RemoteFile>, String> {
         let companions = self.siblings.iter().filter(|sibling| is_companion(&sibling.name));
         let weights = self.weights();
@@ -86,10 +86,10 @@ impl HubListing {
         companions.chain(weights.into_iter().filter(|_| with_weights)).map(Sibling::file).collect()
     }
 
-    /// The files of a part of data, `config/split/*.parquet`, and the folder that they lie in.
+    /// The files of one split of a data set, `config/split/*.parquet`, and their folder.
     ///
     /// # Errors
-    /// What is missing, in words.
+    /// A description of the missing configuration or split.
     pub(super) fn data(&self, DataPart { config, split }: &DataPart) -> Result<(Vec<RemoteFile>, String), String> {
         let folder = |sibling: &'_ Sibling| {
             sibling.name.rsplit_once('/').filter(|(_, file)| file.ends_with(".parquet")).map(|(dir, _)| dir.to_string())
@@ -108,7 +108,7 @@ impl HubListing {
         if files.is_empty() { Err(format!("it has no {wanted}, but {}", known(&folders))) } else { Ok((files, wanted)) }
     }
 
-    /// The weights under the names by which they are read: the same ones may be there once more, as `consolidated.safetensors`.
+    /// The weight files with the names that the loader reads. Some repositories hold the same weights twice, as `consolidated.safetensors`.
     fn weights(&self) -> Vec<&Sibling> {
         let has = |name| self.siblings.iter().any(|sibling| sibling.name == name);
         let is_shard = |name: &str| name.starts_with("model") && name.ends_with(".safetensors") && !name.contains('/');
@@ -117,13 +117,13 @@ impl HubListing {
     }
 }
 
-/// Names as they are written behind a data set's.
+/// The available configurations and splits, in the notation of `--data`.
 fn known(folders: &BTreeSet<String>) -> String {
     let names: Vec<_> = folders.iter().take(20).map(|dir| format!(":{}", dir.replace('/', ":"))).collect();
     if names.is_empty() { "no config/split/*.parquet at all".into() } else { names.join(", ") }
 }
 
-/// Whether a file describes a model or its text.
+/// Whether a file belongs to the model's configuration, tokenizer or chat template.
 fn is_companion(name: &str) -> bool {
     let is_text = [".json", ".jinja", ".txt", ".model"].iter().any(|end| name.ends_with(end));
     let begins = ["tokenizer", "chat_template"].iter().any(|begin| name.starts_with(begin));
@@ -150,7 +150,7 @@ impl Checksum {
         }
     }
 
-    /// Begins to add up a file of so many bytes.
+    /// Starts the checksum of a file of `bytes` bytes.
     pub(super) fn begin(&self, bytes: u64) -> ChecksumSoFar {
         match self {
             Self::Sha256(_) => ChecksumSoFar::Sha256(Box::default()),
@@ -167,7 +167,7 @@ impl ChecksumSoFar {
         }
     }
 
-    /// In hexadecimal.
+    /// The checksum in hexadecimal.
     pub(super) fn finish(self) -> String {
         let digest = match self {
             Self::Sha256(sum) => sum.finalize().to_vec(),

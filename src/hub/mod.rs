@@ -1,5 +1,5 @@
-//! Models and data by their name on the Hugging Face hub: [`name`] is what they are called, [`cache`] where their files lie on this machine, and
-//! `download` brings them there, where the build has the feature `hub`.
+//! Models and data sets by their name on the Hugging Face hub. [`name`] parses names, [`cache`] finds files in the local cache, and
+//! `download` fetches missing files in builds with the feature `hub`.
 
 pub(crate) mod cache;
 #[cfg(feature = "hub")]
@@ -28,7 +28,7 @@ use name::{HubName, RepoKind};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// What is looked for, and who hears of it.
+/// A search for a model or data set by path or hub name, with the stop flag and the event sink of a possible download.
 pub(crate) struct HubQuery<'a> {
     /// Whether the model's weights will be read.
     pub(crate) with_weights: bool,
@@ -39,19 +39,19 @@ pub(crate) struct HubQuery<'a> {
 }
 
 impl HubQuery<'_> {
-    /// The directory that `--model` means: what lies at that path, else what the cache has of that name, else what is downloaded. Anything
-    /// else is left to whoever opens it.
+    /// Resolves `--model` to a directory: an existing path first, then a snapshot in the cache, then a download. An argument that is
+    /// neither an existing path nor a hub name is returned unchanged; opening it reports the error.
     ///
     /// # Errors
-    /// `Usage` for a name that is nowhere and cannot be downloaded; what goes wrong while it is.
+    /// `Usage` for a name that is not in the cache and cannot be downloaded; errors of the download.
     pub(crate) fn model(self, model: &Path) -> Result<PathBuf> {
         self.find(&variable, model, HubName::model)
     }
 
-    /// As [`Self::model`], of a path that `--data` names.
+    /// Resolves a path of `--data` in the same way as [`Self::model`].
     ///
     /// # Errors
-    /// As [`Self::model`].
+    /// The errors of [`Self::model`].
     pub(crate) fn data(self, data: &Path) -> Result<PathBuf> {
         self.find(&variable, data, HubName::data)
     }
@@ -68,7 +68,7 @@ impl HubQuery<'_> {
             (Some(whole), _) => Ok(whole),
             #[cfg(feature = "hub")]
             _ if !is_offline(variable) => self.download(variable, &cache, &name),
-            // What weights are missing says whoever reads them.
+            // The reader of the weights reports missing weight files.
             (_, Some(snapshot)) if snapshot.join(CONFIG).exists() => Ok(snapshot),
             (_, snapshot) => Err(refusal(&name, absence(&cache, &name, snapshot.as_deref(), variable))),
         }
@@ -89,14 +89,14 @@ pub(crate) fn is_model_name(path: &Path) -> bool {
     path.to_str().and_then(HubName::model).is_some()
 }
 
-/// What the environment says.
+/// Reads an environment variable.
 type Variable<'a> = dyn Fn(&str) -> Option<PathBuf> + 'a;
 
 fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// The directory in `snapshot` that a run may go by; programs fetch single files, too.
+/// The directory in `snapshot` if it is complete enough for a run. Other programs may have downloaded single files of a snapshot.
 fn whole(name: &HubName, snapshot: &Path, with_weights: bool) -> Option<PathBuf> {
     let is_model = || snapshot.join(CONFIG).exists() && (!with_weights || holds_weights(snapshot));
     match name.kind {
@@ -117,7 +117,7 @@ fn refusal(name: &HubName, cause: String) -> Error {
     Error::usage(format!("{} {name}: no such directory, and {cause}", name.kind.flag()))
 }
 
-/// Why the cache does not help, and what would.
+/// Describes why the cache has no usable snapshot, and the command that downloads one.
 fn absence(cache: &HubCache, name: &HubName, found: Option<&Path>, variable: &Variable<'_>) -> String {
     let (root, fetch) = (cache.root.display(), format!("hf download {}", name.arguments()));
     let offline = if is_offline(variable) { " (HF_HUB_OFFLINE is set)" } else { "" };
@@ -133,7 +133,7 @@ fn absence(cache: &HubCache, name: &HubName, found: Option<&Path>, variable: &Va
     }
 }
 
-/// As `huggingface_hub` reads it.
+/// Whether `HF_HUB_OFFLINE` is set, with the same values that `huggingface_hub` accepts.
 fn is_offline(variable: &Variable<'_>) -> bool {
     let value = variable("HF_HUB_OFFLINE").and_then(|value| value.into_os_string().into_string().ok());
     value.is_some_and(|value| ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str()))

@@ -1,14 +1,14 @@
-//! What a repository on the hub is called: `org/name` or `org/name@revision`; data may end in `:config` or `:config:split`.
+//! Names of repositories on the hub: `org/name` or `org/name@revision`. Names of data sets may end in `:config` or `:config:split`.
 
 use crate::disk::is_plain_file_name;
 use std::fmt;
 
-/// The revision of a model where none is named.
+/// Default revision of a model.
 const MODEL_REVISION: &str = "main";
-/// That of data: where the hub keeps what it made of it, `config/split/*.parquet`.
+/// Default revision of a data set: the hub's conversion to Parquet, `config/split/*.parquet`.
 const DATA_REVISION: &str = "refs/convert/parquet";
 const SPLIT: &str = "train";
-/// How files of data end, which are no names.
+/// File extensions of data. A path with one of these is never a repository's name.
 const EXTENSIONS: [&str; 10] = ["txt", "json", "jsonl", "parquet", "bin", "gz", "zst", "csv", "arrow", "feather"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,32 +17,32 @@ pub(super) enum RepoKind {
     Dataset,
 }
 
-/// A part of a data set.
+/// One split of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct DataPart {
-    /// The only one, or `default`, where none is named.
+    /// Configuration of the data set. `None` selects the only one, or `default`.
     pub(super) config: Option<String>,
     pub(super) split: String,
 }
 
-/// A repository, and a branch, tag or commit of it.
+/// A repository at a branch, tag or commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HubName {
     pub(super) kind: RepoKind,
     pub(super) repo: String,
     pub(super) revision: String,
-    /// Of data; a model is taken whole.
+    /// The split of a data set. Unused for models.
     pub(super) part: DataPart,
     text: String,
 }
 
 impl HubName {
-    /// The model that `text` names, if it has the form of a name.
+    /// Parses the name of a model; `None` if `text` does not have the form of a name.
     pub(super) fn model(text: &str) -> Option<Self> {
         Self::parse(text, text, RepoKind::Model, DataPart { config: None, split: SPLIT.into() })
     }
 
-    /// The data that `text` names, if it has the form of a name.
+    /// Parses the name of a data set; `None` if `text` does not have the form of a name.
     pub(super) fn data(text: &str) -> Option<Self> {
         let mut parts = text.split(':');
         let (repo, config) = (parts.next()?, parts.next());
@@ -59,7 +59,7 @@ impl HubName {
         is_valid.then(|| Self { kind, repo: repo.into(), revision: revision.into(), part, text: text.into() })
     }
 
-    /// What `hf download` is told.
+    /// The arguments of `hf download` for this repository.
     pub(super) fn arguments(&self) -> String {
         let Self { kind, repo, revision, .. } = self;
         let of = if *kind == RepoKind::Dataset { " --repo-type dataset" } else { "" };
@@ -75,7 +75,7 @@ impl RepoKind {
         }
     }
 
-    /// The flag by which such a repository is named.
+    /// The flag that takes names of this kind.
     pub(super) fn flag(self) -> &'static str {
         match self {
             Self::Model => "--model",
@@ -83,7 +83,7 @@ impl RepoKind {
         }
     }
 
-    /// As folders of the cache and paths of the hub call them.
+    /// The kind's name in folders of the cache and in URLs of the hub.
     pub(super) fn plural(self) -> &'static str {
         match self {
             Self::Model => "models",
@@ -92,7 +92,7 @@ impl RepoKind {
     }
 }
 
-/// As it was written.
+/// Prints the name as the user wrote it.
 impl fmt::Display for HubName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)

@@ -1,7 +1,7 @@
-//! A file that comes in parts: large ones in several requests at once, others in one.
+//! A file's download in parts: large files take several parallel requests, small files one.
 //!
-//! The first part lies where the whole file will, so that what is there is always the file's beginning, for Python, too; each other one
-//! in a file of its own, until all are here.
+//! The first part is written to the file's usual partial name, so `huggingface_hub` can resume from it. Each other part is written to a
+//! file of its own until all parts are complete.
 
 use super::listing::{ChecksumSoFar, RemoteFile};
 use crate::disk::OutFile;
@@ -11,55 +11,55 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Parts of a large file.
+/// Number of parts of a large file.
 const PARTS: u64 = 4;
-/// What is large.
+/// Size in bytes from which a file is downloaded in parts.
 pub(super) const LARGE_BYTES: u64 = 64 << 20;
 
-/// A file on its way here.
+/// A file that is being downloaded.
 pub(super) struct FileInParts {
     pub(super) file: RemoteFile,
-    /// On the hub.
+    /// URL path on the hub.
     pub(super) path: String,
     parts: Vec<Range<u64>>,
     state: Mutex<PartsState>,
-    /// It comes as one after all.
+    /// Whether the file has switched to a download in one piece.
     is_as_one: AtomicBool,
-    /// Bytes of its first part that are here, and of the others together: whoever tells how far it is does not wait for the state.
+    /// Bytes on disk of the first part, and of all other parts together. Atomic, so that progress is read without the lock on `state`.
     here: [AtomicU64; 2],
 }
 
-/// What those who bring its parts have to know of one another.
+/// State that the threads downloading the parts of one file share.
 #[derive(Default)]
 pub(super) struct PartsState {
     pub(super) is_begun: bool,
-    /// Held from the first part to the last.
+    /// The file's lock, held from the first part to the last.
     pub(super) lock: Option<File>,
-    /// The blob was here before.
+    /// Whether the blob existed before the download.
     pub(super) is_here: bool,
     /// Whether a part holds bytes of an earlier download.
     pub(super) is_resumed: bool,
-    /// The first part, when it is here.
+    /// The first part, once it is complete.
     pub(super) first: Option<PartialFile>,
-    /// Parts that have come.
+    /// Number of completed parts.
     pub(super) come: usize,
 }
 
-/// A part of a file, or all of it, that is not whole yet.
+/// An incomplete part of a file, or an incomplete file.
 pub(super) struct PartialFile {
     pub(super) out: OutFile,
-    /// Which bytes of the file it shall hold.
+    /// Range of the file's bytes that this part covers.
     pub(super) range: Range<u64>,
-    /// The next one that it lacks.
+    /// Position in the file of the next missing byte.
     pub(super) at: u64,
-    /// Of the file's beginning; other parts are added up when they are joined to it.
+    /// Checksum of the first part. The bytes of other parts are added when the parts are joined.
     pub(super) checksum: Option<ChecksumSoFar>,
     /// Whether it holds bytes of an earlier download.
     pub(super) is_resumed: bool,
 }
 
 impl FileInParts {
-    /// `file`, in parts if it has `large_bytes`.
+    /// Splits `file` into parts if it has at least `large_bytes` bytes.
     pub(super) fn new(file: RemoteFile, path: String, large_bytes: u64) -> Self {
         let size = if file.bytes >= large_bytes { file.bytes.div_ceil(PARTS).max(1) } else { file.bytes.max(1) };
         let starts = (0..file.bytes.max(1)).step_by(size as usize);
@@ -79,12 +79,12 @@ impl FileInParts {
         self.is_as_one.load(Ordering::Relaxed)
     }
 
-    /// Takes it as one from here on: what is here of other parts counts no more. Returns whether it was so before.
+    /// Switches to a download in one piece, and stops counting bytes of other parts. Returns whether the file had switched before.
     pub(super) fn take_as_one(&self) -> bool {
         self.is_as_one.swap(true, Ordering::Relaxed)
     }
 
-    /// Bytes that are here.
+    /// Number of bytes on disk.
     pub(super) fn here(&self) -> u64 {
         let [first, others] = &self.here;
         first.load(Ordering::Relaxed) + if self.is_as_one() { 0 } else { others.load(Ordering::Relaxed) }
@@ -95,12 +95,12 @@ impl FileInParts {
         self.here[usize::from(start > 0)].fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Its first byte is awaited once more.
+    /// Resets the byte count of the first part.
     pub(super) fn forget(&self) {
         self.here[0].store(0, Ordering::Relaxed);
     }
 
-    /// The name of the part's own file.
+    /// Name of the file that holds the part.
     pub(super) fn name(&self, part: usize) -> String {
         match part {
             0 => partial_name(&self.file),
@@ -110,17 +110,17 @@ impl FileInParts {
 }
 
 impl PartialFile {
-    /// Bytes of its range that have come.
+    /// Number of bytes of this part that are on disk.
     pub(super) fn come(&self) -> u64 {
         self.at - self.range.start
     }
 
-    /// Bytes of its range.
+    /// Number of bytes of this part.
     pub(super) fn bytes(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// For the end of a refusal.
+    /// A clause for the end of an error message.
     pub(super) fn kept(&self) -> String {
         format!("{} of {} bytes are kept for the next run", self.come(), self.bytes())
     }
@@ -137,7 +137,7 @@ impl PartialFile {
     }
 }
 
-/// As `huggingface_hub` calls it.
+/// Name of the partial file, as in `huggingface_hub`.
 pub(super) fn partial_name(file: &RemoteFile) -> String {
     format!("{}.incomplete", file.checksum.hex())
 }

@@ -1,14 +1,15 @@
-//! Which certificate authorities are trusted: those of the file that the environment names, as a company's machine does, else those of the
-//! system, else those that the program has.
+//! Trusted certificate authorities: those of a file named in the environment (companies use this), else those of the operating system, else
+//! Mozilla's list, which is built in.
 
 use crate::disk;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
 
-/// What names such a file to OpenSSL, to Python's `requests` and to curl; the first that is set counts.
+/// Environment variables that name a file of certificates for OpenSSL, Python's `requests` and curl. The first variable that is set is
+/// used.
 pub(super) const VARIABLES: [&str; 3] = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
-/// Where systems keep theirs: Debian and Alpine, Red Hat, SUSE, others.
+/// Certificate files of Debian and Alpine, Red Hat, SUSE, and other systems.
 const SYSTEM: [&str; 5] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
@@ -18,14 +19,14 @@ const SYSTEM: [&str; 5] = [
 ];
 const BYTES_MAX: u64 = 64 << 20;
 
-/// Who is trusted, and where that is written, for people.
+/// The trusted certificate authorities, and a description of their source for error messages.
 pub(super) struct Trusted {
     pub(super) roots: RootCerts,
     pub(super) origin: String,
 }
 
 impl Trusted {
-    /// What the environment says.
+    /// Reads the certificate authorities that the environment selects.
     ///
     /// # Errors
     /// `Io` and `Format`, by name, for a file that cannot be read or holds no certificate.
@@ -38,7 +39,7 @@ impl Trusted {
         }
     }
 
-    /// Mozilla's authorities.
+    /// Mozilla's list of certificate authorities.
     pub(super) fn built_in() -> Self {
         Self { roots: RootCerts::WebPki, origin: "this program's own list".into() }
     }
@@ -75,7 +76,8 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tls").join(name)
     }
 
-    /// The endpoint of the hub at `plain` behind TLS, whose certificate is from `authority.pem`, until the tests end.
+    /// Starts a TLS proxy in front of the hub at `plain`, with a certificate of `authority.pem`, and returns its endpoint. The proxy runs
+    /// until the tests end.
     fn behind_tls(plain: SocketAddr) -> String {
         let certificate = CertificateDer::from_pem_file(golden("server.pem")).unwrap();
         let key = PrivateKeyDer::from_pem_file(golden("server-key.pem")).unwrap();
@@ -87,14 +89,14 @@ mod tests {
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let connection = ServerConnection::new(config.clone()).unwrap();
-                // Who does not trust the certificate hangs up.
+                // A client that does not trust the certificate closes the connection.
                 let _ = forward(StreamOwned::new(connection, stream), plain);
             }
         });
         endpoint
     }
 
-    /// One request, and the whole answer.
+    /// Forwards one request and its whole answer.
     fn forward(mut client: impl Read + Write, plain: SocketAddr) -> io::Result<()> {
         let (mut asked, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
         while !asked.ends_with(b"\r\n\r\n") {
