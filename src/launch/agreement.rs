@@ -1,4 +1,4 @@
-//! What processes of a run agree on before the first step: settings, devices, the plan, and the libraries that compute.
+//! Agreement of a run's processes before the first step, on settings, devices, the plan and library versions.
 
 use super::engine::Launcher;
 use super::partners::{Belongings, Partner};
@@ -28,12 +28,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
-/// A file with a run token is no longer.
+/// Size limit in bytes of a file with a run token.
 const TOKEN_BYTES_MAX: u64 = 4096;
-/// Bits of a file's mode that let its group, and everybody, read it.
+/// Mode bits that let a file's group or all users read it.
 const OTHERS_READ: u32 = 0o044;
 
-/// Settings that say something of one process or its machine, or of what process 0 does alone: it deals the data and writes all files.
+/// Settings that may differ between processes: they concern one process or machine, or only process 0, which deals the data and writes all
+/// files.
 const OF_ONE_PROCESS: [&str; 23] = [
     "process",
     "rendezvous",
@@ -60,16 +61,16 @@ const OF_ONE_PROCESS: [&str; 23] = [
     "digest",
 ];
 
-/// The processes of a run, once they have met.
+/// The processes of a run after the rendezvous.
 pub(crate) struct Party {
     pub(crate) links: Links,
-    /// What is this one's.
+    /// GPUs, CPUs and transport of this process.
     partner: Partner,
-    /// Its machine, before any of them has taken memory.
+    /// This machine before any process of the run has taken memory.
     machine: Topology,
 }
 
-/// What process 0 has decided of the run, for the plans of all others.
+/// Process 0's decisions about the run, from which the other processes derive their plans.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Proposal {
     per_device_train_batch_size: usize,
@@ -82,18 +83,19 @@ pub(crate) struct Proposal {
     without: Vec<Technique>,
     loss_tile: Option<LossTile>,
     expert_products: ExpertProductsChoice,
-    /// What a plan that obeys comes to: names and values.
+    /// Names and values of the facts in which a plan that follows this proposal must agree.
     facts: Vec<(String, String)>,
-    /// What shows that output directories are one, where there are any.
+    /// Name of a temporary directory below the output directory, which shows whether all processes share a file system. Empty if the run has
+    /// no output directory.
     pub(crate) meeting_place: String,
 }
 
 impl Party {
-    /// Meets the other processes of the run of `settings`. A `stop` that one is asked for process 0 hears of; `last_resort` ends this process
-    /// when another has ended and it goes on; `tell` is given lines for people.
+    /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
+    /// process if another process has ended and this one does not react. `tell` receives lines for the user.
     ///
     /// # Errors
-    /// `Usage` without a run token or a place to meet, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
+    /// `Usage` without a run token or rendezvous address, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
@@ -113,28 +115,28 @@ impl Party {
         Ok(Self { links, partner, machine })
     }
 
-    /// As [`Launcher::new`], for this process's part of its machine.
+    /// Like [`Launcher::new`], restricted to this process's part of its machine.
     ///
     /// # Errors
-    /// As there.
+    /// Errors of [`devices::choose`](super::devices::choose).
     pub(crate) fn launcher(&self, settings: &Settings) -> Result<(Launcher, Settings)> {
         Launcher::among(settings, &self.machine, &self.partner)
     }
 
-    /// Process 0 tells the others what it has decided, and what shows them that its output directory is theirs.
+    /// Sends process 0's decisions, and the name of the temporary directory, to the other processes.
     ///
     /// # Errors
-    /// `Format` when it cannot be written.
+    /// `Format` if the proposal cannot be serialized.
     pub(crate) fn propose(&self, (plan, shape): (&Plan, &ModelShape), settings: &Settings, meeting_place: String) -> Result<()> {
         let proposal = serde_json::to_string(&Proposal::new(plan, shape, settings, meeting_place));
         self.links.propose(&proposal.map_err(|e| Error::format("the proposal", e))?);
         Ok(())
     }
 
-    /// The plan of another process, which does as process 0 proposes; how the run ended, if that came first.
+    /// The plan of a process other than 0, which follows the proposal of process 0; the end of the run, if that came first.
     ///
     /// # Errors
-    /// What is missing or differs here; what ended another process.
+    /// Errors of a missing or differing fact in this process; the failure of another process.
     pub(crate) fn plan(
         &self,
         settings: &Settings,
@@ -145,7 +147,7 @@ impl Party {
             Err(end) => return Ok(Err(end)),
         };
         let proposed = proposal.over(settings);
-        // Numbers that a damaged process 0 says make no plan that panics.
+        // Invalid numbers from a damaged process 0 must be an error here, not a panic in the planner.
         proposed.check().map_err(|e| Error::format("the proposal of process 0", e))?;
         let (launch, settings) = self.launcher(&proposed)?;
         let plan = launch.plan(&settings, shape, false)?;
@@ -191,7 +193,7 @@ impl Proposal {
     }
 }
 
-/// What decides bits, and what slices travel by.
+/// Facts on which result bits, or the sizes of transferred slices, depend.
 fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
     let Plan {
         dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, group, ranks, loss_tile, hyper, ..
@@ -219,10 +221,10 @@ fn cut(layout: &BucketLayout) -> String {
     format!("{} of {} elements, {} in all", layout.count(), layout.bucket_elems(), layout.flat_elems())
 }
 
-/// Before the first step all processes compute by the same libraries: those of process 0, whose engine has come as far as all others'.
+/// Checks that all processes compute with the libraries of process 0 before the first step. All engines exist by now.
 ///
 /// # Errors
-/// `Usage` that names what differs, and both values; what ended another process.
+/// `Usage` with the name of the difference and both values; the failure of another process.
 pub(super) fn expect_same_libraries<D: Kernels>(links: &Links, engine: &Engine<D>) -> Result<()> {
     let mut own: Vec<(String, String)> = engine.versions().into_iter().map(|(name, version)| (name.to_string(), version)).collect();
     own.extend(engine.product_algorithms().iter().map(|product| ("matrix product".to_string(), format!("{product:?}"))));
@@ -235,7 +237,7 @@ pub(super) fn expect_same_libraries<D: Kernels>(links: &Links, engine: &Engine<D
 }
 
 /// # Errors
-/// `Usage` that names what differs, and both values.
+/// `Usage` with the name of the difference and both values.
 fn expect_alike(links: &Links, first: &[(String, String)], own: &[(String, String)]) -> Result<()> {
     let Some((name, theirs, ours)) = difference(first, own) else { return Ok(()) };
     let process = links.process();
@@ -243,7 +245,7 @@ fn expect_alike(links: &Links, first: &[(String, String)], own: &[(String, Strin
     Err(Error::usage(differs(&name, [(0, names(0), theirs), (process, names(process), ours)])))
 }
 
-/// The name of the first fact that differs, and both values; what one does not have is nothing.
+/// The name of the first fact that differs, and both values. A fact that one process lacks has the value `nothing`.
 fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(String, String, String)> {
     let at = |facts: &[(String, String)], nth: usize| facts.get(nth).cloned().unwrap_or_else(|| (String::new(), "nothing".into()));
     let mut pairs = (0..first.len().max(own.len())).map(|nth| (at(first, nth), at(own, nth)));
@@ -251,7 +253,7 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
     Some((if name.is_empty() { here } else { name }, theirs, ours))
 }
 
-/// The token of the run, with lines for people where somebody else may know it.
+/// Reads the run token. Warns if other users may read it or could guess it.
 fn token(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Result<RunToken> {
     let (token, source) = match &settings.run_token_file {
         Some(file) => {
@@ -276,7 +278,7 @@ fn token_of_variable() -> Result<RunToken> {
     RunToken::new(std::env::var_os(TOKEN_VARIABLE).ok_or_else(|| Error::usage(missing))?.as_bytes(), TOKEN_VARIABLE)
 }
 
-/// What all processes must have been told alike.
+/// Settings and program version, which must be equal in all processes.
 fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
     let told = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
     let told = told.as_object().cloned().unwrap_or_default();
@@ -303,7 +305,7 @@ mod tests {
         assert_eq!(told(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
     }
 
-    /// What another machine's library can do is not asked.
+    /// A process does not check its own cuBLASLt: it follows process 0.
     #[test]
     fn whoever_multiplies_by_experts_in_process_0_does_so_in_all() {
         let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();

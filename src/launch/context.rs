@@ -1,12 +1,12 @@
-//! Sequences and the positions that a model knows.
+//! Check of the sequence length against the positions of the model.
 
 use crate::config::settings::Settings;
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use std::path::Path;
 
-/// Refuses sequences longer than the positions that a model has learned. `config` is where it was found. Rotary positions do not end:
-/// for those, a line for people where the sequence is longer than any that the model was trained on.
+/// Rejects sequences that are longer than the learned positions of a model. Rotary positions have no such limit: for them, returns a
+/// warning if the sequence is longer than any sequence of the pretraining. `config` is the path of the model's configuration.
 ///
 /// # Errors
 /// `Usage` with flag, model and remedy.

@@ -1,4 +1,4 @@
-//! Which device a run gets, and what the planner may use of the machine.
+//! Selection of a run's device, and the resources of the machine that the planner may use.
 
 use super::gpu;
 use super::partners::Partner;
@@ -21,17 +21,17 @@ use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 pub struct SelectedDevice {
-    /// CPUs and free memory.
+    /// CPUs, memory, the kind of device, and rates.
     pub machine: Machine,
-    /// The GPUs of all ranks, by rank; none on CPUs.
+    /// GPUs of all ranks, by rank. Empty on CPUs.
     pub(crate) gpus: Vec<GpuId>,
-    /// Lines about what lies between several GPUs, and about rates of their work together that nobody knows.
+    /// Lines about the links between several GPUs, and about missing measurements of several GPUs.
     pub(crate) peers: Vec<String>,
-    /// Why it is not a GPU although that was open; nothing when there is nothing to say.
+    /// Why the CPU was chosen, if `--device auto` found no GPU.
     pub note: Option<String>,
-    /// What makes it much slower than the machine.
+    /// A reason why the run will be much slower than the machine allows.
     pub warning: Option<String>,
-    /// What the plan of a GPU rests on.
+    /// The hardware profile with the rates for the plan of a GPU.
     pub(crate) rates_from: Option<SelectedProfile>,
 }
 
@@ -41,11 +41,11 @@ impl SelectedDevice {
     }
 }
 
-/// What `settings` ask for on the machine of `topology`; `auto` is a GPU where there is one.
+/// Selects the device of `settings` on the machine of `topology`. `auto` selects a GPU if there is one.
 ///
 /// # Errors
-/// `Resource` when a GPU was asked for and cannot be had, `Usage` and `Unsupported` when several cannot; those of
-/// [`limits::check_threads`], [`SelectedProfile::of`] and [`Profile::load`].
+/// `Resource` if a requested GPU is not available, `Usage` and `Unsupported` if several are not; those of [`limits::check_threads`],
+/// [`SelectedProfile::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
     let (devices, note) = match settings.device {
         DeviceChoice::Cpu => (on_cpus(), None),
@@ -61,10 +61,10 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
     Ok(SelectedDevice { note, ..selected })
 }
 
-/// What all processes of a run have agreed on for this one, which may use `cpus` CPUs of `machine`.
+/// Resources of this process as agreed with the other processes of the run. This process may use `cpus` CPUs of `machine`.
 ///
 /// # Errors
-/// As [`choose`].
+/// Errors of [`choose`].
 pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner, cpus: usize) -> Result<SelectedDevice> {
     let gpus = partner.gpus.clone();
     let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
@@ -79,17 +79,17 @@ fn on_cpus() -> Devices {
     (DeviceKind::Cpu, DeviceMemory::Shared, Vec::new())
 }
 
-/// What others on the machine leave to this process.
+/// Resources of the machine that are left to this process beside its peers.
 struct Neighbours {
-    /// CPUs that this process may keep busy.
+    /// CPUs that this process may use.
     cpus: usize,
-    /// GPUs of the machine that train together.
+    /// Number of GPUs of this machine that train together.
     together: usize,
-    /// Processes of the run on the machine.
+    /// Number of the run's processes on this machine.
     on_machine: usize,
 }
 
-/// What is planned for these devices on `machine`, of which this process has its part.
+/// Selects these devices, together with this process's part of `machine`.
 fn select(
     settings: &Settings,
     machine: &Topology,
@@ -119,16 +119,16 @@ fn select(
     Ok(SelectedDevice { machine, gpus, peers, note: None, warning, rates_from })
 }
 
-/// What a person is told where a process has more threads than its part of the machine has CPUs.
+/// A warning if a process has more threads than CPUs in its part of the machine.
 fn too_many_threads(settings: &Settings, cpus: usize) -> Option<String> {
     let threads = settings.threads.filter(|threads| *threads > cpus)?;
     Some(format!("--threads {threads}: processes of this machine divide its CPUs, of which this one has {cpus}; say --threads {cpus}"))
 }
 
-/// The GPUs that are asked for and what is free on each, or why there is no GPU to open.
+/// The requested GPUs and the free memory on each; the inner error explains why no GPU can be opened.
 ///
 /// # Errors
-/// Those of [`gpu::first`].
+/// Errors of [`gpu::first`].
 fn open_gpus(settings: &Settings) -> Result<Result<Devices>> {
     let visible = match gpu::visible() {
         Ok(visible) => visible,
@@ -139,7 +139,7 @@ fn open_gpus(settings: &Settings) -> Result<Result<Devices>> {
     Ok(gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)))
 }
 
-/// CPUs as the device are planned without rates; what is named must be there all the same.
+/// The hardware profile. CPU devices are planned without rates; a profile named on the command line is still loaded, to report its errors.
 fn rates_from(settings: &Settings, topology: &Topology, kind: DeviceKind, gpus: usize) -> Result<Option<SelectedProfile>> {
     if kind == DeviceKind::Gpu {
         return SelectedProfile::of(&settings.hardware, MachineId::new(topology), gpus).map(Some);

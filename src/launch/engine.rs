@@ -1,4 +1,4 @@
-//! The engine on the device that was chosen, and the order in which a run comes up: train and bench go this way.
+//! Construction of the engine on the selected device, and the startup order that `train` and `bench` share.
 
 use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
@@ -31,25 +31,25 @@ use crate::search::best_plan;
 use std::path::Path;
 use std::sync::Arc;
 
-/// This machine and the device that computes on it.
+/// This machine and the selected device.
 pub(crate) struct Launcher {
     pub topology: Topology,
     pub chosen: SelectedDevice,
 }
 
-/// What is done with an engine, whichever device it runs on.
+/// A computation with an engine that is generic over the device.
 pub trait UseEngine {
     type Output;
 
-    /// Does it.
+    /// Runs the computation.
     ///
     /// # Errors
-    /// Its own.
+    /// Errors of the implementation.
     fn run<D: Kernels>(self, engine: Engine<D>) -> Result<Self::Output>;
 }
 
 impl Launcher {
-    /// What `settings` ask for on this machine, and these settings with the GPUs counted.
+    /// Selects the device of `settings` on this machine. Also returns the settings with the number of GPUs filled in.
     pub(crate) fn new(settings: &Settings) -> Result<(Self, Settings)> {
         let topology = Topology::this_machine();
         let chosen = devices::choose(settings, &topology)?;
@@ -57,7 +57,7 @@ impl Launcher {
         Ok((Self { topology, chosen }, settings))
     }
 
-    /// The same for a process among others of its run, which has its part of `machine`.
+    /// Like [`Self::new`], for one of several processes, which gets its part of `machine`.
     pub(crate) fn among(settings: &Settings, machine: &Topology, partner: &Partner) -> Result<(Self, Settings)> {
         let (own, cpus) = partner.share_of(machine);
         let chosen = devices::agreed(settings, machine, partner, cpus)?;
@@ -67,7 +67,7 @@ impl Launcher {
         ))
     }
 
-    /// What is not as it should be on this machine for a run of `settings`, a line each.
+    /// Warnings about this machine for a run of `settings`, one per line.
     pub(crate) fn warnings(&self, settings: &Settings) -> Vec<String> {
         let pins = cfg!(feature = "mpam") && !settings.without.contains(&Technique::Mpam);
         let refusal = pinning_refusal().filter(|_| pins);
@@ -76,17 +76,18 @@ impl Launcher {
         self.chosen.warning.clone().into_iter().chain(unpinned).collect()
     }
 
-    /// The plan of a run, its host memory as this machine offers it; with room for a timeline if `trace`.
+    /// The plan of a run, with host memory placed for this machine. `trace` reserves memory for a timeline.
     ///
     /// # Errors
-    /// Those of [`best_plan`]; `Resource` when `--huge-pages explicit` cannot be had.
+    /// Errors of [`best_plan`]; `Resource` if `--huge-pages explicit` is not possible.
     pub(crate) fn plan(&self, settings: &Settings, shape: &ModelShape, trace: bool) -> Result<Plan> {
         let plan = best_plan(settings, shape, &self.machine_for(settings, shape), trace)?;
         let host_memory = host_memory(settings, &plan, &self.topology)?;
         Ok(Plan { host_memory, ..plan })
     }
 
-    /// The machine, of which is known who can multiply by the experts of a model of `shape`, if it has any: others need not open cuBLASLt yet.
+    /// The machine for the planner. For a mixture-of-experts model on a GPU, includes whether cuBLASLt supports grouped layouts; other
+    /// models do not open cuBLASLt yet.
     fn machine_for(&self, settings: &Settings, shape: &ModelShape) -> Machine {
         let machine = self.chosen.machine.clone();
         if !self.chosen.is_gpu() || shape.experts() == 0 {
@@ -95,10 +96,10 @@ impl Launcher {
         Machine { grouped_layouts: gpu::grouped_layouts(settings.cuda_libraries.as_slice()), ..machine }
     }
 
-    /// Makes the engine of `plan` and hands it to `user`. This is where a run learns which device it has.
+    /// Creates the engine of `plan` and passes it to `user`. Selects the device type at run time.
     ///
     /// # Errors
-    /// `Resource` when the device, memory or threads cannot be had; those of `user`.
+    /// `Resource` if the device, memory or threads are not available; those of `user`.
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
@@ -106,11 +107,12 @@ impl Launcher {
         }
     }
 
-    /// Divides the CPUs once the engine of `plan`, the whole one, has its state: the driver, beside a GPU, keeps off the optimizer's, whose
-    /// threads join their partition. Returns the partition in words; `warn` hears why there is none.
+    /// Divides the CPUs after the engine of the complete `plan` has its state. On a GPU, the driver thread leaves the CPUs of the
+    /// optimizer's threads; the optimizer's threads join their resctrl partition. Returns a description of the partition; `warn` receives
+    /// the reason if there is none.
     ///
     /// # Errors
-    /// `Resource` when the kernel refuses the driver's CPUs.
+    /// `Resource` if the kernel rejects the driver thread's CPUs.
     pub(crate) fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
         if self.chosen.is_gpu() {
             let homes = gpu::homes(&self.chosen.gpus, &self.topology);
@@ -120,20 +122,20 @@ impl Launcher {
     }
 }
 
-/// The engine on this machine's CPU.
+/// Creates the engine on this machine's CPU.
 ///
 /// # Errors
-/// `Resource` when memory or threads cannot be had.
+/// `Resource` if memory or threads are not available.
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
     let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
     let (dev, pool) = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
     Engine::new(share.plan, shape.clone(), dev, pool, bell)
 }
 
-/// The engines of `plan` on this machine's CPU, one for each rank, and what `user` makes of the first one.
+/// Creates the engines of `plan` on this machine's CPU, one per rank, and runs `user` with the engine of rank 0.
 ///
 /// # Errors
-/// `Resource` when memory or threads cannot be had; those of `user`; `Rank` when another rank has failed.
+/// `Resource` if memory or threads are not available; those of `user`; `Rank` if another rank has failed.
 pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
     if plan.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);
@@ -143,33 +145,33 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
 }
 
-/// The CPU as the device of `plan`.
+/// Creates the CPU device of `plan`.
 pub(crate) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
     let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
     open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
 }
 
-/// What runs the optimizer's jobs beside such a device.
+/// Creates the pool that runs the optimizer's jobs beside a CPU device.
 pub(crate) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
 }
 
-/// The engine on this machine's first GPU, by kernels that every GPU since Ampere takes where it is to be `portable`.
+/// Creates the engine on this machine's first GPU. `portable` selects kernels that run on every GPU since Ampere.
 ///
 /// # Errors
-/// `Resource` when there is none, one of NVIDIA's libraries is missing, or memory or threads cannot be had.
+/// `Resource` if there is no GPU, if one of NVIDIA's libraries is missing, or if memory or threads are not available.
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool) -> Result<Engine<GpuDevice>> {
     let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
     let (dev, pool) = (gpu_device(&share.plan, 0, portable)?, worker_threads(&share, &bell)?);
     Engine::new(share.plan, shape.clone(), dev, pool, bell)
 }
 
-/// The engines of `plan` on this machine's first GPUs, one for each rank, and what `user` makes of the first one. `portable`: see
-/// [`gpu_engine`].
+/// Creates the engines of `plan` on this machine's first GPUs, one per rank, and runs `user` with the engine of rank 0. See [`gpu_engine`]
+/// for `portable`.
 ///
 /// # Errors
-/// As [`gpu_engine`]; `Usage` and `Unsupported` when there are fewer GPUs, or several models; those of `user`; `Rank` when another rank has
-/// failed.
+/// Errors of [`gpu_engine`]; `Usage` if there are fewer GPUs; `Unsupported` if their models differ; those of `user`; `Rank` if another rank
+/// has failed.
 pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool, user: U) -> Result<U::Output> {
     if plan.ranks == 1 {
         return user.run(gpu_engine(plan, shape, topology, portable)?);
@@ -180,13 +182,14 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), follow)
 }
 
-/// The visible GPU `ordinal`.
+/// Opens the visible GPU `ordinal`.
 pub(super) fn gpu_device(plan: &Plan, ordinal: usize, portable: bool) -> Result<GpuDevice> {
     let engines = Engines { attention: plan.attention, expert_products: plan.expert_products };
     gpu::open(ordinal, plan.cuda_libraries.clone(), engines, plan.trace_spans, portable)
 }
 
-/// The optimizer's threads join their partition; what is in force, in words. `warn` hears why they could not.
+/// Moves the optimizer's threads into their resctrl partition. Returns a description of the partition; `warn` receives the reason of a
+/// failure.
 #[cfg(feature = "mpam")]
 fn join_partition(settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> String {
     if !plan.techniques.mpam {
@@ -198,16 +201,16 @@ fn join_partition(settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> 
     })
 }
 
-/// The optimizer's threads join no partition: the feature is off.
+/// Without the feature `mpam`, the optimizer's threads join no partition.
 #[cfg(not(feature = "mpam"))]
 fn join_partition(_: &Settings, _: &Plan, _: impl FnOnce(&str)) -> String {
     "compiled out (cargo feature mpam)".into()
 }
 
-/// Where host memory comes from on the machine of `topology`, beside the CPUs of the optimizer's workers.
+/// The placement of host memory on the machine of `topology`, near the CPUs of the optimizer's threads.
 ///
 /// # Errors
-/// `Resource` when `--huge-pages explicit` cannot be had.
+/// `Resource` if `--huge-pages explicit` is not possible.
 fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<MemoryPolicy> {
     let workers = Some(topology).filter(|_| plan.techniques.mpam).and_then(|topology| Placement::on(topology, plan.threads));
     let workers = workers.map_or_else(Vec::new, |placement| placement.workers);

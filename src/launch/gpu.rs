@@ -1,4 +1,4 @@
-//! The GPUs that this build can open, so that only this file asks whether it can open one.
+//! GPU functions for builds with and without the feature `cuda`, so that other code needs no conditional compilation.
 
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{self, CudaOptions};
@@ -14,33 +14,33 @@ use std::path::PathBuf;
 #[cfg(feature = "cuda")]
 pub(crate) type GpuDevice = crate::device::cuda::CudaDevice;
 
-/// Stands for the device that this build lacks; [`open`] never returns one.
+/// Placeholder in builds without the feature `cuda`. [`open`] never returns one.
 #[cfg(not(feature = "cuda"))]
 pub(crate) type GpuDevice = crate::device::cpu::CpuDevice;
 
-/// Opens the visible GPU `ordinal`, with room for `trace_spans` on each stream's track. `libraries` are folders to search for NVIDIA's
-/// libraries before the usual ones. `portable`: see [`CudaOptions::portable`].
+/// Opens the visible GPU `ordinal`, with memory for `trace_spans` trace spans per stream. `libraries` are folders that are searched for
+/// NVIDIA's libraries before the usual ones. See [`CudaOptions::portable`] for `portable`.
 ///
 /// # Errors
-/// `Resource` when there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
+/// `Resource` if there is no such GPU or a library is missing; `Unsupported` in a build without the feature `cuda`.
 #[cfg(feature = "cuda")]
 pub(crate) fn open(ordinal: usize, libraries: Vec<PathBuf>, engines: Engines, trace_spans: usize, portable: bool) -> Result<GpuDevice> {
     super::open::gpu(ordinal, &CudaOptions { libraries, engines, trace_spans, portable })
 }
 
-/// As in a build with the feature `cuda`.
+/// Fails, because this build lacks the feature `cuda`.
 ///
 /// # Errors
-/// Always: this build lacks the feature.
+/// Always `Unsupported`.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn open(_: usize, _: Vec<PathBuf>, _: Engines, _: usize, _: bool) -> Result<GpuDevice> {
     Err(no_cuda())
 }
 
-/// The GPUs that CUDA shows.
+/// The GPUs that are visible to CUDA.
 ///
 /// # Errors
-/// `Resource` when there is none; `Unsupported` in a build without the feature `cuda`.
+/// `Resource` if there is none; `Unsupported` in a build without the feature `cuda`.
 pub(crate) fn visible() -> Result<Vec<GpuId>> {
     #[cfg(feature = "cuda")]
     return cuda::visible_gpus();
@@ -48,10 +48,10 @@ pub(crate) fn visible() -> Result<Vec<GpuId>> {
     Err(no_cuda())
 }
 
-/// The first `count` of `visible`, which train together.
+/// The first `count` GPUs of `visible`, which train together.
 ///
 /// # Errors
-/// `Usage` when there are fewer; `Unsupported` when they are of several models: they would not compute the same bits, nor in the same time.
+/// `Usage` if there are fewer; `Unsupported` if their models differ, because results would not be bit-identical and their speeds differ.
 pub(crate) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
     let all = visible.len();
     if count > all {
@@ -69,10 +69,10 @@ pub(crate) fn first(visible: Vec<GpuId>, count: usize) -> Result<Vec<GpuId>> {
     }
 }
 
-/// The kind of `gpus` and the memory that is free on each of them.
+/// The device kind of `gpus`, and the memory that is free on each of them.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the CUDA driver.
 #[cfg(feature = "cuda")]
 pub(super) fn free_memory(gpus: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     let free = gpus.iter().map(|gpu| cuda::free_bytes(gpu.index)).collect::<Result<Vec<_>>>()?;
@@ -85,7 +85,7 @@ pub(super) fn free_memory(_: &[GpuId]) -> Result<(DeviceKind, DeviceMemory)> {
     Err(no_cuda())
 }
 
-/// Whether cuBLASLt, found in `libraries` or the usual places, multiplies by experts on the first GPU.
+/// Whether the cuBLASLt in `libraries` or the usual folders supports grouped matrix products on the first GPU.
 pub fn grouped_layouts(libraries: &[PathBuf]) -> GroupedLayouts {
     #[cfg(feature = "cuda")]
     let obstacle = cuda::grouped_obstacle(libraries).unwrap_or_else(|error| Some(error.to_string()));
@@ -97,10 +97,10 @@ pub fn grouped_layouts(libraries: &[PathBuf]) -> GroupedLayouts {
     obstacle.map_or(GroupedLayouts::Usable, GroupedLayouts::Unusable)
 }
 
-/// The release of the NCCL that is found in `libraries` or the usual places.
+/// The version of the NCCL in `libraries` or the usual folders.
 ///
 /// # Errors
-/// `Resource` where there is none, `Unsupported` where it is too old.
+/// `Resource` if there is none, `Unsupported` if it is too old.
 pub(crate) fn nccl_release(libraries: &[PathBuf]) -> Result<String> {
     #[cfg(feature = "cuda")]
     return cuda::nccl::release(libraries);
@@ -111,10 +111,10 @@ pub(crate) fn nccl_release(libraries: &[PathBuf]) -> Result<String> {
     }
 }
 
-/// A key for a new way between GPUs of several processes.
+/// Creates a unique ID for an NCCL communicator between GPUs of several processes.
 ///
 /// # Errors
-/// Those of [`nccl_release`]; the library's.
+/// Errors of [`nccl_release`] and of NCCL.
 pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<RailKey> {
     #[cfg(feature = "cuda")]
     return cuda::nccl::new_key(libraries);
@@ -125,15 +125,15 @@ pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<RailKey> {
     }
 }
 
-/// The memory node that each of `gpus` is near, where that is known.
+/// The NUMA node near each of `gpus`, if known.
 pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
     gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
 }
 
-/// The pairs of `gpus`, by their places there, that have no direct link both ways.
+/// Pairs of indices into `gpus` that have no direct access to each other in both directions.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the CUDA driver.
 pub(super) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
     #[cfg(feature = "cuda")]
     return pairs_without(gpus.len(), |one, other| cuda::has_direct_link(gpus[one].index, gpus[other].index));
@@ -141,7 +141,7 @@ pub(super) fn unlinked(gpus: &[GpuId]) -> Result<Vec<[usize; 2]>> {
     pairs_without(gpus.len(), |_, _| Err(no_cuda()))
 }
 
-/// The pairs of so many of which one does not reach the other.
+/// Pairs of indices below `count` of which one does not reach the other.
 fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -> Result<Vec<[usize; 2]>> {
     let mut pairs = Vec::new();
     for (one, other) in (0..count).flat_map(|other| (0..other).map(move |one| (one, other))) {
@@ -152,7 +152,7 @@ fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -
     Ok(pairs)
 }
 
-/// What a person is told where GPUs outnumber the CPUs whose threads feed them.
+/// A warning if there are more GPUs than CPUs for the threads that drive them.
 pub(super) fn crowded(gpus: usize, cpus: usize) -> Option<String> {
     let remedy = "use fewer GPUs, or let the process use more CPUs";
     (gpus > cpus).then(|| format!("{cpus} CPUs feed {gpus} GPUs, and no rank has one to itself; {remedy}"))

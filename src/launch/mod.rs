@@ -1,6 +1,7 @@
-//! Engines on this machine, for train, bench and probe: [`devices`] chooses, [`engine`] makes the engine on what was chosen, [`gpu`] is
-//! the GPU of builds that have one, [`open`] makes devices, [`context`] checks a sequence length against the model, [`peer_links`]
-//! says what lies between GPUs, [`processes`] is for several processes, which have what [`partners`] says, and agree in [`agreement`].
+//! Creates engines on this machine for `train`, `bench` and `probe`. [`devices`] selects the device, and [`engine`] creates the engine on
+//! it. [`gpu`] wraps the GPU functions for builds without CUDA, and [`open`] opens devices. [`context`] checks the sequence length against
+//! the model, and [`peer_links`] describes the links between GPUs. For runs of several processes, [`partners`] assigns GPUs and CPUs,
+//! [`agreement`] compares settings and plans, and [`processes`] creates the engines of one process.
 
 pub(crate) mod agreement;
 pub(crate) mod context;

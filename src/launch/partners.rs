@@ -1,5 +1,5 @@
-//! What each process of a run has of its machine, and what follows of it: who trains on which GPU, and with whom a process shares its machine.
-//! All know the same of all, and so conclude the same.
+//! Resources of each process of a run, and the assignment of GPUs and CPUs that follows from them. All processes have the same data about
+//! all processes, so each computes the same assignment.
 
 use super::gpu;
 use crate::config::launchers::local_process;
@@ -12,29 +12,29 @@ use crate::hardware::topology::Topology;
 use serde::{Deserialize, Serialize};
 use std::fs;
 
-/// The kernel's own name for this start of this machine.
+/// File with the kernel's ID of this boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What one process has.
+/// Resources of one process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Belongings {
-    /// What processes on one machine say alike.
+    /// ID of the machine, which is equal for all processes on it.
     machine: String,
-    /// CPUs that it may use.
+    /// CPUs that the process may use.
     cpus: String,
-    /// Which of the processes of its machine it is, where a launcher says so.
+    /// Local rank of the process on its machine, if a launcher provides one.
     local: Option<usize>,
-    /// The GPUs that CUDA shows it, or why there is none.
+    /// GPUs that are visible to CUDA, or the reason why there is none.
     gpus: std::result::Result<Vec<GpuId>, String>,
-    /// The release of NCCL that it has found, or why it goes without.
+    /// Version of NCCL, or the reason why NCCL is not available.
     nccl: std::result::Result<String, String>,
 }
 
 impl Belongings {
-    /// That of this process, on `host`, whose machine is that of `topology`.
+    /// Resources of this process on `host`, the machine of `topology`.
     ///
     /// # Errors
-    /// `Usage` for a variable of a launcher that makes no sense.
+    /// `Usage` for an invalid variable of a launcher.
     pub(crate) fn here(settings: &Settings, topology: &Topology, host: &str) -> Result<Self> {
         let boot = fs::read_to_string(BOOT).unwrap_or_default();
         let gpus = match settings.device {
@@ -57,27 +57,27 @@ impl Belongings {
     }
 }
 
-/// A process among all of its run.
+/// Resources that one process of a run has been assigned.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Partner {
-    /// Its GPUs; none where CPUs train.
+    /// GPUs of the process. Empty if CPUs train.
     pub(crate) gpus: Vec<GpuId>,
-    /// Processes on its machine, with itself.
+    /// Number of the run's processes on this machine, this one included.
     pub(crate) on_machine: usize,
-    /// The first GPUs of those that share its CPUs, and which of them it is.
+    /// First GPU of each process that shares CPUs with this one, and the index of this process in that list.
     cpu_mates: (Vec<Option<GpuId>>, usize),
-    /// What carries its slices to the others.
+    /// Transport of slices to other processes.
     pub(crate) transport: Transport,
-    /// Lines for people.
+    /// Lines for the user.
     pub(crate) notes: Vec<String>,
 }
 
 impl Partner {
-    /// Process `process` of those that have `all`, and have these `names`, on what `settings` ask for.
+    /// Assigns the resources of process `process`, given the resources `all` and the `names` of all processes.
     ///
     /// # Errors
-    /// `Resource` when some have a GPU, or the NCCL that is asked for, and others lack it; `Usage` when GPUs are too few for the processes of a
-    /// machine; `Unsupported` when they are of several models.
+    /// `Resource` if only some processes have a GPU, or the requested NCCL; `Usage` if a machine has too few GPUs for its processes;
+    /// `Unsupported` if the models of the GPUs differ.
     pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, settings: &Settings) -> Result<Self> {
         let device = settings.device;
         let all_gpus = gpus_of_all(all, names, settings)?;
@@ -106,7 +106,8 @@ impl Partner {
         Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
     }
 
-    /// What it has of the CPUs of `machine`, or nothing where there are fewer than processes; and how many CPUs it may keep busy.
+    /// This process's part of the CPUs of `machine`, or `None` if there are fewer CPUs than processes; and the number of CPUs that the
+    /// process may use.
     pub(crate) fn share_of(&self, machine: &Topology) -> (Option<Topology>, usize) {
         let (mates, nth) = &self.cpu_mates;
         let homes: Vec<_> = mates.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
@@ -118,10 +119,10 @@ impl Partner {
     }
 }
 
-/// What carries slices between GPUs, with a line for people.
+/// Selects the transport of slices between GPUs. Also returns a line for the user.
 ///
 /// # Errors
-/// `Resource` that says what keeps from NCCL where it is asked for.
+/// `Resource` with the obstacle, if NCCL was requested and is not available.
 fn transport(all: &[Belongings], names: &[String], asked: Transport) -> Result<(Transport, Option<String>)> {
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some(format!("{name}: {}", one.nccl.as_ref().err()?)));
     let releases: Vec<&String> = all.iter().filter_map(|one| one.nccl.as_ref().ok()).collect();
@@ -135,12 +136,12 @@ fn transport(all: &[Belongings], names: &[String], asked: Transport) -> Result<(
     }
 }
 
-/// The processes of the machine of `process`.
+/// The processes on the machine of `process`.
 fn mates(all: &[Belongings], process: usize) -> Vec<usize> {
     (0..all.len()).filter(|&other| all[other].machine == all[process].machine).collect()
 }
 
-/// The GPUs of each process; nothing where CPUs train.
+/// The GPUs of each process. Empty if CPUs train.
 fn gpus_of_all(all: &[Belongings], names: &[String], settings: &Settings) -> Result<Vec<Vec<GpuId>>> {
     let (device, each) = (settings.device, settings.gpus);
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some((name, one.gpus.as_ref().err()?)));
@@ -164,7 +165,7 @@ fn gpus_of_all(all: &[Belongings], names: &[String], settings: &Settings) -> Res
     Ok(gpus)
 }
 
-/// The GPUs of `process`, so many: all that it sees, or else those of its place among the processes of its machine.
+/// The `each` GPUs of `process`: all visible ones if their number fits, else a chunk chosen by the process's local rank.
 fn gpus_of(all: &[Belongings], names: &[String], process: usize, each: usize) -> Result<Vec<GpuId>> {
     let mates = mates(all, process);
     let candidates = |one: usize| {
@@ -218,10 +219,10 @@ mod tests {
     #[test]
     fn each_process_has_the_gpu_of_its_place_on_its_machine() {
         assert_eq!(pci_of_each(&[on("a", &[0, 1]), on("a", &[0, 1]), on("b", &[3, 4])]).unwrap(), ["0F", "1F", "3F"]);
-        // A launcher knows better.
+        // The local rank of a launcher has priority.
         let told = |local, machine: &str| Belongings { local: Some(local), ..on(machine, &[0, 1]) };
         assert_eq!(pci_of_each(&[told(1, "a"), told(0, "a")]).unwrap(), ["1F", "0F"]);
-        // Whoever sees one takes it.
+        // A process that sees one GPU takes it.
         let alone = [on("a", &[5]), on("a", &[2])];
         assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
         let second = Partner::among(&alone, &names(2), 1, &asking(DeviceChoice::Cuda)).unwrap();
@@ -252,7 +253,7 @@ mod tests {
         let refused = |all: &[Belongings]| pci_of_each(all).unwrap_err().to_string();
         let few = refused(&[on("a", &[0, 1]), on("a", &[0, 1]), on("a", &[0, 1])]);
         assert!(few.contains("process 2 on a sees GPUs: 2, and processes on its machine are 3"), "{few}");
-        // The only one is another's, too.
+        // Another process sees the same single GPU.
         let one = refused(&[on("a", &[0]), on("a", &[0])]);
         assert!(one.contains("process 0 on a sees GPUs: 1, and processes on its machine are 2") && one.contains("CUDA_VISIBLE_DEVICES"));
         let told = Belongings { local: Some(0), ..on("a", &[0, 1]) };
@@ -327,7 +328,7 @@ mod tests {
             let refused = chosen(Transport::Nccl, nccl).unwrap_err();
             assert!(refused.contains("--transport nccl") && refused.contains(why) && refused.contains("--transport tcp"), "{refused}");
         }
-        // Where nobody has a GPU there is nothing to say of it, unless somebody asks for it.
+        // Without GPUs there is no note about NCCL, unless NCCL was requested.
         let without = Belongings { gpus: Err("no driver".into()), nccl: Err("it has no GPU".into()), ..on("a", &[]) };
         let asked = |transport| {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };

@@ -1,26 +1,26 @@
-//! What lies between the GPUs that train together: lines for people, and what copies from one to another pass.
+//! The links between GPUs that train together: lines for the user, and the route of copies for the planner.
 
 use super::gpu::unlinked;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuId, GpuLink, links};
 use crate::hardware::peer_route::PeerRoute;
 
-/// The links between each two of some GPUs.
+/// The links between each pair of several GPUs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PeerLinks {
     gpus: Vec<GpuId>,
     known: Vec<([usize; 2], GpuLink)>,
-    /// Why the management library tells none.
+    /// Why NVIDIA's management library reports no links.
     why_unknown: Option<String>,
-    /// Pairs that do not reach each other's memory.
+    /// Pairs that cannot access each other's memory.
     unlinked: Vec<[usize; 2]>,
 }
 
 impl PeerLinks {
-    /// Those of `gpus`, by their places there.
+    /// Finds the links between each pair of `gpus`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the CUDA driver.
     pub(crate) fn between(gpus: &[GpuId]) -> Result<Self> {
         if gpus.len() < 2 {
             return Ok(Self::default());
@@ -29,7 +29,8 @@ impl PeerLinks {
         Ok(Self { known, why_unknown, unlinked: unlinked(gpus)?, gpus: gpus.to_vec() })
     }
 
-    /// What the worst of all copies passes: in a step everybody waits for it. What nobody tells is as the profile of rates says.
+    /// The slowest route of any copy, since every step waits for the slowest copy. A link of unknown type counts as [`PeerRoute::Own`], for
+    /// which the rates of the profile apply.
     pub(crate) fn route(&self) -> PeerRoute {
         let over_pcie = self.known.iter().any(|(_, link)| matches!(link, GpuLink::Pcie(_)));
         match (self.unlinked.is_empty(), over_pcie) {
@@ -39,7 +40,7 @@ impl PeerLinks {
         }
     }
 
-    /// A line for each two.
+    /// One line for each pair.
     pub(crate) fn pairs(&self) -> Vec<String> {
         let pairs = (0..self.gpus.len()).flat_map(|other| (0..other).map(move |one| [one, other]));
         pairs
@@ -47,7 +48,7 @@ impl PeerLinks {
             .collect()
     }
 
-    /// The same in one line where there are many pairs and they are all alike.
+    /// One line for all pairs if there are several and all links are equal, else one line for each pair.
     pub(crate) fn lines(&self) -> Vec<String> {
         let pairs = self.pairs();
         let words = |line: &String| line.split_once(": ").map(|(_, words)| words.to_owned());
@@ -59,7 +60,7 @@ impl PeerLinks {
         }
     }
 
-    /// What lies between two, in words.
+    /// Describes the link of a pair.
     fn of(&self, pair: [usize; 2]) -> String {
         let known = self.known.iter().find(|(known, _)| *known == pair).map(|(_, link)| link.to_string());
         let unknown = || format!("unknown link ({})", self.why_unknown.as_deref().unwrap_or("nobody tells"));

@@ -1,4 +1,5 @@
-//! Several processes, of which each has as many ranks: the engines of this one, and what they do. Process 0 leads, the others follow.
+//! The engines of one process in a run of several processes. All processes have the same number of ranks. Process 0 leads, and the other
+//! processes follow its orders.
 
 use super::agreement::expect_same_libraries;
 use super::engine::{Launcher, UseEngine, cpu_device, cpu_pool, gpu_device, worker_threads};
@@ -23,30 +24,30 @@ use crate::ranks::board::Board;
 use crate::ranks::links::Links;
 use std::sync::Arc;
 
-/// What a rank behind rank 0 does with its engine.
+/// The work of a rank other than rank 0 with its engine.
 pub(crate) trait FollowEngine: Sync {
-    /// Does it; before the first step, once the state is there, `settle_down`.
+    /// Runs the engine. Calls `settle_down` when the state exists, before the first step.
     ///
     /// # Errors
-    /// Its own, and those of `settle_down`.
+    /// Errors of the implementation and of `settle_down`.
     fn run<D: Kernels + Peers>(&self, engine: &mut Engine<D>, settle_down: impl FnOnce() -> Result<()>) -> Result<()>;
 }
 
-/// This process of a run.
+/// One process of a run.
 #[derive(Clone, Copy)]
 pub(crate) struct ThisProcess<'a> {
     pub(crate) launch: &'a Launcher,
-    /// Of all ranks.
+    /// The plan for all ranks of the run.
     pub(crate) plan: &'a Plan,
     pub(crate) shape: &'a ModelShape,
     pub(crate) links: &'a Links,
 }
 
 impl ThisProcess<'_> {
-    /// What `user` makes of the engine of rank 0, which leads all others; those of its process do what `followers` do.
+    /// Runs `user` with the engine of rank 0, which leads all other ranks. The other ranks of this process run `followers`.
     ///
     /// # Errors
-    /// `Resource` when memory or threads cannot be had; `Rank` when another rank has failed; those of `user`.
+    /// `Resource` if memory or threads are not available; `Rank` if another rank has failed; those of `user`.
     pub(crate) fn lead<U: UseEngine>(self, user: U, followers: &impl FollowEngine) -> Result<U::Output> {
         match self.launch.chosen.machine.kind {
             DeviceKind::Cpu => self.on_cpus(followers, |engine, _| user.run(engine)),
@@ -54,8 +55,8 @@ impl ThisProcess<'_> {
         }
     }
 
-    /// All ranks do as rank 0 says, as `followers` do it, until the run is over or a process has ended: returns which. Meanwhile there is what
-    /// `watch` makes of their signs of life.
+    /// Runs `followers` on all ranks of this process, under the orders of rank 0, until the run is over or a process has ended; returns the
+    /// reason. The watchdog that `watch` creates runs meanwhile.
     pub(crate) fn follow(self, followers: &impl FollowEngine, watch: impl FnOnce(Watched) -> Result<Option<Watchdog>>) -> Error {
         let followed = match self.launch.chosen.machine.kind {
             DeviceKind::Cpu => self.on_cpus(followers, |engine, seat| follow_watched(engine, seat, followers, watch, || Ok(()))),
@@ -80,7 +81,8 @@ impl ThisProcess<'_> {
         self.run(make, lead, |engine, share| followers.run(engine, || share.keep_off_workers()))
     }
 
-    /// Runs its ranks, each on what `make` makes of its share, its bell and its place, once all others have theirs.
+    /// Runs the ranks of this process after the rendezvous of all processes. `make` creates the device and the pool of a rank from its
+    /// share, its doorbell and its index in the process.
     fn run<D: Kernels + Peers, T>(
         self,
         make: impl Fn(&Share, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
@@ -96,7 +98,7 @@ impl ThisProcess<'_> {
         ranks::run(crew, self.shape, &shares, make, lead, |engine, seat| follow(engine, &shares[seat.rank - first]))
     }
 
-    /// The board, and the way of each rank of this process to those of others.
+    /// Connects the progress counters (`Board`) to the other processes, and each rank of this process to the ranks of other processes.
     fn meet(self) -> Result<Crew> {
         let Self { plan, links, .. } = self;
         let longest = Slices::new(plan.layout.clone(), 0, plan.ranks).longest();
@@ -114,18 +116,18 @@ impl ThisProcess<'_> {
         Ok(Crew { board, reaches })
     }
 
-    /// What each rank of this process has of what the launcher has found.
+    /// Divides the resources of this process among its ranks.
     fn shares(self) -> Vec<Share> {
         let ranks = self.plan.ranks / self.plan.processes;
         let adversary = self.plan.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
         let near = gpu::homes(&self.launch.chosen.gpus, &self.launch.topology);
-        // One alone has all of it.
+        // A single rank gets all CPUs of the process.
         let homes = if near.len() > 1 { near } else { vec![None; ranks] };
         share::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &homes)
     }
 }
 
-/// The first rank of a process that follows, with the watchdog of all its ranks.
+/// Runs the first rank of a process other than 0, with the watchdog of all its ranks.
 fn follow_watched<D: Kernels + Peers>(
     mut engine: Engine<D>,
     seat: &Seat,
@@ -139,7 +141,7 @@ fn follow_watched<D: Kernels + Peers>(
     followed
 }
 
-/// The key by which all devices find each other, which process 0 makes.
+/// The NCCL unique ID by which all GPUs find each other. Process 0 creates it.
 fn one_key(plan: &Plan, links: &Links) -> Result<RailKey> {
     let format = |e| Error::format("the key of NCCL", e);
     if links.process() == 0 {

@@ -1,4 +1,4 @@
-//! The ranks of this process: a thread and an engine each. The first runs on the caller's thread and uses its engine; the others follow.
+//! The ranks of this process: one thread and one engine per rank. The first rank runs on the caller's thread; the others follow its orders.
 
 use super::share::Share;
 use crate::device::{Kernels, Peers};
@@ -15,25 +15,26 @@ use crate::ranks::Seat;
 use crate::ranks::board::Board;
 use std::sync::Arc;
 
-/// Where the ranks of this process meet all others: the board, and how each of them reaches those of other processes.
+/// The shared progress counters, and for each rank of this process the connection to ranks of other processes.
 pub(crate) struct Crew {
     pub(crate) board: Arc<Board>,
     pub(crate) reaches: Vec<Reach>,
 }
 
 impl Crew {
-    /// All ranks of `plan` are of this process.
+    /// The connections for a `plan` whose ranks are all in this process.
     pub(super) fn here(plan: &Plan) -> Self {
         let board = Arc::new(Board::new(plan.board_sizes(), plan.adversary));
         Self { board, reaches: (0..plan.ranks).map(|_| Reach::Memory).collect() }
     }
 }
 
-/// Makes the engines of the ranks of this process, each from what `make` makes of its share, its bell and its place in the process; its device
-/// is made, and so belongs, on its thread. The first one's goes to `lead`; the others do what `follow` says.
+/// Creates the engines of this process's ranks, each from the device and pool that `make` creates. `make` gets the rank's share, its
+/// doorbell and its index in the process, and runs on the rank's thread, where the device stays. The engine of the first rank goes to
+/// `lead`, those of the other ranks to `follow`.
 ///
 /// # Errors
-/// `Resource` when memory or threads cannot be had; those of `lead`; `Rank` when another rank has failed.
+/// `Resource` if memory or threads are not available; those of `lead`; `Rank` if another rank has failed.
 pub(crate) fn run<D: Kernels + Peers, T>(
     Crew { board, reaches }: Crew,
     shape: &ModelShape,
@@ -65,13 +66,13 @@ pub(crate) fn run<D: Kernels + Peers, T>(
         }
         let outcome = join(&leader.0, reach).map_err(|error| leader.0.blame(error)).and_then(|engine| lead(engine, &leader.0));
         drop(leader);
-        // A panic there has said so itself, and is rank 0's error.
+        // A panic of a follower has printed its message, and `lead` returns it as an error.
         followers.into_iter().for_each(|follower| _ = follower.join());
         outcome
     })
 }
 
-/// Leaves the board when it is dropped, however that comes: nobody can go on without a rank.
+/// Marks the rank as gone when it is dropped, also in a panic, because no other rank can continue without it.
 pub(crate) struct Leave(pub(crate) Seat);
 
 impl Drop for Leave {
@@ -107,7 +108,7 @@ mod tests {
         }
     }
 
-    /// Steps until something fails.
+    /// Runs steps until a rank fails.
     fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut Engine<CpuDevice>, &Seat) -> Result<()> + Sync) -> Error {
         let shares = share::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
         let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
@@ -121,7 +122,7 @@ mod tests {
         run(Crew::here(plan), shape, &shares, make, lead, follow).unwrap_err()
     }
 
-    /// Rank 1 fails at any moment, in any phase of a step: everybody ends at once, and its words are what is told.
+    /// Rank 1 fails at a random moment, in any phase of a step: all ranks end at once, and rank 0 reports the error of rank 1.
     #[test]
     fn the_failure_of_a_rank_ends_all_and_names_it() {
         let shape = ModelShape::demo().with_layers(1);

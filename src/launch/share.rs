@@ -1,51 +1,51 @@
-//! What each rank has of the machine: CPUs, memory nodes, and its part of the plan.
+//! The share of each rank: CPUs, NUMA nodes, and the plan's thread count.
 
 use crate::error::Result;
 use crate::hardware::topology::Topology;
 use crate::host::affinity::Placement;
 use crate::planner::plan::Plan;
 
-/// Distance of the seeds from which ranks draw.
+/// Difference between the random seeds of two successive ranks.
 const SEED_STEP: u64 = 0x9e37_79b9;
 
-/// A rank's share.
+/// The resources of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Share {
-    /// What the rank does of the plan.
+    /// The plan, adapted to the rank.
     pub plan: Plan,
-    /// A CPU for each of its optimizer's workers, when there are enough that are this rank's own.
+    /// A CPU for each of the rank's optimizer threads, if the rank has enough CPUs of its own.
     pub placement: Option<Placement>,
 }
 
 impl Share {
-    /// Keeps the calling thread, the rank's driver, and what it starts from now on off its optimizer's CPUs.
+    /// Moves the calling thread (the rank's driver thread), and the threads it starts later, off the CPUs of the rank's optimizer threads.
     ///
     /// # Errors
-    /// `Resource` when the kernel refuses.
+    /// `Resource` if the kernel rejects the CPUs.
     pub(super) fn keep_off_workers(&self) -> Result<()> {
         self.placement.as_ref().map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
     }
 }
 
-/// The share of the one rank of `plan`, which has all of the machine of `topology`.
+/// The share of a single rank, which has the whole machine of `topology`.
 pub(crate) fn whole(plan: &Plan, topology: &Topology) -> Share {
     share_of(plan, topology, topology.share(0, &[None]), (0, 1))
 }
 
-/// The shares of the ranks of this process, whose GPUs are near the memory nodes `homes`, on the machine of `topology`.
+/// The shares of the ranks of this process on the machine of `topology`. `homes` are the NUMA nodes near the ranks' GPUs.
 pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<Share> {
     let share = |place| share_of(plan, topology, topology.share(place, homes), (place, homes.len()));
     (0..homes.len()).map(share).collect()
 }
 
-/// That of the rank in `place` of so many `ranks`. Threads are as many as are the rank's CPUs of all, so that each driver has one, too.
+/// The share of rank `place` of `ranks` ranks. Threads are divided in proportion to CPUs, so that each driver thread has a CPU, too.
 fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, ranks): (usize, usize)) -> Share {
     let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
     let (part, whole) = own.as_ref().map_or((1, ranks), |own| (cpus(own), cpus(machine)));
     let threads = (plan.threads * part / whole).max(1);
     let placement = own.as_ref().filter(|_| plan.techniques.mpam).and_then(|own| Placement::on(own, threads));
     let workers = placement.as_ref().map_or(&[][..], |placement| &placement.workers);
-    // Memory that nobody touches before its use is not bound to nodes either.
+    // A plan whose host memory is not touched in advance does not bind it to NUMA nodes either.
     let is_bound = !plan.host_memory.touchers.is_empty();
     let host_memory = own.filter(|_| is_bound).map(|own| plan.host_memory.within(&own, workers, threads));
     let plan = Plan {
@@ -67,7 +67,7 @@ mod tests {
     use crate::model::shape::ModelShape;
     use crate::planner::machine::Machine;
 
-    /// The plan of `ranks` on the two sockets' seven CPUs, with so many threads in all.
+    /// The plan of `ranks` ranks with `threads` threads in total, on two sockets with seven CPUs.
     fn plan(ranks: usize, threads: usize, topology: &Topology) -> Plan {
         let settings = Settings { gpus: ranks, threads: Some(threads), ..Settings::demo() };
         let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(7), false).unwrap();
