@@ -1,32 +1,32 @@
-//! Whether a group can be allotted what is wanted, before the kernel is asked, and the text to ask it with.
+//! Checks requested limits of a group before the kernel gets them, and builds the command for the `schemata` file.
 //!
-//! The kernel says little about some mistakes: an unknown domain is "Invalid argument" without a word more.
+//! The kernel's messages for some mistakes are short: an unknown domain is an "Invalid argument" without details.
 
 use crate::info::{Info, Kind};
 use crate::schemata::{Line, Schemata, Values};
 
-/// Most bytes of one command: a page of the smallest size.
+/// Size limit in bytes of one command: the smallest page size.
 const COMMAND_BYTES_MAX: usize = 4096;
 
-/// A limit that the kernel rounded to what the hardware can do.
+/// A limit that the kernel has rounded to a value of the hardware.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rounded {
     /// The kernel's name of the resource.
     pub resource: String,
-    /// Domain id.
+    /// Domain ID.
     pub domain: u32,
-    /// What was written.
+    /// The value that was written.
     pub wanted: u64,
-    /// What is read back. MPAM drivers show one less than is in force for about a third of the values.
+    /// The value that was read back. For about a third of all values, MPAM drivers show one less than the value in force.
     pub got: u64,
 }
 
 impl Schemata {
-    /// The command that gives a group `wanted`, whose `schemata` file now reads as `self`. Domains that `wanted` leaves out keep their
-    /// values.
+    /// Builds the command that sets the limits `wanted` of a group. `self` is the current content of the group's `schemata` file. Domains
+    /// that `wanted` omits keep their values.
     ///
     /// # Errors
-    /// The first line that this machine cannot have, and why.
+    /// The first line that this machine does not support, and the reason.
     pub fn command(&self, wanted: &Self, info: &Info) -> Result<String, String> {
         let mut command = String::new();
         for line in &wanted.lines {
@@ -40,7 +40,7 @@ impl Schemata {
         }
     }
 
-    /// What of `wanted` became something else: `self` was read back after it was written. Masks are never rounded.
+    /// Limits of `wanted` that the kernel has rounded. `self` must have been read after the write. Cache masks are never rounded.
     pub fn rounded(&self, wanted: &Self) -> Vec<Rounded> {
         let mut rounded = Vec::new();
         for line in &wanted.lines {

@@ -5,37 +5,37 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-/// No kernel numbers its CPUs this high; a larger number in a file is damage, not a machine.
+/// Upper limit of CPU numbers. No kernel supports this many CPUs, so a larger number is an error in the file.
 const CPU_MAX: u32 = 1 << 16;
 
-/// Logical CPUs.
+/// A set of logical CPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct CpuSet(BTreeSet<u32>);
 
 impl CpuSet {
-    /// The CPUs, ascending.
+    /// The CPUs in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         self.0.iter().copied()
     }
 
-    /// Whether there are none.
+    /// Whether the set has no CPU.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether `cpu` is among them.
+    /// Whether `cpu` is in the set.
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.contains(&cpu)
     }
 
-    /// Those of both.
+    /// The CPUs that are in both sets.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         Self(&self.0 & &other.0)
     }
 
-    /// Those of either.
+    /// The CPUs that are in at least one of the sets.
     #[must_use]
     pub fn or(&self, other: &Self) -> Self {
         Self(&self.0 | &other.0)
@@ -45,7 +45,7 @@ impl CpuSet {
 impl FromStr for CpuSet {
     type Err = String;
 
-    /// Reads `0-3,8`; the empty text is the empty set.
+    /// Parses `0-3,8`. An empty text is the empty set.
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
         let mut cpus = BTreeSet::new();

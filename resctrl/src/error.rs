@@ -1,46 +1,46 @@
-//! One error type: operation, file, what the system said, and what resctrl said beyond that.
+//! The error type of this crate. An error has the operation, the file, the system's error, and the message of resctrl.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Result of everything in this crate that can fail.
+/// Result of the fallible functions of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why something could not be done.
+/// Error of an operation on partitions.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The operating system refused an operation.
     #[error("{operation} {}: {source}{}", path.display(), status.as_ref().map_or(String::new(), |status| format!(": {status}")))]
     Io {
-        /// What was attempted, as a verb: `read`, `write`, `create`, `mount`.
+        /// The operation as a verb: `read`, `write`, `create`, `mount`.
         operation: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
-        /// What `info/last_cmd_status` held then, if it belongs to this failure: `Out of CLOSIDs`.
+        /// The message of resctrl in `info/last_cmd_status`, if it belongs to this failure: `Out of CLOSIDs`.
         status: Option<String>,
     },
-    /// A file holds something that this crate does not understand.
+    /// A file with unexpected content.
     #[error("read {}: {cause}", path.display())]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the problem.
         cause: String,
     },
-    /// A request that this machine cannot meet, found before anything was written.
+    /// A request that this machine does not support, rejected before anything was written.
     #[error("{subject}: {cause}")]
     Refused {
-        /// What was asked for: `schemata of superoffload-adam`.
+        /// The request: `schemata of superoffload-adam`.
         subject: String,
-        /// Why it cannot be.
+        /// The reason.
         cause: String,
     },
-    /// There is no mount point: the kernel found nothing to partition, or was built without resctrl.
+    /// The mount point does not exist: the kernel found no hardware with partitions, or was built without resctrl.
     #[error("{}: not offered by this CPU or kernel", .0.display())]
     Absent(PathBuf),
-    /// The mount point is there and nothing is mounted on it.
+    /// The mount point exists, but nothing is mounted on it.
     #[error("{}: resctrl is not mounted", .0.display())]
     NotMounted(PathBuf),
     /// Another program holds a lock.
@@ -48,44 +48,44 @@ pub enum Error {
     Locked {
         /// The file or directory.
         path: PathBuf,
-        /// Who holds it, as far as is known.
+        /// Description of the process that holds the lock, if known.
         holder: String,
     },
 }
 
-/// What kind of failure an [`Error`] is, for programs: each has an exit status.
+/// Category of an [`Error`]. Each category has its own exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// A request that makes no sense on this machine. Exit status 2.
+    /// A request that this machine does not support. Exit status 2.
     Refused,
-    /// Nothing to partition. 3.
+    /// The machine has no partitions. Exit status 3.
     Absent,
-    /// Not mounted. 4.
+    /// The tree is not mounted. Exit status 4.
     NotMounted,
-    /// Mounted read-only. 5.
+    /// The tree is mounted read-only. Exit status 5.
     ReadOnly,
-    /// The hardware has no group left to give: CLOSIDs, PARTIDs or RMIDs. 6.
+    /// The hardware has no free group: CLOSIDs, PARTIDs or RMIDs are used up. Exit status 6.
     OutOfGroups,
-    /// Not root, or root of a container. 7.
+    /// The user is not root, or is root of a container only. Exit status 7.
     NotAllowed,
-    /// Another program is at it. 8.
+    /// Another process holds the lock. Exit status 8.
     Locked,
-    /// Anything else. 1.
+    /// Any other error. Exit status 1.
     Other,
 }
 
 impl Error {
-    /// An `Io` error about which resctrl has nothing to add.
+    /// Creates an `Io` error without a message of resctrl.
     pub fn io(operation: &'static str, path: impl AsRef<Path>, source: impl Into<io::Error>) -> Self {
         Self::Io { operation, path: path.as_ref().into(), source: source.into(), status: None }
     }
 
-    /// A `Refused` error.
+    /// Creates a `Refused` error.
     pub(crate) fn refused(subject: impl ToString, cause: impl ToString) -> Self {
         Self::Refused { subject: subject.to_string(), cause: cause.to_string() }
     }
 
-    /// What kind of failure it is.
+    /// The category of the error.
     pub fn condition(&self) -> Condition {
         match self {
             Self::Refused { .. } => Condition::Refused,
@@ -104,7 +104,7 @@ impl Error {
 }
 
 impl Condition {
-    /// Exit status of a program that fails so.
+    /// Exit status of a program that fails with this category.
     pub fn exit_code(self) -> u8 {
         match self {
             Self::Other => 1,
@@ -118,7 +118,7 @@ impl Condition {
         }
     }
 
-    /// What a person can do about it; empty where the error says all there is.
+    /// Advice for the user; empty if the error message is sufficient.
     pub fn advice(self) -> &'static str {
         match self {
             Self::Refused | Self::Locked | Self::Other => "",

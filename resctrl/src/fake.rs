@@ -1,6 +1,7 @@
-//! A kernel for tests: keeps a tree in an ordinary directory and answers commands as kernel 7.2 does, as far as sessions need.
+//! A fake kernel for tests. It keeps a resctrl tree in an ordinary directory and executes commands like kernel 7.2, as far as sessions need
+//! them.
 //!
-//! It can be told to fail from some command on, as if the process had been killed there.
+//! It can reject all commands from a given one on, which simulates the death of the process.
 
 use crate::files::Kernel;
 use crate::{CpuSet, Tree};
@@ -12,17 +13,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// Control groups, the default one included.
+/// Number of control groups, including the default group.
 const CLOSIDS: usize = 4;
 
-/// Where a fake tree is, and how many commands it takes before it dies.
+/// The directory of the fake tree, and the number of commands before it rejects all others.
 pub(crate) struct Fake {
     root: PathBuf,
     commands_left: Rc<Cell<usize>>,
 }
 
 impl Fake {
-    /// A tree with two caches and six CPUs in the default group.
+    /// Creates a tree with two caches and six CPUs in the default group.
     pub(crate) fn mount(root: &Path) {
         for (file, text) in [
             ("info/last_cmd_status", "ok\n"),
@@ -42,14 +43,14 @@ impl Fake {
         fs::create_dir_all(root.join("mon_groups")).unwrap();
     }
 
-    /// The tree at `root`, which takes `commands`.
+    /// Opens the tree at `root`. The fake kernel accepts `commands` commands.
     pub(crate) fn open(root: &Path, commands: usize) -> (Tree, Rc<Cell<usize>>) {
         let commands_left = Rc::new(Cell::new(commands));
         let fake = Self { root: root.into(), commands_left: commands_left.clone() };
         (Tree::with_kernel(root, Box::new(fake)).unwrap(), commands_left)
     }
 
-    /// Every file by name, threads sorted.
+    /// The content of all files, with sorted lines.
     pub(crate) fn snapshot(root: &Path) -> BTreeMap<PathBuf, String> {
         let (mut found, mut folders) = (BTreeMap::new(), vec![root.to_path_buf()]);
         while let Some(folder) = folders.pop() {
@@ -104,7 +105,7 @@ impl Fake {
             let added = without(wanted, &cpus(group));
             for control in self.controls() {
                 write_cpus(&control, &without(&cpus(&control), &added));
-                // Its own monitor groups lose all CPUs, also those that the group keeps.
+                // Monitor groups of the changed control group lose all CPUs, including CPUs that the group keeps.
                 let lost = if control == group { wanted.or(&dropped) } else { added.clone() };
                 Self::monitors(&control).iter().for_each(|monitor| write_cpus(monitor, &without(&cpus(monitor), &lost)));
             }
@@ -131,7 +132,7 @@ impl Fake {
                 Self::monitors(&control).iter().for_each(|monitor| drop_task(monitor, tid));
             }
             drop_task(group, tid);
-            // As the kernel: it has the control group's own monitoring id from now on.
+            // As in the kernel, the thread now has the control group's own monitoring ID.
             Self::monitors(group).iter().for_each(|monitor| drop_task(monitor, tid));
         }
         write_tasks(group, [tasks(group), vec![tid.into()]].concat());

@@ -1,15 +1,15 @@
-//! Files and directories with errors that name them.
+//! File operations with errors that name the file.
 
 use crate::{Error, Result};
 use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
-/// The commands that the kernel takes through the tree. Tests put a kernel of their own in its place.
+/// The write operations that the kernel accepts in the tree. Tests use a fake kernel.
 pub(crate) trait Kernel {
-    /// Writes `text`, a whole command, into a file that exists.
+    /// Writes `text`, one whole command, into an existing file.
     fn write(&self, path: &Path, text: &str) -> io::Result<()>;
-    /// Makes a group.
+    /// Creates a group.
     fn create(&self, dir: &Path) -> io::Result<()>;
     /// Removes a group.
     fn remove(&self, dir: &Path) -> io::Result<()>;
@@ -20,7 +20,7 @@ pub(crate) struct Linux;
 
 impl Kernel for Linux {
     fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-        // A command must arrive in one write(2): no buffer, no formatting into the file.
+        // A command must arrive in one write(2), so there is no buffer and no formatting into the file.
         fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
     }
 
@@ -33,7 +33,7 @@ impl Kernel for Linux {
     }
 }
 
-/// Whether `path` is there. "May not look" is an error, not a no.
+/// Whether `path` exists. A missing permission to find out is an error.
 pub(crate) fn exists(path: &Path) -> Result<bool> {
     match fs::metadata(path) {
         Ok(_) => Ok(true),
@@ -42,12 +42,12 @@ pub(crate) fn exists(path: &Path) -> Result<bool> {
     }
 }
 
-/// The text of a file.
+/// Reads a text file.
 pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|source| Error::io("read", path, source))
 }
 
-/// Names in `dir`, sorted; only directories or only other files. Names that are not UTF-8 are left out: the kernel makes none.
+/// Sorted names in `dir`: only directories, or only other files. Names that are not UTF-8 are skipped, because the kernel creates none.
 pub(crate) fn names(dir: &Path, directories: bool) -> Result<Vec<String>> {
     list(dir, directories).map_err(|source| Error::io("read", dir, source))
 }

@@ -1,13 +1,13 @@
-//! A profile on a machine that is not its reference.
+//! Adapts a profile to a machine that differs from the profile's reference machine.
 //!
-//! - Domain ids: a profile names none. Every domain that the kernel shows gets the same.
-//! - Masks: the ends of each run of bits are scaled to the machine's mask and rounded, so that runs which touch still touch and masks
-//!   that share no bit still share none. With L3CODE and L3DATA both get the mask.
-//! - Cores: those of each L3 cache are divided in the reference's proportions, in order of their numbers; hardware threads of a core stay
-//!   together. A group that would get no core of a cache takes one from the group with the most.
-//! - Bandwidth: percent, at least what the kernel takes. Where limits are absolute, a percentage means nothing and is left out.
+//! - Domain IDs: a profile has none. Every domain of the machine gets the same limits.
+//! - Masks: the ends of each run of bits are scaled to the machine's mask and rounded. Adjacent runs stay adjacent, and disjoint masks stay
+//!   disjoint. With L3CODE and L3DATA, both get the mask.
+//! - Cores: the cores of each L3 cache are divided in the proportions of the reference machine, in order of their numbers. Hardware threads
+//!   of a core stay together. A group that would get no core of a cache takes one from the group with the most cores.
+//! - Bandwidth: the limit is in percent, and at least the kernel's minimum. It is omitted on machines with absolute limits.
 //!
-//! What does not fit is an error; what this machine does not have is left out and said.
+//! A limit that the machine cannot represent is an error. A resource that the machine lacks is omitted with a note.
 
 use crate::info::{Info, Kind, Resource};
 use crate::machine::Machine;
@@ -15,23 +15,23 @@ use crate::profile::{Group, Profile};
 use crate::schemata::{Line, Schemata, Values};
 use crate::{CpuSet, Error, GroupPath, Result};
 
-/// What a group gets on this machine.
+/// The resources of a group on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fitted {
-    /// Where it is.
+    /// Path of the group.
     pub path: GroupPath,
-    /// Its CPUs; may be none.
+    /// CPUs of the group; may be empty.
     pub cpus: CpuSet,
-    /// Its limits; lines that are not here stay as the kernel sets them.
+    /// Limits of the group. Resources without a line keep the kernel's defaults.
     pub schemata: Schemata,
 }
 
 impl Profile {
-    /// The groups for `machine`, whose kernel tells `info`; `default` is what its default group may use. Also returns a line for each
-    /// thing that this machine does not have.
+    /// Adapts the groups to `machine`, whose resources `info` describes. `default` has the limits of the machine's default group. Also
+    /// returns one line for each resource that the machine lacks.
     ///
     /// # Errors
-    /// `Refused` when a mask would be narrower than the hardware takes.
+    /// `Refused` if a mask would be narrower than the hardware's minimum.
     pub fn fit(&self, machine: &Machine, info: &Info, default: &Schemata) -> Result<(Vec<Fitted>, Vec<String>)> {
         let (mut fitted, mut notes) = (Vec::new(), Vec::new());
         let cpus = self.divide(machine);
@@ -66,7 +66,7 @@ impl Profile {
         Ok(lines)
     }
 
-    /// The CPUs of each group.
+    /// CPUs of each group.
     fn divide(&self, machine: &Machine) -> Vec<CpuSet> {
         let mut cpus = vec![CpuSet::default(); self.groups.len()];
         for cores in &machine.l3_domains {
@@ -79,7 +79,7 @@ impl Profile {
         cpus
     }
 
-    /// Which group each of `cores` cores of a cache belongs to.
+    /// The group of each of the `cores` cores of a cache.
     fn owners(&self, cores: usize) -> Vec<Option<usize>> {
         let reference = self.reference.cpus as usize;
         let owner =
@@ -103,7 +103,7 @@ impl Profile {
     }
 }
 
-/// Bandwidth limits of a group, where they are percentages.
+/// Bandwidth limits of a group. Empty if the machine's limits are not percentages.
 fn limit_lines(group: &Group, info: &Info, default: &Schemata) -> Vec<Line> {
     let Some(percent) = group.mb_percent else { return Vec::new() };
     let percentages = present(info, default).filter(|(resource, line)| resource.name == "MB" && info.limits_are_percent(line));
@@ -115,17 +115,17 @@ fn limit_lines(group: &Group, info: &Info, default: &Schemata) -> Vec<Line> {
     limits.collect()
 }
 
-/// Resources that the kernel both describes and shows.
+/// Resources that are both in `info` and in the default group's limits.
 fn present<'a>(info: &'a Info, default: &'a Schemata) -> impl Iterator<Item = (&'a Resource, &'a Line)> {
     default.lines.iter().filter_map(|line| Some((info.resources.iter().find(|known| known.name == line.resource)?, line)))
 }
 
-/// The same value for every domain.
+/// Assigns `value` to every domain.
 fn all(domains: &[(u32, u64)], value: u64) -> Vec<(u32, u64)> {
     domains.iter().map(|&(id, _)| (id, value)).collect()
 }
 
-/// `mask` of `from` bits as one of `to` bits; `None` when a run of it would be shorter than `min`.
+/// Scales `mask` from `from` bits to `to` bits; `None` if a run of bits would be shorter than `min`.
 fn scale_mask(mask: u64, from: u32, to: u32, min: u32) -> Option<u64> {
     let scale = |end: u32| (2 * end * to + from) / (2 * from);
     let (mut rest, mut scaled, mut low) = (mask, 0, 0);
@@ -174,7 +174,7 @@ mod tests {
         Info { resources: names.iter().map(resource).collect(), other: BTreeMap::new() }
     }
 
-    /// Groups as `name: cpus, schemata`, then the notes.
+    /// Groups as `name: cpus, schemata`, and the notes.
     fn fit(machine: &Machine, info: &Info, default: &str) -> (Vec<String>, Vec<String>) {
         let (fitted, notes) = Profile::load("paper").unwrap().fit(machine, info, &Schemata::parse(default).unwrap()).unwrap();
         (fitted.iter().map(|group| format!("{}: {}, {}", group.path, group.cpus, group.schemata)).collect(), notes)
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(notes.len(), 4, "{notes:?}");
     }
 
-    /// AMD: limits in eighths of a GB/s, sixteen bits, eight cores a cache.
+    /// An AMD machine: limits in eighths of a GB/s, masks of sixteen bits, eight cores per cache.
     #[test]
     fn absolute_limits_are_left_alone() {
         let (groups, notes) = fit(&machine(&[8, 8]), &info(&["L3", "MB"], 0xffff, 1, false), "MB:0=2048;1=2048\nL3:0=ffff;1=ffff");

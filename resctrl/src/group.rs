@@ -1,38 +1,38 @@
-//! Control groups and the monitor groups in them.
+//! Control groups and their monitor groups.
 
 use crate::{Error, Result, Schemata, files};
 use std::fmt;
 use std::path::Path;
 
-/// A control group: threads and CPUs that share an allotment.
+/// A control group: threads and CPUs with common limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CtrlGroup {
-    /// Name of its directory; empty for the default group.
+    /// Name of the directory; empty for the default group.
     pub name: String,
-    /// `shareable`, `exclusive`, `pseudo-locked`; `None` where the kernel has no such file.
+    /// `shareable`, `exclusive` or `pseudo-locked`; `None` if the kernel has no such file.
     pub mode: Option<String>,
-    /// CPUs that belong to it, as ranges; empty: none.
+    /// CPUs of the group as ranges; empty if it has none.
     pub cpus_list: String,
-    /// How many threads it holds.
+    /// Number of threads in the group.
     pub tasks: usize,
-    /// What it may use.
+    /// Limits of the group.
     pub schemata: Schemata,
-    /// Monitor groups inside it, by name.
+    /// Monitor groups of this group, by name.
     pub mon_groups: Vec<MonGroup>,
 }
 
-/// A monitor group: threads and CPUs of a control group that are counted apart.
+/// A monitor group: threads and CPUs of a control group with their own counters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MonGroup {
-    /// Name of its directory.
+    /// Name of the directory.
     pub name: String,
-    /// CPUs that belong to it, as ranges; empty: none.
+    /// CPUs of the group as ranges; empty if it has none.
     pub cpus_list: String,
-    /// How many threads it holds.
+    /// Number of threads in the group.
     pub tasks: usize,
 }
 
-/// The default group, then the others by name. A group that disappears meanwhile is left out.
+/// Reads all groups: the default group first, then the others by name. A group that is removed meanwhile is skipped.
 pub(crate) fn read_all(root: &Path) -> Result<Vec<CtrlGroup>> {
     let mut groups = vec![CtrlGroup::read(root, String::new())?];
     let names = files::names(root, true)?.into_iter().filter(|name| !["info", "mon_data", "mon_groups"].contains(&name.as_str()));
@@ -40,7 +40,7 @@ pub(crate) fn read_all(root: &Path) -> Result<Vec<CtrlGroup>> {
     Ok(groups)
 }
 
-/// Reads each group under `parent`, except those removed since they were listed.
+/// Reads the groups `names` below `parent`. A group that has been removed since it was listed is skipped.
 fn read_present<G>(parent: &Path, names: impl Iterator<Item = String>, read: fn(&Path, String) -> Result<G>) -> Result<Vec<G>> {
     let mut groups = Vec::new();
     for name in names {

@@ -1,63 +1,63 @@
-//! The `info` directory: what the machine can partition and monitor.
+//! The `info` directory, which describes the resources that the machine can partition and monitor.
 
 use crate::{Error, Line, Result, files};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// Every resource under `info`, by name.
+/// All resources below `info`, by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Info {
-    /// One a directory: `L3`, `L3CODE`, `MB`, `L3_MON`.
+    /// One resource per directory: `L3`, `L3CODE`, `MB`, `L3_MON`.
     pub resources: Vec<Resource>,
-    /// Files beside the directories, as text: `last_cmd_status`.
+    /// Texts of the files beside the directories: `last_cmd_status`.
     pub other: BTreeMap<String, String>,
 }
 
-/// One directory under `info`.
+/// One directory below `info`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resource {
     /// The kernel's name.
     pub name: String,
-    /// What the kernel says about it, as far as this crate knows it.
+    /// The resource's parsed description.
     pub kind: Kind,
-    /// The files this crate does not know, as text.
+    /// Texts of files that this crate does not parse.
     pub other: BTreeMap<String, String>,
 }
 
-/// What a resource is. A file that this kernel does not have is `None`.
+/// The kind of a resource. A field is `None` if this kernel lacks the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A cache whose ways can be allotted.
+    /// A cache with ways that can be assigned to groups.
     Cache {
-        /// All bits of a mask.
+        /// Mask with all bits set.
         cbm_mask: u64,
-        /// Fewest bits a mask may have.
+        /// Minimum number of bits in a mask.
         min_cbm_bits: Option<u32>,
-        /// Control groups, the default one included.
+        /// Number of control groups, including the default group.
         num_closids: Option<u32>,
-        /// Bits that devices use too.
+        /// Bits that devices also use.
         shareable_bits: Option<u64>,
         /// Whether a mask may have gaps.
         sparse_masks: Option<bool>,
     },
-    /// Memory bandwidth that can be limited.
+    /// Memory bandwidth with limits.
     Bandwidth {
-        /// Smallest limit.
+        /// Minimum limit.
         min_bandwidth: Option<u32>,
-        /// Steps between limits; the kernel rounds to them.
+        /// Step between limits, to which the kernel rounds.
         bandwidth_gran: Option<u32>,
-        /// Control groups, the default one included.
+        /// Number of control groups, including the default group.
         num_closids: Option<u32>,
     },
     /// Counters.
     Monitor {
-        /// Monitor groups, control groups included. Says little on Arm.
+        /// Number of monitor groups, including control groups. Not meaningful on Arm.
         num_rmids: Option<u32>,
         /// Names of the counters: `llc_occupancy`, `mbm_total_bytes`.
         mon_features: Vec<String>,
     },
-    /// None of these: everything is in [`Resource::other`].
+    /// An unknown kind. All files are in [`Resource::other`].
     Unknown,
 }
 
@@ -65,21 +65,21 @@ impl Info {
     /// Reads the directory `info`.
     ///
     /// # Errors
-    /// When it cannot be listed, or a known file holds something else than a number.
+    /// An error if the directory cannot be listed, or if a known file does not hold a number.
     pub fn read(info: &Path) -> Result<Self> {
         let resources = files::names(info, true)?.into_iter().map(|name| Resource::read(info, name)).collect::<Result<_>>()?;
         Ok(Self { resources, other: texts(info)? })
     }
 
-    /// How many control groups can exist, the default one included: the smallest number of all resources.
+    /// Number of control groups that can exist, including the default group: the minimum over all resources.
     pub fn num_closids(&self) -> Option<u32> {
         self.resources.iter().filter_map(Resource::num_closids).min()
     }
 }
 
 impl Info {
-    /// Whether the limits in `line` are percent of the full bandwidth, as on Intel and Arm. AMD's are eighths of a GB/s, those of a tree
-    /// mounted with `mba_MBps` MiB/s; then the kernel says so, or a domain without a limit shows more than 100.
+    /// Whether the limits in `line` are percentages of the full bandwidth, as on Intel and Arm. AMD's limits are in eighths of a GB/s.
+    /// Limits of a tree mounted with `mba_MBps` are in MiB/s. Both are recognized by `delay_linear`, or by a limit above 100.
     pub fn limits_are_percent(&self, line: &Line) -> bool {
         let says_no = |known: &Resource| known.name == line.resource && known.other.get("delay_linear").is_some_and(|linear| linear == "0");
         line.values.pairs().is_some_and(|pairs| pairs.iter().all(|pair| pair.1 <= 100)) && !self.resources.iter().any(says_no)
@@ -102,7 +102,7 @@ impl Resource {
     }
 }
 
-/// Files of one directory; what is understood is taken out.
+/// The files of one directory. Parsed files are removed from `texts`.
 struct Files<'a> {
     dir: &'a Path,
     texts: BTreeMap<String, String>,
@@ -146,7 +146,7 @@ fn decimal(text: &str) -> Option<u32> {
     text.parse().ok()
 }
 
-/// Every file of `dir`, trimmed; why it could not be read where that is so (a newer kernel may have files for writing only).
+/// Texts of all files in `dir`, trimmed. An unreadable file has its error as text, because a newer kernel may have write-only files.
 fn texts(dir: &Path) -> Result<BTreeMap<String, String>> {
     let text = |name: String| {
         let text = std::fs::read_to_string(dir.join(&name)).unwrap_or_else(|e| format!("unreadable: {e}"));
@@ -204,7 +204,7 @@ mod tests {
         dir
     }
 
-    /// An Intel server: the smaller of the two counts of CLOSIDs is what can be used.
+    /// An Intel server. The smaller number of CLOSIDs limits the number of groups.
     #[test]
     fn reads_intel_rdt() {
         let dir = tree(&[
@@ -245,7 +245,7 @@ mod tests {
         );
     }
 
-    /// An AMD server has SMBA beside MB; a kernel from the future has a directory that nobody knows.
+    /// An AMD server with SMBA beside MB, and a directory of an unknown future kernel.
     #[test]
     fn reads_amd_and_keeps_the_unknown() {
         let dir = tree(&[

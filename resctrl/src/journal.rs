@@ -1,8 +1,9 @@
-//! What a session changed, on disk before it is changed, so that the next start can undo what a killed one left.
+//! The journal records each change of a session on disk before the change is made, so that the next start can undo the changes of a killed
+//! session.
 //!
-//! One JSON value a line: a header, then an [`Entry`] a change. A line without its end was being written when the process died, and what
-//! it announces had not begun. An empty file means that there is nothing to undo. The file is also the lock: whoever holds it changes
-//! partitions.
+//! The file has one JSON value per line: a header, then one [`Entry`] per change. An incomplete last line was being written when the
+//! process died, and its change had not begun. An empty file means that there is nothing to undo. The file is also a lock: only the process
+//! that holds it changes partitions.
 
 use crate::{CpuSet, Error, GroupPath, Result};
 use nix::errno::Errno;
@@ -13,19 +14,19 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Where the privileged program keeps it: gone after a reboot, as the partitions are.
+/// Path of the journal of the privileged program. The file disappears in a reboot, like the partitions.
 pub const DEFAULT_JOURNAL: &str = "/run/superoffload-resctrl/journal";
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Who writes the entries that follow.
+/// Origin of the entries that follow.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
-    /// The kernel's name for the time since it started. Entries of another boot describe partitions that are gone.
+    /// The kernel's boot ID. Entries of an earlier boot are obsolete, because a reboot removes all partitions.
     pub boot_id: String,
-    /// The tree that they are about.
+    /// Root of the changed tree.
     pub root: PathBuf,
-    /// The process that made the changes.
+    /// ID of the process that made the changes.
     pub pid: u32,
 }
 
@@ -33,26 +34,27 @@ pub struct Header {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Entry {
-    /// Mounting the tree; nanoseconds since 1970.
+    /// The tree is mounted at this time, in nanoseconds since 1970.
     Mount { at_ns: i128 },
-    /// Making a group.
+    /// A group is created.
     Group(GroupPath),
-    /// Giving CPUs to the group `to`; what control groups had of them before, and all CPUs of the monitor groups of those.
+    /// CPUs are assigned to the group `to`. `taken` has the CPUs that other control groups lose, and all CPUs of the monitor groups of
+    /// those control groups.
     Cpus { to: GroupPath, taken: Vec<Taken> },
-    /// Moving threads to the group `to`.
+    /// Threads are moved to the group `to`.
     Tasks { to: GroupPath, moved: Vec<Moved> },
-    /// What was made is meant to stay until someone asks for its end.
+    /// The session's changes stay until a restore is requested.
     Kept,
 }
 
-/// CPUs that a group had.
+/// CPUs that belonged to a group before the change.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Taken {
     pub group: GroupPath,
     pub cpus: CpuSet,
 }
 
-/// A thread and the group it was in. Thread ids are used again; together with the time when it started one is unique.
+/// A thread and its former group. Thread IDs are reused; together with the start time, an ID is unique.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Moved {
     pub tid: i32,
@@ -60,7 +62,7 @@ pub(crate) struct Moved {
     pub from: GroupPath,
 }
 
-/// The journal file, locked.
+/// The locked journal file.
 #[derive(Debug)]
 pub(crate) struct Journal {
     file: Flock<File>,
@@ -68,7 +70,7 @@ pub(crate) struct Journal {
     record: Option<Record>,
 }
 
-/// The contents of a journal that is not empty.
+/// The content of a journal that is not empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub header: Header,
@@ -76,11 +78,11 @@ pub(crate) struct Record {
 }
 
 impl Journal {
-    /// Opens and locks the journal at `path`, making file and folder if need be. What an earlier boot left is dropped.
+    /// Opens and locks the journal at `path`. Creates the file and its folder if they do not exist. Discards entries of an earlier boot.
     pub fn open(path: &Path) -> Result<Self> {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(|e| Error::io("create", dir, e))?;
-        // Its lines direct root: no other user may put a file or a link in its place.
+        // Root obeys the journal's lines, so a symbolic link of another user must not be followed.
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).mode(0o644).custom_flags(OFlag::O_NOFOLLOW.bits());
         let file = options.open(path).map_err(|e| Error::io("open", path, e))?;
@@ -100,12 +102,12 @@ impl Journal {
         Ok(journal)
     }
 
-    /// What is to be undone, the oldest change first.
+    /// The changes to undo, oldest first.
     pub fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
 
-    /// Writes that `entry` is about to be done to the tree at `root`, and waits until that is on disk.
+    /// Appends `entry`, which is about to be applied to the tree at `root`, and waits until the entry is on disk.
     pub fn append(&mut self, root: &Path, entry: Entry) -> Result<()> {
         let mut text = String::new();
         if self.record.is_none() {
@@ -120,7 +122,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Everything is undone.
+    /// Empties the journal after everything has been undone.
     pub fn clear(&mut self) -> Result<()> {
         self.record = None;
         self.cut(0)
@@ -133,7 +135,7 @@ impl Journal {
     }
 }
 
-/// What a journal says, without waiting for whoever holds it; `None` when there is nothing to undo.
+/// Reads a journal without taking its lock; `None` if there is nothing to undo.
 pub(crate) fn peek(path: &Path) -> Result<Option<Record>> {
     if !crate::files::exists(path)? {
         return Ok(None);
@@ -156,7 +158,7 @@ fn line(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("names, numbers and lists have a JSON form") + "\n"
 }
 
-/// The whole lines of `text`.
+/// Parses the complete lines of `text`.
 fn parse(text: &str) -> std::result::Result<Option<Record>, String> {
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     let mut lines = whole.lines().enumerate();
@@ -225,7 +227,7 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().len(), 0);
     }
 
-    /// Wherever the last write was cut off, the lines before it count, and the next one starts a line of its own.
+    /// The last write is cut at every position: the lines before it are valid, and the next write starts a new line.
     #[test]
     fn a_torn_line_is_no_entry() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,12 +1,12 @@
-//! Cache and memory-bandwidth partitions of Linux through the kernel's resctrl filesystem: Intel RDT, AMD QoS and Arm MPAM alike.
+//! Cache and memory-bandwidth partitions of Linux through the kernel's resctrl filesystem, for Intel RDT, AMD QoS and Arm MPAM.
 //!
-//! Reading needs no right: what the machine can partition ([`Info`]), which groups exist and what they may use ([`discover`], [`Tree`]),
-//! and what they have used ([`Counter`]). Changing goes through a [`Session`]: it makes groups, divides CPUs and threads among them, and
-//! writes down first how to undo that, so that everything is as it was after it ends, is dropped, or is killed and started again.
-//! A [`Profile`] says which groups to make; [`prepare`] makes them.
+//! Reading needs no privileges: resources of the machine ([`Info`]), groups and their limits ([`discover`], [`Tree`]), and counters of
+//! groups ([`Counter`]). Changes need a [`Session`], which creates groups and assigns CPUs and threads to them. A session records on disk
+//! how to undo each change before it makes the change. All changes are undone when the session ends or is dropped, or, if the process was
+//! killed, at the next start. A [`Profile`] describes groups, and [`prepare`] creates them.
 //!
-//! Every function takes the root of the tree; [`DEFAULT_ROOT`] is where the kernel offers it. Names are the kernel's own. README.md tells
-//! how the privileged program and the trainer share the work.
+//! Functions take the root of the tree; [`DEFAULT_ROOT`] is the kernel's default. Names are those of the kernel. README.md describes how
+//! the privileged program and the trainer share the work.
 
 mod check;
 mod cpus;
@@ -48,24 +48,24 @@ pub use tree::Tree;
 
 use std::path::Path;
 
-/// Where the kernel offers its mount point, if it found hardware to partition.
+/// The kernel's mount point of resctrl. It exists if the kernel found hardware with partitions.
 pub const DEFAULT_ROOT: &str = "/sys/fs/resctrl";
 
-/// What was found at a root.
+/// State of a resctrl root.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Discovery {
-    /// There is no such directory: the kernel found nothing to partition, or was built without resctrl.
+    /// The directory does not exist: the kernel found no hardware with partitions, or was built without resctrl.
     NoMountPoint,
-    /// The mount point is there and nothing is mounted on it.
+    /// The mount point exists, but nothing is mounted on it.
     NotMounted,
-    /// Mounted.
+    /// The tree is mounted.
     Mounted(Partitions),
 }
 
 /// A mounted tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partitions {
-    /// What can be partitioned and monitored.
+    /// Resources that can be partitioned and monitored.
     pub info: Info,
     /// The control groups: the default group first, then the others by name.
     pub groups: Vec<CtrlGroup>,
@@ -74,7 +74,7 @@ pub struct Partitions {
 /// Reads the tree at `root`.
 ///
 /// # Errors
-/// When something exists and cannot be read, or a file that this crate knows holds something else than it should.
+/// An error if an existing file cannot be read, or if a known file has unexpected content.
 pub fn discover(root: &Path) -> Result<Discovery> {
     if !files::exists(root)? {
         return Ok(Discovery::NoMountPoint);
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(discover(dir.path()).unwrap(), Discovery::NotMounted);
     }
 
-    /// A Grace as its kernel shows it: one L3 whose id is not 0, gaps in masks allowed, lines newer than this crate.
+    /// The tree of a Grace CPU: one L3 with an ID other than 0, masks that may have gaps, and lines that are newer than this crate.
     #[test]
     fn reads_an_mpam_tree() {
         let dir = tempfile::tempdir().unwrap();

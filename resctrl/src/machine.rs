@@ -1,27 +1,27 @@
-//! Which cores share an L3 cache.
+//! The cores that share an L3 cache.
 
 use crate::{CpuSet, Error, Result, files};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Where the kernel describes the CPUs.
+/// The kernel's folder that describes the CPUs.
 pub const DEFAULT_CPUS: &str = "/sys/devices/system/cpu";
 
-/// A physical core: its hardware threads.
+/// A physical core, as the set of its hardware threads.
 pub type Core = CpuSet;
 
 /// The online cores of each L3 cache, in order of their lowest CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// One a cache.
+    /// The cores of each cache.
     pub l3_domains: Vec<Vec<Core>>,
 }
 
 impl Machine {
-    /// Reads the kernel's description below `cpus`. CPUs of which no L3 cache is known are taken to share one.
+    /// Reads the kernel's description below `cpus`. CPUs without a known L3 cache are treated as CPUs of one common cache.
     ///
     /// # Errors
-    /// When a file that exists cannot be read or understood.
+    /// An error if an existing file cannot be read or parsed.
     pub fn read(cpus: &Path) -> Result<Self> {
         let online = list(&cpus.join("online"))?;
         let mut domains: BTreeMap<Option<u32>, Vec<Core>> = BTreeMap::new();
@@ -39,7 +39,7 @@ impl Machine {
     }
 }
 
-/// The lowest CPU that shares the L3 cache of the one at `dir`.
+/// The lowest CPU that shares the L3 cache with the CPU at `dir`.
 fn l3(dir: &Path) -> Result<Option<u32>> {
     let cache = dir.join("cache");
     if !files::exists(&cache)? {
@@ -71,7 +71,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        // Two caches of two cores, siblings four apart; CPU 7 is offline.
+        // Two caches with two cores each. Sibling threads are four numbers apart, and CPU 7 is offline.
         write("online".into(), "0-6\n");
         for cpu in 0..7 {
             let (core, cache) = (cpu % 4, if cpu % 4 < 2 { "0-1,4-5" } else { "2-3,6-7" });

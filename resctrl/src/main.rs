@@ -79,7 +79,7 @@ fn run(cli: &Cli) -> Result<()> {
     }
 }
 
-/// From here on a signal waits until it is asked for: half a change is never left.
+/// Signals are queued from here on, so that no change is interrupted halfway.
 fn deferred_signals() -> Result<Signals> {
     Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(|e| Error::io("catch signals for", "this process", e))
 }
@@ -114,7 +114,7 @@ fn find_user(name: &str) -> Result<Uid> {
 }
 
 fn status(root: &Path, journal: &Path) -> Result<()> {
-    // A journal that only root may read does not hide the partitions.
+    // A journal that only root can read must not prevent the output of the partitions.
     match describe_journal(journal) {
         Ok(None) => print(["journal: nothing to undo".into()]),
         Ok(Some(held)) => print([format!("journal: {held}")]),
@@ -140,7 +140,7 @@ fn status(root: &Path, journal: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A reader that has gone away (`status | head`) is no reason to leave partitions half made.
+/// Prints lines. A closed pipe (`status | head`) is ignored, because partitions must not stay half made.
 fn print(lines: impl IntoIterator<Item = String>) {
     let mut out = std::io::stdout().lock();
     lines.into_iter().for_each(|line| drop(writeln!(out, "{line}")));

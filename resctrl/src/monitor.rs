@@ -1,24 +1,24 @@
-//! Counters of a group: how much cache it occupies, how many bytes it has moved.
+//! Counters of a group: occupied cache and transferred bytes.
 
 use crate::{Result, files};
 use std::path::Path;
 
-/// One event of one domain.
+/// One counter in one domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Counter {
     /// The kernel's name of the domain: `mon_L3_00`.
     pub domain: String,
     /// The kernel's name of the event: `llc_occupancy`, `mbm_total_bytes`.
     pub event: String,
-    /// Bytes: occupied now, or moved since the group was made. `None` while the hardware has nothing to say (`Unavailable`,
+    /// Occupied bytes, or bytes transferred since the group was created. `None` while the hardware has no value (`Unavailable`,
     /// `Unassigned`, `Error`).
     pub bytes: Option<u64>,
 }
 
-/// Every counter in `mon_data` of the group at `dir`; none where the machine counts nothing.
+/// Reads all counters in `mon_data` of the group at `dir`. A machine without monitoring has none.
 ///
-/// Which domains and events exist differs between kernels, so both are listed, not assumed. Parts of a domain (`mon_sub_L3_00`) are
-/// left out: the domain is their sum.
+/// Domains and events are listed, because they differ between kernels. Parts of a domain (`mon_sub_L3_00`) are skipped, because the domain
+/// is their sum.
 pub(crate) fn read(dir: &Path) -> Result<Vec<Counter>> {
     let mon_data = dir.join("mon_data");
     let mut counters = Vec::new();
@@ -35,7 +35,7 @@ pub(crate) fn read(dir: &Path) -> Result<Vec<Counter>> {
     Ok(counters)
 }
 
-/// The sum of `event` over domains; `None` when no domain counts it now.
+/// The sum of `event` over all domains; `None` if no domain has a value now.
 pub fn total(counters: &[Counter], event: &str) -> Option<u64> {
     let counted: Vec<u64> = counters.iter().filter(|counter| counter.event == event).filter_map(|counter| counter.bytes).collect();
     if counted.is_empty() { None } else { Some(counted.iter().sum()) }

@@ -1,4 +1,4 @@
-//! Mounting the tree where nobody has, and unmounting only what was mounted here.
+//! Mounts the tree if it is not mounted, and unmounts it only if this program mounted it.
 
 use crate::{Error, Result};
 use nix::mount::{MsFlags, mount, umount};
@@ -8,10 +8,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const SECOND_NS: i128 = 1_000_000_000;
 
-/// A mount takes no longer than this.
+/// Upper limit in nanoseconds of the duration of a mount.
 const MOUNT_NS_MAX: i128 = 10 * SECOND_NS;
 
-/// Nanoseconds since 1970.
+/// The current time in nanoseconds since 1970.
 pub(crate) fn now_ns() -> i128 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as i128)
 }
@@ -26,10 +26,11 @@ pub(crate) fn unmount_tree(root: &Path) -> Result<()> {
     umount(root).map_err(|errno| Error::io("unmount", root, errno))
 }
 
-/// Whether what is mounted at `root` is what was mounted at `at_ns`. Its root directory is made then, and keeps that time.
+/// Whether the file system at `root` is the one that was mounted at `at_ns`. The kernel creates the root directory at that time and keeps
+/// its change time.
 pub(crate) fn is_mount_of(root: &Path, at_ns: i128) -> Result<bool> {
     let meta = std::fs::metadata(root).map_err(|e| Error::io("read", root, e))?;
     let made_ns = i128::from(meta.ctime()) * SECOND_NS + i128::from(meta.ctime_nsec());
-    // File times come from a coarser clock, which may be a tick behind.
+    // Timestamps of files come from a coarser clock, which may be one tick behind.
     Ok((at_ns - SECOND_NS..at_ns + MOUNT_NS_MAX).contains(&made_ns))
 }

@@ -1,25 +1,25 @@
-//! Names of groups.
+//! Paths of groups.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// What every group made by this crate is called first, so that nobody takes it for someone else's.
+/// Prefix of all groups that this crate creates, which distinguishes them from other programs' groups.
 pub const PREFIX: &str = "superoffload-";
 
-/// Names that the kernel gives to other things than groups.
+/// Names in the tree that are not groups.
 const RESERVED: [&str; 5] = ["info", "mon_data", "mon_groups", ".", ".."];
 
-/// Longest name of a file.
+/// Longest file name in bytes.
 const NAME_BYTES_MAX: usize = 255;
 
-/// Where a group is below the root: `` (the default group), `p0`, `p0/mon_groups/m0`, `mon_groups/m1`.
+/// Path of a group below the root: `` (the default group), `p0`, `p0/mon_groups/m0`, `mon_groups/m1`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct GroupPath(String);
 
 impl GroupPath {
-    /// The default group: the root.
+    /// The default group, which is the root.
     pub fn root() -> Self {
         Self::default()
     }
@@ -27,7 +27,7 @@ impl GroupPath {
     /// The control group `name`.
     ///
     /// # Errors
-    /// When no group can be called so.
+    /// An error if `name` is not a valid group name.
     pub fn control(name: &str) -> Result<Self, String> {
         check(name).map(|()| Self(name.into()))
     }
@@ -35,7 +35,7 @@ impl GroupPath {
     /// The monitor group `name` of this control group.
     ///
     /// # Errors
-    /// When no group can be called so, or this is a monitor group itself.
+    /// An error if `name` is not a valid group name, or if this group is itself a monitor group.
     pub fn monitor(&self, name: &str) -> Result<Self, String> {
         check(name)?;
         match self.0.as_str() {
@@ -45,22 +45,22 @@ impl GroupPath {
         }
     }
 
-    /// Whether it is a monitor group.
+    /// Whether this is a monitor group.
     pub fn is_monitor(&self) -> bool {
         self.0.contains('/')
     }
 
-    /// The control group it belongs to; itself if it is one.
+    /// The control group of a monitor group; a control group returns itself.
     pub fn control_group(&self) -> Self {
         Self(self.0.split('/').next().filter(|&name| name != "mon_groups").unwrap_or_default().into())
     }
 
-    /// Its directory below `root`.
+    /// The group's directory below `root`.
     pub fn below(&self, root: &Path) -> PathBuf {
         if self.0.is_empty() { root.into() } else { root.join(&self.0) }
     }
 
-    /// Whether it is of a name that only this crate gives, or a monitor group inside one such.
+    /// Whether the group has this crate's prefix, or is a monitor group of such a group.
     pub fn is_ours(&self) -> bool {
         self.0.rsplit('/').next().is_some_and(|name| name.starts_with(PREFIX)) || self.0.starts_with(PREFIX)
     }

@@ -1,13 +1,13 @@
-//! Making the groups of a profile.
+//! Creates the groups of a profile.
 
 use crate::{Info, Machine, Profile, Result, Session};
 use nix::unistd::Uid;
 
-/// Makes the groups of `profile` on `machine`; `user` may then put their own threads into them. Returns a line for each group and for
-/// each thing that came out otherwise than the profile says.
+/// Creates the groups of `profile` on `machine`, and lets `user` move their own threads into them. Returns a line for each group and for
+/// each deviation from the profile.
 ///
 /// # Errors
-/// The first thing that cannot be done; dropping the session undoes what was.
+/// The first failure. Dropping the session then undoes all changes.
 pub fn prepare(session: &mut Session, profile: &Profile, machine: &Machine, user: Option<Uid>) -> Result<Vec<String>> {
     let info: Info = session.tree().info()?;
     let default = session.tree().schemata(&crate::GroupPath::root())?;

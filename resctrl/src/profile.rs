@@ -1,61 +1,61 @@
-//! Partitions as data: a TOML file says which groups there are and what each may use, on a machine that it describes.
+//! Profiles of partitions: a TOML file lists the groups and their limits on a reference machine.
 
 use crate::{CpuSet, Error, GroupPath, PREFIX, Result, files};
 use serde::{Deserialize, Deserializer, de};
 use std::path::Path;
 
-/// Profiles that come with this crate.
+/// Profiles that are part of this crate.
 const EMBEDDED: [(&str, &str); 2] =
     [("paper", include_str!("../profiles/paper.toml")), ("cache-only", include_str!("../profiles/cache-only.toml"))];
 
-/// The group that the optimizer's threads join when they are told no other.
+/// Default group of the optimizer's threads.
 pub const ADAM_GROUP: &str = "superoffload-adam";
 
 /// A partition of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
-    /// What it is for, in a few words.
+    /// Short description of the profile's purpose.
     pub description: String,
-    /// The machine that the groups are written for.
+    /// The machine that the limits refer to.
     pub reference: Reference,
     /// The groups.
     #[serde(rename = "group")]
     pub groups: Vec<Group>,
 }
 
-/// A machine, as far as a profile depends on it.
+/// The properties of a machine that a profile depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reference {
-    /// Cores that share an L3 cache, numbered from 0.
+    /// Number of cores that share an L3 cache. They are numbered from 0.
     pub cpus: u32,
-    /// Bits of a mask of the L3 cache.
+    /// Number of bits in a mask of the L3 cache.
     pub l3_bits: u32,
 }
 
-/// What a group gets on the reference machine.
+/// The resources of a group on the reference machine.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {
-    /// Its name; starts with [`PREFIX`].
+    /// Name of the group, which starts with [`PREFIX`].
     pub name: String,
-    /// Cores of each L3 cache; empty: only threads that join the group are in it.
+    /// Cores of each L3 cache. If empty, only threads that join the group belong to it.
     #[serde(default)]
     pub cpus: CpuSet,
-    /// Bits of the L3 cache that it may fill; `None`: all that the kernel gives.
+    /// Mask of the L3 cache; `None` keeps the kernel's default.
     #[serde(default, deserialize_with = "mask")]
     pub l3: Option<u64>,
-    /// Memory bandwidth in percent; `None`: all.
+    /// Memory bandwidth in percent; `None` is unlimited.
     #[serde(default)]
     pub mb_percent: Option<u32>,
 }
 
 impl Profile {
-    /// The embedded profile of that name, or the one in that file.
+    /// Loads the embedded profile of this name, or the file at this path.
     ///
     /// # Errors
-    /// When there is neither, or the file is none: its name, line and key.
+    /// An error if there is neither, or if the file is invalid; names the file, line and key.
     pub fn load(name_or_file: &str) -> Result<Self> {
         if let Some((_, text)) = EMBEDDED.iter().find(|(name, _)| *name == name_or_file) {
             return Ok(Self::parse(text).expect("a test reads every embedded profile"));
@@ -73,10 +73,10 @@ impl Profile {
         EMBEDDED.iter().map(|(name, _)| *name)
     }
 
-    /// Reads a profile.
+    /// Parses a profile.
     ///
     /// # Errors
-    /// In one line, what is wrong and where.
+    /// A description of the problem and its position, in one line.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let profile: Self = toml::from_str(text).map_err(|e| {
             let start = e.span().map_or(0, |span| span.start);
@@ -111,10 +111,10 @@ impl Profile {
 }
 
 impl Group {
-    /// Where it is in a tree.
+    /// The group's path in a tree.
     ///
     /// # Panics
-    /// If the group is not of a profile that was checked.
+    /// If the group is not part of a parsed profile.
     pub fn path(&self) -> GroupPath {
         GroupPath::control(&self.name).expect("checked when the profile was read")
     }
@@ -137,7 +137,7 @@ impl Group {
     }
 }
 
-/// Hexadecimal, as the kernel writes masks.
+/// Deserializes a hexadecimal mask, as in the kernel's files.
 fn mask<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Option<u64>, D::Error> {
     let text = String::deserialize(deserializer)?;
     let mask = u64::from_str_radix(&text, 16).map_err(|_| de::Error::custom(format!("`{text}` is not a hexadecimal mask")))?;

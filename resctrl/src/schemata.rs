@@ -1,13 +1,13 @@
-//! The `schemata` file: what a group may use, one line a resource.
+//! The `schemata` file: the limits of a group, one line per resource.
 
 use crate::{Error, Result};
 use std::fmt;
 use std::path::Path;
 
-/// A parsed `schemata` file, lines in the kernel's order.
+/// A parsed `schemata` file, with lines in the kernel's order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Schemata {
-    /// One line a resource.
+    /// One line per resource.
     pub lines: Vec<Line>,
 }
 
@@ -16,26 +16,26 @@ pub struct Schemata {
 pub struct Line {
     /// The kernel's name of the resource: `L3`, `L3CODE`, `MB`.
     pub resource: String,
-    /// A value for each domain.
+    /// The values of all domains.
     pub values: Values,
 }
 
-/// Values by domain id. Ids need not start at 0, be dense or sorted, and differ between resources.
+/// Values by domain ID. IDs may start above 0, have gaps, be unsorted, and differ between resources.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Values {
-    /// Bits of a cache that may be filled (L2, L3).
+    /// Masks of a cache (L2, L3).
     Masks(Vec<(u32, u64)>),
-    /// Memory bandwidth (MB, SMBA): percent on Intel and Arm, eighths of a GB/s on AMD, MiB/s when mounted with `mba_MBps`.
+    /// Limits of memory bandwidth (MB, SMBA): percent on Intel and Arm, eighths of a GB/s on AMD, MiB/s with the mount option `mba_MBps`.
     Limits(Vec<(u32, u64)>),
-    /// What this crate does not know, as printed: a newer kernel's resource, or a group that is being pseudo-locked.
+    /// Unparsed text: a resource of a newer kernel, or a group in the process of pseudo-locking.
     Text(String),
 }
 
 impl Schemata {
-    /// Parses what the kernel prints.
+    /// Parses the kernel's text.
     ///
     /// # Errors
-    /// A line without a colon; a known resource with a domain or value that is not a number, or a domain named twice.
+    /// An error for a line without a colon, for a domain or value of a known resource that is not a number, and for a repeated domain.
     pub fn parse(text: &str) -> std::result::Result<Self, String> {
         let lines = text.lines().filter(|line| !line.trim().is_empty());
         Ok(Self { lines: lines.map(Line::parse).collect::<std::result::Result<_, _>>()? })
@@ -48,7 +48,7 @@ impl Schemata {
 }
 
 impl Values {
-    /// Domain ids and values; `None` for what this crate does not know.
+    /// Domain IDs and values; `None` for unparsed text.
     pub fn pairs(&self) -> Option<&[(u32, u64)]> {
         match self {
             Self::Masks(pairs) | Self::Limits(pairs) => Some(pairs),
@@ -61,7 +61,7 @@ impl Values {
         self.pairs()?.iter().find(|pair| pair.0 == domain).map(|pair| pair.1)
     }
 
-    /// The domain ids, as `0, 1`.
+    /// The domain IDs as text: `0, 1`.
     pub fn ids(&self) -> String {
         let ids = self.pairs().unwrap_or_default().iter().map(|pair| pair.0.to_string());
         ids.collect::<Vec<_>>().join(", ")
@@ -82,7 +82,7 @@ impl Line {
     }
 }
 
-/// `0=fff;1=0ff`, the values in `radix`. Some kernels pad values with blanks or zeros.
+/// Parses `0=fff;1=0ff` with values in base `radix`. Some kernels pad values with blanks or zeros.
 fn domains(body: &str, radix: u32) -> std::result::Result<Vec<(u32, u64)>, String> {
     let mut values: Vec<(u32, u64)> = Vec::new();
     for item in body.split(';').filter(|item| !item.trim().is_empty()) {
@@ -129,7 +129,7 @@ mod tests {
         Schemata::parse(text).unwrap().to_string()
     }
 
-    /// Lines as kernels 6.12 (pads values) and 7.2 print them, plain, with CDP and with mba_MBps.
+    /// Lines of kernels 6.12 (with padded values) and 7.2: plain, with CDP, and with `mba_MBps`.
     #[test]
     fn reads_what_kernels_print() {
         assert_eq!(printed("    MB:0= 55;1=100\n    L2:0=0ff;1=0ff\n    L3:0=fff;1=f0\n"), "MB:0=55;1=100 L2:0=ff;1=ff L3:0=fff;1=f0");

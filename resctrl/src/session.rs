@@ -1,4 +1,4 @@
-//! Changing partitions so that everything is as it was afterwards, however the changing ends.
+//! Sessions change partitions and undo all changes afterwards, however the process ends.
 
 use crate::journal::{self, Entry, Journal, Moved, Record, Taken};
 use crate::tasks::{groups_of_tasks, started};
@@ -7,8 +7,9 @@ use crate::{CpuSet, Discovery, Error, GroupPath, Result, Rounded, Schemata, Tree
 use nix::unistd::Uid;
 use std::path::Path;
 
-/// The right to change a tree. It makes groups of its own and changes only those. What they take from others (CPUs, threads) is in the
-/// journal before it is taken, and given back by [`Session::restore`], when this is dropped, or by whoever opens the journal next.
+/// Exclusive permission to change a tree. A session creates its own groups and changes only those. CPUs and threads that other groups lose
+/// are recorded in the journal before the change. They are returned by [`Session::restore`], when the session is dropped, or at the next
+/// start with the same journal.
 pub struct Session {
     tree: Tree,
     journal: Journal,
@@ -16,11 +17,11 @@ pub struct Session {
 }
 
 impl Session {
-    /// Locks the journal, undoes what it says an earlier session left, and opens the tree at `root`, which is mounted if nobody did.
-    /// Also returns a line for each thing that was undone.
+    /// Locks the journal, undoes changes that an earlier session left, and opens the tree at `root`. Mounts the tree if it is not mounted.
+    /// Also returns a line for each undone change.
     ///
     /// # Errors
-    /// `Locked` while another session has the journal; whatever [`restore`] and mounting can say.
+    /// `Locked` while another session holds the journal; errors of [`restore`] and of mounting.
     pub fn start(root: &Path, journal: &Path) -> Result<(Self, Vec<String>)> {
         if !files::exists(root)? {
             return Err(Error::Absent(root.into()));
@@ -40,15 +41,15 @@ impl Session {
         }
     }
 
-    /// The tree.
+    /// The tree that the session changes.
     pub fn tree(&self) -> &Tree {
         &self.tree
     }
 
-    /// Makes a group, whose name starts with [`crate::PREFIX`] or whose control group's name does.
+    /// Creates a group. The name of the group, or of its control group, must start with [`crate::PREFIX`].
     ///
     /// # Errors
-    /// `Refused` for another name or one that is taken; when the kernel has no group left.
+    /// `Refused` for a name without the prefix or an existing group; an error if the kernel has no free group.
     pub fn create(&mut self, group: &GroupPath) -> Result<()> {
         let refuse = |cause: &str| Err(Error::refused(format!("create group {group}"), cause));
         if !group.is_ours() {
@@ -62,21 +63,21 @@ impl Session {
         self.tree.create(group)
     }
 
-    /// Allots `wanted` to a group of this session; returns what the kernel rounded.
+    /// Sets the limits of a group of this session. Returns the limits that the kernel rounded.
     ///
     /// # Errors
-    /// `Refused` for another's group, or for what this machine cannot allot; nothing has been written then.
+    /// `Refused` for a group of another session, or for limits that this machine does not support; nothing has been written then.
     pub fn set_schemata(&mut self, group: &GroupPath, wanted: &Schemata) -> Result<Vec<Rounded>> {
         self.check_made("set schemata of", group)?;
         let _lock = self.tree.lock()?;
         self.tree.set_schemata(group, wanted)
     }
 
-    /// Adds `cpus` to those of a group of this session; others lose them. Threads in the default group are allotted by the group of the CPU
-    /// that they run on.
+    /// Adds `cpus` to a group of this session; other groups lose these CPUs. A thread in the default group has the limits of the group that
+    /// owns its current CPU.
     ///
     /// # Errors
-    /// `Refused` for another's group; when the kernel refuses (a CPU is offline).
+    /// `Refused` for a group of another session; an error if the kernel rejects the CPUs, for example an offline CPU.
     pub fn add_cpus(&mut self, group: &GroupPath, cpus: &CpuSet) -> Result<()> {
         self.check_made("assign CPUs to", group)?;
         let _lock = self.tree.lock()?;
@@ -86,10 +87,10 @@ impl Session {
         self.tree.set_cpus(group, &cpus)
     }
 
-    /// Puts threads, also of others, into a group of this session; returns how many. Threads that have ended are passed over.
+    /// Moves threads of any process into a group of this session. Returns the number of moved threads. Threads that have ended are skipped.
     ///
     /// # Errors
-    /// `Refused` for another's group; when the kernel refuses a thread.
+    /// `Refused` for a group of another session; an error if the kernel rejects a thread.
     pub fn move_tasks(&mut self, group: &GroupPath, tids: &[i32]) -> Result<usize> {
         self.check_made("move threads to", group)?;
         let _lock = self.tree.lock()?;
@@ -100,34 +101,35 @@ impl Session {
         self.tree.add_tasks(group, tids)
     }
 
-    /// Lets `user` put their own threads into a group of this session, without any other right.
+    /// Lets `user` move their own threads into a group of this session. The user gets no other permission.
     ///
     /// # Errors
-    /// `Refused` for another's group; when the system refuses.
+    /// `Refused` for a group of another session; an error if the owner cannot be changed.
     pub fn give_tasks_to(&mut self, group: &GroupPath, user: Uid) -> Result<()> {
         self.check_made("hand over", group)?;
         self.tree.give_tasks_to(group, user)
     }
 
-    /// Leaves everything in place until someone calls [`restore`], or starts a session with the same journal.
+    /// Keeps all changes until [`restore`] is called or a session starts with the same journal.
     ///
     /// # Errors
-    /// When the journal cannot be written; then everything is undone.
+    /// An error if the journal cannot be written; then all changes are undone.
     pub fn keep(mut self) -> Result<()> {
         self.journal.append(self.tree.root(), Entry::Kept)?;
         self.kept = true;
         Ok(())
     }
 
-    /// Undoes everything; returns a line for each thing that was undone.
+    /// Undoes all changes. Returns a line for each undone change.
     ///
     /// # Errors
-    /// The first thing that could not be undone. The others are, and the journal keeps what the next start needs.
+    /// The first failure. All other changes are undone, and the journal keeps the entries for the next start.
     pub fn restore(mut self) -> Result<Vec<String>> {
         undo_all(&self.tree, &mut self.journal)
     }
 
-    /// What others have of `cpus`, and all that their monitor groups have: the kernel clears those whenever it is told a group's CPUs.
+    /// The CPUs in `cpus` that other control groups have, and all CPUs of the monitor groups of those control groups: the kernel clears
+    /// these whenever the CPUs of a group are written.
     fn taken(&self, group: &GroupPath, cpus: &CpuSet) -> Result<Vec<Taken>> {
         let (mut taken, mut losing) = (Vec::new(), false);
         for other in self.tree.groups()?.into_iter().filter(|other| other.control_group() != *group) {
@@ -154,25 +156,25 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // Whoever wants to know of an error calls `restore`; the journal keeps what was not undone for the next start.
+        // A caller that needs the error calls `restore`. After a failure the journal keeps its entries for the next start.
         if !self.kept {
             let _ = undo_all(&self.tree, &mut self.journal);
         }
     }
 }
 
-/// Undoes what the journal says about the tree at `root`; returns a line for each thing that was undone.
+/// Undoes the changes in the journal to the tree at `root`. Returns a line for each undone change.
 ///
 /// # Errors
-/// `Locked` while a session has the journal; `Refused` when it is about another tree; the first thing that could not be undone.
+/// `Locked` while a session holds the journal; `Refused` if the journal is about another tree; the first failure to undo a change.
 pub fn restore(root: &Path, journal: &Path) -> Result<Vec<String>> {
     recover(root, &mut Journal::open(journal)?)
 }
 
-/// In words, what a journal says is to be undone; `None` when there is nothing.
+/// Describes the changes in a journal; `None` if there is nothing to undo.
 ///
 /// # Errors
-/// When the journal cannot be read or understood.
+/// An error if the journal cannot be read or parsed.
 pub fn describe_journal(journal: &Path) -> Result<Option<String>> {
     let Some(Record { header, entries }) = journal::peek(journal)? else { return Ok(None) };
     let name = |entry: &Entry| if let Entry::Group(group) = entry { Some(group.to_string()) } else { None };
@@ -182,7 +184,7 @@ pub fn describe_journal(journal: &Path) -> Result<Option<String>> {
     Ok(Some(format!("{groups}: {kept} process {} ({} changes to undo)", header.pid, entries.len())))
 }
 
-/// Undoes what an earlier session left.
+/// Undoes changes that an earlier session left.
 fn recover(root: &Path, journal: &mut Journal) -> Result<Vec<String>> {
     let Some(record) = journal.record() else { return Ok(Vec::new()) };
     if record.header.root != root {
@@ -191,7 +193,7 @@ fn recover(root: &Path, journal: &mut Journal) -> Result<Vec<String>> {
     }
     match Tree::open(root) {
         Ok(tree) => undo_all(&tree, journal),
-        // Without a tree its groups are gone, too.
+        // Unmounting the tree has removed its groups.
         Err(Error::Absent(_) | Error::NotMounted(_)) => journal.clear().map(|()| Vec::new()),
         Err(error) => Err(error),
     }

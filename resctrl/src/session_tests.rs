@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::rc::Rc;
 
-/// A tree that others use: CPUs, monitor groups, threads of their own.
+/// A tree with CPUs, monitor groups and threads of other programs.
 struct Shared {
     _dir: tempfile::TempDir,
     root: PathBuf,
@@ -47,12 +47,12 @@ impl Shared {
         (Session::with_tree(tree, &self.journal).unwrap(), left)
     }
 
-    /// As after kill -9: nothing is undone, the lock is gone.
+    /// Simulates kill -9: no change is undone, and the lock is released.
     fn kill(mut session: Session) {
         session.kept = true;
     }
 
-    /// What a start does first, with a kernel that takes `commands`.
+    /// Undoes the changes as the next start does, with a fake kernel that accepts `commands` commands.
     fn recover(&self, commands: usize) -> Result<Vec<String>> {
         let (session, _) = self.session(commands);
         session.restore()
@@ -65,7 +65,7 @@ impl Shared {
     }
 }
 
-/// Processes of others, which do nothing until this is dropped.
+/// Idle processes of other programs, which end when this value is dropped.
 struct Idle {
     children: Vec<Child>,
     tids: Vec<i32>,
@@ -170,7 +170,7 @@ fn a_journal_of_another_tree_is_not_touched() {
     assert!(describe_journal(&machine.journal).unwrap().is_some());
 }
 
-/// One thing that a session can do.
+/// A change that a session can make.
 #[derive(Clone, Debug)]
 enum Change {
     Create(usize),
@@ -204,7 +204,7 @@ fn apply(session: &mut Session, change: &Change, tids: &[i32]) -> Result<()> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Killed before any command, and again while undoing: the start after that leaves the tree as it was.
+    /// A session is killed before an arbitrary command, and so is the first restore. The next start leaves the tree as it was.
     #[test]
     fn killed_anywhere_the_next_start_undoes_everything(changes in changes(), commands in 0usize..20, again in 0usize..12) {
         let idle = Idle::new(4);
@@ -212,7 +212,7 @@ proptest! {
         let before = machine.tree();
         let (mut session, left) = machine.session(commands);
         for change in &changes {
-            // Refused or failed, an attempt must not matter either.
+            // A rejected or failed change must not matter either.
             let _ = apply(&mut session, change, &idle.tids);
             if left.get() == 0 {
                 break;

@@ -1,21 +1,21 @@
-//! Which group a thread is in, and whether it is still the same thread.
+//! The group of a thread, and the start time that identifies the thread.
 
 use crate::{GroupPath, Result, Tree};
 use std::collections::BTreeMap;
 
-/// The group of every thread: its monitor group if it is in one.
+/// The group of every thread; the monitor group if the thread is in one.
 pub(crate) fn groups_of_tasks(tree: &Tree) -> Result<BTreeMap<i32, GroupPath>> {
     let mut groups = BTreeMap::new();
     for group in tree.groups()? {
-        // A control group comes before its monitor groups, whose threads it lists, too.
+        // `groups` returns a control group before its monitor groups. The control group also lists the threads of its monitor groups.
         groups.extend(tree.tasks(&group)?.into_iter().map(|tid| (tid, group.clone())));
     }
     Ok(groups)
 }
 
-/// When thread `tid` started, in clock ticks since boot; `None` when there is no such thread.
+/// Start time of thread `tid` in clock ticks since boot; `None` if there is no such thread.
 pub(crate) fn started(tid: i32) -> Option<u64> {
-    // The name in parentheses may hold anything, also ") ".
+    // The name in parentheses may contain any text, including ") ".
     let stat = std::fs::read_to_string(format!("/proc/{tid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }

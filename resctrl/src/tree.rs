@@ -1,6 +1,6 @@
-//! A mounted tree: reading it, and the commands it takes.
+//! A mounted tree: its state and its commands.
 //!
-//! Commands here leave no trace; [`crate::Session`] is what writes down how to undo them.
+//! Commands of this module are not recorded. [`crate::Session`] records how to undo them.
 
 use crate::files::{Kernel, Linux};
 use crate::{Counter, CpuSet, Discovery, Error, GroupPath, Info, Result, Rounded, Schemata, discover, files, group, monitor};
@@ -13,12 +13,12 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long to wait for another program's lock, and for counters that still drain.
+/// Limit for waiting for another program's lock, and for counters that are still draining.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Failures that may come from resctrl itself, which then says why in `last_cmd_status`. After the others (no such file, read-only) that
-/// file still speaks of an earlier command.
+/// Errors that may come from resctrl itself, which then writes a message to `last_cmd_status`. After other errors (missing file, read-only)
+/// that file describes an earlier command.
 const SPOKEN: [Errno; 7] = [Errno::EINVAL, Errno::ENOSPC, Errno::EBUSY, Errno::ESRCH, Errno::EPERM, Errno::ERANGE, Errno::EOVERFLOW];
 
 /// A mounted tree.
@@ -27,14 +27,14 @@ pub struct Tree {
     kernel: Box<dyn Kernel>,
 }
 
-/// The lock of a tree that all its users respect, held until it is dropped.
+/// The lock that all programs changing a tree respect. Dropping it releases the lock.
 pub(crate) type TreeLock = Flock<File>;
 
 impl Tree {
-    /// The tree mounted at `root`.
+    /// Opens the tree mounted at `root`.
     ///
     /// # Errors
-    /// `Absent` or `NotMounted`, or whatever [`discover`] cannot read.
+    /// `Absent` or `NotMounted`; errors of [`discover`].
     pub fn open(root: &Path) -> Result<Self> {
         Self::with_kernel(root, Box::new(Linux))
     }
@@ -47,12 +47,12 @@ impl Tree {
         }
     }
 
-    /// Where it is mounted.
+    /// Root of the tree.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// What can be partitioned.
+    /// Reads the resources that can be partitioned.
     ///
     /// # Errors
     /// See [`Info::read`].
@@ -60,18 +60,18 @@ impl Tree {
         Info::read(&self.root.join("info"))
     }
 
-    /// Whether there is such a group.
+    /// Whether the group exists.
     ///
     /// # Errors
-    /// When one may not look.
+    /// An error if the permission to find out is missing.
     pub fn has(&self, group: &GroupPath) -> Result<bool> {
         files::exists(&self.file(group, "tasks"))
     }
 
-    /// Every group: a control group, then its monitor groups.
+    /// Paths of all groups: each control group, followed by its monitor groups.
     ///
     /// # Errors
-    /// When a directory cannot be read.
+    /// An error if a directory cannot be read.
     pub fn groups(&self) -> Result<Vec<GroupPath>> {
         let mut paths = Vec::new();
         for group in group::read_all(&self.root)? {
@@ -82,10 +82,10 @@ impl Tree {
         Ok(paths)
     }
 
-    /// What a group may use.
+    /// Limits of a group.
     ///
     /// # Errors
-    /// When its file cannot be read or understood.
+    /// An error if the file cannot be read or parsed.
     pub fn schemata(&self, group: &GroupPath) -> Result<Schemata> {
         Schemata::read(&self.file(group, "schemata"))
     }
@@ -93,16 +93,16 @@ impl Tree {
     /// CPUs of a group.
     ///
     /// # Errors
-    /// When its file cannot be read or understood.
+    /// An error if the file cannot be read or parsed.
     pub fn cpus(&self, group: &GroupPath) -> Result<CpuSet> {
         let path = self.file(group, "cpus_list");
         files::read(&path)?.parse().map_err(|cause| Error::Format { path, cause })
     }
 
-    /// Thread ids in a group; those of its monitor groups are among them.
+    /// IDs of the threads in a group, including threads in its monitor groups.
     ///
     /// # Errors
-    /// When its file cannot be read or understood.
+    /// An error if the file cannot be read or parsed.
     pub fn tasks(&self, group: &GroupPath) -> Result<Vec<i32>> {
         let path = self.file(group, "tasks");
         let tids: std::result::Result<_, std::num::ParseIntError> = files::read(&path)?.lines().map(str::parse).collect();
@@ -112,20 +112,20 @@ impl Tree {
     /// Counters of a group.
     ///
     /// # Errors
-    /// When a file that was listed cannot be read.
+    /// An error if a listed file cannot be read.
     pub fn counters(&self, group: &GroupPath) -> Result<Vec<Counter>> {
         monitor::read(&group.below(&self.root))
     }
 
-    /// Puts threads into a group; returns how many. Threads that have ended are passed over. The owner of the group's `tasks` file may
-    /// do this with threads of their own, others need root.
+    /// Moves threads into a group. Returns the number of moved threads. Threads that have ended are skipped. The owner of the group's
+    /// `tasks` file may move their own threads; other threads need root.
     ///
     /// # Errors
-    /// When the kernel refuses a thread; those before it have been moved.
+    /// An error if the kernel rejects a thread; the threads before it have been moved.
     pub fn add_tasks(&self, group: &GroupPath, tids: &[i32]) -> Result<usize> {
         let mut added = 0;
         for tid in tids {
-            // One at a time: of a list that fails in the middle nobody knows how far it went.
+            // Threads are written one at a time: if a list failed halfway, the number of moved threads would be unknown.
             match self.write(group, "tasks", &format!("{tid}\n")) {
                 Ok(()) => added += 1,
                 Err(Error::Io { source, .. }) if source.raw_os_error() == Some(Errno::ESRCH as i32) => {}
@@ -135,15 +135,15 @@ impl Tree {
         Ok(added)
     }
 
-    /// Puts the calling thread into a group. Threads that it starts afterwards inherit the group.
+    /// Moves the calling thread into a group. Threads that it starts later inherit the group.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// An error if the kernel rejects the thread.
     pub fn join(&self, group: &GroupPath) -> Result<()> {
         self.add_tasks(group, &[gettid().as_raw()]).map(drop)
     }
 
-    /// Waits for the lock that every writer of this tree takes around what it reads and then writes.
+    /// Waits for the lock of the tree. Every program that changes the tree holds the lock while it reads and then writes.
     pub(crate) fn lock(&self) -> Result<TreeLock> {
         let mut file = File::open(&self.root).map_err(|e| Error::io("open", &self.root, e))?;
         let deadline = Instant::now() + PATIENCE;
@@ -160,7 +160,8 @@ impl Tree {
         }
     }
 
-    /// Makes a group. Counters of a removed one stay taken until its lines have left the cache, so this waits a little for them.
+    /// Creates a group. The hardware ID of a removed group stays in use until its cache lines are evicted, so this function retries for up
+    /// to [`PATIENCE`].
     pub(crate) fn create(&self, group: &GroupPath) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         let dir = group.below(&self.root);
@@ -172,18 +173,18 @@ impl Tree {
         }
     }
 
-    /// Removes a group, whose threads and CPUs fall back to the default group, or of a monitor group to its control group.
+    /// Removes a group. Its threads and CPUs return to the default group, or from a monitor group to its control group.
     pub(crate) fn remove(&self, group: &GroupPath) -> Result<()> {
         let dir = group.below(&self.root);
         self.kernel.remove(&dir).map_err(|source| Error::io("remove", &dir, source))
     }
 
-    /// Gives a group exactly `cpus`; other groups lose them, and what it had and keeps not goes to the default group.
+    /// Sets the CPUs of a group to exactly `cpus`. Other groups lose these CPUs, and CPUs that the group loses return to the default group.
     pub(crate) fn set_cpus(&self, group: &GroupPath, cpus: &CpuSet) -> Result<()> {
         self.write(group, "cpus_list", &format!("{cpus}\n"))
     }
 
-    /// Allots `wanted` after checking it; returns what was rounded.
+    /// Checks and sets the limits `wanted`. Returns the limits that the kernel rounded.
     pub(crate) fn set_schemata(&self, group: &GroupPath, wanted: &Schemata) -> Result<Vec<Rounded>> {
         let command = self.schemata(group)?.command(wanted, &self.info()?);
         let command = command.map_err(|cause| Error::refused(format!("schemata of {group}"), cause))?;
@@ -191,7 +192,7 @@ impl Tree {
         Ok(self.schemata(group)?.rounded(wanted))
     }
 
-    /// Lets `user` put their own threads into a group.
+    /// Lets `user` move their own threads into a group.
     pub(crate) fn give_tasks_to(&self, group: &GroupPath, user: Uid) -> Result<()> {
         let path = self.file(group, "tasks");
         std::os::unix::fs::chown(&path, Some(user.as_raw()), None).map_err(|e| Error::io("change owner of", &path, e))
@@ -212,8 +213,8 @@ impl Tree {
         Error::Io { operation, path: path.into(), source, status }
     }
 
-    /// What resctrl says about the last command, if that failed. In kernels to 6.12 lines of earlier commands may come first; a line
-    /// that only says which task it was about comes last.
+    /// The message of resctrl about the last command, if that failed. Up to kernel 6.12, messages of earlier commands may come first; a
+    /// line that only names the thread comes last.
     fn last_cmd_status(&self) -> Option<String> {
         let text = files::read(&self.root.join("info/last_cmd_status")).ok()?;
         let last = text.lines().rev().find(|line| !line.starts_with("Error while processing task"))?.trim();

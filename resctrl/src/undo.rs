@@ -1,14 +1,14 @@
-//! Undoing what a journal says, as far as it was done.
+//! Undoes the changes in a journal.
 
 use crate::journal::{Entry, Moved, Taken};
 use crate::tasks::{groups_of_tasks, started};
 use crate::{GroupPath, Result, Tree, mount};
 
-/// Undoes `entries`, the newest first, and returns a line for each thing undone. Doing it again changes nothing, so that it may be
-/// interrupted anywhere.
+/// Undoes `entries`, newest first, and returns a line for each undone change. The function is idempotent, so it may be interrupted at any
+/// point.
 ///
 /// # Errors
-/// The first failure; what does not depend on it is undone all the same.
+/// The first failure; changes that do not depend on it are undone all the same.
 pub(crate) fn undo(tree: &Tree, entries: &[Entry]) -> Result<Vec<String>> {
     let lock = tree.lock()?;
     let (mut notes, mut outcome) = (Vec::new(), Ok(()));
@@ -29,7 +29,7 @@ pub(crate) fn undo(tree: &Tree, entries: &[Entry]) -> Result<Vec<String>> {
             outcome = outcome.and(return_monitored_cpus(tree, taken));
         }
     }
-    // A mount in use cannot be undone, and a lock uses it.
+    // The open lock file would keep the mount busy.
     drop(lock);
     outcome?;
     if let Some(Entry::Mount { at_ns }) = entries.first() {
@@ -38,7 +38,7 @@ pub(crate) fn undo(tree: &Tree, entries: &[Entry]) -> Result<Vec<String>> {
     Ok(notes)
 }
 
-/// Threads and CPUs that are still in the group fall back to the default group.
+/// Removes a group. Threads and CPUs that are still in the group return to the default group.
 fn remove(tree: &Tree, group: &GroupPath) -> Result<Option<String>> {
     if !tree.has(group)? {
         return Ok(None);
@@ -47,8 +47,8 @@ fn remove(tree: &Tree, group: &GroupPath) -> Result<Option<String>> {
     Ok(Some(format!("removed group {group}")))
 }
 
-/// Gives back to control groups the CPUs that are still where the session put them. What the default group had falls back to it by itself;
-/// telling the kernel would clear the CPUs of its monitor groups.
+/// Returns CPUs that the group `to` still has to their former control groups. CPUs of the default group return by themselves when the group
+/// is removed; writing them would clear the CPUs of the default group's monitor groups.
 fn return_cpus(tree: &Tree, to: &GroupPath, taken: &[Taken]) -> Result<Option<String>> {
     if !tree.has(to)? {
         return Ok(None);
@@ -65,7 +65,7 @@ fn return_cpus(tree: &Tree, to: &GroupPath, taken: &[Taken]) -> Result<Option<St
     Ok((!returned.is_empty()).then(|| format!("returned CPUs {}", returned.join(", "))))
 }
 
-/// Gives monitor groups what they had of the CPUs that their control group has again.
+/// Restores the CPUs of monitor groups, as far as their control group has these CPUs again.
 fn return_monitored_cpus(tree: &Tree, taken: &[Taken]) -> Result<()> {
     for Taken { group, cpus } in taken.iter().filter(|taken| taken.group.is_monitor()) {
         if !tree.has(group)? {
@@ -80,7 +80,7 @@ fn return_monitored_cpus(tree: &Tree, taken: &[Taken]) -> Result<()> {
     Ok(())
 }
 
-/// Gives back the threads that are still where the session put them, or on their way back.
+/// Returns the threads that are still in the group `to`, or that an interrupted restore has already moved to their former control group.
 fn return_tasks(tree: &Tree, to: &GroupPath, moved: &[Moved]) -> Result<Option<String>> {
     if !tree.has(to)? {
         return Ok(None);
@@ -103,7 +103,7 @@ fn return_tasks(tree: &Tree, to: &GroupPath, moved: &[Moved]) -> Result<Option<S
     Ok((returned > 0).then(|| format!("returned {returned} threads")))
 }
 
-/// Unmounts what the session mounted, unless others have come to use it.
+/// Unmounts a tree that the session mounted, unless other programs have started to use it.
 fn unmount(tree: &Tree, at_ns: i128) -> Result<String> {
     let root = tree.root();
     if !mount::is_mount_of(root, at_ns)? || tree.groups()?.len() > 1 {

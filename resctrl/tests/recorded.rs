@@ -1,14 +1,14 @@
-//! Trees as kernels show them, read, divided and asked for changes, without that kernel.
+//! Tests on recorded trees, without their kernels.
 //!
-//! `trees/linux-*.txt` were recorded in guests whose kernels found RDT; `trees/grace.txt` is written after the documentation and driver
-//! of MPAM, which no machine at hand has.
+//! `trees/linux-*.txt` were recorded in virtual machines whose kernels found RDT. `trees/grace.txt` was written from the documentation and
+//! the driver of MPAM, because no machine with MPAM was available.
 
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 use superoffload_resctrl::{Discovery, GroupPath, Info, Machine, Profile, Schemata, Tree, discover, total};
 
-/// Files of a recording: a line `== PATH`, then its text.
+/// Unpacks a recording: for each file a line `== PATH`, followed by its text.
 fn unpack(name: &str) -> tempfile::TempDir {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/trees").join(name);
     let text = fs::read_to_string(&recording).unwrap_or_else(|e| panic!("read {}: {e}", recording.display()));
@@ -30,7 +30,7 @@ fn groups(root: &Path) -> Vec<String> {
     found.groups.iter().map(ToString::to_string).collect()
 }
 
-/// A cache of as many cores for each number.
+/// A machine with one cache per element; the element is the cache's number of cores.
 fn machine(caches: &[u32]) -> Machine {
     let mut next = 0u32..;
     let domain = |&cores: &u32| next.by_ref().take(cores as usize).map(|cpu| [cpu].into_iter().collect()).collect();
@@ -58,7 +58,7 @@ fn groups_that_the_program_made_read_back_the_same_from_old_and_new_kernels() {
     }
 }
 
-/// The kernel that recorded the tree took exactly this command for the profile on its two caches of two cores.
+/// The kernel that recorded the tree accepted exactly this command for the profile, on its two caches of two cores.
 #[test]
 fn a_profile_becomes_the_command_that_the_kernel_took() {
     for kernel in ["linux-6.12.txt", "linux-7.3.txt"] {
@@ -82,7 +82,7 @@ fn a_grace_takes_the_papers_numbers_and_its_own_domain_ids() {
     assert!(notes.is_empty(), "{notes:?}");
     let command = default.command(&fitted[1].schemata, &info).unwrap();
     assert_eq!(command, "L3:36=f\nMB:36=20\n", "the line that nobody knows is not written");
-    // Its driver shows one less than is in force; that is reported, and nothing is written again.
+    // The driver shows one less than the value in force. The difference is reported, and nothing is written again.
     let rounded = tree.schemata(&adam()).unwrap().rounded(&fitted[1].schemata);
     assert_eq!(rounded.iter().map(|r| (r.domain, r.wanted, r.got)).collect::<Vec<_>>(), [(36, 20, 19)]);
     assert_eq!(default.command(&Schemata::parse("L3:36=f0f").unwrap(), &info).unwrap(), "L3:36=f0f\n", "masks may have gaps");
@@ -91,10 +91,10 @@ fn a_grace_takes_the_papers_numbers_and_its_own_domain_ids() {
     assert_eq!(Info::num_closids(&info), Some(40));
 }
 
-/// The program's exit status and what it says.
+/// Runs the program. Returns its exit status and its output.
 fn run(args: &[&str], root: &Path) -> (i32, String) {
     let journal = root.join("no-journal");
-    // That of another machine, in an emulator, if the environment names them: see tests/aarch64/run.sh.
+    // For tests of another architecture, the environment names an emulator and a folder of programs: see tests/aarch64/run.sh.
     let [emulator, programs] = ["SUPEROFFLOAD_EMULATOR", "SUPEROFFLOAD_PROGRAMS"].map(std::env::var_os);
     let here = env!("CARGO_BIN_EXE_superoffload-resctrl");
     let program = programs.map_or(here.into(), |dir| Path::new(&dir).join("superoffload-resctrl"));

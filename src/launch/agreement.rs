@@ -85,8 +85,8 @@ pub(crate) struct Proposal {
     expert_products: ExpertProductsChoice,
     /// Names and values of the facts in which a plan that follows this proposal must agree.
     facts: Vec<(String, String)>,
-    /// Name of a temporary directory below the output directory, which shows whether all processes share a file system. Empty if the run has
-    /// no output directory.
+    /// Name of a temporary directory below the output directory, which shows whether all processes share a file system. Empty if the run
+    /// has no output directory.
     pub(crate) meeting_place: String,
 }
 

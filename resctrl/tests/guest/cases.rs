@@ -1,4 +1,4 @@
-//! The cases, in order: each leaves the machine as it found it, with resctrl not mounted.
+//! The test cases, in order. Each leaves the machine as it was, with resctrl not mounted.
 
 use crate::rig::{
     Hold, Others, PROGRAM, ROOT, USER, kill_after, mount_tree, read, remount, run, run_as_user, run_in_container, unmount_tree, write,
@@ -14,7 +14,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use superoffload_resctrl::{GroupPath, Session, Tree, restore, total};
 
-/// Returns lines worth seeing.
+/// A test case, which returns lines for the log.
 type Case = fn() -> Vec<String>;
 
 pub const CASES: [(&str, Case); 17] = [
@@ -40,7 +40,7 @@ pub const CASES: [(&str, Case); 17] = [
 const JOURNAL: &str = "/run/superoffload-resctrl/journal";
 const PREPARE: [&str; 5] = ["prepare", "--profile", "paper", "--user", "1000"];
 
-/// Runs the program, which must end with `status`; its output.
+/// Runs the program, expects the exit status `status`, and returns the output.
 fn expect(status: i32, args: &[&str]) -> String {
     let (code, output) = run(args);
     assert_eq!(code, status, "{args:?}: {output}");
@@ -111,7 +111,7 @@ fn prepare_join_restore() -> Vec<String> {
     seen
 }
 
-/// A trainer without rights: three threads join `group`, and nothing else is theirs to do. Waits to be killed.
+/// Runs as a trainer without privileges: three threads join `group`, and all other changes are rejected. Waits to be killed.
 pub fn as_trainer(group: &str) -> ExitCode {
     let group = GroupPath::control(group).unwrap();
     let report = |line: String| crate::say(&line);
@@ -124,7 +124,7 @@ pub fn as_trainer(group: &str) -> ExitCode {
         fs::read_to_string("/proc/thread-self/cpu_resctrl_groups").unwrap()
     };
     report(format!("the trainer's thread is in {}", join().replace('\n', " ").trim()));
-    // Threads that it starts from now on inherit the group.
+    // Threads that the trainer starts from now on inherit the group.
     let worker = || std::thread::sleep(Duration::from_secs(60));
     (0..2).for_each(|_| drop(std::thread::spawn(worker)));
     while tree.tasks(&group).unwrap().len() < 3 {
@@ -167,11 +167,11 @@ fn next_start() -> Vec<String> {
     vec![others.describe()]
 }
 
-/// Prepare and restore are each killed at many moments, one after the other on the same journal.
+/// Kills `prepare` and `restore` at many points in time, alternating on the same journal.
 fn killed_anywhere() -> Vec<String> {
     const KILLS: u32 = 30;
     let others = Others::new();
-    // The fastest of a few: what is killed later than this has most likely ended.
+    // The fastest of several runs. A program that is killed later than this has probably ended.
     let whole = |args: &[&str]| {
         let start = Instant::now();
         expect(0, args);
@@ -223,7 +223,7 @@ fn moved_threads_come_back() -> Vec<String> {
     notes.into_iter().chain([others.describe()]).collect()
 }
 
-/// Moves threads of others, says so, and waits to be killed.
+/// Moves threads of other processes, reports it, and waits to be killed.
 pub fn move_and_wait(tids: &[String]) -> ExitCode {
     let tids: Vec<i32> = tids.iter().map(|tid| tid.parse().unwrap()).collect();
     let adam = GroupPath::control("superoffload-adam").unwrap();
@@ -244,7 +244,7 @@ fn out_of_closids() -> Vec<String> {
     {
         made.push(name);
     }
-    // One is left: the first group can be made, the second cannot.
+    // One free group is left: the first group can be created, the second cannot.
     fs::remove_dir(made.pop().unwrap()).unwrap();
     let before = Snapshot::take();
     let output = expect(6, &PREPARE);

@@ -1,8 +1,9 @@
-//! What the privileged program promises, against the kernel of this machine: whatever it does and however it ends, afterwards the tree,
-//! the group of every foreign thread and its affinity are as they were.
+//! Tests of the privileged program's promise against a real kernel: however the program ends, the tree, the group of every other thread and
+//! its CPU affinity are as they were before.
 //!
-//! It mounts, unmounts and fills the machine's resctrl, so it runs only where it is told to (`run.sh` beside it makes such a machine):
-//! as root, with SUPEROFFLOAD_GUEST=1, resctrl not mounted, four CPUs in two L3 caches, `superoffload-resctrl` in the current folder.
+//! The tests mount, unmount and fill the machine's resctrl tree, so they run only on request: as root, with SUPEROFFLOAD_GUEST=1, with
+//! resctrl not mounted, on four CPUs in two L3 caches, with `superoffload-resctrl` in the current folder. `run.sh` creates such a virtual
+//! machine.
 
 mod cases;
 mod rig;

@@ -1,4 +1,4 @@
-//! A machine that others use, and the program under test.
+//! A machine with other users' groups and threads, and the program under test.
 
 use crate::snapshot::Snapshot;
 use nix::mount::{MsFlags, mount, umount};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 pub const ROOT: &str = "/sys/fs/resctrl";
 pub const PROGRAM: &str = "./superoffload-resctrl";
-/// A user without rights.
+/// An unprivileged user.
 pub const USER: u32 = 1000;
 
 /// Mounts the tree with `options`.
@@ -22,17 +22,17 @@ pub fn mount_tree(options: &str) {
     mount(Some("resctrl"), ROOT, Some("resctrl"), MsFlags::empty(), Some(options)).unwrap();
 }
 
-/// Unmounts it, which removes every group.
+/// Unmounts the tree, which removes every group.
 pub fn unmount_tree() {
     umount(ROOT).unwrap();
 }
 
-/// Mounts the tree again, read-only or not.
+/// Remounts the tree with `flags`.
 pub fn remount(flags: MsFlags) {
     mount(None::<&str>, ROOT, None::<&str>, MsFlags::MS_REMOUNT | flags, None::<&str>).unwrap();
 }
 
-/// Writes a command as the shell would.
+/// Writes a command like a shell.
 pub fn write(file: &str, text: &str) {
     fs::write(Path::new(ROOT).join(file), format!("{text}\n")).unwrap_or_else(|e| panic!("write {text:?} to {file}: {e}"));
 }
@@ -42,7 +42,8 @@ pub fn read(file: &str) -> String {
     fs::read_to_string(Path::new(ROOT).join(file)).unwrap_or_else(|e| panic!("read {file}: {e}"))
 }
 
-/// A mounted tree with groups, CPUs, monitor groups, limits, and threads of others, some of them pinned. All of it ends with this.
+/// A mounted tree with groups, CPUs, monitor groups and limits, and threads of other users, some of them pinned. Dropping the value removes
+/// all of them.
 pub struct Others {
     pub tids: Vec<i32>,
     sleepers: Vec<Child>,
@@ -72,17 +73,17 @@ impl Others {
         Self { tids, sleepers, before: Snapshot::take() }
     }
 
-    /// What is different from the beginning.
+    /// Differences from the state at the beginning.
     pub fn differences(&self) -> Vec<String> {
         self.before.differences(&Snapshot::take())
     }
 
-    /// Panics if anything is.
+    /// Panics if there is a difference.
     pub fn expect_untouched(&self) {
         assert_eq!(self.differences(), Vec::<String>::new());
     }
 
-    /// How much is compared, in words.
+    /// Describes the amount of compared data.
     pub fn describe(&self) -> String {
         let (files, threads) = self.before.size();
         format!("compared {files} files with modes and owners, {threads} threads with groups and affinity: no difference")
@@ -99,22 +100,22 @@ impl Drop for Others {
     }
 }
 
-/// Runs the program to its end; returns its exit status, and its output.
+/// Runs the program to its end. Returns its exit status and its output.
 pub fn run(args: &[&str]) -> (i32, String) {
     outcome(Command::new(PROGRAM).args(args).output().unwrap())
 }
 
-/// The same as a user without rights.
+/// Runs the program as an unprivileged user.
 pub fn run_as_user(args: &[&str]) -> (i32, String) {
     outcome(Command::new(PROGRAM).args(args).uid(USER).gid(USER).output().unwrap())
 }
 
-/// The same as root of a container: a user namespace with root alone.
+/// Runs the program as root of a container: in a user namespace that maps only root.
 pub fn run_in_container(args: &[&str]) -> (i32, String) {
     outcome(Command::new("/proc/self/exe").arg("in-user-namespace").args(args).output().unwrap())
 }
 
-/// The far end of [`run_in_container`].
+/// The child process of [`run_in_container`].
 pub fn in_user_namespace(args: &[String]) -> ExitCode {
     unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNS).unwrap();
     fs::write("/proc/self/uid_map", "0 0 1").unwrap();
@@ -126,7 +127,7 @@ fn outcome(output: Output) -> (i32, String) {
     (output.status.code().unwrap_or(-1), String::from_utf8(text).unwrap().trim().to_owned())
 }
 
-/// A `hold` that has everything in place.
+/// A running `hold` that has created all groups.
 pub struct Hold(Child);
 
 impl Hold {
@@ -142,14 +143,14 @@ impl Hold {
         self.0.id()
     }
 
-    /// Sends `signal`, and returns the exit status; `None` when it was killed.
+    /// Sends `signal`. Returns the exit status; `None` if the process was killed.
     pub fn end(mut self, signal: Signal) -> Option<i32> {
         kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
         self.0.wait().unwrap().code()
     }
 }
 
-/// Starts `command` and kills it after `delay`; whether it was still running.
+/// Starts `command` and kills it after `delay`. Returns whether it was still running.
 pub fn kill_after(command: &mut Command, delay: Duration) -> bool {
     let start = Instant::now();
     let mut child = command.stdout(Stdio::null()).spawn().unwrap();

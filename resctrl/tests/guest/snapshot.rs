@@ -1,4 +1,4 @@
-//! Everything that a session could leave changed.
+//! Snapshots of everything that a session could leave changed.
 
 use crate::rig::ROOT;
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// What is about a thread; it is the same thread if it started at the same time.
+/// State of a thread. The start time identifies the thread.
 #[derive(Debug, PartialEq, Eq)]
 struct Thread {
     started: String,
@@ -14,14 +14,14 @@ struct Thread {
     groups: String,
 }
 
-/// The tree with modes and owners, and every thread with its groups and affinity.
+/// The tree with file modes and owners, and every thread with its groups and affinity.
 pub struct Snapshot {
     files: BTreeMap<PathBuf, String>,
     threads: BTreeMap<String, Thread>,
 }
 
 impl Snapshot {
-    /// Of now.
+    /// Takes a snapshot.
     pub fn take() -> Self {
         let mut files = BTreeMap::new();
         let mounts = fs::read_to_string("/proc/mounts").unwrap();
@@ -37,7 +37,7 @@ impl Snapshot {
         Self { files, threads }
     }
 
-    /// What became different, one line each. Threads that started or ended meanwhile do not count.
+    /// The differences, one per line. Threads that started or ended meanwhile are ignored.
     pub fn differences(&self, later: &Self) -> Vec<String> {
         let (mut differences, none) = (Vec::new(), String::new());
         for path in self.files.keys().chain(later.files.keys()) {
@@ -55,7 +55,7 @@ impl Snapshot {
         differences
     }
 
-    /// Files and threads in it.
+    /// Number of files and threads.
     pub fn size(&self) -> (usize, usize) {
         (self.files.len(), self.threads.len())
     }
@@ -77,7 +77,7 @@ fn numbers(dir: &str) -> Vec<String> {
     names.filter(|name| name.bytes().all(|byte| byte.is_ascii_digit())).collect()
 }
 
-/// Contents, modes and owners; counters, threads and the last status change by themselves.
+/// Collects contents, modes and owners. Counters, threads and the last status are omitted, because they change by themselves.
 fn walk(dir: &Path, files: &mut BTreeMap<PathBuf, String>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
