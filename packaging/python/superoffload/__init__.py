@@ -1,11 +1,11 @@
-"""Trains language models whose optimizer does not fit the GPU, by the program `superoffload` as a child process.
+"""Train language models whose optimizer state does not fit into GPU memory. Runs the program `superoffload` as a child process.
 
     import superoffload
 
     run = superoffload.train(model="Qwen/Qwen3-0.6B", data="corpus.jsonl", max_steps=100, output_dir="runs/mine")
     run.metrics[-1]["loss"], run.checkpoint
 
-Keywords are the program's flags, with underscores: `superoffload train --help` lists them. A crash of the program is an exception here.
+Keyword arguments are the program's flags, with underscores; `superoffload train --help` lists them. A failure of the program raises an exception.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ._settings import Settings
 else:
-    # Whoever asks for type hints at run time gets a plain one: the names of settings are in a stub alone.
+    # At run time, type hints are plain types, because the names of the settings exist only in a stub file.
     Unpack, Settings = dict, (str, Any)
 
 try:
@@ -39,11 +39,17 @@ __all__ = ["Interrupted", "Metrics", "Run", "TrainError", "UsageError", "doctor"
 OUTPUT_DIR = "runs/train"
 
 DOES_NOT_FIT = re.compile(r"plan [\d.]+ \w+ of \w+ memory for ")
-"""How the program begins to say that memory does not suffice."""
+"""Beginning of the program's error message for insufficient memory."""
 
 
 def start(model: Any = None, data: Any = None, **settings: Unpack[Settings]) -> Run:
-    """Starts a run and returns at once. `data` may be a path, a name on the hub, a `datasets.Dataset`, or records as dicts."""
+    """Start a run and return at once.
+
+    Args:
+        model: Path of a Hugging Face model directory, or a name on the hub.
+        data: Path, name on the hub, `datasets.Dataset`, or a list of records as dicts.
+        settings: Flags of `superoffload train`, with underscores.
+    """
     output_dir = settings.pop("output_dir", None) or OUTPUT_DIR
     eval_data = as_paths(settings.pop("eval_data", None))
     said = {"model": as_model(model), "data": as_paths(data), "eval_data": eval_data, **settings, "output_dir": output_dir}
@@ -51,14 +57,27 @@ def start(model: Any = None, data: Any = None, **settings: Unpack[Settings]) -> 
 
 
 def train(model: Any = None, data: Any = None, *, quiet: bool = False, **settings: Unpack[Settings]) -> Run:
-    """Trains, and returns the run when it is done; shows it meanwhile unless `quiet`. A run that fails raises `TrainError`."""
+    """Train a model, and return the run when it has finished.
+
+    Args:
+        model: See `start`.
+        data: See `start`.
+        quiet: Do not show the run's progress.
+        settings: Flags of `superoffload train`, with underscores.
+
+    Raises:
+        TrainError: The run failed.
+    """
     run = start(model, data, **settings)
     return run.wait() if quiet else run._show()
 
 
 def plan(model: Any, **settings: Unpack[Settings]) -> dict[str, Any]:
-    """Whether and how the model trains on a machine (`hardware`), how fast, and what limits that. `fits` is False where memory does not suffice, and
-    `why` has the program's words then."""
+    """Plan a training run on this machine or on the profile `hardware`: memory, speed, and bottleneck.
+
+    Returns:
+        The plan, with `fits` set to True. If memory is insufficient, `fits` is False, and `why` has the program's message.
+    """
     try:
         return {"fits": True, **ask_json("plan", "--json", *flags({"model": as_model(model), **settings}))}
     except UsageError:
@@ -70,13 +89,23 @@ def plan(model: Any, **settings: Unpack[Settings]) -> dict[str, Any]:
 
 
 def doctor() -> dict[str, Any]:
-    """What this machine is, and what would make it faster."""
+    """Report the hardware and the settings that affect performance on this machine."""
     return ask_json("doctor", "--json")
 
 
 def export(run: Run | str | os.PathLike[str], out: str | os.PathLike[str], *, best: bool = False, dtype: str | None = None) -> Path:
-    """Writes a run's newest checkpoint, or its best, as a Hugging Face model directory, and returns that."""
+    """Export a run's newest checkpoint as a Hugging Face model directory.
+
+    Args:
+        run: The run, or its output directory.
+        out: Directory to write.
+        best: Export the best checkpoint instead of the newest.
+        dtype: Format of the exported weights.
+
+    Returns:
+        The path `out`.
+    """
     source = run.output_dir if isinstance(run, Run) else run
-    # A path may begin with a dash.
+    # The separator `--` allows paths that begin with a dash.
     ask("export", *(["--best"] if best else []), *flags({"dtype": dtype}), "--", os.fspath(source), os.fspath(out))
     return Path(out)

@@ -1,4 +1,4 @@
-"""`python -m superoffload`: the program of this environment, in place of this process."""
+"""`python -m superoffload`: replace this process by the program of this environment."""
 
 import os
 import sys

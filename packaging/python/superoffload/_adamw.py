@@ -1,4 +1,4 @@
-"""Checks of groups and parameters, and formats of state, which both AdamW optimizers of `superoffload.torch` share."""
+"""Checks of parameter groups, parameters and state, which both AdamW optimizers of `superoffload.torch` share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def refuse_switches(**switches: Any) -> None:
-    """Keywords of `torch.optim.AdamW` that change its results are taken where they are off. `foreach` and `fused` choose torch's code alone, so that
-    every value of these is taken."""
+    """Reject keywords of `torch.optim.AdamW` that change results, if they are enabled. `foreach` and `fused` only choose between implementations of
+    torch, so any value of them is accepted."""
     for name, value in switches.items():
         refuse_unless(not value, f"{name}=True is not offered: use torch.optim.AdamW for it")
 
@@ -51,7 +51,7 @@ def check_saved_groups(groups: list[dict[str, Any]]) -> None:
 
 
 def check_saved_state(index: int, param: torch.Tensor, saved: dict[str, Any], arrays: tuple[str, ...]) -> None:
-    """`arrays` must have the parameter's shape, if they are there; step and both moments must be."""
+    """Check that the saved state has the step and both moments, and that those of `arrays` that are present have the parameter's shape."""
     if missing := [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in saved]:
         raise ValueError(f"load_state_dict: the state of parameter {index} lacks {', '.join(missing)}: it is not AdamW's")
     for key in (key for key in arrays if key in saved):
@@ -65,7 +65,7 @@ def check_saved_state(index: int, param: torch.Tensor, saved: dict[str, Any], ar
 
 
 def check_param(index: int, param: torch.Tensor) -> None:
-    """Dense, in a known format, and a plain tensor or a `DTensor`; where it may lie is the optimizer's to say."""
+    """Check that the parameter is dense, has a supported format, and is a plain tensor or a `DTensor`. The optimizer checks the device."""
     where = f"parameter {index}"
     if type(param) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(param):
         raise ValueError(f"{where} is a {type(param).__name__}: pass plain tensors, or DTensors to CPUAdamW")
@@ -94,18 +94,18 @@ def refuse_unless(holds: Any, why: str) -> None:
 
 
 def step_count(steps: float = 0.0) -> torch.Tensor:
-    """A count of steps. Its format is not torch's default one, which may be too narrow to count in."""
+    """Return a step count. It is always float32, because torch's default format may be too narrow to count in."""
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a `DTensor`, whose module is not loaded before there is one."""
+    """Whether the tensor is a `DTensor`. Does not import the module of `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of this rank."""
+    """Return this rank's elements of a tensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -113,7 +113,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, in whatever order of dimensions."""
+    """Whether the elements fill one contiguous range of memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     outer_first = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
@@ -121,20 +121,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory."""
+    """Return the elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def in_layout_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` where its elements lie in memory as those of the dense `param` do; else a copy of which that holds."""
+    """Return `tensor` if it has the memory layout of the dense `param`, else a copy with that layout."""
     if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
         return tensor
     return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def taken(param: torch.Tensor, saved: torch.Tensor, dtype: torch.dtype, seen: set[int]) -> torch.Tensor:
-    """A saved array for the state of `param`: itself where format, place and layout are right, as torch takes it, so that loading needs no memory;
-    else a copy. `seen` has the storage of arrays taken so far, since no two may share it."""
+    """Return a saved array for the state of `param`. The array itself is returned if its format, device and layout are right, as in torch, so that
+    loading needs no extra memory; otherwise a copy. `seen` has the storage of the arrays used so far, because arrays must not share storage."""
     own, there = local(param), local(saved)
     storage = there.untyped_storage().data_ptr()
     fits = there.dtype == dtype and there.device.type == "cpu" and not saved.requires_grad and in_layout_of(own, there) is there

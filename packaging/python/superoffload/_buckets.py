@@ -1,4 +1,4 @@
-"""Parameters in the flat order, cut into buckets of equal bytes: what is copied and stepped at a time."""
+"""Buckets: the parameters in flat order, split into ranges of equal size in bytes. A bucket is copied and stepped as a unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._link import host_array
 ALIGN = 64
 
 ARRAYS = ("exp_avg", "exp_avg_sq", "param")
-"""Arrays of a parameter's state."""
+"""Names of the arrays in a parameter's state."""
 
 GONE = (
     "this gradient has gone to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out GradScaler and whatever else reads more of "
@@ -25,12 +25,12 @@ GONE = (
 
 
 class Gone(torch.Tensor):
-    """Stands in `.grad` after the gradient has left. It has a norm, and takes the factor of `clip_grad_norm_` where that is the factor of `step`. All
-    other arithmetic, autograd's included, is refused."""
+    """Placeholder in `.grad` after the gradient has been copied to the host. It supports norms, and multiplication by the factor of
+    `clip_grad_norm_` if `step` uses the same factor. All other operations raise an error, including those of autograd."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     owner: Any = None
-    """The optimizer, by a weak reference."""
+    """Weak reference to the optimizer."""
     index: int
 
     @staticmethod
@@ -59,55 +59,55 @@ class Gone(torch.Tensor):
 
 @dataclass(eq=False)
 class Member:
-    """A parameter of an optimizer."""
+    """A parameter of the optimizer."""
 
     index: int
     group: int
     param: torch.Tensor
     parts: list[Part] = field(default_factory=list)
     micro_steps: int = 0
-    """Backward passes since the last step that gave a gradient."""
+    """Number of backward passes since the last step that produced a gradient."""
     is_taken: bool = False
-    """The gradient has left."""
+    """Whether the gradient has been copied to the host."""
     number: int = 0
-    """Of the step that it is for."""
+    """Number of the step that uses the gradient."""
     version: int | None = None
-    """torch's count of changes after the last one made here; None: unknown."""
+    """Torch's version counter of the parameter after this optimizer's last change; None if unknown."""
     seen: weakref.ref[torch.Tensor] | None = None
-    """The gradient that backward passes add to."""
+    """The gradient to which backward passes accumulate."""
     borrows: bool = False
-    """Arrays of its state are those of the caller of load_state_dict."""
+    """Whether the arrays of the state belong to the caller of load_state_dict."""
 
     address: int = 0
     gone: Gone | None = None
-    """What stands in `.grad` after the gradient has left; None: the parameter is frozen, and has no bucket."""
+    """Placeholder in `.grad` after the copy to the host; None if the parameter is frozen and has no bucket."""
 
     def join(self, owner: weakref.ref[Any]) -> None:
-        """Before the parameter is trained."""
+        """Prepare the parameter for training."""
         self.address, self.gone = self.param.data_ptr(), Gone(self.param, self.index, owner)
 
 
 @dataclass(eq=False)
 class Part:
-    """Elements of a parameter that lie in one bucket."""
+    """A range of a parameter's elements in one bucket."""
 
     member: Member
     bucket: Bucket
     start: int
     stop: int
     offset: int
-    """Of its first byte in the bucket."""
+    """Offset in bytes in the bucket."""
 
     def __post_init__(self) -> None:
-        # Not `detach`, whose result shares the count of changes: copies to it are counted where the gradient is taken.
+        # Not `detach`, which shares the version counter: the counter is incremented where the gradient is taken.
         self.weights = flat(self.member.param.data)[self.start : self.stop]
 
     def of(self, room: torch.Tensor) -> torch.Tensor:
-        """Its elements in memory of the bucket's layout."""
+        """Return a view of this part's elements in memory with the bucket's layout."""
         return room[self.offset : self.offset + self.weights.nbytes].view(self.weights.dtype)
 
     def given(self, state: dict[str, torch.Tensor], slot: torch.Tensor, stage: torch.Tensor | None) -> tuple[Any, ...]:
-        """As the extension module takes it."""
+        """Return the part as the extension module expects it."""
         arrays = [state[key].data_ptr() + 4 * self.start for key in ("param", "exp_avg", "exp_avg_sq")]
         at = [0 if room is None else room.data_ptr() + self.offset for room in (slot, stage)]
         formats = ("float32", *2 * (FORMATS[self.weights.dtype],))
@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(eq=False)
 class Pending:
-    """A step whose weights are on their way to the device, and which the state is to take yet."""
+    """A step whose weights are on their way to the device, but which has not been applied to the state yet."""
 
     update: Any
     parts: list[Part]
@@ -125,33 +125,33 @@ class Pending:
 
 @dataclass(eq=False)
 class Bucket:
-    """What is copied and stepped at a time."""
+    """A range of parameters that is copied and stepped as a unit."""
 
     size: int = 0
-    """Bytes of its weights, and of their gradients."""
+    """Size in bytes of the bucket's weights, and of its gradients."""
     parts: list[Part] = field(default_factory=list)
     slot: torch.Tensor | None = None
-    """Gradients on the host; made when the first one comes."""
+    """Gradients in host memory; allocated when the first gradient arrives."""
     spare: torch.Tensor | None = None
-    """Those of the step that is pending, and else free room."""
+    """Gradients of the pending step, or else free memory."""
     staged: torch.Tensor | None = None
-    """New weights that the device does not have yet. Where weights are installed early, they pass through a `Stage` instead."""
+    """New weights that are not on the device yet. With `install_early`, weights go through a `Stage` instead."""
     pending: Pending | None = None
-    """The worker's alone."""
+    """The step that the state lacks. Only the worker thread accesses it."""
     arrived: list[Part] = field(default_factory=list)
-    """Those whose gradients have left the device since the last step."""
+    """Parts whose gradients have left the device since the last step."""
     landed: Any = None
-    """The event after which they are on the host."""
+    """Event after which the gradients are on the host."""
     update: Any = None
-    """What is done to them."""
+    """The extension module's object for the current step."""
     is_speculated: bool = False
-    """Weights of the coming step are made, or being made."""
+    """Whether the weights of the coming step have been computed, or are being computed, before the verdict."""
     task: Future[None] | None = None
-    """The last thing that was asked for: the slot is free when it is done."""
+    """The last submitted task. The slot is free when the task is done."""
     writing: Future[None] | None = None
-    """The task that sends weights to the device, which a reader has not waited for yet."""
+    """The task that copies weights to the device, until a reader has waited for it."""
     sent: Any = None
-    """The event after which they are there."""
+    """Event after which the weights are on the device."""
 
     def wait(self) -> None:
         if self.task is not None:
@@ -159,14 +159,14 @@ class Bucket:
 
 
 class Stage:
-    """Memory for new weights on their way to the device."""
+    """Host memory for new weights on their way to the device."""
 
     def __init__(self, room: torch.Tensor) -> None:
         self.room, self.sent = room, None
 
 
 def cut(members: list[Member], size: int) -> list[Bucket]:
-    """Buckets of at most `size` bytes, a multiple of `ALIGN`. A parameter may lie in several; it is cut where the norm's blocks begin."""
+    """Split parameters into buckets of at most `size` bytes, a multiple of `ALIGN`. Parameters are split at multiples of the norm's block size."""
     buckets: list[Bucket] = []
     room = 0
     for member in members:
@@ -189,21 +189,21 @@ def cut(members: list[Member], size: int) -> list[Bucket]:
 
 
 def new_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a parameter before its first step."""
+    """Return the state of a parameter before its first step."""
     state = {key: host_array(param) for key in ARRAYS}
-    # Not widened on the device, which has no room for that.
+    # The conversion to float32 runs on the host, because the device has no memory for it.
     state["param"].copy_(param.detach().to("cpu"))
     return {"step": step_count(), **state}
 
 
 def own_arrays(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
-    """Moves the state, one array after the other, into memory as `new_state` takes it."""
+    """Copy the state, one array after the other, into memory like that of `new_state`."""
     for key in ARRAYS:
         state[key] = host_array(param).copy_(state[key])
 
 
 def take_changes(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Weights that somebody has changed are taken anew; where the fp32 copy rounds to what is there, it stays."""
+    """Update the float32 weights where other code has changed the parameter. A float32 weight that rounds to the parameter's value is kept."""
     weights = param.detach().to("cpu")
     is_kept = master.to(weights.dtype) == weights
     master.copy_(torch.where(is_kept, master, weights.float()))

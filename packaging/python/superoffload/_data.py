@@ -1,4 +1,4 @@
-"""Data of Python as files, which is what the program reads."""
+"""Writes Python data to files, which the program reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def as_paths(data: Any) -> Any:
-    """Paths and names on the hub as they are; a `datasets.Dataset`, or records as dicts, as a file in the cache. Equal records are one file, so
-    that a resumed run finds its data."""
+    """Return paths and hub names unchanged. Write a `datasets.Dataset` or a list of records to a file in the cache. Equal records have the same
+    file, so a resumed run finds its data."""
     if data is None or isinstance(data, (str, os.PathLike)):
         return data
     if hasattr(data, "to_parquet"):
@@ -29,7 +29,7 @@ def as_paths(data: Any) -> Any:
 
 
 def as_model(model: Any) -> Any:
-    """A path or a name; a model of transformers in memory is neither."""
+    """Return the path or hub name of a model. Rejects a transformers model in memory."""
     if model is None or isinstance(model, (str, os.PathLike)):
         return model
     if hasattr(model, "save_pretrained"):
@@ -52,7 +52,7 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _cached(suffix: str, write: Any) -> Path:
-    """A file of what `write` writes, named by its contents."""
+    """Create a file with `write` and name it after a digest of its contents."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "superoffload" / "python"
     root.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(suffix=suffix, prefix=".", dir=root)

@@ -1,4 +1,4 @@
-"""What torch calls for `OffloadAdamW`: hooks on parameters, on modules, and after a fork. None of them keeps the optimizer alive."""
+"""Hooks of `OffloadAdamW` that torch calls: on parameters, on modules, and after a fork. No hook keeps the optimizer alive."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FORKED = (
 
 
 def on_gradient(owner: weakref.ref[OffloadAdamW], member: Member) -> Any:
-    """A hook for after a gradient is there."""
+    """Return a hook that runs after a gradient has been accumulated."""
 
-    # Compiled autograd would trace it.
+    # Compiled autograd would trace the hook.
     @torch.compiler.disable
     def take(_param: torch.Tensor) -> None:
         if (optimizer := owner()) is not None:
@@ -34,7 +34,7 @@ def on_gradient(owner: weakref.ref[OffloadAdamW], member: Member) -> Any:
 
 
 class Hold:
-    """A hook for before a layer is called or saved: waits for its weights. A copy of the model, pickled or not, has nothing to wait for."""
+    """Hook that runs before a module is called or saved, and waits for its weights. In a copy of the model, pickled or not, the hook does nothing."""
 
     def __init__(self, owner: weakref.ref[OffloadAdamW], buckets: list[Bucket]) -> None:
         self._owner, self._buckets = owner, buckets
@@ -61,7 +61,7 @@ def remove(handles: Iterable[Any]) -> None:
 
 
 class Elsewhere:
-    """Stands for a state and a thread that a forked process does not have."""
+    """Placeholder for the state and the thread, which a forked process does not have."""
 
     def __getattr__(self, *_: Any) -> Any:
         raise RuntimeError(FORKED)
@@ -70,7 +70,7 @@ class Elsewhere:
 
 
 def _leave_behind() -> None:
-    """In a child, in which nobody may wait for the worker, or touch memory that was not forked."""
+    """Detach the optimizers in a forked child, which must not wait for the worker thread or access memory that was not forked."""
     for optimizer in [optimizer for optimizer in LIVE if hasattr(optimizer, "_worker")]:
         LIVE.discard(optimizer)
         optimizer.state = optimizer._worker = Elsewhere()

@@ -1,4 +1,4 @@
-"""How gradients leave the device of the parameters and how weights go back to it: over streams of a GPU, or as plain copies on the CPU."""
+"""Copies of gradients to the host and of weights to the device: on CUDA streams, or as plain copies on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """Targets and sources of copies."""
 
 HUGE_FROM_BYTES = 4 << 20
-"""Arrays from here on have pages of their own."""
+"""Arrays of at least this size are allocated with huge pages."""
 
 
 def link_to(device: torch.device) -> CudaLink | PlainLink:
@@ -22,45 +22,45 @@ def link_to(device: torch.device) -> CudaLink | PlainLink:
 
 
 def host_array(param: torch.Tensor) -> torch.Tensor:
-    """Zeros in float32 in the layout of `param`, on huge pages where they are large. Not pinned: only the CPU touches them."""
+    """Return float32 zeros in the layout of `param`, on huge pages if the array is large. Not pinned, because only the CPU accesses it."""
     size = 4 * param.numel()
     if size < HUGE_FROM_BYTES:
         zeros = torch.zeros(param.numel(), dtype=torch.float32, device="cpu")
     else:
         room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A kernel without huge pages refuses the advice, and the array is as good on small ones.
+        # A kernel without huge pages rejects the advice; the array then uses small pages.
         with contextlib.suppress(OSError):
             room.madvise(mmap.MADV_HUGEPAGE)
-        # A data loader's forked workers would keep every page that a step writes, so that there would be two of each.
+        # With forked data loader workers, each write would copy a page, and memory would double.
         room.madvise(mmap.MADV_DONTFORK)
         zeros = torch.frombuffer(room, dtype=torch.float32)
     return zeros.as_strided(param.shape, param.stride())
 
 
 class CudaLink:
-    """A stream each way. They live as long as this, since the allocator keeps a pool for each."""
+    """One CUDA stream per direction. The streams live as long as this object, because the allocator keeps a memory pool for each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def room(self, size: int) -> torch.Tensor:
-        """Bytes of the host that copies can run to and from."""
+        """Allocate pinned host memory of `size` bytes."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def adopt(self, weights: torch.Tensor) -> None:
-        """The allocator gives this memory to nobody else before the copies to it have passed."""
+        """Keep the allocator from reusing this memory before the copies to it are done."""
         weights.record_stream(self.up)
 
     def mark(self) -> torch.cuda.Event:
-        """Passed once the device has done what this thread told it so far."""
+        """Return an event that passes when the device has done the work that this thread has submitted so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def bring(self, target: torch.Tensor, gradient: torch.Tensor, after: Any) -> None:
-        """Copies `gradient` to the host once it is there, and once `after` has passed, if it is given. The allocator waits for the copy: nobody else
-        has to hold the gradient."""
+        """Copy `gradient` to the host when the device has produced it, and not before the event `after`, if given. The allocator keeps the gradient's
+        memory until the copy is done, so the caller need not hold the gradient."""
         self.down.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             self.down.wait_event(after)
@@ -69,13 +69,13 @@ class CudaLink:
         gradient.record_stream(self.down)
 
     def brought(self) -> torch.cuda.Event:
-        """Passed once all that was brought is on the host. Waiting for it takes no core."""
+        """Return an event that passes when all gradients are on the host. Waiting for it does not occupy a core."""
         event = torch.cuda.Event(blocking=True)
         event.record(self.down)
         return event
 
     def send(self, pairs: Pairs, after: Any) -> torch.cuda.Event:
-        """Copies to the device once `after` has passed, if it is given; the event has passed when they have."""
+        """Copy to the device, not before the event `after`, if given. Returns an event that passes when the copies are done."""
         if after is not None:
             self.up.wait_event(after)
         with torch.cuda.stream(self.up):
@@ -86,12 +86,12 @@ class CudaLink:
         return event
 
     def hold(self, event: torch.cuda.Event) -> None:
-        """What the device is told from now on runs after `event`."""
+        """Make device work that is submitted from now on wait for `event`."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class Instant:
-    """An event of the CPU, which has passed when it is made."""
+    """An event of the CPU. It has passed when it is created."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -104,7 +104,7 @@ class Instant:
 
 
 class PlainLink:
-    """The same for parameters on the CPU: a copy is done when the call returns."""
+    """Link for parameters on the CPU. A copy is done when the call returns."""
 
     def room(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")

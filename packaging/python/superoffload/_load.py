@@ -1,4 +1,4 @@
-"""`load_state_dict` of an optimizer that gives its state other formats than torch would, with torch's hooks around it."""
+"""`load_state_dict` for optimizers whose state has other formats than torch would choose. Torch's hooks run as usual."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from ._adamw import check_saved_groups, local
 
 LIVE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""The optimizers of this package in this process."""
+"""All live optimizers of this package in this process."""
 
 Loaded = Callable[[int, torch.Tensor, dict[str, Any], set[int]], dict[str, Any]]
-"""Makes the state of a parameter, by its index, of what is saved, and of the storage that is taken already."""
+"""Creates the state of a parameter. Arguments: the parameter's index, the parameter, its saved state, and the storage already in use."""
 
 
 def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], params: list[torch.Tensor], loaded: Loaded) -> None:
-    """Sets the state of `params`. Hooks before it see the saved state and may change it, hooks after it see the state that was set."""
+    """Load the state of `params`. Pre-hooks can change the saved state; post-hooks see the loaded state."""
     states: dict[torch.Tensor, dict[str, Any]] = {}
 
-    # The last of the hooks before, and the first of those after.
+    # `take` runs as the last pre-hook, and the lambda below as the first post-hook.
     def take(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
         check_saved_groups(saved["param_groups"])
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        # What another optimizer steps is copied.
+        # Storage of other optimizers must be copied.
         seen = _in_use()
-        # Groups that do not fit in number are refused by torch.
+        # Torch rejects groups of different length.
         for index, (param, number) in enumerate(zip(params, numbers)):
             if number in saved["state"]:
                 states[param] = loaded(index, param, saved["state"][number], seen)
-        # torch would give the state the format and the device of its parameter.
+        # Torch would convert the state to its parameter's format and device, so torch gets no state.
         return {**saved, "state": {}}
 
     handles = [
@@ -46,6 +46,6 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], par
 
 
 def _in_use() -> set[int]:
-    """Addresses of the storage of all states."""
+    """Return the addresses of the storage of all optimizers' states."""
     states = (state for optimizer in LIVE for state in optimizer.state.values())
     return {local(array).untyped_storage().data_ptr() for state in states for array in state.values() if torch.is_tensor(array) and array.numel()}

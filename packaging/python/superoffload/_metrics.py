@@ -1,4 +1,4 @@
-"""What a run writes about its steps: `metrics.jsonl` in its output directory."""
+"""Metrics of a run: the file `metrics.jsonl` in its output directory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ FILE = "metrics.jsonl"
 
 LOCKS = Path("/proc/locks")
 
-# How the line begins that says what a run is; its steps follow.
+# Beginning of the line with a run's facts. The lines of the run's steps follow it.
 FACTS = b'{"facts":'
 
 
 class Metrics(list):
-    """Steps of a run, each a dict as in `metrics.jsonl`."""
+    """The steps of a run. Each step is a dict, as in `metrics.jsonl`."""
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with a row for each."""
+        """Convert the steps to a `pandas.DataFrame` with one row per step."""
         import pandas
 
         return pandas.DataFrame(self)
 
 
 class MetricsFile:
-    """Reads a file that grows, whole lines only. A file that has taken the place of another is read from its start."""
+    """Reads complete lines of a growing file. A file that replaces another one is read from its start."""
 
     def __init__(self, directory: Path, is_new: bool = False) -> None:
-        """With `is_new` nothing is told of the runs that are there already."""
+        """Open the metrics of a run. With `is_new`, runs that are already in the file are skipped."""
         self.path = directory / FILE
         self.facts: dict[str, Any] = {}
         self._inode, self._offset = 0, 0
@@ -39,7 +39,7 @@ class MetricsFile:
             self._earlier = {line for line in self.path.read_bytes().splitlines() if line.startswith(FACTS)}
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines of steps and evaluations that have come since the last call."""
+        """Return the lines of steps and evaluations that were written since the last call."""
         try:
             with open(self.path, "rb") as file:
                 return self._take(file)
@@ -69,7 +69,7 @@ class MetricsFile:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The facts of a run, or a line of a step; nothing where the line is damaged, which the program leaves out as well."""
+    """Parse a line with a run's facts or with a step. Returns None for a damaged line, which the program also ignores."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def is_running(directory: Path, locks: Path = LOCKS) -> bool:
-    """Whether a run owns the directory, on whose `.lock` it holds a lock. To try that lock could be in a starting run's way."""
+    """Whether a run holds the lock on the directory's `.lock` file. Trying to take the lock could disturb a run that is starting."""
     try:
         with open(directory / ".lock", "rb") as file:
             place = _place(file.fileno())
@@ -91,7 +91,7 @@ def is_running(directory: Path, locks: Path = LOCKS) -> bool:
 
 
 def _place(file: int) -> str:
-    """Device and inode of an open file as /proc/locks writes them. The device of `stat` is another one on btrfs and overlayfs."""
+    """Return device and inode of an open file as in /proc/locks. On btrfs and overlayfs, `stat` has a different device."""
     inode, mount = os.fstat(file).st_ino, ""
     for line in Path(f"/proc/self/fdinfo/{file}").read_text().splitlines():
         name, _, value = line.partition(":")

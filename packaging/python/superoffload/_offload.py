@@ -1,4 +1,4 @@
-"""AdamW on the CPU for parameters on a GPU, while backward runs."""
+"""AdamW on the CPU for parameters on a GPU. The CPU works while backward runs."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from ._load import LIVE, load_state
 from ._shards import ranks
 
 STAGES = 3
-"""Where weights are installed early, new weights of that many buckets are between the CPU's passes and the device at once."""
+"""Number of buckets whose new weights can be in flight between the CPU and the device at once, with `install_early`."""
 
 
 @dataclass
 class OffloadStep:
-    """What a step did."""
+    """Result of a step of `OffloadAdamW`."""
 
     grad_norm: float
-    """The norm of all gradients before clipping."""
+    """Norm of all gradients before clipping."""
     clip: float
-    """The factor on every gradient; 0 where the step was skipped."""
+    """Factor by which all gradients were multiplied; 0 if the step was skipped."""
     verdict: str
-    """`commit`: gradients were used as they are. `clip`: they were clipped. `skip`: one was NaN or infinite, and nothing changed."""
+    """`commit`: gradients were used unchanged. `clip`: gradients were clipped. `skip`: a gradient was NaN or infinite, and nothing changed."""
     speculated: int
-    """Buckets whose new weights were made before the verdict."""
+    """Number of buckets whose new weights were computed before the verdict."""
     redone: int
-    """Buckets of these whose new weights were of no use."""
+    """Number of these buckets whose new weights had to be discarded."""
     waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
-    """Events of the device's stream before and after it waited."""
+    """Pairs of events of the device's stream, before and after it waited for weights."""
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds from the end of backward in which the device waited for this step's weights, in `step` and in forward passes so far."""
+        """Milliseconds in which the device waited for this step's weights after the end of backward, in `step` and in forward passes so far."""
         if self.waits:
             self.waits[-1][1].synchronize()
         return sum(before.elapsed_time(after) for before, after in self.waits)
@@ -66,41 +66,57 @@ class OffloadStep:
 
 @dataclass
 class _Round:
-    """From the first gradient that leaves the device to the end of `step`."""
+    """State of one step, from the first gradient that leaves the device to the end of `step`."""
 
     hyper: list[tuple[float, ...]]
     speculates: bool
     members: list[Member] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
-    """As they were completed: what comes last is needed first by the next forward pass."""
+    """Buckets in the order of completion. The next forward pass needs the last ones first."""
     ended: Any = None
-    """The event at the end of backward."""
+    """Event at the end of backward."""
     norm: float = 0.0
     scale: float | None = None
     is_judged: bool = False
     norms: dict[int, float] | None = None
-    """Of each parameter's gradient, once code has asked for one."""
+    """Norm of each parameter's gradient, once user code has requested one."""
 
 
 class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW whose state lies in host memory and whose arithmetic runs on the CPU, while backward runs.
+    """AdamW for parameters on a GPU, with state in host memory. The CPU computes the update while backward runs.
 
-    Parameters are bfloat16, float16 or float32, on one GPU (or on the CPU, by the same path); frozen ones cost nothing. A gradient leaves the
-    device as soon as the last of `accumulation_steps` backward passes has made it, and `.grad` is empty afterwards. With `speculate` the CPU
-    makes new weights before all gradients are there; `step` then finds that the norm was within `max_grad_norm` (None or 0: no limit) and takes
-    them, or steps again with gradients clipped, or leaves everything as it was where a gradient is NaN or infinite. Bits are those of a step that
-    waited for its gradients (`speculate=False`) and of `CPUAdamW` with the same `max_grad_norm`. `last` has what `step` did.
+    Parameters may be bfloat16, float16 or float32, and must be on one GPU. Parameters on the CPU work as well. Frozen parameters need no memory. A
+    gradient is copied to the host as soon as the last of `accumulation_steps` backward passes has produced it. Do not use `.grad` after backward:
+    it then holds a placeholder, which supports only norms and `clip_grad_norm_`. `last` describes the last step.
 
-    The device gets new weights in `step`: until then, all code sees the weights of the last step. With `install_early` each bucket's new weights
-    go to the device as soon as they are made, while backward runs. `step` then has less to wait for, and between `backward` and `step` no code
-    may read weights: no forward pass, no checkpoint, and no operation of backward that kept a weight where autograd does not see it.
+    With `speculate` the CPU computes new weights before all gradients have arrived. `step` then computes the gradient norm, and either keeps the new
+    weights, or computes them again with clipped gradients, or drops them if a gradient is NaN or infinite. Results are bit-identical to those without
+    speculation, and to those of `CPUAdamW` with the same `max_grad_norm`.
 
-    With `speculate` the state takes a step while the device runs the next forward pass, or in one pass over memory with the step after it:
-    call `synchronize` before you read `state` yourself. It takes a second set of gradients on the host.
+    With `speculate` the state is updated while the device runs the next forward pass, or together with the next step. Call `synchronize` before you
+    read `state` yourself.
 
-    `foreach`, `fused`, `capturable`, `maximize` and `differentiable` are understood as keywords of `torch.optim.AdamW`.
-
-    `bucket_mib` is what is copied and stepped at a time. `threads` is two fewer than torch's unless given.
+    Args:
+        params: Parameters or parameter groups, as for `torch.optim.AdamW`.
+        lr: Learning rate.
+        betas: Coefficients of the running averages of the gradient and of its square.
+        eps: Term added to the denominator.
+        weight_decay: Decoupled weight decay.
+        max_grad_norm: Clip the norm of all gradients to this value in `step`. None or 0 disables clipping.
+        accumulation_steps: Number of backward passes before each `step`.
+        bucket_mib: Size in MiB of a bucket, the unit of copies and updates.
+        speculate: Compute new weights before the gradient norm is known. Needs host memory for a second set of gradients.
+        install_early: Copy the new weights of each bucket to the device during backward, as soon as they are computed. `step` then waits less. In
+            exchange, no code may read weights between `backward` and `step`: no forward pass, no checkpoint, and no backward operation that has
+            saved a weight without autograd's knowledge. By default, the device gets new weights in `step`.
+        threads: Number of threads; `torch.get_num_threads() - 2` by default.
+        isa: Instruction set of the CPU; "auto" selects the fastest one.
+        foreach: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
+        fused: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
+        amsgrad: Only False is supported.
+        capturable: Only False is supported.
+        maximize: Only False is supported.
+        differentiable: Only False is supported.
     """
 
     def __init__(
@@ -143,13 +159,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._held_by_forward: set[Bucket] = set()
         self._round: _Round | None = None
         self._history = _cpu_adam.History()
-        # One thread: what it is told, it does in that order.
+        # A single thread runs all tasks in the order of their submission.
         self._worker = ThreadPoolExecutor(1, "superoffload")
         self._link: Any = None
         self._behind: deque[Bucket] = deque()
         self._failure: Exception | None = None
         self._stages: Any = None
-        # The worker's: memory that holds no gradient and no weights.
+        # Host memory that holds neither gradients nor weights. Only the worker thread accesses it.
         self._free: list[torch.Tensor] = []
         self._handles: list[Any] = []
         self._holds: list[Any] = []
@@ -175,7 +191,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._members += members
 
     def _admit(self, members: list[Member]) -> None:
-        """Gives parameters that are trained their buckets and hooks. A frozen one has neither; if it is trained later, `step` admits it."""
+        """Give trainable parameters their buckets and hooks. A frozen parameter has neither; `step` admits it if it is trained later."""
         if not members:
             return
         trained = [member for member in self._members if member.gone is not None]
@@ -188,14 +204,16 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._link.adopt(member.param.data)
             self._handles.append(member.param.register_post_accumulate_grad_hook(on_gradient(weakref.ref(self), member)))
         self._buckets += cut(members, self._bucket_bytes)
-        # The next bucket may be larger than those that memory was made for.
+        # The next bucket may be larger than the existing stages.
         self._stages = None
 
     def overlap_forward(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Lets `step` return before the weights of `modules` are on the device: each waits for its own when it is called, or saved.
+        """Let `step` return before the weights of `modules` are on the device. Each module waits for its weights when it is called or saved.
 
-        Give the layers of a model, each of which is called in every forward pass. Whoever reads their weights elsewhere between `step` and
-        the next forward pass, or copies the model, calls `wait_for_weights` first. A second call replaces the modules of the first.
+        Call `wait_for_weights` before you copy the model, or before code other than the modules' forward reads their weights.
+
+        Args:
+            modules: The layers of the model. Every forward pass must call each of them. A second call replaces the modules of the first.
         """
         modules, owner = list(modules), weakref.ref(self)
         if self._holds:
@@ -212,7 +230,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Judges the gradients and makes their step final. What the device is told afterwards sees the new weights."""
+        """Finish the step: compute the gradient norm, then keep, clip or skip the update. Device work submitted afterwards uses the new weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -237,12 +255,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norm(self) -> float | None:
-        """The norm of all gradients, before `step` and before clipping; waits until they are on the CPU. None: there are none."""
+        """Return the norm of all gradients before clipping, or None without gradients. Waits until all gradients are on the CPU. Call before `step`."""
         now = self._judge()
         return None if now is None else now.norm
 
     def _norm_of(self, index: int) -> float:
-        """The norm of the gradient of a parameter, for code that asks its `.grad`."""
+        """Return the norm of one parameter's gradient, for code that reads the norm of its `.grad`."""
         self.grad_norm()
         now = self._round
         if now.norms is None:
@@ -251,7 +269,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         return now.norms[index]
 
     def _check_factor(self, factor: float) -> None:
-        """`clip_grad_norm_` multiplies gradients by this, and `step` would multiply them by its own factor once more."""
+        """Check the factor by which `clip_grad_norm_` multiplies gradients: it must agree with the factor of `step`."""
         scale = self._round.scale
         if scale is not None and not math.isclose(factor, scale, rel_tol=1e-3):
             raise RuntimeError(
@@ -262,7 +280,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients. Where a step has begun, the weights become again what they were."""
+        """Drop all gradients. If a step has begun, the weights are restored."""
         if now := self._round:
             now.ended = self._link.mark()
             self._restore(now)
@@ -273,11 +291,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def wait_for_weights(self) -> None:
-        """What the device is given from now on sees the weights of the last step, also those of modules of `overlap_forward`."""
+        """Make device work that is submitted from now on wait for the weights of the last step, including modules of `overlap_forward`."""
         self._hold(self._buckets)
 
     def synchronize(self) -> None:
-        """Returns when state and weights are those after the last `step`."""
+        """Wait until the state and the weights are those after the last `step`."""
         for bucket in self._buckets:
             bucket.wait()
         self._settle_all(self._buckets)
@@ -287,22 +305,22 @@ class OffloadAdamW(torch.optim.Optimizer):
                 bucket.sent.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `torch.optim.AdamW`, and the float32 weights as `param`."""
+        """Return the state like `torch.optim.AdamW`, with the float32 weights as `param`. Calls `synchronize`."""
         self.synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this optimizer, of `CPUAdamW` or of `torch.optim.AdamW`.
+        """Load the state of an `OffloadAdamW`, `CPUAdamW` or `torch.optim.AdamW` optimizer.
 
-        Of the saved float32 weights those are used that round to the weights that the parameters have at the next step. Arrays of `state_dict` are
-        not copied before that step, so that a `state_dict` that is dropped until then costs no memory beside the state.
+        A saved float32 weight is used if it rounds to the parameter's value at the next step; otherwise the parameter's value is used. Arrays of
+        `state_dict` are copied at that step, one after the other. If you drop `state_dict` before, loading needs no memory besides the state.
         """
         load_state(self, state_dict, [member.param for member in self._members], _loaded)
         for member in self._members:
             member.version, member.borrows = None, True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch installs a state that was loaded by this, after its checks."""
+        """Torch calls this to install a loaded state, after its checks."""
         self.zero_grad()
         self.synchronize()
         super().__setstate__(state)
@@ -311,14 +329,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         return [hyper(group) for group in self.param_groups]
 
     def _on_gradient(self, member: Member) -> None:
-        """After each backward pass that gave `member` a gradient."""
+        """Runs after each backward pass that produced a gradient for `member`."""
         if member.param.grad is None:
-            # Another hook has taken it.
+            # Another hook has taken the gradient.
             return
         with torch.no_grad():
             if member.is_taken:
                 self._forget(member)
-            # Where zero_grad of the model has dropped what was there, this pass is the first one again.
+            # If the model's zero_grad has dropped the gradient, this backward pass counts as the first one again.
             is_same = member.seen is not None and member.seen() is member.param.grad
             member.micro_steps = member.micro_steps + 1 if is_same else 1
             if member.micro_steps == self.accumulation_steps:
@@ -327,7 +345,7 @@ class OffloadAdamW(torch.optim.Optimizer):
                 member.seen = weakref.ref(member.param.grad)
 
     def _forget(self, member: Member) -> None:
-        """Undoes `_take` of a gradient that was dropped, by zero_grad of the model, say."""
+        """Undo `_take` of a gradient that was dropped, for example by the model's zero_grad."""
         if self.install_early:
             raise RuntimeError(
                 f"the gradient of parameter {member.index} was set after backward(), and with install_early its weights are those of the coming "
@@ -347,13 +365,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             part.bucket.arrived.remove(part)
 
     def _take(self, member: Member, in_backward: bool) -> None:
-        """Brings a gradient to the host, and hands on the buckets that are complete by it."""
+        """Copy a gradient to the host, and submit the buckets that it completes."""
         param = member.param
         _check_gradient(member)
         now = self._round = self._round or self._begin()
         if now.is_judged:
             raise RuntimeError(f"the gradient of parameter {member.index} comes after grad_norm(): call step() first")
-        # The worker may be busy with the last step, which reads what is changed below.
+        # The worker may still be busy with the last step, which reads memory that is changed below.
         for part in member.parts:
             part.bucket.wait()
             if part.bucket.slot is None:
@@ -362,12 +380,12 @@ class OffloadAdamW(torch.optim.Optimizer):
         member.number = int(state["step"].item()) + 1
         gradient = flat(in_layout_of(param, param.grad.detach()))
         if self.install_early:
-            # Weights change from here on: autograd refuses whoever saved them for a later backward pass.
+            # Weights change from here on. Autograd rejects later backward passes that have saved them.
             torch.autograd.graph.increment_version(param)
         param.grad, member.version, member.is_taken, member.seen = member.gone, param._version, True, None
         now.members.append(member)
         for part in member.parts:
-            # The slot may hold the weights that the last step sent.
+            # The slot may hold weights that the last step is sending.
             self._link.bring(part.of(part.bucket.slot), gradient[part.start : part.stop], part.bucket.sent)
             part.bucket.arrived.append(part)
             if len(part.bucket.arrived) == len(part.bucket.parts):
@@ -392,7 +410,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _submit(self, bucket: Bucket, speculates: bool) -> None:
         now = self._round
-        # In the flat order, whatever the hooks' order was.
+        # Sort into the flat order, since hooks run in any order.
         bucket.arrived.sort(key=lambda part: part.offset)
         bucket.landed, bucket.is_speculated = self._link.brought(), speculates
         bucket.task = self._worker.submit(self._first_pass, bucket, list(bucket.arrived), now.hyper, speculates)
@@ -401,7 +419,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         now.buckets.append(bucket)
 
     def _judge(self) -> _Round | None:
-        """Takes what has not left yet, and waits until the norm is known."""
+        """Take gradients that have not been copied yet, and wait until the norm is known."""
         for member in self._members:
             if member.is_taken and member.param.grad is not member.gone:
                 self._forget(member)
@@ -431,7 +449,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         return now
 
     def _make_final(self, now: _Round, groups: list[tuple[float, ...]], holds: bool) -> None:
-        """First the weights that the device lacks, in the order in which it needs them; then the state."""
+        """Send the weights that the device lacks, in the order in which it needs them; then update the state."""
         last_first = now.buckets[::-1]
         for bucket in sorted(last_first, key=lambda bucket: bucket in self._held_by_forward):
             if not (holds and bucket.is_speculated):
@@ -443,7 +461,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             bucket.task = task
 
     def _restore(self, now: _Round) -> None:
-        """Drops new weights. Where the device has them, it gets those of the state."""
+        """Drop new weights. If they are on the device already, send the weights of the state."""
         for bucket in reversed(now.buckets):
             if bucket.is_speculated and self.install_early:
                 self._submit_weights(bucket, now.hyper, now.ended, lambda update: update.emit())
@@ -465,7 +483,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._round = None
 
     def _hold(self, buckets: Iterable[Bucket], since: Any = None) -> None:
-        """The device waits until it has the weights of `buckets`."""
+        """Make the device's stream wait for the weights of `buckets`."""
         before = since or self._link.mark()
         written = [bucket for bucket in buckets if bucket.writing is not None]
         for bucket in written:
@@ -476,7 +494,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.last.waits.append((before, self._link.mark()))
 
     def _first_pass(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], speculates: bool) -> None:
-        """The worker's, as all below."""
+        """Compute a bucket's sums of squares and, with speculation, its new weights. This method and those below run on the worker thread."""
         pending = bucket.pending
         if pending and not (speculates and _are_same(pending.parts, parts)):
             self._settle(bucket)
@@ -492,7 +510,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             bucket.update.commit_then_speculate(pending.update, pending.scale)
             bucket.pending = None
             if not self.install_early:
-                # The gradients of the step before have done their work.
+                # The gradients of the previous step are no longer needed.
                 self._free.append(bucket.spare)
                 bucket.spare = None
         else:
@@ -501,7 +519,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._send(bucket, parts, stage, None)
 
     def _write(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], after: Any, act: Callable[[Any], None] | None) -> None:
-        """Sends new weights to the device: those that `act` makes, or without it those that are made."""
+        """Send new weights to the device. `act` computes them; without it they have been computed already."""
         stage = self._stage(bucket)
         if act is not None:
             bucket.update = self._update(bucket, parts, groups, stage.room)
@@ -512,7 +530,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         stage.sent = bucket.sent = self._link.send([(part.weights, part.of(stage.room)) for part in parts], after)
 
     def _stage(self, bucket: Bucket) -> Stage:
-        """Memory for new weights of `bucket`. Weights that wait for `step` have the bucket's own; else a few stages serve all buckets."""
+        """Return host memory for the new weights of `bucket`: the bucket's own memory, or with `install_early` one of a few shared stages."""
         if self.speculate and not self.install_early:
             if bucket.staged is None and bucket.pending is None and bucket.spare is not None:
                 bucket.staged, bucket.spare = bucket.spare, None
@@ -527,16 +545,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         return stage
 
     def _room(self) -> torch.Tensor:
-        """Host memory for any bucket, since buckets swap theirs."""
+        """Allocate host memory that is large enough for any bucket, because buckets swap their memory."""
         return self._link.room(max(bucket.size for bucket in self._buckets))
 
     def _free_room(self, size: int) -> torch.Tensor:
         room = self._free.pop() if self._free else None
-        # A parameter group that came later may have made larger buckets.
+        # A parameter group that was added later may have larger buckets.
         return room if room is not None and room.nbytes >= size else self._room()
 
     def _defer(self, buckets: list[tuple[Bucket, list[Part]]], scale: float) -> None:
-        """The state takes the step later; where nothing speculates, now. What backward brings last, and has the least time for then, comes first."""
+        """Apply the step to the state later, or at once without speculation. Buckets that backward completes last come first."""
         for bucket, parts in buckets:
             bucket.pending = Pending(bucket.update, parts, scale)
             if not self.speculate:
@@ -544,13 +562,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             elif self.install_early:
                 bucket.slot, bucket.spare = bucket.spare, bucket.slot
             else:
-                # The next gradients arrive where the weights of this step leave.
+                # The next gradients arrive in the memory from which the weights of this step leave.
                 bucket.slot, bucket.spare, bucket.staged = bucket.staged, bucket.slot, None
         self._behind = deque(bucket for bucket, _ in reversed(buckets))
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Commits one bucket and comes again, behind all that was asked for meanwhile, until gradients come that wait for the worker."""
+        """Commit one bucket, then queue itself behind all tasks submitted meanwhile. Stops when new gradients are waiting for the worker."""
         if not self._behind or (self._round and self._round.speculates):
             return
         try:
@@ -560,13 +578,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._failure = self._failure or error
 
     def _settle(self, bucket: Bucket) -> None:
-        """The state of `bucket` takes the step that is pending."""
+        """Apply the pending step to the state of `bucket`."""
         pending, bucket.pending = bucket.pending, None
         if pending:
             pending.update.commit(pending.scale)
 
     def _settle_all(self, buckets: Iterable[Bucket]) -> None:
-        """Not the worker's: waits until the state of `buckets` has taken the last step."""
+        """Wait until the last step has been applied to the state of `buckets`. Does not run on the worker thread."""
         self._worker.submit(lambda buckets: [self._settle(bucket) for bucket in buckets], list(buckets)).result()
         self._raise_failure()
 
@@ -584,7 +602,7 @@ def _are_same(some: list[Part], others: list[Part]) -> bool:
 
 
 def _unstage(bucket: Bucket) -> None:
-    """The worker's: new weights are of no use."""
+    """Discard new weights. Runs on the worker thread."""
     if bucket.staged is not None:
         bucket.spare, bucket.staged = bucket.staged, None
 
@@ -617,15 +635,15 @@ def _check_gradient(member: Member) -> None:
 
 
 def _check_untouched(member: Member) -> None:
-    """Between backward and `step`."""
+    """Check that the parameter was not changed between backward and `step`."""
     if member.param._version != member.version:
         raise RuntimeError(f"parameter {member.index} was changed between backward() and step(): change it after step()")
 
 
 def _loaded(index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, torch.Tensor]:
-    """Without saved float32 weights, those of the parameter."""
+    """Return a parameter's state. Without saved float32 weights, the parameter's value is used."""
     names = {key: key for key in ARRAYS}
-    # CPUAdamW's name for the same.
+    # CPUAdamW calls the float32 weights "master_param".
     names["param"] = "param" if "param" in saved else "master_param"
     check_saved_state(index, param, saved, tuple(names.values()))
     sources = {key: saved.get(name, param.detach()) for key, name in names.items()}

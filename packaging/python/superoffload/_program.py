@@ -1,4 +1,4 @@
-"""The program `superoffload`: where it is, its arguments, and its answers."""
+"""The program `superoffload`: its path, its arguments, and its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERRUPTED = 75
 
 
 class TrainError(RuntimeError):
-    """The program ended without a result; the message is its own. `returncode` is its exit code, negative for a signal."""
+    """The program failed. The message is the program's error message. `returncode` is its exit code, negative for a signal."""
 
     def __init__(self, message: str, returncode: int) -> None:
         super().__init__(message)
@@ -26,15 +26,15 @@ class TrainError(RuntimeError):
 
 
 class UsageError(TrainError, ValueError):
-    """What was asked for makes no sense; nothing has run."""
+    """The arguments are invalid. Nothing has run."""
 
 
 class Interrupted(TrainError):
-    """Somebody ended the run. It has written a checkpoint: `resume_from_checkpoint="auto"` goes on from there."""
+    """The run was interrupted and has written a checkpoint. `resume_from_checkpoint="auto"` resumes from it."""
 
 
 def program() -> Path:
-    """The program of this package's environment, active or not; else the one on PATH. `SUPEROFFLOAD_PROGRAM` names another."""
+    """Return the path of the program in this package's environment, active or not, else on PATH. `SUPEROFFLOAD_PROGRAM` overrides both."""
     named = os.environ.get("SUPEROFFLOAD_PROGRAM")
     if named:
         if not Path(named).is_file():
@@ -53,7 +53,7 @@ def program() -> Path:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Keywords as the program's flags. What is `None` was not said."""
+    """Convert keyword arguments to flags of the program. `None` omits a flag."""
     written = []
     for name, value in settings.items():
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -67,7 +67,7 @@ def _written(value: Any) -> str:
 
 
 def failure(returncode: int, said: str) -> TrainError:
-    """The error of a program that ended with `returncode`, in the words of its last line of error in `said`."""
+    """Return the exception for a program that ended with `returncode`. Its message is the last line of error in the output `said`."""
     errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
     lines = errors or said.split("\n\n")[-1].strip().splitlines() or [""]
     if returncode == USAGE:
@@ -80,7 +80,7 @@ def failure(returncode: int, said: str) -> TrainError:
 
 
 def ask(*arguments: str) -> str:
-    """What the program answers to a command that ends by itself."""
+    """Run a command of the program to its end, and return its output."""
     done = subprocess.run([program(), *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise failure(done.returncode, done.stderr)
@@ -88,5 +88,5 @@ def ask(*arguments: str) -> str:
 
 
 def ask_json(*arguments: str) -> dict[str, Any]:
-    """The same, for an answer in JSON."""
+    """Run a command of the program, and return its JSON output."""
     return json.loads(ask(*arguments))

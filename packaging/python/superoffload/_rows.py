@@ -1,4 +1,4 @@
-"""Parameters on the CPU with their state, as the extension module steps them."""
+"""Parameters on the CPU and their state, in the form that the extension module expects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def check_cpu_param(index: int, param: torch.Tensor) -> None:
 
 
 class Row:
-    """A parameter with its state. All of it is checked here, once: a step compares identities and addresses alone."""
+    """A parameter and its state. The constructor checks both once; a step compares only identities and addresses."""
 
     __slots__ = ("param", "own", "place", "moments", "state", "addresses", "exp_avg", "exp_avg_sq", "master", "count")
 
     def __init__(self, place: tuple[int, int, int], param: torch.Tensor, state: dict[str, Any], moments: torch.dtype) -> None:
-        """`place` is the parameter's index, that of its first element in the flat order, and the number of its group. State that is not there yet
-        is made."""
+        """Create missing state and check the state. `place` has the parameter's index, the offset of its first element in the flat order, and the
+        number of its group."""
         self.place, self.param, self.moments = place, param, moments
         index = place[0]
         check_cpu_param(index, param)
@@ -58,7 +58,7 @@ class Row:
         return local(self.master).data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), own.data_ptr(), count.data_ptr()
 
     def holds(self, place: tuple[int, int, int], param: torch.Tensor, state: dict[str, Any]) -> bool:
-        """Whether this is still the parameter at that place, with that state."""
+        """Whether the row still describes this parameter, place and state."""
         return (
             param is self.param
             and place == self.place
@@ -70,12 +70,12 @@ class Row:
         )
 
     def given(self) -> tuple[Any, ...]:
-        """As the extension module takes it."""
+        """Return the row as the extension module expects it."""
         index, first, group = self.place
         return index, self.addresses, (FORMATS[self.moments], FORMATS[self.param.dtype]), self.own.numel(), first, group
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Its elements in memory as those of the parameter."""
+        """Return the gradient's elements in the memory layout of the parameter."""
         if is_sharded(grad) or is_sharded(self.param):
             grad = self._local_gradient(grad)
         index = self.place[0]
@@ -93,14 +93,14 @@ class Row:
 
 
 class Batch:
-    """Rows that are stepped at once."""
+    """Rows that are stepped together."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
         self._arrays = _cpu_adam.Arrays([row.given() for row in rows])
 
     def update(self, groups: list[tuple[float, ...]], threads: int, isa: str) -> tuple[Any, list[torch.Tensor]]:
-        """The step of their gradients, and what has to live until it is done."""
+        """Return the step with the rows' gradients, and the tensors that must live until the step is done."""
         gradients = [row.gradient(row.param.grad) for row in self.rows]
         others = [
             (position, FORMATS[gradient.dtype])
@@ -112,7 +112,7 @@ class Batch:
 
 
 def _count(steps: Any) -> torch.Tensor:
-    """The count as it is where the extension module can count on in it."""
+    """Return the step count itself if the extension module can increment it, else a float32 copy."""
     if steps is None:
         return step_count()
     is_good = torch.is_tensor(steps) and steps.dtype == torch.float32 and steps.device.type == "cpu" and steps.numel() == 1

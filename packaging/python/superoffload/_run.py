@@ -1,4 +1,4 @@
-"""A training run: the program as a child process, and what it writes."""
+"""A training run: the program as a child process, and its output files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ._metrics import Metrics, MetricsFile
 from ._program import INTERRUPTED, failure, program
 
 POLL_S = 0.1
-"""How often a run's files are looked at."""
+"""Seconds between two reads of a run's files."""
 
 DRAW_S = 1.0
-"""How often a notebook's picture is drawn."""
+"""Seconds between two updates of a notebook's display."""
 
 
 STOPPED = (INTERRUPTED, -signal.SIGTERM)
-"""Exit codes of a run that was asked to stop: with a checkpoint, or so early that it did not listen for signals and had nothing to save."""
+"""Exit codes after a request to stop: with a checkpoint, or before the program handled signals, when there was nothing to save."""
 
 
 class Run:
-    """A run of the program, started by `superoffload.train` or `superoffload.start`.
+    """A run of the program. `superoffload.train` and `superoffload.start` create it.
 
-    It goes on when nobody looks at it, and ends by itself. In a notebook it draws its loss and how far it is. As a context manager it is stopped
-    at the end of the block, after a checkpoint, where it has not ended by then.
+    The run continues in the background and ends by itself. In a notebook, its display shows loss and progress. As a context manager, it stops the run
+    at the end of the block, with a checkpoint, if the run has not ended.
     """
 
     def __init__(self, arguments: list[str], output_dir: str | os.PathLike[str]) -> None:
@@ -40,10 +40,10 @@ class Run:
         self._metrics = Metrics()
         self._file = MetricsFile(self.output_dir, is_new=True)
         self._is_stopped = False
-        # A file and no pipe: nobody has to read it for the run to go on.
+        # A file instead of a pipe: the run does not block if nobody reads its output.
         self._log = tempfile.TemporaryFile()
         weakref.finalize(self, self._log.close)
-        # A session of its own: Ctrl-C reaches it once, by `stop`.
+        # A session of its own keeps Ctrl-C away from the program; `stop` ends it.
         self._process = subprocess.Popen(
             [program(), *arguments], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
         )
@@ -64,12 +64,12 @@ class Run:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the program, negative for a signal; `None` while it runs. 75: it was ended, and can be resumed."""
+        """Exit code of the program, negative for a signal; `None` while it runs. 75 means that the run was interrupted and can be resumed."""
         return self._process.poll()
 
     @property
     def log(self) -> str:
-        """All that the program has said."""
+        """The program's output so far."""
         return self._said(0)
 
     def _said(self, offset: int) -> str:
@@ -78,23 +78,23 @@ class Run:
 
     @property
     def metrics(self) -> Metrics:
-        """The steps so far, each a dict."""
+        """The steps so far. Each step is a dict."""
         self._metrics.extend(self._file.read())
         return self._metrics
 
     @property
     def max_steps(self) -> int | None:
-        """Steps of the whole run, once it has begun."""
+        """Number of steps of the whole run; `None` before the run has begun."""
         return self._file.facts.get("max_steps")
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint."""
+        """Path of the newest checkpoint; `None` if there is none."""
         found = [path for path in self.output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
         return max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """The steps, each as soon as it is done; raises what `wait` does."""
+        """Yield each step as soon as it is done. Raises the exceptions of `wait` at the end."""
         told = 0
         while True:
             has_ended = self.returncode is not None
@@ -107,8 +107,16 @@ class Run:
         self._check()
 
     def wait(self, timeout: float | None = None) -> Run:
-        """Waits for the end. A run that failed raises `TrainError` with the program's message, one that somebody else ended `Interrupted`;
-        one that takes longer than `timeout` seconds goes on, and `TimeoutError` is raised. Ctrl-C ends the run after a checkpoint."""
+        """Wait for the end of the run. Ctrl-C stops the run with a checkpoint.
+
+        Args:
+            timeout: Seconds to wait. The run continues after a timeout.
+
+        Raises:
+            TrainError: The run failed. The message is the program's error message.
+            Interrupted: Another process ended the run.
+            TimeoutError: The run has not ended after `timeout` seconds.
+        """
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -120,8 +128,10 @@ class Run:
         return self
 
     def stop(self, timeout: float | None = None) -> Run:
-        """Asks the run to write a checkpoint and end, and waits until it has. One that has just been started may end without a checkpoint:
-        nothing was trained, and `returncode` is -15."""
+        """Ask the run to write a checkpoint and to end, and wait until it has ended.
+
+        A run that has just been started may end without a checkpoint: nothing was trained, and `returncode` is -15.
+        """
         self._is_stopped = True
         self._process.send_signal(signal.SIGTERM)
         return self.wait(timeout)
@@ -138,7 +148,7 @@ class Run:
         return code not in (None, 0, INTERRUPTED) and not (self._is_stopped and code in STOPPED)
 
     def _show(self) -> Run:
-        """Waits, and shows the run meanwhile: as a picture in a notebook, else its lines."""
+        """Wait for the end of the run and show it meanwhile, as a display in a notebook or else as lines of text."""
         display = _notebook_display()
         handle, told = (display(self, display_id=True), 0) if display else (None, 0)
         try:
@@ -183,12 +193,12 @@ class Run:
 
 
 def _number(value: float | None, form: str) -> str:
-    """A value of a step; what is not finite is null in the file."""
+    """Format a value of a step. A value that is not finite is null in the file."""
     return "not finite" if value is None else format(value, form)
 
 
 def _curve(steps: list[dict[str, Any]], width: int = 640, height: int = 160) -> str:
-    """The losses as a line, at most one point a pixel."""
+    """Draw the losses as an SVG line with at most one point per pixel."""
     points = [(line["step"], line["loss"]) for line in steps if isinstance(line["loss"], (int, float))]
     if len(points) < 2:
         return ""
@@ -206,7 +216,7 @@ def _curve(steps: list[dict[str, Any]], width: int = 640, height: int = 160) -> 
 
 
 def _notebook_display() -> Any:
-    """IPython's `display`, in a notebook."""
+    """Return IPython's `display` in a notebook, else None."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or "IPKernelApp" not in getattr(shell, "config", {}):
         return None

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank of a process group has a shard."""
+"""Norm of gradients that are sharded over the ranks of process groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPLICATED = "replicated"
 
 
 def ranks() -> int:
-    """How many ranks torch.distributed has; 1 where it is not in use."""
+    """Return the number of ranks of torch.distributed; 1 if it is not in use."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
@@ -24,7 +24,7 @@ def check_norm_group(norm_group: Any) -> None:
 
 
 def groups_of(param: torch.Tensor, norm_group: Any) -> tuple[Any, ...]:
-    """The process groups over whose ranks the squares of the gradient of `param` add up, one after the other."""
+    """Return the process groups over which the squares of the gradient of `param` are summed, one group after the other."""
     if is_sharded(param):
         mesh = param.device_mesh
         return tuple(mesh.get_group(dim) for dim, placement in enumerate(param.placements) if not placement.is_replicate())
@@ -40,7 +40,7 @@ def groups_of(param: torch.Tensor, norm_group: Any) -> tuple[Any, ...]:
 
 
 def over_ranks(squares: float, saw_nonfinite: bool, groups: Iterable[Any]) -> tuple[float, bool]:
-    """Both summed over the ranks of each group. Ranks add in their order, so that all get the same bits."""
+    """Sum both values over the ranks of each group. The values are added in rank order, so results are bit-identical on all ranks."""
     for group in groups:
         mine = torch.tensor([squares, float(saw_nonfinite)], dtype=torch.float64, device=_device(group))
         shares = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
@@ -53,6 +53,6 @@ def over_ranks(squares: float, saw_nonfinite: bool, groups: Iterable[Any]) -> tu
 
 
 def _device(group: Any) -> torch.device:
-    """Where the group's backend takes tensors."""
+    """Return the device for tensors of the group's backend."""
     known = {device.type for device in group._device_types}
     return torch.device("cpu" if "cpu" in known else torch.accelerator.current_accelerator())

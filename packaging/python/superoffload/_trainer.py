@@ -1,4 +1,4 @@
-"""`OffloadAdamW` in Hugging Face's Trainer, and in TRL's."""
+"""`OffloadAdamW` in the Trainers of transformers and TRL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ._offload import OffloadAdamW
 NAME = "adamw_superoffload"
 
 TAKEN = ("adamw_torch", "adamw_torch_fused", NAME)
-"""Values of `optim` for which OffloadAdamW stands in: AdamW with states in 32 bits."""
+"""Values of `optim` that OffloadAdamW can replace: AdamW with 32-bit states."""
 
 
 class SuperOffloadTrainerMixin:
-    """Goes before a Trainer, which then steps by `OffloadAdamW`, with the settings of its `TrainingArguments`.
+    """Mixin that makes a Trainer of transformers or TRL use `OffloadAdamW`. Put it before the Trainer in the list of base classes:
 
         class OffloadTrainer(SuperOffloadTrainerMixin, SFTTrainer): ...
 
-    Learning rate, betas, epsilon, weight decay, `max_grad_norm` and `gradient_accumulation_steps` are the arguments'; others of `OffloadAdamW`
-    are given by `optim_args="bucket_mib=128,install_early=true"`, or to Trainers that take it as
+    Learning rate, betas, epsilon, weight decay, `max_grad_norm` and `gradient_accumulation_steps` come from `TrainingArguments`. Pass other arguments
+    of `OffloadAdamW` as `optim_args="bucket_mib=128,install_early=true"`, or, if the Trainer accepts it, as
     `optimizer_cls_and_kwargs=(OffloadAdamW, {"bucket_mib": 128})`.
     """
 
@@ -46,18 +46,18 @@ class SuperOffloadTrainerMixin:
         return optimizer
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The one place where every release of the Trainer asks for the norm, also where it does not clip."""
+        """Replace accelerate's clipping: every release of the Trainer gets the norm from there, also without clipping."""
         settings(self.args)
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = lambda *_, **__: self._offload().grad_norm()
 
     def _offload(self) -> Any:
-        """The optimizer itself, of which accelerate makes one that wraps it."""
+        """Return the optimizer itself. accelerate wraps it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
 
 def _hold_for_callbacks(trainer: Any, optimizer: OffloadAdamW) -> None:
-    """A callback that is not one of transformers' may read weights once `step` is done, an average of weights for one: these are there by then."""
+    """Wait for the weights after `step` if a callback may read them, for example to average weights. Callbacks of transformers do not read them."""
     from transformers import TrainerCallback
 
     class WeightsAreThere(TrainerCallback):
@@ -70,9 +70,9 @@ def _hold_for_callbacks(trainer: Any, optimizer: OffloadAdamW) -> None:
 
 
 def register_optim() -> None:
-    """Lets transformers' own Trainer step by `OffloadAdamW`, without a subclass: `TrainingArguments(optim="adamw_superoffload", optim_args=...)`.
+    """Make the Trainer of transformers support `TrainingArguments(optim="adamw_superoffload", optim_args=...)`, without a subclass.
 
-    transformers has no public way for this: its list of names and its table of handlers are extended. It needs transformers 5.
+    Needs transformers 5. transformers has no public interface for this, so the function extends its list of names and its table of handlers.
     """
     from transformers.training_args import OptimizerNames
 
@@ -92,7 +92,7 @@ def register_optim() -> None:
 
 
 def settings(args: Any) -> dict[str, Any]:
-    """Settings of OffloadAdamW in `TrainingArguments`, but for the arithmetic of Adam."""
+    """Return the settings of OffloadAdamW from `TrainingArguments`, except for Adam's hyperparameters."""
     optim = str(getattr(args.optim, "value", args.optim))
     refuse_unless(optim in TAKEN, f"OffloadAdamW is AdamW with states in 32 bits: leave optim={optim!r} out, or OffloadAdamW")
     refuse_unless(not args.fp16, "fp16=True scales the loss, and OffloadAdamW takes no GradScaler: use bf16=True")
@@ -117,7 +117,7 @@ OPTIM_ARGS: dict[str, Callable[[str], Any]] = {"bucket_mib": float, "speculate":
 
 
 def _optim_args(text: str) -> dict[str, Any]:
-    """As transformers writes them: `name=value`, with commas between."""
+    """Parse `optim_args` in the notation of transformers: `name=value`, separated by commas."""
     given = {}
     for pair in filter(None, text.replace(" ", "").split(",")):
         name, _, value = pair.partition("=")
@@ -130,6 +130,6 @@ def _optim_args(text: str) -> dict[str, Any]:
 
 
 def _layers(model: Any) -> list[Any]:
-    """The modules that are never split between devices: decoder layers."""
+    """Return the modules that must not be split between devices, which are the decoder layers."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

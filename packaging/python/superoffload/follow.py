@@ -1,6 +1,6 @@
 """Shows a run in W&B, trackio or MLflow while it trains: `python -m superoffload.follow RUN --to wandb`.
 
-It reads what the run writes, so that a tracker that fails costs no step of training. It ends when the run has.
+It reads the files of the run, so a failing tracker does not affect training. It ends when the run ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POLL_S = 1.0
 
 
 class Wandb:
-    """W&B, and trackio, which has its functions."""
+    """Tracker for W&B, and for trackio, which has the same functions."""
 
     module = "wandb"
 
@@ -57,14 +57,14 @@ TRACKERS = {tracker.module: tracker for tracker in (Wandb, Trackio, Mlflow)}
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """What trackers take of a line, by the names that Hugging Face gives."""
+    """Return the numeric metrics of a line, with the metric names of Hugging Face."""
     is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)  # noqa: E731
     taken = {name: value for name, value in line.items() if is_number(value) and name != "step"}
     return {name.replace("eval_", "eval/", 1) if name.startswith("eval_") else f"train/{name}": value for name, value in taken.items()}
 
 
 def follow(run: Path, to: str, project: str = "superoffload", poll_s: float = POLL_S) -> int:
-    """Follows the run until it ends; returns how many lines were logged."""
+    """Follow the run until it ends. Returns the number of logged lines."""
     try:
         tracker = importlib.import_module(to)
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Optimizers for PyTorch over this project's Adam.
+"""AdamW optimizers for PyTorch that compute on the CPU.
 
     from superoffload.torch import CPUAdamW
 
     optimizer = CPUAdamW(model.parameters(), lr=1e-5, weight_decay=0.1, max_grad_norm=1.0)
 
-The same bits come out for any number of threads and on every instruction set.
+Results are bit-identical for every number of threads and on every instruction set.
 """
 
 from __future__ import annotations
@@ -43,27 +43,46 @@ MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LastStep(NamedTuple):
-    """What the last step did."""
+    """Result of the last step of `CPUAdamW`."""
 
     grad_norm: float | None
-    """The norm of all gradients before clipping; None without `max_grad_norm`."""
+    """Norm of all gradients before clipping; None without `max_grad_norm`."""
     clip: float
-    """The factor on every gradient; 0 where the step was skipped."""
+    """Factor by which all gradients were multiplied; 0 if the step was skipped."""
     skipped: bool
-    """A gradient was NaN or infinite, so that the step changed nothing."""
+    """Whether the step was skipped because a gradient was NaN or infinite."""
 
 
 class CPUAdamW(torch.optim.Optimizer):
-    """AdamW for parameters on the CPU, in place of `torch.optim.AdamW` and DeepSpeed's `DeepSpeedCPUAdam`.
+    """AdamW for parameters on the CPU. Replaces `torch.optim.AdamW` and DeepSpeed's `DeepSpeedCPUAdam`.
 
-    Parameters are float32, or bfloat16 and float16 with a float32 copy in the state (`master_param`), which is what is stepped. Gradients are
-    any of the three. `moments="bfloat16"` stores both moments in 16 bits. With `max_grad_norm` the norm of all gradients is clipped in `step`,
-    and a step whose norm is not finite is skipped; `last` has norm and factor. `threads` is `torch.get_num_threads()` unless given.
+    Parameters may be float32, bfloat16 or float16. For bfloat16 and float16 parameters the state has a float32 copy, `master_param`, which the
+    optimizer updates and then rounds. Gradients may have any of the three formats.
 
-    Parameters may be `DTensor`s of FSDP2's CPU offload: each rank steps its shard, and the norm is that of all shards. With several ranks and plain
-    parameters `norm_group` names the process group over which they are sharded, or is `"replicated"` where each rank has whole gradients.
+    Parameters may be `DTensor`s of FSDP2 with CPU offload: each rank steps its shard, and the gradient norm covers all shards.
 
-    `foreach`, `fused`, `capturable`, `maximize` and `differentiable` are understood as keywords of `torch.optim.AdamW`.
+    Args:
+        params: Parameters or parameter groups, as for `torch.optim.AdamW`.
+        lr: Learning rate.
+        betas: Coefficients of the running averages of the gradient and of its square.
+        eps: Term added to the denominator.
+        weight_decay: Decoupled weight decay.
+        moments: Format of both moments in the state, "float32" or "bfloat16".
+        max_grad_norm: Clip the norm of all gradients to this value in `step`, and skip a step whose gradients are not finite. `last` has the norm
+            and the clip factor. None disables clipping and the check for finite gradients.
+        norm_group: Needed with `max_grad_norm`, plain parameters and several ranks: the process group over which the parameters are sharded, or
+            "replicated" if each rank has whole gradients.
+        threads: Number of threads; `torch.get_num_threads()` by default.
+        isa: Instruction set of the CPU; "auto" selects the fastest one.
+        foreach: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
+        fused: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
+        amsgrad: Only False is supported.
+        capturable: Only False is supported.
+        maximize: Only False is supported.
+        differentiable: Only False is supported.
+        bias_correction: Only True is supported. Accepted for compatibility with `DeepSpeedCPUAdam`.
+        adamw_mode: Only True is supported. Accepted for compatibility with `DeepSpeedCPUAdam`.
+        fp32_optimizer_states: Only True is supported. Accepted for compatibility with `DeepSpeedCPUAdam`.
     """
 
     def __init__(
@@ -132,7 +151,7 @@ class CPUAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter that has a gradient; Python's other threads run meanwhile."""
+        """Step all parameters that have a gradient. Other Python threads can run meanwhile."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,13 +173,13 @@ class CPUAdamW(torch.optim.Optimizer):
         return loss
 
     def _groups_of_all(self) -> list[tuple[Any, ...]]:
-        """The process groups of every parameter's norm, each once; every rank takes part in the sums over them, with a gradient or without."""
+        """Return the distinct process groups of all parameters' norms. All ranks join the sums over these groups, with a gradient or without."""
         if self.max_grad_norm is None:
             return []
         return list(dict.fromkeys(groups_of(param, self.norm_group) for param in self._params() if param.requires_grad or param.grad is not None))
 
     def _with_gradients(self) -> list[Row]:
-        """The parameters to step, in the flat order."""
+        """Return the parameters to step, in the flat order."""
         stepped, index, first = [], 0, 0
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -174,7 +193,7 @@ class CPUAdamW(torch.optim.Optimizer):
         return stepped
 
     def _batch(self, stepped: list[Row]) -> None:
-        """Batches of the rows to step, one for each list of process groups; those of the last step where it stepped the same rows."""
+        """Build one batch of rows per tuple of process groups. The batches of the last step are reused if the rows are the same."""
         if stepped == self._stepped:
             return
         parts: dict[tuple[Any, ...], list[Row]] = {}
@@ -185,7 +204,7 @@ class CPUAdamW(torch.optim.Optimizer):
         self._stepped = stepped
 
     def _judge(self, updates: list[Any], spread: list[tuple[Any, ...]]) -> tuple[float | None, float | None]:
-        """The norm of all gradients, and the factor on each."""
+        """Return the norm of all gradients and the clip factor; the factor is None if a gradient is not finite."""
         if self.max_grad_norm is None:
             return None, 1.0
         by_groups = dict(zip((groups for groups, _ in self._batches), updates))
@@ -199,9 +218,11 @@ class CPUAdamW(torch.optim.Optimizer):
         return _cpu_adam.verdict(total, saw_nonfinite, self.max_grad_norm)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this optimizer, of `OffloadAdamW`, of `torch.optim.AdamW` or of `DeepSpeedCPUAdam`. Arrays of
-        `state_dict` that are as this optimizer needs them become its state without a copy, as in torch, but for those that another optimizer of
-        this package steps."""
+        """Load the state of a `CPUAdamW`, `OffloadAdamW`, `torch.optim.AdamW` or `DeepSpeedCPUAdam` optimizer.
+
+        Arrays of `state_dict` with the right format and layout become the state without a copy, as in torch. Arrays that another optimizer of this
+        package uses are copied.
+        """
         load_state(self, state_dict, self._params(), self._loaded)
 
     def _params(self) -> list[torch.Tensor]:
@@ -210,7 +231,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def _loaded(self, index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, Any]:
         formats = {key: (key, MOMENTS[self.moments]) for key in ("exp_avg", "exp_avg_sq")}
         if param.dtype != torch.float32:
-            # OffloadAdamW's name for the same.
+            # OffloadAdamW calls the float32 weights "param".
             formats[MASTER] = (MASTER if MASTER in saved else "param", torch.float32)
         check_saved_state(index, param, saved, tuple(name for name, _ in formats.values()))
         arrays = {key: taken(param, saved[name], dtype, seen) for key, (name, dtype) in formats.items() if name in saved}

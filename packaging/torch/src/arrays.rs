@@ -1,4 +1,4 @@
-//! The arrays of an optimizer whose parameters lie on the CPU: addresses that are checked once and stepped many times.
+//! State arrays of an optimizer for CPU parameters. Their addresses are checked once and used in many steps.
 
 use crate::tensor::{Addresses, Format, Span, Tensor, overlap};
 use crate::{_cpu_adam::Update, Hyper, hyper, kernels};
@@ -6,12 +6,14 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use superoffload::internals::optim::AdamHyper;
 
-/// Addresses of fp32 weights, both moments, working weights (0 where the parameter is the fp32 weights) and the count of steps.
+/// Addresses of fp32 weights, first moments, second moments, working weights, and step count. The address of the working weights is 0 if
+/// the parameter itself is in fp32.
 type Places = (usize, usize, usize, usize, usize);
-/// Of a parameter: index, addresses, formats of moments and working weights, elements, place in the flat order, group.
+/// A parameter: index, addresses, formats of moments and working weights, number of elements, offset in the flat order, and parameter
+/// group.
 type Given = (usize, Places, (Format, Format), usize, usize, usize);
 
-/// A parameter without its gradient.
+/// A parameter and its state, without a gradient.
 struct Array {
     given: Given,
 }
@@ -22,7 +24,7 @@ impl Array {
         (p, m, v, gradient, out)
     }
 
-    /// The step with the gradient at an address, in a format.
+    /// Creates the tensor of a step with a gradient at this address and in this format.
     fn tensor(&self, gradient: usize, format: Format, groups: &[AdamHyper]) -> Result<Tensor, String> {
         let (index, (.., count), (moments, weights), elems, first, group) = self.given;
         Tensor::counted((index, self.addresses(gradient), (moments, format, weights), elems, first, count, group), groups)
@@ -36,11 +38,11 @@ impl Array {
     }
 }
 
-/// Parameters with their state, all of which are stepped together.
+/// Parameters and their state, which are stepped together.
 #[pyclass(frozen)]
 pub(crate) struct Arrays {
     arrays: Vec<Array>,
-    /// By address; no two of them overlap.
+    /// All memory that a step writes, sorted by address, without overlaps.
     written: Vec<Span>,
 }
 
@@ -57,7 +59,8 @@ impl Arrays {
         Ok(Self { arrays, written })
     }
 
-    /// A step by the gradients at `addresses`, each in the format of the working weights but for `others`, pairs of position and format.
+    /// Creates a step from the gradients at `addresses`. A gradient has the format of its working weights unless `others` lists its
+    /// position with another format.
     fn gradients(
         &self,
         addresses: Vec<usize>,
@@ -85,7 +88,7 @@ impl Arrays {
 }
 
 impl Arrays {
-    /// A gradient may share memory with another one, and with nothing that a step writes.
+    /// Checks that a gradient does not overlap memory that a step writes. Gradients may overlap each other.
     fn check_apart(&self, gradient: Span) -> PyResult<()> {
         let before = self.written.partition_point(|span| span.start < gradient.start + gradient.bytes);
         match self.written[..before].last() {
@@ -97,7 +100,7 @@ impl Arrays {
     }
 }
 
-/// The error for two parameters, or one, whose arrays overlap.
+/// The error for overlapping arrays of two parameters, or of one.
 pub(crate) fn shared((one, other): (usize, usize)) -> PyErr {
     let whose = if one == other { format!("arrays of parameter {one}") } else { format!("parameters {one} and {other}") };
     PyValueError::new_err(format!("step: {whose} share memory: weights, gradient and state each need their own, as .clone() gives"))

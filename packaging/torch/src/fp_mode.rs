@@ -1,8 +1,8 @@
-//! The floating-point mode of a thread while it steps. `torch.set_flush_denormal` changes the mode of the calling thread and of threads that
-//! start later; a pool that runs already keeps its own. Each piece therefore runs in the default mode of IEEE 754, so that bits do not depend
-//! on the thread.
+//! Floating-point mode of a thread during a step. `torch.set_flush_denormal` changes the mode of the calling thread and of threads that
+//! start later, but not of threads in a running pool. Every piece therefore runs in the default mode of IEEE 754, so that results do not
+//! depend on the thread.
 
-/// Holds the calling thread in the default mode: denormal numbers are kept, rounding is to nearest.
+/// Guard that keeps the calling thread in the default mode: no flushing of denormals, rounding to nearest.
 pub(crate) struct DefaultMode(Word);
 
 impl DefaultMode {
@@ -25,7 +25,8 @@ impl Drop for DefaultMode {
 
 #[cfg(target_arch = "x86_64")]
 type Word = u32;
-/// All exceptions masked, none flagged, rounding to nearest, denormals kept. Flags of exceptions that have happened are part of the word.
+/// All exceptions masked, no exception flag set, rounding to nearest, denormals kept. The register also contains the flags of exceptions
+/// that have occurred.
 #[cfg(target_arch = "x86_64")]
 const DEFAULT: Word = 0x1f80;
 

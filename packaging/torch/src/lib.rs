@@ -1,7 +1,7 @@
-//! The extension module behind `superoffload.torch`: this project's Adam over the memory of torch's tensors on the CPU.
+//! The extension module of `superoffload.torch`. It runs this project's Adam kernels on the memory of torch's CPU tensors.
 //!
-//! It knows addresses alone, so that it links neither torch nor a version of Python. The Python side looks after what an address stands
-//! for: dense, contiguous, on the CPU, alive until [`step`](_cpu_adam) returns.
+//! The module gets only addresses, so it depends neither on torch nor on a Python version. The Python side ensures that each address
+//! belongs to a dense, contiguous CPU tensor that lives until [`step`](_cpu_adam) returns.
 
 mod arrays;
 mod fp_mode;
@@ -19,9 +19,9 @@ use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, Isa};
 use superoffload::internals::units::{ClipScale, NormSq};
 use tensor::{Addresses, Formats, Span, Tensor};
 
-/// Of a parameter group: lr, beta1, beta2, eps, weight decay.
+/// A parameter group: lr, beta1, beta2, eps, weight decay.
 type Hyper = (f64, f64, f64, f64, f64);
-/// Of a parameter: index, addresses, formats, elements, place in the flat order, number of the step, group.
+/// A parameter: index, addresses, formats, number of elements, offset in the flat order, step number, group.
 type Given = (usize, Addresses, Formats, usize, usize, u64, usize);
 
 fn kernels(isa: &str) -> PyResult<AdamKernels> {
@@ -37,17 +37,17 @@ fn hyper((lr, beta1, beta2, eps, weight_decay): Hyper) -> AdamHyper {
 mod _cpu_adam {
     use super::*;
 
-    /// Elements of a partial sum of squares: where a tensor is cut at a multiple of it, the norm keeps its bits.
+    /// Number of elements in a block of the gradient norm. A tensor that is split at multiples of this number has a bit-identical norm.
     #[pymodule_export]
     const NORM_BLOCK: usize = BLOCK;
 
-    /// Instruction sets that this CPU has, slowest first.
+    /// Instruction sets that this CPU supports, slowest first.
     #[pyfunction]
     fn instruction_sets() -> Vec<&'static str> {
         Isa::available().into_iter().map(Isa::name).collect()
     }
 
-    /// The indices of two ranges of (address, bytes) that overlap, if any do.
+    /// The indices of two ranges (address, bytes) that overlap, if there are any.
     #[pyfunction]
     fn overlap(spans: Vec<(usize, usize)>) -> Option<(usize, usize)> {
         let spans = spans.into_iter().enumerate().map(|(owner, (start, bytes))| Span { start, bytes, owner, written: true });
@@ -57,22 +57,23 @@ mod _cpu_adam {
     #[pymodule_export]
     use super::arrays::Arrays;
 
-    /// The sum of the squares of all updates' gradients, whose passes that sum them are done, and whether a gradient is not finite.
-    /// Parameters are added in the order of their indices, so that the sum does not depend on which update holds which.
+    /// Returns the sum of squares over the gradients of all updates, and whether a gradient has NaN or infinity. The updates must have run
+    /// a pass that computes sums. Parameters are added in the order of their indices, so the sum does not depend on the distribution of
+    /// parameters over updates.
     #[pyfunction]
     fn squares(updates: Vec<PyRef<'_, Update>>) -> (f64, bool) {
         let requests: Vec<&Request> = updates.iter().map(|update| &*update.request).collect();
         (squares_of(&requests).0, requests.iter().any(|request| request.saw_nonfinite()))
     }
 
-    /// The sum of squares of each parameter's gradient, by the parameter's index.
+    /// Returns the sum of squares of each parameter's gradient, by parameter index.
     #[pyfunction]
     fn squares_by_parameter(updates: Vec<PyRef<'_, Update>>) -> BTreeMap<usize, f64> {
         pieces::squares_by_parameter(&updates.iter().map(|update| &*update.request).collect::<Vec<_>>())
     }
 
-    /// The norm of gradients with that sum of squares, and the factor on each; none: a gradient is not finite. `max_grad_norm` 0 does not
-    /// clip.
+    /// Returns the gradient norm for a sum of squares, and the factor for all gradients; the factor is `None` if a gradient is not finite.
+    /// `max_grad_norm` 0 disables clipping.
     #[pyfunction]
     fn verdict(squares: f64, saw_nonfinite: bool, max_grad_norm: f64) -> (f64, Option<f32>) {
         let norm = NormSq(squares).norm(1.0);
@@ -84,20 +85,20 @@ mod _cpu_adam {
         (norm.0, scale)
     }
 
-    /// Steps state and weights of all updates, gradients times `scale`, and counts the step. Python runs no handler of a signal before this
-    /// returns, so that Ctrl-C finds weights, moments and count of one step.
+    /// Runs a step of all updates with gradients times `scale`, and increments the step counts. Python runs no signal handler before this
+    /// function returns, so after Ctrl-C weights, moments and step counts belong to the same step.
     #[pyfunction]
     fn step(py: Python<'_>, updates: Vec<PyRef<'_, Update>>, scale: f32) -> PyResult<()> {
         updates.iter().try_for_each(|update| {
             update.run(py, PassKind::Step { scale })?;
-            // SAFETY: the pass is done, and the Python side holds the counts, which it touches with the GIL alone.
+            // SAFETY: the pass is done. The Python side owns the counts and accesses them only with the GIL held.
             unsafe { update.request.count_steps() };
             Ok(())
         })
     }
 
-    /// Gradients with all that a step of them touches. A method is a pass over them, with the GIL released; what they touch must stay where
-    /// it is until the last one has returned.
+    /// Gradients together with the arrays that a step of them reads and writes. Each method runs one pass over these arrays without the
+    /// GIL. The arrays must stay in place until the last pass has returned.
     #[pyclass(frozen)]
     pub(crate) struct Update {
         request: Arc<Request>,
@@ -118,17 +119,17 @@ mod _cpu_adam {
             }
         }
 
-        /// Sums the gradients' squares.
+        /// Computes the gradients' sums of squares.
         pub(super) fn sums(&self, py: Python<'_>) -> PyResult<()> {
             self.run(py, PassKind::Sums)
         }
 
-        /// Sums their squares and writes the weights of a step without clipping.
+        /// Computes the gradients' sums of squares, and writes the new weights of a step without clipping.
         fn speculate(&self, py: Python<'_>) -> PyResult<()> {
             self.run(py, PassKind::Speculate)
         }
 
-        /// The same after the state was stepped as by `before.commit(scale)`, in one pass over it.
+        /// Steps the state as `before.commit(scale)` does, then does the work of `speculate`, in one pass over memory.
         fn commit_then_speculate(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
             if !self.request.follows(&before.request) {
                 return Err(PyValueError::new_err("commit_then_speculate: the step before is one of other arrays"));
@@ -136,17 +137,17 @@ mod _cpu_adam {
             self.run(py, PassKind::CommitThenSpeculate { before: before.request.clone(), scale })
         }
 
-        /// Writes the weights of a step whose gradients are taken times `scale`. The state stays as it is.
+        /// Writes the new weights of a step with gradients times `scale`. The state is unchanged.
         fn weights(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Weights { scale })
         }
 
-        /// Steps the state as that step does. The weights stay as they are.
+        /// Steps the state with gradients times `scale`. The weights are unchanged.
         fn commit(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Commit { scale })
         }
 
-        /// Writes the weights of the state as it is.
+        /// Writes the weights of the current state.
         fn emit(&self, py: Python<'_>) -> PyResult<()> {
             self.run(py, PassKind::Emit)
         }
@@ -163,7 +164,7 @@ mod _cpu_adam {
         }
     }
 
-    /// Whether speculation has lately held often enough to pay: the rule of the engine.
+    /// The engine's rule that decides from recent steps whether speculation is worthwhile.
     #[pyclass]
     #[derive(Default)]
     struct History(SpeculationHistory);
@@ -175,7 +176,7 @@ mod _cpu_adam {
             Self::default()
         }
 
-        /// Notes what [`verdict`] gave.
+        /// Records the factor that [`verdict`] returned.
         fn record(&mut self, scale: Option<f32>) {
             let verdict = match scale {
                 Some(1.0) => Verdict::Commit,

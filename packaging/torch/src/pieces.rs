@@ -1,5 +1,5 @@
-//! A step as a job of the pool: all tensors, one behind the other, in pieces of about equal size. Small tensors share a piece, so that they cost
-//! no hand-over each.
+//! A pass as a job of the thread pool. The tensors are split into pieces of about equal size. Small tensors share a piece, which avoids a
+//! hand-over for each of them.
 
 use crate::fp_mode::DefaultMode;
 use crate::tensor::Tensor;
@@ -11,25 +11,26 @@ use superoffload::internals::host::Job;
 use superoffload::internals::optim::{AdamKernels, BLOCK, fold};
 use superoffload::internals::units::NormSq;
 
-/// Elements of a piece, a whole number of the norm's blocks: 1.8 MB of fp32 state and gradients, some hundred microseconds of a core.
+/// Number of elements of a piece: a multiple of the norm's block size, 1.8 MB of fp32 state and gradients, a few hundred microseconds on
+/// one core.
 const PIECE_ELEMS: usize = 16 * BLOCK;
 
-/// A part of one tensor.
+/// A range of one tensor.
 struct Part {
     tensor: usize,
     elems: Range<usize>,
-    /// Index of its first partial sum of squares.
+    /// Index of the part's first partial sum of squares.
     first_partial: usize,
 }
 
-/// What a step is about.
+/// The tensors of a step, split into pieces.
 pub(crate) struct Request {
     tensors: Vec<Tensor>,
     kernels: AdamKernels,
     parts: Vec<Part>,
-    /// Of `parts`.
+    /// Ranges of indices into `parts`.
     pieces: Vec<Range<usize>>,
-    /// Bits of the partial sums.
+    /// Partial sums of squares, as the bits of `f32` values.
     partials: Vec<AtomicU32>,
     nonfinite: AtomicBool,
 }
@@ -57,7 +58,7 @@ impl Request {
         Self { tensors, kernels, parts, pieces, partials, nonfinite: AtomicBool::new(false) }
     }
 
-    /// Partial sums of squares by their place in the flat order, once the pass that sums them is done.
+    /// Partial sums of squares with their positions in the flat order. Valid after a pass that computes sums.
     fn sums(&self) -> impl Iterator<Item = ((usize, usize), &[AtomicU32])> {
         self.parts.iter().map(|part| {
             let blocks = part.elems.len().div_ceil(BLOCK);
@@ -65,15 +66,15 @@ impl Request {
         })
     }
 
-    /// Whether this is a step of the arrays that `before` stepped.
+    /// Whether both requests step the same state arrays.
     pub(crate) fn follows(&self, before: &Self) -> bool {
         self.tensors.len() == before.tensors.len() && self.tensors.iter().zip(&before.tensors).all(|(next, before)| next.follows(before))
     }
 
     /// # Safety
-    /// The counts of all tensors are there, and nobody else uses them.
+    /// The counts of all tensors are valid, and no other code accesses them.
     pub(crate) unsafe fn count_steps(&self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         self.tensors.iter().for_each(|tensor| unsafe { tensor.count_step() });
     }
 
@@ -82,11 +83,11 @@ impl Request {
     }
 
     /// # Safety
-    /// The gradient of `part` is there and nobody writes it.
+    /// The gradient of `part` is valid, and no other code writes it.
     unsafe fn sum_squares(&self, part: &Part) {
         let mut sums = [0.0; PIECE_ELEMS / BLOCK];
         let sums = &mut sums[..part.elems.len().div_ceil(BLOCK)];
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let grads = unsafe { self.tensors[part.tensor].grads(&part.elems) };
         self.nonfinite.fetch_or(self.kernels.partials(grads, sums), Ordering::Relaxed);
         for (place, sum) in self.partials[part.first_partial..].iter().zip(sums) {
@@ -103,12 +104,12 @@ fn sums_of<'a>(requests: &[&'a Request]) -> Vec<((usize, usize), Vec<f32>)> {
     sums
 }
 
-/// The sum of squares of all requests' gradients.
+/// The sum of squares over the gradients of all requests.
 pub(crate) fn squares_of(requests: &[&Request]) -> NormSq {
     sums_of(requests).iter().fold(NormSq(0.0), |sum, (_, partials)| fold(sum, partials))
 }
 
-/// The same of each parameter, by its index.
+/// The sum of squares of each parameter's gradient, by parameter index.
 pub(crate) fn squares_by_parameter(requests: &[&Request]) -> BTreeMap<usize, f64> {
     let mut by_parameter = BTreeMap::new();
     for ((index, _), partials) in sums_of(requests) {
@@ -119,19 +120,19 @@ pub(crate) fn squares_by_parameter(requests: &[&Request]) -> BTreeMap<usize, f64
 }
 
 pub(crate) enum PassKind {
-    /// Sums of squares.
+    /// Computes sums of squares.
     Sums,
-    /// These, and the weights that a step without clipping gives.
+    /// Computes sums of squares, and writes the weights of a step without clipping.
     Speculate,
-    /// What the step before it makes of the state, with that one's gradients times `scale`, and then these weights.
+    /// Steps the state with the gradients of `before` times `scale`, then does the work of `Speculate`.
     CommitThenSpeculate { before: Arc<Request>, scale: f32 },
-    /// The weights that a step gives whose gradients are taken times `scale`; the state stays.
+    /// Writes the weights of a step with gradients times `scale`. The state is unchanged.
     Weights { scale: f32 },
-    /// What that step makes of the state; the weights stay.
+    /// Steps the state with gradients times `scale`. The weights are unchanged.
     Commit { scale: f32 },
-    /// The whole step.
+    /// Steps state and weights with gradients times `scale`.
     Step { scale: f32 },
-    /// The weights that the state holds.
+    /// Writes the weights of the current state.
     Emit,
 }
 
@@ -147,8 +148,8 @@ impl Pass {
     }
 }
 
-// SAFETY: the Python side holds all tensors of a request until its passes are done, `overlap` saw that nothing written is shared, and the
-// parts of different pieces are disjoint.
+// SAFETY: the Python side keeps all tensors of a request alive until its passes are done. `overlap` has checked that written memory is not
+// shared, and the parts of different pieces are disjoint.
 unsafe impl Job for Pass {
     fn label(&self) -> (&'static str, u32) {
         ("cpu_adam", 0)
@@ -167,7 +168,7 @@ unsafe impl Job for Pass {
         let request = &*self.request;
         for part in &request.parts[request.pieces[piece].clone()] {
             let (tensor, kernels) = (&request.tensors[part.tensor], request.kernels);
-            // SAFETY: the right to this memory is the job's, as above, and the caller gives this piece to nobody else.
+            // SAFETY: the job has exclusive access to this memory (see above), and the caller runs each piece once.
             unsafe {
                 match &self.kind {
                     PassKind::Sums => request.sum_squares(part),

@@ -1,4 +1,4 @@
-//! Pools of threads: one for each thread that steps and each number of workers, shared by all optimizers, started when first used.
+//! Thread pools: one for each stepping thread and each number of workers. All optimizers share the pools, which start on first use.
 
 use crate::pieces::Pass;
 use std::cell::RefCell;
@@ -10,14 +10,14 @@ use superoffload::Result;
 use superoffload::internals::host::{Doorbell, Homes, Job, Threads, run_alone};
 
 thread_local! {
-    /// By number of workers. A pool is rung by the thread that started it.
+    /// Pools of this thread by number of workers. A pool can only be used by the thread that started it.
     static POOLS: RefCell<BTreeMap<usize, OwnPool>> = const { RefCell::new(BTreeMap::new()) };
 }
 
 struct OwnPool {
     threads: ManuallyDrop<Threads<Pass>>,
     bell: Arc<Doorbell>,
-    /// The process that has the threads: after a fork the child has none.
+    /// ID of the process that owns the threads. A forked child does not have them.
     process: u32,
 }
 
@@ -46,13 +46,13 @@ impl OwnPool {
 impl Drop for OwnPool {
     fn drop(&mut self) {
         if self.is_here() {
-            // SAFETY: dropped once, here.
+            // SAFETY: this is the only place that drops the threads, and it runs once.
             unsafe { ManuallyDrop::drop(&mut self.threads) };
         }
     }
 }
 
-/// Does `pass` on `threads` threads; a single piece on this one.
+/// Runs `pass` on `threads` threads. A pass with a single piece runs on the calling thread.
 pub(crate) fn run(pass: Pass, threads: usize) -> Result<()> {
     if threads <= 1 || pass.pieces() <= 1 {
         run_alone(pass);
@@ -66,7 +66,7 @@ pub(crate) fn run(pass: Pass, threads: usize) -> Result<()> {
         };
         let outcome = pool.run(pass);
         if outcome.is_err() {
-            // A worker is gone.
+            // A worker has died.
             pools.remove(&threads);
         }
         outcome

@@ -1,4 +1,4 @@
-//! Addresses of tensors, and what a step does to a part of one: the only place that trusts an address.
+//! Tensors as addresses, and the operations of a step on a range of a tensor. Only this module dereferences addresses.
 
 use crate::Given;
 use half::slice::HalfFloatSliceExt;
@@ -6,7 +6,8 @@ use half::{bf16, f16};
 use std::ops::Range;
 use superoffload::internals::optim::{AdamConsts, AdamHyper, AdamKernels, AdamState, AdamStep, BLOCK, Grads, Moment, Weights};
 
-/// Addresses of fp32 weights, both moments, gradient and working weights; the last is 0 where the parameter is the fp32 weights.
+/// Addresses of fp32 weights, first moments, second moments, gradient and working weights. The last is 0 if the parameter itself is in
+/// fp32.
 pub(crate) type Addresses = (usize, usize, usize, usize, usize);
 /// Formats of moments, gradient and working weights.
 pub(crate) type Formats = (Format, Format, Format);
@@ -37,24 +38,24 @@ impl pyo3::FromPyObject<'_, '_> for Format {
     }
 }
 
-/// As `Given`, with the address of the count of steps in place of a step's number.
+/// Like `Given`, with the address of the step count instead of the step number.
 type Counted = (usize, Addresses, Formats, usize, usize, usize, usize);
 
 /// A parameter in a step.
 pub(crate) struct Tensor {
-    /// Of the parameter.
+    /// Index of the parameter.
     index: usize,
     addresses: Addresses,
     formats: Formats,
     pub elems: usize,
-    /// Place of its first element in the flat order.
+    /// Offset of the first element in the flat order.
     first: usize,
     consts: AdamConsts,
-    /// Address of the count of steps, an `f32` that a step of the whole tensor adds one to; 0 where the Python side counts.
+    /// Address of the step count, an `f32` that a step of the whole tensor increments; 0 if the Python side counts.
     count: usize,
 }
 
-/// Memory of the parameter `owner`.
+/// A memory range of the parameter `owner`.
 #[derive(Clone, Copy)]
 pub(crate) struct Span {
     pub start: usize,
@@ -63,10 +64,10 @@ pub(crate) struct Span {
     pub written: bool,
 }
 
-/// Two owners of which one writes what the other has, too.
+/// Owners of two overlapping ranges of which at least one is written.
 pub(crate) fn overlap(mut spans: Vec<Span>) -> Option<(usize, usize)> {
     spans.sort_unstable_by_key(|span| span.start);
-    // Of what began so far: what reaches furthest, and what of it is written.
+    // Of the ranges that began so far: the one that ends last, and the written one that ends last.
     let (mut furthest, mut written): (Option<Span>, Option<Span>) = (None, None);
     let end = |span: Span| span.start + span.bytes;
     for span in spans.into_iter().filter(|span| span.bytes > 0) {
@@ -96,40 +97,41 @@ impl Tensor {
         Ok(Self { index, addresses, formats, elems, first, consts: AdamConsts::new(hyper, step, true), count: 0 })
     }
 
-    /// The step after those that are counted at the address in place of the number.
+    /// Creates the tensor of the step that follows the step count at the given address.
     pub(crate) fn counted((index, addresses, formats, elems, first, count, group): Counted, groups: &[AdamHyper]) -> Result<Self, String> {
         if count == 0 || !count.is_multiple_of(4) {
             return Err(format!("the count of steps of parameter {index} is no float32"));
         }
-        // SAFETY: the Python side holds the count, a float32 on the CPU.
+        // SAFETY: the Python side owns the count, a float32 on the CPU.
         let steps = unsafe { read::<f32>(count, &(0..1)) }[0];
         let tensor = Self::new((index, addresses, formats, elems, first, steps as u64 + 1, group), groups)?;
         Ok(Self { count, ..tensor })
     }
 
-    /// Index of the parameter and place of the element `start` of this tensor: sorts parts of all tensors in the flat order.
+    /// Index of the parameter and offset of the element `start`. Sorts the parts of all tensors in the flat order.
     pub(crate) fn place(&self, start: usize) -> (usize, usize) {
         (self.index, self.first + start)
     }
 
-    /// Counts a step, where the count is this module's.
+    /// Increments the step count, if this module counts.
     ///
     /// # Safety
-    /// The count is there, and nobody else uses it.
+    /// The count is valid, and no other code accesses it.
     pub(crate) unsafe fn count_step(&self) {
         if self.count != 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             let count = unsafe { write::<f32>(self.count, &(0..1)) };
             count[0] += 1.0;
         }
     }
 
-    /// Where the working weights are not the fp32 ones rounded, somebody has changed them since the last step: the fp32 ones follow.
+    /// Updates fp32 weights whose working weights were changed by other code since the last step, that is, working weights that differ from
+    /// the rounded fp32 weights.
     ///
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     pub(crate) unsafe fn take_changes(&self, at: &Range<usize>) {
-        // SAFETY: the caller's promise, for each array.
+        // SAFETY: guaranteed by the caller for each array.
         unsafe {
             match (self.addresses.4, self.formats.2) {
                 (0, _) | (_, Format::F32) => {}
@@ -148,19 +150,19 @@ impl Tensor {
         [span(p, Format::F32, true), span(m, moments, true), span(v, moments, true), span(g, grads, false), span(out, weights, true)]
     }
 
-    /// Whether both step the same state by gradients of one format.
+    /// Whether both tensors step the same state with gradients of the same format.
     pub(crate) fn follows(&self, before: &Self) -> bool {
         let arrays = |tensor: &Self| (tensor.addresses.0, tensor.addresses.1, tensor.addresses.2, tensor.elems, tensor.first);
         arrays(self) == arrays(before) && self.formats == before.formats
     }
 
-    /// The gradient's elements `at`.
+    /// Elements `at` of the gradient.
     ///
     /// # Safety
-    /// The gradient is there and nobody writes it while the result lives.
+    /// The gradient is valid, and no other code writes it during the lifetime of the result.
     pub(crate) unsafe fn grads(&self, at: &Range<usize>) -> Grads<'_> {
         let address = self.addresses.3;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.formats.1 {
                 Format::F32 => Grads::F32(read(address, at)),
@@ -170,23 +172,23 @@ impl Tensor {
         }
     }
 
-    /// Steps the elements `at`, their gradients times `scale`: state and working weights, if there are such.
+    /// Steps the state of the elements `at` with gradients times `scale`, and writes working weights, if the parameter has them.
     ///
     /// # Safety
-    /// All addresses are good, and nobody else uses what lies there.
+    /// All addresses are valid, and no other code accesses their memory.
     pub(crate) unsafe fn step(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let out = unsafe { self.weights(at) };
         // SAFETY: as above.
         unsafe { self.with_state(at, Effect { kernels, scale, out, writes_state: true }) };
     }
 
-    /// Writes the working weights that [`Tensor::step`] would.
+    /// Writes the working weights that [`Tensor::step`] would write.
     ///
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     pub(crate) unsafe fn speculate(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let out = unsafe { self.weights(at) };
         // SAFETY: as above.
         unsafe { self.with_state(at, Effect { kernels, scale, out, writes_state: false }) };
@@ -195,20 +197,20 @@ impl Tensor {
     /// Steps the state as [`Tensor::step`] would.
     ///
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     pub(crate) unsafe fn commit(&self, kernels: AdamKernels, scale: f32, at: &Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.with_state(at, Effect { kernels, scale, out: None, writes_state: true }) };
     }
 
-    /// Steps the state as [`Tensor::commit`] of `before` does, and writes the working weights of the step after it, whose gradients are taken
-    /// as they are: in one pass over the state.
+    /// Steps the state as [`Tensor::commit`] of `before` does, and writes the working weights of the following step with unscaled
+    /// gradients, in one pass over the state.
     ///
     /// # Safety
-    /// As [`Tensor::step`], for both; this one [`follows`](Tensor::follows) `before`.
+    /// The conditions of [`Tensor::step`] for both tensors; this tensor [`follows`](Tensor::follows) `before`.
     pub(crate) unsafe fn commit_then_speculate(&self, kernels: AdamKernels, before: &Self, scale: f32, at: &Range<usize>) {
         let (pending, next) = (AdamStep { consts: before.consts, scale }, AdamStep { consts: self.consts, scale: 1.0 });
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.formats.0 {
                 Format::F32 => self.fused::<f32>(kernels, (pending, before), next, at),
@@ -219,9 +221,9 @@ impl Tensor {
     }
 
     /// # Safety
-    /// As [`Tensor::commit_then_speculate`]; `M` is the moments' format.
+    /// The conditions of [`Tensor::commit_then_speculate`]; `M` is the moments' format.
     unsafe fn fused<M: Moment>(&self, kernels: AdamKernels, (pending, before): (AdamStep, &Self), next: AdamStep, at: &Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (mut state, out) = unsafe { (self.state::<M>(at), self.weights(at)) };
         // SAFETY: as above.
         let (old, new) = unsafe { (before.grads(at), self.grads(at)) };
@@ -231,21 +233,21 @@ impl Tensor {
         }
     }
 
-    /// Writes the working weights that the state holds.
+    /// Writes the working weights of the current state.
     ///
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     pub(crate) unsafe fn emit(&self, kernels: AdamKernels, at: &Range<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         if let (params, Some(out)) = unsafe { (read(self.addresses.0, at), self.weights(at)) } {
             kernels.emit(params, out);
         }
     }
 
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     unsafe fn with_state(&self, at: &Range<usize>, effect: Effect<'_>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match self.formats.0 {
                 Format::F32 => effect.on(self.consts, self.state::<f32>(at), self.grads(at)),
@@ -256,19 +258,19 @@ impl Tensor {
     }
 
     /// # Safety
-    /// As [`Tensor::step`]; `M` is the moments' format.
+    /// The conditions of [`Tensor::step`]; `M` is the moments' format.
     unsafe fn state<M: Moment>(&self, at: &Range<usize>) -> AdamState<'_, M> {
         let (p, m, v, ..) = self.addresses;
-        // SAFETY: the caller's promise, for each array.
+        // SAFETY: guaranteed by the caller for each array.
         let (params, m, v) = unsafe { (write(p, at), write(m, at), write(v, at)) };
         AdamState { first: self.first + at.start, params, m, v }
     }
 
     /// # Safety
-    /// As [`Tensor::step`].
+    /// The conditions of [`Tensor::step`].
     unsafe fn weights(&self, at: &Range<usize>) -> Option<Weights<'_>> {
         let address = self.addresses.4;
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         (address != 0).then(|| unsafe {
             match self.formats.2 {
                 Format::F32 => Weights::F32(write(address, at)),
@@ -282,7 +284,7 @@ impl Tensor {
 /// A 16-bit format of working weights.
 trait Narrow: Copy + PartialEq + Into<f32> {
     fn round(param: f32) -> Self;
-    /// Whether a parameter does not round to its weight; also where one is NaN.
+    /// Whether a parameter differs from its weight after rounding. May also be true for an unchanged NaN.
     fn differ(params: &[f32], weights: &[Self]) -> bool;
 }
 
@@ -292,7 +294,8 @@ impl Narrow for bf16 {
     }
 
     fn differ(params: &[f32], weights: &[Self]) -> bool {
-        // To nearest, ties to even, in integers, which compilers vectorise; of NaN it makes something else.
+        // Rounds to nearest, ties to even, in integer arithmetic, which compilers vectorise. The result for NaN is wrong, which
+        // `take_changes` handles.
         let round = |param: f32| (param.to_bits().wrapping_add(0x7fff + (param.to_bits() >> 16 & 1)) >> 16) as u16;
         params.iter().zip(weights).fold(0, |all, (&param, weight)| all | (round(param) ^ weight.to_bits())) != 0
     }
@@ -311,7 +314,7 @@ impl Narrow for f16 {
     }
 }
 
-/// `params` that do not round to `weights` become these. A block is compared as a whole first.
+/// Replaces those `params` that do not round to their `weights` by the weights. A block is compared as a whole first.
 fn take_changes<W: Narrow>(params: &mut [f32], weights: &[W]) {
     for (params, weights) in params.chunks_mut(BLOCK).zip(weights.chunks(BLOCK)).filter(|(params, weights)| W::differ(params, weights)) {
         for (param, &weight) in params.iter_mut().zip(weights) {
@@ -321,7 +324,7 @@ fn take_changes<W: Narrow>(params: &mut [f32], weights: &[W]) {
     }
 }
 
-/// What a pass does to elements: a step, of which it writes the state, the working weights or both.
+/// Outputs of a step: the state, the working weights, or both.
 struct Effect<'a> {
     kernels: AdamKernels,
     scale: f32,
@@ -342,15 +345,15 @@ impl Effect<'_> {
 }
 
 /// # Safety
-/// `address` is that of an array that has the elements `at`, and nobody writes them meanwhile.
+/// `address` is that of an array with the elements `at`, and no other code writes them during the lifetime of the result.
 unsafe fn read<'a, T>(address: usize, at: &Range<usize>) -> &'a [T] {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<T>(address).add(at.start), at.len()) }
 }
 
 /// # Safety
-/// As [`read`], and nobody else reads them either.
+/// The conditions of [`read`], and no other code reads the elements.
 unsafe fn write<'a, T>(address: usize, at: &Range<usize>) -> &'a mut [T] {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<T>(address).add(at.start), at.len()) }
 }
