@@ -1,6 +1,6 @@
-//! The commands that people give, each as one function: what the command line calls, and what another front end would.
+//! The program's commands, one function each, for the command line and other front ends.
 //!
-//! `tell` is given lines for people on the way; one that begins with `warning: ` says that something is not as it should be.
+//! `tell` receives lines for the user. A line that begins with `warning: ` reports a problem.
 
 use crate::bench::options::StepOptions;
 use crate::bench::record::RecordFile;
@@ -40,7 +40,7 @@ use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-/// What `export` can be told.
+/// Options of `export`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ExportOptions {
     /// A checkpoint, or an output directory whose newest good checkpoint is taken.
@@ -70,11 +70,11 @@ pub enum ExportDtype {
     Bfloat16,
 }
 
-/// What a process does first, while it has one thread: it has NCCL use no multicast, sees whether its memory limits leave room to start, takes
-/// no more addresses than it needs where they are limited, and lets a write beyond the file size limit fail instead of ending it.
+/// Prepares the process while it has one thread: disables NCCL's multicast, checks that memory limits leave enough room, reduces the use of
+/// address space if that is limited, and makes a write beyond the file size limit fail instead of killing the process.
 ///
 /// # Errors
-/// `Resource` with the limit that is too low, or when the system refuses a signal handler.
+/// `Resource` for a memory limit that is too low, or if the system rejects a signal handler.
 pub fn prepare_process() -> Result<()> {
     open::prepare_environment();
     signals::outlive_file_size_limit()?;
@@ -84,33 +84,33 @@ pub fn prepare_process() -> Result<()> {
     limits::check_memory_limits()
 }
 
-/// `options`, and which process of how many a launcher says that this is, where several train together.
+/// Adds the process number and the number of processes from a launcher's environment variables to `options`.
 ///
 /// # Errors
-/// `Usage` where flags and launcher contradict each other, or something is missing.
+/// `Usage` if flags and launcher contradict each other, or if a value is missing.
 pub fn under_launcher(options: TrainOptions) -> Result<TrainOptions> {
     options.under_launcher(&|name| std::env::var(name).ok())
 }
 
-/// Spells `args`, the arguments of `command` with the program's name first, as its parser knows them: names of Hugging Face, TRL, axolotl
-/// and LLaMA-Factory are understood. `tell` is given a line for each flag that means nothing here.
+/// Translates flag names of Hugging Face, TRL, axolotl and LLaMA-Factory in `args`, the arguments of `command` with the program's name
+/// first. `tell` receives a line for each flag that has no effect here.
 ///
 /// # Errors
-/// `Usage` with the flag to use for one that another program has and this one has not.
+/// `Usage` for a flag of another program that this program lacks, with the flag to use instead.
 pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMut(&dyn Display)) -> Result<Vec<OsString>> {
     let rewritten = aliases::rewrite(command, args)?;
     rewritten.ignored.iter().for_each(|line| tell(&format_args!("ignored: {line}")));
     Ok(rewritten.args)
 }
 
-/// Chooses how to train a model, a directory, a `config.json`, a name on the hub or a shipped one, on the machine that `options` name: does it fit, how
-/// fast, what limits the speed, what else there is.
+/// Plans how to train a model on the machine of `options`: memory, speed, bottleneck, and alternatives. The model is a directory, a
+/// `config.json`, a name on the hub, or a preset.
 ///
 /// # Errors
-/// `Usage` that names what makes no sense; `Resource` when nothing fits, with the smallest change that would.
+/// `Usage` for invalid options; `Resource` if no plan fits, with the smallest change that would help.
 pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
     let profile = profile(&options, tell)?;
-    // Weights of a checkpoint take no more memory than random ones.
+    // Weights of a checkpoint need no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
     let mut emit = |news: News<'_>| match news {
         News::Note(line) | News::Warn(line) => tell(&line),
@@ -125,11 +125,12 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 
-/// Times training steps on random weights and tokens. `options.out`, if there is one, gets the record as a line of JSON. Of several processes
-/// only the first has a record; `on_alarm` hears, on another thread, why one has to end that does not end by itself.
+/// Measures training steps on random weights and tokens. Appends the record to `options.out` as a line of JSON, if set. Of several
+/// processes, only the first returns a record. `on_alarm` is called on another thread with the reason when the process has to be ended
+/// because it is stalled.
 ///
 /// # Errors
-/// `Usage` that names what makes no sense; whatever is missing or too large; `Io` when a file cannot be written.
+/// `Usage` for invalid options; errors of missing or insufficient resources; `Io` if a file cannot be written.
 pub fn bench_step(
     options: StepOptions,
     on_alarm: Box<dyn Fn(Alarm) + Send>,
@@ -139,16 +140,16 @@ pub fn bench_step(
     let bench = StepBench::new(options)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
     let Some(record) = bench.run(Some(Box::new(move |why| on_alarm(Alarm::Stall(why)))), tell)? else { return Ok(None) };
-    // Told before it is written: no failure of a file loses what was measured.
+    // Printed before the file is written, so a write error does not lose the measurements.
     tell(&format_args!("\n{record}"));
     file.map_or(Ok(()), |mut file| file.append(&record))?;
     Ok(Some(record))
 }
 
-/// Times steps on the machine that `options` name, which need not be here. `options.out`, if there is one, gets the record as a line of JSON.
+/// Simulates steps on the machine of `options`, which need not be this one. Appends the record to `options.out` as a line of JSON, if set.
 ///
 /// # Errors
-/// As [`bench_step`]; `Resource` when the steps do not fit that machine, with what would.
+/// Errors of [`bench_step`]; `Resource` if the steps do not fit that machine, with a remedy.
 pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
     let out = options.out.clone();
     let profile = profile(&options.train, tell)?;
@@ -159,31 +160,31 @@ pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Res
     Ok(record)
 }
 
-/// Measures this machine, and writes its profile where `options` say. Returns it as a table for people.
+/// Measures this machine and writes its hardware profile to the file of `options`. Returns the profile as a table.
 ///
 /// # Errors
-/// `Usage` and `Io` for a file that cannot be written; whatever cannot be had; `Resource` naming a number that came out as nonsense.
+/// `Usage` and `Io` for a file that cannot be written; errors of unavailable devices; `Resource` for an implausible measurement.
 pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
     let file = options.file()?;
     let profile = probe::run(options, tell)?;
-    // What was measured is not lost with its file.
+    // A write error does not lose the measurements.
     file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| tell(&profile.table()))?;
     profile.unsteady().into_iter().for_each(|line| tell(&line));
     Ok(profile.table())
 }
 
-/// What this machine is, and what would make it faster.
+/// Reports the hardware of this machine, and settings that affect performance.
 pub fn doctor() -> impl Display + Serialize {
     let topology = Topology::this_machine();
     let probes = Probes::this_machine(&topology);
     DoctorReport::new(&topology, &Isa::detect().to_string(), &probes, Path::new("/sys/fs/resctrl"))
 }
 
-/// The digest of a checkpoint, and its directory: the same digest, the same bits. `dir` is a checkpoint, or an output directory whose
-/// newest good checkpoint is taken.
+/// The directory and the digest of a checkpoint. Checkpoints with the same digest are bit-identical. `dir` is a checkpoint, or an output
+/// directory, of which the newest good checkpoint is used.
 ///
 /// # Errors
-/// `Format` when there is no good checkpoint; `Io` when it cannot be read.
+/// `Format` if there is no good checkpoint; `Io` if it cannot be read.
 pub fn digest(dir: &Path, tell: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
     let (checkpoint, warnings) = checkpoint::find(dir)?;
     warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
@@ -191,10 +192,10 @@ pub fn digest(dir: &Path, tell: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf
     Ok((checkpoint, digest))
 }
 
-/// Writes a checkpoint as a Hugging Face model directory; what it gives says in words what was exported.
+/// Exports a checkpoint as a Hugging Face model directory. Returns a line that describes the exported checkpoint.
 ///
 /// # Errors
-/// `Usage` for a shard of no bytes; otherwise no good checkpoint, an `out` that is not empty, or a file that cannot be written.
+/// `Usage` for a shard size of 0; errors for a missing good checkpoint, a non-empty `out`, or a file that cannot be written.
 pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
     let dtype = match options.dtype {
         ExportDtype::Auto => None,
@@ -209,10 +210,10 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
 }
 
-/// What training would make of the data that `settings` name, and of the first `shown` documents the text with what is trained.
+/// Previews the training data of `settings`: counts, and the text of the first `shown` documents with the trained parts marked.
 ///
 /// # Errors
-/// Those that training has with its model, tokenizer and data.
+/// The errors of training with the model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
     let mut notes = Vec::new();
     let mut emit = |news: News<'_>| match news {
@@ -231,22 +232,22 @@ pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &Stop
     Ok(view.with_notes(notes))
 }
 
-/// Tokenizes the text that `settings` name into the folder where training finds it; `observer` hears how far it is. What it gives says in
-/// words what was prepared.
+/// Tokenizes the text of `settings` into the folder where training finds it. `observer` receives progress events. Returns a description of
+/// the prepared data.
 ///
 /// # Errors
-/// Those that training has with its model, tokenizer and data.
+/// The errors of training with the model, tokenizer and data.
 pub fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<impl Display + use<>> {
     let prepared = ahead::prepare(settings, stop, observer)?;
     Ok(prepared.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))
 }
 
-/// Writes one HTML page to `out` about the training runs in the output directories `runs`; what it gives says so in words. Text of the
-/// data is in it only `with_samples`.
+/// Writes an HTML page about the training runs in the output directories `runs` to `out`, and returns a line with its path. The page
+/// contains text of the training data only if `with_samples` is set.
 ///
 /// # Errors
-/// `Usage` for too many runs, a directory that is none of a run, or an `out` that is something else than a report; `Io` when a file cannot
-/// be read or written.
+/// `Usage` for too many runs, a directory without a run, or an `out` that exists and is not a report; `Io` if a file cannot be read or
+/// written.
 pub fn report(runs: &[PathBuf], out: &Path, with_samples: bool) -> Result<impl Display + use<>> {
     write_report(runs, out, with_samples)?;
     Ok(format!("report  {}", out.display()))

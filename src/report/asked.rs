@@ -1,4 +1,4 @@
-//! What was asked of runs: the settings that are no defaults, and the command that asks for the same.
+//! Settings of a run that differ from the defaults, and a command line with the same settings.
 
 use super::past_run::PastRun;
 use crate::config::describe::{self, named, written};
@@ -7,17 +7,17 @@ use crate::config::settings::Settings;
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
-/// What stands for a default that records leave out.
+/// Placeholder for a default that records omit.
 const LEFT_OUT: &str = "default";
 
-/// A setting with its default and the value of each run; nothing where that is not known.
+/// A setting with its default and the value of each run; `None` if a run's value is unknown.
 pub(super) struct AskedSetting {
     pub(super) flag: String,
     pub(super) default: String,
     pub(super) values: Vec<Option<String>>,
 }
 
-/// The defaults, for a run that names a model or for the built-in one.
+/// The default settings of a run with a model, or of a run with the built-in model.
 fn defaults(run: &PastRun) -> Value {
     let with_model = || Settings { init: InitChoice::Checkpoint, ..Settings::default() };
     describe::value(&if run.setting("model").is_string() { with_model() } else { Settings::demo() })
@@ -27,7 +27,7 @@ fn settings(run: &PastRun) -> Option<&Map<String, Value>> {
     run.setup.as_ref()?.settings.as_object()
 }
 
-/// Settings that are not as by default in one of `runs`, or not the same in all.
+/// Settings that differ from the default in one of `runs`, or that differ between runs.
 pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
     let defaults: Vec<_> = runs.iter().map(defaults).collect();
     let keys: BTreeSet<_> = runs.iter().filter_map(settings).flat_map(Map::keys).collect();
@@ -48,7 +48,7 @@ pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
     keys.into_iter().filter(|key| is_unusual(key)).map(|key| asked(key)).collect()
 }
 
-/// The command line that asks for the settings of `run` again, from the directory where it was given.
+/// A command line with the settings of `run`. Paths are relative to the directory of the original command.
 pub(super) fn command(run: &PastRun) -> Option<String> {
     let (settings, defaults) = (settings(run)?, defaults(run));
     let is_said = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
@@ -60,7 +60,7 @@ fn argument(key: &str, value: &Value) -> String {
     let (flag, value) = named(key, value);
     match value {
         Value::Bool(_) => format!("--{flag}={}", written(value)),
-        // Several values of a flag are separate words where they are paths.
+        // Several paths of a flag are separate arguments.
         Value::Array(all) if ["data", "eval_data"].contains(&key) => {
             let words: Vec<_> = all.iter().map(|value| quoted(&written(value))).collect();
             format!("--{flag} {}", words.join(" "))
@@ -69,7 +69,7 @@ fn argument(key: &str, value: &Value) -> String {
     }
 }
 
-/// `word` as a shell reads it.
+/// Quotes `word` for a shell.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=@+%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) { word.into() } else { format!("'{}'", word.replace('\'', r"'\''")) }

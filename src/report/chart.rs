@@ -1,39 +1,39 @@
-//! Curves as SVG that needs no script and fits every width: places are shares of the box, texts and strokes keep their size.
+//! Charts as SVG without scripts, for any page width: positions are relative to the plot area, and text and strokes have a fixed size.
 
 use super::curve::StepCurve;
 use super::html::{escape, number};
 use std::fmt::Write;
 
-/// Side of the square in which curves are drawn before it is stretched over the box.
+/// Side length of the coordinate system of the curves, before it is stretched to the plot area.
 const SIDE: f64 = 1000.0;
-/// A value axis is logarithmic from this ratio of its ends on, where that is allowed.
+/// Ratio of the ends of a value axis from which the axis is logarithmic, if `ValueAxis` allows it.
 const LOG_FROM: f64 = 30.0;
-/// Labels at the ends of curves are at least so far apart, in percent of the height.
+/// Minimum distance between labels at the ends of curves, in percent of the height.
 const LABEL_GAP: f64 = 7.0;
 
-/// Where a value axis begins.
+/// Lower end of a value axis.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum ValueAxis {
-    /// At zero.
+    /// The axis starts at zero.
     FromZero,
-    /// At the lowest value; logarithmic if values differ much.
+    /// The axis starts at the lowest value. It is logarithmic if values differ much.
     Fitted,
 }
 
-/// What is drawn of one run.
+/// Curves and marks of one run.
 pub(super) struct ChartRun<'a> {
-    /// Its place among the runs, which is its colour.
+    /// Index of the run, which selects the colour.
     pub(super) run: usize,
     pub(super) curve: &'a StepCurve,
-    /// The values are exact: nothing is gained by smoothing them.
+    /// Whether the values are exact, so that smoothing is not needed.
     pub(super) is_exact: bool,
-    /// Points of their own: evaluations.
+    /// Separate points, for evaluations.
     pub(super) dots: Option<&'a StepCurve>,
-    /// Steps marked below the curves: a style and where.
+    /// Marks below the curves: a style and the marked steps.
     pub(super) marks: Vec<(&'static str, &'a StepCurve)>,
 }
 
-/// One box with the curves of all runs.
+/// A plot area with the curves of all runs.
 pub(super) struct Chart<'a> {
     pub(super) title: &'a str,
     /// Unit and meaning of the values.
@@ -42,7 +42,7 @@ pub(super) struct Chart<'a> {
     pub(super) runs: Vec<ChartRun<'a>>,
 }
 
-/// From values to shares of an axis.
+/// Maps values to positions on an axis, from 0 to 1.
 struct Scale {
     from: f64,
     to: f64,
@@ -51,7 +51,7 @@ struct Scale {
 
 impl Scale {
     fn new(from: f64, to: f64, is_log: bool) -> Self {
-        // An axis of one value has that in its middle.
+        // An axis with a single value shows it in the middle.
         let margin = if to > from { 0.0 } else { from.abs().max(1e-12) / 2.0 };
         Self { from: from - margin, to: to + margin, is_log }
     }
@@ -61,7 +61,7 @@ impl Scale {
         (along(value) - along(self.from)) / (along(self.to) - along(self.from))
     }
 
-    /// About `count` round values along the axis.
+    /// About `count` round values on the axis.
     fn ticks(&self, count: f64) -> Vec<f64> {
         if self.is_log {
             let decades = self.from.log10().floor() as i32..=self.to.log10().ceil() as i32;
@@ -79,7 +79,7 @@ impl Scale {
 }
 
 impl Chart<'_> {
-    /// The chart as a figure; a sentence in its place if there is nothing to draw.
+    /// Draws the chart as a figure. Without data, the figure has a sentence instead.
     pub(super) fn draw(&self) -> String {
         let caption = format!("<figcaption><b>{}</b> {}</figcaption>", escape(self.title), escape(self.caption));
         let Some((x, y)) = self.scales() else {
@@ -106,7 +106,7 @@ impl Chart<'_> {
         )
     }
 
-    /// The axes of steps and of values.
+    /// The step axis and the value axis.
     fn scales(&self) -> Option<(Scale, Scale)> {
         let hull = |a: (f64, f64), b: (f64, f64)| (a.0.min(b.0), a.1.max(b.1));
         let curves = || self.runs.iter().flat_map(|run| std::iter::once(run.curve).chain(run.dots));
@@ -137,12 +137,12 @@ impl Chart<'_> {
         svg.push_str("<text class=\"tick unit\" x=\"-14\" y=\"100%\" dy=\"18\" text-anchor=\"end\">step</text>\n");
     }
 
-    /// Each curve's last value beside its end, moved where two would meet.
+    /// Draws each curve's last value beside its end, moved if two labels would overlap.
     fn end_labels(&self, svg: &mut String, y: &Scale) {
         let end = |run: &ChartRun| run.line().last().map(|&(_, value)| (100.0 * (1.0 - y.share(value)), value, run.run));
         let mut ends: Vec<_> = self.runs.iter().filter_map(end).collect();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // From the lowest upwards: below the box are the steps.
+        // From the lowest label upwards, because the step axis is below the plot area.
         let mut free_to = 98.0;
         for (at, value, run) in ends.into_iter().rev() {
             let at = at.min(free_to);
@@ -153,7 +153,7 @@ impl Chart<'_> {
 }
 
 impl Chart<'_> {
-    /// A word above the best point of one run. Those of several runs would lie over each other; tables have the numbers.
+    /// Labels the best evaluation if there is one run. Labels of several runs would overlap; the tables have their numbers.
     fn best_label(&self, svg: &mut String, x: &Scale, y: &Scale) {
         let [run] = self.runs.as_slice() else { return };
         let Some((step, value)) = run.best() else { return };
@@ -169,17 +169,17 @@ impl Chart<'_> {
 }
 
 impl ChartRun<'_> {
-    /// The lowest of the points of its own, the first of equals.
+    /// The lowest separate point; the first one if several are equal.
     fn best(&self) -> Option<(f64, f64)> {
         self.dots.iter().flat_map(|dots| dots.points()).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// The thick line.
+    /// Points of the thick line.
     fn line(&self) -> Vec<(f64, f64)> {
         if self.is_exact { self.curve.points().collect() } else { self.curve.smoothed() }
     }
 
-    /// What the page's script smooths anew; nothing of an exact curve.
+    /// Attribute with the data that the page's script smooths. Empty for exact curves.
     fn means(&self) -> String {
         let mean = |(step, mean, count)| format!("{step} {mean:.4e} {count}");
         let means: Vec<_> = self.curve.means().into_iter().map(mean).collect();
@@ -198,25 +198,25 @@ impl ChartRun<'_> {
     }
 }
 
-/// How SVG writes the place of a point.
+/// Coordinates of a point in SVG.
 fn place((step, value): (f64, f64), x: &Scale, y: &Scale) -> String {
     format!("{:.1},{:.1}", SIDE * x.share(step), SIDE * (1.0 - y.share(value)))
 }
 
-/// A curve through `points`, with attributes; one point has no length and is seen by its round cap.
+/// Draws a line through `points`. A line with a single point has no length, and is visible because of its round cap.
 fn path(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], attributes: &str, x: &Scale, y: &Scale) {
     let places: Vec<_> = points.iter().map(|&point| place(point, x, y)).collect();
     let end = if places.len() == 1 { "h0" } else { "" };
     element(svg, style, run, &format!("M{}{end}", places.join("L")), attributes, places.is_empty());
 }
 
-/// Every point as a stroke without length: its cap is round on every width, which a stretched circle would not be.
+/// Draws each point as a stroke without length. Its round cap stays round when the plot area is stretched, unlike a circle.
 fn points_alone(svg: &mut String, style: &str, run: usize, points: &[(f64, f64)], x: &Scale, y: &Scale) {
     let strokes: String = points.iter().map(|&point| format!("M{}h0", place(point, x, y))).collect();
     element(svg, style, run, &strokes, "", points.is_empty());
 }
 
-/// Short strokes on the axis of steps.
+/// Draws short strokes on the step axis.
 fn ticks_below(svg: &mut String, style: &str, run: usize, marks: &StepCurve, x: &Scale) {
     let strokes: String = marks.points().map(|(step, _)| format!("M{:.1},970V1000", SIDE * x.share(step))).collect();
     element(svg, style, run, &strokes, "", strokes.is_empty());
@@ -228,7 +228,7 @@ fn element(svg: &mut String, style: &str, run: usize, strokes: &str, attributes:
     }
 }
 
-/// A tick as short as it can be: `20k`, `0.5`, `3e-5`.
+/// A short text for a tick: `20k`, `0.5`, `3e-5`.
 fn tick_text(tick: f64) -> String {
     match tick.abs() {
         0.0 => "0".into(),
@@ -241,12 +241,12 @@ fn tick_text(tick: f64) -> String {
     }
 }
 
-/// Without the noise of binary fractions.
+/// Removes rounding errors of binary fractions.
 fn round(x: f64) -> f64 {
     (x * 1e6).round() / 1e6
 }
 
-/// Bars that lie behind each other and make 100 %: names with values and their words.
+/// Draws a stacked bar of 100 %. Each part has a name, a value, and a text for the value.
 pub(super) fn stacked_bar(label: &str, parts: &[(String, f64, String)]) -> String {
     let all: f64 = parts.iter().map(|(_, value, _)| value).sum();
     if !all.is_finite() || all <= 0.0 {

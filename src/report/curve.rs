@@ -1,16 +1,16 @@
-//! A value over the steps of a run, for drawing: however many steps there were, it takes bounded memory and keeps every extreme.
+//! A curve over the steps of a run, in bounded memory for any number of steps. Extreme values are kept.
 
-/// Stretches of steps that a curve has at most: about as many as a page has pixels for.
+/// Maximum number of stretches in a curve: about the width of a page in pixels.
 const STRETCHES_MAX: usize = 480;
-/// What is larger is no measurement, and would leave no room to draw the others.
+/// Upper limit of values that are drawn. Larger values are measurement errors, and would hide all others.
 const DRAWABLE_MAX: f64 = 1e30;
 
-/// Some steps in a row.
+/// A range of successive steps.
 #[derive(Clone, Copy, Debug)]
 struct Stretch {
     first_x: f64,
     last_x: f64,
-    /// The points with the lowest and the highest value; those that cannot be drawn do not count.
+    /// Points with the lowest and the highest value, among those that can be drawn.
     low: (f64, f64),
     high: (f64, f64),
     sum: f64,
@@ -41,7 +41,7 @@ impl Stretch {
 #[derive(Clone, Debug)]
 pub(super) struct StepCurve {
     stretches: Vec<Stretch>,
-    /// Points of a full stretch, and of the last one.
+    /// Number of points in a full stretch, and in the last stretch.
     stretch_points: u64,
     last_points: u64,
 }
@@ -53,7 +53,7 @@ impl Default for StepCurve {
 }
 
 impl StepCurve {
-    /// Adds a point; one whose `y` is not a number leaves a gap.
+    /// Adds a point. A `y` that is not finite leaves a gap.
     pub(super) fn push(&mut self, x: f64, y: f64) {
         let point = Stretch::of(x, y);
         match self.stretches.last_mut() {
@@ -69,7 +69,7 @@ impl StepCurve {
         }
     }
 
-    /// Joins every two stretches when there are as many as there may be.
+    /// Merges pairs of stretches when the maximum number is reached.
     fn make_room(&mut self) {
         if self.stretches.len() == STRETCHES_MAX {
             self.stretches = self.stretches.chunks(2).map(|pair| pair.iter().skip(1).fold(pair[0], |all, next| all.and(*next))).collect();
@@ -77,7 +77,7 @@ impl StepCurve {
         }
     }
 
-    /// Runs of points without a gap, in the order of steps: of each stretch the lowest and the highest.
+    /// Segments of the curve without a gap, in the order of steps: the lowest and the highest point of each stretch.
     pub(super) fn pieces(&self) -> Vec<Vec<(f64, f64)>> {
         let without_gap = self.stretches.chunk_by(|one, next| (one.count > 0) == (next.count > 0)).filter(|piece| piece[0].count > 0);
         without_gap.map(|piece| piece.iter().flat_map(|stretch| in_order(stretch.low, stretch.high)).collect()).collect()
@@ -88,13 +88,13 @@ impl StepCurve {
         self.pieces().into_iter().flatten()
     }
 
-    /// Of each stretch the middle, the mean, and of how many points that is.
+    /// Middle, mean, and number of points of each stretch.
     pub(super) fn means(&self) -> Vec<(f64, f64, u64)> {
         let known = self.stretches.iter().filter(|stretch| stretch.count > 0);
         known.map(|stretch| ((stretch.first_x + stretch.last_x) / 2.0, stretch.sum / stretch.count as f64, stretch.count)).collect()
     }
 
-    /// The mean over a window of a twentieth of the steps, at most that. The page's script has windows of other widths.
+    /// The moving average over a window of at most one twentieth of the steps. The page's script offers other window widths.
     pub(super) fn smoothed(&self) -> Vec<(f64, f64)> {
         let means = self.means();
         let reach = means.len() / 40;
@@ -106,12 +106,12 @@ impl StepCurve {
         (0..means.len()).map(smooth).collect()
     }
 
-    /// The lowest and highest `y`; `None` of nothing.
+    /// The lowest and highest `y`; `None` without points.
     pub(super) fn range(&self) -> Option<(f64, f64)> {
         self.points().map(|(_, y)| (y, y)).reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))
     }
 
-    /// The first and last `x`, drawable or not.
+    /// The first and last `x`, including points that cannot be drawn.
     pub(super) fn steps(&self) -> Option<(f64, f64)> {
         Some((self.stretches.first()?.first_x, self.stretches.last()?.last_x))
     }

@@ -1,4 +1,4 @@
-//! What the lines of `metrics.jsonl` add up to, read once and in bounded memory.
+//! Aggregates the lines of `metrics.jsonl` in one pass and in bounded memory.
 
 use super::curve::StepCurve;
 use crate::disk::Dir;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::BufReader;
 
-/// A line, of a step or an evaluation, of whatever version: what it lacks is not known.
+/// A line of a step or an evaluation, of any version of the program. Missing fields are unknown.
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct MetricsRecord {
@@ -33,19 +33,19 @@ struct MetricsRecord {
     expert_largest_over_mean: Option<f64>,
     expert_unused_share: Option<f64>,
     rss_bytes: Option<u64>,
-    /// Before there was a line of facts, each step said it.
+    /// Present in files of versions without a line of facts.
     memory: Option<MemoryRecord>,
     eval_loss: Option<f64>,
     eval_seconds: Option<f64>,
 }
 
-/// A line of facts.
+/// A line with a run's facts.
 #[derive(Deserialize)]
 struct FactsRecord {
     facts: Value,
 }
 
-/// Bytes by class.
+/// Bytes by memory class.
 #[derive(Deserialize, Default, Debug)]
 #[serde(default)]
 pub(super) struct MemoryRecord {
@@ -54,12 +54,12 @@ pub(super) struct MemoryRecord {
     rss_bytes: Option<u64>,
 }
 
-/// Bucket steps by what became of them: a name for each, in the order of [`History::bucket_steps`].
+/// Outcomes of bucket steps, in the order of [`History::bucket_steps`].
 pub(super) const BUCKET_STEPS: [&str; 5] = ["speculated", "rolled back", "committed", "clipped", "skipped"];
-/// What compute waited for, in the order of [`History::exposed_ms`].
+/// Causes of waiting, in the order of [`History::exposed_ms`].
 pub(super) const WAITS: [&str; 3] = ["the optimizer", "copies", "other ranks"];
 
-/// What was trained on.
+/// Counts of the training data.
 #[derive(Deserialize, Debug)]
 pub(super) struct DataRecord {
     pub(super) documents: u64,
@@ -72,7 +72,7 @@ pub(super) struct DataRecord {
     pub(super) packing: Option<String>,
 }
 
-/// All that was measured of a run's steps.
+/// Aggregated metrics of a run.
 #[derive(Default, Debug)]
 pub(super) struct History {
     pub(super) loss: StepCurve,
@@ -81,12 +81,12 @@ pub(super) struct History {
     pub(super) learning_rate: StepCurve,
     pub(super) tokens_per_second: StepCurve,
     pub(super) step_ms: StepCurve,
-    /// What was done after each step: tokens trained, and milliseconds in steps.
+    /// Totals after each step: trained tokens, and milliseconds in steps.
     pub(super) tokens_by_step: StepCurve,
     pub(super) ms_by_step: StepCurve,
     pub(super) expert_largest: StepCurve,
     pub(super) expert_unused: StepCurve,
-    /// 1 where a step was clipped or skipped, else no number.
+    /// 1 at a clipped or skipped step, else NaN.
     pub(super) clips: StepCurve,
     pub(super) skips: StepCurve,
     pub(super) steps: u64,
@@ -94,35 +94,35 @@ pub(super) struct History {
     pub(super) epoch: Option<f64>,
     pub(super) clipped_steps: u64,
     pub(super) skipped_steps: u64,
-    /// Steps whose loss is missing or not a number.
+    /// Number of steps with a missing or non-finite loss.
     pub(super) steps_without_loss: u64,
-    /// Of the first and of the last step; not a number where the file says none.
+    /// Loss of the first and of the last step; NaN if the file has none.
     pub(super) first_loss: f64,
     pub(super) last_loss: f64,
     pub(super) tokens: f64,
     pub(super) total_ms: f64,
-    /// The model's FLOPs of all steps, in 10^9.
+    /// Model FLOPs of all steps, in 10^9.
     pub(super) gflop: f64,
     pub(super) exposed_ms: [f64; 3],
     pub(super) bucket_steps: [u64; 5],
     pub(super) evaluations: u64,
     pub(super) eval_seconds: f64,
-    /// Step and loss of the last evaluation, and of the best.
+    /// Step and loss of the last and of the best evaluation.
     pub(super) last_eval: Option<(u64, f64)>,
     pub(super) best_eval: Option<(u64, f64)>,
-    /// Planned memory, as the last line that tells it says.
+    /// Planned memory, from the last line that has it.
     pub(super) memory: Option<MemoryRecord>,
-    /// Of the last step that says it.
+    /// Resident set size, from the last step that has it.
     pub(super) rss_bytes: u64,
-    /// The last line of facts; null in files of before there was one.
+    /// The last line of facts; null if the file has none.
     pub(super) facts: Value,
     pub(super) damaged_lines: u64,
-    /// The last line has no end: the run was writing it, or died.
+    /// Whether the last line is incomplete: the run is still writing it, or has died.
     pub(super) is_cut_short: bool,
 }
 
 impl History {
-    /// What was trained on, where the file says it.
+    /// Counts of the training data, if the file has them.
     pub(super) fn data(&self) -> Option<DataRecord> {
         DataRecord::deserialize(&self.facts["data_counts"]).ok()
     }
@@ -130,7 +130,7 @@ impl History {
     /// Reads the metrics in `dir`; `None` if there are none.
     ///
     /// # Errors
-    /// `Io` when they cannot be read, `Format` when their name is not a regular file's.
+    /// `Io` if the file cannot be read, `Format` if it is not a regular file.
     pub(super) fn read(dir: &Dir) -> Result<Option<Self>> {
         let Some(file) = dir.open_log(METRICS.pattern)? else { return Ok(None) };
         let (mut history, mut lines, mut line) = (Self::default(), BufReader::new(file), Vec::new());
@@ -157,7 +157,7 @@ impl History {
     fn add(&mut self, record: MetricsRecord) {
         match record.eval_loss {
             Some(loss) => self.add_evaluation(record.step, loss, record.eval_seconds.unwrap_or(0.0)),
-            // An evaluation whose loss is no number has its seconds.
+            // An evaluation with a non-finite loss still has its seconds.
             None if record.eval_seconds.is_some() => self.add_evaluation(record.step, f64::NAN, 0.0),
             None => self.add_step(record),
         }
@@ -213,17 +213,18 @@ impl History {
         self.skips.push(x, if is_skip { 1.0 } else { f64::NAN });
     }
 
-    /// Milliseconds in which compute waited for nothing.
+    /// Milliseconds in which compute did not wait.
     pub(super) fn compute_ms(&self) -> f64 {
         (self.total_ms - self.exposed_ms.iter().sum::<f64>()).max(0.0)
     }
 
-    /// Over all steps.
+    /// Mean over all steps.
     pub(super) fn mean_tokens_per_second(&self) -> f64 {
         if self.total_ms > 0.0 { self.tokens / self.total_ms * 1e3 } else { f64::NAN }
     }
 
-    /// The model's TFLOP/s over all steps, and their share of what large matrix products reach, where the run's profile knows it.
+    /// Mean model TFLOP/s over all steps, and their fraction of the rate of large matrix products; `None` if the run's profile lacks that
+    /// rate.
     pub(super) fn mean_tflops_and_share(&self) -> Option<(f64, f64)> {
         let (tflops, peak) = (self.gflop / self.total_ms, self.facts["matmul_flops"].as_f64()? / 1e12);
         Some((tflops, tflops / peak)).filter(|(_, share)| share.is_finite() && *share > 0.0)

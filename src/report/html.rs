@@ -1,25 +1,25 @@
-//! Text as HTML, and a page that allows nothing but itself.
+//! HTML text, and a page whose policy forbids all external content.
 
 use crate::units::compact;
 use sha2::{Digest, Sha256};
 use std::fmt::Display;
 use std::path::Path;
 
-/// How every page begins; what begins otherwise is not replaced.
+/// Beginning of every report. A file with another beginning is not overwritten.
 pub(super) const HEAD: &str = "<!doctype html>\n<!-- superoffload report -->\n";
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
-/// Characters of a text that came from a file.
+/// Maximum number of characters of a text from a file.
 const TEXT_MAX: usize = 300;
 
-/// `text` with nothing in it that HTML or XML would understand; its end is left out if it is very long.
+/// Escapes `text` for HTML and XML. A very long text is truncated.
 pub(super) fn escape(text: impl Display) -> String {
     let text = text.to_string();
     let end = text.char_indices().nth(TEXT_MAX).map(|(end, _)| end);
     escape_whole(&text[..end.unwrap_or(text.len())]) + if end.is_some() { "…" } else { "" }
 }
 
-/// As [`escape`], whatever its length; lines stay lines, and tabs tabs.
+/// Escapes `text` like [`escape`], without truncation. Newlines and tabs are kept.
 pub(super) fn escape_whole(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
@@ -30,7 +30,7 @@ pub(super) fn escape_whole(text: &str) -> String {
             '>' => safe.push_str("&gt;"),
             '"' => safe.push_str("&quot;"),
             '\'' => safe.push_str("&#39;"),
-            // Neither XML nor a reader can do anything with these.
+            // XML forbids these characters, or they change the text direction.
             c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
                 safe.push('\u{fffd}')
             }
@@ -40,12 +40,12 @@ pub(super) fn escape_whole(text: &str) -> String {
     safe
 }
 
-/// The last part of a path, which may be that of another machine.
+/// The last component of a path, which may be from another machine.
 pub(super) fn last_name(path: &str) -> String {
     Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy().into_owned())
 }
 
-/// A table; cells are HTML.
+/// Builds a table. The cells are HTML.
 pub(super) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let row = |tag: &str, cells: &[String]| {
         let cells: String = cells.iter().map(|cell| format!("<{tag}>{cell}</{tag}>")).collect();
@@ -56,7 +56,7 @@ pub(super) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     format!("<div class=\"wide\"><table>\n<thead>{head}</thead><tbody>\n{rows}</tbody></table></div>\n")
 }
 
-/// A number with as many digits as a person compares: `2.184`, `0.00031`, `4,412`.
+/// Formats a number with a readable number of digits: `2.184`, `0.00031`, `4,412`.
 pub(super) fn number(x: f64) -> String {
     match x.abs() {
         _ if !x.is_finite() => "not a number".into(),
@@ -71,14 +71,14 @@ pub(super) fn number(x: f64) -> String {
     }
 }
 
-/// A whole number with commas.
+/// Formats a whole number with thousands separators.
 fn thousands(x: f64) -> String {
     let digits = format!("{:.0}", x.abs());
     let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
     format!("{}{}", if x < 0.0 { "−" } else { "" }, groups.join(","))
 }
 
-/// The whole page. Style and script are allowed by their hashes, and nothing else may load or run.
+/// Builds the whole page. The policy allows the style and the script by their hashes; nothing else can load or run.
 pub(super) fn page(title: &str, body: &str) -> String {
     let (style, script) = (source_hash(STYLE), source_hash(SCRIPT));
     let policy = format!("default-src 'none'; style-src '{style}'; script-src '{script}'; base-uri 'none'; form-action 'none'");
@@ -90,7 +90,7 @@ pub(super) fn page(title: &str, body: &str) -> String {
     )
 }
 
-/// What a Content-Security-Policy calls `source`.
+/// Hash of `source` in the notation of a Content-Security-Policy.
 fn source_hash(source: &str) -> String {
     format!("sha256-{}", base64(&Sha256::digest(source)))
 }

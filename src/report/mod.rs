@@ -1,8 +1,8 @@
-//! One HTML page about training runs: what `superoffload report` writes. It reads output directories and changes nothing in them.
+//! The HTML page about training runs that `superoffload report` writes. It reads output directories and does not change them.
 //!
-//! [`past_run`] and `run_setup` read a directory, `history` adds up its metrics, `curve` keeps what is drawn of them, `samples` reads
-//! documents for those who ask; `sections` says what stands on the page in which order, in the words of `verdict` and `asked`; `chart`,
-//! `timeline` and `html` draw and write it.
+//! [`past_run`] and `run_setup` read a directory. `history` aggregates its metrics, `curve` reduces them for drawing, and `samples` reads
+//! documents on request. `sections` defines content and order of the page, with texts from `verdict` and `asked`. `chart`, `timeline` and
+//! `html` draw and format.
 
 mod asked;
 mod chart;
@@ -24,14 +24,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const REPORT: ResultKind = ResultKind { name: "report", head: html::HEAD, flag: "--out", operation: "write report" };
-/// As many as there are colours that everybody can tell apart.
+/// Maximum number of runs on a page: the number of colours that are easy to distinguish.
 const RUNS_MAX: usize = 6;
 
-/// Writes a page about the runs in the directories `paths` to `out`; text of their data is in it only `with_samples`.
+/// Writes a page about the runs in the directories `paths` to `out`. It contains text of the training data only if `with_samples` is set.
 ///
 /// # Errors
-/// `Usage` for too many runs, a directory that is none of a run, or an `out` that is something else than a report; `Io` when a file cannot
-/// be read or written.
+/// `Usage` for too many runs, a directory without a run, or an `out` that exists and is not a report; `Io` if a file cannot be read or
+/// written.
 pub(crate) fn write_report(paths: &[PathBuf], out: &Path, with_samples: bool) -> Result<()> {
     if paths.len() > RUNS_MAX {
         return Err(Error::usage(format_args!("report: {} runs, at most {RUNS_MAX} can be told apart on one page", paths.len())));

@@ -1,4 +1,4 @@
-//! What an output directory holds of its run: metrics, checkpoints, and what the newest of these says about model and settings.
+//! The contents of a run's output directory: metrics, checkpoints, and the model and settings recorded in the newest checkpoint.
 
 use super::history::History;
 use super::run_setup::RunSetup;
@@ -11,38 +11,38 @@ use serde_json::Value;
 use std::cmp::Reverse;
 use std::path::Path;
 
-/// Checkpoints that are looked into, the newest ones.
+/// Number of newest checkpoints that are read.
 const CHECKPOINTS_READ: usize = 20;
 
-/// A checkpoint in the directory.
+/// A checkpoint in the output directory.
 pub(super) struct SavedStep {
     pub(super) step: u64,
     pub(super) bytes: u64,
-    /// Why it cannot be used, if it cannot.
+    /// Why the checkpoint cannot be used, if it is damaged.
     pub(super) damage: Option<String>,
 }
 
-/// A run that was, or still is.
+/// A finished or running training run.
 pub(super) struct PastRun {
-    /// The directory's name.
+    /// Name of the output directory.
     pub(super) name: String,
     pub(super) history: History,
     pub(super) setup: Option<RunSetup>,
-    /// Newest first, and how many older ones there are.
+    /// The newest checkpoints, newest first, and the number of older ones.
     pub(super) checkpoints: Vec<SavedStep>,
     pub(super) older_checkpoints: usize,
     pub(super) has_timeline: bool,
-    /// A typical step and the slowest one, where the timeline tells.
+    /// A typical step and the slowest one, if the timeline has them.
     pub(super) drawn_steps: Vec<DrawnStep>,
-    /// Documents of its data, where somebody asked for them.
+    /// Documents of the run's data, if requested.
     pub(super) samples: Option<DataSamples>,
 }
 
 impl PastRun {
-    /// Reads the run in `path`, and changes nothing in it.
+    /// Reads the run in `path`. Does not change any file.
     ///
     /// # Errors
-    /// `Usage` when it is no output directory of a run; `Io` when it cannot be read.
+    /// `Usage` if `path` is not the output directory of a run; `Io` if it cannot be read.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let dir = Dir::open(path)?;
         let (history, mut steps) = (History::read(&dir)?, checkpoint_steps(&dir)?);
@@ -73,12 +73,12 @@ impl PastRun {
         })
     }
 
-    /// A value of the setup's JSON, such as `settings` `model`; null where nothing is known.
+    /// A value of the run's settings, such as `model`; null if unknown.
     pub(super) fn setting(&self, key: &str) -> &Value {
         self.setup.as_ref().map_or(&Value::Null, |setup| &setup.settings[key])
     }
 
-    /// A part of what the run learned with and from.
+    /// A part of the run's record, such as `model`, `data` or `numerics`; null if unknown.
     pub(super) fn part(&self, key: &str) -> &Value {
         self.setup.as_ref().map_or(&Value::Null, |setup| &setup.run[key])
     }

@@ -1,11 +1,11 @@
-//! What a run learned with and from, as its newest checkpoint says, or its metrics where it has none.
+//! Model, data and settings of a run, from its newest checkpoint, or from its metrics if it has no checkpoint.
 
 use crate::checkpoint;
 use crate::error::Result;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The settings of a run, and what they came to.
+/// Settings of a run, and values derived from them.
 pub(super) struct RunSetup {
     /// The settings, as JSON.
     pub(super) settings: Value,
@@ -13,15 +13,15 @@ pub(super) struct RunSetup {
     pub(super) run: Value,
     pub(super) params: u64,
     pub(super) max_steps: u64,
-    /// Where the model's files were: the checkpoint's copies of them, or the model that the settings name.
+    /// Directory of the model's files: the checkpoint's copies, or the model of the settings.
     pub(super) model_dir: Option<PathBuf>,
 }
 
 impl RunSetup {
-    /// What the checkpoint in `path` says.
+    /// Reads the setup from the checkpoint in `path`.
     ///
     /// # Errors
-    /// Whatever is wrong with it, as far as its manifest and sizes tell.
+    /// Errors of the checkpoint, as far as its manifest and file sizes show them.
     pub(super) fn of_checkpoint(path: &Path) -> Result<Self> {
         let loaded = checkpoint::open(path)?;
         let manifest = loaded.manifest();
@@ -34,7 +34,7 @@ impl RunSetup {
         })
     }
 
-    /// What a run without a checkpoint says of itself in its metrics.
+    /// Reads the setup from the facts in the metrics of a run without a checkpoint.
     pub(super) fn of_facts(facts: &Value) -> Option<Self> {
         let settings = facts.get("settings").filter(|settings| settings.is_object())?;
         Some(Self {

@@ -1,4 +1,4 @@
-//! Documents of a run's data as it trained them, for those who ask: read anew by the settings, the tokenizer and the templates of the run.
+//! Documents of a run's data in tokenized form, shown on request. They are read again with the run's settings, tokenizer and templates.
 
 use super::html::{escape, escape_whole, last_name};
 use super::run_setup::RunSetup;
@@ -15,14 +15,14 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Documents that are shown of a run.
+/// Number of documents shown for a run.
 const SHOWN: usize = 5;
 
-/// The first documents of a run's data, or why there are none.
+/// The first documents of a run's data, or the reason why there are none.
 pub(super) struct DataSamples(std::result::Result<Vec<ShownDocument>, String>);
 
 impl DataSamples {
-    /// Those of the run of `setup`. Whatever is gone, changed or broken is told on the page: the rest of a report does not need it.
+    /// Reads the samples of the run of `setup`. An error appears on the page, because the rest of the report does not need the samples.
     pub(super) fn of(setup: Option<&RunSetup>) -> Self {
         let setup = setup.ok_or_else(|| "nothing says with which settings it was read".to_string());
         Self(setup.and_then(|setup| match read(setup) {
@@ -31,12 +31,12 @@ impl DataSamples {
         }))
     }
 
-    /// Whether text of the data is among them.
+    /// Whether the samples contain text of the data.
     pub(super) fn hold_text(&self) -> bool {
         self.0.is_ok()
     }
 
-    /// The documents, some of which are longer than a row of `row_tokens`.
+    /// Draws the documents. Documents longer than `row_tokens` are marked.
     pub(super) fn draw(&self, row_tokens: Option<u64>) -> String {
         match &self.0 {
             Err(cause) => format!("<p class=\"none\">No samples of the data: {}.</p>\n", escape(cause)),
@@ -53,7 +53,7 @@ fn textless(paths: &Value) -> &'static str {
     if paths.as_array().is_some_and(|paths| !paths.is_empty()) { "it is token ids" } else { "it is the text that ships with the program" }
 }
 
-/// The first documents of the data that `setup` names, which must be as long as it was.
+/// Reads the first documents of the data that `setup` names. The files must have the same size as in the run.
 fn read(setup: &RunSetup) -> Result<Vec<ShownDocument>> {
     let data = setup.settings.get("data").map(Vec::<PathBuf>::deserialize).transpose();
     let data = data.map_err(|cause| Error::format("the run's settings", cause))?.unwrap_or_default();
@@ -66,7 +66,7 @@ fn read(setup: &RunSetup) -> Result<Vec<ShownDocument>> {
     Ok(documents)
 }
 
-/// Compares the size of the document's file with what the run wrote down.
+/// Compares the size of the document's file with the size recorded by the run.
 fn expect_same(document: &ShownDocument, recorded: &Value) -> Result<()> {
     let known = recorded.as_array().into_iter().flatten().find(|file| file["name"] == document.file.as_str());
     let then = known.and_then(|file| file["bytes"].as_u64());
@@ -86,7 +86,7 @@ fn draw(document: &ShownDocument, row_tokens: Option<u64>) -> String {
     let title = escape(format!("{}{place}: {tokens}{longer}{untrained}", last_name(&document.file)));
     let text = document.pieces.iter().fold(String::new(), |mut all, TextPiece { text, trained }| {
         let text = escape_whole(text);
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = if *trained { write!(all, "<mark>{text}</mark>") } else { write!(all, "{text}") };
         all
     });

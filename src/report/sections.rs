@@ -1,4 +1,4 @@
-//! What stands on the page, in the order in which people look.
+//! Sections of the page, in the order of importance.
 
 use super::asked::{self, AskedSetting};
 use super::chart::{Chart, ChartRun, ValueAxis, stacked_bar};
@@ -14,14 +14,14 @@ use crate::units::Bytes;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The one curve that is exact.
+/// Title of the chart whose curve is exact.
 const LEARNING_RATE: &str = "Learning rate";
 
-/// Where the rest of a timeline is seen.
+/// A note about tools for the whole timeline.
 const WHOLE_TIMELINE: &str = "<p class=\"note\">All steps, every stream and thread: open the run's <code>trace.json</code> in \
     <a href=\"https://ui.perfetto.dev\" rel=\"noreferrer\">ui.perfetto.dev</a>, which reads it on your machine.</p>\n";
 
-/// The whole page about `runs`.
+/// Builds the whole page about `runs`.
 pub(super) fn page(runs: &[PastRun]) -> String {
     let names: Vec<_> = runs.iter().map(|run| run.name.as_str()).collect();
     let title = names.join(", ");
@@ -53,7 +53,7 @@ fn pair(left: String, right: String) -> String {
     format!("<div class=\"pair\">{left}{right}</div>\n")
 }
 
-/// What `of` says of each run, under its name if there are several.
+/// Concatenates `of` of each run, under the run's name if there are several runs.
 fn each(runs: &[PastRun], of: impl Fn(&PastRun) -> String) -> String {
     let named =
         |(idx, run): (usize, &PastRun)| if runs.len() > 1 { format!("<h3>{}</h3>\n{}", colour(idx, run), of(run)) } else { of(run) };
@@ -90,7 +90,7 @@ fn one_run(run: &PastRun) -> String {
     format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))
 }
 
-/// ` (76 % of a large product)`, where that is known.
+/// ` (76 % of a large product)`, if known.
 fn of_peak(history: &History) -> String {
     of_a_large_product(history.mean_tflops_and_share().map(|(_, share)| share))
 }
@@ -111,7 +111,7 @@ fn comparison(runs: &[PastRun]) -> String {
     format!("{}{}", table(&head, &rows), each(runs, about))
 }
 
-/// What of a run could not be read, or is not as it should be.
+/// Remarks about unreadable or unexpected data of a run.
 fn remarks(run: &PastRun) -> Vec<String> {
     let (name, history) = (&run.name, &run.history);
     let counted = |count: u64, what: &str| (count > 0).then(|| format!("{name}: {count} {what}."));
@@ -152,7 +152,7 @@ fn loss(runs: &[PastRun]) -> String {
     format!("{}{}", Chart { title: "Loss", caption, axis: ValueAxis::Fitted, runs: drawn.collect() }.draw(), legend(runs))
 }
 
-/// What the page's script turns: the axis below all charts, and how smooth they are.
+/// Controls for the page's script: the horizontal axis of all charts, and the amount of smoothing.
 fn controls(runs: &[PastRun]) -> String {
     let axis = |name: &str| {
         let checked = if name == "steps" { " checked" } else { "" };
@@ -171,7 +171,7 @@ fn controls(runs: &[PastRun]) -> String {
     )
 }
 
-/// Evaluations in numbers.
+/// A table of the evaluations.
 fn loss_notes(runs: &[PastRun]) -> String {
     let row = |(idx, run): (usize, &PastRun)| {
         let history = &run.history;
@@ -202,7 +202,7 @@ fn step_time(runs: &[PastRun]) -> String {
     draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.step_ms)
 }
 
-/// Nothing where no run has experts.
+/// The section about load of experts. Empty if no run has experts.
 fn experts(runs: &[PastRun]) -> String {
     if runs.iter().all(|run| run.history.expert_largest.range().is_none()) {
         return String::new();
@@ -240,7 +240,7 @@ fn memory(run: &PastRun) -> String {
     bars + &measured_memory(run)
 }
 
-/// What was seen in use, beside what was planned.
+/// Measured memory use, for comparison with the plan.
 fn measured_memory(run: &PastRun) -> String {
     let of_device = run.history.facts["machine"]["gpu"]["memory_used_bytes"].as_u64();
     let seen = [
@@ -341,7 +341,7 @@ fn machine(runs: &[PastRun]) -> String {
     format!("{}{}", table(&head, &rows), each(runs, facts))
 }
 
-/// Machine and build, as the run wrote them down when it began or went on last.
+/// Machine and build, as recorded when the run last started or resumed.
 fn facts(run: &PastRun) -> String {
     let facts = &run.history.facts;
     if facts.is_null() {
@@ -361,7 +361,7 @@ fn facts(run: &PastRun) -> String {
     table(&["Written by the run", ""], &rows)
 }
 
-/// Where things lay, and what a step was predicted to take.
+/// Placement of states and layers, and the predicted step time.
 fn plan(plan: &Value) -> String {
     if !plan.is_object() {
         return "unknown".into();

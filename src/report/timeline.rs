@@ -1,4 +1,4 @@
-//! A typical step of a run and its slowest one, as the timeline has them: how busy each part of the machine was, when.
+//! A typical step of a run and the slowest one, from the timeline: utilization of each part of the machine over time.
 
 use super::html::escape;
 use crate::disk::Dir;
@@ -11,23 +11,23 @@ use std::fmt::Write;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::Range;
 
-/// Lanes from top to bottom, and how the tracks that each unites begin; of several ranks those of the first.
+/// Lanes from top to bottom, with the prefixes of the tracks that each lane combines. In a run of several ranks, only the tracks of rank 0.
 const LANES: [(&str, &[&str]); 3] =
     [("Compute", &["compute"]), ("Copies", &["d2h", "h2d", "reduce", "gather"]), ("Optimizer on the CPU", &["adam-"])];
 const DRIVER: &str = "driver";
-/// Parts that a step is cut into.
+/// Number of time intervals in a step.
 const PARTS: usize = 300;
-/// Height of a lane, in units of its own.
+/// Height of a lane in SVG units.
 const HEIGHT: f64 = 100.0;
-/// A longer line is none of ours.
+/// Length limit in bytes of a line. Longer lines are not from this program.
 const LINE_BYTES_MAX: u64 = 4096;
 
-/// A step as it is drawn.
+/// A step and its utilization.
 #[derive(Debug)]
 pub(super) struct DrawnStep {
     pub(super) step: u64,
     pub(super) ms: f64,
-    /// Of each lane the share of its tracks that were busy in each part of the step.
+    /// For each lane, the fraction of its tracks that was busy in each time interval.
     lanes: [Vec<f64>; 3],
 }
 
@@ -37,7 +37,7 @@ struct TraceEvent {
     ph: String,
     name: String,
     tid: u64,
-    /// In microseconds.
+    /// Start in microseconds.
     #[serde(default)]
     ts: f64,
     #[serde(default)]
@@ -53,23 +53,23 @@ struct TraceArgs {
     index: u64,
 }
 
-/// What a first reading finds: tracks by their numbers, and when each step ran.
+/// Result of a first pass over the timeline: tracks by number, and the time range of each step.
 #[derive(Default)]
 struct Outline {
     drivers: Vec<u64>,
-    /// The lane of each track.
+    /// Index of the lane for each track.
     lanes: BTreeMap<u64, usize>,
     steps: Vec<(u64, Range<f64>)>,
-    /// When the compute stream's last span ends: a full track says nothing of later steps.
+    /// End of the compute stream's last span. A full track has no spans of later steps.
     until: f64,
 }
 
 impl DrawnStep {
-    /// The typical step and the slowest one in the timeline of the run in `dir`; none where it tells of fewer than three steps. The first one,
-    /// which warms up, does not count.
+    /// The typical and the slowest step in the timeline of the run in `dir`. Empty if the timeline has fewer than three steps. The first
+    /// step is a warm-up and is not considered.
     ///
     /// # Errors
-    /// `Io` when the timeline cannot be read, `Format` when its name is not a regular file's.
+    /// `Io` if the timeline cannot be read, `Format` if it is not a regular file.
     pub(super) fn of_run(dir: &Dir) -> Result<Vec<Self>> {
         let mut outline = Outline::default();
         each_event(dir, |event| outline.add(event))?;
@@ -86,7 +86,7 @@ impl DrawnStep {
         Ok(drawn.into_iter().map(|(step, _)| shared(step)).collect())
     }
 
-    /// Adds what of a span lies within the step.
+    /// Adds the part of a span that lies within the step.
     fn add(&mut self, lane: usize, event: &TraceEvent, within: &Range<f64>) {
         let part = (within.end - within.start) / PARTS as f64;
         let at = |us: f64| ((us - within.start) / part).clamp(0.0, PARTS as f64);
@@ -96,7 +96,7 @@ impl DrawnStep {
         }
     }
 
-    /// The step under the words `what`, a lane below another.
+    /// Draws the step under the title `what`, one lane below another.
     pub(super) fn draw(&self, what: &str) -> String {
         let mut lanes = String::new();
         for (idx, ((name, _), busy)) in LANES.iter().zip(&self.lanes).enumerate() {
@@ -146,7 +146,7 @@ impl Outline {
     }
 }
 
-/// Hands every event of the timeline to `each`; what is no event of ours is passed over.
+/// Calls `each` with every event of the timeline. Other lines are skipped.
 fn each_event(dir: &Dir, mut each: impl FnMut(TraceEvent)) -> Result<()> {
     let Some(file) = dir.open_log(TRACE.pattern)? else { return Ok(()) };
     let (mut lines, mut line) = (BufReader::new(file), Vec::new());

@@ -1,4 +1,4 @@
-//! What became of a run, in words.
+//! Describes the outcome of a run in words.
 
 use super::history::{History, WAITS};
 use super::html::{last_name, number};
@@ -7,10 +7,10 @@ use crate::simulate::outcome::of_a_large_product;
 use crate::units::Count;
 use serde_json::Value;
 
-/// Waiting for less than this share of the time is not worth a word.
+/// Fraction of time below which waiting is not mentioned.
 const WORTH_SAYING: f64 = 0.05;
 
-/// The sentence that matters: how far it came, what it learned, how fast, and what bound it.
+/// A summary sentence: progress, loss, speed, and bottleneck.
 pub(super) fn sentence(run: &PastRun) -> String {
     let history = &run.history;
     if history.steps == 0 {
@@ -24,7 +24,7 @@ pub(super) fn sentence(run: &PastRun) -> String {
     format!("{}; {loss}{}{}.", progress(run), tokens(history), bound(history).map_or(String::new(), |bound| format!("; {bound}")))
 }
 
-/// How many of its steps are done.
+/// The number of completed steps, compared to all steps.
 pub(super) fn progress(run: &PastRun) -> String {
     let last = run.history.last_step;
     match run.setup.as_ref().map(|setup| setup.max_steps) {
@@ -42,13 +42,13 @@ fn tokens(history: &History) -> String {
     if speed.is_finite() { format!(" over {} tokens, at {} tokens/s{work}", number(history.tokens), number(speed)) } else { String::new() }
 }
 
-/// What the time of the steps went to, in milliseconds: compute first, then waiting.
+/// Breakdown of the steps' time in milliseconds: compute first, then waiting.
 pub(super) fn time_shares(history: &History) -> Vec<(String, f64)> {
     let waits = WAITS.iter().zip(history.exposed_ms).map(|(what, ms)| (format!("waiting for {what}"), ms));
     std::iter::once(("compute and all else".to_string(), history.compute_ms())).chain(waits).collect()
 }
 
-/// What bound the speed, if the times are known.
+/// The bottleneck, if the times are known.
 pub(super) fn bound(history: &History) -> Option<String> {
     let shares = time_shares(history);
     let percent = |ms: f64| format!("{:.0}\u{a0}%", 100.0 * ms / history.total_ms);
@@ -66,7 +66,7 @@ pub(super) fn bound(history: &History) -> Option<String> {
     })
 }
 
-/// What was trained, on what, where: as much as is known.
+/// Model, data and device of the run, as far as they are known.
 pub(super) fn subject(run: &PastRun) -> String {
     let Some(setup) = &run.setup else { return "No checkpoint can be read, so model, data and settings are not known.".into() };
     let model = run.setting("model").as_str().map_or("the built-in model".into(), last_name);
@@ -79,7 +79,7 @@ pub(super) fn subject(run: &PastRun) -> String {
     parts.join(" · ")
 }
 
-/// The files that a checkpoint has written down, or else those that were asked for.
+/// The data files recorded in the checkpoint, or else those of the settings.
 fn files(recorded: &Value, asked: &Value) -> String {
     let named = |files: &Value, name: fn(&Value) -> Option<&str>| -> Vec<String> {
         files.as_array().into_iter().flatten().filter_map(name).map(last_name).collect()
@@ -93,7 +93,7 @@ fn files(recorded: &Value, asked: &Value) -> String {
     }
 }
 
-/// Milliseconds as people say them.
+/// Formats milliseconds with a readable unit.
 pub(super) fn duration(ms: f64) -> String {
     match ms / 1e3 {
         s if !s.is_finite() => "unknown".into(),
