@@ -20,7 +20,7 @@ class Page(html.parser.HTMLParser):
 
 def main():
     book = pathlib.Path(sys.argv[1]).resolve()
-    # The page for what is not found lies nowhere, so that its links begin at the root of a site.
+    # The page for missing addresses can be shown at any address, so its links start at the site's root.
     pages = {path: Page(path) for path in book.rglob("*.html") if path.name != "404.html"}
     wrong, count = [], 0
     for path, page in sorted(pages.items()):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds what is released, into a folder: the wheel, a tarball (program, manual pages, completions, licences), the list of what is in them (SBOM,
-# CycloneDX), where they come from (provenance, SLSA) and checksums.
+# Builds a release into a folder: the wheel, a tarball (program, manual pages, completions, licences), a software bill of materials (SBOM,
+# CycloneDX), the provenance (SLSA), and checksums.
 #
 #   packaging/build.sh OUT [x86_64|aarch64]
 #
-# The program needs no symbol of a C library newer than 2.17 (2014). Needs Rust and python3 with venv; maturin, zig, its C compiler and
-# linker for either machine, and deflate, which packs the wheel, are installed below target/.
+# The program runs with glibc 2.17 (2014) and newer. The script needs Rust and python3 with venv. It installs maturin, zig (its C compiler
+# and linker) and deflate (compression of the wheel) below target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 usage() { echo "usage: packaging/build.sh OUT [x86_64|aarch64]" >&2; exit 2; }
@@ -27,7 +27,7 @@ version=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml | head -n 1)
 
 if [ "$arch" != "$(uname -m)" ]; then
   [ -d "tests/$arch" ] || { echo "build: no emulator is known here for programs of $arch, which write their manual: build there" >&2; exit 1; }
-  # Rust's library for that machine, and its emulator; zig is the C compiler and linker.
+  # Rust's standard library for the target, and an emulator. zig is the C compiler and linker.
   eval "$("tests/$arch/install-tools.sh")"
   unset CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER CC_aarch64_unknown_linux_gnu
 fi
@@ -35,13 +35,14 @@ fi
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 
-# The package's page is the README, and the licences travel with it: they are put beside its description here, so that nothing is written twice.
+# README.md and the licences are part of the package: they are copied beside its description, so that they exist once in the repository.
 mkdir "$stage/wheel" "$stage/extension"
 cp -r packaging/python LICENSE-MIT LICENSE-APACHE "$stage/wheel/"
 python3 packaging/page.py README.md >"$stage/wheel/README.md"
 python3 packaging/notices.py "$target" >"$stage/wheel/python/superoffload/THIRD-PARTY-NOTICES.txt"
 sed "s|^manifest-path = .*|manifest-path = \"$PWD/Cargo.toml\"|" packaging/pyproject.toml >"$stage/wheel/pyproject.toml"
-# The extension module of superoffload.torch: the stable ABI makes one serve every Python, so that it travels in the program's wheel.
+# The extension module of superoffload.torch. It uses Python's stable ABI, so one module serves all Python versions and is part of the
+# wheel.
 CARGO_TARGET_DIR=$built maturin build --quiet --zig --compatibility manylinux_2_17 --profile dist --locked --target "$target" \
   --manifest-path packaging/torch/Cargo.toml --out "$stage/extension"
 python3 -m zipfile -e "$stage"/extension/*.whl "$stage/extension"

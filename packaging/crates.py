@@ -1,4 +1,4 @@
-"""The crates that the lock files pin, as far as the program and the extension module have them on a target."""
+"""The crates in the lock files that the program and the extension module use on a target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def linked(target: str) -> tuple[dict, list[dict], dict[str, set[str]]]:
-    """The program's own package, those that are linked into program or extension module, and which package uses which, by identifier."""
+    """Return the program's own package, the packages linked into the program or the extension module, and each package's users by identifier."""
     packages: dict[str, dict] = {}
     uses: dict[str, set[str]] = {}
     for manifest in ("Cargo.toml", "packaging/torch/Cargo.toml"):

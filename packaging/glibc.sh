@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints the newest version of the C library that a wheel of build.sh needs: of its program and its extension module.
+# Prints the newest glibc version that a wheel of build.sh needs, for its program and its extension module.
 #
 #   packaging/glibc.sh WHEEL
 set -euo pipefail

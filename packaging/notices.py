@@ -1,4 +1,4 @@
-"""The licences of the crates that are linked into the program and the extension module, with their texts: most ask to travel with binaries.
+"""Licence texts of the crates that are linked into the program and the extension module. Most licences require that binaries include them.
 
     packaging/notices.py TARGET > THIRD-PARTY-NOTICES.txt
 """
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def is_own(package: dict) -> bool:
-    """Crates of this repository, but not those of other authors that lie in it."""
+    """Whether a crate belongs to this project. Vendored crates of other authors do not."""
     return package["source"] is None and not package["authors"]
 
 
@@ -38,7 +38,7 @@ def texts(package: dict) -> list[str]:
 
 
 def without_text(package: dict) -> str:
-    """A crate that ships no text is taken under a licence whose text is this package's own."""
+    """Return the notice for a crate without a licence text: it is used under Apache-2.0, whose text is part of this package."""
     if "Apache-2.0" not in (package["license"] or ""):
         sys.exit(f"notices: {package['name']} ships no text of its licence, and that is {package['license']}: write it here")
     authors = ", ".join(package["authors"])

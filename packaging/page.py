@@ -1,4 +1,4 @@
-"""A document of this repository as a page that stands alone, as that of a package: without pictures, and without links to files that are not there.
+"""Converts a document of this repository to a self-contained page for a package: without pictures, and without relative links.
 
     packaging/page.py README.md
 """
@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-# A picture with its caption, which is a paragraph in italics.
+# A picture and its caption, a paragraph in italics.
 PICTURE = re.compile(r"^!\[[^]]*\]\([^)]*\)\n\n(?:\*[^*].*?\*\n\n)?", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^]]*)\]\((?!https?://|#)[^)]*\)")
 

@@ -1,10 +1,10 @@
-"""Where a release comes from, as an in-toto statement with SLSA's provenance: the commit, the digests of both lock files, the
-toolchain, the command, and the sha256 of each artefact.
+"""The provenance of a release as an in-toto statement in SLSA's format: the commit, the digests of both lock files, the toolchain, the command, and
+the sha256 of each artefact.
 
     packaging/provenance.py write COMMAND ARTEFACT... > superoffload.provenance.json
     packaging/provenance.py check STATEMENT
 
-`check` compares a statement with the artefacts beside it. A statement is not signed: it says from what a release was built, not by whom.
+`check` compares a statement with the artefacts in the same folder. A statement is not signed: it does not prove its author.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILDER = "pkg:cargo/superoffload#packaging/build.sh"
 LOCKS = ("Cargo.lock", "packaging/torch/Cargo.lock")
-# Each says its own version; zig and maturin are those of PATH, which build.sh has put there.
+# Commands that print the versions of the tools. build.sh has put zig and maturin on PATH.
 TOOLS = (["rustc", "--version"], ["cargo", "--version"], ["maturin", "--version"], ["python-zig", "version"])
 
 
@@ -48,7 +48,7 @@ def statement(command: str, artefacts: list[Path]) -> dict:
 
 
 def source() -> dict:
-    """The commit, and what differs from it; without a clone SUPEROFFLOAD_COMMIT, which the program tells, too."""
+    """Return the commit and the files that differ from it. Outside of a clone, the commit is that of SUPEROFFLOAD_COMMIT."""
     named = os.environ.get("SUPEROFFLOAD_COMMIT")
     changed = [] if named else said(["git", "status", "--porcelain", "--untracked-files=no"]).splitlines()
     commit = {"name": "source", "digest": {"gitCommit": named or said(["git", "rev-parse", "HEAD"])}}
@@ -73,7 +73,7 @@ def check(path: Path) -> None:
 
 
 def subjects(path: Path) -> list[tuple[str, str]]:
-    """The artefacts that a statement names, and their digests."""
+    """Return the names and digests of the artefacts in a statement."""
     try:
         told = json.loads(path.read_bytes())
         if (told["_type"], told["predicateType"]) == (STATEMENT, PROVENANCE) and told["subject"]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One JSON line about packages that build.sh has made: record.py COMMAND ARCH WHEEL PROGRAM [NAME=SECONDS...]"""
+"""Prints a JSON line about packages of build.sh: record.py COMMAND ARCH WHEEL PROGRAM [NAME=SECONDS...]"""
 
 import datetime
 import json

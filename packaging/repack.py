@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Packs a wheel anew, in its place: the same files under the same names, deflated by libdeflate, which searches longer than zlib's level 9 does.
-What was 11.0 MB is 10.6. Needs the package `deflate`.
+"""Compresses a wheel again, in place, with the same files. Uses libdeflate, which compresses better than zlib's level 9: 10.6 MB instead of 11.0 MB.
+Needs the package `deflate`.
 
     packaging/repack.py WHEEL
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from deflate import deflate_compress
 
 LEVEL = 12
-# From the description of the format (APPNOTE.TXT 6.3): a file's header, its entry in the directory, the directory's end.
+# From the format's specification (APPNOTE.TXT 6.3): local file header, central directory entry, end of central directory.
 LOCAL = struct.Struct("<4s5H3L2H")
 CENTRAL = struct.Struct("<4s6H3L5H2L")
 END = struct.Struct("<4s4H2LH")
 VERSION = 20
 DEFLATED = 8
-# Attributes are those of Unix.
+# File attributes are those of Unix.
 MADE_ON_UNIX = 3 << 8 | VERSION
 
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def copy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, out) -> bytes:
-    """Writes one file; returns its entry in the directory."""
+    """Write one file, and return its entry for the central directory."""
     content, name, begin = archive.read(info), info.filename.encode(), out.tell()
     data = deflate_compress(content, LEVEL)
     year, month, day, hour, minute, second = info.date_time
@@ -49,7 +49,7 @@ def copy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, out) -> bytes:
 
 
 def compare(wheel: Path, packed: Path) -> None:
-    """Whether both hold the same, as Python's own reader sees it, which checks every checksum."""
+    """Check with Python's own reader that both archives have the same contents. The reader verifies all checksums."""
 
     def held(path: Path) -> list[tuple]:
         with zipfile.ZipFile(path) as archive:

@@ -1,5 +1,5 @@
-"""What a release is made of, as CycloneDX JSON: the crates that the lock files pin, as far as the program and the extension
-module have them on a target.
+"""Software bill of materials of a release in CycloneDX JSON: the crates in the lock files that the program and the extension module use on a
+target.
 
     packaging/sbom.py TARGET > superoffload.cdx.json
 """
@@ -35,7 +35,7 @@ def component(package: dict, kind: str) -> dict:
         "name": package["name"],
         "version": package["version"],
         "purl": purl(package),
-        # What a path leads to has this repository's licence.
+        # Crates inside this repository have this repository's licence.
         "licenses": [{"expression": (package["license"] or "MIT OR Apache-2.0").replace("/", " OR ")}],
     }
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the packages for Arm on an x86-64 machine, checks what they say of themselves, and has the wheel's program train the demo in an emulator to
-# the bits that this machine's gets. Prints a JSON line with sizes.
+# Builds the packages for aarch64 on an x86-64 machine and checks their descriptions. Trains the demo with the wheel's program in an
+# emulator, and compares the digest with that of this machine. Prints a JSON line with sizes.
 #
 #   packaging/test-aarch64.sh [RECORD]
 #
-# RECORD: a file that gets the line appended. It compares with what test.sh has left: run that first. SUPEROFFLOAD_AARCH64_PYTHON: a command that
-# starts a Python for Arm, in which the extension module is tested.
+# RECORD: a file to which the line is appended. Run packaging/test.sh first, because the comparison needs its program.
+# SUPEROFFLOAD_AARCH64_PYTHON: a command that starts a Python for aarch64, in which the extension module is tested.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -le 1 ] || { echo "usage: packaging/test-aarch64.sh [RECORD]" >&2; exit 2; }

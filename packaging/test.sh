@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the packages, checks what they say of themselves, and uses them as a person does who has nothing but Python: in a bare environment that
-# nobody activates the wheel trains the demo, its Python package passes its tests, the tarball has the same program, and cargo installs it from the
-# clone. Prints a JSON line with sizes and times.
+# Builds the packages, checks their descriptions, and uses them like a user who only has Python. In an environment that is never activated,
+# the wheel trains the demo, and its Python package passes its tests. The tarball has the same program, and cargo installs the program from
+# the clone. Prints a JSON line with sizes and times.
 #
 #   packaging/test.sh [RECORD]
 #
-# RECORD: a file that gets the line appended.
+# RECORD: a file to which the line is appended.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -le 1 ] || { echo "usage: packaging/test.sh [RECORD]" >&2; exit 2; }
@@ -22,13 +22,14 @@ read -ra times <<<"$(packaging/first-start.sh "$wheel" "$work/bare")"
 [ "${#times[@]}" = 2 ] || give_up "the demo does not train from the wheel"
 clean=(env -i HOME="$work/home" PATH=/usr/bin:/bin)
 mkdir "$work/home"
-# The commit that provenance names is the one that the program tells.
+# The provenance and the program have the same commit.
 version=$("${clean[@]}" "$work/bare/bin/superoffload" --version)
 [[ $version = *"$(git rev-parse HEAD)"* ]] || give_up "the program is of another commit: $version"
 "${clean[@]}" "$work/bare/bin/superoffload" selftest --device cpu kernels/swiglu kernels/adam
 "${clean[@]}" "$work/bare/bin/python" -W ignore -m unittest discover -s packaging/python/tests
 
-# superoffload.torch, where a Python has torch: the wheel lies beside that Python's packages. Lints, since the workspace's do not reach the crate.
+# superoffload.torch is tested if a Python with torch is available; the wheel is installed outside of that Python's packages. Lints the
+# crate, too, because it is not part of the workspace.
 torch_python=${SUPEROFFLOAD_TORCH_PYTHON:-python3}
 if "$torch_python" -c 'import torch' 2>/dev/null; then
   "$torch_python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$work/beside-torch" "$wheel"
@@ -49,7 +50,7 @@ cmp "$unpacked/bin/superoffload" "$work/bare/bin/superoffload" || give_up "tarba
 "$work/bare/bin/pip" uninstall --quiet --disable-pip-version-check --yes superoffload
 [ ! -e "$work/bare/bin/superoffload" ] || give_up "pip leaves the program behind"
 
-# cargo installs it from a clone, with the patch of the driver's build script; without optimization, which is not what this is about.
+# cargo installs the program from a clone, with the patched build script of the driver. Built without optimization, to save time.
 export CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_DEBUG=0
 began=$SECONDS
 cargo install --quiet --locked --git "file://$PWD" --rev "$(git rev-parse HEAD)" --root "$work/cargo" superoffload

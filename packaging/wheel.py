@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes a wheel of a program that is built already, in seconds and with Python alone: what the released wheel holds, but for the extension module of
-superoffload.torch. Its name says that it is for machines like this one: nothing was linked against an old C library.
+"""Makes a wheel from a compiled program in seconds, with Python alone. It has the files of the released wheel except for the extension module of
+superoffload.torch. Its name restricts it to similar machines, because the program is not linked against an old glibc.
 
     packaging/wheel.py PROGRAM OUT           # prints the wheel's path
-    packaging/wheel.py --compare WHEEL       # exits 1 where the metadata of a released wheel is not what is written here
+    packaging/wheel.py --compare WHEEL       # exits 1 if the metadata of a released wheel differs from this script's
 """
 
 import email
@@ -50,7 +50,7 @@ def write(program: Path, out: Path) -> Path:
             archive.write(path, name)
         for name, text in texts.items():
             archive.writestr(name, text)
-        # Without digests: who installs it has just made it.
+        # Without digests, because the wheel is installed by its maker.
         record = f"{info}/RECORD"
         archive.writestr(record, "".join(f"{name},,\n" for name in [*files, *texts, record]))
     return wheel
@@ -83,7 +83,7 @@ def compare(wheel: Path) -> None:
 
 
 def parts(text: str) -> set[tuple[str, str]]:
-    """Fields, and the page."""
+    """Return the metadata fields and the page."""
     message = email.message_from_string(text)
     return {*message.items(), ("page", message.get_payload().strip())}
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Compiles ptx/transformer/*.cu to ptx/generated/*.ptx.zst. With --check it compares the text instead, and fails if one differs.
+# Compiles ptx/transformer/*.cu to ptx/generated/*.ptx.zst. With --check, compares the generated text with the committed text, and fails if
+# a file differs.
 #
 #   ptx/build.sh [--check] [NVCC]
 #
-# NVCC is the compiler; without it, the one in PATH; without that, the release that install-tools.sh installs. Another release compiles to other text.
-# `zstd -d` unpacks a generated file for reading.
+# NVCC is the compiler; by default, the one in PATH, or else the release that install-tools.sh installs. Another release generates other
+# text. `zstd -d` unpacks a generated file for reading.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -15,13 +16,13 @@ nvcc=${1-$(command -v nvcc || true)}
 [ -n "$nvcc" ] || nvcc=$tools/nvcc
 python=$here/../target/cuda-tools/bin/python3
 
-# Plain compute_80: every GPU since Ampere compiles it; what is called *_sm89 is for Ada and later, *_sm90a for Hopper alone. No contraction: every fused operation is written as one, so that results
-# are those of the CPU.
+# Target compute_80 runs on every GPU since Ampere. Files named *_sm89 need Ada or later, and files named *_sm90a need Hopper. Without
+# contraction, only explicit fused operations are fused, so that results are bit-identical to those of the CPU.
 flags=(-ptx -std=c++17 -O3 -fmad=false --restrict)
 
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
-# Names of file-local symbols depend on the path as given, so it is a relative one.
+# The names of file-local symbols depend on the given path, so the path is relative.
 cd "$here/transformer"
 status=0
 for source in *.cu; do
@@ -30,8 +31,8 @@ for source in *.cu; do
   [[ $source != *_sm89.cu ]] || arch=compute_89 version=8.1
   [[ $source != *_sm90a.cu ]] || arch=compute_90a
   "$nvcc" "${flags[@]}" -arch=$arch "$source" -o "$made/raw"
-  # Comments differ between hosts of one release. nvcc names its own version of PTX; that of the kernels by hand is enough, and
-  # check.sh fails where it is not; Ada's conversions to 8 bits came one later.
+  # Comments differ between hosts of the same release. nvcc writes its own PTX version, which is replaced by that of the hand-written
+  # kernels, or by the next one for Ada's conversions to 8 bits. check.sh fails if that version is too low.
   sed -e '/^[[:space:]]*\/\//d' -e "s/^\.version .*/.version $version/" "$made/raw" >"$made/$ptx"
   packed=../generated/$ptx.zst
   if [ -z "$check" ]; then

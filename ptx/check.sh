@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Assembles every kernel for every generation since Ampere, those called *_sm89 since Ada, and *_sm90a for Hopper, prints what each needs and compares it with
-# resources.golden. Fails on
-# a difference, on a register that spills, on a stack, and on arithmetic that leaves its rounding or fusing to the assembler.
+# Assembles every kernel for every GPU generation since Ampere (*_sm89 since Ada, *_sm90a for Hopper only), prints the resources of each
+# kernel, and compares them with resources.golden. Fails if they differ, if a register spills, if a kernel uses a stack, or if an arithmetic
+# instruction leaves rounding or fusing to the assembler.
 #
 #   ptx/check.sh [--update] [PTXAS]
 #
-# PTXAS is the assembler; without it, the one in PATH; without that, what install-tools.sh installs.
+# PTXAS is the assembler; by default, the one in PATH, or else the one that install-tools.sh installs.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 # A100; RTX 30 and A10; RTX 40 and L40; H100, H200 and GH200; B200; RTX 50.
@@ -15,7 +15,7 @@ update=
 if [ "${1-}" = --update ]; then update=1; shift; fi
 ptxas=${1-$(command -v ptxas || true)}
 
-# Generated kernels are unpacked beside those by hand.
+# Unpack the generated kernels beside the hand-written ones.
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 tools=$("$here/install-tools.sh")
@@ -31,8 +31,8 @@ if grep -nE '\b(add|sub|mul|fma|mad|div|sqrt)\.(f16|f32|f64|ftz|sat|approx|full)
   exit 1
 fi
 
-# One line a kernel of a file, for one generation. ptxas tells of a kernel in three lines: its name and generation, its stack and
-# spills, its registers.
+# Prints one line per kernel of a file, for one generation. ptxas describes a kernel in three lines: name and generation, stack and spills,
+# registers.
 resources() {
   local file=$1 arch=$2 log
   log=$("$ptxas" -arch="$arch" -v "$file" -o /dev/null 2>&1) || { echo "$log" >&2; echo "ptx/$file does not assemble for $arch" >&2; return 1; }
@@ -56,7 +56,7 @@ for file in *.ptx generated/*.ptx; do
 done | xargs -P "$(nproc)" -L 1 bash -c 'resources "$@"' resources >"$made/needs"
 if awk '$6 + $7 > 0 { print "spills, or has a stack: " $2 " on " $3; found = 1 } END { exit !found }' "$made/needs" >&2; then exit 1; fi
 
-# One line a kernel: shared memory, and registers by generation.
+# One line per kernel: shared memory, and registers by generation.
 LC_ALL=C sort "$made/needs" | awk -v generations="$generations" '
   function line(file, kernel, shared) {
     printf "%-30s %-34s %6s", file, kernel, shared

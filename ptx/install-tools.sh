@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Installs the pinned CUDA compiler, the assembler and the packer of generated PTX from Python wheels below target/, and prints the folder that
-# holds compiler and assembler.
-# Needs python3 with venv, and a package index the first time; no GPU, no driver, no CUDA toolkit.
+# Installs the pinned CUDA compiler, the assembler and the compressor for generated PTX from Python wheels below target/, and prints the
+# folder with compiler and assembler. Needs python3 with venv, and a package index on the first run. Needs no GPU, driver or CUDA toolkit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# 13.0 is what the checked-in kernels were compiled with; a library of it needs its own release.
+# The committed kernels were compiled with CUDA 13.0. The wheels of one CUDA release have different patch versions.
 wheels=(
   nvidia-cuda-nvcc==13.0.88
   nvidia-nvvm==13.0.88

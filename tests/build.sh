@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# What a build costs, and how large the program is: appends a JSON line to tests/campaigns/build.jsonl for each COMMIT, or for HEAD.
+# Measures the cost of a build and the size of the program. Appends a JSON line to tests/campaigns/build.jsonl for each COMMIT, or for HEAD.
 #
 #   tests/build.sh [COMMIT...]
 #
-# Seconds are CPU time of the compiler for the crates of this repository, in a release build: other work on the machine hardly changes
-# them, and what other crates take is not counted. The program's size is told with debug information and without. The build lies in
-# target/build-record.
+# The cost is the compiler's CPU time for the crates of this repository in a release build, which other work on the machine hardly changes.
+# Other crates are not counted. The program's size is measured with and without debug information. The build folder is target/build-record.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$PWD/tests/campaigns/build.jsonl
@@ -13,7 +12,7 @@ export CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target/buil
 work=$(mktemp -d)
 trap 'git worktree remove --force "$work/tree" 2>/dev/null || true; rm -rf "$work"' EXIT
 
-# Cargo has it run the compiler for our crates alone; its times go to a file, in seconds.
+# Cargo uses this wrapper for the compiler of the workspace's crates. It appends the compiler's CPU time in seconds to a file.
 cat >"$work/rustc" <<'WRAPPER'
 #!/usr/bin/env bash
 TIMEFORMAT='%U %S'
@@ -25,7 +24,7 @@ export RUSTC_WORKSPACE_WRAPPER=$work/rustc TIMES=$work/times
 
 [ $# -gt 0 ] || set -- HEAD
 for commit; do
-  # A place where nothing of ours was ever built.
+  # A new path, for which Cargo has no cached builds of the workspace's crates.
   git worktree add --quiet --detach "$work/tree" "$commit"
   : >"$TIMES"
   (cd "$work/tree" && cargo build --quiet --release --locked --package superoffload --bin superoffload)

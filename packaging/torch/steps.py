@@ -1,4 +1,4 @@
-"""Ten clipped steps by an extension module, without torch, and the digest of what they leave: one digest on every machine.
+"""Runs ten clipped steps with the extension module, without torch, and prints a digest of the results. It is the same on all machines.
 
     packaging/torch/steps.py _cpu_adam.abi3.so
 """

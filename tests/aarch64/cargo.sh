@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# cargo for aarch64: `tests/aarch64/cargo.sh test --package superoffload`.
+# Runs cargo for aarch64: `tests/aarch64/cargo.sh test --package superoffload`.
 set -euo pipefail
 environment=$("$(dirname "$0")/install-tools.sh")
 eval "$environment"

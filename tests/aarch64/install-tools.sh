@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes this x86-64 machine build for aarch64 and run what it built: a cross linker, qemu's user-mode emulator, and the standard
-# library of the rustc in use. Prints the exports that cargo needs: eval "$(tests/aarch64/install-tools.sh)".
+# Installs the tools to build and run aarch64 programs on this x86-64 machine: a cross linker, qemu's user-mode emulator, and the standard
+# library for the current rustc. Prints the exports that cargo needs: eval "$(tests/aarch64/install-tools.sh)".
 #
-# Needs apt-get as root, unless linker and emulator are there, and rustup. Where rustup cannot download, the library is built from
+# Needs rustup, and apt-get as root unless linker and emulator are installed. If rustup cannot download the library, it is built from
 # Debian's package of rustc's sources, or from SUPEROFFLOAD_RUST_LIBRARY, the `library` folder of exactly this release.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -23,8 +23,8 @@ install_packages() {
 
 has_std() { compgen -G "$1/lib/rustlib/$target/lib/libstd-*.rlib" >/dev/null; }
 
-# download_sources VERSION FOLDER: Debian's rust-src of that release, from whichever suite has it. An apt of its own reads the
-# lists of suites that this machine does not follow; nothing of them is installed.
+# download_sources VERSION FOLDER: downloads Debian's rust-src of this release from any suite. Uses a separate apt configuration with the
+# package lists of other suites, and installs nothing.
 download_sources() {
   local version=$1 folder=$2 mirror suite package
   mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2>/dev/null ||
@@ -46,7 +46,7 @@ download_sources() {
   return 1
 }
 
-# build_std VERSION FOLDER: a sysroot with the target's library alone; the compiler's own is left as it is.
+# build_std VERSION FOLDER: creates a sysroot with only the target's library. The compiler's own sysroot is not changed.
 build_std() {
   local version=$1 sysroot=$2 work library
   work=$(mktemp -d)
@@ -58,7 +58,7 @@ build_std() {
   mkdir -p "$work/empty/src"
   : >"$work/empty/src/lib.rs"
   printf '[package]\nname = "empty"\nedition = "2024"\n[workspace]\n' >"$work/empty/Cargo.toml"
-  # A compiler may build its own library with unstable features; the project itself is built as on stable.
+  # A compiler may build its own library with unstable features. The project itself is built as on stable.
   (cd "$work/empty" && env -u RUSTFLAGS -u CARGO_TARGET_DIR RUSTC_BOOTSTRAP=1 __CARGO_TESTS_ONLY_SRC_ROOT="$library" \
     cargo build --quiet --release --target $target -Zbuild-std=std,panic_abort,panic_unwind,proc_macro,test) >&2
   mkdir -p "$sysroot/lib/rustlib/$target/lib"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the records of every campaign anew: `tests/campaign/run-all.sh OUT.jsonl [MINUTES [SEED]]`, 60 minutes unless told. Then, to
-# publish: move OUT.jsonl to tests/campaigns/reliability.jsonl and write docs/reliability.md by `--report`, as this prints at the end.
-# It wants the machine for itself: other work makes runs that wait for a moment miss it, and none fail.
+# Creates the records of all campaigns: `tests/campaign/run-all.sh OUT.jsonl [MINUTES [SEED]]`, 60 minutes by default. To publish the
+# records, move OUT.jsonl to tests/campaigns/reliability.jsonl and write docs/reliability.md with `--report`; the script prints the commands
+# at the end. Run it on an idle machine: other work makes runs miss the moment that they wait for, which does not make them fail.
 set -euo pipefail
 out=$(realpath "${1:?usage: run-all.sh OUT.jsonl [MINUTES [SEED]]}") minutes=${2:-60} seed=${3:-0}
 cd "$(dirname "$0")/../.."

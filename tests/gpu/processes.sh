@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Two processes with a GPU each have the digest of one process with both, over TCP and by NCCL: on a machine with two GPUs, without cargo.
+# Compares the digests of two processes, over TCP and NCCL, with the digest of one process with all GPUs. Needs a machine with two GPUs.
+# Does not need cargo.
 #
 #   [EACH=N] tests/gpu/processes.sh DIR [TRANSPORT...]
 #
-# DIR holds the program `superoffload`; what else is installed is found as ever. TRANSPORT: tcp, nccl (both). EACH: GPUs of each process (1); from
-# 2 on also with groups of so many gradient shares, and weights shared by each process's GPUs. Weights shared by all GPUs are tried, too. Prints a line
-# for each run; exits 1 if one had another digest or failed.
+# DIR has the program `superoffload`. TRANSPORT is tcp or nccl; both by default. EACH is the number of GPUs per process; 1 by default. From
+# 2 on, the script also tests groups of EACH gradient shares, and weights sharded over each process's GPUs. Weights sharded over all GPUs
+# are tested, too. Prints a line for each run. Exits with 1 if a digest differs or a run fails.
 set -euo pipefail
 
 program=$(cd "${1:?usage: tests/gpu/processes.sh DIR [TRANSPORT...]}" && pwd)/superoffload
@@ -18,7 +19,7 @@ each=${EACH:-1}
 all=$((2 * each))
 failed=0 port=$((20000 + RANDOM % 10000))
 
-# Layers that a GPU's pages can be saved of, where the weights are shared.
+# A model with layers of several GPU memory pages, so that sharding the weights can save pages.
 mkdir "$work/wide"
 cat >"$work/wide/config.json" <<'END'
 {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2816,
@@ -29,14 +30,14 @@ END
 cat "$(dirname "$0")"/*.rs >"$work/text.txt"
 wide=(--model "$work/wide" --init random --data "$work/text.txt" --max-grad-norm 8.5)
 
-# train NAME LOG FLAG...: a run whose clips are about half of its steps.
+# train NAME LOG FLAG...: a run in which about half of the steps are clipped.
 train() {
   timeout 120 "$program" train --device cuda --gradient-shares $all --max-steps 12 --per-device-train-batch-size 2 --seq-length 256 \
     --learning-rate 0.01 --bucket-mib 0.25 --save-steps 6 --digest --output-dir "$work/$1" "${@:3}" >"$2" 2>&1
 }
 digest() { sed -n 's/^digest: //p' "$1"; }
 
-# Strategy, gradients (each by itself, or in groups) and where weights lie.
+# Strategy, gradients (sent one by one, or in groups), and placement of the weights.
 for kind in {superoffload,zero-offload,no-offload}:{each,group}:replicated superoffload:group:sharded {superoffload,no-offload}:each:fully-sharded; do
   IFS=: read -r strategy sums weights <<<"$kind"
   case $each:$sums:$weights in 1:group:* | 1:*:sharded) continue ;; esac

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can show, without cargo:
+# Checks that need a GPU, without cargo:
 #
 #   tests/gpu/verify.sh DIR [CHECK...]
 #
-# DIR holds the program `superoffload` and the test binary `main`, whose path `cargo test --release --no-run` prints. Runs the program's
-# conformance suite, and that of several GPUs, which says how much it skipped where there is one, also as GPUs that cannot read each other's
-# memory; kernels in small sizes, and all GPUs, under tools of compute-sanitizer; trainings on the GPU that are killed and go on to the same
-# bits; and, where there are four GPUs, the program on one, two and four, whose ranks fail, stand still and are stopped. Prints a line for each;
-# exits 1 if one failed or could not be run. CHECK: only those of conformance, peers, peers-staged, memcheck, memcheck-peers, initcheck,
-# racecheck, racecheck-attention, racecheck-tables, killed-runs, ranks.
-# SECONDS_EACH=N ends each after N seconds (600). CUDA_LIBRARIES=DIR has NVIDIA's libraries there, a newer cuBLAS for example, come first.
+# DIR has the program `superoffload` and the test binary `main`, whose path `cargo test --release --no-run` prints. The script runs:
+# - the program's conformance suite
+# - the conformance suite for several GPUs, also with peer access disabled; on one GPU it reports the number of skipped cases
+# - small kernels, and all GPUs, under compute-sanitizer
+# - GPU trainings that are killed and resume bit-identically
+# - on four GPUs: runs with one, two and four ranks, in which ranks fail, stall and are stopped
+#
+# Prints a line for each check. Exits with 1 if a check fails or cannot run. CHECK selects from conformance, peers, peers-staged, memcheck,
+# memcheck-peers, initcheck, racecheck, racecheck-attention, racecheck-tables, killed-runs, ranks. SECONDS_EACH=N is the time limit of a
+# check (600). CUDA_LIBRARIES=DIR is searched first for NVIDIA's libraries, for example for a newer cuBLAS.
 set -euo pipefail
 
 dir=$(cd "${1:?usage: tests/gpu/verify.sh DIR [CHECK...]}" && pwd)
@@ -22,7 +25,7 @@ done
 logs=$(mktemp -d)
 failed=0
 
-# check NAME COMMAND...: runs it, says how it ended, and shows the end of its log if it failed.
+# check NAME COMMAND...: runs the command, prints the outcome, and prints the end of its log after a failure.
 check() {
   local name=$1 began=$SECONDS code=0
   shift
@@ -43,25 +46,25 @@ check peers "${suite[@]}" peers/
 cc -shared -fPIC -o "$logs/no_peers.so" "$(dirname "$0")/no_peers.c"
 check peers-staged env LD_PRELOAD="$logs/no_peers.so" "${suite[@]}" peers/
 
-# Where it is neither on the PATH nor in the usual place, running it fails and says so.
+# If compute-sanitizer is neither on PATH nor in its usual place, the check fails with that message.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-# sanitize CHECK ARGUMENT...: a tool, or a tool and what it gets.
+# sanitize CHECK ARGUMENT...: runs a tool of compute-sanitizer. CHECK begins with the tool's name.
 sanitize() { check "$1" "$sanitizer" --tool "${1%%-*}" --error-exitcode 1 "${suite[@]}" --small "${@:2}"; }
 sanitize memcheck kernels
 sanitize memcheck-peers peers/all
 sanitize initcheck kernels
-# Only kernels that are ours: it reports hazards in cuDNN's (9.19), and takes minutes for cuBLASLt's products and for the plain attention,
-# of which it gets two shapes.
+# Only this project's kernels: racecheck reports hazards in cuDNN's kernels (9.19), and takes minutes for cuBLASLt's products and for the
+# plain attention. Two shapes of the plain attention are checked separately.
 sanitize racecheck kernels --skip kernels/matmul --skip kernels/attention --skip "by cuBLASLt"
 sanitize racecheck-attention --attention plain "2x64 tokens" "3x70 tokens"
-# It ends in cuBLASLt's products of experts with an error of its own (2025.3): the kernels that write their tables run alone where there is no row.
+# racecheck itself fails in cuBLASLt's grouped products (2025.3), so the kernels that write their tables run without any rows.
 if [ -n "${CUDA_LIBRARIES:-}" ]; then
   sanitize racecheck-tables "segments [0, 0, 0], by cuBLASLt"
 elif [[ " ${wanted[*]} " == *" racecheck-tables "* ]]; then
   echo "skipped racecheck-tables: CUDA_LIBRARIES names no cuBLASLt from 13.8 on"
 fi
 
-# Of the tests that start the program those that compare a device with itself.
+# Tests that start the program and compare a device with itself.
 export SUPEROFFLOAD_PROGRAMS=$dir SUPEROFFLOAD_DEVICE=cuda
 check killed-runs "$dir/main" --test-threads=1 resume::kill_9 resume::gradient_accumulation resume::a_run_whose_weights_stream \
   faults::a_step faults::a_worker faults::data_that run_dir::a_second

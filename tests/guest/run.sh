@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the tests of tests/memory.rs in an arm64 guest with two memory nodes, the second without CPUs: run.sh KERNEL
+# Runs tests/memory.rs in an arm64 virtual machine with two NUMA nodes, the second without CPUs: run.sh KERNEL
 #
-# KERNEL is an arm64 Image with CONFIG_NUMA and CONFIG_HUGETLBFS (Debian's have them: vmlinuz of linux-image-cloud-arm64).
-# Needs what tests/aarch64/install-tools.sh installs, QEMU's arm64 machine, a busybox for cpio, and a static one of arm64:
+# KERNEL is an arm64 Image with CONFIG_NUMA and CONFIG_HUGETLBFS, such as Debian's vmlinuz of linux-image-cloud-arm64. Needs the tools of
+# tests/aarch64/install-tools.sh, QEMU's arm64 machine, a busybox for cpio, and a static arm64 busybox:
 #   apt install qemu-system-arm busybox && dpkg --add-architecture arm64 && apt download busybox-static:arm64 && dpkg -x ...
-# QEMU, BUSYBOX and GUEST_BUSYBOX name other programs.
+# QEMU, BUSYBOX and GUEST_BUSYBOX override the paths of these programs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kernel=${1:?usage: run.sh KERNEL}
@@ -21,7 +21,7 @@ tests=$(executable main)
 
 mkdir -p "$work/root"/{bin,lib,proc,sys,dev,tmp} "$work/root/$(dirname "$program")"
 cp "$guest_busybox" "$work/root/bin/busybox"
-# The tests find the program where it was built.
+# The tests look for the program at the path where it was built.
 cp "$program" "$work/root/$program"
 cp "$tests" "$work/root/tests"
 aarch64-linux-gnu-strip "$work/root/$program" "$work/root/tests"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs what threads meet in, in every order that the memory model allows, by loom: `tests/threads/loom.sh OUT [PREEMPTIONS]`, with
-# at most so many switches between threads that could both go on, 2 unless told: beyond, hours.
-# Leaves a line of JSON for each test in OUT, in place of those of an earlier run. Exits with 1 if one fails.
+# Runs the thread interactions in every order that the memory model allows, with loom: `tests/threads/loom.sh OUT [PREEMPTIONS]`.
+# PREEMPTIONS is the maximum number of involuntary thread switches in an execution; 2 by default, because more take hours. Replaces the JSON
+# lines of an earlier run in OUT by one line per test. Exits with 1 if a test fails.
 set -euo pipefail
 out=$(realpath "${1:?usage: loom.sh OUT [PREEMPTIONS]}") preemptions=${2:-2}
 cd "$(dirname "$0")/../.."
-# A build of its own: the flag reaches every crate.
+# A separate build folder, because the flag applies to all crates.
 export RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/loom
 binary=$(cargo test --no-run --lib --no-default-features 2>&1 | tee /dev/stderr | sed -n 's/^ *Executable .* (\(.*\))$/\1/p')
 tool="loom $(sed -n '/^name = "loom"$/{n;s/version = "\(.*\)"/\1/p}' Cargo.lock)"

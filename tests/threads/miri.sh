@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs what threads meet in, and what says whose memory is, under Miri, which interprets it and stops at undefined behaviour, data races
-# among it: `tests/threads/miri.sh OUT [SEEDS]`, each test as often as there are seeds, 2 unless told, which switch threads differently.
-# Leaves a line of JSON for each group of tests in OUT, in place of those of an earlier run. Exits with 1 if one fails.
-# Needs a nightly toolchain with the components miri and rust-src. System calls and vector instructions are beyond Miri.
+# Runs the tests of thread interactions and memory ownership under Miri, an interpreter that detects undefined behaviour, including data
+# races: `tests/threads/miri.sh OUT [SEEDS]`. Each test runs once per seed, and seeds switch threads differently; 2 by default. Replaces the
+# JSON lines of an earlier run in OUT by one line per group of tests. Exits with 1 if a test fails. Needs a nightly toolchain with the
+# components miri and rust-src. Miri does not support system calls and vector instructions.
 set -euo pipefail
 out=$(realpath "${1:?usage: miri.sh OUT [SEEDS]}") seeds=${2:-2}
 cd "$(dirname "$0")/../.."
@@ -14,7 +14,7 @@ failures=0
 for group in bucket:: engine::coordinator:: host::doorbell:: host::pool:: device::cpu::stream::; do
   start=$SECONDS failed=0 runs=0
   for ((seed = 0; seed < seeds; seed++)); do
-    # Spans read the clock.
+    # Trace spans read the clock, which Miri's isolation forbids.
     log=$(MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-seed=$seed" cargo +nightly miri test --lib --no-default-features \
       --features stv,deadline-order,repartition,weight-flow -- "$group" 2>&1) || { ((failed += 1)); tail -n 60 <<<"$log" >&2; }
     runs=$((runs + $(grep -c '^test .* \.\.\. ok$' <<<"$log" || true)))

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the cases of this folder in a guest with a real resctrl: run.sh [KERNEL]
+# Runs the tests of this folder in a virtual machine with a real resctrl: run.sh [KERNEL]
 #
-# KERNEL is any x86-64 bzImage with CONFIG_X86_CPU_RESCTRL (Debian's have it); the running one's by default.
-# Needs cargo, a C compiler, QEMU 11 or newer with its firmware, and a static busybox; on Debian 13:
+# KERNEL is any x86-64 bzImage with CONFIG_X86_CPU_RESCTRL, such as Debian's; by default, the running kernel. Needs cargo, a C compiler,
+# QEMU 11 or newer with its firmware, and a static busybox; on Debian 13:
 #   apt install gcc busybox-static linux-image-cloud-amd64 && apt install -t trixie-backports qemu-system-x86
-# QEMU and BUSYBOX name other programs. No KVM: the plugin that stands in for RDT needs QEMU's translator.
+# QEMU and BUSYBOX override the paths of these programs. KVM is not used: the plugin that emulates RDT needs QEMU's translator.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 kernel=${1:-/boot/vmlinuz-$(uname -r)}
@@ -14,7 +14,7 @@ target=x86_64-unknown-linux-gnu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# Static, so that they run without the libraries of this machine.
+# Statically linked, so that they run without shared libraries.
 build() { (cd "$here/../.." && RUSTFLAGS="-C target-feature=+crt-static" cargo "$@" --package superoffload-resctrl --target $target --message-format=json); }
 executable() { sed -n "s/.*\"name\":\"$1\".*\"executable\":\"\([^\"]*\)\".*/\1/p" | tail -n 1; }
 program=$(build build --bin superoffload-resctrl | executable superoffload-resctrl)
