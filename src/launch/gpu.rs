@@ -130,7 +130,7 @@ pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
     gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
 }
 
-/// Pairs of indices into `gpus` that have no direct access to each other in both directions.
+/// Pairs of indices into `gpus` that lack direct access in at least one direction.
 ///
 /// # Errors
 /// Errors of the CUDA driver.

@@ -1,5 +1,5 @@
-"""Both optimizers of `superoffload.torch` where torch.optim.AdamW is what people know: its keywords, hooks, layouts, formats and ways to load.
-Left out, and said so, where torch is not installed."""
+"""Compatibility of both optimizers of `superoffload.torch` with torch.optim.AdamW: keywords, hooks, memory layouts, formats, and loading.
+Skipped with a message if torch is not installed."""
 
 import contextlib
 import copy
@@ -199,7 +199,7 @@ class Layouts(unittest.TestCase):
 
 class Loading(unittest.TestCase):
     def test_hooks_of_torch_see_and_change_the_saved_state(self):
-        """The recipe of torch's docs: parameters in another order are matched by their names."""
+        """Hooks may match parameters in another order by name, as in torch's documentation."""
 
         def by_name(optimizer, saved):
             was, now = saved["param_groups"][0]["param_names"], optimizer.param_groups[0]["param_names"]
@@ -218,7 +218,7 @@ class Loading(unittest.TestCase):
             for name in "abc":
                 self.assertTrue(torch.equal(target.state[two[name]]["exp_avg"], source.state[one[name]]["exp_avg"]), name)
             self.assertTrue(torch.equal(seen[0], source.state[one["a"]]["exp_avg"]))
-            # A hook after it may change the state, too.
+            # A post-hook may change the state, too.
             target.register_load_state_dict_post_hook(lambda target, two=two: target.state[two["a"]]["exp_avg"].zero_())
             target.load_state_dict(copy.deepcopy(target.state_dict()))
             self.assertEqual(target.state[two["a"]]["exp_avg"].abs().sum().item(), 0)
@@ -290,7 +290,7 @@ class Loading(unittest.TestCase):
 
 class Changes(unittest.TestCase):
     def test_16_bit_weights_that_somebody_changes_count_in_cpu_adamw(self):
-        """Where a weight is what its float32 copy rounds to, the copy stays."""
+        """The float32 copy is kept if it rounds to the weight."""
         make = torch.Generator().manual_seed(0)
         for dtype in (torch.bfloat16, torch.float16):
             for isa in ["auto", *_cpu_adam.instruction_sets()]:

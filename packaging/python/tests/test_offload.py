@@ -1,5 +1,5 @@
-"""`OffloadAdamW` against its own synchronous path, `CPUAdamW` and torch's AdamW, by parameters on the CPU; on a GPU, too, where there is one.
-Left out, and said so, where torch is not installed."""
+"""Compares `OffloadAdamW` with its own synchronous mode, `CPUAdamW` and torch's AdamW, for parameters on the CPU, and on a GPU if there is one.
+Skipped with a message if torch is not installed."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ from superoffload.torch import CPUAdamW, OffloadAdamW
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 SHAPES = [(3, 5), (1,), (64, 1025), (70_000,), (4096,), (0, 4), ()]
-# The smallest that is allowed: several buckets, and tensors that lie in two.
+# The smallest allowed size: several buckets, and tensors that span two of them.
 SMALL = 1 / 64
 
 
@@ -37,12 +37,12 @@ def params(dtype=torch.float32, device="cpu", shapes=SHAPES):
 
 
 def backward(params, step, scale=1.0, poison=None, order=None):
-    """Gives each parameter a gradient that is the same on every device, through autograd."""
+    """Give each parameter, through autograd, a gradient that is equal on every device."""
     make = torch.Generator().manual_seed(1000 + step)
     wanted = [(scale * torch.randn(param.shape, generator=make)).to(param.device, param.dtype) for param in params]
     if poison is not None:
         wanted[2][63, 1024] = poison
-    # Autograd begins with what was added last.
+    # Autograd starts with the term that was added last.
     loss = 0.0
     for i in order or range(len(params)):
         loss = loss + (params[i] * wanted[i]).sum().float()
@@ -50,7 +50,7 @@ def backward(params, step, scale=1.0, poison=None, order=None):
 
 
 def bits(optimizer):
-    """A hash of weights, fp32 weights, moments and steps."""
+    """Return a hash of weights, float32 weights, moments and steps."""
     if isinstance(optimizer, OffloadAdamW):
         optimizer.synchronize()
     digest = hashlib.sha256()
@@ -67,7 +67,7 @@ def weight_bits(params):
 
 
 EARLY = False
-"""Whether `offload` installs weights early where it speculates."""
+"""Whether `offload` uses `install_early` if it speculates."""
 
 
 def offload(own, **settings):
@@ -80,12 +80,12 @@ def on_cpu(own, **settings):
 
 
 def trouble(step):
-    """Scale and poison: most steps are good, some clipped, some not finite."""
+    """Return a scale and an invalid value: most steps commit, some clip, and some have a gradient that is not finite."""
     return {5: (2.0, None), 13: (1.0, math.nan), 18: (1.0, math.inf)}.get(step % 23, (1.0, None))
 
 
 def run(make, steps=46, dtype=torch.float32, device="cpu", order=None):
-    """A digest of the weights after each step and of what is left, and what each step did."""
+    """Return a digest of the weights after each step and of the final state, and the result of each step."""
     own = params(dtype, device)
     optimizer, lasts, digest = make(own), [], hashlib.sha256()
     for step in range(steps):
@@ -98,7 +98,7 @@ def run(make, steps=46, dtype=torch.float32, device="cpu", order=None):
 
 
 def speculated(optimizer):
-    """Waits until all that was asked for in backward is done."""
+    """Wait until all tasks submitted in backward are done."""
     for bucket in optimizer._buckets:
         bucket.wait()
 
@@ -138,7 +138,7 @@ class Exactness(unittest.TestCase):
             return random.Random(step).sample(range(len(SHAPES)), len(SHAPES))
 
         self.assertEqual(run(offload, order=shuffled)[0], run(offload)[0])
-        # The squares of all but the first are lost one by one, but not if they are added to each other before.
+        # Added one by one to the first square, all other squares are lost to rounding, but their sum is not.
         gradients = [1.0] + 8 * [2.0**-27]
         for bucket_mib in (SMALL, 64):
             for order in (gradients, gradients[::-1]):
@@ -166,7 +166,7 @@ class Exactness(unittest.TestCase):
         for step in range(8):
             for micro in range(3 if step == 5 else 4):
                 for side in (ours, theirs):
-                    # The third parameter is missing in one pass.
+                    # One backward pass does not use the third parameter.
                     backward(side if micro else side[:2] + side[3:], 10 * step + micro)
             mine.step(), other.step()
             self.assertEqual(mine.last.speculated > 0, step != 5)
@@ -217,7 +217,7 @@ class Exactness(unittest.TestCase):
                 mine.add_param_group({"params": ours[4:], "lr": 0.05}), other.add_param_group({"params": theirs[4:], "lr": 0.05})
                 schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (mine, other)]
             for side in (ours, theirs):
-                # The first is unused until the last step, the fifth comes late.
+                # The first parameter is unused until the last step, and the gradient of the fifth comes late.
                 backward(side[step < 5 : 4 if step < 3 else None], step)
             for optimizer in (mine, other):
                 optimizer.step()
@@ -264,7 +264,7 @@ class Exactness(unittest.TestCase):
 
 
 class Network(torch.nn.Module):
-    """Tied, with layers."""
+    """A model with tied embeddings and layers."""
 
     def __init__(self):
         super().__init__()
@@ -369,7 +369,7 @@ class Later:
 
 
 class SlowLink(PlainLink):
-    """Copies run some time after they are asked for, in order each way: as over a GPU's streams."""
+    """Copies run some time after they are submitted, in order per direction, like copies on CUDA streams."""
 
     def __init__(self):
         self.down, self.up = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -559,7 +559,7 @@ class Speculation(unittest.TestCase):
 
 class States(unittest.TestCase):
     def go_on(self, source, target, dtype):
-        """Five steps by `source`, its state through a file to `target`, three more by both."""
+        """Run five steps with `source`, load its state from a file into `target`, and run three more steps with both."""
         ones = params(dtype)
         one = source(ones)
         for step in range(5):
@@ -656,7 +656,7 @@ class States(unittest.TestCase):
 
 
 class NeverIdle:
-    """The CPU finds no time for a commit: each is made in one pass with the next step, or when somebody asks for the state."""
+    """The CPU never has time for a commit: each commit runs together with the next step, or when the state is requested."""
 
     def setUp(self):
         super().setUp()
@@ -666,7 +666,7 @@ class NeverIdle:
 
 
 class Early:
-    """Weights go to the device while backward runs."""
+    """Weights are copied to the device while backward runs."""
 
     def setUp(self):
         early = mock.patch(f"{__name__}.EARLY", True)

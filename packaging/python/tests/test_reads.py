@@ -1,5 +1,5 @@
-"""Weights that are read or changed between `backward` and `step` of OffloadAdamW, and gradients that are dropped there: as with torch's AdamW.
-Left out, and said so, where torch is not installed."""
+"""Reads and changes of weights between `backward` and `step` of OffloadAdamW, and gradients dropped there. They behave as with torch's AdamW.
+Skipped with a message if torch is not installed."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ def offload(own, **settings):
 
 
 def finished(optimizer):
-    """Backward's tasks are done: whatever they do to the weights is done."""
+    """Wait until the tasks of backward are done, so that weights no longer change."""
     for bucket in optimizer._buckets:
         bucket.wait()
 
@@ -44,7 +44,7 @@ def same(some, others):
 
 class BetweenBackwardAndStep(unittest.TestCase):
     def ready(self, **settings):
-        """A model with a step behind it, its gradients taken and new weights made, and the weights of the last step."""
+        """Return a model after one step and a second backward pass with speculation, and the weights of the first step."""
         net = model()
         optimizer = offload(net.parameters(), **settings)
         optimizer.overlap_forward(list(net))
@@ -125,7 +125,7 @@ class BetweenBackwardAndStep(unittest.TestCase):
 
     def test_a_weight_that_backward_needs_later_is_the_last_steps(self):
         class Product(torch.autograd.Function):
-            """Keeps a weight where autograd does not count its changes."""
+            """Saves a weight without autograd's version counter."""
 
             @staticmethod
             def forward(ctx, x, weight):
@@ -157,7 +157,7 @@ class BetweenBackwardAndStep(unittest.TestCase):
 
 
 class DroppedGradients(unittest.TestCase):
-    """By zero_grad of the model, which the optimizer does not see."""
+    """Gradients dropped by the model's zero_grad, which the optimizer does not see."""
 
     def pair(self, **settings):
         ours, theirs = model(), model()
@@ -273,7 +273,7 @@ class DroppedGradients(unittest.TestCase):
 
 
 class OutsideClipping(unittest.TestCase):
-    """`clip_grad_norm_` of torch, accelerate or Lightning, with the limit that OffloadAdamW has."""
+    """`clip_grad_norm_` of torch, accelerate or Lightning, with the limit of OffloadAdamW."""
 
     def test_the_norm_is_there_and_the_factor_is_the_same(self):
         ours, theirs = model(), model()
@@ -303,7 +303,7 @@ class OutsideClipping(unittest.TestCase):
 
 class Forked(unittest.TestCase):
     def child(self, act):
-        """What `act` raised in a forked process."""
+        """Return the error that `act` raises in a forked process."""
         read, write = os.pipe()
         if os.fork() == 0:
             said = "nothing"
@@ -378,7 +378,7 @@ class Hooks(unittest.TestCase):
         self.assertFalse(same(weights(net), before))
 
     def test_step_waits_for_its_own_weights_first(self):
-        """Norm and head come early in backward, and `step` waits for them; layers wait for themselves."""
+        """Backward completes norm and head first, and `step` waits for them. The layers wait for their own weights."""
         net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
         optimizer = offload(net.parameters(), max_grad_norm=1e-3)
         optimizer.overlap_forward(list(net)[:-1])

@@ -1,4 +1,4 @@
-"""CPUAdamW over several ranks, by gloo on the CPU: FSDP2 (DTensor), FSDP1, DDP, uneven shards, hybrid shards. Left out, and said so, where torch
+"""CPUAdamW on several ranks with gloo on the CPU: FSDP2 (DTensor), FSDP1, DDP, uneven shards, hybrid shards. Skipped with a message if torch
 is not installed."""
 
 import contextlib
@@ -27,7 +27,7 @@ def model():
 
 
 def reference(limit, steps=3):
-    """Weights and norms of one process with whole gradients."""
+    """Return weights and norms of one process with whole gradients."""
     net = model()
     optimizer = CPUAdamW(net.parameters(), max_grad_norm=limit, norm_group="replicated", threads=1, **SETTINGS)
     norms = []
@@ -78,7 +78,7 @@ def shards_of_fsdp2(rank, ranks):
     for param, other in zip(net.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(whole(param), other, rtol=1e-5, atol=1e-6)
         assert type(optimizer.state[param]["exp_avg"]) is type(param)
-    # The state goes through torch's checkpoint of shards into a new optimizer.
+    # The state is saved and loaded into a new optimizer with torch's distributed checkpoint.
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     again = fsdp2(rank, ranks)
@@ -93,7 +93,7 @@ def shards_of_fsdp2(rank, ranks):
 
 
 def replicated_shards(rank, ranks):
-    """Hybrid: two replicas of two shards."""
+    """Hybrid sharding: two replicas with two shards each."""
     from torch.distributed.device_mesh import init_device_mesh
 
     want, want_norms = reference(0.5)
@@ -103,7 +103,7 @@ def replicated_shards(rank, ranks):
 
 
 def narrow_shards(rank, ranks):
-    """bfloat16, whose float32 copies are sharded, too; and a gradient that is not finite on one rank skips the step on all."""
+    """bfloat16 with sharded float32 copies. A gradient that is not finite on one rank makes all ranks skip the step."""
     net = fsdp2(rank, ranks).to(torch.bfloat16)
     optimizer = CPUAdamW(net.parameters(), max_grad_norm=0.5, threads=1, **SETTINGS)
     net(IN.bfloat16()).square().sum().backward()
@@ -149,7 +149,7 @@ def whole_gradients_of_ddp(rank, ranks):
 
 
 def a_rank_without_gradients(rank, ranks):
-    """Takes part in the norm nevertheless."""
+    """A rank without gradients takes part in the norm."""
     own = [torch.nn.Parameter(torch.ones(3))]
     optimizer = CPUAdamW(own, max_grad_norm=1e9, norm_group=dist.group.WORLD)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""The package against the program: `SUPEROFFLOAD_PROGRAM` names it, or it is the installed one."""
+"""Tests the package with the program: the one that `SUPEROFFLOAD_PROGRAM` names, or else the installed one."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ TINY = {
     "intermediate_size": 64, "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "hidden_act": "silu", "tie_word_embeddings": True,
 }  # fmt: skip
-# A file system of one's own, whoever one is.
+# Mounts file systems in a private namespace, without privileges.
 MOUNTING = ["unshare", "--user", "--map-root-user", "--mount"]
 TEXT = "Colourless green ideas sleep furiously. " * 40
 
@@ -185,7 +185,7 @@ class Runs(unittest.TestCase):
             self.assertIn(run.returncode, (75, -signal.SIGTERM))
             self.assertIn("interrupted", repr(run))
             self.assertNotIn("<pre>", run._repr_html_())
-        # A signal of somebody else is one, though.
+        # A signal from another process is a failure.
         run = self.start("others")
         os.kill(run.pid, signal.SIGTERM)
         with self.assertRaises(superoffload.TrainError):
@@ -247,7 +247,7 @@ class Runs(unittest.TestCase):
         run.stop()
 
     def start_after(self, *commands):
-        """A run of the program by a shell that gives these commands first."""
+        """Start a run of the program from a shell that runs these commands first."""
         script = self.folder / "prepared"
         script.write_text("\n".join(["#!/usr/bin/env bash", "set -e", *commands, f'exec "{_program.program()}" "$@"']))
         script.chmod(0o755)
@@ -264,7 +264,7 @@ class Runs(unittest.TestCase):
     def test_a_full_disk_is_the_programs_error(self):
         out = self.folder / "out"
         out.mkdir()
-        # Only what is started sees the disk, which has room for metrics and none for a checkpoint.
+        # Only the program sees the mounted disk, which has room for metrics but not for a checkpoint.
         inner = f'mount -t tmpfs -o size=64k tmpfs "{out}" && exec "$0" "$@"'
         run = self.start_after(f"""[ -n "$IS_MOUNTED" ] || IS_MOUNTED=1 exec {" ".join(MOUNTING)} bash -c '{inner}' "$0" "$@\"""")
         with self.assertRaisesRegex(superoffload.TrainError, "find room for a checkpoint.* are free; make room") as raised:
@@ -356,7 +356,7 @@ class Runs(unittest.TestCase):
 
 
 class Tracker(types.ModuleType):
-    """The functions of W&B, trackio and MLflow that are called."""
+    """Stubs of the functions of W&B, trackio and MLflow that `follow` calls."""
 
     def __init__(self):
         super().__init__("tracker")

@@ -1,4 +1,4 @@
-"""`superoffload.torch` against torch's own AdamW. Left out, and said so, where torch is not installed."""
+"""Compares `superoffload.torch` with torch's own AdamW. Skipped with a message if torch is not installed."""
 
 import copy
 import hashlib
@@ -35,7 +35,7 @@ def give_grads(params, step, scale=1.0):
 
 
 def bits(tensor):
-    """A hash, since unittest compares what differs for hours."""
+    """Return a hash: unittest would spend hours on a diff of large values."""
     return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
@@ -56,13 +56,13 @@ def run(steps=5, dtype=torch.float32, scale=1.0, **settings):
 
 class Arithmetic(unittest.TestCase):
     def test_a_hundred_steps_stay_within_the_derived_bound_of_torchs(self):
-        """Both sides against exact arithmetic, to first order in a rounding U; tests show 1 % to be more than what is left out.
+        """Compares both implementations with exact arithmetic, to first order in the rounding unit U. A margin of 1 % covers the higher orders.
 
-        First moment, a step: ours rounds two constants, a product and a sum, 3 U max|g| in all; torch's lerp rounds a difference, weight,
-        product and sum, (1 + 6 (1 - beta1)) U max|g|. Both are remembered for 1 / (1 - beta1) steps.
-        Second moment: all terms are positive, so that relative errors add up: 3 U a step here, 4 U there. Its root halves them.
-        Update: ours rounds root, constant, fused sum, quotient and constant; torch root, constant, quotient, sum, constant, product and
-        quotient: 12 U. Weights: decay's constant and product, and the sum, 6 U a step.
+        First moment, per step: CPUAdamW rounds two constants, a product and a sum, 3 U max|g| in all. Torch's lerp rounds a difference, a weight,
+        a product and a sum, (1 + 6 (1 - beta1)) U max|g|. Both errors persist for 1 / (1 - beta1) steps.
+        Second moment: all terms are positive, so relative errors add up: 3 U per step here, 4 U in torch. The square root halves them.
+        Update: CPUAdamW rounds root, constant, fused sum, quotient and constant; torch rounds root, constant, quotient, sum, constant, product
+        and quotient: 12 U. Weights: constant and product of the decay, and the sum, 6 U per step.
         """
         lr, (beta1, beta2), eps, decay = HYPER["lr"], HYPER["betas"], HYPER["eps"], HYPER["weight_decay"]
         ours, theirs = params(), params()
@@ -258,7 +258,7 @@ class Use(unittest.TestCase):
 
 class States(unittest.TestCase):
     def go_on(self, source, target, hyper):
-        """Five steps by `source`, its state to `target`, three more by both: what each has then."""
+        """Run five steps with `source`, load its state into `target`, run three more steps with both, and return the state of each."""
         ones, twos = params(), params()
         one = source(ones, **hyper)
         for step in range(5):

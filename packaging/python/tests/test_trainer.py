@@ -1,5 +1,5 @@
-"""`SuperOffloadTrainerMixin` in front of transformers' Trainer and TRL's SFTTrainer, with tiny models of random weights. Left out, and said so,
-where these are not installed."""
+"""`SuperOffloadTrainerMixin` with transformers' Trainer and TRL's SFTTrainer, on tiny models with random weights. Skipped with a message if these
+packages are not installed."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ except ImportError:
 from superoffload._link import PlainLink
 from superoffload.torch import OffloadAdamW, SuperOffloadTrainerMixin, register_optim
 
-# The models are too small for more.
+# The models are too small for several threads.
 torch.set_num_threads(1)
 
 SIZES = {
@@ -70,7 +70,7 @@ def arguments(output, **settings):
 
 def logs(trainer):
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    # Releases before 5 tell no norm where they do not clip.
+    # Releases before 5 report no norm without clipping.
     return [row["loss"] for row in rows], [float(row["grad_norm"]) for row in rows if "grad_norm" in row]
 
 
@@ -121,12 +121,12 @@ class InTrainer(unittest.TestCase):
         optimizer = unwrapped(trainer)
         self.assertEqual((optimizer.speculate, optimizer._bucket_bytes, optimizer.accumulation_steps), (False, 2**14, 2))
         self.assertEqual([group["weight_decay"] for group in optimizer.param_groups], [0.1, 0.0])
-        # The layers of the model are found.
+        # The mixin has found the model's layers.
         self.assertTrue(optimizer._held_by_forward)
         self.assertEqual(logs(trainer), logs(train(OffloadTrainer, self.output)))
 
     def test_a_trainer_trains_twice(self):
-        """The second time on the optimizer that accelerate has wrapped, and on from a checkpoint."""
+        """The second training uses the optimizer that accelerate has wrapped, and the third one resumes from a checkpoint."""
         trainers = [
             cls(model=model(), args=TrainingArguments(**arguments(f"{self.output}/{cls.__name__}", save_strategy="steps", save_steps=4)), train_dataset=ROWS)
             for cls in (OffloadTrainer, Trainer)
@@ -137,7 +137,7 @@ class InTrainer(unittest.TestCase):
         self.close(*map(logs, trainers))
 
     def test_a_checkpoint_before_the_step_goes_on_as_the_run_did(self):
-        """What transformers' enable_jit_checkpoint does when SIGTERM has come: it saves in on_pre_optimizer_step."""
+        """As transformers' enable_jit_checkpoint after SIGTERM: a checkpoint is saved in on_pre_optimizer_step."""
 
         class Cut(transformers.TrainerCallback):
             trainer = None
@@ -217,7 +217,7 @@ class InTrainer(unittest.TestCase):
 
     @unittest.skipUnless(trl, "LEFT OUT: TRL's DPOTrainer is not tested, because trl is not installed")
     def test_trls_dpo_follows_torchs_adamw(self):
-        """Its trainer takes no optimizer_cls_and_kwargs: settings go by optim_args."""
+        """DPOTrainer does not accept optimizer_cls_and_kwargs, so settings go through optim_args."""
         from datasets import Dataset
 
         rows = Dataset.from_list([{"prompt": "w3 w4", "chosen": f"w{5 + row} w6", "rejected": f"w{30 + row} w7"} for row in range(16)])
