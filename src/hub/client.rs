@@ -13,7 +13,7 @@ use ureq::{Agent, RequestBuilder};
 
 const PUBLIC_HUB: &str = "https://huggingface.co";
 const REDIRECTS_MAX: usize = 8;
-/// Number of attempts in a row without progress after which a download fails.
+/// Number of failed attempts in a row after which a download fails. A failed attempt with progress counts as the first one again.
 pub(super) const ATTEMPTS: u32 = 5;
 const TOKEN_BYTES_MAX: u64 = 4096;
 

@@ -225,7 +225,7 @@ impl Fetcher {
     }
 
     /// Downloads the missing bytes until `ends` returns true. Retries without limit as long as attempts transfer bytes and [`TransferRate`]
-    /// accepts the rate; gives up after [`ATTEMPTS`] attempts in a row without progress.
+    /// accepts the rate. Gives up after [`ATTEMPTS`] failed attempts in a row; progress restarts the count.
     fn bring(&self, whole: &FileInParts, partial: &mut PartialFile, ends: &dyn Fn(&PartialFile) -> bool) -> Result<()> {
         let (file, mut pace, mut in_vain) = (&whole.file, TransferRate::new(self.client.patience.window), 0);
         while partial.at < partial.range.end && !ends(partial) {
