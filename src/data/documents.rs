@@ -2,6 +2,7 @@
 //!
 //! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
 
+use super::around::missing_begin;
 use crate::error::{Error, Result};
 use std::fmt::Display;
 use std::path::Path;
@@ -71,7 +72,8 @@ pub(super) fn place_word(path: &Path) -> &'static str {
     if path.extension().is_some_and(|extension| extension == "parquet") { "row" } else { "line" }
 }
 
-/// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`.
+/// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`. Text that begins or ends
+/// with these already has them once.
 pub(super) struct Documents<S> {
     sink: S,
     vocab_size: usize,
@@ -80,6 +82,7 @@ pub(super) struct Documents<S> {
     tokens: u64,
     documents: u64,
     tokens_of_document: u64,
+    text: OpenText,
     largest: u32,
     source_ends: Vec<u64>,
     untrained: u64,
@@ -87,6 +90,17 @@ pub(super) struct Documents<S> {
     first_skipped: Option<DocumentPosition>,
     unasked: u64,
     first_unasked: Option<DocumentPosition>,
+}
+
+/// The state of a document around which tokens are put.
+#[derive(Clone, Copy, PartialEq)]
+enum OpenText {
+    /// There is none: a record brings all its tokens.
+    None,
+    Empty,
+    Begun,
+    /// Its last token is a separator, which is held back: it belongs to the text only if more follows.
+    Separated,
 }
 
 pub(super) struct DocumentTotals<S> {
@@ -118,6 +132,7 @@ impl<S: Sink> Documents<S> {
             tokens: 0,
             documents: 0,
             tokens_of_document: 0,
+            text: OpenText::None,
             largest: 0,
             source_ends: Vec::new(),
             untrained: 0,
@@ -130,7 +145,7 @@ impl<S: Sink> Documents<S> {
 
     /// The next document begins.
     pub(super) fn begin(&mut self) -> Result<()> {
-        self.tokens_of_document = 0;
+        (self.tokens_of_document, self.text) = (0, OpenText::Empty);
         let separator = self.separator.filter(|_| self.documents > 0);
         let around: Vec<u32> = separator.into_iter().chain(self.begin.iter().copied()).collect();
         self.write(&around)
@@ -141,7 +156,7 @@ impl<S: Sink> Documents<S> {
     /// # Errors
     /// As [`Self::append`].
     pub(super) fn record(&mut self, tokens: &[u32], place: &DocumentPosition) -> Result<()> {
-        self.tokens_of_document = 0;
+        (self.tokens_of_document, self.text) = (0, OpenText::None);
         self.append(tokens, place)?;
         self.end(place)
     }
@@ -173,7 +188,23 @@ impl<S: Sink> Documents<S> {
             )));
         }
         self.tokens_of_document += ids.len() as u64;
-        self.write(ids)
+        match self.text {
+            OpenText::None => self.write(ids),
+            _ if ids.is_empty() => Ok(()),
+            text => self.append_text(ids, text),
+        }
+    }
+
+    /// Text without the tokens that stand around it anyway.
+    fn append_text(&mut self, ids: &[u32], text: OpenText) -> Result<()> {
+        let has_begin = text == OpenText::Empty && missing_begin(ids, &self.begin).is_empty();
+        let ids = if has_begin { &ids[self.begin.len()..] } else { ids };
+        if let (OpenText::Separated, Some(separator)) = (text, self.separator) {
+            self.write(&[separator])?;
+        }
+        let separator = self.separator.filter(|separator| ids.last() == Some(separator));
+        self.text = if separator.is_some() { OpenText::Separated } else { OpenText::Begun };
+        self.write(&ids[..ids.len() - usize::from(separator.is_some())])
     }
 
     /// The document at `place` ends.
@@ -185,7 +216,9 @@ impl<S: Sink> Documents<S> {
 
     /// All documents have come.
     pub(super) fn finish(self) -> DocumentTotals<S> {
-        let Self { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, .. } = self;
+        let Self {
+            sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, ..
+        } = self;
         DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked }
     }
 
@@ -224,5 +257,26 @@ mod tests {
         let totals = documents.finish();
         assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
         assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 7, 7]));
+    }
+
+    #[test]
+    fn a_separator_or_a_begin_that_text_has_is_not_written_twice() {
+        let place = DocumentPosition { path: Path::new("a.txt").into(), source: 0, line: None };
+        let written = |texts: &[&[&[u32]]]| {
+            let mut documents = Documents::new(Vec::new(), 10, Some(9), &[7, 8]);
+            for parts in texts {
+                documents.begin().unwrap();
+                parts.iter().for_each(|part| documents.append(part, &place).unwrap());
+                documents.end(&place).unwrap();
+            }
+            documents.finish().sink
+        };
+        let [plain, marked] = [&[1, 2][..], &[7, 8, 1, 2, 9]];
+        assert_eq!(written(&[&[marked], &[marked]]), written(&[&[plain], &[plain]]));
+        assert_eq!(written(&[&[&[1], &[2, 9], &[]], &[plain]]), written(&[&[plain], &[plain]]), "the end of several parts");
+        assert_eq!(written(&[&[&[1, 9], &[2]]]), [7, 8, 1, 9, 2], "within a text it stays");
+        assert_eq!(written(&[&[&[1, 9, 9]]]), [7, 8, 1, 9], "one of two is the end");
+        assert_eq!(written(&[&[&[1], &[7, 8]]]), [7, 8, 1, 7, 8], "a begin within a text stays");
+        assert_eq!(written(&[&[&[9]], &[&[7, 8]], &[&[8]]]), [7, 8, 9, 7, 8, 9, 7, 8, 8]);
     }
 }

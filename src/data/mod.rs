@@ -3,6 +3,7 @@
 //! ([`token_file`]) they are one stream of tokens ([`stream`]), which is cut into sequences of equal length ([`packing`]) and dealt in a
 //! seeded order ([`loader`]) as micro-batches ([`batch`]). Where documents stay apart, rows are made of whole ones ([`rows`]).
 
+mod around;
 pub(crate) mod batch;
 mod best_fit;
 mod bounds;

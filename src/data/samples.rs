@@ -1,5 +1,6 @@
 //! The samples of a record: their tokens, and what of them is trained.
 
+use super::around::{missing_begin, missing_end};
 use super::chat::mask::{ChatSample, TrainedSpan};
 use super::chat::record::Content;
 use super::documents::UNTRAINED;
@@ -25,13 +26,18 @@ pub(super) fn trained_samples(content: Content, tokenizer: &LocalTokenizer) -> R
 /// The tokens of a record's samples. The first token of a sample is nobody's target, whether it is trained or not.
 fn samples(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<Vec<u32>>> {
     let marked = |id: u32, is_trained: bool| if is_trained { id } else { id | UNTRAINED };
-    let begin = tokenizer.begin_of_text().iter().map(|&id| marked(id, false));
     match content {
         Content::Rendered(chat) => chat.samples.iter().map(|sample| masked(sample, tokenizer)).collect(),
-        Content::Completed(sample) => Ok(vec![begin.chain(masked(&sample, tokenizer)?).chain(tokenizer.end_of_text()).collect()]),
-        Content::Text(text) => Ok(vec![begin.chain(tokenizer.encode(&text)?).chain(tokenizer.end_of_text()).collect()]),
+        Content::Completed(sample) => Ok(vec![whole(&masked(&sample, tokenizer)?, tokenizer)]),
+        Content::Text(text) => Ok(vec![whole(&tokenizer.encode(&text)?, tokenizer)]),
         Content::Ids(ids) => Ok(vec![ids.into_iter().map(|(id, is_trained)| marked(id, is_trained)).collect()]),
     }
+}
+
+/// A document of `tokens` with those around it that it lacks.
+fn whole(tokens: &[u32], tokenizer: &LocalTokenizer) -> Vec<u32> {
+    let begin = missing_begin(tokens, tokenizer.begin_of_text()).iter().map(|id| id | UNTRAINED);
+    begin.chain(tokens.iter().copied()).chain(missing_end(tokens, tokenizer.end_of_text())).collect()
 }
 
 fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<Vec<u32>> {
@@ -74,7 +80,8 @@ pub(super) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<
     let named = |id: u32, trained| TextPiece { text: tokenizer.name_of(id), trained };
     let around = |sample: &ChatSample| {
         let (tokens, pieces) = text_pieces(sample, tokenizer)?;
-        let (begin, end) = (tokenizer.begin_of_text(), tokenizer.end_of_text());
+        let ids = masked(sample, tokenizer)?;
+        let (begin, end) = (missing_begin(&ids, tokenizer.begin_of_text()), missing_end(&ids, tokenizer.end_of_text()));
         let all = begin.iter().map(|id| named(*id, false)).chain(pieces).chain(end.map(|id| named(id, true)));
         Ok((tokens + begin.len() + usize::from(end.is_some()), all.collect()))
     };
