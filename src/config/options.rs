@@ -521,6 +521,12 @@ pub(super) fn some_scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Displa
     scalar(deserializer).map(Some)
 }
 
+/// Reads a string, or an object as its JSON.
+pub(super) fn some_json<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    let value = serde_json::Value::deserialize(deserializer)?;
+    Ok(Some(value.as_str().map_or_else(|| value.to_string(), String::from)))
+}
+
 fn as_text<S: serde::Serializer>(value: &f32, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
 }

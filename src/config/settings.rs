@@ -11,7 +11,7 @@ use super::describe;
 use super::options::{
     ActivationsChoice, AttentionChoice, CastSide, DeviceChoice, EarlyRows, EvalStrategy, ExpertProductsChoice, GpuCount, HostMemoryKind,
     InitChoice, Injection, IsaChoice, MatmulDtype, RankFault, ReplanChoice, ReportTo, ResidentBuckets, Resume, Rollback, RunPart, Strategy,
-    Technique, TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_scalar,
+    Technique, TokenizerChoice, TrainDtype, TrainLength, Transport, WeightsChoice, one_or_many, some_json, some_scalar,
 };
 use crate::data::chat::mask::TrainOn;
 use crate::data::chat::record::DataFormat;
@@ -333,6 +333,10 @@ settings! {
         /// Which of the model's chat templates.
         #[arg(value_name = "NAME")]
         chat_template_name: String => "the default one", Tokens;
+        /// Variables of chat templates, as JSON: {"enable_thinking": false}.
+        #[arg(value_name = "JSON")]
+        #[serde(deserialize_with = "some_json")]
+        chat_template_kwargs: String => "none", Tokens;
         /// The day that chat templates are told.
         #[arg(value_name = "YYYY-MM-DD")]
         chat_date: String => "today, or the checkpoint's", Tokens;

@@ -3,6 +3,7 @@
 //! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
 
 use super::around::missing_begin;
+use super::remarks::Remarks;
 use crate::error::{Error, Result};
 use std::fmt::Display;
 use std::path::Path;
@@ -90,6 +91,7 @@ pub(super) struct Documents<S> {
     first_skipped: Option<DocumentPosition>,
     unasked: u64,
     first_unasked: Option<DocumentPosition>,
+    remarks: Remarks,
 }
 
 /// The state of a document around which tokens are put.
@@ -119,6 +121,8 @@ pub(super) struct DocumentTotals<S> {
     /// Records that begin with an answer, which is not trained, and the first of them.
     pub(super) unasked: u64,
     pub(super) first_unasked: Option<DocumentPosition>,
+    /// Sentences about records.
+    pub(super) remarks: Remarks,
 }
 
 impl<S: Sink> Documents<S> {
@@ -140,6 +144,7 @@ impl<S: Sink> Documents<S> {
             first_skipped: None,
             unasked: 0,
             first_unasked: None,
+            remarks: Remarks::default(),
         }
     }
 
@@ -172,6 +177,11 @@ impl<S: Sink> Documents<S> {
     pub(super) fn leave_first(&mut self, place: DocumentPosition) {
         self.unasked += 1;
         self.first_unasked.get_or_insert(place);
+    }
+
+    /// A sentence is true of the record at `place`.
+    pub(super) fn remark(&mut self, sentence: String, place: &DocumentPosition) {
+        self.remarks.add(sentence, place);
     }
 
     /// The next tokens of the document at `place`.
@@ -217,9 +227,9 @@ impl<S: Sink> Documents<S> {
     /// All documents have come.
     pub(super) fn finish(self) -> DocumentTotals<S> {
         let Self {
-            sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, ..
+            sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks, ..
         } = self;
-        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked }
+        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks }
     }
 
     /// Text file `source` goes as far as the tokens do by now.

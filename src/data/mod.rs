@@ -31,6 +31,7 @@ mod pipeline;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;
+mod remarks;
 pub(crate) mod rows;
 mod samples;
 mod sandbox;

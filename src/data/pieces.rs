@@ -38,7 +38,7 @@ pub(super) enum Encoded {
     /// A part of a text.
     Part(EncodeJob, PartTokens),
     /// The samples of a record, whole; none where nothing is trained. It may begin with an answer that nothing asks for.
-    Samples { place: DocumentPosition, samples: Vec<Vec<u32>>, is_unasked: bool },
+    Samples { place: DocumentPosition, samples: Vec<Vec<u32>>, is_unasked: bool, remarks: Vec<String> },
 }
 
 pub(super) enum PartTokens {
@@ -86,11 +86,12 @@ impl<'a, S: Sink> Joiner<'a, S> {
                 self.documents.append(&ids, &place)?;
                 self.documents.end(&place)
             }
-            Encoded::Samples { place, samples, .. } if samples.is_empty() => {
-                self.documents.skip(place);
-                Ok(())
-            }
-            Encoded::Samples { place, samples, is_unasked } => {
+            Encoded::Samples { place, samples, is_unasked, remarks } => {
+                remarks.into_iter().for_each(|remark| self.documents.remark(remark, &place));
+                if samples.is_empty() {
+                    self.documents.skip(place);
+                    return Ok(());
+                }
                 samples.iter().try_for_each(|sample| self.documents.record(sample, &place))?;
                 if is_unasked {
                     self.documents.leave_first(place);

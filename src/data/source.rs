@@ -52,6 +52,12 @@ pub(crate) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool 
     files.iter().any(|path| format(path, rules).map_or(true, |format| format.is_some_and(DataFormat::has_answers)))
 }
 
+/// Whether each of `files` holds records of token ids, or ids alone: such data needs no tokenizer.
+pub(crate) fn hold_ids(files: &[PathBuf], rules: &RecordRules) -> bool {
+    let holds_ids = |path: &PathBuf| !is_text(path) || matches!(format(path, rules), Ok(Some(DataFormat::InputIds)));
+    !files.is_empty() && files.iter().all(holds_ids)
+}
+
 /// The first of `files` whose records hold answers: of chats, of prompts or of instructions. One that cannot be read holds none; whoever reads it says why.
 pub(crate) fn with_answers<'a>(files: &'a [PathBuf], rules: &RecordRules) -> Option<&'a Path> {
     let has_answers = |path: &&PathBuf| matches!(format(path, rules), Ok(Some(format)) if format.has_answers());
@@ -212,6 +218,7 @@ pub(super) fn tokenize<S: Sink + Send>(
         }
         Ok(())
     })?;
+    totals.remarks.tell(totals.documents + totals.skipped, preparation);
     tell_unasked(&totals, preparation);
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))

@@ -1,7 +1,7 @@
 //! Pieces of work on text and records, done by a tokenizer in this process or in a sandbox: a message takes several there, and another one
 //! brings back what became of them.
 
-use super::chat::record::{Content, DataFormat};
+use super::chat::record::{Content, DataFormat, ReadContent};
 use super::codec::{MessageReader, MessageWriter};
 use super::samples::{shown, trained_samples};
 use super::sandbox::{Service, work_on};
@@ -29,8 +29,8 @@ pub(super) enum TextWork<'a> {
 pub(super) enum Done {
     Ids(Vec<u32>),
     Placed(Vec<Token>),
-    /// The samples of a record; it may begin with an answer that nothing asks for.
-    Samples(Vec<Vec<u32>>, bool),
+    /// The samples of a record; it may begin with an answer that nothing asks for; sentences about it.
+    Samples(Vec<Vec<u32>>, bool, Vec<String>),
     /// Of each document the number of its tokens, and its text.
     Shown(Vec<(usize, Vec<TextPiece>)>),
 }
@@ -45,7 +45,7 @@ impl TextWork<'_> {
         match self {
             Self::Text(text) => tokenizer.encode(text).map(Done::Ids).map_err(|e| e.to_string()),
             Self::Part(text) => tokenizer.encode_part(text).map(Done::Placed).map_err(|e| e.to_string()),
-            Self::Record(format, line) => record(read(format, line)?, tokenizer),
+            Self::Record(format, line) => record(tokenizer.rules().read_with_remarks(format, line)?, tokenizer),
             Self::ShownRecord(format, line) => documents(read(format, line)?, tokenizer),
             Self::ShownText(text) => documents(Content::Text(text.into()), tokenizer),
         }
@@ -71,12 +71,13 @@ impl TextWork<'_> {
     }
 }
 
-fn record(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
+fn record(ReadContent { content, remarks }: ReadContent, tokenizer: &LocalTokenizer) -> Result<Done, String> {
     if let Content::Text(text) = content {
         return TextWork::Text(&text).answer(tokenizer);
     }
     let is_unasked = matches!(&content, Content::Rendered(chat) if chat.is_unasked);
-    trained_samples(content, tokenizer).map(|samples| Done::Samples(samples, is_unasked)).map_err(|e| e.to_string())
+    let samples = trained_samples(content, tokenizer).map_err(|e| e.to_string())?;
+    Ok(Done::Samples(samples, is_unasked, remarks.into_iter().collect()))
 }
 
 fn documents(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
@@ -136,11 +137,13 @@ fn put(writer: &mut MessageWriter, done: Result<Done, String>) {
             writer.number(1);
             writer.ids(bytemuck::cast_slice(&tokens));
         }
-        Ok(Done::Samples(samples, is_unasked)) => {
+        Ok(Done::Samples(samples, is_unasked, remarks)) => {
             writer.number(2);
             writer.number(is_unasked.into());
             writer.number(samples.len());
             samples.iter().for_each(|sample| writer.ids(sample));
+            writer.number(remarks.len());
+            remarks.iter().for_each(|remark| writer.text(remark));
         }
         Ok(Done::Shown(documents)) => {
             writer.number(3);
@@ -189,7 +192,8 @@ fn take(parts: &mut MessageReader<'_>) -> Option<Result<Done, String>> {
         1 => Done::Placed(parts.values()?),
         2 => {
             let is_unasked = parts.number()? != 0;
-            Done::Samples(parts.list(MessageReader::ids)?, is_unasked)
+            let samples = parts.list(MessageReader::ids)?;
+            Done::Samples(samples, is_unasked, parts.list(|parts| parts.text().map(String::from))?)
         }
         3 => Done::Shown(parts.list(document)?),
         4 => return Some(Err(parts.text()?.into())),
@@ -214,7 +218,7 @@ mod tests {
             [
                 Done::Ids(vec![1, 2]),
                 Done::Placed(vec![Token { id: 1, start: 2, end: 3 }]),
-                Done::Samples(vec![vec![1], vec![]], true),
+                Done::Samples(vec![vec![1], vec![]], true, vec!["é".into(), "b".into()]),
                 Done::Shown(vec![(3, vec![piece(true), piece(false)])]),
             ]
         };

@@ -116,6 +116,7 @@ fn as_before(settings: &Settings, saved: &Value) -> Settings {
     let text = |key: &str| saved[key].as_str().map(String::from);
     settings.eos_token = settings.eos_token.or_else(|| text("eos_token"));
     settings.chat_template_name = settings.chat_template_name.or_else(|| text("chat_template_name"));
+    settings.chat_template_kwargs = settings.chat_template_kwargs.or_else(|| text("chat_template_kwargs"));
     settings.chat_date = settings.chat_date.or_else(|| text("chat_date"));
     settings
 }
@@ -142,6 +143,7 @@ pub(super) fn record_flags(settings: &Settings) -> RecordFlags<'_> {
         train_on: settings.train_on,
         template: settings.chat_template.as_deref(),
         template_name: settings.chat_template_name.as_deref(),
+        template_kwargs: settings.chat_template_kwargs.as_deref(),
         date: settings.chat_date.as_deref(),
     }
 }
@@ -168,6 +170,7 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
     match Tokenizer::load_with(&dir, end_of_text, settings.add_bos, &rules)? {
         Some(tokenizer) => Ok(tokenizer),
         None if shape.vocab == 256 => Tokenizer::bytes_with(end_of_text, settings.add_bos, rules),
+        None if source::hold_ids(&files, &rules) => Ok(Tokenizer::absent(rules)),
         None => Err(missing(&dir)),
     }
 }

@@ -4,6 +4,7 @@ use super::date::Day;
 use super::mask::TrainOn;
 use super::record::{DataFormat, RecordRules};
 use super::template::ChatTemplate;
+use super::template_variables;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
@@ -21,6 +22,8 @@ pub(crate) struct RecordFlags<'a> {
     pub(crate) train_on: TrainOn,
     pub(crate) template: Option<&'a Path>,
     pub(crate) template_name: Option<&'a str>,
+    /// Variables of the template, an object of JSON.
+    pub(crate) template_kwargs: Option<&'a str>,
     /// `YYYY-MM-DD`.
     pub(crate) date: Option<&'a str>,
 }
@@ -49,7 +52,13 @@ impl RecordFlags<'_> {
             named.ok_or_else(|| Error::usage(format!("--columns {pair}: expected OURS=THEIRS, such as messages=chat")))
         };
         let columns = self.columns.iter().map(pair).collect::<Result<_>>()?;
-        Ok(RecordRules { format: self.format, columns, train_on: self.train_on, ..RecordRules::default() })
+        let template_variables = self.template_variables()?;
+        Ok(RecordRules { format: self.format, columns, train_on: self.train_on, template_variables, ..RecordRules::default() })
+    }
+
+    fn template_variables(&self) -> Result<Map<String, Value>> {
+        let Some(json) = self.template_kwargs else { return Ok(Map::new()) };
+        template_variables::of(&json.into()).map_err(|cause| Error::usage(format!("--chat-template-kwargs {json} {cause}")))
     }
 
     /// The day of a run, in words: the flag's, or today.

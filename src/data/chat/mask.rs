@@ -7,7 +7,7 @@
 
 use super::template::{ChatTemplate, Rendered, Renderings};
 use crate::data::tokenizer::floor_boundary;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::ops::Range;
 
 /// What `--train-on` asks for.
@@ -60,6 +60,8 @@ pub(in crate::data) struct ChatSamples {
 pub(super) struct Conversation {
     pub(super) messages: Vec<Value>,
     pub(super) tools: Option<Value>,
+    /// Variables of the template beside them.
+    pub(super) variables: Map<String, Value>,
     /// Messages of the prompt, where the record tells it apart.
     pub(super) prompt: usize,
 }
@@ -83,7 +85,7 @@ impl Conversation {
     /// # Errors
     /// The template's, in words; for a template that would have a prompt trained, and for more text than a record may become.
     pub(super) fn samples(&self, template: &ChatTemplate, train_on: TrainOn) -> Result<ChatSamples, String> {
-        let mut renderings = template.renderings(&self.messages, self.tools.as_ref())?;
+        let mut renderings = template.renderings(&self.messages, self.tools.as_ref())?.given(&self.variables)?;
         let whole = renderings.whole()?;
         let answers = self.answers();
         let mut trained = self.trained(&answers, train_on);

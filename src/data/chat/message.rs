@@ -1,46 +1,68 @@
 //! One message, whatever keys it came with: a role, and what it says as one text.
 
+use super::{foreign_names, marks, parts, tool_calls};
 use serde_json::{Map, Value, json};
 
 /// A message as templates are given it.
+#[derive(Debug)]
+pub(super) struct ReadMessage {
+    pub(super) message: Value,
+    /// Sentences about keys and the role that are not read.
+    pub(super) remarks: Vec<String>,
+}
+
+/// Reads a message; `takes_parts` says of a role whether its content stays a list of parts. Keys that are null are left out, as
+/// `transformers` does: templates write such a value, or take the key for what it is not.
 ///
 /// # Errors
-/// What is wrong with it, in words that follow its name.
-pub(super) fn read(message: &Value) -> Result<Value, String> {
-    let mut message = normal(message)?;
-    check_choice(&message)?;
+/// The fault of the message, in words that follow its name.
+pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Result<ReadMessage, String> {
+    let mut message = normal(&without_nulls(message))?;
+    let mut remarks = foreign_names::of_message(&message)?;
+    let mark = marks::resolve(&mut message)?;
+    remarks.extend(mark.filter(|_| message["role"] != "assistant").map(|mark| {
+        format!(
+            "`{mark}` of a message of role {} is not read: answers of the role assistant are trained, and all with --train-on all",
+            message["role"]
+        )
+    }));
+    read_calls(&mut message)?;
+    read_content(&mut message, takes_parts)?;
+    Ok(ReadMessage { message, remarks })
+}
+
+fn without_nulls(message: &Value) -> Value {
+    let Value::Object(entries) = message else { return Value::Null };
+    entries.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+fn read_calls(message: &mut Value) -> Result<(), String> {
+    let Some(calls) = message.get("tool_calls") else { return Ok(()) };
+    let calls = tool_calls::calls(calls).map_err(|cause| format!("has a `tool_calls` that {cause}"))?;
+    match (calls, message.as_object_mut()) {
+        (Some(calls), _) => message["tool_calls"] = calls,
+        (None, Some(entries)) => drop(entries.shift_remove("tool_calls")),
+        (None, None) => {}
+    }
+    Ok(())
+}
+
+fn read_content(message: &mut Value, takes_parts: impl Fn(&str) -> bool) -> Result<(), String> {
+    let is_text = |part: &Value| part["type"] == "text" && part["text"].is_string();
+    let is_of_tool = message["role"] == "tool";
     let text = match &message["content"] {
-        Value::String(_) | Value::Null => return Ok(message),
-        // What a tool answers may be any JSON.
-        _ if message["role"] == "tool" => return Ok(message),
-        Value::Array(parts) => text_of(parts)?,
+        Value::String(_) | Value::Null => return Ok(()),
+        // A tool may answer with any JSON.
+        Value::Array(list) if !is_of_tool || list.iter().all(is_text) => parts::joined(list)?,
+        _ if is_of_tool => return Ok(()),
         // Some templates write nothing of these.
         _ => return Err("has content that is neither text nor parts".into()),
     };
-    message["content"] = text.into();
-    Ok(message)
-}
-
-/// Whether it is trained a message says by `train` or by `weight`; anything else there would be trained, whatever it means.
-fn check_choice(message: &Value) -> Result<(), String> {
-    let wrong = |key: &str, choice| Err(format!("has {key} {}: {choice} says whether it is trained", message[key]));
-    match (&message["train"], &message["weight"]) {
-        (Value::Bool(_) | Value::Null, Value::Null) => Ok(()),
-        (Value::Bool(_) | Value::Null, weight) if [0.0, 1.0].map(Some).contains(&weight.as_f64()) => Ok(()),
-        (Value::Bool(_) | Value::Null, _) => wrong("weight", "0 or 1"),
-        _ => wrong("train", "true or false"),
+    if !takes_parts(message["role"].as_str().unwrap_or_default()) {
+        message["content"] = text.into();
     }
+    Ok(())
 }
-
-/// Parts as one text: most templates of language models write nothing of a list.
-fn text_of(parts: &[Value]) -> Result<String, String> {
-    let text = |part: &Value| {
-        let text = part["text"].as_str().filter(|_| part["type"] == "text").map(String::from);
-        text.ok_or_else(|| format!("has a part of type {}: only text is trained", part["type"]))
-    };
-    parts.iter().map(text).collect()
-}
-
 /// A message with `role` and `content`.
 ///
 /// # Errors

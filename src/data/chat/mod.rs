@@ -4,11 +4,18 @@
 mod bounds;
 mod date;
 pub(crate) mod find;
+pub(in crate::data) mod foreign_names;
+mod lost;
+mod marks;
 pub(crate) mod mask;
 mod message;
+mod non_finite;
+mod parts;
 mod python;
 pub(crate) mod record;
 mod template;
+mod template_variables;
+mod tool_calls;
 
 use self::date::Day;
 use self::mask::ChatSample;
@@ -30,5 +37,7 @@ pub fn render_in_this_process(source: &str, record: &str) -> Result<Vec<String>,
 
 #[cfg(test)]
 mod hostile_tests;
+#[cfg(test)]
+mod record_tests;
 #[cfg(test)]
 mod tests;

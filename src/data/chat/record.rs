@@ -1,11 +1,16 @@
 //! Which columns a record has, and what they mean.
 
 use super::mask::{ChatSample, ChatSamples, Conversation, TrainOn};
-use super::message;
+use super::message::{self, ReadMessage};
+use super::parts::PartRoles;
 use super::template::ChatTemplate;
+use super::{foreign_names, lost, non_finite, template_variables, tool_calls};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+
+/// The version of the rules by which records and text become tokens and masks. Version 1 kept no number.
+pub(crate) const RULES_VERSION: u32 = 2;
 
 /// What `--data-format` can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -55,12 +60,16 @@ pub(crate) struct RecordRules {
     /// The data's name of a column, by the name that it has here.
     pub(crate) columns: BTreeMap<String, String>,
     pub(crate) train_on: TrainOn,
+    /// Variables of the template, which a record's own go before.
+    pub(in crate::data) template_variables: Map<String, Value>,
     /// Whether records may hold answers to prompts.
     pub(in crate::data) has_answers: bool,
     /// The template, or why there is none.
     pub(in crate::data) template: Result<ChatTemplate, String>,
     /// The file that holds it.
     pub(in crate::data) template_file: PathBuf,
+    /// The roles whose content the template takes in parts.
+    pub(in crate::data) part_roles: PartRoles,
 }
 
 impl Default for RecordRules {
@@ -70,9 +79,11 @@ impl Default for RecordRules {
             format: DataFormat::Auto,
             columns: BTreeMap::new(),
             train_on: TrainOn::Auto,
+            template_variables: Map::new(),
             has_answers: false,
             template,
             template_file: PathBuf::new(),
+            part_roles: PartRoles::default(),
         }
     }
 }
@@ -88,6 +99,14 @@ pub(in crate::data) enum Content {
     Completed(ChatSample),
     /// Ids, each with whether it is trained.
     Ids(Vec<(u32, bool)>),
+}
+
+/// A record that was read.
+#[derive(Debug)]
+pub(in crate::data) struct ReadContent {
+    pub(in crate::data) content: Content,
+    /// Sentences about columns, keys and messages of it that decide something elsewhere and nothing here.
+    pub(in crate::data) remarks: BTreeSet<String>,
 }
 
 /// One record, its columns by the names that they have here.
@@ -120,65 +139,86 @@ impl RecordRules {
         }
     }
 
-    /// Whether the data's column `name` can say something.
+    /// Whether the values of the data's column `name` are read, or looked at to warn of them.
     #[cfg(feature = "parquet")]
     pub(in crate::data) fn reads(&self, name: &str) -> bool {
-        let beside = ["tools", "system", "input", "labels"];
+        self.decides(name) || foreign_names::is_looked_at(name)
+    }
+
+    /// Whether the data's column `name` decides which tokens a record becomes.
+    fn decides(&self, name: &str) -> bool {
+        let beside =
+            ["tools", "system", "input", "history", "labels", "chat_template_kwargs", "assistant_masks", "completion_mask", "loss_mask"];
         let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(&beside).any(|column| *column == name);
         self.columns.values().any(|theirs| theirs == name) || known()
     }
 
-    /// What the record `line` of a file of `format` says.
+    /// The content of the record `line` of a file of `format`.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// As [`Self::read_with_remarks`].
     pub(in crate::data) fn read(&self, format: DataFormat, line: &str) -> Result<Content, String> {
+        self.read_with_remarks(format, line).map(|read| read.content)
+    }
+
+    /// As [`Self::read`], with the sentences about what was not read.
+    ///
+    /// # Errors
+    /// The fault of the record, in words.
+    pub(in crate::data) fn read_with_remarks(&self, format: DataFormat, line: &str) -> Result<ReadContent, String> {
         let record = self.parse(line)?;
         if !format.fits(&|name| record.has(name)) {
             return Err(format!("lacks the columns of {}, which its file has", format.name()));
         }
-        match format {
+        let mut remarks = record.remarks(format)?;
+        let content = match format {
             DataFormat::Auto | DataFormat::Text => {
                 self.allow(&[TrainOn::All], format)?;
-                Ok(Content::Text(record.text("text")?))
+                Content::Text(record.text("text")?)
             }
             DataFormat::InputIds => {
                 self.allow(&[TrainOn::All], format)?;
-                record.ids().map(Content::Ids)
+                record.ids().map(Content::Ids)?
             }
             DataFormat::PromptCompletion if record.columns["prompt"].is_string() => {
                 self.allow(&[TrainOn::All, TrainOn::Completion], format)?;
                 let (prompt, completion) = (record.text("prompt")?, record.text("completion")?);
                 let begin = if self.train_on == TrainOn::All { 0 } else { prompt.len() };
-                Ok(Content::Completed(ChatSample::trained_from(begin, prompt + &completion)))
+                Content::Completed(ChatSample::trained_from(begin, prompt + &completion))
             }
-            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format),
-        }
+            DataFormat::Messages | DataFormat::PromptCompletion | DataFormat::Alpaca => self.rendered(&record, format, &mut remarks)?,
+        };
+        Ok(ReadContent { content, remarks })
     }
 
     /// What decides which tokens a record becomes; `None` where all is as it is for plain text.
     pub(in crate::data) fn identity(&self) -> Option<Value> {
         let template = self.template.as_ref().ok().map(ChatTemplate::identity);
         let is_plain = (self.format, self.train_on) == (DataFormat::Auto, TrainOn::Auto) && self.columns.is_empty() && template.is_none();
-        let all = json!({"format": self.format, "columns": self.columns, "train_on": self.train_on, "chat_template": template});
+        let mut all = json!({"format": self.format, "columns": self.columns, "train_on": self.train_on, "chat_template": template});
+        if template.is_some() && !self.template_variables.is_empty() {
+            all["chat_template_kwargs"] = self.template_variables.clone().into();
+        }
         (!is_plain).then_some(all)
     }
 
-    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat) -> Result<Content, String> {
+    fn rendered(&self, record: &ReadRecord<'_>, format: DataFormat, remarks: &mut BTreeSet<String>) -> Result<Content, String> {
         let (messages, prompt) = match format {
             DataFormat::PromptCompletion => {
-                let (mut messages, completion) = (record.messages("prompt")?, record.messages("completion")?);
+                let (mut messages, completion) = (record.messages("prompt", remarks)?, record.messages("completion", remarks)?);
                 let prompt = messages.len();
                 messages.extend(completion);
                 (messages, prompt)
             }
             DataFormat::Alpaca => (record.alpaca()?, 0),
             _ if self.train_on == TrainOn::Completion => self.allow(&[], format).map(|()| (vec![], 0))?,
-            _ => (record.messages(if record.has("messages") { "messages" } else { "conversations" })?, 0),
+            _ => (record.messages(if record.has("messages") { "messages" } else { "conversations" }, remarks)?, 0),
         };
         let template = self.template.as_ref().map_err(Clone::clone)?;
-        let conversation = Conversation { messages, tools: record.tools()?, prompt };
-        conversation.samples(template, self.train_on).map(Content::Rendered)
+        let conversation = Conversation { messages, tools: record.tools()?, variables: record.template_variables()?, prompt };
+        let samples = conversation.samples(template, self.train_on)?;
+        remarks.extend(lost::remarks(&conversation.messages, &samples.samples));
+        Ok(Content::Rendered(samples))
     }
 
     fn allow(&self, allowed: &[TrainOn], format: DataFormat) -> Result<(), String> {
@@ -196,7 +236,7 @@ impl RecordRules {
             let array = if line.trim_start().starts_with('[') { "; an array of records is a .json" } else { "" };
             return Err(format!("not an object; each record is one, such as {{\"text\": \"...\"}}{array}"));
         }
-        let mut columns: Map<String, Value> = serde_json::from_str(line).map_err(|e| json_cause(&e))?;
+        let mut columns = self.columns_of(line)?;
         // All are taken before the first is put down: two may have each other's name.
         let mut take = |(ours, theirs): (&String, &String)| {
             let value = columns.remove(theirs).ok_or_else(|| format!("no column {theirs:?}, which --columns names"))?;
@@ -205,6 +245,15 @@ impl RecordRules {
         let renamed: Vec<_> = self.columns.iter().map(&mut take).collect::<Result<_, _>>()?;
         columns.extend(renamed);
         Ok(ReadRecord { rules: self, columns })
+    }
+
+    /// The columns of the record `line`, which may hold numbers of Python where they decide nothing.
+    fn columns_of(&self, line: &str) -> Result<Map<String, Value>, String> {
+        serde_json::from_str(line).or_else(|error| {
+            let finite = non_finite::without(line, |name| self.decides(name))?;
+            // The fault is told by its place in the line as it is.
+            serde_json::from_str(&finite).map_err(|_| json_cause(&error))
+        })
     }
 }
 
@@ -223,21 +272,45 @@ impl ReadRecord<'_> {
         text.ok_or_else(|| format!("`{}` is not a string", self.their_name(name)))
     }
 
-    fn messages(&self, name: &str) -> Result<Vec<Value>, String> {
+    /// Sentences about columns that are not read. Of text none decides anything.
+    fn remarks(&self, format: DataFormat) -> Result<BTreeSet<String>, String> {
+        let is_read = |name: &str| name == "history" && format == DataFormat::Alpaca;
+        let remarks = if format == DataFormat::Text { vec![] } else { foreign_names::of_columns(&self.columns, is_read)? };
+        Ok(remarks.into_iter().collect())
+    }
+
+    fn messages(&self, name: &str, remarks: &mut BTreeSet<String>) -> Result<Vec<Value>, String> {
         let theirs = self.their_name(name);
         let list = self.columns[name].as_array().ok_or_else(|| format!("`{theirs}` is not a list of messages"))?;
         if list.is_empty() {
             return Err(format!("`{theirs}` is empty"));
         }
-        let message = |(idx, message)| message::read(message).map_err(|cause| format!("message {idx} of `{theirs}` {cause}"));
-        let mut messages: Vec<Value> = list.iter().enumerate().map(message).collect::<Result<_, _>>()?;
-        if name != "completion" && self.has("system") && messages[0]["role"] != "system" {
-            messages.insert(0, json!({"role": "system", "content": self.text("system")?}));
+        let mut read = |(idx, message): (usize, &Value)| {
+            let read = message::read(message, |role| self.takes_parts(role));
+            let ReadMessage { message, remarks: found } = read.map_err(|cause| format!("message {idx} of `{theirs}` {cause}"))?;
+            remarks.extend(found);
+            Ok::<_, String>(message)
+        };
+        let mut messages: Vec<Value> = list.iter().enumerate().map(&mut read).collect::<Result<_, _>>()?;
+        if name != "completion" && messages[0]["role"] != "system" {
+            messages.splice(0..0, self.system()?);
         }
         Ok(messages)
     }
 
-    /// As LLaMA-Factory reads it: the input follows the instruction in a line of its own.
+    /// Whether the template goes over the parts of a message of `role`.
+    fn takes_parts(&self, role: &str) -> bool {
+        let RecordRules { template, template_variables, part_roles, .. } = self.rules;
+        template.as_ref().is_ok_and(|template| part_roles.are_written(template, template_variables, role))
+    }
+
+    /// The turn of the column `system`, of which an empty text makes none.
+    fn system(&self) -> Result<Option<Value>, String> {
+        let text = if self.has("system") { self.text("system")? } else { String::new() };
+        Ok((!text.is_empty()).then(|| turn("system", text)))
+    }
+
+    /// As LLaMA-Factory reads it: the input follows the instruction in a line of its own, and both follow the turns of `history`.
     fn alpaca(&self) -> Result<Vec<Value>, String> {
         let mut question = self.text("instruction")?;
         if self.has("input") {
@@ -245,28 +318,37 @@ impl ReadRecord<'_> {
             question += if question.is_empty() || input.is_empty() { "" } else { "\n" };
             question += &input;
         }
-        let turn = |role: &str, content: String| json!({"role": role, "content": content});
-        let system = if self.has("system") { Some(turn("system", self.text("system")?)) } else { None };
         let turns = [turn("user", question), turn("assistant", self.text("output")?)];
-        Ok(system.into_iter().chain(turns).collect())
+        Ok(self.system()?.into_iter().chain(self.history()?).chain(turns).collect())
+    }
+
+    /// The turns of the column `history`, pairs of a question and its answer.
+    fn history(&self) -> Result<Vec<Value>, String> {
+        let wrong = || format!("`{}` is not a list of pairs, each a question and its answer", self.their_name("history"));
+        let pair = |pair: &Value| match pair.as_array().map(Vec::as_slice) {
+            Some([Value::String(question), Value::String(answer)]) => {
+                Ok([turn("user", question.clone()), turn("assistant", answer.clone())])
+            }
+            _ => Err(wrong()),
+        };
+        let pairs = if self.has("history") { self.columns["history"].as_array().ok_or_else(wrong)? } else { &vec![] };
+        Ok(pairs.iter().map(pair).collect::<Result<Vec<_>, _>>()?.concat())
     }
 
     /// Some data holds them as JSON in a string.
     fn tools(&self) -> Result<Option<Value>, String> {
-        let tools = match self.columns.get("tools") {
-            Some(Value::String(text)) if text.trim().is_empty() => Value::Null,
-            Some(Value::String(text)) => {
-                serde_json::from_str(text).map_err(|e| format!("`{}`: {}", self.their_name("tools"), json_cause(&e)))?
-            }
-            Some(tools) => tools.clone(),
-            None => Value::Null,
-        };
-        match tools {
-            Value::Null => Ok(None),
-            Value::Array(list) if list.is_empty() => Ok(None),
-            Value::Array(_) => Ok(Some(tools)),
-            _ => Err(format!("`{}` is not a list", self.their_name("tools"))),
+        let tools = self.columns.get("tools").unwrap_or(&Value::Null);
+        tool_calls::tools(tools).map_err(|cause| format!("`{}` {cause}", self.their_name("tools")))
+    }
+
+    /// The variables of the template for this record: its own go before those of all records.
+    fn template_variables(&self) -> Result<Map<String, Value>, String> {
+        let mut variables = self.rules.template_variables.clone();
+        if self.has("chat_template_kwargs") {
+            let wrong = |cause| format!("`{}` {cause}", self.their_name("chat_template_kwargs"));
+            variables.extend(template_variables::of(&self.columns["chat_template_kwargs"]).map_err(wrong)?);
         }
+        Ok(variables)
     }
 
     /// Labels are -100 where nothing is trained, as `transformers` has them, and else the id itself.
@@ -287,6 +369,10 @@ impl ReadRecord<'_> {
         };
         ids.iter().zip(&labels).enumerate().map(token).collect()
     }
+}
+
+fn turn(role: &str, content: String) -> Value {
+    json!({"role": role, "content": content})
 }
 
 /// The parser's message with the column, but not with its line, which is always 1.

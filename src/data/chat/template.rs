@@ -90,10 +90,7 @@ impl ChatTemplate {
     /// Those of [`Self::compiled`], and for messages that hold what marks text, in words.
     pub(super) fn renderings(&self, messages: &[Json], tools: Option<&Json>) -> Result<Renderings<'_>, String> {
         let environment = self.compiled()?;
-        let holds_marks = |json: &Json| MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark));
-        if self.has_marks && messages.iter().chain(tools).any(holds_marks) {
-            return Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into());
-        }
+        messages.iter().chain(tools).try_for_each(|json| check_marks(self.has_marks, json))?;
         let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(Serde(token))));
         let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
         let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
@@ -138,7 +135,25 @@ fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>)
     minijinja::filters::format(state, format, args)
 }
 
+/// Whether a value holds no character that marks text, where a template has marks.
+fn check_marks(has_marks: bool, json: &Json) -> Result<(), String> {
+    match has_marks && MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark)) {
+        true => Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into()),
+        false => Ok(()),
+    }
+}
+
 impl Renderings<'_> {
+    /// As they are, with `variables` of the template beside messages and tools.
+    ///
+    /// # Errors
+    /// For variables that hold a character that marks text, in words.
+    pub(super) fn given(mut self, variables: &serde_json::Map<String, Json>) -> Result<Self, String> {
+        variables.values().try_for_each(|json| check_marks(self.has_marks, json))?;
+        self.context.extend(variables.iter().map(|(name, json)| (name.clone(), Value::from(Serde(json)))));
+        Ok(self)
+    }
+
     /// The text of all messages.
     ///
     /// # Errors

@@ -1,0 +1,202 @@
+//! Columns, keys and roles that decide something in other programs and are not read here. A record that has one is refused where its text
+//! would be wrong, or the run says so once.
+
+use serde_json::{Map, Value};
+
+/// Where a name stands.
+#[derive(Clone, Copy, PartialEq)]
+enum NamePlace {
+    /// A column of a record.
+    Column,
+    /// A key of a message.
+    Key,
+    /// The role of a message.
+    Role,
+}
+
+/// What becomes of a record that has the name.
+#[derive(Clone, Copy, PartialEq)]
+enum Verdict {
+    Refused,
+    /// The run warns once.
+    Told,
+}
+
+/// One name.
+struct ForeignName {
+    place: NamePlace,
+    name: &'static str,
+    verdict: Verdict,
+    /// The programs that document the name.
+    source: &'static str,
+    /// The consequence here, and what helps.
+    means: &'static str,
+}
+
+use NamePlace::{Column, Key, Role};
+use Verdict::{Refused, Told};
+
+const MEDIA: &str = "text alone is trained, and a placeholder in the text is trained as text";
+const PREFERENCE: &str = "nothing is trained by preference here";
+const NOT_AN_ANSWER: &str = "messages of this role are not trained: answers have the role assistant";
+const WEIGHTS: &str = "all records count alike here; leave out those that should not be trained";
+const BOUNDARIES: &str = "the ids of a record are one document here; give each document a record of its own";
+
+const fn name(place: NamePlace, name: &'static str, verdict: Verdict, source: &'static str, means: &'static str) -> ForeignName {
+    ForeignName { place, name, verdict, source, means }
+}
+
+#[rustfmt::skip]
+const NAMES: &[ForeignName] = &[
+    name(Column, "functions", Refused, "OpenAI", "the column `tools` holds the schemas, each as {\"type\": \"function\", \"function\": SCHEMA}"),
+    name(Column, "mask", Refused, "NVIDIA NeMo", "--train-on and `train` of a message say what is trained; leave the column out"),
+    name(Column, "images", Told, "ms-swift, LLaMA-Factory, TRL", MEDIA),
+    name(Column, "image", Told, "TRL", MEDIA),
+    name(Column, "videos", Told, "ms-swift, LLaMA-Factory", MEDIA),
+    name(Column, "video", Told, "ms-swift", MEDIA),
+    name(Column, "audios", Told, "ms-swift, LLaMA-Factory", MEDIA),
+    name(Column, "audio", Told, "ms-swift", MEDIA),
+    name(Column, "objects", Told, "ms-swift", MEDIA),
+    name(Column, "chosen", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
+    name(Column, "rejected", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
+    name(Column, "rejected_response", Told, "ms-swift", PREFERENCE),
+    name(Column, "kto_tag", Told, "LLaMA-Factory", "answers that are not wanted are trained as all others"),
+    name(Column, "label", Told, "TRL, ms-swift", "answers that are not wanted are trained as all others"),
+    name(Column, "history", Told, "LLaMA-Factory, ms-swift", "earlier turns are read beside `instruction` and `output` alone"),
+    name(Column, "system_prompt", Told, "OpenOrca, axolotl", "--columns system=system_prompt reads it"),
+    name(Column, "documents", Told, "transformers", "templates are given no documents here"),
+    name(Column, "weight", Told, "record weights", WEIGHTS),
+    name(Column, "sample_weight", Told, "record weights", WEIGHTS),
+    name(Column, "loss_weight", Told, "record weights", WEIGHTS),
+    name(Column, "position_ids", Told, "TRL, axolotl", BOUNDARIES),
+    name(Column, "seq_lengths", Told, "TRL", BOUNDARIES),
+    name(Key, "function_call", Refused, "OpenAI", "the key `tool_calls` holds a list of calls, each as {\"type\": \"function\", \"function\": CALL}"),
+    name(Key, "train_detail", Refused, "axolotl", "parts of a message cannot be left out here"),
+    name(Key, "mask", Refused, "NVIDIA NeMo", "`train` says whether a message is trained"),
+    name(Key, "token_loss_mask", Refused, "NeMo RL", "`train` says whether a message is trained"),
+    name(Key, "images", Told, "ms-swift, TRL", MEDIA),
+    name(Key, "image", Told, "ms-swift", MEDIA),
+    name(Key, "videos", Told, "ms-swift", MEDIA),
+    name(Key, "video", Told, "ms-swift", MEDIA),
+    name(Key, "audios", Told, "ms-swift", MEDIA),
+    name(Key, "audio", Told, "OpenAI, ms-swift", MEDIA),
+    name(Key, "refusal", Told, "OpenAI", "it is no part of the answer here: `content` holds what is trained"),
+    name(Role, "tool_call", Told, "ms-swift", NOT_AN_ANSWER),
+    name(Role, "function_call", Told, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "model", Told, "Gemma", NOT_AN_ANSWER),
+    name(Role, "gpt", Told, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "ai", Told, "LangChain", NOT_AN_ANSWER),
+    name(Role, "chatgpt", Told, "ShareGPT", NOT_AN_ANSWER),
+    name(Role, "CHATBOT", Told, "Cohere", NOT_AN_ANSWER),
+];
+
+/// Columns of media, which a table may hold in bytes: their values are not read, only that they are there.
+const MEDIA_COLUMNS: [&str; 7] = ["images", "image", "videos", "video", "audios", "audio", "objects"];
+
+/// Whether the values of the column `name` are looked at in a table.
+pub(super) fn is_looked_at(name: &str) -> bool {
+    NAMES.iter().any(|known| known.place == Column && known.name == name) && !MEDIA_COLUMNS.contains(&name)
+}
+
+/// Whether a table's column `name` is one of media, of which it is enough to know that it is there.
+pub(in crate::data) fn is_media(name: &str) -> bool {
+    MEDIA_COLUMNS.contains(&name)
+}
+
+/// Sentences about the columns of a record that are not read, but for those that `is_read` names.
+///
+/// # Errors
+/// For a column with which the record's text would be wrong.
+pub(super) fn of_columns(columns: &Map<String, Value>, is_read: impl Fn(&str) -> bool) -> Result<Vec<String>, String> {
+    let mut remarks = told(Column, |name| columns.get(name).is_some_and(|value| says_something(value) && !is_read(name)))
+        .map_err(ForeignName::sentence)?;
+    if columns.get("attention_mask").and_then(Value::as_array).is_some_and(|mask| mask.iter().any(|value| value == 0)) {
+        remarks.push(
+            "column `attention_mask` (of transformers) is not read: ids where it is 0 are trained unless `labels` leave them out".into(),
+        );
+    }
+    Ok(remarks)
+}
+
+/// Sentences about the keys and the role of a message.
+///
+/// # Errors
+/// For a key with which the message's text would be wrong, in words that follow the message's name.
+pub(super) fn of_message(message: &Value) -> Result<Vec<String>, String> {
+    let keys = told(Key, |name| says_something(&message[name])).map_err(ForeignName::of_its_message)?;
+    let roles = told(Role, |name| message["role"] == name).map_err(ForeignName::of_its_message)?;
+    Ok(keys.into_iter().chain(roles).collect())
+}
+
+/// The sentences about the names of a place that are there.
+///
+/// # Errors
+/// The first one that is refused.
+fn told(place: NamePlace, is_there: impl Fn(&str) -> bool) -> Result<Vec<String>, &'static ForeignName> {
+    let there = NAMES.iter().filter(|known| known.place == place && is_there(known.name));
+    there.map(|known| if known.verdict == Refused { Err(known) } else { Ok(known.sentence()) }).collect()
+}
+
+impl ForeignName {
+    /// The name with its place and its source.
+    fn subject(&self) -> String {
+        let place = match self.place {
+            Column => "column",
+            Key => "key",
+            Role => "role",
+        };
+        format!("{place} `{}` (of {})", self.name, self.source)
+    }
+
+    /// The sentence, in words that follow the name of a message.
+    fn of_its_message(&self) -> String {
+        format!("has the {}, which is not read: {}", self.subject(), self.means)
+    }
+
+    fn sentence(&self) -> String {
+        format!("{} is not read: {}", self.subject(), self.means)
+    }
+}
+
+/// Whether a value is more than what tables fill in.
+fn says_something(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(map) => !map.is_empty(),
+        Value::Bool(_) | Value::Number(_) => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_name_is_refused_or_told_and_an_empty_value_is_neither() {
+        for ForeignName { place, name, verdict, source, .. } in NAMES {
+            let of = |value: Value| match place {
+                Column => of_columns(json!({*name: value}).as_object().unwrap(), |_| false),
+                Key => of_message(&json!({"role": "user", *name: value})),
+                Role => of_message(&json!({"role": name})),
+            };
+            let found = of(json!(1));
+            assert_eq!(found.is_err(), *verdict == Refused, "{name}");
+            let sentence = found.map_or_else(|refused| refused, |told| told.concat());
+            assert!(sentence.contains(&format!("`{name}` (of {source})")) && sentence.contains("is not read: "), "{sentence}");
+            for empty in [json!(null), json!([]), json!({}), json!("")] {
+                assert_eq!(of(empty).map(|told| told.is_empty()), Ok(*place != Role), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_column_that_is_read_and_a_mask_of_ones_are_not_told() {
+        let columns = json!({"label": 1, "attention_mask": [1, 1]});
+        assert_eq!(of_columns(columns.as_object().unwrap(), |name| name == "label"), Ok(vec![]));
+        let padded = json!({"attention_mask": [1, 0]});
+        assert!(of_columns(padded.as_object().unwrap(), |_| false).unwrap()[0].contains("`attention_mask`"));
+    }
+}
