@@ -7,11 +7,14 @@
 mod bounds;
 mod deltas;
 mod elsewhere;
+mod json_columns;
 mod shape;
 mod thrift;
 
 use self::deltas::CheckedGroup;
 pub(super) use self::elsewhere::for_each_in_sandbox;
+use self::json_columns::JsonColumns;
+use super::chat::foreign_names::is_media;
 use super::compression::{EXPANSION_MAX, SMALL_BYTES};
 use super::sandbox::{SandboxTask, guard};
 use crate::disk::InFile;
@@ -37,6 +40,7 @@ pub(super) struct ParquetRows {
     file: InFile,
     reader: SerializedFileReader<File>,
     rows: u64,
+    json_columns: JsonColumns,
 }
 
 impl ParquetRows {
@@ -48,7 +52,8 @@ impl ParquetRows {
         let opened = guard(SandboxTask::Rows, || SerializedFileReader::new(file.clone_file()?).map_err(|e| Error::format(path, e)));
         let reader = opened.map_err(|cause| Error::format(path, cause))??;
         let rows = reader.metadata().row_groups().iter().map(|group| u64::try_from(group.num_rows()).unwrap_or(0)).sum();
-        Ok(Self { file, reader, rows })
+        let json_columns = JsonColumns::of(reader.metadata().file_metadata());
+        Ok(Self { file, reader, rows, json_columns })
     }
 
     /// Gives `each` the rows until it wants no more: the columns that `wants` names, all of them null where there is none.
@@ -56,7 +61,7 @@ impl ParquetRows {
     /// # Errors
     /// `Format` that names row group and cause; those of `each`.
     pub(super) fn for_each(&self, wants: impl Fn(&str) -> bool, each: EachRow<'_>) -> Result<()> {
-        let (stamp, mut progress) = (self.file.stamp()?, RowCount { number: 0, made: 0 });
+        let (stamp, mut progress) = (self.file.stamp()?, RowCount { unread: self.media_names(&wants), ..RowCount::default() });
         let Some(wanted) = self.projection(&wants) else { return each(1, &self.names(), 0).map(|_| ()) };
         for group in 0..self.reader.num_row_groups() {
             if !self.read_group(group, &wanted, &mut progress, each)? {
@@ -77,7 +82,10 @@ impl ParquetRows {
         let mut rows = contained(|| reader.get_row_iter(Some(wanted.clone()))).map_err(|cause| wrong(&cause))?;
         while let Some(row) = contained(|| rows.next().transpose()).map_err(|cause| wrong(&cause))? {
             count.number += 1;
-            let record = object(&row).map_err(|cause| wrong(&format_args!("row {}: {cause}", count.number)))?.to_string();
+            let mut record = fields(&row, true).map_err(|cause| wrong(&format_args!("row {}: {cause}", count.number)))?;
+            self.json_columns.decode(&mut record).map_err(|cause| wrong(&format_args!("row {}: {cause}", count.number)))?;
+            record.extend(std::mem::take(&mut count.unread).into_iter().map(|name| (name, true.into())));
+            let record = Value::Object(record).to_string();
             count.made += record.len() as u64 + ROW_BYTES;
             let most = (EXPANSION_MAX * self.file.bytes()).max(SMALL_BYTES);
             if count.made > most {
@@ -99,6 +107,12 @@ impl ParquetRows {
         Type::group_type_builder(schema.name()).with_fields(fields).build().ok().filter(|_| is_any)
     }
 
+    /// Columns of media that are there and not wanted. The first row has them with no more than that, so that someone may warn of them.
+    fn media_names(&self, wants: &impl Fn(&str) -> bool) -> Vec<String> {
+        let fields = self.reader.metadata().file_metadata().schema().get_fields();
+        fields.iter().map(|field| field.name()).filter(|name| is_media(name) && !wants(name)).map(String::from).collect()
+    }
+
     /// A record that has nothing but the names of the columns.
     fn names(&self) -> String {
         let fields = self.reader.metadata().file_metadata().schema().get_fields();
@@ -111,19 +125,23 @@ impl ParquetRows {
 }
 
 /// How far the reading is.
+#[derive(Default)]
 struct RowCount {
     number: u64,
     /// Bytes of text.
     made: u64,
+    /// Names of columns of media, until the first row has them.
+    unread: Vec<String>,
 }
 
 fn contained<T>(call: impl FnOnce() -> ParquetResult<T>) -> std::result::Result<T, String> {
     guard(SandboxTask::Rows, call).and_then(|read| read.map_err(|e| e.to_string()))
 }
 
-fn object(row: &Row) -> std::result::Result<Value, String> {
+/// The fields of a row or, without `nulls`, of a structure in it: a table fills in the keys that other rows have.
+fn fields(row: &Row, nulls: bool) -> std::result::Result<Map<String, Value>, String> {
     let entry = |(name, field): (&String, &Field)| Ok((name.clone(), value(field).map_err(|cause| format!("column {name}: {cause}"))?));
-    row.get_column_iter().map(entry).collect::<std::result::Result<Map<_, _>, String>>().map(Value::Object)
+    row.get_column_iter().filter(|(_, field)| nulls || !matches!(field, Field::Null)).map(entry).collect()
 }
 
 /// A field as JSON has it. Bytes are text: columns of text may lack the mark that says so.
@@ -144,7 +162,7 @@ fn value(field: &Field) -> std::result::Result<Value, String> {
         Field::Double(number) => float(*number),
         Field::Str(text) => text.as_str().into(),
         Field::Bytes(bytes) => str::from_utf8(bytes.data()).map_err(|_| "bytes that are not UTF-8")?.into(),
-        Field::Group(row) => object(row)?,
+        Field::Group(row) => fields(row, false)?.into(),
         Field::ListInternal(list) => Value::Array(list.elements().iter().map(value).collect::<std::result::Result<_, _>>()?),
         Field::MapInternal(map) => {
             let key = |field: &Field| if let Field::Str(text) = field { text.clone() } else { field.to_string() };

@@ -6,6 +6,7 @@ use super::thrift::{ThriftKind, ThriftReader};
 use crate::data::compression::{EXPANSION_MAX, SMALL_BYTES};
 use crate::disk::InFile;
 use crate::error::{Error, Result};
+use parquet::basic::Compression;
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 use parquet::schema::types::Type;
 
@@ -110,7 +111,21 @@ pub(super) fn check_pages(file: &InFile, group: &RowGroupMetaData, wanted: &Type
         .try_for_each(|column| check_column(file, column).map_err(|cause| format!("column {}: {cause}", column.column_path().string())))
 }
 
+/// Whether the compression of a column is one that is read.
+fn check_compression(file: &InFile, column: &ColumnChunkMetaData) -> std::result::Result<(), String> {
+    match column.compression() {
+        Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_) => Ok(()),
+        other => {
+            let (name, read) = (other.to_string(), "Snappy, gzip, Zstandard and no compression are read");
+            let (name, path) = (name.split('(').next().unwrap_or_default(), file.path().display());
+            let again = format!("import pyarrow.parquet as p; p.write_table(p.read_table('{path}'), '{path}', compression='zstd')");
+            Err(format!("compressed by {name}: {read}; write the file again: python -c \"{again}\""))
+        }
+    }
+}
+
 fn check_column(file: &InFile, column: &ColumnChunkMetaData) -> std::result::Result<(), String> {
+    check_compression(file, column)?;
     let (mut at, length) = column.byte_range();
     let end = at.checked_add(length).filter(|end| *end <= file.bytes()).ok_or("lies outside the file")?;
     while at < end {
