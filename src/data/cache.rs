@@ -1,10 +1,11 @@
 //! Where prepared text is kept, and who prepares it: one run, while others that want the same wait.
 //!
-//! A folder is named by a SHA-256 over the format, the program's version, the tokenizer, the separator, and for each text file its path,
+//! A folder is named by a SHA-256 over the format, the rules of records, the program's version, the tokenizer, the separator, and for each text file its path,
 //! size, time and inode: so a resumed run finds its folder without reading the text. Beside the folder `KEY` there may be `KEY.lock`,
 //! held by the run that prepares it (the lock ends with the process, however it ends), and `.KEY.tmp`, which is being written, or was left
 //! by a killed run if nobody holds the lock. What has such a name and is not what the program makes stays as it is.
 
+use super::chat::record::RULES_VERSION;
 use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::files::kind;
@@ -235,7 +236,7 @@ fn key(texts: &[&Path], tokenizer: &Tokenizer) -> Result<String> {
         Ok((kind(path), absolute, InFile::open(path)?.stamp()?))
     };
     let sources = texts.iter().map(source).collect::<Result<Vec<_>>>()?;
-    let of = (FORMAT_VERSION, env!("CARGO_PKG_VERSION"), tokenizer.identity(), tokenizer.end_of_text(), sources);
+    let of = (FORMAT_VERSION, RULES_VERSION, env!("CARGO_PKG_VERSION"), tokenizer.identity(), tokenizer.end_of_text(), sources);
     let json = serde_json::to_vec(&of).map_err(|e| Error::format(texts[0], e))?;
     Ok(hex(Sha256::digest(json)))
 }

@@ -77,6 +77,11 @@ pub(crate) fn is_text(path: &Path) -> bool {
     !matches!(kind(path), None | Some(SourceKind::Tokens))
 }
 
+/// Whether the file at `path` holds records.
+pub(crate) fn holds_records(path: &Path) -> bool {
+    matches!(kind(path), Some(SourceKind::JsonLines | SourceKind::JsonArray | SourceKind::Parquet))
+}
+
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
     let is_compressed = is_compressed(path);
     let name = if is_compressed { Path::new(path.file_stem()?) } else { path };

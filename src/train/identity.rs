@@ -2,8 +2,10 @@
 //! is continued. Contents decide; names and places may change.
 
 use crate::config::options::RunPart;
+use crate::data::chat::record::RULES_VERSION;
 use crate::data::checksum::{self, Fingerprint};
 use crate::data::demo::DEMO_TEXT;
+use crate::data::files::{holds_records, is_text};
 use crate::data::known_sources::KnownSources;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::ExpertProducts;
@@ -30,6 +32,8 @@ pub(super) const MLP_TILE: &str = "mlp_tile";
 pub(super) const SEQUENCE_RANKS: &str = "sequence_ranks";
 /// Key there of how many shares make a group whose sum is rounded, which was none before there was a choice.
 pub(super) const GRADIENT_GROUP: &str = "gradient_group";
+/// In [`RunPart::Data`], key of the version of the rules of records; not there where they decide nothing, and before there were versions.
+const RULES: &str = "record_rules";
 /// Key of the changes that somebody accepted.
 const CHANGED: &str = "changed";
 /// Data files that a checkpoint lists; the checksum of all covers the rest.
@@ -47,15 +51,16 @@ pub(super) fn of(
     output_dir: Option<&Path>,
     progress: &mut dyn FnMut(&Path, u64) -> Result<()>,
 ) -> Result<Run> {
-    let files = known.find_files(data)?;
-    let files: Vec<Value> = match files.as_slice() {
+    let paths = known.find_files(data)?;
+    let files: Vec<Value> = match paths.as_slice() {
         [] => vec![described("the built-in text", "txt", DEMO_TEXT.len() as u64, &checksum::sha256(DEMO_TEXT.as_bytes()))],
         files => {
             let fingerprints = checksum::fingerprints(files, |path| known.missing(path).cloned(), output_dir, progress)?;
             files.iter().zip(fingerprints).map(|(path, file)| described_file(path, &file)).collect()
         }
     };
-    let values = [shape.arithmetic().into(), tokenizer.identity(), data_identity(files)];
+    let rules = has_rules(&paths, tokenizer).then_some(RULES_VERSION);
+    let values = [shape.arithmetic().into(), tokenizer.identity(), data_identity(files, rules)];
     Ok(RunPart::ALL.into_iter().zip(values).map(|(part, value)| (part.name().to_string(), value)).collect())
 }
 
@@ -73,10 +78,21 @@ fn described_file(path: &Path, file: &Fingerprint) -> Value {
     described(&path.to_string_lossy(), &kind, file.bytes, &file.sha256)
 }
 
-fn data_identity(mut files: Vec<Value>) -> Value {
+/// Whether the version of rules decides the tokens of `files`: those of records, and the tokens around text. Bytes and ids have none of these.
+fn has_rules(files: &[PathBuf], tokenizer: &Tokenizer) -> bool {
+    let is_marked = tokenizer.end_of_text().is_some() || !tokenizer.begin_of_text().is_empty();
+    files.iter().any(|path| holds_records(path) || is_marked && is_text(path))
+}
+
+/// The data of `files`, and the version of the rules by which they become tokens, where rules decide something.
+fn data_identity(mut files: Vec<Value>, rules: Option<u32>) -> Value {
     let all: String = files.iter().map(|file| format!("{} {}\n", file["kind"], file["sha256"])).collect();
     files.truncate(FILES_LISTED);
-    json!({"sha256": checksum::sha256(all.as_bytes()), "files": files})
+    let mut data = json!({"sha256": checksum::sha256(all.as_bytes()), "files": files});
+    if let Some(rules) = rules {
+        data[RULES] = rules.into();
+    }
+    data
 }
 
 /// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, those
@@ -159,7 +175,7 @@ fn moments_differences(then: &Value, now: &Value) -> Vec<String> {
 /// The first file that differs; files may have other names.
 fn data_differences(then: &Value, now: &Value) -> Vec<String> {
     if then["sha256"] == now["sha256"] {
-        return vec![];
+        return rules_differences(then, now);
     }
     let content = |file: &Value| ["kind", "bytes", "sha256"].map(|key| file[key].clone());
     let same = |idx: usize| content(&then["files"][idx]) == content(&now["files"][idx]);
@@ -168,6 +184,14 @@ fn data_differences(then: &Value, now: &Value) -> Vec<String> {
         Some(idx) => vec![format!("file {} was {} and is {}", idx + 1, file(&then["files"][idx]), file(&now["files"][idx]))],
         None => vec![format!("the checksum of all files was {} and is {}", brief(&then["sha256"]), brief(&now["sha256"]))],
     }
+}
+
+/// A version that is not there decides nothing now, or was the first.
+fn rules_differences(then: &Value, now: &Value) -> Vec<String> {
+    let Some(version) = now[RULES].as_u64() else { return vec![] };
+    let before = then[RULES].as_u64().unwrap_or(1);
+    let what = "the rules by which records become tokens and masks";
+    (before != version).then(|| format!("{what} were those of version {before} and are those of version {version}")).into_iter().collect()
 }
 
 /// `corpus.txt (2000 bytes, sha256 "3f2a...")`.
@@ -218,12 +242,29 @@ mod tests {
     #[test]
     fn a_list_of_very_many_files_is_cut_and_still_compared() {
         let file = |idx: usize| described(&format!("{idx}.txt"), "txt", 1, &format!("sum {idx}"));
-        let of = |files: Vec<Value>| Run::from_iter([("data".to_string(), data_identity(files))]);
+        let of = |files: Vec<Value>| Run::from_iter([("data".to_string(), data_identity(files, None))]);
         let then = of((0..1500).map(file).collect());
         assert_eq!(then["data"]["files"].as_array().unwrap().len(), FILES_LISTED);
         let with_last = |last: usize| of((0..1499).chain([last]).map(file).collect());
         assert!(changes(&then, &with_last(1499)).is_empty());
         assert!(changes(&then, &with_last(7)).pop().unwrap().1.starts_with("the checksum of all files was "));
+    }
+
+    #[test]
+    fn other_rules_of_records_are_a_change_of_the_data_and_bytes_of_text_have_none() {
+        let dir = model_dir(&[("a.txt", "one"), ("a.jsonl", "{\"text\": \"one\"}")]);
+        let run = |name: &str| run_of(&ModelShape::demo(), &[name], dir.path());
+        let with = |name: &str, rules: Value| {
+            let mut then = run(name);
+            then["data"][RULES] = rules;
+            changes(&then, &run(name)).pop().map(|(part, change)| (part.name(), change))
+        };
+        let words = |before: u32| {
+            let what = "the rules by which records become tokens and masks";
+            Some(("data", format!("{what} were those of version {before} and are those of version {RULES_VERSION}")))
+        };
+        assert_eq!((with("a.jsonl", Value::Null), with("a.jsonl", json!(7))), (words(1), words(7)));
+        assert_eq!((with("a.jsonl", json!(RULES_VERSION)), with("a.txt", Value::Null)), (None, None));
     }
 
     #[test]
