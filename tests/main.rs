@@ -44,6 +44,7 @@ mod python;
 mod ranks;
 mod ranks_mutants;
 mod readme;
+mod records;
 mod replan;
 mod report;
 mod resume;

@@ -1,4 +1,4 @@
-//! Bytes of a data file from begin to end, uncompressed where its name ends in `.gz` or `.zst`.
+//! Bytes of a data file from begin to end, uncompressed where its name ends in `.gz` or `.zst`, in either case of letters.
 
 use crate::disk::InFile;
 use crate::error::{Error, Result};
@@ -19,7 +19,12 @@ pub(super) const SMALL_BYTES: u64 = 16 << 20;
 
 /// Whether the file at `path` is compressed, by its name.
 pub(super) fn is_compressed(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == GZIP || extension == ZSTANDARD)
+    has_extension(path, GZIP) || has_extension(path, ZSTANDARD)
+}
+
+/// Whether the name of the file at `path` ends in `extension`, in either case of letters.
+pub(super) fn has_extension(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension))
 }
 
 /// A file that is read in order, and the checksum of what was read.
@@ -63,8 +68,14 @@ impl ByteReader {
     /// `Resource` where there is no memory for a decoder.
     pub(super) fn new(file: InFile) -> Result<Self> {
         let path = file.path().to_path_buf();
+        let is_empty = file.bytes() == 0;
         let file = InOrder { file, offset: 0, sha256: Sha256::new() };
-        if is_compressed(&path) { Ok(Self::Compressed { decoder: Decoder::new(&path, file)?, made: 0 }) } else { Ok(Self::Plain(file)) }
+        // An empty file is an empty text, whatever its name.
+        if is_compressed(&path) && !is_empty {
+            Ok(Self::Compressed { decoder: Decoder::new(&path, file)?, made: 0 })
+        } else {
+            Ok(Self::Plain(file))
+        }
     }
 
     fn in_order(&self) -> &InOrder {
@@ -128,7 +139,7 @@ impl Decoder {
     /// The decoder that the name at `path` asks for.
     fn new(path: &Path, file: InOrder) -> Result<Self> {
         let file = BufReader::with_capacity(1 << 16, file);
-        if path.extension().is_some_and(|extension| extension == GZIP) {
+        if has_extension(path, GZIP) {
             return Ok(Self::Gzip(Box::new(MultiGzDecoder::new(file))));
         }
         let start = || {

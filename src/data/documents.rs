@@ -3,6 +3,7 @@
 //! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
 
 use super::around::missing_begin;
+use super::compression::has_extension;
 use super::remarks::Remarks;
 use crate::error::{Error, Result};
 use std::fmt::Display;
@@ -70,7 +71,7 @@ impl DocumentPosition {
 
 /// What a record of the file at `path` stands in.
 pub(super) fn place_word(path: &Path) -> &'static str {
-    if path.extension().is_some_and(|extension| extension == "parquet") { "row" } else { "line" }
+    if has_extension(path, "parquet") { "row" } else { "line" }
 }
 
 /// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`. Text that begins or ends
@@ -232,9 +233,10 @@ impl<S: Sink> Documents<S> {
         DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks }
     }
 
-    /// Text file `source` goes as far as the tokens do by now.
+    /// Text file `source` goes as far as the tokens do by now. Files before it that hold no document end where the one before them does.
     fn reach(&mut self, source: usize) {
-        self.source_ends.resize(source + 1, self.tokens);
+        let before = self.source_ends.last().copied().unwrap_or(0);
+        self.source_ends.resize(source + 1, before);
         self.source_ends[source] = self.tokens;
     }
 
@@ -266,7 +268,7 @@ mod tests {
         documents.end(&DocumentPosition { source: 2, ..place }).unwrap();
         let totals = documents.finish();
         assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
-        assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 7, 7]));
+        assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 5, 7]));
     }
 
     #[test]

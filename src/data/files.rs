@@ -1,11 +1,12 @@
 //! Data files: which there are, and of which kind.
 //!
-//! `.txt` is one document of UTF-8; `.jsonl` holds one record a line, blank lines aside, and `.json` an array of them (see
+//! `.txt` is one document of UTF-8; `.jsonl` or `.ndjson` holds one record a line, blank lines aside, and `.json` an array of them (see
 //! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
-//! [`crate::data::token_file`]). A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
+//! [`crate::data::token_file`]). Extensions may be written in capitals. A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
 
-use crate::data::compression::is_compressed;
+use crate::data::compression::{has_extension, is_compressed};
 use crate::data::pattern::{self, matching};
+use crate::data::saved_dataset;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -19,7 +20,7 @@ pub(super) enum SourceKind {
 }
 
 /// What the extensions of [`SourceKind`] are called in messages.
-const KINDS: &str = ".txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin";
+const KINDS: &str = ".txt, .json, .jsonl, .ndjson (each may be .gz or .zst), .parquet or .bin";
 
 /// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
 ///
@@ -59,17 +60,19 @@ fn known(path: PathBuf) -> Result<PathBuf> {
     if kind(&path).is_some() { Ok(path) } else { Err(Error::format(&path, format!("not a {KINDS} file{}", conversion(&path)))) }
 }
 
-/// What makes JSON lines of a table in another format.
+/// The command that makes JSON lines of a table in another format.
 fn conversion(path: &Path) -> String {
     let (name, lines) = (path.display(), path.with_extension("jsonl"));
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    let read = match extension {
-        "csv" => "read_csv",
-        "arrow" | "feather" => "read_feather",
-        _ => return String::new(),
+    let by_pandas = |read| {
+        let lines = lines.display();
+        format!("; convert it: python -c \"import pandas; pandas.{read}('{name}').to_json('{lines}', orient='records', lines=True)\"")
     };
-    let lines = lines.display();
-    format!("; convert it: python -c \"import pandas; pandas.{read}('{name}').to_json('{lines}', orient='records', lines=True)\"")
+    match () {
+        () if has_extension(path, "csv") => by_pandas("read_csv"),
+        () if saved_dataset::is_stream(path) => saved_dataset::file_conversion(path, &lines),
+        () if has_extension(path, "arrow") || has_extension(path, "feather") => by_pandas("read_feather"),
+        () => String::new(),
+    }
 }
 
 /// Whether the file at `path` holds text, which needs a tokenizer.
@@ -85,9 +88,9 @@ pub(crate) fn holds_records(path: &Path) -> bool {
 pub(super) fn kind(path: &Path) -> Option<SourceKind> {
     let is_compressed = is_compressed(path);
     let name = if is_compressed { Path::new(path.file_stem()?) } else { path };
-    match name.extension()?.to_str()? {
+    match name.extension()?.to_str()?.to_ascii_lowercase().as_str() {
         "txt" => Some(SourceKind::Text),
-        "jsonl" => Some(SourceKind::JsonLines),
+        "jsonl" | "ndjson" => Some(SourceKind::JsonLines),
         "json" => Some(SourceKind::JsonArray),
         "parquet" if !is_compressed => Some(SourceKind::Parquet),
         "bin" if !is_compressed => Some(SourceKind::Tokens),
@@ -95,9 +98,9 @@ pub(super) fn kind(path: &Path) -> Option<SourceKind> {
     }
 }
 
-/// Whether the file at `path` tells the width of a token file.
+/// Whether the file at `path` gives the width of a token file, or describes a data set.
 fn is_sidecar(path: &Path) -> bool {
-    path.to_str().is_some_and(|name| name.ends_with(".bin.json"))
+    path.to_str().is_some_and(|name| name.ends_with(".bin.json")) || saved_dataset::is_description(path)
 }
 
 fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -106,6 +109,9 @@ fn files_in(dir: &Path) -> Result<Vec<PathBuf>> {
         entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>().map_err(|e| Error::io("read", dir, e))?;
     let mut files: Vec<PathBuf> = paths.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path) && !path.is_dir()).collect();
     if files.is_empty() {
+        if let Some(command) = saved_dataset::folder_conversion(dir) {
+            return Err(Error::format(dir, command));
+        }
         return Err(Error::format(dir, format!("no {KINDS} file in this directory")));
     }
     files.sort();
@@ -126,13 +132,18 @@ mod tests {
         assert_eq!(names, ["c.bin", "a.jsonl", "b.txt", "c.bin"]);
         let refusal = |path: &str| find_files(&[dir.path().join(path)]).unwrap_err().to_string();
         assert!(
-            refusal("d.txt").contains("d.txt: no .txt, .json, .jsonl (each may be .gz or .zst), .parquet or .bin file in this directory")
+            refusal("d.txt")
+                .contains("d.txt: no .txt, .json, .jsonl, .ndjson (each may be .gz or .zst), .parquet or .bin file in this directory")
         );
         assert!(refusal("README.md").contains("README.md: not a .txt"));
         let matching = find_files(&[dir.path().join("*"), dir.path().join("[ab].*")]).unwrap();
         let names: Vec<_> = matching.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["a.jsonl", "b.txt", "c.bin", "a.jsonl", "b.txt"], "of what matches the data files are taken");
         assert!(refusal("*.md").contains("README.md: not a .txt") && refusal("*.csv").ends_with("*.csv: no file matches this pattern"));
+        for (name, found) in [("A.TXT", SourceKind::Text), ("a.NdJson.GZ", SourceKind::JsonLines), ("a.Json.Zst", SourceKind::JsonArray)] {
+            assert_eq!(kind(Path::new(name)), Some(found), "{name}");
+        }
+        assert_eq!((kind(Path::new("a.PARQUET")), kind(Path::new("a.Bin"))), (Some(SourceKind::Parquet), Some(SourceKind::Tokens)));
         std::fs::write(dir.path().join("x*.txt"), "a file of this name").unwrap();
         assert_eq!(find_files(&[dir.path().join("x*.txt")]).unwrap(), [dir.path().join("x*.txt")]);
         assert!(refusal("missing.txt").starts_with("read ") && refusal("missing.txt").contains("missing.txt: No such file"));

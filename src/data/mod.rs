@@ -35,6 +35,7 @@ mod remarks;
 pub(crate) mod rows;
 mod samples;
 mod sandbox;
+mod saved_dataset;
 mod scan;
 pub(crate) mod shown;
 pub(crate) mod source;

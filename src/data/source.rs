@@ -107,10 +107,12 @@ fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u6
         *goes_on = *goes_on && (record.trim().is_empty() || each(line, record)?);
         Ok(())
     };
+    let mut is_empty = true;
     while goes_on && let Some(block) = reader.next()? {
+        is_empty = false;
         parts.push(path, block, |line, record| give(&mut goes_on, line, record))?;
     }
-    if goes_on { parts.finish(path, |line, record| give(&mut goes_on, line, record)) } else { Ok(()) }
+    if goes_on && !is_empty { parts.finish(path, |line, record| give(&mut goes_on, line, record)) } else { Ok(()) }
 }
 
 /// The first `count` documents of the text files among `files`, as a model reads them.
@@ -124,8 +126,8 @@ pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: u
         if first.len() >= count {
             break;
         }
-        if kind(path) == Some(SourceKind::Text) {
-            let text = beginning(path)?;
+        let text = if kind(path) == Some(SourceKind::Text) { beginning(path)? } else { String::new() };
+        if !text.is_empty() {
             let shown = tokenizer.run(&[TextWork::ShownText(&text)], stop, |_, cause| Error::format(path, cause))?;
             first.extend(documents(path, None, shown));
         }
@@ -197,9 +199,9 @@ pub(super) fn tokenize<S: Sink + Send>(
     preparation: &mut Preparation<'_>,
 ) -> Result<(DocumentTotals<S>, Vec<Read>)> {
     let all = texts.iter().filter_map(|path| path.metadata().ok()).map(|metadata| metadata.len()).sum();
-    let (mut read, stop) = (Vec::new(), preparation.stop().clone());
+    let (mut read, mut empty, stop) = (Vec::new(), Vec::new(), preparation.stop().clone());
     let documents = Documents::new(sink, vocab_size, tokenizer.end_of_text(), tokenizer.begin_of_text());
-    let totals = encode(tokenizer, documents, &stop, |encoder| {
+    let mut totals = encode(tokenizer, documents, &stop, |encoder| {
         if texts.is_empty() {
             encoder.begin(DocumentPosition { path: Path::new("the built-in text").into(), source: 0, line: None });
             encoder.push(DEMO_TEXT)?;
@@ -212,16 +214,38 @@ pub(super) fn tokenize<S: Sink + Send>(
                 preparation.progress("reading text", done + offset, all);
                 preparation.go_on()
             };
-            let file = read_file(encoder, place, &mut progress)?;
+            let (file, holds) = read_file(encoder, place, &mut progress)?;
             done += file.bytes;
+            empty.extend((holds == Holds::Nothing).then_some((*path, file.bytes)));
             read.push(file);
         }
         Ok(())
     })?;
+    // Parts behind the last document end where it ends.
+    totals.source_ends.resize(texts.len().max(totals.source_ends.len()), totals.tokens);
+    tell_empty(&empty, texts.len(), preparation)?;
     totals.remarks.tell(totals.documents + totals.skipped, preparation);
     tell_unasked(&totals, preparation);
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))
+}
+
+/// Says how many of `all` files hold no document.
+///
+/// # Errors
+/// `Format` at the first of them where no file holds one.
+fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<'_>) -> Result<()> {
+    let Some((path, bytes)) = empty.first() else { return Ok(()) };
+    if empty.len() < all {
+        preparation.note(format!("{}: holds no document, as {} of {all} files do; they are passed over", path.display(), empty.len()));
+        return Ok(());
+    }
+    let word = place_word(path);
+    Err(if *bytes == 0 {
+        Error::format(path, "the file is empty")
+    } else {
+        Error::format(path, format_args!("no {word} holds a document"))
+    })
 }
 
 /// Says how many records begin with an answer that is left as it is.
@@ -249,18 +273,31 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     Ok(())
 }
 
+/// What a file holds.
+#[derive(PartialEq)]
+enum Holds {
+    Documents,
+    Nothing,
+}
+
+impl Holds {
+    fn if_any(has_documents: bool) -> Self {
+        if has_documents { Self::Documents } else { Self::Nothing }
+    }
+}
+
 /// The text file at `place`; what was read of it.
-fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
+fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
     if kind(&place.path) == Some(SourceKind::Parquet) {
         return read_rows(encoder, &place, progress);
     }
     let mut reader = TextReader::open(&place.path)?;
-    match kind(&place.path) {
+    let holds = match kind(&place.path) {
         Some(SourceKind::JsonLines) => read_records(encoder, &mut reader, &place, Lines::default(), progress)?,
         Some(SourceKind::JsonArray) => read_records(encoder, &mut reader, &place, Elements::default(), progress)?,
         _ => read_document(encoder, &mut reader, place, progress)?,
-    }
-    Ok(Read { bytes: reader.offset(), sha256: reader.sha256() })
+    };
+    Ok((Read { bytes: reader.offset(), sha256: reader.sha256() }, holds))
 }
 
 fn read_document(
@@ -268,13 +305,17 @@ fn read_document(
     reader: &mut TextReader,
     place: DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    encoder.begin(place);
+) -> Result<Holds> {
+    let mut holds = Holds::Nothing;
     while let Some(text) = reader.next()? {
+        if holds == Holds::Nothing {
+            encoder.begin(place.clone());
+            holds = Holds::Documents;
+        }
         encoder.push(text)?;
         progress(reader.offset())?;
     }
-    encoder.end()
+    encoder.end().map(|()| holds)
 }
 
 fn read_records(
@@ -283,28 +324,28 @@ fn read_records(
     place: &DocumentPosition,
     mut parts: impl RecordParts,
     progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let mut format = None;
+) -> Result<Holds> {
+    let (mut format, mut is_empty) = (None, true);
     while let Some(block) = reader.next()? {
+        is_empty = false;
         parts.push(&place.path, block, |number, record| read_record(encoder, place, &mut format, number, record))?;
         progress(reader.offset())?;
     }
-    parts.finish(&place.path, |number, record| read_record(encoder, place, &mut format, number, record))?;
-    if format.is_none() { Err(Error::format(&place.path, "no line holds a document")) } else { Ok(()) }
+    if !is_empty {
+        parts.finish(&place.path, |number, record| read_record(encoder, place, &mut format, number, record))?;
+    }
+    Ok(Holds::if_any(format.is_some()))
 }
 
 /// A parquet file; what was read of it.
-fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<Read> {
+fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
     let (mut format, rules, stop) = (None, encoder.rules(), encoder.stop());
     for_each_row(&place.path, rules, stop, &mut |row, record, offset| {
         read_record(encoder, place, &mut format, row, record)?;
         progress(offset).map(|()| true)
     })?;
-    if format.is_none() {
-        return Err(Error::format(&place.path, "no row holds a document"));
-    }
     let Fingerprint { bytes, sha256, .. } = Fingerprint::read(&place.path, &mut |_| progress(0))?;
-    Ok(Read { bytes, sha256 })
+    Ok((Read { bytes, sha256 }, Holds::if_any(format.is_some())))
 }
 
 /// One record of a file of `format`, which its first one tells.
@@ -393,6 +434,46 @@ mod tests {
         for (name, content, cause) in cases {
             let message = tokens(name, content, false, 100).unwrap_err().to_string();
             assert!(message.contains(cause) && !message.contains('\n'), "{cause:?} is not in {message:?}");
+        }
+    }
+
+    #[test]
+    fn an_empty_part_of_many_is_passed_over_and_told() {
+        let dir = model_dir(&[]);
+        let golden = |name: &str| std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet").join(name)).unwrap();
+        let (text, no_rows) = (golden("binary.parquet"), golden("no_rows.parquet"));
+        let empty: [(&str, &[u8]); 7] = [
+            ("0.jsonl", b""),
+            ("0.json", b""),
+            ("1.json", b" [ ]\n"),
+            ("0.txt", b""),
+            ("1.jsonl", b"\n \n"),
+            ("0.JSONL.gz", b""),
+            ("0.parquet", &no_rows),
+        ];
+        let full: [(&str, &[u8]); 2] = [("a.jsonl", b"{\"text\": \"ab\"}"), ("z.Parquet", &text)];
+        for (name, content) in empty.iter().chain(&full) {
+            std::fs::write(dir.path().join(name), content).unwrap();
+        }
+        for (full_name, _) in &full {
+            for (name, _) in &empty {
+                let paths = [dir.path().join(name), dir.path().join(full_name), dir.path().join(name)];
+                let texts: Vec<&Path> = paths.iter().map(|path| path.as_path()).collect();
+                let mut notes = Vec::new();
+                let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
+                    if let crate::news::News::Note(line) = news {
+                        notes.push(line.to_string());
+                    }
+                });
+                let (totals, read) = tokenize(&texts, &Tokenizer::bytes(), 256, Vec::new(), &mut preparation).unwrap();
+                drop(preparation);
+                assert_eq!((read.len(), totals.source_ends), (3, vec![0, totals.tokens, totals.tokens]), "{name}");
+                let told = format!("{name}: holds no document, as 2 of 3 files do; they are passed over");
+                assert!(notes.len() == 1 && notes[0].ends_with(&told), "{notes:?}");
+                let alone = tokenize(&texts[..1], &Tokenizer::bytes(), 256, Vec::new(), &mut Preparation::default()).err().unwrap();
+                assert!(alone.to_string().contains("the file is empty") || alone.to_string().contains("holds a document"), "{alone}");
+                assert_eq!(hold_records(&texts[..1], &RecordRules::default()).unwrap(), [false], "{name}");
+            }
         }
     }
 

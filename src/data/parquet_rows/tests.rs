@@ -55,6 +55,40 @@ fn rows_are_the_lines_that_they_were_made_of() {
 }
 
 #[test]
+fn a_structure_has_the_keys_of_its_own_row_and_json_columns_their_values() {
+    let tool = |name: &str, properties: Value| json!([{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}]);
+    let tools = [tool("f", json!({"city": {"type": "string"}})), tool("g", json!({"day": {"type": "integer"}}))];
+    let arguments = [json!({"city": "x"}), json!({"day": "x"})];
+    for case in ["union", "json_type"] {
+        let rows = records(&golden("parquet").join(case).with_extension("parquet")).unwrap();
+        for (row, (tools, arguments)) in rows.iter().zip(tools.iter().zip(&arguments)) {
+            assert_eq!(&row["tools"], tools, "{case}");
+            let call = &row["messages"][1];
+            assert_eq!((&call["tool_calls"][0]["function"]["arguments"], call.get("content")), (arguments, None), "{case}");
+        }
+        assert_eq!(rows.len(), 2);
+    }
+}
+
+#[test]
+fn gzip_is_read_and_another_compression_is_refused_with_the_command_that_converts_it() {
+    let rows = records(&golden("parquet/gzip.parquet")).unwrap();
+    assert_eq!((rows.len(), &rows[39]), (40, &json!({"text": "text 39"})));
+    for (case, name) in [("brotli", "BROTLI"), ("lz4", "LZ4_RAW")] {
+        let path = golden("parquet").join(case).with_extension("parquet");
+        let refused = records(&path).unwrap_err().to_string();
+        let told = format!("row group 0: column text: compressed by {name}: Snappy, gzip, Zstandard and no compression are read");
+        assert!(refused.contains(&told) && refused.ends_with(&format!("'{}', compression='zstd')\"", path.display())), "{refused}");
+    }
+}
+
+#[test]
+fn the_first_row_names_a_column_of_media_that_is_not_read() {
+    let rows = records(&golden("parquet/binary.parquet")).unwrap();
+    assert_eq!((&rows[0], &rows[1]), (&json!({"text": "text 0 é", "image": true}), &json!({"text": "text 1 é"})));
+}
+
+#[test]
 fn differences_are_read_and_a_count_beyond_its_page_is_refused() {
     let text = |n: u64| if n.is_multiple_of(7) { Value::Null } else { "é".repeat(n as usize % 5).into() };
     let row = |n: u64| json!({"id": n * n, "text": text(n), "path": format!("shared/beginning/{n}")});
