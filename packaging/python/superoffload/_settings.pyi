@@ -36,6 +36,8 @@ class Settings(TypedDict, total=False):
     """What becomes of documents longer than a row; auto splits text, truncates records [default: auto]."""
     chat_template_name: str | int | float
     """Which of the model's chat templates [default: the default one]."""
+    chat_template_kwargs: str | int | float
+    """Variables of chat templates, as JSON: {"enable_thinking": false} [default: none]."""
     chat_date: str | int | float
     """The day that chat templates are told [default: today, or the checkpoint's]."""
     output_dir: str | PathLike[str]
