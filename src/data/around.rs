@@ -1,7 +1,8 @@
 //! Tokens around a document: the ids that it begins with, and the end of text. A document may hold them already, and they are not written
 //! twice.
 
-use super::documents::UNTRAINED;
+/// Highest bit of a token that is read and not learned. Ids are below it.
+pub(super) const UNTRAINED: u32 = 1 << 31;
 
 /// Of the ids `begin` those that a document of `tokens` lacks: all or none.
 pub(super) fn missing_begin<'a>(tokens: &[u32], begin: &'a [u32]) -> &'a [u32] {

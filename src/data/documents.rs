@@ -2,6 +2,7 @@
 //!
 //! A token is its id; one that is not trained has [`UNTRAINED`] set, too, so that a mask is wherever its tokens are.
 
+pub(super) use super::around::UNTRAINED;
 use super::around::missing_begin;
 use super::compression::has_extension;
 use super::remarks::Remarks;
@@ -9,9 +10,6 @@ use crate::error::{Error, Result};
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
-
-/// Highest bit of a token that is read and not learned. Ids are below it.
-pub(super) const UNTRAINED: u32 = 1 << 31;
 
 /// Where tokens go.
 pub(super) trait Sink {

@@ -16,7 +16,7 @@ enum NamePlace {
 
 /// What becomes of a record that has the name.
 #[derive(Clone, Copy, PartialEq)]
-enum Verdict {
+enum NameVerdict {
     Refused,
     /// The run warns once.
     Told,
@@ -26,7 +26,7 @@ enum Verdict {
 struct ForeignName {
     place: NamePlace,
     name: &'static str,
-    verdict: Verdict,
+    verdict: NameVerdict,
     /// The programs that document the name.
     source: &'static str,
     /// The consequence here, and what helps.
@@ -34,7 +34,7 @@ struct ForeignName {
 }
 
 use NamePlace::{Column, Key, Role};
-use Verdict::{Refused, Told};
+use NameVerdict::{Refused, Told};
 
 const MEDIA: &str = "text alone is trained, and a placeholder in the text is trained as text";
 const PREFERENCE: &str = "nothing is trained by preference here";
@@ -42,7 +42,7 @@ const NOT_AN_ANSWER: &str = "messages of this role are not trained: answers have
 const WEIGHTS: &str = "all records count alike here; leave out those that should not be trained";
 const BOUNDARIES: &str = "the ids of a record are one document here; give each document a record of its own";
 
-const fn name(place: NamePlace, name: &'static str, verdict: Verdict, source: &'static str, means: &'static str) -> ForeignName {
+const fn name(place: NamePlace, name: &'static str, verdict: NameVerdict, source: &'static str, means: &'static str) -> ForeignName {
     ForeignName { place, name, verdict, source, means }
 }
 

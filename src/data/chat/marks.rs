@@ -11,7 +11,7 @@ enum MarkValues {
 }
 
 /// One key.
-struct Mark {
+struct MessageMark {
     key: &'static str,
     values: MarkValues,
     /// The value, as a truth value, with which the message is trained.
@@ -20,11 +20,11 @@ struct Mark {
     source: &'static str,
 }
 
-const fn mark(key: &'static str, values: MarkValues, trained_if: bool, source: &'static str) -> Mark {
-    Mark { key, values, trained_if, source }
+const fn mark(key: &'static str, values: MarkValues, trained_if: bool, source: &'static str) -> MessageMark {
+    MessageMark { key, values, trained_if, source }
 }
 
-const MARKS: [Mark; 11] = [
+const MARKS: [MessageMark; 11] = [
     mark("train", MarkValues::Bools, true, "this program, axolotl"),
     mark("weight", MarkValues::Numbers, true, "this program, OpenAI, Mistral, Together"),
     mark("loss", MarkValues::Both, true, "ms-swift, LLaMA-Factory, XTuner"),
@@ -43,7 +43,7 @@ const MARKS: [Mark; 11] = [
 /// # Errors
 /// For a value of a mark that means neither, and for two marks that contradict each other, in words that follow the message's name.
 pub(super) fn resolve(message: &mut Value) -> Result<Option<&'static str>, String> {
-    let mut found: Option<(&Mark, bool)> = None;
+    let mut found: Option<(&MessageMark, bool)> = None;
     for mark in &MARKS {
         let Some(is_trained) = mark.read(&message[mark.key])? else { continue };
         match found {
@@ -62,7 +62,7 @@ pub(super) fn resolve(message: &mut Value) -> Result<Option<&'static str>, Strin
     Ok(found.filter(|(_, is_trained)| *is_trained).map(|(mark, _)| mark.key))
 }
 
-impl Mark {
+impl MessageMark {
     /// Whether a message with this value is trained; `None` where the message lacks the key.
     fn read(&self, value: &Value) -> Result<Option<bool>, String> {
         let number = value.as_f64().filter(|number| [0.0, 1.0].contains(number)).map(|number| number == 1.0);
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn each_mark_is_obeyed_and_a_value_that_means_neither_is_refused() {
-        for Mark { key, values, trained_if, .. } in &MARKS {
+        for MessageMark { key, values, trained_if, .. } in &MARKS {
             let bools = [json!(false), json!(true)];
             let numbers = [json!(0), json!(1.0)];
             for (are_allowed, pair) in [(*values != MarkValues::Numbers, bools), (*values != MarkValues::Bools, numbers)] {

@@ -17,7 +17,7 @@ pub(super) struct ReadMessage {
 /// # Errors
 /// The fault of the message, in words that follow its name.
 pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Result<ReadMessage, String> {
-    let mut message = normal(&without_nulls(message))?;
+    let mut message = normal(without_nulls(message))?;
     let mut remarks = foreign_names::of_message(&message)?;
     let mark = marks::resolve(&mut message)?;
     remarks.extend(mark.filter(|_| message["role"] != "assistant").map(|mark| {
@@ -31,9 +31,9 @@ pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Resul
     Ok(ReadMessage { message, remarks })
 }
 
-fn without_nulls(message: &Value) -> Value {
-    let Value::Object(entries) = message else { return Value::Null };
-    entries.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())).collect()
+fn without_nulls(message: &Value) -> Map<String, Value> {
+    let entries = message.as_object().into_iter().flatten();
+    entries.filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
 fn read_calls(message: &mut Value) -> Result<(), String> {
@@ -67,8 +67,7 @@ fn read_content(message: &mut Value, takes_parts: impl Fn(&str) -> bool) -> Resu
 ///
 /// # Errors
 /// As [`read`].
-pub(super) fn normal(message: &Value) -> Result<Value, String> {
-    let mut normal = message.as_object().cloned().unwrap_or_default();
+pub(super) fn normal(mut normal: Map<String, Value>) -> Result<Value, String> {
     if normal.get("role").is_some_and(Value::is_string) {
         return Ok(with_reasoning(normal));
     }

@@ -44,7 +44,12 @@ fn rules(source: &str, train_on: TrainOn) -> RecordRules {
 }
 
 fn messages(conversation: &Value) -> Vec<Value> {
-    conversation["messages"].as_array().unwrap().iter().map(|message| super::message::normal(message).unwrap()).collect()
+    conversation["messages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|message| super::message::normal(message.as_object().unwrap().clone()).unwrap())
+        .collect()
 }
 
 fn rendered(template: &ChatTemplate, conversation: &Value, prompts: bool) -> Result<String, String> {
