@@ -223,12 +223,32 @@ impl<S: Sink> Documents<S> {
         self.sink.end_document(self.tokens)
     }
 
-    /// All documents have come.
-    pub(super) fn finish(self) -> DocumentTotals<S> {
+    /// All documents have come. An end of text that the last one has stays behind it.
+    ///
+    /// # Errors
+    /// The sink's.
+    pub(super) fn finish(mut self) -> Result<DocumentTotals<S>> {
+        if let (OpenText::Separated, Some(separator)) = (self.text, self.separator) {
+            self.write(&[separator])?;
+            self.source_ends.last_mut().into_iter().for_each(|end| *end += 1);
+        }
         let Self {
             sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks, ..
         } = self;
-        DocumentTotals { sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks }
+        let totals = DocumentTotals {
+            sink,
+            tokens,
+            documents,
+            largest,
+            source_ends,
+            untrained,
+            skipped,
+            first_skipped,
+            unasked,
+            first_unasked,
+            remarks,
+        };
+        Ok(totals)
     }
 
     /// Text file `source` goes as far as the tokens do by now. Files before it that hold no document end where the one before them does.
@@ -264,7 +284,7 @@ mod tests {
         let message = documents.append(&[4, 10], &place).unwrap_err().to_string();
         assert_eq!(message, "a.txt: token 2 has id 10, outside the vocabulary of 10");
         documents.end(&DocumentPosition { source: 2, ..place }).unwrap();
-        let totals = documents.finish();
+        let totals = documents.finish().unwrap();
         assert_eq!((totals.sink, totals.documents, totals.largest), (vec![1, 2, 9, 9, 3, 9, 4], 4, 9));
         assert_eq!((totals.tokens, totals.source_ends), (7, vec![5, 5, 7]));
     }
@@ -279,13 +299,14 @@ mod tests {
                 parts.iter().for_each(|part| documents.append(part, &place).unwrap());
                 documents.end(&place).unwrap();
             }
-            documents.finish().sink
+            documents.finish().unwrap().sink
         };
         let [plain, marked] = [&[1, 2][..], &[7, 8, 1, 2, 9]];
-        assert_eq!(written(&[&[marked], &[marked]]), written(&[&[plain], &[plain]]));
+        assert_eq!(written(&[&[marked], &[plain]]), written(&[&[plain], &[plain]]));
+        assert_eq!(written(&[&[plain], &[marked]]), [7, 8, 1, 2, 9, 7, 8, 1, 2, 9], "that of the last one stays");
         assert_eq!(written(&[&[&[1], &[2, 9], &[]], &[plain]]), written(&[&[plain], &[plain]]), "the end of several parts");
         assert_eq!(written(&[&[&[1, 9], &[2]]]), [7, 8, 1, 9, 2], "within a text it stays");
-        assert_eq!(written(&[&[&[1, 9, 9]]]), [7, 8, 1, 9], "one of two is the end");
+        assert_eq!(written(&[&[&[1, 9, 9]], &[plain]]), [7, 8, 1, 9, 9, 7, 8, 1, 2], "one of two is the end");
         assert_eq!(written(&[&[&[1], &[7, 8]]]), [7, 8, 1, 7, 8], "a begin within a text stays");
         assert_eq!(written(&[&[&[9]], &[&[7, 8]], &[&[8]]]), [7, 8, 9, 7, 8, 9, 7, 8, 8]);
     }

@@ -84,7 +84,7 @@ fn encode_on<S: Sink + Send>(
         for batch in batches {
             batch?.into_iter().try_for_each(|encoded| joiner.absorb(encoded))?;
         }
-        Ok(joiner.finish())
+        joiner.finish()
     };
     pipeline::run(threads, work, take, |queue| {
         let mut encoder = Encoder { tokenizer, stop, sizes, queue, batch: Vec::new(), batch_bytes: 0, reading: None };

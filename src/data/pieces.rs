@@ -71,7 +71,10 @@ impl<'a, S: Sink> Joiner<'a, S> {
     }
 
     /// All that was encoded has come.
-    pub(super) fn finish(self) -> DocumentTotals<S> {
+    ///
+    /// # Errors
+    /// The sink's.
+    pub(super) fn finish(self) -> Result<DocumentTotals<S>> {
         self.documents.finish()
     }
 

@@ -333,7 +333,7 @@ mod tests {
             documents.end(&place)?;
         }
         let read = ["aa", "bb"].map(|sha256| Read { bytes: 7, sha256: sha256.into() });
-        FolderWriter::publish(documents.finish(), read.into(), origin).map(|()| dir.join(origin.key))
+        FolderWriter::publish(documents.finish().unwrap(), read.into(), origin).map(|()| dir.join(origin.key))
     }
 
     fn reopen(dir: &Path, origin: &PreparedFrom<'_>) -> Result<Option<Prepared>> {
