@@ -4,12 +4,9 @@
 
 pub(super) use super::around::UNTRAINED;
 use super::around::missing_begin;
-use super::compression::has_extension;
+pub(super) use super::position::{DocumentPosition, place_word};
 use super::remarks::Remarks;
-use crate::error::{Error, Result};
-use std::fmt::Display;
-use std::path::Path;
-use std::sync::Arc;
+use crate::error::Result;
 
 /// Where tokens go.
 pub(super) trait Sink {
@@ -46,30 +43,6 @@ impl Sink for DocumentsInMemory {
         self.ends.push(tokens);
         Ok(())
     }
-}
-
-/// Where a document stands, for messages.
-#[derive(Clone, Debug)]
-pub(super) struct DocumentPosition {
-    pub(super) path: Arc<Path>,
-    /// Which of the text files, from 0.
-    pub(super) source: usize,
-    /// Counted from 1; `None` where the file is one document.
-    pub(super) line: Option<u64>,
-}
-
-impl DocumentPosition {
-    pub(super) fn error(&self, cause: impl Display) -> Error {
-        match self.line {
-            Some(line) => Error::format(&self.path, format_args!("{} {line}: {cause}", place_word(&self.path))),
-            None => Error::format(&self.path, cause),
-        }
-    }
-}
-
-/// What a record of the file at `path` stands in.
-pub(super) fn place_word(path: &Path) -> &'static str {
-    if has_extension(path, "parquet") { "row" } else { "line" }
 }
 
 /// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`. Text that begins or ends
@@ -269,6 +242,7 @@ impl<S: Sink> Documents<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
     #[test]
     fn the_separator_stands_between_documents_and_nowhere_else() {

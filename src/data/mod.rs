@@ -28,6 +28,7 @@ mod parquet_rows;
 mod pattern;
 mod pieces;
 mod pipeline;
+mod position;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;

@@ -1,6 +1,6 @@
 //! Sentences about records, each with how many records it is true of and the first of them: a run says it once.
 
-use super::documents::DocumentPosition;
+use super::position::DocumentPosition;
 use super::preparation::Preparation;
 use std::collections::BTreeMap;
 
