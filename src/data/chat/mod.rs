@@ -5,6 +5,7 @@ mod bounds;
 mod date;
 pub(crate) mod find;
 pub(in crate::data) mod foreign_names;
+mod ids;
 mod lost;
 mod marks;
 pub(crate) mod mask;

@@ -1,5 +1,6 @@
 //! Which columns a record has, and what they mean.
 
+use super::ids::{self, IdColumn};
 use super::mask::{ChatSample, ChatSamples, Conversation, TrainOn};
 use super::message::{self, ReadMessage};
 use super::parts::PartRoles;
@@ -26,7 +27,7 @@ pub enum DataFormat {
     PromptCompletion,
     /// `instruction` and `output`, `input` and `system` beside.
     Alpaca,
-    /// `input_ids`, `labels` beside.
+    /// `input_ids`, `labels` or masks beside.
     InputIds,
 }
 
@@ -147,9 +148,8 @@ impl RecordRules {
 
     /// Whether the data's column `name` decides which tokens a record becomes.
     fn decides(&self, name: &str) -> bool {
-        let beside =
-            ["tools", "system", "input", "history", "labels", "chat_template_kwargs", "assistant_masks", "completion_mask", "loss_mask"];
-        let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(&beside).any(|column| *column == name);
+        let beside = ["tools", "system", "input", "history", "labels", "chat_template_kwargs"].iter().chain(&ids::MASKS);
+        let known = || DataFormat::COLUMNS.iter().flat_map(|(_, columns)| columns.iter()).chain(beside).any(|column| *column == name);
         self.columns.values().any(|theirs| theirs == name) || known()
     }
 
@@ -351,23 +351,12 @@ impl ReadRecord<'_> {
         Ok(variables)
     }
 
-    /// Labels are -100 where nothing is trained, as `transformers` has them, and else the id itself.
+    /// The token ids, with labels and masks beside them.
     fn ids(&self) -> Result<Vec<(u32, bool)>, String> {
-        let list = |name: &str| {
-            let wrong = || format!("`{}` is not a list of token ids", self.their_name(name));
-            let values = self.columns[name].as_array().ok_or_else(wrong)?;
-            values.iter().map(|value| value.as_i64().ok_or_else(wrong)).collect::<Result<Vec<i64>, _>>()
-        };
-        let ids = list("input_ids")?;
-        let labels = if self.has("labels") { list("labels")? } else { ids.clone() };
-        if labels.len() != ids.len() {
-            return Err(format!("{} labels for {} token ids", labels.len(), ids.len()));
-        }
-        let token = |(at, (&id, &label)): (usize, (&i64, &i64))| match u32::try_from(id) {
-            Ok(id) if id < 1 << 31 && (label == i64::from(id) || label == -100) => Ok((id, label != -100)),
-            _ => Err(format!("token {at} has id {id} and label {label}: a label is the id, or -100")),
-        };
-        ids.iter().zip(&labels).enumerate().map(token).collect()
+        let column = |name| IdColumn { name: self.their_name(name), value: &self.columns[name] };
+        let masks: Vec<_> = ids::MASKS.into_iter().filter(|name| self.has(name)).map(column).collect();
+        let labels = self.has("labels").then(|| column("labels"));
+        ids::marked(&column("input_ids"), labels.as_ref(), &masks)
     }
 }
 
