@@ -102,7 +102,8 @@ fn a_template_that_has_prompts_trained_is_refused_at_the_first_record() {
     let lines = (0..40).map(|n| asked(&format!("why {n}?")).to_string()).collect::<Vec<_>>().join("\n");
     let data = format!("--data={}", workspace.write("chat.jsonl", lines).display());
     let all = format!("{{% generation %}}{TEMPLATE}{{% endgeneration %}}");
-    for template in [format!("{{{{ messages|length }}}}{TEMPLATE}"), all] {
+    let counts = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}{{ messages|length }}");
+    for template in [counts, all] {
         let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
         let told = ["chat.jsonl: line 1: what comes before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
         run(&mut workspace.train("out", &[&data, &template])).refused(1, &told);

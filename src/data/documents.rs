@@ -5,15 +5,18 @@
 pub(super) use super::around::UNTRAINED;
 use super::around::missing_begin;
 pub(super) use super::position::{DocumentPosition, place_word};
-use super::remarks::Remarks;
+use super::remarks::{RecordRemarks, Remarks};
 use crate::error::Result;
+
+/// Highest bit of the end of a document that is made of the same record as the document before it. Numbers of tokens are below it.
+pub(super) const SAME_RECORD: u64 = 1 << 63;
 
 /// Where tokens go.
 pub(super) trait Sink {
     /// Takes the next tokens.
     fn append(&mut self, ids: &[u32]) -> Result<()>;
-    /// A document ends after `tokens` tokens, counted from the first document on.
-    fn end_document(&mut self, tokens: u64) -> Result<()>;
+    /// A document has its end after so many tokens, counted from the first document on, with [`SAME_RECORD`] or without.
+    fn end_document(&mut self, end: u64) -> Result<()>;
 }
 
 impl Sink for Vec<u32> {
@@ -27,7 +30,7 @@ impl Sink for Vec<u32> {
     }
 }
 
-/// Documents in memory: their tokens, and for each the number of tokens up to its end.
+/// Documents in memory: their tokens, and for each the number of tokens up to its end, with [`SAME_RECORD`] or without.
 #[derive(Default)]
 pub(super) struct DocumentsInMemory {
     pub(super) tokens: Vec<u32>,
@@ -39,8 +42,8 @@ impl Sink for DocumentsInMemory {
         Sink::append(&mut self.tokens, ids)
     }
 
-    fn end_document(&mut self, tokens: u64) -> Result<()> {
-        self.ends.push(tokens);
+    fn end_document(&mut self, end: u64) -> Result<()> {
+        self.ends.push(end);
         Ok(())
     }
 }
@@ -54,6 +57,7 @@ pub(super) struct Documents<S> {
     begin: Vec<u32>,
     tokens: u64,
     documents: u64,
+    records: u64,
     tokens_of_document: u64,
     text: OpenText,
     largest: u32,
@@ -61,8 +65,6 @@ pub(super) struct Documents<S> {
     untrained: u64,
     skipped: u64,
     first_skipped: Option<DocumentPosition>,
-    unasked: u64,
-    first_unasked: Option<DocumentPosition>,
     remarks: Remarks,
 }
 
@@ -81,6 +83,8 @@ pub(super) struct DocumentTotals<S> {
     pub(super) sink: S,
     pub(super) tokens: u64,
     pub(super) documents: u64,
+    /// Documents, those of one record counted once.
+    pub(super) records: u64,
     /// The largest id.
     pub(super) largest: u32,
     /// For each text file the tokens up to its end.
@@ -90,10 +94,7 @@ pub(super) struct DocumentTotals<S> {
     /// Records without a trained token, left out, and the first of them.
     pub(super) skipped: u64,
     pub(super) first_skipped: Option<DocumentPosition>,
-    /// Records that begin with an answer, which is not trained, and the first of them.
-    pub(super) unasked: u64,
-    pub(super) first_unasked: Option<DocumentPosition>,
-    /// Sentences about records.
+    /// Remarks on the records.
     pub(super) remarks: Remarks,
 }
 
@@ -107,6 +108,7 @@ impl<S: Sink> Documents<S> {
             begin: begin.to_vec(),
             tokens: 0,
             documents: 0,
+            records: 0,
             tokens_of_document: 0,
             text: OpenText::None,
             largest: 0,
@@ -114,8 +116,6 @@ impl<S: Sink> Documents<S> {
             untrained: 0,
             skipped: 0,
             first_skipped: None,
-            unasked: 0,
-            first_unasked: None,
             remarks: Remarks::default(),
         }
     }
@@ -128,14 +128,17 @@ impl<S: Sink> Documents<S> {
         self.write(&around)
     }
 
-    /// The record at `place`, all its tokens: nothing is put around it.
+    /// The documents of the record at `place`, all their tokens: nothing is put around them.
     ///
     /// # Errors
     /// As [`Self::append`].
-    pub(super) fn record(&mut self, tokens: &[u32], place: &DocumentPosition) -> Result<()> {
-        (self.tokens_of_document, self.text) = (0, OpenText::None);
-        self.append(tokens, place)?;
-        self.end(place)
+    pub(super) fn record(&mut self, documents: &[Vec<u32>], place: &DocumentPosition) -> Result<()> {
+        for (idx, tokens) in documents.iter().enumerate() {
+            (self.tokens_of_document, self.text) = (0, OpenText::None);
+            self.append(tokens, place)?;
+            self.end_with(if idx == 0 { 0 } else { SAME_RECORD }, place)?;
+        }
+        Ok(())
     }
 
     /// The record at `place` has no trained token.
@@ -145,15 +148,9 @@ impl<S: Sink> Documents<S> {
         self.first_skipped.get_or_insert(place);
     }
 
-    /// The record at `place`, which has come, begins with an answer that is not trained.
-    pub(super) fn leave_first(&mut self, place: DocumentPosition) {
-        self.unasked += 1;
-        self.first_unasked.get_or_insert(place);
-    }
-
-    /// A sentence is true of the record at `place`.
-    pub(super) fn remark(&mut self, sentence: String, place: &DocumentPosition) {
-        self.remarks.add(sentence, place);
+    /// Remarks on the record at `place`, which has come.
+    pub(super) fn remark(&mut self, remarks: &RecordRemarks, place: &DocumentPosition) {
+        self.remarks.add(remarks, place);
     }
 
     /// The next tokens of the document at `place`.
@@ -191,7 +188,12 @@ impl<S: Sink> Documents<S> {
 
     /// The document at `place` ends.
     pub(super) fn end(&mut self, place: &DocumentPosition) -> Result<()> {
+        self.end_with(0, place)
+    }
+
+    fn end_with(&mut self, same_record: u64, place: &DocumentPosition) -> Result<()> {
         self.documents += 1;
+        self.records += u64::from(same_record == 0);
         self.reach(place.source);
         self.sink.end_document(self.tokens)
     }
@@ -205,23 +207,8 @@ impl<S: Sink> Documents<S> {
             self.write(&[separator])?;
             self.source_ends.last_mut().into_iter().for_each(|end| *end += 1);
         }
-        let Self {
-            sink, tokens, documents, largest, source_ends, untrained, skipped, first_skipped, unasked, first_unasked, remarks, ..
-        } = self;
-        let totals = DocumentTotals {
-            sink,
-            tokens,
-            documents,
-            largest,
-            source_ends,
-            untrained,
-            skipped,
-            first_skipped,
-            unasked,
-            first_unasked,
-            remarks,
-        };
-        Ok(totals)
+        let Self { sink, tokens, documents, records, largest, source_ends, untrained, skipped, first_skipped, remarks, .. } = self;
+        Ok(DocumentTotals { sink, tokens, documents, records, largest, source_ends, untrained, skipped, first_skipped, remarks })
     }
 
     /// Text file `source` goes as far as the tokens do by now. Files before it that hold no document end where the one before them does.

@@ -199,9 +199,7 @@ impl EncodeWork {
             (Self::Piece(job), Done::Ids(ids)) => Ok(Encoded::Part(job, PartTokens::Ids(ids))),
             (Self::Piece(job), Done::Placed(tokens)) => Ok(Encoded::Part(job, PartTokens::Placed(tokens))),
             (Self::Record { place, .. }, Done::Ids(ids)) => Ok(Encoded::Document(place, ids)),
-            (Self::Record { place, .. }, Done::Samples(samples, is_unasked, remarks)) => {
-                Ok(Encoded::Samples { place, samples, is_unasked, remarks })
-            }
+            (Self::Record { place, .. }, Done::Samples(samples)) => Ok(Encoded::Samples(place, samples)),
             (work, done) => Err(Error::resource("tokenize", work.place().error(format_args!("an answer to another question: {done:?}")))),
         }
     }

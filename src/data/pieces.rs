@@ -1,6 +1,7 @@
 //! Encoded documents in their order: the pieces of a long one are joined where both neighbours have the same tokens.
 
 use super::documents::{DocumentPosition, DocumentTotals, Documents, Sink};
+use super::remarks::{RecordRemarks, RecordSamples};
 use super::tokenizer::{Token, Tokenizer};
 use crate::error::Result;
 use crate::units::Bytes;
@@ -37,8 +38,8 @@ pub(super) enum Encoded {
     Document(DocumentPosition, Vec<u32>),
     /// A part of a text.
     Part(EncodeJob, PartTokens),
-    /// The samples of a record, whole; none where nothing is trained. It may begin with an answer that nothing asks for.
-    Samples { place: DocumentPosition, samples: Vec<Vec<u32>>, is_unasked: bool, remarks: Vec<String> },
+    /// The samples of a record, whole.
+    Samples(DocumentPosition, RecordSamples),
 }
 
 pub(super) enum PartTokens {
@@ -89,16 +90,14 @@ impl<'a, S: Sink> Joiner<'a, S> {
                 self.documents.append(&ids, &place)?;
                 self.documents.end(&place)
             }
-            Encoded::Samples { place, samples, is_unasked, remarks } => {
-                remarks.into_iter().for_each(|remark| self.documents.remark(remark, &place));
-                if samples.is_empty() {
-                    self.documents.skip(place);
-                    return Ok(());
-                }
-                samples.iter().try_for_each(|sample| self.documents.record(sample, &place))?;
-                if is_unasked {
-                    self.documents.leave_first(place);
-                }
+            Encoded::Samples(place, RecordSamples { samples, remarks }) if samples.is_empty() => {
+                self.documents.remark(&RecordRemarks { sentences: remarks.sentences, ..RecordRemarks::default() }, &place);
+                self.documents.skip(place);
+                Ok(())
+            }
+            Encoded::Samples(place, RecordSamples { samples, remarks }) => {
+                self.documents.record(&samples, &place)?;
+                self.documents.remark(&remarks, &place);
                 Ok(())
             }
             Encoded::Part(job, tokens) => self.absorb_part(job, tokens),

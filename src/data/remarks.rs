@@ -1,58 +1,114 @@
-//! Sentences about records, each with how many records it is true of and the first of them: a run says it once.
+//! Remarks on records: facts about what they become that a run says once, with the first record of each and how many there are.
 
+use super::codec::{MessageReader, MessageWriter};
 use super::position::DocumentPosition;
-use super::preparation::Preparation;
-use std::collections::BTreeMap;
+use super::sentences::Sentences;
 
-/// Sentences that are counted, at most: they name keys and roles, which foreign data may have without end.
-const SENTENCES_MAX: usize = 32;
+/// The samples of a record: their tokens, none where nothing is trained.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct RecordSamples {
+    pub(super) samples: Vec<Vec<u32>>,
+    pub(super) remarks: RecordRemarks,
+}
 
-/// Sentences with their counts.
-#[derive(Default)]
-pub(super) struct Remarks(BTreeMap<String, (u64, DocumentPosition)>);
+/// Remarks on a record.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct RecordRemarks {
+    /// It begins with an answer that is not trained: nothing asks for it.
+    pub(super) is_unasked: bool,
+    /// Tokens that begin in a prompt and end in an answer.
+    pub(super) crossing: usize,
+    /// The template leaves out the reasoning of an answer.
+    pub(super) loses_reasoning: bool,
+    /// An answer is trained, and no token that ends it.
+    pub(super) is_endless: bool,
+    /// Sentences about columns, keys and messages that decide something elsewhere and nothing here.
+    pub(super) sentences: Vec<String>,
+}
 
-impl Remarks {
-    /// Counts a sentence about the record at `place`.
-    pub(super) fn add(&mut self, sentence: String, place: &DocumentPosition) {
-        if let Some((count, _)) = self.0.get_mut(&sentence) {
-            *count += 1;
-        } else if self.0.len() < SENTENCES_MAX {
-            self.0.insert(sentence, (1, place.clone()));
-        }
+/// Remarks on all records of a run.
+#[derive(Debug, Default)]
+pub(super) struct Remarks {
+    unasked: Counted,
+    crossed: Counted,
+    crossing: usize,
+    loses_reasoning: Counted,
+    endless: Counted,
+    pub(super) sentences: Sentences,
+}
+
+/// How many records a remark is about, and the first of them.
+#[derive(Debug, Default)]
+struct Counted {
+    records: u64,
+    first: Option<DocumentPosition>,
+}
+
+impl RecordSamples {
+    pub(super) fn write(&self, writer: &mut MessageWriter) {
+        let RecordRemarks { is_unasked, crossing, loses_reasoning, is_endless, ref sentences } = self.remarks;
+        [is_unasked.into(), crossing, loses_reasoning.into(), is_endless.into()].into_iter().for_each(|number| writer.number(number));
+        writer.number(sentences.len());
+        sentences.iter().for_each(|sentence| writer.text(sentence));
+        writer.number(self.samples.len());
+        self.samples.iter().for_each(|sample| writer.ids(sample));
     }
 
-    /// Warns of each sentence, about so many of all `records`, in the order of their first records.
-    pub(super) fn tell(&self, records: u64, preparation: &mut Preparation<'_>) {
-        let mut all: Vec<_> = self.0.iter().collect();
-        all.sort_by_key(|(_, (_, first))| (first.source, first.line));
-        for (sentence, (count, first)) in all {
-            preparation.warn(first.error(format_args!("{sentence} (in {count} of {records} records)")).to_string());
-        }
+    pub(super) fn read(parts: &mut MessageReader<'_>) -> Option<Self> {
+        let mut flag = || parts.number().map(|number| number != 0);
+        let is_unasked = flag()?;
+        let crossing = parts.number()?;
+        let mut flag = || parts.number().map(|number| number != 0);
+        let (loses_reasoning, is_endless) = (flag()?, flag()?);
+        let sentences = parts.list(|parts| parts.text().map(String::from))?;
+        let remarks = RecordRemarks { is_unasked, crossing, loses_reasoning, is_endless, sentences };
+        Some(Self { samples: parts.list(MessageReader::ids)?, remarks })
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::news::News;
-    use crate::signals::StopFlag;
-    use std::path::Path;
-
-    #[test]
-    fn a_sentence_is_told_once_with_its_count_and_first_record() {
-        let place = |line| DocumentPosition { path: Path::new("a.jsonl").into(), source: 0, line: Some(line) };
-        let (mut remarks, mut told) = (Remarks::default(), Vec::new());
-        for line in [3, 5, 7] {
-            remarks.add("b".into(), &place(line));
+impl Counted {
+    fn count(&mut self, applies: bool, place: &DocumentPosition) {
+        if applies {
+            self.records += 1;
+            self.first.get_or_insert_with(|| place.clone());
         }
-        (1..99).for_each(|nth| remarks.add(format!("a {nth}"), &place(9)));
-        let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
-            if let News::Warn(line) = news {
-                told.push(line.to_string());
-            }
+    }
+
+    /// The remark on the first record, where there is one: that it does something, `as` so many of `all` records do.
+    fn said(&self, all: u64, does: &str) -> Option<String> {
+        let place = self.first.as_ref()?;
+        Some(place.error(format_args!("{does}, as {} of {all} records do", self.records)).to_string())
+    }
+}
+
+impl Remarks {
+    /// Adds those on the record at `place`.
+    pub(super) fn add(&mut self, remarks: &RecordRemarks, place: &DocumentPosition) {
+        self.unasked.count(remarks.is_unasked, place);
+        self.crossed.count(remarks.crossing > 0, place);
+        self.crossing += remarks.crossing;
+        self.loses_reasoning.count(remarks.loses_reasoning, place);
+        self.endless.count(remarks.is_endless, place);
+        remarks.sentences.iter().for_each(|sentence| self.sentences.add(sentence.clone(), place));
+    }
+
+    /// The warnings, of `all` records; `end` is the name of the token that ends a text.
+    pub(super) fn warnings(&self, all: u64, end: Option<&str>) -> Vec<String> {
+        let unasked = self.unasked.said(all, "begins with an answer that nothing asks for");
+        let unasked = unasked.map(|said| format!("{said}; such answers are not trained"));
+        let endless = self.endless.said(all, "has an answer after which no end token is trained").map(|said| {
+            let end = end.map_or("its end token".into(), |end| format!("{end:?}"));
+            let remedy = format!("--chat-template FILE names a template that writes {end} after each answer");
+            format!("{said}: the model does not learn to stop; {remedy}")
         });
-        remarks.tell(8, &mut preparation);
-        drop(preparation);
-        assert_eq!((told[0].as_str(), told.len()), ("a.jsonl: line 3: b (in 3 of 8 records)", SENTENCES_MAX));
+        unasked.into_iter().chain(endless).collect()
+    }
+
+    /// The notes, of `all` records.
+    pub(super) fn notes(&self, all: u64) -> Vec<String> {
+        let crossed = self.crossed.said(all, "has a token that begins in the prompt and ends in the answer");
+        let crossed = crossed.map(|said| format!("{said}; such tokens are trained: {}", self.crossing));
+        let lost = self.loses_reasoning.said(all, "has reasoning that the chat template leaves out");
+        crossed.into_iter().chain(lost.map(|said| format!("{said}; it is not trained"))).collect()
     }
 }

@@ -224,8 +224,10 @@ pub(super) fn tokenize<S: Sink + Send>(
     // Parts behind the last document end where it ends.
     totals.source_ends.resize(texts.len().max(totals.source_ends.len()), totals.tokens);
     tell_empty(&empty, texts.len(), preparation)?;
-    totals.remarks.tell(totals.documents + totals.skipped, preparation);
-    tell_unasked(&totals, preparation);
+    let all = totals.records + totals.skipped;
+    totals.remarks.sentences.tell(all, preparation);
+    totals.remarks.warnings(all, tokenizer.end_name()).iter().for_each(|warning| preparation.warn(warning));
+    totals.remarks.notes(all).iter().for_each(|note| preparation.note(note));
     tell_skipped(&totals, preparation)?;
     Ok((totals, read))
 }
@@ -248,24 +250,15 @@ fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<
     })
 }
 
-/// Says how many records begin with an answer that is left as it is.
-fn tell_unasked<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) {
-    let DocumentTotals { unasked, first_unasked, documents, skipped, .. } = totals;
-    if let Some(first) = first_unasked {
-        let cause = format!("begins with an answer that nothing asks for, as {unasked} of {} records do", documents + skipped);
-        preparation.warn(format!("{}; such answers are not trained", first.error(cause)));
-    }
-}
-
 /// Says how many records were left out.
 ///
 /// # Errors
 /// `Format` at the first of them, when there are many: then the mask is not what was meant.
 fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) -> Result<()> {
-    let DocumentTotals { skipped, documents, first_skipped, .. } = totals;
+    let DocumentTotals { skipped, records, first_skipped, .. } = totals;
     let Some(first) = first_skipped else { return Ok(()) };
-    let cause = format!("no token is trained, as in {skipped} of {} records", skipped + documents);
-    if 100 * skipped > skipped + documents {
+    let cause = format!("no token is trained, as in {skipped} of {} records", skipped + records);
+    if 100 * skipped > skipped + records {
         let whose = "answers are those of the role assistant, and --train-on says which are trained";
         return Err(first.error(format_args!("{cause}: {whose}")));
     }

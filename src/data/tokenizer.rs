@@ -57,6 +57,8 @@ enum TokenizerPlace {
 struct Facts {
     vocab_size: usize,
     end_of_text: Option<u32>,
+    /// The token of this id, for people.
+    end_name: Option<String>,
     begin_of_text: Vec<u32>,
 }
 
@@ -76,7 +78,7 @@ impl Tokenizer {
         }
         let id =
             |token: &str| token.parse().map_err(|_| Error::usage(format!("--eos-token {token:?}: bytes have no such token; name an id")));
-        let facts = Facts { vocab_size: 256, end_of_text: end_of_text.map(id).transpose()?, begin_of_text: Vec::new() };
+        let facts = Facts { vocab_size: 256, end_of_text: end_of_text.map(id).transpose()?, ..Facts::default() };
         Self::with_rules(TokenizerKind::Bytes, rules, || Ok((LocalKind::Bytes, facts)))
     }
 
@@ -174,6 +176,11 @@ impl Tokenizer {
         self.facts.end_of_text
     }
 
+    /// The name of the token with the id [`Self::end_of_text`], if there is one.
+    pub(super) fn end_name(&self) -> Option<&str> {
+        self.facts.end_name.as_deref()
+    }
+
     /// What each document begins with, most often nothing or one id.
     pub fn begin_of_text(&self) -> &[u32] {
         &self.facts.begin_of_text
@@ -265,6 +272,7 @@ impl Facts {
         writer.number(self.vocab_size);
         writer.ids(self.end_of_text.as_slice());
         writer.ids(&self.begin_of_text);
+        writer.text(self.end_name.as_deref().unwrap_or_default());
         writer.into_bytes()
     }
 
@@ -275,7 +283,8 @@ impl Facts {
             return parts.error().map(Err);
         }
         let (vocab_size, end_of_text) = (parts.number()?, parts.ids()?.first().copied());
-        Some(Ok(Self { vocab_size, end_of_text, begin_of_text: parts.ids()? }))
+        let (begin_of_text, end_name) = (parts.ids()?, Some(parts.text()?.to_string()).filter(|name| !name.is_empty()));
+        Some(Ok(Self { vocab_size, end_of_text, end_name, begin_of_text }))
     }
 }
 
@@ -321,7 +330,8 @@ fn read_model(dir: &ModelDir, path: PathBuf, bytes: &[u8], end_of_text: Option<&
     let vocab_size = model.vocab_size();
     let special = Special::new(dir, model.library());
     let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-    Ok((LocalKind::Model(Box::new(model)), Facts { vocab_size, end_of_text, begin_of_text }))
+    let end_name = end_of_text.and_then(|id| model.library().id_to_token(id));
+    Ok((LocalKind::Model(Box::new(model)), Facts { vocab_size, end_of_text, end_name, begin_of_text }))
 }
 
 /// The parts of `tokenizer.json` that turn text into ids, and its post-processor.

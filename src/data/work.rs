@@ -3,6 +3,7 @@
 
 use super::chat::record::{Content, DataFormat, ReadContent};
 use super::codec::{MessageReader, MessageWriter};
+use super::remarks::RecordSamples;
 use super::samples::{shown, trained_samples};
 use super::sandbox::{Service, work_on};
 use super::shown::TextPiece;
@@ -29,8 +30,8 @@ pub(super) enum TextWork<'a> {
 pub(super) enum Done {
     Ids(Vec<u32>),
     Placed(Vec<Token>),
-    /// The samples of a record; it may begin with an answer that nothing asks for; sentences about it.
-    Samples(Vec<Vec<u32>>, bool, Vec<String>),
+    /// The samples of a record.
+    Samples(RecordSamples),
     /// Of each document the number of its tokens, and its text.
     Shown(Vec<(usize, Vec<TextPiece>)>),
 }
@@ -75,9 +76,9 @@ fn record(ReadContent { content, remarks }: ReadContent, tokenizer: &LocalTokeni
     if let Content::Text(text) = content {
         return TextWork::Text(&text).answer(tokenizer);
     }
-    let is_unasked = matches!(&content, Content::Rendered(chat) if chat.is_unasked);
-    let samples = trained_samples(content, tokenizer).map_err(|e| e.to_string())?;
-    Ok(Done::Samples(samples, is_unasked, remarks.into_iter().collect()))
+    let mut found = trained_samples(content, tokenizer).map_err(|e| e.to_string())?;
+    found.remarks.sentences = remarks.into_iter().collect();
+    Ok(Done::Samples(found))
 }
 
 fn documents(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
@@ -137,13 +138,9 @@ fn put(writer: &mut MessageWriter, done: Result<Done, String>) {
             writer.number(1);
             writer.ids(bytemuck::cast_slice(&tokens));
         }
-        Ok(Done::Samples(samples, is_unasked, remarks)) => {
+        Ok(Done::Samples(samples)) => {
             writer.number(2);
-            writer.number(is_unasked.into());
-            writer.number(samples.len());
-            samples.iter().for_each(|sample| writer.ids(sample));
-            writer.number(remarks.len());
-            remarks.iter().for_each(|remark| writer.text(remark));
+            samples.write(writer);
         }
         Ok(Done::Shown(documents)) => {
             writer.number(3);
@@ -190,11 +187,7 @@ fn take(parts: &mut MessageReader<'_>) -> Option<Result<Done, String>> {
     Some(Ok(match parts.number()? {
         0 => Done::Ids(parts.ids()?),
         1 => Done::Placed(parts.values()?),
-        2 => {
-            let is_unasked = parts.number()? != 0;
-            let samples = parts.list(MessageReader::ids)?;
-            Done::Samples(samples, is_unasked, parts.list(|parts| parts.text().map(String::from))?)
-        }
+        2 => Done::Samples(RecordSamples::read(parts)?),
         3 => Done::Shown(parts.list(document)?),
         4 => return Some(Err(parts.text()?.into())),
         _ => return None,
@@ -204,6 +197,7 @@ fn take(parts: &mut MessageReader<'_>) -> Option<Result<Done, String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::remarks::RecordRemarks;
 
     #[test]
     fn work_and_what_became_of_it_come_back_as_they_were() {
@@ -218,7 +212,16 @@ mod tests {
             [
                 Done::Ids(vec![1, 2]),
                 Done::Placed(vec![Token { id: 1, start: 2, end: 3 }]),
-                Done::Samples(vec![vec![1], vec![]], true, vec!["é".into(), "b".into()]),
+                Done::Samples(RecordSamples {
+                    samples: vec![vec![1], vec![]],
+                    remarks: RecordRemarks {
+                        is_unasked: true,
+                        crossing: 2,
+                        loses_reasoning: false,
+                        is_endless: true,
+                        sentences: vec!["é".into(), "b".into()],
+                    },
+                }),
                 Done::Shown(vec![(3, vec![piece(true), piece(false)])]),
             ]
         };

@@ -1,6 +1,6 @@
 //! Messages of which a template writes nothing: those of a role that it does not know, most often.
 
-use super::mask::ChatSample;
+use super::sample::ChatSample;
 use serde_json::Value;
 
 /// Sentences about those of `messages` that stand in none of `samples`. Messages behind the last answer may do so.

@@ -1,120 +1,86 @@
-//! Keys by which a message says whether it is trained. Several programs document such a key, each under a name of its own.
+//! The spans that `{% generation %}` marks: exactly these, however many there are. Where some answers are not trained, each span is asked whose
+//! message's text it holds.
 
+use super::probe;
+use super::sample::ChatSample;
+use super::span::MARK_ANSWERS;
+use super::template::{Rendered, Renderings};
 use serde_json::Value;
+use std::ops::Range;
 
-/// Values that a mark may have.
-#[derive(Clone, Copy, PartialEq)]
-enum MarkValues {
-    Bools,
-    Numbers,
-    Both,
-}
-
-/// One key.
-struct MessageMark {
-    key: &'static str,
-    values: MarkValues,
-    /// The value, as a truth value, with which the message is trained.
-    trained_if: bool,
-    /// The programs that document the key.
-    source: &'static str,
-}
-
-const fn mark(key: &'static str, values: MarkValues, trained_if: bool, source: &'static str) -> MessageMark {
-    MessageMark { key, values, trained_if, source }
-}
-
-const MARKS: [MessageMark; 11] = [
-    mark("train", MarkValues::Bools, true, "this program, axolotl"),
-    mark("weight", MarkValues::Numbers, true, "this program, OpenAI, Mistral, Together"),
-    mark("loss", MarkValues::Both, true, "ms-swift, LLaMA-Factory, XTuner"),
-    mark("loss_scale", MarkValues::Both, true, "ms-swift"),
-    mark("loss_mask", MarkValues::Both, true, "verl"),
-    mark("step_loss_mask", MarkValues::Both, true, "slime"),
-    mark("loss_weight", MarkValues::Both, true, "converters of chat data"),
-    mark("masked", MarkValues::Both, false, "torchtune"),
-    mark("train_on_turn", MarkValues::Both, true, "home-llm"),
-    mark("training", MarkValues::Both, true, "axolotl"),
-    mark("trainable", MarkValues::Both, true, "Tinker"),
-];
-
-/// Gives the message `train: false` where one of its marks leaves it untrained. Returns the mark by which the message is trained, if it has one.
+/// The sample of `messages`, whose text is `whole`; of the indices, the first are those of answers and the second those of trained ones.
 ///
 /// # Errors
-/// For a value of a mark that means neither, and for two marks that contradict each other, in words that follow the message's name.
-pub(super) fn resolve(message: &mut Value) -> Result<Option<&'static str>, String> {
-    let mut found: Option<(&MessageMark, bool)> = None;
-    for mark in &MARKS {
-        let Some(is_trained) = mark.read(&message[mark.key])? else { continue };
-        match found {
-            Some((other, before)) if before != is_trained => {
-                return Err(format!(
-                    "has {} {} and {} {}, which contradict each other",
-                    other.key, message[other.key], mark.key, message[mark.key]
-                ));
-            }
-            _ => found = Some((mark, is_trained)),
-        }
+/// Where marks begin before the first prompt, and where it cannot be told which message a span is of.
+pub(super) fn samples(
+    messages: &[Value],
+    renderings: &mut Renderings<'_>,
+    whole: Rendered,
+    (answers, trained): (&[usize], &[usize]),
+) -> Result<Vec<ChatSample>, String> {
+    if let (Some(turn), Some(span)) = (answers.first(), whole.generated.first())
+        && *turn > 0
+        && span.start == 0
+        && !span.is_empty()
+    {
+        let where_it_is = "the chat template has it within {% generation %}";
+        return Err(format!("what comes before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
     }
-    if let Some((_, false)) = found {
-        message["train"] = false.into();
-    }
-    Ok(found.filter(|(_, is_trained)| *is_trained).map(|(mark, _)| mark.key))
+    let spans = match trained {
+        [] => return Ok(vec![]),
+        _ if trained == answers => whole.generated,
+        _ => chosen(messages, renderings, whole.generated, (answers, trained))?,
+    };
+    let spans: Vec<_> = spans.into_iter().filter(|span| !span.is_empty()).map(Into::into).collect();
+    Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans, next: None, hands_over: false }] })
 }
 
-impl MessageMark {
-    /// Whether a message with this value is trained; `None` where the message lacks the key.
-    fn read(&self, value: &Value) -> Result<Option<bool>, String> {
-        let number = value.as_f64().filter(|number| [0.0, 1.0].contains(number)).map(|number| number == 1.0);
-        let truth = match self.values {
-            _ if value.is_null() => return Ok(None),
-            MarkValues::Bools => value.as_bool(),
-            MarkValues::Numbers => number,
-            MarkValues::Both => value.as_bool().or(number),
-        };
-        let choice = if self.values == MarkValues::Numbers { "0 or 1" } else { "true or false" };
-        let wrong = || format!("has {} {value}: {choice} says whether it is trained (a key of {})", self.key, self.source);
-        truth.map(|truth| Some(truth == self.trained_if)).ok_or_else(wrong)
+/// Those of `spans` that are of `trained` answers.
+fn chosen(
+    messages: &[Value],
+    renderings: &mut Renderings<'_>,
+    spans: Vec<Range<usize>>,
+    (answers, trained): (&[usize], &[usize]),
+) -> Result<Vec<Range<usize>>, String> {
+    let mut probed = Vec::new();
+    for (turn, message) in messages.iter().enumerate() {
+        probed.extend(probe::marked(message, turn)?.map(|marked| (turn, marked)));
     }
+    let untold = || {
+        let why = "some answers are not trained, and it cannot be told which spans of {% generation %} in the chat template are theirs";
+        format!("{why}; one such span for each answer, around all that it says, can be told apart")
+    };
+    let marked = renderings.render_with(messages.len(), false, &probed).map_err(|_| untold())?;
+    if marked.generated.len() != spans.len() {
+        return Err(untold());
+    }
+    let (marks, mut chosen, mut before) = (probe::marks(&marked.text), Vec::new(), (0, Vec::new()));
+    for (span, place) in spans.into_iter().zip(&marked.generated) {
+        let owns = owners(place, &marks, answers, (before.0 == place.start).then_some(&before.1));
+        let (all, any) = (owns.iter().all(|turn| trained.contains(turn)), owns.iter().any(|turn| trained.contains(turn)));
+        match (all, any) {
+            _ if span.is_empty() => {}
+            (true, true) => chosen.push(span),
+            (false, false) => {}
+            _ => return Err(untold()),
+        }
+        before = (place.end, owns);
+    }
+    Ok(chosen)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    /// Whether a message with these keys is trained; `None` where no key says so.
-    fn trained(keys: Value) -> Result<Option<bool>, String> {
-        let mut message = keys;
-        let mark = resolve(&mut message)?;
-        Ok(if message["train"] == false { Some(false) } else { mark.map(|_| true) })
+/// The `answers` of which the text at `place` may be: those whose content ends in it; else those of the span in `front`, if nothing stands
+/// between the two; else all from the message before it to the one after it.
+fn owners(place: &Range<usize>, marks: &[(usize, usize)], answers: &[usize], front: Option<&Vec<usize>>) -> Vec<usize> {
+    let of = |turns: &dyn Fn(usize) -> bool| answers.iter().copied().filter(|turn| turns(*turn)).collect::<Vec<_>>();
+    let within = of(&|turn| marks.iter().any(|(marked, end)| *marked == turn && place.start < *end && *end <= place.end));
+    if let Some(front) = front.filter(|front| within.is_empty() && !front.is_empty()) {
+        return front.clone();
     }
-
-    #[test]
-    fn each_mark_is_obeyed_and_a_value_that_means_neither_is_refused() {
-        for MessageMark { key, values, trained_if, .. } in &MARKS {
-            let bools = [json!(false), json!(true)];
-            let numbers = [json!(0), json!(1.0)];
-            for (are_allowed, pair) in [(*values != MarkValues::Numbers, bools), (*values != MarkValues::Bools, numbers)] {
-                for (truth, value) in [false, true].into_iter().zip(pair) {
-                    let found = trained(json!({*key: value}));
-                    assert_eq!(found.is_ok(), are_allowed, "{key} {value}: {found:?}");
-                    assert!(found.is_err() || found == Ok(Some(truth == *trained_if)), "{key} {value}");
-                }
-            }
-            for odd in [json!(0.5), json!(2), json!("0"), json!([0]), json!({})] {
-                let refused = trained(json!({*key: odd})).unwrap_err();
-                assert!(refused.starts_with(&format!("has {key} {odd}: ")) && refused.contains("says whether it is trained"), "{refused}");
-            }
-            assert_eq!(trained(json!({*key: null})), Ok(None));
-        }
+    if !within.is_empty() {
+        return within;
     }
-
-    #[test]
-    fn marks_that_agree_are_one_and_others_contradict_each_other() {
-        assert_eq!(trained(json!({"weight": 0, "loss": false, "masked": true})), Ok(Some(false)));
-        assert_eq!(trained(json!({"weight": 1, "loss": true, "masked": false})), Ok(Some(true)));
-        let refused = trained(json!({"train": true, "loss_mask": 0})).unwrap_err();
-        assert_eq!(refused, "has train true and loss_mask 0, which contradict each other");
-    }
+    let before = marks.iter().rfind(|(_, end)| *end <= place.start).map_or(0, |(turn, _)| *turn);
+    let after = marks.iter().find(|(_, end)| *end > place.end).map_or(usize::MAX, |(turn, _)| *turn);
+    of(&|turn| (before..=after).contains(&turn))
 }

@@ -1,14 +1,16 @@
 //! Which text of a conversation is trained.
 //!
-//! With `{% generation %}` in the template, what it marks. Without, by the longest common prefix: for a turn, what the template writes up
-//! to its end, after what that has in common with the prompt that asks for the turn. A prompt may open a reasoning block that the turn
-//! does not have, so the one need not be the beginning of the other. Where a later turn changes how an earlier one is written (reasoning
-//! that is left out afterwards), the earlier one becomes a sample of its own: that is what a model sees when it answers.
+//! With `{% generation %}` in the template, exactly the text that it marks ([`super::marks`]). Without, by the longest common prefix: for a
+//! turn, the text that the template writes up to its end, after the beginning that this text shares with the prompt that asks for the turn
+//! ([`super::span`]). A prompt may open a reasoning block that the turn does not have, so the prompt need not be the beginning of the text.
+//! Where a later turn changes how an earlier one is written (reasoning that is left out afterwards), the earlier one becomes a sample of its
+//! own: that is the text that a model sees when it answers.
 
-use super::template::{ChatTemplate, Rendered, Renderings};
-use crate::data::tokenizer::floor_boundary;
+use super::marks;
+use super::sample::{ChatSample, ChatSamples, TrainedSpan};
+use super::span::{TurnSpans, common_prefix};
+use super::template::{ChatTemplate, Renderings};
 use serde_json::{Map, Value};
-use std::ops::Range;
 
 /// What `--train-on` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -26,35 +28,8 @@ pub enum TrainOn {
     Last,
 }
 
-/// Characters of a prompt that are compared with what is there in their place; no tokenizer's token is longer.
-const INSTEAD_MAX: usize = 64;
-const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around what answers say, in a --chat-template FILE";
 /// Text of all answers that are samples of their own, each of which repeats what came before.
 const ALONE_BYTES_MAX: usize = 16 << 20;
-
-/// Text, and what of it is trained, in order.
-#[derive(Debug, PartialEq, Eq)]
-pub(in crate::data) struct ChatSample {
-    pub(in crate::data) text: String,
-    pub(in crate::data) trained: Vec<TrainedSpan>,
-}
-
-/// A part of a text that is trained.
-#[derive(Debug, PartialEq, Eq)]
-pub(in crate::data) struct TrainedSpan {
-    /// Its bytes.
-    pub(in crate::data) range: Range<usize>,
-    /// How the prompt begins that goes on otherwise from here: it may open a block that the text does not have.
-    pub(in crate::data) instead: String,
-}
-
-/// What a record's conversation becomes.
-#[derive(Debug, PartialEq, Eq)]
-pub(in crate::data) struct ChatSamples {
-    pub(in crate::data) samples: Vec<ChatSample>,
-    /// Whether its first message is an answer, which is not trained: nothing asks for it.
-    pub(in crate::data) is_unasked: bool,
-}
 
 /// Messages, and from which of them on answers may be trained.
 pub(super) struct Conversation {
@@ -64,19 +39,6 @@ pub(super) struct Conversation {
     pub(super) variables: Map<String, Value>,
     /// Messages of the prompt, where the record tells it apart.
     pub(super) prompt: usize,
-}
-
-impl From<Range<usize>> for TrainedSpan {
-    fn from(range: Range<usize>) -> Self {
-        Self { range, instead: String::new() }
-    }
-}
-
-impl ChatSample {
-    /// `text` with all of it trained from `begin` on.
-    pub(in crate::data) fn trained_from(begin: usize, text: String) -> Self {
-        Self { trained: vec![(begin..text.len()).into()], text }
-    }
 }
 
 impl Conversation {
@@ -90,14 +52,16 @@ impl Conversation {
         let answers = self.answers();
         let mut trained = self.trained(&answers, train_on);
         if train_on == TrainOn::All && trained.len() == self.messages.len() {
-            return Ok(ChatSamples { samples: vec![ChatSample::trained_from(0, whole.text)], is_unasked: false });
+            return Ok(ChatSamples { samples: vec![ChatSample::trained_from(0, whole.text)], ..ChatSamples::default() });
         }
-        if template.has_marks() && whole.generated.len() == answers.len() && train_on != TrainOn::All {
-            return Ok(ChatSamples { samples: by_marks(whole, &answers, &trained)?, is_unasked: false });
+        if template.has_marks() && train_on != TrainOn::All {
+            let loses_reasoning = trained.iter().any(|&turn| self.loses_reasoning(turn, &whole.text));
+            let samples = marks::samples(&self.messages, &mut renderings, whole, (&answers, &trained))?;
+            return Ok(ChatSamples { samples, loses_reasoning, is_unasked: false });
         }
         let is_unasked = train_on != TrainOn::All && trained.first() == Some(&0);
         trained.drain(..usize::from(is_unasked));
-        Ok(ChatSamples { samples: self.by_common_prefix(&mut renderings, whole.text, &trained)?, is_unasked })
+        Ok(ChatSamples { is_unasked, ..self.by_common_prefix(template, &mut renderings, whole.text, &trained)? })
     }
 
     /// Indices of the assistant's messages.
@@ -105,7 +69,7 @@ impl Conversation {
         (0..self.messages.len()).filter(|&turn| self.messages[turn]["role"] == "assistant").collect()
     }
 
-    /// Indices of the messages that are trained: what was asked for, but for those that say no themselves.
+    /// Indices of the messages that are trained: those that `train_on` asks for, but for the ones that are marked as not trained.
     fn trained(&self, answers: &[usize], train_on: TrainOn) -> Vec<usize> {
         let asked: Vec<usize> = match train_on {
             TrainOn::All => (0..self.messages.len()).collect(),
@@ -118,15 +82,27 @@ impl Conversation {
         asked.into_iter().filter(|&turn| !says_no(&self.messages[turn])).collect()
     }
 
-    fn by_common_prefix(&self, renderings: &mut Renderings<'_>, whole: String, trained: &[usize]) -> Result<Vec<ChatSample>, String> {
+    fn by_common_prefix(
+        &self,
+        template: &ChatTemplate,
+        renderings: &mut Renderings<'_>,
+        whole: String,
+        trained: &[usize],
+    ) -> Result<ChatSamples, String> {
         let (mut shared, mut alone, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let (spans, mut loses_reasoning) = (TurnSpans { messages: &self.messages }, false);
+        let sample = |text: String, trained: Vec<TrainedSpan>, last: usize| {
+            let next = template.after_answers().map(String::from);
+            ChatSample { text, trained, next, hands_over: self.hands_over(last) }
+        };
         for &turn in trained {
             let until = renderings.render(turn + 1, false)?.text;
-            let span = self.span(renderings, turn, &until, Some(&turn) == trained.first())?;
+            let span = spans.span(renderings, turn, &until)?;
+            loses_reasoning |= self.loses_reasoning(turn, &until);
             if span.range.is_empty() {
                 continue;
             }
-            if whole.starts_with(&until) {
+            if let Some(span) = self.within(renderings, turn, &whole, &until, &span)? {
                 shared.push(span);
                 continue;
             }
@@ -137,55 +113,51 @@ impl Conversation {
                     "its answers come to more than {ALONE_BYTES_MAX} bytes of text: {why}; cut it into shorter conversations"
                 ));
             }
-            alone.push(ChatSample { text: until, trained: vec![span] });
+            alone.push(sample(until, vec![span], turn));
         }
-        alone.extend((!shared.is_empty()).then_some(ChatSample { text: whole, trained: shared }));
-        Ok(alone)
+        if !shared.is_empty() {
+            alone.push(sample(whole, shared, self.messages.len() - 1));
+        }
+        Ok(ChatSamples { samples: alone, loses_reasoning, is_unasked: false })
     }
 
-    /// What message `turn` is of `until`, which ends with it.
+    /// The `span` of message `turn` in the text `whole` of all messages; `until` is the text up to its end. `None` where `whole` has the message
+    /// otherwise. An end that the template appends to any last message is no change of the message.
     ///
     /// # Errors
-    /// The template's, and where what comes before the message would be a part of it. That is looked at for the first one that is trained.
-    fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, is_first: bool) -> Result<TrainedSpan, String> {
-        if turn == 0 {
-            return Ok((0..until.len()).into());
+    /// The template's.
+    fn within(
+        &self,
+        renderings: &mut Renderings<'_>,
+        turn: usize,
+        whole: &str,
+        until: &str,
+        span: &TrainedSpan,
+    ) -> Result<Option<TrainedSpan>, String> {
+        let end = common_prefix(whole, until);
+        let (range, ending) = (span.range.start..end, &until[end..]);
+        let found = || Ok(Some(TrainedSpan { range: range.clone(), prompt: span.prompt.clone(), ending: ending.into(), ..*span }));
+        if ending.is_empty() {
+            return found();
         }
-        let is_answer = |turn: usize| self.messages[turn]["role"] == "assistant";
-        let before = renderings.render(turn, is_answer(turn))?.text;
-        let start = common_prefix(&before, until);
-        // A template may join an answer to one right before it, and then their prompt differs.
-        let prompt = match is_first && is_answer(turn) && !is_answer(turn - 1) {
-            true => common_prefix(&renderings.render(turn, false)?.text, &before),
-            false => 0,
-        };
-        if start < prompt.max(1) {
-            let how = "the chat template writes it otherwise when an answer follows";
-            return Err(format!("what comes before message {turn} would be trained: {how}; {MARK_ANSWERS}"));
+        if range.start >= range.end || !whole.ends_with(ending) {
+            return Ok(None);
         }
-        Ok(TrainedSpan { range: start..until.len(), instead: before[start..].chars().take(INSTEAD_MAX).collect() })
+        let witness = if turn > 0 { turn } else { turn + 2 };
+        if renderings.render(witness, false)?.text.ends_with(ending) { found() } else { Ok(None) }
     }
-}
 
-/// What the template marks, of those `answers` that are `trained`.
-///
-/// # Errors
-/// Where the marks begin before the first prompt.
-fn by_marks(whole: Rendered, answers: &[usize], trained: &[usize]) -> Result<Vec<ChatSample>, String> {
-    if let Some((turn, span)) = answers.iter().zip(&whole.generated).next()
-        && *turn > 0
-        && span.start == 0
-        && !span.is_empty()
-    {
-        let where_it_is = "the chat template has it within {% generation %}";
-        return Err(format!("what comes before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
+    /// Whether message `turn` is an answer after which the user speaks.
+    fn hands_over(&self, turn: usize) -> bool {
+        let message = &self.messages[turn];
+        message["role"] == "assistant" && message["tool_calls"].as_array().is_none_or(Vec::is_empty)
     }
-    let spans = answers.iter().zip(whole.generated).filter(|(turn, span)| trained.contains(turn) && !span.is_empty());
-    let spans: Vec<TrainedSpan> = spans.map(|(_, span)| span.into()).collect();
-    Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans }] })
-}
 
-/// Bytes of the longest common prefix, whole characters.
-fn common_prefix(a: &str, b: &str) -> usize {
-    floor_boundary(a, a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count())
+    /// Whether message `turn` has reasoning that `text` does not hold.
+    fn loses_reasoning(&self, turn: usize, text: &str) -> bool {
+        let message = &self.messages[turn];
+        let in_content = || Some(message["content"].as_str()?.split_once("</think>")?.0.rsplit("<think>").next()?.trim());
+        let reasoning = message["reasoning_content"].as_str().map(str::trim).or_else(in_content);
+        reasoning.is_some_and(|reasoning| !reasoning.is_empty() && !text.contains(reasoning))
+    }
 }

@@ -1,6 +1,6 @@
 //! One message, whatever keys it came with: a role, and what it says as one text.
 
-use super::{foreign_names, marks, parts, tool_calls};
+use super::{choices, foreign_names, parts, tool_calls};
 use serde_json::{Map, Value, json};
 
 /// A message as templates are given it.
@@ -19,7 +19,7 @@ pub(super) struct ReadMessage {
 pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Result<ReadMessage, String> {
     let mut message = normal(without_nulls(message))?;
     let mut remarks = foreign_names::of_message(&message)?;
-    let mark = marks::resolve(&mut message)?;
+    let mark = choices::resolve(&mut message)?;
     remarks.extend(mark.filter(|_| message["role"] != "assistant").map(|mark| {
         format!(
             "`{mark}` of a message of role {} is not read: answers of the role assistant are trained, and all with --train-on all",

@@ -1,7 +1,8 @@
 //! Records of chat data: which columns hold what ([`record`], [`message`]), the text that a model sees of them ([`template`]) and which of it is
-//! trained ([`mask`]).
+//! trained ([`mask`], by [`marks`] or by [`span`]).
 
 mod bounds;
+mod choices;
 mod date;
 pub(crate) mod find;
 pub(in crate::data) mod foreign_names;
@@ -12,15 +13,18 @@ pub(crate) mod mask;
 mod message;
 mod non_finite;
 mod parts;
+mod probe;
 mod python;
 pub(crate) mod record;
+pub(crate) mod sample;
+mod span;
 mod template;
 mod template_variables;
 mod tool_calls;
 
 use self::date::Day;
-use self::mask::ChatSample;
 use self::record::{Content, DataFormat, RecordRules};
+use self::sample::ChatSample;
 use self::template::ChatTemplate;
 
 /// The texts of a record of messages by the template `source`, in this process: for fuzzers, which see no other.
@@ -39,6 +43,12 @@ pub fn render_in_this_process(source: &str, record: &str) -> Result<Vec<String>,
 #[cfg(test)]
 mod hostile_tests;
 #[cfg(test)]
+mod mask_tests;
+#[cfg(test)]
+mod parity_tests;
+#[cfg(test)]
 mod record_tests;
+#[cfg(test)]
+mod remark_tests;
 #[cfg(test)]
 mod tests;

@@ -1,9 +1,10 @@
 //! Which columns a record has, and what they mean.
 
 use super::ids::{self, IdColumn};
-use super::mask::{ChatSample, ChatSamples, Conversation, TrainOn};
+use super::mask::{Conversation, TrainOn};
 use super::message::{self, ReadMessage};
 use super::parts::PartRoles;
+use super::sample::{ChatSample, ChatSamples};
 use super::template::ChatTemplate;
 use super::{foreign_names, lost, non_finite, template_variables, tool_calls};
 use serde_json::{Map, Value, json};

@@ -1,8 +1,8 @@
 //! The rules of a record: null keys, marks, tools in strings, parts, history, variables, and names that mean something elsewhere.
 
 use super::date::Day;
-use super::mask::ChatSample;
 use super::record::{Content, DataFormat, ReadContent, RecordRules};
+use super::sample::ChatSample;
 use super::template::ChatTemplate;
 use serde_json::{Map, Value, json};
 
@@ -16,7 +16,7 @@ fn rules(source: &str) -> RecordRules {
 }
 
 /// Trained text stands in brackets.
-fn bracketed(ChatSample { text, trained }: &ChatSample) -> String {
+fn bracketed(ChatSample { text, trained, .. }: &ChatSample) -> String {
     let (mut out, mut done) = (String::new(), 0);
     for span in trained {
         out += &format!("{}[{}]", &text[done..span.range.start], &text[span.range.clone()]);

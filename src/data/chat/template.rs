@@ -31,6 +31,7 @@ pub(in crate::data) struct ChatTemplate {
     has_marks: bool,
     identity: String,
     compiled: OnceLock<Result<Environment<'static>, String>>,
+    after_answers: OnceLock<Option<String>>,
 }
 
 /// The renderings of one record, turn by turn, within what a record may take.
@@ -62,7 +63,7 @@ impl ChatTemplate {
         let tokens = Json::Object(special_tokens.clone());
         let identity = checksum::sha256(format!("{source}\n{tokens}\n{date}").as_bytes());
         let (source, has_marks) = with_marks(&source);
-        Ok(Self { source, special_tokens, day, has_marks, identity, compiled: OnceLock::new() })
+        Ok(Self { source, special_tokens, day, has_marks, identity, compiled: OnceLock::new(), after_answers: OnceLock::new() })
     }
 
     /// The template, ready to be rendered.
@@ -82,6 +83,20 @@ impl ChatTemplate {
     /// Whether the template says itself what a model generates.
     pub(super) fn has_marks(&self) -> bool {
         self.has_marks
+    }
+
+    /// The text that stands between an answer and what the user says next, up to the end of the latter, where answers end with nothing of
+    /// their own.
+    pub(super) fn after_answers(&self) -> Option<&str> {
+        self.after_answers.get_or_init(|| self.find_after_answers()).as_deref()
+    }
+
+    fn find_after_answers(&self) -> Option<String> {
+        const WORD: &str = "word";
+        let turn = |role: &str| serde_json::json!({"role": role, "content": WORD});
+        let mut renderings = self.renderings(&["user", "assistant", "user"].map(turn), None).ok()?;
+        let (answered, asked) = (renderings.render(2, false).ok()?.text, renderings.whole().ok()?.text);
+        if answered.ends_with(WORD) { asked.strip_prefix(&answered).map(String::from) } else { None }
     }
 
     /// The renderings of `messages`.
@@ -167,8 +182,17 @@ impl Renderings<'_> {
     /// # Errors
     /// What the template raises, or asks for more than it or the record may, in words.
     pub(super) fn render(&mut self, turns: usize, prompts: bool) -> Result<Rendered, String> {
-        let mut context = self.context.clone();
-        context.insert("messages".into(), self.messages[..turns].to_vec().into());
+        self.render_with(turns, prompts, &[])
+    }
+
+    /// As [`Self::render`], with each message of `replacements` in the place of the one with its index.
+    ///
+    /// # Errors
+    /// As [`Self::render`].
+    pub(super) fn render_with(&mut self, turns: usize, prompts: bool, replacements: &[(usize, Json)]) -> Result<Rendered, String> {
+        let (mut context, mut messages) = (self.context.clone(), self.messages[..turns].to_vec());
+        replacements.iter().for_each(|(turn, message)| messages[*turn] = Value::from(Serde(message)));
+        context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), prompts.into());
         let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
         let captured = guard(SandboxTask::Render, || template.render_captured(Value::from(context)))?.map_err(|e| cause(&e))?;

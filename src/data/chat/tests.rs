@@ -1,8 +1,9 @@
 //! Against `transformers` and TRL: see tests/golden/chat/generate.py.
 
 use super::date::Day;
-use super::mask::{ChatSample, TrainOn};
+use super::mask::TrainOn;
 use super::record::{Content, DataFormat, RecordRules};
+use super::sample::ChatSample;
 use super::template::ChatTemplate;
 use crate::data::documents::UNTRAINED;
 use crate::data::preparation::Preparation;
@@ -17,7 +18,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-fn golden(name: &str) -> PathBuf {
+pub(super) fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat").join(name)
 }
 
@@ -26,7 +27,7 @@ fn golden_json(name: &str) -> Map<String, Value> {
 }
 
 /// The source of one of TRL's templates.
-fn shipped(name: &str) -> String {
+pub(super) fn shipped(name: &str) -> String {
     std::fs::read_to_string(golden("templates").join(name)).unwrap()
 }
 
@@ -39,7 +40,7 @@ fn template(source: &str) -> Result<ChatTemplate, String> {
     ChatTemplate::new(source, special.as_object().unwrap().clone(), Day::parse("2026-11-23").unwrap())
 }
 
-fn rules(source: &str, train_on: TrainOn) -> RecordRules {
+pub(super) fn rules(source: &str, train_on: TrainOn) -> RecordRules {
     RecordRules { train_on, template: template(source), ..RecordRules::default() }
 }
 
@@ -81,13 +82,13 @@ fn templates_are_rendered_byte_for_byte_as_by_jinja2() {
 }
 
 /// The tokenizer of the model in `dir`, with a template.
-fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
+pub(super) fn tokenizer(dir: &Path, template_source: &str) -> Tokenizer {
     let model = ModelDir::open(dir).unwrap();
     Tokenizer::load_with(&model, None, AddBos::Auto, &rules(template_source, TrainOn::Auto).into()).unwrap().unwrap()
 }
 
 /// Ids and masks of `record`.
-fn tokens(record: &Value, tokenizer: &Tokenizer) -> (Vec<u32>, Vec<u32>) {
+pub(super) fn tokens(record: &Value, tokenizer: &Tokenizer) -> (Vec<u32>, Vec<u32>) {
     let file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
     std::fs::write(file.path(), record.to_string()).unwrap();
     let (totals, _) = source::tokenize(&[file.path()], tokenizer, 400, Vec::new(), &mut Preparation::default()).unwrap();
@@ -109,7 +110,7 @@ fn ids_and_masks_are_those_of_trl() {
 }
 
 /// The trained texts of each sample.
-fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
+pub(super) fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<Vec<Vec<String>>, String> {
     let rules = rules(template_source, train_on);
     let record = record.to_string();
     match rules.read(rules.detect(&record)?, &record)? {
@@ -121,7 +122,8 @@ fn trained(template_source: &str, train_on: TrainOn, record: &Value) -> Result<V
     }
 }
 
-const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+pub(super) const PLAIN: &str =
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 #[test]
 fn answers_are_trained_and_a_message_may_say_no() {
@@ -240,7 +242,9 @@ fn what_is_trained_is_each_answer_with_its_end_and_nothing_of_a_prompt() {
             let around = |answer: &str| format!("{before}{answer}{after}");
             let both = [around("Say one."), around("Say two.")];
             assert_eq!(texts(&json!({"messages": turns[..2]})).unwrap(), both[..1], "{name}");
-            assert_eq!(texts(&json!({"messages": turns})).unwrap(), both, "{name}");
+            // The template of Phi-3 appends an end to any last message, with which the next header shares two characters, and no token.
+            let first = if name.starts_with("phi3") { "Say one.<|end|>\n<|" } else { &both[0] };
+            assert_eq!(texts(&json!({"messages": turns})).unwrap(), [first, both[1].as_str()], "{name}");
             if let Ok(found) = texts(&json!({"messages": with_system})) {
                 assert_eq!(found, both[..1], "{name}");
                 accepted[0] += 1;
@@ -258,28 +262,6 @@ fn what_is_trained_is_each_answer_with_its_end_and_nothing_of_a_prompt() {
     let names = std::fs::read_dir(golden("templates")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let without_marks = names.filter(|name| name.ends_with(".jinja") && !template(&shipped(name)).unwrap().has_marks());
     assert_eq!(without_marks.collect::<BTreeSet<_>>(), listed);
-}
-
-/// The first ones begin otherwise once an answer follows; the last one's mark is around all.
-#[test]
-fn a_template_that_would_have_a_prompt_trained_is_refused() {
-    let chat = json!({"messages": [turn("system", "s"), turn("user", "a"), turn("assistant", "b")]});
-    let (otherwise, within) =
-        ("the chat template writes it otherwise when an answer follows", "the chat template has it within {% generation %}");
-    let last_says_the_system_message = "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.last %}{{ messages[0].content }} {% endif %}\
-        {{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }};{% endif %}{% endfor %}";
-    for (source, how) in [
-        (format!("{{{{ messages|length }}}}{PLAIN}"), otherwise),
-        (format!("<s>{{{{ messages|length }}}}{PLAIN}"), otherwise),
-        (format!("{{{{ 'P' if add_generation_prompt else 'T' }}}}{PLAIN}"), otherwise),
-        (last_says_the_system_message.into(), otherwise),
-        (format!("{{% generation %}}{PLAIN}{{% endgeneration %}}"), within),
-    ] {
-        let refused = trained(&source, TrainOn::Auto, &chat).unwrap_err();
-        assert!(refused.starts_with("what comes before message 2 would be trained: "), "{source}: {refused}");
-        assert!(refused.contains(how) && refused.contains("{% endgeneration %} around what answers say"), "{source}: {refused}");
-        assert_eq!(trained(&source, TrainOn::All, &chat).unwrap().len(), 1, "{source}");
-    }
 }
 
 #[test]

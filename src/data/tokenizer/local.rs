@@ -76,6 +76,16 @@ impl LocalTokenizer {
         Ok((0..).zip(ids).map(|(at, id)| Token { id, start: at, end: at + 1 }).collect())
     }
 
+    /// Whether the tokenizer's files add tokens to those that text is cut into.
+    pub(in crate::data) fn has_added_tokens(&self) -> bool {
+        matches!(&self.kind, LocalKind::Model(model) if !model.tokenizer.get_added_vocabulary().get_added_tokens_decoder().is_empty())
+    }
+
+    /// Whether `id` is of such a token.
+    pub(in crate::data) fn is_added(&self, id: u32) -> bool {
+        matches!(&self.kind, LocalKind::Model(model) if model.tokenizer.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id))
+    }
+
     /// A token's own text, for people.
     pub(in crate::data) fn name_of(&self, id: u32) -> String {
         let name = match &self.kind {
