@@ -3,13 +3,14 @@
 //! The separator before a document of text belongs to no document; records are whole as they stand. Which of the two a file holds, its
 //! first record says, as it did when the file was tokenized.
 
+use super::documents::SAME_RECORD;
 use super::preparation::Preparation;
 use super::scan::BLOCK_BYTES;
 use crate::disk::InFile;
 use crate::error::{Error, Result};
 use std::ops::Range;
 
-/// For each document the number of tokens up to its end.
+/// For each document the number of tokens up to its end, with [`SAME_RECORD`] or without.
 pub(super) enum DocumentEnds {
     Memory(Vec<u64>),
     /// 64 bits each, little endian.
@@ -35,6 +36,30 @@ pub(super) struct DocumentBounds {
     /// Its tokens, which may be none.
     pub(super) tokens: Range<u64>,
     pub(super) is_record: bool,
+    /// Whether the document before is of the same record.
+    pub(super) continues: bool,
+}
+
+/// The documents of a record, or a document of text.
+#[derive(Debug, Default)]
+pub(super) struct RecordBounds {
+    /// Number of the first.
+    first: u64,
+    /// The tokens of each.
+    pub(super) documents: Vec<Range<u64>>,
+}
+
+impl RecordBounds {
+    /// Numbers of the documents.
+    pub(super) fn numbers(&self) -> Range<u64> {
+        self.first..self.first + self.documents.len() as u64
+    }
+
+    /// Tokens of all documents: no separator stands between those of one record.
+    pub(super) fn tokens(&self) -> Range<u64> {
+        let (first, last) = (self.documents.first(), self.documents.last());
+        first.zip(last).map_or(0..0, |(first, last)| first.start..last.end)
+    }
 }
 
 impl Bounds {
@@ -52,14 +77,33 @@ impl Bounds {
     pub(super) fn for_each(&self, preparation: &Preparation<'_>, mut each: impl FnMut(DocumentBounds) -> Result<()>) -> Result<()> {
         let mut before = None;
         let mut next = |end: u64| {
+            let (end, continues) = (end & !SAME_RECORD, end & SAME_RECORD > 0);
             let document = self.document(before, end)?;
             before = Some(end);
-            each(document)
+            each(DocumentBounds { continues, ..document })
         };
         match &self.ends {
             DocumentEnds::Memory(ends) => ends.iter().try_for_each(|end| next(*end)),
             DocumentEnds::File(file) => for_each_number(file, preparation, next),
         }
+    }
+
+    /// Gives `each` every record in order.
+    ///
+    /// # Errors
+    /// As [`Self::for_each`].
+    pub(super) fn for_each_record(&self, preparation: &Preparation<'_>, mut each: impl FnMut(&RecordBounds) -> Result<()>) -> Result<()> {
+        let mut open = RecordBounds::default();
+        self.for_each(preparation, |DocumentBounds { tokens, continues, .. }| {
+            if !continues && !open.documents.is_empty() {
+                each(&open)?;
+                open.first = open.numbers().end;
+                open.documents.clear();
+            }
+            open.documents.push(tokens);
+            Ok(())
+        })?;
+        if open.documents.is_empty() { Ok(()) } else { each(&open) }
     }
 
     /// The document that goes up to `end`; the one before ended after `before` tokens.
@@ -69,7 +113,7 @@ impl Bounds {
         let separator = u64::from(before.is_some() && self.has_separator && !is_record);
         let start = before.unwrap_or(0).saturating_add(separator);
         if start <= end && end <= self.tokens {
-            return Ok(DocumentBounds { tokens: start..end, is_record });
+            return Ok(DocumentBounds { tokens: start..end, is_record, continues: false });
         }
         let cause = format_args!("a document from token {start} to {end} of {}", self.tokens);
         match &self.ends {
@@ -125,5 +169,19 @@ mod tests {
         let damage = documents(&bounds(file(&path), true)).unwrap_err().to_string();
         assert!(damage.ends_with("ends.u64: a document from token 4 to 3 of 13"), "{damage}");
         assert!(documents(&bounds(DocumentEnds::Memory(vec![14]), true)).is_err());
+    }
+
+    #[test]
+    fn documents_of_one_record_are_one() {
+        let mut found = Vec::new();
+        let ends = vec![3, 6, 7, 8 | SAME_RECORD, 9, 10 | SAME_RECORD, 13];
+        let record = |record: &RecordBounds| {
+            found.push((record.numbers(), record.tokens()));
+            Ok(())
+        };
+        bounds(DocumentEnds::Memory(ends), true).for_each_record(&Preparation::default(), record).unwrap();
+        assert_eq!(found, [(0..1, 0..3), (1..2, 4..6), (2..4, 6..8), (4..6, 8..10), (6..7, 11..13)]);
+        let none = Bounds { ends: DocumentEnds::Memory(vec![]), ..bounds(DocumentEnds::Memory(vec![]), true) };
+        none.for_each_record(&Preparation::default(), |_| panic!("there is no record")).unwrap();
     }
 }

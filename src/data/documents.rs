@@ -195,7 +195,7 @@ impl<S: Sink> Documents<S> {
         self.documents += 1;
         self.records += u64::from(same_record == 0);
         self.reach(place.source);
-        self.sink.end_document(self.tokens)
+        self.sink.end_document(self.tokens | same_record)
     }
 
     /// All documents have come. An end of text that the last one has stays behind it.

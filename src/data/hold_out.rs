@@ -1,10 +1,12 @@
-//! Documents that are held out of training, to be evaluated on.
+//! Records that are held out of training, to be evaluated on: conversations, documents of text.
 //!
-//! What a document says decides: those whose tokens have the smallest digests under the seed are held out. So copies of a document stay
-//! together, and none is both learned and evaluated on.
+//! The tokens of a record decide: those records are held out whose tokens have the smallest digests under the seed. So copies of a record stay
+//! together, and so do all samples that are made of one. A record that has a document in common with a record that is held out is held out,
+//! too ([`super::same_text`]): no text is both learned and evaluated on.
 
 use super::bounds::Bounds;
 use super::preparation::Preparation;
+use super::same_text::SameText;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -13,20 +15,18 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-/// Documents that are held out at most, copies aside: each may cut the stream in two, and the pieces are in memory.
+/// Records that are held out at most, copies aside: each may cut the stream in two, and the pieces are in memory.
 const HELD_OUT_MAX: u64 = 1 << 16;
-/// Host memory of the pieces that one document leaves behind, in a vector that has grown.
+/// Host memory of the pieces that one record leaves behind, in a vector that has grown.
 const BYTES_OF_EACH: u64 = 128;
 /// No text of one document is shorter.
 const DOCUMENT_BYTES_MIN: u64 = 10;
-/// Tokens that are read at once.
-const BLOCK_TOKENS: usize = 16 << 10;
 
 /// How much of the training data is held out.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 #[serde(untagged)]
 pub enum EvalSplit {
-    /// So many documents.
+    /// So many records.
     Documents(u64),
     /// A share of them.
     Share(f64),
@@ -59,70 +59,88 @@ impl EvalSplit {
         (text / DOCUMENT_BYTES_MIN).min(HELD_OUT_MAX) * BYTES_OF_EACH
     }
 
-    /// How many of `documents` are held out.
-    fn of(self, documents: u64) -> Result<u64> {
+    /// How many of `records` are held out; there are `documents` of them.
+    fn of(self, records: u64, documents: u64) -> Result<u64> {
         let wanted = match self {
             Self::Documents(wanted) => wanted,
-            Self::Share(share) => ((share * documents as f64).round() as u64).max(1),
+            Self::Share(share) => ((share * records as f64).round() as u64).max(1),
         };
+        let unit = unit(records, documents);
         let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; --eval-data names files to evaluate on")));
         match wanted {
-            _ if wanted >= documents => refused(format!("none would be left to train on: documents in the data: {documents}")),
-            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} documents, and at most {HELD_OUT_MAX} can be held out")),
+            _ if wanted >= records => refused(format!("none would be left to train on: {unit} in the data: {records}")),
+            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}, and at most {HELD_OUT_MAX} can be held out")),
             _ => Ok(wanted),
         }
     }
 }
 
-/// The documents that are held out.
+/// The name of that of which there are so many.
+fn unit(records: u64, documents: u64) -> &'static str {
+    if records == documents { "documents" } else { "records" }
+}
+
+/// The records that are held out.
 #[derive(Debug)]
 pub(super) struct HeldOut {
-    /// Their numbers, ascending.
-    documents: Vec<u64>,
+    /// Numbers of the documents of each, ascending.
+    records: Vec<Range<u64>>,
     pub(super) tokens: u64,
     pub(super) untrained: u64,
 }
 
 impl HeldOut {
-    /// Chooses as `split` says among the documents of `stream`, which begin and end at `bounds`.
+    /// Chooses as `split` says among the records of `stream`, which begin and end at `bounds`; `untrained` of its tokens are not trained.
     ///
     /// # Errors
     /// `Usage` for more than there can be; when the tokens cannot be read; `Interrupted`.
     pub(super) fn choose(
-        stream: &TokenStream,
-        bounds: &Bounds,
-        split: EvalSplit,
-        seed: u64,
+        (stream, bounds): (&TokenStream, &Bounds),
+        untrained: u64,
+        (split, seed): (EvalSplit, u64),
         preparation: &mut Preparation<'_>,
     ) -> Result<Self> {
-        let (mut smallest, mut number) = (Smallest::new(split.of(bounds.documents())?), 0);
-        bounds.for_each(preparation, |document| {
-            smallest.add(digest(stream, seed, document.tokens)?, number);
-            number += 1;
+        let mut all = 0;
+        bounds.for_each_record(preparation, |_| {
+            all += 1;
             Ok(())
         })?;
-        let mut held_out = Self { documents: smallest.numbers(), tokens: 0, untrained: 0 };
-        if held_out.documents.len() as u64 == number {
-            return Err(Error::usage(format!("--eval-split {split}: all documents are equal; --eval-data names files to evaluate on")));
+        let (mut smallest, documents) = (Smallest::new(split.of(all, bounds.documents())?), bounds.documents());
+        bounds.for_each_record(preparation, |record| {
+            smallest.add(digest(stream, seed, record.tokens())?, record.numbers());
+            Ok(())
+        })?;
+        let mut chosen = smallest.records();
+        // Records of one document each that are trained whole are equal in all or in nothing.
+        if all != documents || untrained > 0 {
+            chosen = SameText { stream, bounds, preparation }.with_equal(chosen)?;
+        }
+        let mut held_out = Self { records: chosen, tokens: 0, untrained: 0 };
+        let (records, unit) = (held_out.records.len(), unit(all, documents));
+        if records as u64 == all {
+            let are = if all == documents { "are equal" } else { "have text in common" };
+            return Err(Error::usage(format!("--eval-split {split}: all {unit} {are}; --eval-data names files to evaluate on")));
         }
         held_out.count(stream, bounds, preparation)?;
-        preparation.note(format!("held out {} of {number} documents, {} tokens", held_out.documents.len(), held_out.tokens));
+        let of_them = if all == documents { String::new() } else { format!(" ({} of {documents} documents)", held_out.documents()) };
+        preparation.note(format!("held out {records} of {all} {unit}{of_them}, {} tokens", held_out.tokens));
         Ok(held_out)
     }
 
     pub(super) fn documents(&self) -> u64 {
-        self.documents.len() as u64
+        self.records.iter().map(|documents| documents.end - documents.start).sum()
     }
 
     fn has(&self, document: u64) -> bool {
-        self.documents.binary_search(&document).is_ok()
+        let next = self.records.partition_point(|documents| documents.end <= document);
+        self.records.get(next).is_some_and(|documents| documents.start <= document)
     }
 
     fn count(&mut self, stream: &TokenStream, bounds: &Bounds, preparation: &Preparation<'_>) -> Result<()> {
         let (mut tokens, mut untrained) = (0, 0);
         Side::HeldOut(self).for_each(bounds, preparation, |_, document| {
             tokens += document.end - document.start;
-            for_each_block(stream, document, |block| untrained += block.iter().filter(|token| **token < 0).count() as u64)
+            stream.for_each_block(document, |block| untrained += block.iter().filter(|token| **token < 0).count() as u64)
         })?;
         (self.tokens, self.untrained) = (tokens, untrained);
         Ok(())
@@ -176,11 +194,12 @@ impl Side<'_> {
     }
 }
 
-/// The documents of the smallest digests. Those of equal digests come together or not at all, so that there may be more than `wanted`.
+/// The records of the smallest digests. Those of equal digests come together or not at all, so that there may be more than `wanted`.
 struct Smallest {
     wanted: u64,
     count: u64,
-    by_digest: BTreeMap<u64, Vec<u64>>,
+    /// Numbers of their documents.
+    by_digest: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
 impl Smallest {
@@ -188,11 +207,11 @@ impl Smallest {
         Self { wanted, count: 0, by_digest: BTreeMap::new() }
     }
 
-    fn add(&mut self, digest: u64, document: u64) {
+    fn add(&mut self, digest: u64, documents: Range<u64>) {
         if self.count >= self.wanted && self.by_digest.last_key_value().is_some_and(|(largest, _)| digest > *largest) {
             return;
         }
-        self.by_digest.entry(digest).or_default().push(document);
+        self.by_digest.entry(digest).or_default().push(documents);
         self.count += 1;
         while let Some(largest) = self.by_digest.last_entry().filter(|largest| self.count - largest.get().len() as u64 >= self.wanted) {
             self.count -= largest.remove().len() as u64;
@@ -200,28 +219,18 @@ impl Smallest {
     }
 
     /// Ascending.
-    fn numbers(self) -> Vec<u64> {
-        let mut numbers: Vec<u64> = self.by_digest.into_values().flatten().collect();
-        numbers.sort_unstable();
-        numbers
+    fn records(self) -> Vec<Range<u64>> {
+        let mut records: Vec<Range<u64>> = self.by_digest.into_values().flatten().collect();
+        records.sort_unstable_by_key(|documents| documents.start);
+        records
     }
 }
 
-fn digest(stream: &TokenStream, seed: u64, document: Range<u64>) -> Result<u64> {
+fn digest(stream: &TokenStream, seed: u64, tokens: Range<u64>) -> Result<u64> {
     let mut digest = Sha256::new_with_prefix(seed.to_le_bytes());
-    for_each_block(stream, document, |block| digest.update(bytemuck::cast_slice::<i32, u8>(block)))?;
+    stream.for_each_block(tokens, |block| digest.update(bytemuck::cast_slice::<i32, u8>(block)))?;
     let bytes: [u8; 32] = digest.finalize().into();
     Ok(bytes.iter().take(size_of::<u64>()).fold(0, |number, byte| number << 8 | u64::from(*byte)))
-}
-
-fn for_each_block(stream: &TokenStream, document: Range<u64>, mut each: impl FnMut(&[i32])) -> Result<()> {
-    let mut block = [0; BLOCK_TOKENS];
-    for start in document.clone().step_by(BLOCK_TOKENS) {
-        let block = &mut block[..BLOCK_TOKENS.min((document.end - start) as usize)];
-        stream.read(start as usize, block)?;
-        each(block);
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -333,7 +342,7 @@ mod tests {
         for word in ["0", "1.0", "-1", "0.0", "nan", "many", "1e3"] {
             assert!(word.parse::<EvalSplit>().is_err(), "{word}");
         }
-        assert!(EvalSplit::Documents(HELD_OUT_MAX + 1).of(1 << 40).unwrap_err().to_string().contains("at most 65536"));
-        assert_eq!(EvalSplit::Share(0.001).of(10).unwrap(), 1);
+        assert!(EvalSplit::Documents(HELD_OUT_MAX + 1).of(1 << 40, 1 << 40).unwrap_err().to_string().contains("at most 65536"));
+        assert_eq!(EvalSplit::Share(0.001).of(10, 10).unwrap(), 1);
     }
 }

@@ -34,6 +34,7 @@ pub(crate) mod prepare;
 pub(crate) mod prepared;
 mod remarks;
 pub(crate) mod rows;
+mod same_text;
 mod samples;
 mod sandbox;
 mod saved_dataset;

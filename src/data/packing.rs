@@ -263,7 +263,7 @@ impl Opened {
         (split, seed): (EvalSplit, u64),
         preparation: &mut Preparation<'_>,
     ) -> Result<(Dataset, Dataset)> {
-        let held_out = HeldOut::choose(&self.stream, self.whole(), split, seed, preparation)?;
+        let held_out = HeldOut::choose((&self.stream, self.whole()), self.untrained, (split, seed), preparation)?;
         let mut side = |side| self.dataset(side, rules, tokenizer, preparation);
         Ok((side(Side::Kept(&held_out))?, side(Side::HeldOut(&held_out))?))
     }

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, a separator between documents of text if the tokenizer has one; |
 //! | | the highest bit is set where the token is not trained |
-//! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side |
+//! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side; |
+//! | | the highest bit is set where the document is made of the same record as the one before |
 //! | `manifest.json` | [`FORMAT_VERSION`], what it was made of and with, sizes, a CRC-32C for each mebibyte of the files, and one of itself |
 //!
 //! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-pub(crate) const FORMAT_VERSION: u32 = 4;
+pub(crate) const FORMAT_VERSION: u32 = 5;
 
 const TOKENS: &str = "tokens.u32";
 const ENDS: &str = "ends.u64";
@@ -180,8 +181,8 @@ impl Sink for FolderWriter {
         self.tokens.write(bytemuck::cast_slice(ids))
     }
 
-    fn end_document(&mut self, tokens: u64) -> Result<()> {
-        self.ends.write(&tokens.to_le_bytes())
+    fn end_document(&mut self, end: u64) -> Result<()> {
+        self.ends.write(&end.to_le_bytes())
     }
 }
 
@@ -387,7 +388,7 @@ mod tests {
             std::fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
             reopen(dir.path(), &origin).err().unwrap().to_string()
         };
-        assert!(refusal(PreparedManifest { format_version: 3, ..good.clone() }).contains("format 3, this build reads format 4"));
+        assert!(refusal(PreparedManifest { format_version: 4, ..good.clone() }).contains("format 4, this build reads format 5"));
         assert!(refusal(PreparedManifest { tokens: u64::MAX, ..good.clone() }).contains("contradict"));
         assert!(refusal(PreparedManifest { files: vec![], ..good }).contains("two files"));
     }

@@ -151,7 +151,7 @@ struct Packer<'a> {
 }
 
 impl Packer<'_> {
-    fn add(&mut self, DocumentBounds { tokens, is_record }: DocumentBounds) -> Result<()> {
+    fn add(&mut self, DocumentBounds { tokens, is_record, .. }: DocumentBounds) -> Result<()> {
         let (length, row, before) = (tokens.end - tokens.start, self.rules.seq_length as u64, self.parts.len());
         let next = if is_record { NO_TARGET } else { self.end_of_text };
         match self.rules.overlong {

@@ -5,6 +5,9 @@ use crate::error::Result;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Tokens that are read at once.
+const BLOCK_TOKENS: usize = 16 << 10;
+
 /// A stream of token ids, all below 2^31, and whether each is trained. Small text is in memory, all else is read where it lies.
 #[derive(Clone, Default)]
 pub struct TokenStream {
@@ -60,6 +63,20 @@ impl TokenStream {
                 break;
             }
         }
+    }
+
+    /// Gives `each` the tokens `range`, a block at a time.
+    ///
+    /// # Errors
+    /// Those of [`Self::read`].
+    pub(super) fn for_each_block(&self, range: Range<u64>, mut each: impl FnMut(&[i32])) -> Result<()> {
+        let mut block = [0; BLOCK_TOKENS];
+        for start in range.clone().step_by(BLOCK_TOKENS) {
+            let block = &mut block[..BLOCK_TOKENS.min((range.end - start) as usize)];
+            self.read(start as usize, block)?;
+            each(block);
+        }
+        Ok(())
     }
 
     /// Reads tokens `start..start + out.len()` without allocating; those that are not trained have their sign bit set.

@@ -51,4 +51,6 @@ mod record_tests;
 #[cfg(test)]
 mod remark_tests;
 #[cfg(test)]
+mod split_tests;
+#[cfg(test)]
 mod tests;
