@@ -1,6 +1,7 @@
 //! Text to token ids: a model's `tokenizer.json`, or bytes. Code that a model's files steer runs in a sandbox: the [`Tokenizer`] of the
 //! program is a handle, which encodes bytes alone itself.
 
+mod added;
 mod byte_level;
 mod growth;
 mod local;
@@ -21,12 +22,13 @@ use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
 use crate::signals::StopFlag;
+use added::DeclaredTokens;
 use growth::Growth;
 use local::{LocalKind, TokenizerModel};
 use serde_json::Value;
-use special::{BYTES_MAX, Special};
+use special::{BYTES_MAX, Special, SpecialFiles};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Turns text into token ids.
@@ -60,6 +62,8 @@ struct Facts {
     /// The token of this id, for people.
     end_name: Option<String>,
     begin_of_text: Vec<u32>,
+    /// Checksum of tokens that files beside `tokenizer.json` add; empty where they add none.
+    added: String,
 }
 
 impl Tokenizer {
@@ -114,8 +118,9 @@ impl Tokenizer {
     /// What is wrong with the file.
     pub fn in_this_process(bytes: &[u8]) -> Result<Self> {
         let path = PathBuf::from("tokenizer.json");
-        let parsed = guard(SandboxTask::Load, || parse(&path, bytes)).and_then(|parsed| parsed);
-        let (model, _) = parsed.map_err(|cause| Error::format(&path, cause))?;
+        let parsed = guard(SandboxTask::Load, || parse(bytes)).and_then(|parsed| parsed);
+        let ParsedFile { tokenizer, growth, .. } = parsed.map_err(|cause| Error::format(&path, cause))?;
+        let model = TokenizerModel::new(path.clone(), tokenizer, growth);
         let kind = TokenizerKind::Model { path, sha256: checksum::sha256(bytes) };
         Ok(Self::here(kind, LocalKind::Model(Box::new(model)), Facts::default(), Arc::default()))
     }
@@ -234,8 +239,11 @@ impl Tokenizer {
         let tokenizer = match &self.kind {
             TokenizerKind::Absent => "none".into(),
             TokenizerKind::Bytes => end.map_or("bytes".into(), |end| serde_json::json!({"bytes": true, "end_of_text": end})),
-            TokenizerKind::Model { sha256, .. } => {
+            TokenizerKind::Model { sha256, .. } if self.facts.added.is_empty() => {
                 serde_json::json!({"tokenizer.json": sha256, "end_of_text": end, "begin_of_text": begin})
+            }
+            TokenizerKind::Model { sha256, .. } => {
+                serde_json::json!({"tokenizer.json": sha256, "end_of_text": end, "begin_of_text": begin, "added_tokens": self.facts.added})
             }
         };
         match (self.rules.identity(), tokenizer) {
@@ -273,6 +281,7 @@ impl Facts {
         writer.ids(self.end_of_text.as_slice());
         writer.ids(&self.begin_of_text);
         writer.text(self.end_name.as_deref().unwrap_or_default());
+        writer.text(&self.added);
         writer.into_bytes()
     }
 
@@ -284,7 +293,7 @@ impl Facts {
         }
         let (vocab_size, end_of_text) = (parts.number()?, parts.ids()?.first().copied());
         let (begin_of_text, end_name) = (parts.ids()?, Some(parts.text()?.to_string()).filter(|name| !name.is_empty()));
-        Some(Ok(Self { vocab_size, end_of_text, end_name, begin_of_text }))
+        Some(Ok(Self { vocab_size, end_of_text, end_name, begin_of_text, added: parts.text()?.into() }))
     }
 }
 
@@ -323,19 +332,31 @@ fn unreadable() -> Error {
     Error::resource("read foreign files", "their process gave an answer that cannot be read")
 }
 
+/// What `tokenizer.json` holds.
+struct ParsedFile {
+    tokenizer: tokenizers::Tokenizer,
+    growth: Option<Growth>,
+    post_processor: Value,
+}
+
 /// The tokenizer in the file at `path`, whose content is `bytes`, and what `dir` says of it.
 fn read_model(dir: &ModelDir, path: PathBuf, bytes: &[u8], end_of_text: Option<&str>, add_bos: AddBos) -> Result<(LocalKind, Facts)> {
-    let parsed = guard(SandboxTask::Load, || parse(&path, bytes)).map_err(|e| Error::format(&path, e))?;
-    let (model, post_processor) = parsed.map_err(|e| Error::format(&path, e))?;
-    let vocab_size = model.vocab_size();
-    let special = Special::new(dir, model.library());
+    let refuse = |cause: String| Error::format(&path, cause);
+    let parsed = guard(SandboxTask::Load, || parse(bytes)).and_then(|parsed| parsed).map_err(refuse)?;
+    let ParsedFile { mut tokenizer, growth, post_processor } = parsed;
+    let files = SpecialFiles::read(dir)?;
+    let added = DeclaredTokens::read(&files, &tokenizer)?;
+    guard(SandboxTask::Load, || added.apply(&mut tokenizer)).and_then(|applied| applied).map_err(refuse)?;
+    let special = Special::new(&files, &tokenizer, &added);
     let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-    let end_name = end_of_text.and_then(|id| model.library().id_to_token(id));
-    Ok((LocalKind::Model(Box::new(model)), Facts { vocab_size, end_of_text, end_name, begin_of_text }))
+    let end_name = end_of_text.and_then(|id| tokenizer.id_to_token(id));
+    let model = TokenizerModel::new(path, tokenizer, growth);
+    let facts = Facts { vocab_size: model.vocab_size(), end_of_text, end_name, begin_of_text, added: added.identity() };
+    Ok((LocalKind::Model(Box::new(model)), facts))
 }
 
 /// The parts of `tokenizer.json` that turn text into ids, and its post-processor.
-fn parse(path: &Path, bytes: &[u8]) -> std::result::Result<(TokenizerModel, Value), String> {
+fn parse(bytes: &[u8]) -> std::result::Result<ParsedFile, String> {
     let mut parts: serde_json::Map<String, Value> = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     growth::check_file(&parts)?;
     let post_processor = parts.remove("post_processor").unwrap_or(Value::Null);
@@ -345,7 +366,7 @@ fn parse(path: &Path, bytes: &[u8]) -> std::result::Result<(TokenizerModel, Valu
     }
     let growth = Growth::new(parts.get("normalizer").unwrap_or(&Value::Null));
     let tokenizer = serde_json::from_value(parts.into()).map_err(|e| e.to_string())?;
-    Ok((TokenizerModel::new(path.into(), tokenizer, growth.map_err(|e| e.to_string())?), post_processor))
+    Ok(ParsedFile { tokenizer, growth: growth.map_err(|e| e.to_string())?, post_processor })
 }
 
 #[cfg(test)]

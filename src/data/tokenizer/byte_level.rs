@@ -69,8 +69,9 @@ impl ByteLevelBpe {
         let words = DFA::new_many(&[head, r"\s+"]).ok()?;
         let added: Vec<&AddedToken> = tokenizer.get_added_vocabulary().get_added_tokens_decoder().values().collect();
         let is_plain = |token: &&AddedToken| !(token.single_word || token.lstrip || token.rstrip || token.normalized && is_nfc);
+        let splits_special = tokenizer.get_added_vocabulary().get_encode_special_tokens();
         let in_one_pass = added.windows(2).all(|pair| pair[0].normalized == pair[1].normalized);
-        if !in_one_pass || !added.iter().all(is_plain) {
+        if splits_special || !in_one_pass || !added.iter().all(is_plain) {
             return None;
         }
         let added = if added.is_empty() { None } else { Some(AddedTokens::new(tokenizer)?) };
@@ -337,6 +338,9 @@ mod tests {
         none(json!({"/model/vocab": {"a": 0, "b": 1, "ab": 2}, "/model/merges": ["a b"]}));
         none(json!({"/model/dropout": 0.1}));
         none(json!({"/model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}));
+        let mut splits_special = tokenizer(json!({}));
+        splits_special.set_encode_special_tokens(true);
+        assert!(ByteLevelBpe::new(&splits_special).is_none());
         let nfc = tokenizer(json!({"/normalizer": {"type": "NFC"}}));
         assert!(both(&nfc, "e\u{301}").0.is_none() && both(&nfc, "\u{e9}").0.is_some());
         // An expression that does not match everywhere.

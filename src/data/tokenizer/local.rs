@@ -108,11 +108,6 @@ impl TokenizerModel {
         self.tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
     }
 
-    /// The library's tokenizer.
-    pub(super) fn library(&self) -> &tokenizers::Tokenizer {
-        &self.tokenizer
-    }
-
     fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = Vec::with_capacity(text.len() / 3);
         let fast = |model: &ByteLevelBpe| model.encode(&self.tokenizer, text, |tokens, _| ids.extend(tokens.iter().map(|token| token.id)));

@@ -4,12 +4,14 @@
 //! `add_bos_token` of `tokenizer_config.json` only where there is no `tokenizer.json`. What it puts at the end is not used: a
 //! separator stands between documents, whether the tokenizer would add one or not.
 
+use super::added::{DECODER, DeclaredTokens};
 use crate::data::sandbox::{SandboxTask, guard};
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, ModelDir};
 use clap::ValueEnum;
 use serde_json::Value;
+use std::path::PathBuf;
 use tokenizers::processors::PostProcessorWrapper;
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
 
@@ -32,15 +34,87 @@ const END_OF_TEXT_NAMES: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>"
 /// Stands for a text's tokens; no tokenizer has so many ids.
 const TEXT: u32 = u32::MAX;
 
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+const ADDED_TOKENS: &str = "added_tokens.json";
+
+/// The files of a model's directory that describe special tokens.
+pub(super) struct SpecialFiles<'a> {
+    dir: &'a ModelDir,
+    config: Value,
+    map: Value,
+}
+
+impl<'a> SpecialFiles<'a> {
+    /// Reads the files in `dir`.
+    ///
+    /// # Errors
+    /// `Io` for a file that cannot be read; `Format` for one that is no JSON.
+    pub(super) fn read(dir: &'a ModelDir) -> Result<Self> {
+        Ok(Self { dir, config: json(dir, TOKENIZER_CONFIG)?.1, map: json(dir, SPECIAL_TOKENS_MAP)?.1 })
+    }
+
+    /// The content of `tokenizer_config.json`, null if there is none.
+    pub(super) fn config(&self) -> &Value {
+        &self.config
+    }
+
+    /// The content of `special_tokens_map.json`, null if there is none.
+    pub(super) fn map(&self) -> &Value {
+        &self.map
+    }
+
+    /// Whether `tokenizer_config.json` describes its added tokens: `transformers` 5 reads no older file beside such a description.
+    pub(super) fn has_decoder(&self) -> bool {
+        !self.config[DECODER].is_null()
+    }
+
+    /// The value of `key`: that of `special_tokens_map.json`, where the file is read and has one, else that of `tokenizer_config.json`.
+    pub(super) fn setting(&self, key: &str) -> &Value {
+        if self.has_decoder() || self.map[key].is_null() { &self.config[key] } else { &self.map[key] }
+    }
+
+    /// The files whose keys count, the one that wins last.
+    pub(super) fn counted(&self) -> impl Iterator<Item = &Value> {
+        [Some(&self.config), (!self.has_decoder()).then_some(&self.map)].into_iter().flatten()
+    }
+
+    /// The path of `added_tokens.json`, and its content, null if there is none.
+    pub(super) fn added_tokens(&self) -> Result<(PathBuf, Value)> {
+        json(self.dir, ADDED_TOKENS)
+    }
+
+    /// The error of a key that describes special tokens.
+    pub(super) fn wrong_config(&self, cause: String) -> Error {
+        Error::format(self.dir.path().join(TOKENIZER_CONFIG), cause)
+    }
+
+    /// The files that name special tokens by their text, the one that counts first.
+    fn by_text(&self) -> [(&'static str, &Value); 2] {
+        let (config, map) = ((TOKENIZER_CONFIG, &self.config), (SPECIAL_TOKENS_MAP, &self.map));
+        if self.has_decoder() { [config, map] } else { [map, config] }
+    }
+}
+
+/// The path of the file `name` in `dir`, and its content, null if there is none.
+fn json(dir: &ModelDir, name: &str) -> Result<(PathBuf, Value)> {
+    let path = dir.file(name)?;
+    let bytes = disk::read_if_present(&path, BYTES_MAX)?;
+    let content = bytes.map_or(Ok(Value::Null), |bytes| serde_json::from_slice(&bytes).map_err(|e| Error::format(&path, e)))?;
+    Ok((path, content))
+}
+
 /// What a model's directory says about its special tokens.
 pub(super) struct Special<'a> {
-    dir: &'a ModelDir,
+    files: &'a SpecialFiles<'a>,
     tokenizer: &'a Tokenizer,
+    added: &'a DeclaredTokens,
 }
 
 impl<'a> Special<'a> {
-    pub(super) fn new(dir: &'a ModelDir, tokenizer: &'a Tokenizer) -> Self {
-        Self { dir, tokenizer }
+    /// Of a `tokenizer` to which `added` were added.
+    pub(super) fn new(files: &'a SpecialFiles<'a>, tokenizer: &'a Tokenizer, added: &'a DeclaredTokens) -> Self {
+        Self { files, tokenizer, added }
     }
 
     /// The token between documents: `asked` for as text or id, else named by a file, else one of the usual names.
@@ -60,11 +134,11 @@ impl<'a> Special<'a> {
             return Ok(vec![]);
         }
         let begin = guard(SandboxTask::Load, || before_text(post_processor)).and_then(|begin| begin);
-        let begin = begin.map_err(|e| Error::format(self.dir.path().join("tokenizer.json"), format!("post_processor: {e}")))?;
+        let begin = begin.map_err(|e| Error::format(self.dir().path().join("tokenizer.json"), format!("post_processor: {e}")))?;
         match add {
             AddBos::Yes if begin.is_empty() => self.named("bos")?.map(|id| vec![id]).ok_or_else(|| {
                 let looked = "tokenizer_config.json and special_tokens_map.json name no bos_token, and generation_config.json and config.json no bos_token_id";
-                Error::usage(format!("--add-bos yes: {}: {looked}", self.dir.path().display()))
+                Error::usage(format!("--add-bos yes: {}: {looked}", self.dir().path().display()))
             }),
             _ => Ok(begin),
         }
@@ -72,39 +146,28 @@ impl<'a> Special<'a> {
 
     /// The token of a role, `bos` or `eos`, that a file names.
     fn named(&self, role: &str) -> Result<Option<u32>> {
-        for (file, json) in self.by_text()? {
+        for (file, json) in self.files.by_text() {
             let token = &json[format!("{role}_token")];
             // Either the token itself or an object that describes it.
             let Some(token) = token.as_str().or(token["content"].as_str()) else { continue };
-            let id = self.tokenizer.token_to_id(token);
-            let unknown = || Error::format(self.dir.path().join(file), format!("{role}_token {token:?} is not in tokenizer.json"));
+            let id = self.tokenizer.token_to_id(token).filter(|_| !self.added.is_only_named(token));
+            let unknown = || Error::format(self.dir().path().join(file), format!("{role}_token {token:?} is not in tokenizer.json"));
             return id.map(Some).ok_or_else(unknown);
         }
         for file in ["generation_config.json", CONFIG] {
-            let id = &self.read(file)?[format!("{role}_token_id")];
+            let id = &json(self.dir(), file)?.1[format!("{role}_token_id")];
             let id = id.get(0).unwrap_or(id);
             if !id.is_null() {
                 let known = id.as_u64().and_then(|id| u32::try_from(id).ok());
                 let cause = format!("{role}_token_id {id} is not a token's id");
-                return known.map(Some).ok_or_else(|| Error::format(self.dir.path().join(file), cause));
+                return known.map(Some).ok_or_else(|| Error::format(self.dir().path().join(file), cause));
             }
         }
         Ok(None)
     }
 
-    /// The files that name special tokens by their text, the one that counts first. `transformers` 5 takes the map for a file of older
-    /// versions, which wins, unless the other describes its added tokens.
-    fn by_text(&self) -> Result<[(&'static str, Value); 2]> {
-        let [config, map] = ["tokenizer_config.json", "special_tokens_map.json"].map(|name| self.read(name).map(|json| (name, json)));
-        let (config, map) = (config?, map?);
-        Ok(if config.1["added_tokens_decoder"].is_null() { [map, config] } else { [config, map] })
-    }
-
-    /// The content of the file `name`, null if there is none.
-    fn read(&self, name: &str) -> Result<Value> {
-        let path = self.dir.file(name)?;
-        let bytes = disk::read_if_present(&path, BYTES_MAX)?;
-        bytes.map_or(Ok(Value::Null), |bytes| serde_json::from_slice(&bytes).map_err(|e| Error::format(&path, e)))
+    fn dir(&self) -> &ModelDir {
+        self.files.dir
     }
 }
 
