@@ -2,17 +2,14 @@
 
 use super::date::Day;
 use super::mask::TrainOn;
+use super::named::{DEFAULT, FoundTemplate, NamedTemplates, TOOL_USE, json, read};
 use super::record::{DataFormat, RecordRules};
 use super::template::ChatTemplate;
 use super::template_variables;
-use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
-
-/// No template is larger; the largest have some tens of kilobytes.
-const BYTES_MAX: u64 = 16 << 20;
+use std::path::Path;
 
 /// What the flags say of records.
 pub(crate) struct RecordFlags<'a> {
@@ -76,56 +73,50 @@ impl RecordFlags<'_> {
 
     /// `rules` with the template, which is not compiled here.
     fn with_template(&self, rules: RecordRules, dir: Option<&ModelDir>) -> Result<RecordRules> {
-        let Some((template_file, source)) = self.source(dir)? else {
-            let place = dir.map_or("the built-in model has".into(), |dir| {
-                format!("{} has no chat_template.jinja, and its tokenizer_config.json", dir.path().display())
-            });
-            let none = format!("{place} no chat template: --chat-template FILE names one");
-            return Ok(RecordRules { template: Err(none), ..rules });
+        let (found, tool_use) = match self.found(dir)? {
+            Ok(found) => found,
+            Err(none) => return Ok(RecordRules { template: Err(none), ..rules }),
         };
-        let special_tokens = dir.map_or(Ok(Map::new()), special_tokens)?;
-        let template = ChatTemplate::new(&source, special_tokens, self.parsed_day()?);
-        let template = Ok(template.map_err(|cause| Error::format(&template_file, cause))?);
-        Ok(RecordRules { template, template_file, ..rules })
+        let (special_tokens, day) = (dir.map_or(Ok(Map::new()), special_tokens)?, self.parsed_day()?);
+        let template = |found: &FoundTemplate| {
+            ChatTemplate::new(&found.source, special_tokens.clone(), day).map_err(|cause| Error::format(&found.file, cause))
+        };
+        let tool_use = tool_use.as_ref().map(template).transpose()?;
+        let template = template(&found)?;
+        let template = Ok(tool_use.into_iter().fold(template, ChatTemplate::with_tool_use));
+        Ok(RecordRules { template, template_file: found.file, ..rules })
     }
 
-    /// The template and the file that holds it.
-    fn source(&self, dir: Option<&ModelDir>) -> Result<Option<(PathBuf, String)>> {
+    /// The template, and the one for conversations with tools if that is another; or, in words, why there is none.
+    fn found(&self, dir: Option<&ModelDir>) -> Result<std::result::Result<(FoundTemplate, Option<FoundTemplate>), String>> {
         if let Some(path) = self.template {
-            let text = read(path)?.ok_or_else(|| Error::io("read", path, std::io::ErrorKind::NotFound.into()))?;
-            return Ok(Some((path.into(), text)));
+            let source = read(path)?.ok_or_else(|| Error::io("read", path, std::io::ErrorKind::NotFound.into()))?;
+            return Ok(Ok((FoundTemplate { file: path.into(), source }, None)));
         }
-        let Some(dir) = dir else { return Ok(None) };
-        let (own, config) = (dir.file("chat_template.jinja")?, dir.file("tokenizer_config.json")?);
-        if self.template_name.is_none()
-            && let Some(text) = read(&own)?
-        {
-            return Ok(Some((own, text)));
+        let Some(dir) = dir else { return Ok(Err("the built-in model has no chat template: --chat-template FILE names one".into())) };
+        let (templates, place) = (NamedTemplates::read(dir)?, dir.path().display());
+        if let Some(name) = self.template_name {
+            let unknown = || Error::usage(format!("--chat-template-name {name}: {place} has no such template; {}", known(&templates)));
+            return templates.anywhere(name).map(|found| Ok((found, None))).ok_or_else(unknown);
         }
-        let named = |templates: &Value| match (templates, self.template_name) {
-            (Value::String(text), None) => Some(text.clone()),
-            (Value::Array(list), name) => {
-                let named = list.iter().find(|entry| entry["name"] == name.unwrap_or("default"));
-                named.and_then(|entry| entry["template"].as_str()).map(String::from)
+        let none = || match templates.names() {
+            names if names.is_empty() => {
+                format!(
+                    "{place} has no chat_template.jinja, and its tokenizer_config.json no chat template: --chat-template FILE names one"
+                )
             }
-            _ => None,
+            names => format!("{place}: none of its chat templates ({names}) is named default: --chat-template-name NAME chooses one"),
         };
-        let found = named(&json(&config)?["chat_template"]);
-        match (found, self.template_name) {
-            (None, Some(name)) => Err(Error::usage(format!("--chat-template-name {name}: {} has no such template", config.display()))),
-            (found, _) => Ok(found.map(|text| (config, text))),
-        }
+        Ok(templates.counted(DEFAULT).map(|found| (found, templates.counted(TOOL_USE))).ok_or_else(none))
     }
 }
 
-fn read(path: &Path) -> Result<Option<String>> {
-    let bytes = disk::read_if_present(path, BYTES_MAX)?;
-    bytes.map(|bytes| String::from_utf8(bytes).map_err(|_| Error::format(path, "not UTF-8"))).transpose()
-}
-
-fn json(path: &Path) -> Result<Value> {
-    let text = read(path)?;
-    text.map_or(Ok(Value::Null), |text| serde_json::from_str(&text).map_err(|e| Error::format(path, e)))
+/// The names of `templates`, as a part of a sentence.
+fn known(templates: &NamedTemplates) -> String {
+    match templates.names() {
+        names if names.is_empty() => "it has none".into(),
+        names => format!("it has: {names}"),
+    }
 }
 
 /// `bos_token`, `eos_token` and their like, by text.

@@ -11,6 +11,7 @@ mod lost;
 mod marks;
 pub(crate) mod mask;
 mod message;
+mod named;
 mod non_finite;
 mod parts;
 mod probe;

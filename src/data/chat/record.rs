@@ -216,7 +216,9 @@ impl RecordRules {
             _ => (record.messages(if record.has("messages") { "messages" } else { "conversations" }, remarks)?, 0),
         };
         let template = self.template.as_ref().map_err(Clone::clone)?;
-        let conversation = Conversation { messages, tools: record.tools()?, variables: record.template_variables()?, prompt };
+        let (tools, variables) = (record.tools()?, record.template_variables()?);
+        let template = template.for_tools(tools.as_ref());
+        let conversation = Conversation { messages, tools, variables, prompt };
         let samples = conversation.samples(template, self.train_on)?;
         remarks.extend(lost::remarks(&conversation.messages, &samples.samples));
         Ok(Content::Rendered(samples))

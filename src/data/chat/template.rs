@@ -2,6 +2,7 @@
 
 use super::bounds::{self, JsonMeter, TEXT_BYTES_MAX};
 use super::date::Day;
+use super::named::TOOL_USE;
 use super::python;
 use crate::data::checksum;
 use crate::data::sandbox::{SandboxTask, guard};
@@ -32,6 +33,8 @@ pub(in crate::data) struct ChatTemplate {
     identity: String,
     compiled: OnceLock<Result<Environment<'static>, String>>,
     after_answers: OnceLock<Option<String>>,
+    /// The template for conversations with tools, if that is another.
+    tool_use: Option<Box<ChatTemplate>>,
 }
 
 /// The renderings of one record, turn by turn, within what a record may take.
@@ -63,7 +66,19 @@ impl ChatTemplate {
         let tokens = Json::Object(special_tokens.clone());
         let identity = checksum::sha256(format!("{source}\n{tokens}\n{date}").as_bytes());
         let (source, has_marks) = with_marks(&source);
-        Ok(Self { source, special_tokens, day, has_marks, identity, compiled: OnceLock::new(), after_answers: OnceLock::new() })
+        let (compiled, after_answers) = (OnceLock::new(), OnceLock::new());
+        Ok(Self { source, special_tokens, day, has_marks, identity, compiled, after_answers, tool_use: None })
+    }
+
+    /// This template with another one for conversations with tools.
+    pub(super) fn with_tool_use(self, tool_use: Self) -> Self {
+        let identity = checksum::sha256(format!("{}\n{}", self.identity, tool_use.identity).as_bytes());
+        Self { identity, tool_use: Some(Box::new(tool_use)), ..self }
+    }
+
+    /// The template of a conversation that has `tools` or has none.
+    pub(super) fn for_tools(&self, tools: Option<&Json>) -> &Self {
+        self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(self)
     }
 
     /// The template, ready to be rendered.
@@ -72,6 +87,9 @@ impl ChatTemplate {
     /// What is wrong with the source, in words.
     pub(in crate::data) fn compiled(&self) -> Result<&Environment<'static>, String> {
         let compile = || guard(SandboxTask::Compile, || environment(self.source.clone(), self.day)).and_then(|compiled| compiled);
+        if let Some(tool_use) = &self.tool_use {
+            tool_use.compiled().map_err(|cause| format!("{TOOL_USE}: {cause}"))?;
+        }
         self.compiled.get_or_init(compile).as_ref().map_err(Clone::clone)
     }
 
