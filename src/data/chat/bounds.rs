@@ -4,7 +4,6 @@
 //! as often as it is held. A sandbox ends where that goes too far; these limits name the cause.
 
 use crate::units::Bytes;
-use std::io;
 
 /// Bytes of a source; the largest have some tens of kilobytes.
 const SOURCE_BYTES_MAX: usize = 1 << 20;
@@ -19,7 +18,7 @@ const FORMAT_WIDTHS_MAX: usize = 1 << 20;
 /// Spaces that JSON may be indented by.
 const INDENT_MAX: usize = 1000;
 /// Lists and objects within each other in JSON; the parser of records takes no more.
-const JSON_DEPTH_MAX: usize = 128;
+pub(super) const JSON_DEPTH_MAX: usize = 128;
 /// Text of a rendering, and JSON in it: it is encoded in one piece, at some hundred bytes a byte.
 pub(super) const TEXT_BYTES_MAX: usize = 4 << 20;
 
@@ -165,73 +164,12 @@ fn check_widths(widths: impl Iterator<Item = Option<usize>>) -> Result<(), Strin
 /// # Errors
 /// The limit, in words.
 pub(super) fn check_indent(indent: usize) -> Result<(), String> {
-    if indent > INDENT_MAX { Err(format!("tojson: an indent of {indent}: at most {INDENT_MAX} spaces are made")) } else { Ok(()) }
-}
-
-/// Counts JSON that is written into it.
-#[derive(Default)]
-pub(super) struct JsonMeter {
-    bytes: usize,
-    depth: usize,
-    /// Levels by which lines are indented, all of them together.
-    levels: usize,
-    is_in_text: bool,
-    is_escaped: bool,
-}
-
-impl JsonMeter {
-    /// Whether this JSON has no more text than a rendering may have, with `indent` spaces a level.
-    ///
-    /// # Errors
-    /// The limit, in words.
-    pub(super) fn check(&self, indent: usize) -> Result<(), String> {
-        let bytes = self.bytes.saturating_add(self.levels.saturating_mul(indent));
-        if bytes > TEXT_BYTES_MAX { Err(too_much_json()) } else { Ok(()) }
-    }
-
-    fn take(&mut self, byte: u8) -> io::Result<()> {
-        let was_in_text = self.is_in_text;
-        match (self.is_in_text, byte) {
-            (true, _) if self.is_escaped => self.is_escaped = false,
-            (true, b'\\') => self.is_escaped = true,
-            (_, b'"') => self.is_in_text = !self.is_in_text,
-            (false, b'[' | b'{') => self.depth += 1,
-            (false, b']' | b'}') => self.depth = self.depth.saturating_sub(1),
-            _ => {}
-        }
-        if !was_in_text && matches!(byte, b'[' | b'{' | b']' | b'}' | b',') {
-            self.levels += self.depth;
-        }
-        if self.depth > JSON_DEPTH_MAX {
-            return Err(io::Error::other(format!("more than {JSON_DEPTH_MAX} lists and objects within each other")));
-        }
-        Ok(())
-    }
-}
-
-impl io::Write for JsonMeter {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.bytes += bytes.len();
-        if self.bytes > TEXT_BYTES_MAX {
-            return Err(io::Error::other(too_much_json()));
-        }
-        bytes.iter().try_for_each(|byte| self.take(*byte))?;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-fn too_much_json() -> String {
-    format!("more than {TEXT_BYTES_MAX} bytes of text")
+    if indent > INDENT_MAX { Err(format!("an indent of {indent}: at most {INDENT_MAX} spaces are made")) } else { Ok(()) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write;
 
     #[test]
     fn a_source_may_have_so_many_tokens_a_tag_and_text_does_not_count() {
@@ -280,17 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_counted_as_it_is_written() {
-        let meter = |json: &str| {
-            let mut meter = JsonMeter::default();
-            meter.write_all(json.as_bytes()).map(|()| meter)
-        };
-        let deep = |depth: usize| "[".repeat(depth) + &"]".repeat(depth);
-        assert!(meter(&deep(JSON_DEPTH_MAX)).is_ok() && meter(&deep(JSON_DEPTH_MAX + 1)).is_err());
-        assert!(meter(&format!("\"\\\"{}\"", "[".repeat(999))).is_ok(), "a text");
-        assert!(meter(&"1".repeat(TEXT_BYTES_MAX)).is_ok() && meter(&"1".repeat(TEXT_BYTES_MAX + 1)).is_err());
-        let list = meter(&format!("[{}1]", "1,".repeat(10_000))).unwrap();
-        assert!(list.check(2).is_ok() && list.check(1000).is_err());
+    fn json_is_indented_by_few_spaces() {
         assert!(check_indent(INDENT_MAX).is_ok() && check_indent(INDENT_MAX + 1).is_err());
     }
 }

@@ -91,7 +91,7 @@ pub(super) fn normal(mut normal: Map<String, Value>) -> Result<Value, String> {
 
 /// The calls in a message `function_call`, one or a list, as LLaMA-Factory's data has them.
 fn tool_calls(value: &Value) -> Option<Value> {
-    let parsed: Value = serde_json::from_str(value.as_str()?).ok()?;
+    let parsed: Value = integers::parse(value.as_str()?).ok()?;
     let calls = if let Value::Array(calls) = parsed { calls } else { vec![parsed] };
     let is_call = |call: &Value| call["name"].is_string() && call.get("arguments").is_some();
     let call = |call: Value| json!({"type": "function", "function": call});

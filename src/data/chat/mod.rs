@@ -7,6 +7,7 @@ mod date;
 pub(crate) mod find;
 pub(in crate::data) mod foreign_names;
 mod ids;
+mod integers;
 mod lost;
 mod marks;
 pub(crate) mod mask;

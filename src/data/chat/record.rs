@@ -6,7 +6,7 @@ use super::message::{self, ReadMessage};
 use super::parts::PartRoles;
 use super::sample::{ChatSample, ChatSamples};
 use super::template::ChatTemplate;
-use super::{foreign_names, lost, non_finite, template_variables, tool_calls};
+use super::{foreign_names, integers, lost, non_finite, template_variables, tool_calls};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -252,10 +252,10 @@ impl RecordRules {
 
     /// The columns of the record `line`, which may hold numbers of Python where they decide nothing.
     fn columns_of(&self, line: &str) -> Result<Map<String, Value>, String> {
-        serde_json::from_str(line).or_else(|error| {
+        integers::parse(line).or_else(|error| {
             let finite = non_finite::without(line, |name| self.decides(name))?;
-            // The fault is told by its place in the line as it is.
-            serde_json::from_str(&finite).map_err(|_| json_cause(&error))
+            // The error of the line as it is names the right column.
+            integers::parse(&finite).map_err(|_| error)
         })
     }
 }
@@ -368,7 +368,7 @@ fn turn(role: &str, content: String) -> Value {
 }
 
 /// The parser's message with the column, but not with its line, which is always 1.
-fn json_cause(error: &serde_json::Error) -> String {
+pub(super) fn json_cause(error: &serde_json::Error) -> String {
     let message = error.to_string();
     let cause = message.rsplit_once(" at line ").map_or(message.as_str(), |(cause, _)| cause);
     format!("{cause} (column {})", error.column())

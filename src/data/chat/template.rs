@@ -1,17 +1,17 @@
 //! Chat templates: Jinja as `transformers` renders it, byte for byte, with a limit on work and memory.
 
-use super::bounds::{self, JsonMeter, TEXT_BYTES_MAX};
+use super::bounds::{self, TEXT_BYTES_MAX};
 use super::date::Day;
+use super::integers::{INTEGER_MARK, template_value};
 use super::named::TOOL_USE;
-use super::python;
+use super::python::{self, JsonLayout};
 use crate::data::checksum;
 use crate::data::sandbox::{SandboxTask, guard};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, Serde, ValueKind, ValueOrKwargs};
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
 use serde_json::{Number, Value as Json};
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -124,10 +124,10 @@ impl ChatTemplate {
     pub(super) fn renderings(&self, messages: &[Json], tools: Option<&Json>) -> Result<Renderings<'_>, String> {
         let environment = self.compiled()?;
         messages.iter().chain(tools).try_for_each(|json| check_marks(self.has_marks, json))?;
-        let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(Serde(token))));
-        let tools = tools.map_or(Value::from(()), |tools| Value::from(Serde(tools)));
+        let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), template_value(token)));
+        let tools = tools.map_or(Value::from(()), |tools| template_value(tools));
         let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
-        let messages = messages.iter().map(|message| Value::from(Serde(message))).collect();
+        let messages = messages.iter().map(template_value).collect();
         Ok(Renderings { environment, has_marks: self.has_marks, messages, context, fuel: RECORD_FUEL })
     }
 }
@@ -183,7 +183,7 @@ impl Renderings<'_> {
     /// For variables that hold a character that marks text, in words.
     pub(super) fn given(mut self, variables: &serde_json::Map<String, Json>) -> Result<Self, String> {
         variables.values().try_for_each(|json| check_marks(self.has_marks, json))?;
-        self.context.extend(variables.iter().map(|(name, json)| (name.clone(), Value::from(Serde(json)))));
+        self.context.extend(variables.iter().map(|(name, json)| (name.clone(), template_value(json))));
         Ok(self)
     }
 
@@ -209,7 +209,7 @@ impl Renderings<'_> {
     /// As [`Self::render`].
     pub(super) fn render_with(&mut self, turns: usize, prompts: bool, replacements: &[(usize, Json)]) -> Result<Rendered, String> {
         let (mut context, mut messages) = (self.context.clone(), self.messages[..turns].to_vec());
-        replacements.iter().for_each(|(turn, message)| messages[*turn] = Value::from(Serde(message)));
+        replacements.iter().for_each(|(turn, message)| messages[*turn] = template_value(message));
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), prompts.into());
         let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;
@@ -218,6 +218,9 @@ impl Renderings<'_> {
         let text = captured.into_output();
         if text.len() > TEXT_BYTES_MAX {
             return Err(format!("{} bytes of text, at most {TEXT_BYTES_MAX} go through a chat template", text.len()));
+        }
+        if text.contains(INTEGER_MARK) {
+            return Err("has an integer beyond 64 bits where a text is joined to others".into());
         }
         Ok(if self.has_marks { without_marks(&text) } else { Rendered { text, generated: Vec::new() } })
     }
@@ -255,20 +258,9 @@ fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(),
     }
 }
 
-fn to_json(value: &Value, indent: Option<Value>, _: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
-    let indent = indent.map_or_else(|| options.get::<Option<usize>>("indent"), |indent| usize::try_from(indent).map(Some))?;
-    let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
-    options.get::<Option<bool>>("ensure_ascii")?;
-    options.get::<Option<Value>>("separators")?;
-    options.assert_all_used()?;
-    bounds::check_indent(indent.unwrap_or(0)).map_err(invalid)?;
-    let mut meter = JsonMeter::default();
-    let wrong = |cause: &dyn Display| invalid(format!("tojson: {cause}"));
-    // Counted before it is in memory: a list may be there many times.
-    serde_json::to_writer(&mut meter, value).map_err(|e| wrong(&e))?;
-    meter.check(indent.unwrap_or(0)).map_err(|cause| wrong(&cause))?;
-    let json = serde_json::to_value(value).map_err(|e| wrong(&e))?;
-    Ok(Value::from_safe_string(python::dumps(&json, indent, sort_keys)))
+fn to_json(value: &Value, by_place: Rest<Value>, by_name: Kwargs) -> Result<Value, Error> {
+    let json = JsonLayout::new(&by_place, &by_name).and_then(|layout| layout.dumps(value));
+    json.map(Value::from_safe_string).map_err(|cause| invalid(format!("tojson: {cause}")))
 }
 
 /// `source` with a call of what writes a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.

@@ -1,5 +1,6 @@
 //! Variables that a chat template is given beside messages: those of a flag, and those of a record.
 
+use super::integers;
 use serde_json::{Map, Value};
 
 /// Names that a template is given in any case.
@@ -12,7 +13,7 @@ const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_p
 pub(super) fn of(value: &Value) -> Result<Map<String, Value>, String> {
     let expected = "is not an object of variables, such as {\"enable_thinking\": false}";
     let parsed = match value {
-        Value::String(text) => serde_json::from_str(text).map_err(|e| format!("{expected}: {e}"))?,
+        Value::String(text) => integers::parse(text).map_err(|e| format!("{expected}: {e}"))?,
         other => other.clone(),
     };
     let Value::Object(variables) = parsed else { return Err(expected.into()) };

@@ -1,5 +1,6 @@
 //! Calls of tools and their schemas, as lists: some data holds them as JSON in strings, and tables fill in keys that a row lacks.
 
+use super::integers;
 use serde_json::{Map, Value};
 
 /// Keywords of JSON Schema under which null is a value, and whose values are no schemas.
@@ -32,7 +33,7 @@ pub(super) fn calls(value: &Value) -> Result<Option<Value>, String> {
 /// A list whose elements may be JSON in strings, as may the list.
 fn list(value: &Value) -> Result<Option<Vec<Value>>, String> {
     let parsed = |value: &Value| match value {
-        Value::String(text) => serde_json::from_str(text).map_err(|e| format!("is not the JSON of a list: {e}")),
+        Value::String(text) => integers::parse(text).map_err(|e| format!("is not the JSON of a list: {e}")),
         other => Ok(other.clone()),
     };
     match value {
