@@ -54,9 +54,14 @@ pub(super) fn check_source(source: &str) -> Result<(), String> {
 }
 
 /// Where the next tag begins.
-fn next_tag(source: &str) -> Option<usize> {
+pub(super) fn next_tag(source: &str) -> Option<usize> {
     let opens = |pair: &[u8]| pair[0] == b'{' && matches!(pair[1], b'{' | b'%' | b'#');
     source.as_bytes().windows(2).position(opens)
+}
+
+/// Bytes of the tag that `source` begins with, its end included.
+pub(super) fn tag_bytes(source: &str) -> usize {
+    Tag::read(source).bytes
 }
 
 /// A tag of a template, up to where it closes.
@@ -91,7 +96,7 @@ impl Tag {
 }
 
 /// Bytes of the text, the word, the white space or the sign that `bytes` begin with.
-fn token_bytes(bytes: &[u8]) -> usize {
+pub(super) fn token_bytes(bytes: &[u8]) -> usize {
     let run = |is_part: fn(u8) -> bool| bytes.iter().take_while(|byte| is_part(**byte)).count();
     match bytes[0] {
         quote @ (b'"' | b'\'') => text_bytes(bytes, quote),
@@ -119,10 +124,21 @@ fn text_bytes(bytes: &[u8], quote: u8) -> usize {
 /// # Errors
 /// The limit that they exceed, in words.
 pub(super) fn check_braces(format: &str) -> Result<(), String> {
+    let specs = brace_specs(format);
+    check_widths(specs.iter().flat_map(|spec| numbers(spec)))
+}
+
+/// Whether a format as `str.format` has it asks for a width or a precision.
+pub(super) fn has_brace_width(format: &str) -> bool {
+    brace_specs(format).iter().any(|spec| numbers(spec).next().is_some())
+}
+
+/// What stands behind the colon of each field.
+fn brace_specs(format: &str) -> Vec<String> {
     // Doubled ones are text.
     let format = format.replace("{{", "");
     let fields = format.split('{').skip(1).filter_map(|field| field.split('}').next()?.split_once(':'));
-    check_widths(fields.flat_map(|(_, spec)| numbers(spec)))
+    fields.map(|(_, spec)| spec.into()).collect()
 }
 
 /// As [`check_braces`], of a format as `%` has it.
@@ -130,12 +146,26 @@ pub(super) fn check_braces(format: &str) -> Result<(), String> {
 /// # Errors
 /// As [`check_braces`].
 pub(super) fn check_percents(format: &str) -> Result<(), String> {
-    let spec = |field: &str| {
+    check_widths(specs(format).flat_map(numbers))
+}
+
+/// Whether a format as `%` has it asks for a width or a precision.
+pub(super) fn has_width(format: &str) -> bool {
+    specs(format).any(|spec| numbers(spec).next().is_some())
+}
+
+/// Values that a format as `%` has it takes.
+pub(super) fn conversions(format: &str) -> usize {
+    format.replace("%%", "").matches('%').count()
+}
+
+/// What stands between each `%` and its letter, without the key of a value.
+fn specs(format: &str) -> impl Iterator<Item = &str> {
+    format.split('%').skip(1).map(|field| {
         let spec = field.strip_prefix('(').and_then(|keyed| keyed.split_once(')')).map_or(field, |(_, spec)| spec);
         let end = spec.find(|c: char| !matches!(c, '#' | '0'..='9' | '-' | ' ' | '+' | '.')).unwrap_or(spec.len());
-        spec[..end].to_string()
-    };
-    check_widths(format.split('%').skip(1).flat_map(|field| numbers(&spec(field)).collect::<Vec<_>>()))
+        &spec[..end]
+    })
 }
 
 /// The numbers in a text; `None` for one that is larger than any.
@@ -145,6 +175,14 @@ fn numbers(text: &str) -> impl Iterator<Item = Option<usize>> {
         .map(|digits| digits.parse().ok())
         .collect::<Vec<_>>()
         .into_iter()
+}
+
+/// Whether a text may be filled up to so many characters.
+///
+/// # Errors
+/// The limit, in words.
+pub(super) fn check_width(width: usize) -> Result<(), String> {
+    check_widths(std::iter::once(Some(width)))
 }
 
 fn check_widths(widths: impl Iterator<Item = Option<usize>>) -> Result<(), String> {

@@ -1,6 +1,6 @@
 //! One message, whatever keys it came with: a role, and what it says as one text.
 
-use super::{choices, foreign_names, parts, tool_calls};
+use super::{choices, foreign_names, integers, parts, tool_calls};
 use serde_json::{Map, Value, json};
 
 /// A message as templates are given it.

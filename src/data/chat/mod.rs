@@ -4,6 +4,7 @@
 mod bounds;
 mod choices;
 mod date;
+mod filters;
 pub(crate) mod find;
 pub(in crate::data) mod foreign_names;
 mod ids;
@@ -12,12 +13,14 @@ mod lost;
 mod marks;
 pub(crate) mod mask;
 mod message;
+mod methods;
 mod named;
 mod non_finite;
 mod parts;
 mod probe;
 mod python;
 pub(crate) mod record;
+mod rewrite;
 pub(crate) mod sample;
 mod span;
 mod template;
@@ -52,6 +55,8 @@ mod parity_tests;
 mod record_tests;
 #[cfg(test)]
 mod remark_tests;
+#[cfg(test)]
+mod snippet_tests;
 #[cfg(test)]
 mod split_tests;
 #[cfg(test)]

@@ -2,13 +2,14 @@
 
 use super::bounds::{self, TEXT_BYTES_MAX};
 use super::date::Day;
+use super::filters::{self, invalid};
 use super::integers::{INTEGER_MARK, template_value};
 use super::named::TOOL_USE;
-use super::python::{self, JsonLayout};
+use super::{methods, python, rewrite};
 use crate::data::checksum;
 use crate::data::sandbox::{SandboxTask, guard};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
 use serde_json::{Number, Value as Json};
 use std::collections::BTreeMap;
@@ -138,12 +139,10 @@ fn environment(source: String, day: Day) -> Result<Environment<'static>, String>
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.map_err(|e| e.to_string())?);
     environment.set_fuel(Some(FUEL));
-    environment.set_unknown_method_callback(call_method);
+    environment.set_unknown_method_callback(methods::call);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_formatter(write_value);
-    environment.add_filter("tojson", to_json);
-    environment.add_filter("format", format_percents);
-    environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
+    filters::add(&mut environment);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> { Err(invalid(message)) });
     environment.add_function("strftime_now", move |format: &str| {
         day.format(format).ok_or_else(|| invalid(format!("strftime_now: unknown format {format:?}")))
@@ -151,21 +150,8 @@ fn environment(source: String, day: Day) -> Result<Environment<'static>, String>
     for (tag, mark) in MARKS {
         environment.add_function(format!("_{tag}"), move |_: Kwargs| mark.to_string());
     }
-    environment.add_template_owned(NAME, source).map_err(|e| cause(&e))?;
+    environment.add_template_owned(NAME, rewrite::like_python(&source)).map_err(|e| cause(&e))?;
     Ok(environment)
-}
-
-/// A method of a value, as Python has it.
-fn call_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
-    if let ("format", Some(format)) = (method, value.as_str()) {
-        bounds::check_braces(format).map_err(invalid)?;
-    }
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
-}
-
-fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
-    format.as_str().map_or(Ok(()), bounds::check_percents).map_err(invalid)?;
-    minijinja::filters::format(state, format, args)
 }
 
 /// Whether a value holds no character that marks text, where a template has marks.
@@ -234,10 +220,6 @@ impl Renderings<'_> {
     }
 }
 
-fn invalid(message: String) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message)
-}
-
 /// The template's error as one line.
 fn cause(error: &Error) -> String {
     let what = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
@@ -250,6 +232,9 @@ fn cause(error: &Error) -> String {
 
 /// Writes `value` as Python does: small and large numbers with an exponent.
 fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+    if matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable | ValueKind::Map) {
+        check_defined(state, value, bounds::JSON_DEPTH_MAX)?;
+    }
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     let float = if is_float { f64::try_from(value.clone()).ok().and_then(Number::from_f64) } else { None };
     match float {
@@ -258,9 +243,21 @@ fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(),
     }
 }
 
-fn to_json(value: &Value, by_place: Rest<Value>, by_name: Kwargs) -> Result<Value, Error> {
-    let json = JsonLayout::new(&by_place, &by_name).and_then(|layout| layout.dumps(value));
-    json.map(Value::from_safe_string).map_err(|cause| invalid(format!("tojson: {cause}")))
+/// Whether all items of a list or map are defined: the engine and Python write others differently.
+fn check_defined(state: &mut State, value: &Value, depth: usize) -> Result<(), Error> {
+    if depth == 0 {
+        return Err(invalid(format!("more than {} lists and objects within each other", bounds::JSON_DEPTH_MAX)));
+    }
+    for item in value.try_iter()? {
+        state.consume_fuel(1)?;
+        let item = if value.kind() == ValueKind::Map { value.get_item(&item)? } else { item };
+        match item.kind() {
+            ValueKind::Undefined => return Err(invalid("a list or an object that is written holds an undefined value")),
+            ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => check_defined(state, &item, depth - 1)?,
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// `source` with a call of what writes a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.

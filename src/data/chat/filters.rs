@@ -1,0 +1,396 @@
+//! Filters, tests and functions of Jinja that the template engine lacks, or that do otherwise there than in Python.
+
+use super::bounds::{self, TEXT_BYTES_MAX, check_indent};
+use super::integers::BigInteger;
+use super::methods::{lines, pad};
+use super::python::JsonLayout;
+use minijinja::value::{Kwargs, Object, Rest, Value, ValueKind, ValueOrKwargs, from_args};
+use minijinja::{Environment, Error, ErrorKind, State, filters, tests};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Filters of lists, and the names of their options by place.
+const OF_LISTS: [(&str, &[&str]); 10] = [
+    ("join", &[]),
+    ("list", &[]),
+    ("sort", &["reverse", "case_sensitive", "attribute"]),
+    ("unique", &["case_sensitive", "attribute"]),
+    ("sum", &[]),
+    ("max", &["case_sensitive", "attribute"]),
+    ("min", &["case_sensitive", "attribute"]),
+    ("batch", &[]),
+    ("groupby", &[]),
+    ("dictsort", &["case_sensitive", "by", "reverse"]),
+];
+
+/// The engine counts bytes where Python counts characters.
+pub(super) const WIDE_TEXT: &str = "a format has a width or a precision for text that is not ASCII, which is not supported";
+
+/// Filters of the engine that Jinja does not have, and one that writes otherwise.
+const NOT_OF_JINJA: [&str; 6] = ["bool", "chain", "lines", "pprint", "split", "zip"];
+
+type Compare = fn(&Value, &Value) -> bool;
+
+/// Tests that compare, under all their names.
+const COMPARISONS: [(&[&str], Compare); 4] = [
+    (&["lt", "lessthan", "<"], |a, b| a < b),
+    (&["le", "<="], |a, b| a <= b),
+    (&["gt", "greaterthan", ">"], |a, b| a > b),
+    (&["ge", ">="], |a, b| a >= b),
+];
+
+/// Gives `environment` what is defined here.
+pub(super) fn add(environment: &mut Environment<'static>) {
+    NOT_OF_JINJA.iter().for_each(|name| environment.remove_filter(name));
+    environment.add_filter("tojson", to_json);
+    environment.add_filter("format", format_percents);
+    environment.add_filter("int", to_int);
+    environment.add_filter("float", to_float);
+    environment.add_filter("indent", indent);
+    // Python's objects have their attributes apart from their items.
+    environment.add_filter("attr", |value: &Value, name: &str| match value.kind() {
+        ValueKind::Map => Ok(Value::UNDEFINED),
+        _ => value.get_attr(name),
+    });
+    environment.add_filter("truncate", truncate);
+    environment.add_filter("wordcount", |value: &Value| words(&value.to_string()));
+    environment.add_filter("center", |value: &Value, width: Option<usize>| pad(&value.to_string(), width.unwrap_or(80), ' ', [1, 1]));
+    for name in ["default", "d"] {
+        environment.add_filter(name, default);
+    }
+    let builtin = [
+        Value::from_function(filters::join),
+        Value::from_function(filters::list),
+        Value::from_function(filters::sort),
+        Value::from_function(filters::unique),
+        Value::from_function(filters::sum),
+        Value::from_function(filters::max),
+        Value::from_function(filters::min),
+        Value::from_function(filters::batch),
+        Value::from_function(filters::groupby),
+        Value::from_function(filters::dictsort),
+    ];
+    for ((name, options), builtin) in OF_LISTS.into_iter().zip(builtin) {
+        environment.add_filter(name, move |state: &mut State, value: Value, args: Rest<ValueOrKwargs>| {
+            state.consume_fuel(value.len().unwrap_or(0) as u64)?;
+            let args = by_name(each(value)?, args.into_values(), options);
+            builtin.call(state, &args)
+        });
+    }
+    add_operators(environment);
+    add_tests(environment);
+    environment.add_function("cycler", |items: Rest<Value>| match items.is_empty() {
+        true => Err(invalid("cycler: at least one item has to be provided")),
+        false => Ok(Value::from_object(Cycler { items: items.to_vec(), next: AtomicUsize::new(0) })),
+    });
+    environment.add_function("joiner", |separator: Option<String>, options: Kwargs| -> Result<Value, Error> {
+        let separator = separator.map_or_else(|| options.get::<Option<String>>("sep"), |separator| Ok(Some(separator)))?;
+        options.assert_all_used()?;
+        Ok(Value::from_object(Joiner { separator: separator.unwrap_or_else(|| ", ".into()), is_used: AtomicBool::new(false) }))
+    });
+}
+
+/// What takes the place of operators, as [`super::rewrite`] describes.
+fn add_operators(environment: &mut Environment<'static>) {
+    environment.add_filter("_each", each);
+    environment.add_filter("_each_unpacked", each_unpacked);
+    environment.add_function("_sliced", |value: Value| match value.kind() {
+        ValueKind::None | ValueKind::Undefined => Err(invalid(format!("a value of type {} has no parts", value.kind()))),
+        _ => Ok(value),
+    });
+    environment.add_function("_modulo", modulo);
+    environment.add_function("_less", |a: &Value, b: &Value| comparable(a, b).map(|()| a < b));
+    environment.add_function("_less_equal", |a: &Value, b: &Value| comparable(a, b).map(|()| a <= b));
+    environment.add_function("_greater", |a: &Value, b: &Value| comparable(a, b).map(|()| a > b));
+    environment.add_function("_greater_equal", |a: &Value, b: &Value| comparable(a, b).map(|()| a >= b));
+}
+
+fn add_tests(environment: &mut Environment<'static>) {
+    let is_big = |value: &Value| value.downcast_object_ref::<BigInteger>().is_some();
+    environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
+    // The engine makes iterators of parts and sums of lists.
+    let is_sequence =
+        |kind| matches!(kind, ValueKind::Undefined | ValueKind::String | ValueKind::Map | ValueKind::Seq | ValueKind::Iterable);
+    environment.add_test("sequence", move |value: &Value| is_sequence(value.kind()));
+    for (name, is_odd) in [("odd", 1), ("even", 0)] {
+        environment.add_test(name, move |state: &mut State, value: Value| {
+            modulo(state, &value, &2.into()).map(|rest| rest == Value::from(is_odd))
+        });
+    }
+    for names in COMPARISONS {
+        for name in names.0 {
+            environment.add_test(*name, move |a: &Value, b: &Value| comparable(a, b).map(|()| (names.1)(a, b)));
+        }
+    }
+    environment.add_test("number", move |value: &Value| is_big(value) || tests::is_number(value));
+    environment.add_test("integer", move |value: &Value| is_big(value) || tests::is_integer(value));
+}
+
+/// An error that is no fault of the engine.
+pub(super) fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
+}
+
+fn to_json(value: &Value, by_place: Rest<Value>, by_name: Kwargs) -> Result<Value, Error> {
+    let json = JsonLayout::new(&by_place, &by_name).and_then(|layout| layout.dumps(value));
+    json.map(Value::from_safe_string).map_err(|cause| invalid(format!("tojson: {cause}")))
+}
+
+fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let text = format.as_str().unwrap_or_default();
+    bounds::check_percents(text).map_err(invalid)?;
+    let args = args.into_values();
+    if bounds::has_width(text) && args.iter().any(|arg| arg.as_str().is_some_and(|text| !text.is_ascii())) {
+        return Err(invalid(WIDE_TEXT));
+    }
+    Value::from_function(filters::format).call(state, &[&[format.clone()], &args[..]].concat())
+}
+
+/// `value`, unless it is None, which the engine takes for an empty list.
+fn each(value: Value) -> Result<Value, Error> {
+    if value.is_none() { Err(invalid("None is no list")) } else { Ok(value) }
+}
+
+/// As [`each`], with texts in it as lists of their characters.
+fn each_unpacked(state: &mut State, value: Value) -> Result<Value, Error> {
+    let value = each(value)?;
+    if value.is_undefined() {
+        return Ok(value);
+    }
+    let mut has_texts = false;
+    for item in value.try_iter()? {
+        let text = item.as_str();
+        has_texts |= text.is_some();
+        state.consume_fuel(1 + text.map_or(0, str::len) as u64)?;
+    }
+    let characters = |text: &str| text.chars().map(|c| Value::from(c.to_string())).collect();
+    let unpacked = |item: Value| item.as_str().map_or_else(|| item.clone(), characters);
+    Ok(if has_texts { value.try_iter()?.map(unpacked).collect() } else { value })
+}
+
+/// The arguments of a filter with options by name where its caller gave them by place.
+fn by_name(value: Value, mut args: Vec<Value>, options: &[&'static str]) -> Vec<Value> {
+    if options.is_empty() || args.is_empty() {
+        return std::iter::once(value).chain(args).collect();
+    }
+    let named = args.pop_if(|last| last.is_kwargs());
+    let mut all: Vec<(&str, Value)> = options.iter().copied().zip(args.drain(..).take(options.len())).collect();
+    let keys = named.iter().filter_map(|named| named.try_iter().ok()).flatten();
+    let keys: Vec<Value> = keys.collect();
+    let entries = keys.iter().filter_map(|key| Some((key.as_str()?, named.as_ref()?.get_item(key).ok()?)));
+    all.extend(entries);
+    vec![value, Kwargs::from_iter(all).into()]
+}
+
+fn default(value: Value, other: Option<Value>, is_lax: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    let option = |given: Option<Value>, name| given.map_or_else(|| options.get::<Option<Value>>(name), |given| Ok(Some(given)));
+    let (other, is_lax) = (option(other, "default_value")?, option(is_lax, "boolean")?);
+    options.assert_all_used()?;
+    let is_replaced = value.is_undefined() || is_lax.is_some_and(|is_lax| is_lax.is_true()) && !value.is_true();
+    Ok(if is_replaced { other.unwrap_or_else(|| "".into()) } else { value })
+}
+
+/// The format `a` with `b`, or the remainder of numbers.
+fn modulo(state: &mut State, a: &Value, b: &Value) -> Result<Value, Error> {
+    if a.kind() == ValueKind::String {
+        let args: Vec<Value> = if b.is_tuple() { b.try_iter()?.collect() } else { vec![b.clone()] };
+        // A list or a map may be left over.
+        let is_rest = b.is_tuple() || !matches!(b.kind(), ValueKind::Seq | ValueKind::Map);
+        if is_rest && args.len() > bounds::conversions(a.as_str().unwrap_or_default()) {
+            return Err(invalid("%: more values than the format has places"));
+        }
+        let all: Vec<Value> = std::iter::once(a.clone()).chain(args).collect();
+        return Value::from_function(format_percents).call(state, &all);
+    }
+    let unsupported = || invalid(format!("% of {} and {} is not defined", a.kind(), b.kind()));
+    let is_whole = |value: &Value| value.is_integer() || value.kind() == ValueKind::Bool;
+    let zero = || invalid("division by zero");
+    if is_whole(a) && is_whole(b) {
+        let (a, b) = (i128::try_from(a.clone())?, i128::try_from(b.clone())?);
+        let rest = a.checked_rem(b).ok_or_else(zero)?;
+        return Ok(Value::from(if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }));
+    }
+    let is_number = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
+    if !(is_number(a) && is_number(b)) {
+        return Err(unsupported());
+    }
+    let (a, b) = (f64::try_from(a.clone())?, f64::try_from(b.clone())?);
+    let rest = if b == 0.0 { return Err(zero()) } else { a % b };
+    Ok(Value::from(if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }))
+}
+
+/// Whether Python orders these values.
+fn comparable(a: &Value, b: &Value) -> Result<(), Error> {
+    let order = |value: &Value| match value.kind() {
+        ValueKind::Number | ValueKind::Bool => Some(0),
+        ValueKind::String => Some(1),
+        ValueKind::Seq if value.is_tuple() => Some(2),
+        ValueKind::Seq => Some(3),
+        _ => None,
+    };
+    match (order(a), order(b)) {
+        (Some(a), Some(b)) if a == b => Ok(()),
+        _ => Err(invalid(format!("values of type {} and {} have no order", a.kind(), b.kind()))),
+    }
+}
+
+/// The option of a filter by place, or by name.
+fn option<T>(by_place: Option<T>, by_name: &Kwargs, name: &'static str) -> Result<Option<T>, Error>
+where
+    Option<T>: for<'a> minijinja::value::ArgType<'a, Output = Option<T>>,
+{
+    by_place.map_or_else(|| by_name.get::<Option<T>>(name), |value| Ok(Some(value)))
+}
+
+fn to_int(value: &Value, default: Option<Value>, base: Option<u32>, options: Kwargs) -> Result<Value, Error> {
+    let (default, base) = (option(default, &options, "default")?, option(base, &options, "base")?.unwrap_or(10));
+    options.assert_all_used()?;
+    let default = default.unwrap_or_else(|| 0.into());
+    match value.kind() {
+        ValueKind::Undefined => Err(invalid("int: the value is undefined")),
+        ValueKind::Number if value.is_integer() => Ok(value.clone()),
+        ValueKind::Bool => Ok(i64::from(value.is_true()).into()),
+        ValueKind::Number | ValueKind::String => {
+            let text = value.to_string();
+            let whole = (2..=36).contains(&base).then(|| whole(&text, base)).flatten();
+            let float = || number(&text).filter(|float| float.is_finite() && float.abs() < 1e38).map(|float| float as i128);
+            Ok(whole.or_else(float).map_or(default, Value::from))
+        }
+        _ => Ok(default),
+    }
+}
+
+/// The integer that Python reads in `text`.
+fn whole(text: &str, base: u32) -> Option<i128> {
+    let text = text.trim().to_ascii_lowercase();
+    let (sign, digits) = text.strip_prefix('-').map_or((1, text.strip_prefix('+').unwrap_or(&text)), |digits| (-1, digits));
+    let prefix = match base {
+        2 => "0b",
+        8 => "0o",
+        16 => "0x",
+        _ => "",
+    };
+    let digits = digits.strip_prefix(prefix).unwrap_or(digits);
+    let is_plain = digits.chars().all(|c| c.is_ascii_alphanumeric());
+    i128::from_str_radix(digits, base).ok().filter(|_| is_plain).map(|digits| sign * digits)
+}
+
+fn number(text: &str) -> Option<f64> {
+    text.trim().parse().ok()
+}
+
+fn to_float(value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    let default = option(default, &options, "default")?.unwrap_or_else(|| 0.0.into());
+    options.assert_all_used()?;
+    match value.kind() {
+        ValueKind::Undefined => Err(invalid("float: the value is undefined")),
+        ValueKind::Bool => Ok(f64::from(u8::from(value.is_true())).into()),
+        ValueKind::Number => f64::try_from(value.clone()).map(Value::from),
+        ValueKind::String => Ok(value.as_str().and_then(number).map_or(default, Value::from)),
+        _ => Ok(default),
+    }
+}
+
+fn indent(value: &Value, width: Option<Value>, first: Option<bool>, blank: Option<bool>, options: Kwargs) -> Result<Value, Error> {
+    let width = option(width, &options, "width")?.unwrap_or_else(|| 4.into());
+    let (first, blank) = (option(first, &options, "first")?.unwrap_or(false), option(blank, &options, "blank")?.unwrap_or(false));
+    options.assert_all_used()?;
+    let text = match value.kind() {
+        ValueKind::String => value.as_str().unwrap_or_default(),
+        kind => return Err(invalid(format!("indent: a value of type {kind} is no text"))),
+    };
+    let by = match width.as_str() {
+        Some(by) => check_indent(by.len()).map(|()| by.to_string()),
+        None => i64::try_from(width.clone()).map_or(Err(format!("an indent of {width}")), |spaces| {
+            let spaces = usize::try_from(spaces).unwrap_or(0);
+            check_indent(spaces).map(|()| " ".repeat(spaces))
+        }),
+    };
+    let by = by.map_err(|cause| invalid(format!("indent: {cause}")))?;
+    let text = format!("{text}\n");
+    let lines = lines(&text, false);
+    if text.len().saturating_add(lines.len().saturating_mul(by.len() + 1)) > TEXT_BYTES_MAX {
+        return Err(invalid(format!("indent: more than {TEXT_BYTES_MAX} bytes of text")));
+    }
+    let mut out = if first { by.clone() } else { String::new() };
+    for (at, line) in lines.iter().enumerate() {
+        if at > 0 {
+            out.push('\n');
+            out.push_str(if line.is_empty() && !blank { "" } else { &by });
+        }
+        out.push_str(line);
+    }
+    Ok(out.into())
+}
+
+fn truncate(value: &Value, by_place: Rest<Value>, options: Kwargs) -> Result<Value, Error> {
+    let (length, killwords, end, leeway): (Option<usize>, Option<bool>, Option<String>, Option<usize>) = from_args(&by_place)?;
+    let length = option(length, &options, "length")?.unwrap_or(255);
+    let killwords = option(killwords, &options, "killwords")?.unwrap_or(false);
+    let end = option(end, &options, "end")?.unwrap_or_else(|| "...".into());
+    let leeway = option(leeway, &options, "leeway")?.unwrap_or(5);
+    options.assert_all_used()?;
+    let kept =
+        length.checked_sub(end.chars().count()).ok_or_else(|| invalid(format!("truncate: expected a length of {end:?} at least")))?;
+    if value.is_undefined() || value.len().is_some_and(|len| len <= length.saturating_add(leeway)) {
+        return Ok(value.clone());
+    }
+    let text = value.as_str().ok_or_else(|| invalid(format!("truncate: a value of type {} is no text", value.kind())))?;
+    let cut = text.char_indices().nth(kept).map_or(text, |(at, _)| &text[..at]);
+    let cut = if killwords { cut } else { cut.rsplit_once(' ').map_or(cut, |(words, _)| words) };
+    Ok(format!("{cut}{end}").into())
+}
+
+/// Runs of letters, digits and underscores.
+fn words(text: &str) -> usize {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).count()
+}
+
+/// Items that a template takes in turn.
+#[derive(Debug)]
+struct Cycler {
+    items: Vec<Value>,
+    next: AtomicUsize,
+}
+
+impl Cycler {
+    fn current(&self) -> Value {
+        self.items[self.next.load(Ordering::Relaxed) % self.items.len()].clone()
+    }
+}
+
+impl Object for Cycler {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        (key.as_str() == Some("current")).then(|| self.current())
+    }
+
+    fn call_method(self: &Arc<Self>, _: &mut State<'_, '_>, method: &str, args: &[Value]) -> Result<Value, Error> {
+        let () = from_args(args)?;
+        match method {
+            "next" => {
+                let current = self.current();
+                self.next.fetch_add(1, Ordering::Relaxed);
+                Ok(current)
+            }
+            "reset" => {
+                self.next.store(0, Ordering::Relaxed);
+                Ok(().into())
+            }
+            _ => Err(ErrorKind::UnknownMethod.into()),
+        }
+    }
+}
+
+/// Writes nothing at first, and its separator ever after.
+#[derive(Debug)]
+struct Joiner {
+    separator: String,
+    is_used: AtomicBool,
+}
+
+impl Object for Joiner {
+    fn call(self: &Arc<Self>, _: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
+        let () = from_args(args)?;
+        Ok(if self.is_used.swap(true, Ordering::Relaxed) { self.separator.clone().into() } else { "".into() })
+    }
+}
