@@ -332,7 +332,7 @@ fn unreadable() -> Error {
     Error::resource("read foreign files", "their process gave an answer that cannot be read")
 }
 
-/// What `tokenizer.json` holds.
+/// The parts of `tokenizer.json`.
 struct ParsedFile {
     tokenizer: tokenizers::Tokenizer,
     growth: Option<Growth>,

@@ -133,7 +133,7 @@ pub(super) fn has_brace_width(format: &str) -> bool {
     brace_specs(format).iter().any(|spec| numbers(spec).next().is_some())
 }
 
-/// What stands behind the colon of each field.
+/// The specification behind the colon of each field.
 fn brace_specs(format: &str) -> Vec<String> {
     // Doubled ones are text.
     let format = format.replace("{{", "");
@@ -159,7 +159,7 @@ pub(super) fn conversions(format: &str) -> usize {
     format.replace("%%", "").matches('%').count()
 }
 
-/// What stands between each `%` and its letter, without the key of a value.
+/// The flags, width and precision between each `%` and its letter.
 fn specs(format: &str) -> impl Iterator<Item = &str> {
     format.split('%').skip(1).map(|field| {
         let spec = field.strip_prefix('(').and_then(|keyed| keyed.split_once(')')).map_or(field, |(_, spec)| spec);

@@ -39,7 +39,7 @@ const COMPARISONS: [(&[&str], Compare); 4] = [
     (&["ge", ">="], |a, b| a >= b),
 ];
 
-/// Gives `environment` what is defined here.
+/// Adds the filters, tests and functions of this module to `environment`.
 pub(super) fn add(environment: &mut Environment<'static>) {
     NOT_OF_JINJA.iter().for_each(|name| environment.remove_filter(name));
     environment.add_filter("tojson", to_json);
@@ -90,7 +90,7 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     });
 }
 
-/// What takes the place of operators, as [`super::rewrite`] describes.
+/// Adds the functions and filters that take the place of operators: see [`super::rewrite`].
 fn add_operators(environment: &mut Environment<'static>) {
     environment.add_filter("_each", each);
     environment.add_filter("_each_unpacked", each_unpacked);
@@ -126,7 +126,7 @@ fn add_tests(environment: &mut Environment<'static>) {
     environment.add_test("integer", move |value: &Value| is_big(value) || tests::is_integer(value));
 }
 
-/// An error that is no fault of the engine.
+/// The error of a template that asks for something invalid, with this message.
 pub(super) fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
@@ -346,7 +346,7 @@ fn words(text: &str) -> usize {
     text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).count()
 }
 
-/// Items that a template takes in turn.
+/// A list of items that a template takes in turn.
 #[derive(Debug)]
 struct Cycler {
     items: Vec<Value>,
@@ -381,7 +381,7 @@ impl Object for Cycler {
     }
 }
 
-/// Writes nothing at first, and its separator ever after.
+/// A function that returns an empty text at its first call, and its separator at each later call.
 #[derive(Debug)]
 struct Joiner {
     separator: String,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// The beginning of a text that stands for an integer.
 pub(super) const INTEGER_MARK: char = '\u{10fffb}';
-/// The same character in JSON that is ASCII alone.
+/// This character in JSON of ASCII characters alone.
 const ESCAPED_MARK: &str = "\\udbff\\udffb";
 /// Fewer digits make no integer beyond 64 bits.
 const DIGITS_MIN: usize = 19;
@@ -32,7 +32,7 @@ impl Object for BigInteger {
     }
 }
 
-/// The JSON `text`, whose integers Python reads the same.
+/// Parses the JSON `text` with the integers that Python reads in it.
 ///
 /// # Errors
 /// For JSON that is broken or holds the private character, in words.
@@ -129,7 +129,7 @@ fn integer(digits: &str) -> Value {
 mod tests {
     use super::*;
 
-    /// What a template writes of the JSON `text` within a list.
+    /// The output of a template for the JSON `text` within a list.
     fn written(text: &str) -> String {
         template_value(&parse::<Json>(&format!("[[{text}]]")).unwrap()).to_string()
     }

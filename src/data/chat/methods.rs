@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Calls `method` of `value`.
 ///
 /// # Errors
-/// Those that Python raises, and for a method that is not known.
+/// The errors that Python raises; an error for a method that is not known.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => of_text(state, text, method, args)?,
@@ -78,7 +78,7 @@ fn of_text(state: &mut State, text: &str, method: &str, args: &[Value]) -> Resul
         "isdigit" if text.is_ascii() || !all(text, char::is_numeric) => {
             from_args(args).map(|()| all(text, |c| c.is_ascii_digit()).into())?
         }
-        // Which numbers are digits, a table of Unicode says that is not here.
+        // Unicode has a table of the numbers that are digits; it is not part of this program.
         "isdigit" => return Err(ErrorKind::UnknownMethod.into()),
         "isidentifier" if text.is_ascii() => from_args(args).map(|()| is_identifier(text).into())?,
         "isprintable" if text.is_ascii() => from_args(args).map(|()| text.chars().all(|c| matches!(c, ' '..='~')).into())?,

@@ -151,7 +151,7 @@ mod tests {
         dir
     }
 
-    /// What a record becomes without tools and with tools, by the templates of a model with `files`.
+    /// The texts of a record without tools and of a record with tools, by the templates of a model with `files`.
     fn texts(files: &[(&str, &str)], template_name: Option<&str>) -> Result<[String; 2]> {
         let dir = model(files);
         let flags =

@@ -19,7 +19,7 @@ impl JsonLayout {
     /// The layout that a template asks for: by place in the order of `ensure_ascii`, `indent`, `separators` and `sort_keys`, or by name.
     ///
     /// # Errors
-    /// What is wrong with an option, in words.
+    /// A sentence about the option that is wrong.
     pub(super) fn new(by_place: &[Value], by_name: &Kwargs) -> Result<Self, String> {
         const NAMES: [&str; 4] = ["ensure_ascii", "indent", "separators", "sort_keys"];
         let names: Vec<&str> = by_name.args().collect();
@@ -60,7 +60,7 @@ fn indent_text(indent: &Value) -> Result<Option<String>, String> {
     }
 }
 
-/// What stands between items, and between a key and its value.
+/// The texts between items, and between a key and its value.
 fn separators(pair: &Value) -> Result<Option<(String, String)>, String> {
     if pair.is_none() {
         return Ok(None);

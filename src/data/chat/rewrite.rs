@@ -62,7 +62,7 @@ struct Tokens<'a> {
     is_statement: bool,
 }
 
-/// What is written around a part of a tag.
+/// Text around a part of a tag.
 struct Wrap {
     start: usize,
     end: usize,
@@ -171,7 +171,7 @@ impl<'a> Tokens<'a> {
         changes.apply(self.tag)
     }
 
-    /// What a loop iterates over.
+    /// Wraps the value that a loop iterates over.
     fn loops(&self, changes: &mut Changes) {
         if !(self.is_statement && self.text(0) == "for") {
             return;

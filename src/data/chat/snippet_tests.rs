@@ -20,7 +20,7 @@ struct Case {
 
 /// Each snippet begins so.
 const BEGIN: &str = "{% set m = messages[0] %}";
-/// What is written otherwise than by jinja2: the engine has one type for ranges, views of maps, and parts of lists.
+/// Snippets whose text differs from that of jinja2: the engine has one type for ranges, views of maps, and parts of lists.
 const OTHERWISE: [&str; 5] = [
     "{{ range(3) }}",
     "{{ m.map.keys() is sequence }}",
@@ -29,7 +29,7 @@ const OTHERWISE: [&str; 5] = [
     // A letter of Unicode that has a form for titles.
     "{{ m.unicode.title() }}",
 ];
-/// What is written where jinja2 raises.
+/// Snippets that have a text where jinja2 raises an error.
 const LENIENT: [&str; 5] = [
     "{{ m.map|tojson(ensure_ascii=False, ensure_ascii=True) }}",
     "{{ namespace(a=1)|tojson }}",

@@ -243,7 +243,7 @@ fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(),
     }
 }
 
-/// Whether all items of a list or map are defined: the engine and Python write others differently.
+/// Checks that all items of a list or map are defined: the engine and Python write undefined items differently.
 fn check_defined(state: &mut State, value: &Value, depth: usize) -> Result<(), Error> {
     if depth == 0 {
         return Err(invalid(format!("more than {} lists and objects within each other", bounds::JSON_DEPTH_MAX)));
