@@ -143,7 +143,7 @@ fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>)
     if bounds::has_width(text) && args.iter().any(|arg| arg.as_str().is_some_and(|text| !text.is_ascii())) {
         return Err(invalid(WIDE_TEXT));
     }
-    Value::from_function(filters::format).call(state, &[&[format.clone()], &args[..]].concat())
+    Value::from_function(filters::format).call(state, &[std::slice::from_ref(format), &args[..]].concat())
 }
 
 /// `value`, unless it is None, which the engine takes for an empty list.

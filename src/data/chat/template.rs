@@ -126,7 +126,7 @@ impl ChatTemplate {
         let environment = self.compiled()?;
         messages.iter().chain(tools).try_for_each(|json| check_marks(self.has_marks, json))?;
         let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), template_value(token)));
-        let tools = tools.map_or(Value::from(()), |tools| template_value(tools));
+        let tools = tools.map_or(Value::from(()), template_value);
         let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
         let messages = messages.iter().map(template_value).collect();
         Ok(Renderings { environment, has_marks: self.has_marks, messages, context, fuel: RECORD_FUEL })
