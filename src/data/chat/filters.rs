@@ -86,7 +86,7 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     environment.add_function("joiner", |separator: Option<String>, options: Kwargs| -> Result<Value, Error> {
         let separator = separator.map_or_else(|| options.get::<Option<String>>("sep"), |separator| Ok(Some(separator)))?;
         options.assert_all_used()?;
-        Ok(Value::from_object(Joiner { separator: separator.unwrap_or_else(|| ", ".into()), is_used: AtomicBool::new(false) }))
+        Ok(Value::from_object(JinjaJoiner { separator: separator.unwrap_or_else(|| ", ".into()), is_used: AtomicBool::new(false) }))
     });
 }
 
@@ -383,12 +383,12 @@ impl Object for Cycler {
 
 /// A function that returns an empty text at its first call, and its separator at each later call.
 #[derive(Debug)]
-struct Joiner {
+struct JinjaJoiner {
     separator: String,
     is_used: AtomicBool,
 }
 
-impl Object for Joiner {
+impl Object for JinjaJoiner {
     fn call(self: &Arc<Self>, _: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
         let () = from_args(args)?;
         Ok(if self.is_used.swap(true, Ordering::Relaxed) { self.separator.clone().into() } else { "".into() })

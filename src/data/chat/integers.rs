@@ -3,7 +3,6 @@
 //! An integer beyond 64 bits stands in a parsed record as a text that begins with a private character; a template is given the integer. A
 //! column itself is no template's: there such an integer stays the float that the parser makes of it.
 
-use super::record::json_cause;
 use minijinja::Value;
 use minijinja::value::{Object, ObjectRepr};
 use serde::de::DeserializeOwned;
@@ -43,6 +42,13 @@ pub(super) fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     let parsed = may_differ(text).then(|| serde_json::from_str(&marked(text)).ok()).flatten();
     // The error of the text as it is names the right column.
     parsed.map_or_else(|| serde_json::from_str(text).map_err(|e| json_cause(&e)), Ok)
+}
+
+/// The parser's message with the column, but not with its line, which is always 1.
+fn json_cause(error: &serde_json::Error) -> String {
+    let message = error.to_string();
+    let cause = message.rsplit_once(" at line ").map_or(message.as_str(), |(cause, _)| cause);
+    format!("{cause} (column {})", error.column())
 }
 
 /// Whether `text` holds the private character that marks integers.

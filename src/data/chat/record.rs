@@ -366,10 +366,3 @@ impl ReadRecord<'_> {
 fn turn(role: &str, content: String) -> Value {
     json!({"role": role, "content": content})
 }
-
-/// The parser's message with the column, but not with its line, which is always 1.
-pub(super) fn json_cause(error: &serde_json::Error) -> String {
-    let message = error.to_string();
-    let cause = message.rsplit_once(" at line ").map_or(message.as_str(), |(cause, _)| cause);
-    format!("{cause} (column {})", error.column())
-}

@@ -32,7 +32,7 @@ pub(super) fn like_python(source: &str) -> String {
         out.push_str(text);
         match tag.as_bytes()[1] {
             b'#' => out.push_str(tag),
-            _ => out.push_str(&Tokens::read(tag).rewritten()),
+            _ => out.push_str(&TagTokens::read(tag).rewritten()),
         }
         rest = match raw_bytes(tag, after) {
             0 => after,
@@ -53,7 +53,7 @@ fn raw_bytes(tag: &str, after: &str) -> usize {
 }
 
 /// The words and signs of a tag.
-struct Tokens<'a> {
+struct TagTokens<'a> {
     tag: &'a str,
     /// Where each begins, and its text.
     tokens: Vec<(usize, &'a str)>,
@@ -77,7 +77,7 @@ struct Changes {
     commas: BTreeMap<usize, usize>,
 }
 
-impl<'a> Tokens<'a> {
+impl<'a> TagTokens<'a> {
     fn read(tag: &'a str) -> Self {
         let (mut at, mut tokens) = (2, Vec::new());
         let end = tag.len().saturating_sub(2).max(at);
@@ -257,7 +257,7 @@ impl<'a> Tokens<'a> {
 
 impl Changes {
     /// The operator `idx` becomes the comma of a call that begins with `open`.
-    fn call(&mut self, idx: usize, tokens: &Tokens<'_>, [start, end]: [usize; 2], open: &'static str) {
+    fn call(&mut self, idx: usize, tokens: &TagTokens<'_>, [start, end]: [usize; 2], open: &'static str) {
         let (at, operator) = tokens.tokens[idx];
         self.commas.insert(at, operator.len());
         self.wraps.push(Wrap { start: tokens.tokens[start].0, end: tokens.end_of(end), open, close: ")" });
