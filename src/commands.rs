@@ -34,6 +34,7 @@ use crate::search::SearchQuery;
 use crate::search::progress;
 use crate::search::report::SearchReport;
 use crate::signals::{self, StopFlag};
+use crate::train::record::RecordedRun;
 use crate::train::{Observer, ahead, packing, text};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -123,6 +124,14 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
     progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
+}
+
+/// Returns the options that continue the run in `dir`, an output directory or a checkpoint: the options of its record, which `flags` override.
+///
+/// # Errors
+/// `Format` when `dir` holds no intact checkpoint; `Usage` for a flag that names another directory.
+pub fn resume(dir: &Path, flags: TrainOptions) -> Result<TrainOptions> {
+    RecordedRun::open(dir)?.resumed(flags)
 }
 
 /// Measures training steps on random weights and tokens. Appends the record to `options.out` as a line of JSON, if set. Of several

@@ -16,7 +16,7 @@ pub mod checkpoint {
 /// What the program does besides training.
 pub mod commands {
     pub use crate::bench::options::StepOptions;
-    pub use crate::commands::{bench_step, doctor, prepare_process, probe, respell, simulate, under_launcher};
+    pub use crate::commands::{bench_step, doctor, prepare_process, probe, respell, resume, simulate, under_launcher};
     pub use crate::probe::ProbeOptions;
 }
 

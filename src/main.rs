@@ -31,6 +31,8 @@ enum CliCommand {
     /// Train a model; with no options, a small one on the text that ships with the program.
     #[command(after_help = format!("Without --model and --data the built-in model runs with {}; flags win.", TrainOptions::DEMO_FLAGS))]
     Train(Box<TrainCommand>),
+    /// Go on with a run that was interrupted: model, data and settings are those of its record.
+    Resume(Box<ResumeOptions>),
     /// Write a checkpoint as a Hugging Face model directory.
     Export(ExportOptions),
     /// Print the digest of a checkpoint: the same digest, the same bits.
@@ -91,6 +93,15 @@ struct TrainCommand {
     /// TOML, YAML or JSON file whose keys are the flags below; the same as --config.
     #[arg(conflicts_with = "config")]
     file: Option<PathBuf>,
+    #[command(flatten)]
+    train: TrainOptions,
+}
+
+#[derive(clap::Args)]
+struct ResumeOptions {
+    /// The output directory of a run, or a checkpoint in it.
+    dir: PathBuf,
+    /// Settings that win over the run's record.
     #[command(flatten)]
     train: TrainOptions,
 }
@@ -225,6 +236,7 @@ fn complain(kind: &str, text: impl Display) {
 fn run(command: CliCommand) -> Result<i32> {
     match command {
         CliCommand::Train(options) => return run_train(*options),
+        CliCommand::Resume(options) => return run_resume(*options),
         CliCommand::Export(options) => answer(superoffload::export(&options, &mut |line| remark(line))?)?,
         CliCommand::Digest { dir } => run_digest(&dir)?,
         CliCommand::Doctor { json: is_json } => {
@@ -256,8 +268,15 @@ fn over_file(options: TrainOptions) -> Result<TrainOptions> {
 }
 
 fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
-    let options = TrainOptions { config: file.or_else(|| train.config.clone()), ..train };
-    let settings = Settings::resolve(commands::under_launcher(over_file(options)?)?)?;
+    conduct_run(over_file(TrainOptions { config: file.or_else(|| train.config.clone()), ..train })?)
+}
+
+fn run_resume(ResumeOptions { dir, train }: ResumeOptions) -> Result<i32> {
+    conduct_run(commands::resume(&dir, over_file(train)?)?)
+}
+
+fn conduct_run(options: TrainOptions) -> Result<i32> {
+    let settings = Settings::resolve(commands::under_launcher(options)?)?;
     let stop = StopFlag::on_signals(&settings.stop_signals)?;
     if settings.dry_run {
         show(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
@@ -326,8 +345,8 @@ fn bench_step(options: StepOptions) -> Result<()> {
 
 fn run_plan(options: PlanOptions) -> Result<()> {
     let PlanOptions { json: is_json, train } = options;
-    let options = over_file(TrainOptions { model: None, ..train.clone() })?;
-    let model = train.model.ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
+    let mut options = over_file(train)?;
+    let model = options.model.take().ok_or_else(|| Error::usage("plan: --model is missing: a model's directory, or a name"))?;
     let chosen = superoffload::plan(&model, options, &mut |line| remark(line))?;
     if is_json { answer_json(&chosen) } else { answer(chosen) }
 }
@@ -377,7 +396,7 @@ impl Observer for Person {
         log(plan);
         log(format_args!("pages   {}", facts.host));
         if facts.step < facts.max_steps {
-            log(format_args!("training steps {} to {}; TFLOP/s do not count what is recomputed", facts.step + 1, facts.max_steps));
+            log(format_args!("training {}; TFLOP/s do not count what is recomputed", facts.extent));
         }
         self.facts = Some(facts.clone());
         if std::io::stderr().is_terminal() {

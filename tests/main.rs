@@ -22,6 +22,7 @@ mod fine_tuning;
 mod foreign_files;
 mod fp8;
 mod fuzz_corpus;
+mod going_on;
 mod guide;
 mod hub;
 #[cfg(feature = "hub")]

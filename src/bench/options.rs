@@ -14,7 +14,7 @@ use std::path::PathBuf;
 #[derive(clap::Args, Clone, Debug)]
 #[command(mut_args(hide_meaningless))]
 pub struct StepOptions {
-    /// The model's shape: a config.json, or a name as qwen3-4b; an unknown name is answered with all that are known.
+    /// The model's shape: a config.json, or a name as qwen3-4b; --model is the same.
     #[arg(long, value_name = "NAME|FILE")]
     pub model_config: PathBuf,
 

@@ -269,7 +269,7 @@ impl Rewritten {
         let dashed = name.replace('_', "-");
         let find = |name: &str| command.get_arguments().find(|arg| arg.get_long() == Some(name));
         let trains = find("learning-rate").is_some();
-        let name = if trains { plain_name(&dashed) } else { &dashed };
+        let name = own_name(command, if trains { plain_name(&dashed) } else { &dashed });
         let (arg, rule) = (find(name), rule(name).filter(|_| trains));
         let value = value.or_else(|| value_after(arg, rule, rest));
         let value = match (value, rule) {
@@ -292,6 +292,16 @@ impl Rewritten {
             Translation::Ignored(line) => self.ignored.push(format!("--{line}")),
         }
         Ok(())
+    }
+}
+
+/// `name` as `command` spells it: a model is --model where it may be trained, --model-config where its shape is all that counts.
+fn own_name<'n>(command: &Command, name: &'n str) -> &'n str {
+    let has = |name: &str| command.get_arguments().any(|arg| arg.get_long() == Some(name));
+    match name {
+        "model" if has("model-config") => "model-config",
+        "model-config" if command.get_name() == "plan" => "model",
+        name => name,
     }
 }
 

@@ -19,6 +19,25 @@ pub(crate) fn flag(name: &str, value: &Value) -> String {
     format!("--{flag} {}", written(value))
 }
 
+/// Settings whose flags take several values as words of their own.
+const LISTS_OF_PATHS: [&str; 2] = ["data", "eval_data"];
+
+/// The words of a command line that set the field `name` to `value`.
+pub(crate) fn words(name: &str, value: &Value) -> Vec<String> {
+    let (flag, value) = named(name, value);
+    match value {
+        Value::Bool(_) => vec![format!("--{flag}={}", written(value))],
+        Value::Array(all) if LISTS_OF_PATHS.contains(&name) => [format!("--{flag}")].into_iter().chain(all.iter().map(written)).collect(),
+        value => vec![format!("--{flag}"), written(value)],
+    }
+}
+
+/// `word` as a shell reads it.
+pub(crate) fn as_word(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=@+%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) { word.into() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+}
+
 /// A value that is set, as one writes it on the command line.
 pub(crate) fn written(value: &Value) -> String {
     match value {

@@ -42,9 +42,11 @@ impl Settings {
             if !is_model_name(model) {
                 expect_there(model)?;
             }
-            return Err(Error::usage(
-                "--model: --data is missing; name the text to train on (only the built-in model has text of its own)",
-            ));
+            let remedy = match options.resume_from_checkpoint {
+                Some(_) => "`superoffload resume DIR` takes it from the run in DIR",
+                None => "name the text to train on (only the built-in model has text of its own)",
+            };
+            return Err(Error::usage(format!("--model: --data is missing; {remedy}")));
         }
         require(options.data.as_ref().is_none_or(|data| !data.is_empty()), "data", "[]", "name at least one file or directory")?;
         Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)

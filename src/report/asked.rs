@@ -1,7 +1,7 @@
 //! Settings of a run that differ from the defaults, and a command line with the same settings.
 
 use super::past_run::PastRun;
-use crate::config::describe::{self, named, written};
+use crate::config::describe::{self, as_word, named, words, written};
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use serde_json::{Map, Value};
@@ -9,6 +9,8 @@ use std::collections::BTreeSet;
 
 /// Placeholder for a default that records omit.
 const LEFT_OUT: &str = "default";
+
+const OUTPUT_DIR: &str = "output_dir";
 
 /// A setting with its default and the value of each run; `None` if a run's value is unknown.
 pub(super) struct AskedSetting {
@@ -48,31 +50,23 @@ pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
     keys.into_iter().filter(|key| is_unusual(key)).map(|key| asked(key)).collect()
 }
 
-/// A command line with the settings of `run`. Paths are relative to the directory of the original command.
+/// Settings of a resume, which a fresh run does not need.
+const OF_A_RESUME: [&str; 2] = ["resume_from_checkpoint", "allow_changed"];
+
+/// A command line that starts a fresh run with the settings of `run` in a new output directory. Paths are relative to the directory of the
+/// original command.
 pub(super) fn command(run: &PastRun) -> Option<String> {
     let (settings, defaults) = (settings(run)?, defaults(run));
     let is_said = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
-    let flags = settings.iter().filter(|(key, value)| is_said(key, value)).map(|(key, value)| argument(key, value));
-    Some(std::iter::once("superoffload train".into()).chain(flags).collect::<Vec<_>>().join(" \\\n  "))
+    let is_of_a_start = |key: &str| key != OUTPUT_DIR && !OF_A_RESUME.contains(&key);
+    let said = settings.iter().filter(|(key, value)| is_said(key, value) && is_of_a_start(key)).map(|(key, value)| argument(key, value));
+    let before = settings.get(OUTPUT_DIR).and_then(Value::as_str).unwrap_or("run").trim_end_matches('/');
+    let fresh = argument(OUTPUT_DIR, &format!("{before}-again").into());
+    Some(["superoffload train".into(), fresh].into_iter().chain(said).collect::<Vec<_>>().join(" \\\n  "))
 }
 
 fn argument(key: &str, value: &Value) -> String {
-    let (flag, value) = named(key, value);
-    match value {
-        Value::Bool(_) => format!("--{flag}={}", written(value)),
-        // Several paths of a flag are separate arguments.
-        Value::Array(all) if ["data", "eval_data"].contains(&key) => {
-            let words: Vec<_> = all.iter().map(|value| quoted(&written(value))).collect();
-            format!("--{flag} {}", words.join(" "))
-        }
-        value => format!("--{flag} {}", quoted(&written(value))),
-    }
-}
-
-/// Quotes `word` for a shell.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=@+%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) { word.into() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+    words(key, value).iter().map(|word| as_word(word)).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]

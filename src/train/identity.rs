@@ -69,6 +69,15 @@ pub(super) fn record_model(run: &mut Run, Snapshot { repo, commit }: &Snapshot) 
     run.insert("hub_model".into(), json!({"repo": repo, "commit": commit}));
 }
 
+/// Key of the directory from which a run was started.
+pub(super) const DIRECTORY: &str = "directory";
+
+/// Records the working directory, from which the run's relative paths lead. Nothing compares it.
+pub(super) fn record_directory(run: &mut Run) {
+    let directory = std::env::current_dir().ok().and_then(|path| path.to_str().map(Value::from));
+    directory.and_then(|directory| run.insert(DIRECTORY.into(), directory));
+}
+
 fn described(name: &str, kind: &str, bytes: u64, sha256: &str) -> Value {
     json!({"name": name, "kind": kind, "bytes": bytes, "sha256": sha256})
 }

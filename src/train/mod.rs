@@ -6,6 +6,7 @@
 pub(crate) mod ahead;
 mod evaluation;
 mod event_file;
+mod extent;
 mod facts_line;
 mod feed;
 mod identity;
@@ -18,6 +19,7 @@ pub(crate) mod packing;
 mod peer_waits;
 mod previous_run;
 mod processes;
+pub(crate) mod record;
 mod replanner;
 mod resume;
 pub(crate) mod run_dir;

@@ -1,6 +1,7 @@
 //! Who watches a run, and what it is told.
 
 use super::peer_waits::PeerWaits;
+use crate::config::describe::as_word;
 use crate::engine::coordinator::Counts;
 use crate::engine::watchdog::Alarm;
 use crate::error::{EXIT_INTERRUPTED, Error};
@@ -9,7 +10,7 @@ use crate::metrics::StepMetrics;
 use crate::planner::plan::Plan;
 use crate::simulate::outcome::of_a_large_product;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Who watches a run.
 pub trait Observer {
@@ -50,6 +51,8 @@ pub struct RunFacts {
     pub step: u64,
     /// Steps of the whole run.
     pub max_steps: u64,
+    /// The steps to come, the passes over the data that they are and the time that the plan predicts, in words.
+    pub extent: String,
     /// Steps between log lines.
     pub logging_steps: u64,
 }
@@ -116,6 +119,13 @@ impl Summary {
         if self.interrupted { EXIT_INTERRUPTED } else { 0 }
     }
 
+    /// The command that goes on with a run that was ended early, if there is a checkpoint to go on from.
+    fn next_command(&self) -> Option<String> {
+        let dir = self.checkpoint.as_deref().filter(|_| self.interrupted)?.parent()?;
+        let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+        Some(format!("go on with: superoffload resume {}", as_word(&dir.to_string_lossy())))
+    }
+
     fn why_early(&self) -> String {
         let evaluations = self.given_up.filter(|_| self.step < self.max_steps);
         evaluations.map_or(String::new(), |count| format!("; no lower loss in {count} evaluations (--early-stopping-patience)"))
@@ -168,9 +178,11 @@ impl fmt::Display for Summary {
             None => write!(f, "\n  metrics       gone: somebody removed the file")?,
         }
         self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
-        let Some(trace) = &self.trace else { return Ok(()) };
-        let dropped =
-            if self.trace_dropped > 0 { format!(" (full: {} earlier spans left out)", self.trace_dropped) } else { String::new() };
-        write!(f, "\n  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display())
+        if let Some(trace) = &self.trace {
+            let dropped =
+                if self.trace_dropped > 0 { format!(" (full: {} earlier spans left out)", self.trace_dropped) } else { String::new() };
+            write!(f, "\n  timeline      {}{dropped} (open in ui.perfetto.dev)", trace.display())?;
+        }
+        self.next_command().iter().try_for_each(|command| write!(f, "\n{command}"))
     }
 }

@@ -55,6 +55,28 @@ pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Ob
     checkpoint::open(&dir).map(Some)
 }
 
+/// Refuses a run without the model or the data that the checkpoint was made with: it would read the built-in ones instead.
+///
+/// # Errors
+/// `Usage` with the flags that are missing, and the command that needs none.
+pub(super) fn expect_sources(settings: &Settings, loaded: &Loaded) -> Result<()> {
+    let then = &loaded.manifest().trainer.settings;
+    let had_data = then["data"].as_array().is_some_and(|data| !data.is_empty());
+    let missing = [("--model", settings.model.is_none() && then["model"].is_string()), ("--data", settings.data.is_empty() && had_data)];
+    let missing: Vec<_> = missing.into_iter().filter(|(_, is_missing)| *is_missing).map(|(flag, _)| flag).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let dir = match &settings.resume_from_checkpoint {
+        Some(Resume::Dir(dir)) => dir,
+        _ => &settings.output_dir,
+    };
+    let (dir, missing) = (dir.display(), missing.join(" and "));
+    Err(Error::usage(format!(
+        "{missing}: missing, and the run in {dir} was started with it; `superoffload resume {dir}` takes everything from the run's record"
+    )))
+}
+
 fn all_damaged(output_dir: &Path, damages: &[String]) -> Error {
     let cause = format_args!(
         "every checkpoint here is damaged: {}; without --resume-from-checkpoint the run begins anew and moves them aside",

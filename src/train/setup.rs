@@ -1,6 +1,7 @@
 //! Everything before step 0: model, data, plan, and, once there is an engine, the state to begin from.
 
 use super::evaluation::Evaluation;
+use super::extent::RunExtent;
 use super::facts_line::Surroundings;
 use super::observer::{Observer, RunFacts};
 use super::run_dir::RunDir;
@@ -16,6 +17,7 @@ use crate::data::known_sources::KnownSources;
 use crate::data::loader::{DataPosition, Loader, steps_for_epochs};
 use crate::data::packing::Dataset;
 use crate::data::preparation::Preparation;
+use crate::data::rows::Packing;
 use crate::data::source::host_bytes;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
@@ -92,6 +94,8 @@ pub(super) fn prepare<'a>(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<PreparedRun<'a>> {
+    let resumed = resume::find(settings, &settings.output_dir, observer)?;
+    resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
     observer.note(&format!("reading {}", printable(describe_sources(settings))));
     launch.chosen.peers.iter().for_each(|line| observer.note(line));
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
@@ -99,7 +103,6 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let resumed = resume::find(settings, &settings.output_dir, observer)?;
     let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
@@ -115,6 +118,7 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
+    identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
@@ -147,18 +151,24 @@ impl PreparedRun<'_> {
 
     /// Tells what would be done.
     pub(super) fn tell(&self, observer: &mut dyn Observer) {
-        let Self { settings, source, plan, resumed, max_steps, data, .. } = self;
-        let first = resumed.as_ref().map_or(0, resume::Accepted::step) + 1;
-        let step_ms = plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3));
-        let time = step_ms.map(|ms| ms / 1e3 * (max_steps + 1).saturating_sub(first) as f64);
-        let time = time.map_or(String::new(), |seconds| format!(", in {:.0} minutes by prediction", seconds / 60.0));
-        observer.note(&format!("model   {}", describe_model(settings, &source.shape)));
-        observer.note(&format!("data    {data}"));
-        observer.note(&plan.to_string());
-        observer.note(&match first > *max_steps {
-            true => format!("nothing would be done: step {max_steps} is the last one"),
-            false => format!("steps {first} to {max_steps} would be trained{time}"),
-        });
+        observer.note(&format!("model   {}", describe_model(&self.settings, &self.source.shape)));
+        observer.note(&format!("data    {}", self.data));
+        observer.note(&self.plan.to_string());
+        let extent = self.extent();
+        self.warn_of_passes(extent, observer);
+        observer.note(&extent.planned());
+    }
+
+    /// The steps that are still to be done.
+    fn extent(&self) -> RunExtent {
+        let done = self.resumed.as_ref().map_or(0, resume::Accepted::step);
+        RunExtent::new(&self.plan, &self.dataset, rows_per_step(&self.settings), (done, self.max_steps))
+    }
+
+    /// Running text may pass often; records that do are learned by heart.
+    fn warn_of_passes(&self, extent: RunExtent, observer: &mut dyn Observer) {
+        let holds_records = self.settings.packing != Packing::Wrapped;
+        extent.warning().filter(|_| holds_records).iter().for_each(|line| observer.warn(line));
     }
 
     /// A session with `engine`, ready for its first step.
@@ -166,6 +176,8 @@ impl PreparedRun<'_> {
     /// # Errors
     /// What goes wrong before the first step.
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
+        let extent = self.extent();
+        self.warn_of_passes(extent, observer);
         let Self { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, mut run, resumed, weights, max_steps, data } =
             self;
         kept::record_versions(engine.versions(), &mut run, observer);
@@ -192,6 +204,7 @@ impl PreparedRun<'_> {
             partition,
             step: engine.train_step(),
             max_steps,
+            extent: extent.to_string(),
             logging_steps: settings.logging_steps,
         };
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
@@ -297,10 +310,7 @@ fn find_model(settings: &Settings) -> Result<ModelSource> {
 fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     match settings.train_length {
         TrainLength::Steps(steps) => steps,
-        TrainLength::Epochs(epochs) => {
-            let sequences_per_step = settings.per_device_train_batch_size * settings.micro_batches();
-            steps_for_epochs(epochs, dataset.sequences(), sequences_per_step)
-        }
+        TrainLength::Epochs(epochs) => steps_for_epochs(epochs, dataset.sequences(), rows_per_step(settings)),
     }
 }
 
@@ -310,6 +320,10 @@ fn passes_a_step(rows: usize, sequences: usize) -> Option<String> {
     let line =
         || format!("a step takes {rows} sequences, the data has {sequences}: each step passes over the data at least {passes} times");
     (passes >= 2).then(line)
+}
+
+fn rows_per_step(settings: &Settings) -> usize {
+    settings.per_device_train_batch_size * settings.micro_batches()
 }
 
 fn describe_device(launch: &Launcher, device: &str) -> String {

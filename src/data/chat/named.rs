@@ -154,8 +154,15 @@ mod tests {
     /// The texts of a record without tools and of a record with tools, by the templates of a model with `files`.
     fn texts(files: &[(&str, &str)], template_name: Option<&str>) -> Result<[String; 2]> {
         let dir = model(files);
-        let flags =
-            RecordFlags { format: DataFormat::Auto, columns: &[], train_on: TrainOn::All, template: None, template_name, date: None };
+        let flags = RecordFlags {
+            format: DataFormat::Auto,
+            columns: &[],
+            train_on: TrainOn::All,
+            template: None,
+            template_name,
+            template_kwargs: None,
+            date: None,
+        };
         let rules = flags.rules(Some(&ModelDir::open(dir.path())?), |_| true)?;
         let text = |tools: &str| {
             let record = format!(r#"{{"messages": [{{"role": "user", "content": "a"}}], "tools": {tools}}}"#);
