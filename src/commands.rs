@@ -33,8 +33,9 @@ use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::progress;
 use crate::search::report::SearchReport;
-use crate::signals::{self, StopFlag};
+use crate::signals::{self, StopFlag, StopSignal};
 use crate::train::record::RecordedRun;
+use crate::train::sample::{self, SampleOptions};
 use crate::train::{Observer, ahead, packing, text};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -132,6 +133,17 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
 /// `Format` when `dir` holds no intact checkpoint; `Usage` for a flag that names another directory.
 pub fn resume(dir: &Path, flags: TrainOptions) -> Result<TrainOptions> {
     RecordedRun::open(dir)?.resumed(flags)
+}
+
+/// Samples the model of a run after each prompt of `options`. The result prints the texts, each after its prompt if there are several.
+///
+/// # Errors
+/// `Usage` for invalid options; errors of the checkpoint and of the device.
+pub fn sample(options: &SampleOptions) -> Result<impl Display + use<>> {
+    let texts = sample::sample(options, &StopFlag::on_signals(&StopSignal::ALL)?)?;
+    let is_one = texts.len() == 1;
+    let text = |(prompt, text): (&String, String)| if is_one { text } else { format!("> {prompt}\n{text}\n") };
+    Ok(options.prompt.iter().zip(texts).map(text).collect::<Vec<_>>().join("\n"))
 }
 
 /// Measures training steps on random weights and tokens. Appends the record to `options.out` as a line of JSON, if set. Of several

@@ -14,7 +14,7 @@ use std::fmt::Display;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use superoffload::internals::commands::{self, ProbeOptions, StepOptions};
+use superoffload::internals::commands::{self, ProbeOptions, SampleOptions, StepOptions};
 use superoffload::internals::error::{printable_json, printable_lines};
 use superoffload::{Alarm, Error, ExportOptions, Observer, Plan, Result, RunFacts, Settings, StepMetrics, StopFlag, TrainOptions};
 
@@ -33,6 +33,8 @@ enum CliCommand {
     Train(Box<TrainCommand>),
     /// Go on with a run that was interrupted: model, data and settings are those of its record.
     Resume(Box<ResumeOptions>),
+    /// Print what the model of a run writes after a prompt.
+    Sample(SampleOptions),
     /// Write a checkpoint as a Hugging Face model directory.
     Export(ExportOptions),
     /// Print the digest of a checkpoint: the same digest, the same bits.
@@ -237,6 +239,7 @@ fn run(command: CliCommand) -> Result<i32> {
     match command {
         CliCommand::Train(options) => return run_train(*options),
         CliCommand::Resume(options) => return run_resume(*options),
+        CliCommand::Sample(options) => answer(commands::sample(&options)?)?,
         CliCommand::Export(options) => answer(superoffload::export(&options, &mut |line| remark(line))?)?,
         CliCommand::Digest { dir } => run_digest(&dir)?,
         CliCommand::Doctor { json: is_json } => {

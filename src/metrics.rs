@@ -89,6 +89,22 @@ pub(crate) struct EvalMetrics {
     pub eval_seconds: f64,
 }
 
+/// Text that a model wrote after a prompt.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct WrittenSample {
+    pub(crate) prompt: String,
+    pub(crate) text: String,
+}
+
+/// The line of an evaluation, and what was written at it.
+#[derive(serde::Serialize)]
+pub(crate) struct EvalLine {
+    #[serde(flatten)]
+    pub(crate) metrics: EvalMetrics,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) samples: Vec<WrittenSample>,
+}
+
 impl fmt::Display for EvalMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, eval_loss, eval_perplexity, eval_tokens, eval_seconds } = self;

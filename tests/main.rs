@@ -51,6 +51,7 @@ mod report;
 mod resume;
 mod resume_compare;
 mod run_dir;
+mod sample;
 mod selftest;
 mod sequences;
 mod signals;

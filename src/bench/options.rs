@@ -77,7 +77,7 @@ const MEANINGLESS: [&str; 30] = [
     "data_format", "columns", "train_on", "chat_template", "chat_template_name", "chat_template_kwargs",
     "chat_date",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_grad_norm", "logging_steps", "report_to",
-    "eval_strategy", "eval_steps", "eval_on_start", "save_steps",
+    "eval_strategy", "eval_steps", "eval_on_start", "prompts", "save_steps",
     "save_total_limit", "resume_from_checkpoint", "no_shuffle", "perf_counters", "inject", "faults",
 ];
 

@@ -61,6 +61,7 @@ impl Settings {
             ("output-dir", Some(&self.output_dir)),
             ("resume-from-checkpoint", resume),
             ("trace", self.trace.as_ref()),
+            ("prompts", self.prompts.as_ref()),
             ("cuda-libraries", self.cuda_libraries.as_ref()),
             ("run-token-file", self.run_token_file.as_ref()),
         ];

@@ -469,6 +469,9 @@ settings! {
         /// Evaluate before the first step, too.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         eval_on_start: bool = false, Free;
+        /// Prompts, a line each, after which the model writes text at each evaluation.
+        #[arg(value_name = "FILE")]
+        prompts: PathBuf => "none", Free;
         /// Evaluations in a row without a lower loss after which a run ends.
         #[arg(value_name = "N")]
         early_stopping_patience: u64 => "none", Free;

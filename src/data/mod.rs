@@ -32,6 +32,7 @@ mod position;
 pub(crate) mod preparation;
 pub(crate) mod prepare;
 pub(crate) mod prepared;
+pub(crate) mod prompt;
 mod remarks;
 pub(crate) mod rows;
 mod same_text;

@@ -3,11 +3,13 @@
 
 mod added;
 mod byte_level;
+mod decode;
 mod growth;
 mod local;
 mod special;
 mod token;
 
+pub(crate) use decode::TokenDecoder;
 pub(super) use local::LocalTokenizer;
 pub use special::AddBos;
 pub(super) use token::{Token, floor_boundary};

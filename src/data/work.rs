@@ -23,6 +23,8 @@ pub(super) enum TextWork<'a> {
     ShownRecord(DataFormat, &'a str),
     /// A text as people see it.
     ShownText(&'a str),
+    /// The ids of a prompt, up to where the model begins to answer.
+    Prompt(&'a str),
 }
 
 /// What became of it.
@@ -49,13 +51,15 @@ impl TextWork<'_> {
             Self::Record(format, line) => record(tokenizer.rules().read_with_remarks(format, line)?, tokenizer),
             Self::ShownRecord(format, line) => documents(read(format, line)?, tokenizer),
             Self::ShownText(text) => documents(Content::Text(text.into()), tokenizer),
+            Self::Prompt(text) => prompt(text, tokenizer),
         }
     }
 
     /// Bytes of its text.
     fn text(&self) -> &str {
         match self {
-            Self::Text(text) | Self::Part(text) | Self::Record(_, text) | Self::ShownRecord(_, text) | Self::ShownText(text) => text,
+            Self::Text(text) | Self::Part(text) | Self::ShownText(text) | Self::Prompt(text) => text,
+            Self::Record(_, text) | Self::ShownRecord(_, text) => text,
         }
     }
 
@@ -68,6 +72,7 @@ impl TextWork<'_> {
             Self::Record(format, _) => (2, number(format)),
             Self::ShownRecord(format, _) => (3, number(format)),
             Self::ShownText(_) => (4, 0),
+            Self::Prompt(_) => (5, 0),
         }
     }
 }
@@ -83,6 +88,14 @@ fn record(ReadContent { content, remarks }: ReadContent, tokenizer: &LocalTokeni
 
 fn documents(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, String> {
     shown(content, tokenizer).map(Done::Shown).map_err(|e| e.to_string())
+}
+
+/// As a user's message through the chat template, if there is one; else as the beginning of a document.
+fn prompt(text: &str, tokenizer: &LocalTokenizer) -> Result<Done, String> {
+    match &tokenizer.rules().template {
+        Ok(template) => TextWork::Text(&template.asking(text)?).answer(tokenizer),
+        Err(_) => tokenizer.encode(text).map(|ids| Done::Ids([tokenizer.begin_of_text(), &ids].concat())).map_err(|e| e.to_string()),
+    }
 }
 
 /// The message that asks for `works`.
@@ -106,6 +119,7 @@ fn requested<'a>(parts: &mut MessageReader<'a>) -> Option<TextWork<'a>> {
         2 => TextWork::Record(format, text),
         3 => TextWork::ShownRecord(format, text),
         4 => TextWork::ShownText(text),
+        5 => TextWork::Prompt(text),
         _ => return None,
     })
 }
@@ -201,7 +215,13 @@ mod tests {
 
     #[test]
     fn work_and_what_became_of_it_come_back_as_they_were() {
-        let works = [TextWork::Text("é"), TextWork::Record(DataFormat::Alpaca, "{}"), TextWork::ShownText(""), TextWork::Part("a")];
+        let works = [
+            TextWork::Text("é"),
+            TextWork::Record(DataFormat::Alpaca, "{}"),
+            TextWork::ShownText(""),
+            TextWork::Part("a"),
+            TextWork::Prompt("b"),
+        ];
         let message = request(&works);
         let back = MessageReader::of(&message).list(requested).unwrap();
         assert_eq!(format!("{back:?}"), format!("{works:?}"));

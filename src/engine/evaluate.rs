@@ -41,23 +41,29 @@ impl<D: Kernels> Engine<D> {
         if targets == 0 {
             return Ok(0.0);
         }
-        self.lead(Order::Evaluate, [targets as u64, 0, 0, 0, 0, 0])?;
-        let evaluated = self.run_evaluation(targets);
+        let micro_steps = self.plan.micro_batches_of_rank();
+        self.lead(Order::Evaluate, [targets as u64, micro_steps as u64, 0, 0, 0, 0])?;
+        let evaluated = self.run_evaluation(targets, micro_steps, &[]);
         self.named(evaluated)?;
         self.await_done()?;
         Ok(self.exchange.losses())
     }
 
-    /// This rank's part of an evaluation.
-    pub(super) fn run_evaluation(&mut self, targets: usize) -> Result<()> {
+    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at `places` of
+    /// its first micro-batch to host memory.
+    pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.vitals.now(Doing::Enqueuing, 0);
         let per_share = self.plan.micro_batches_of_share();
-        for micro_step in 0..self.plan.micro_batches_of_rank() {
+        for micro_step in 0..micro_steps {
             self.upload_batch(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
             let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
-            self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.head(&mut engine.dev, micro, false))?;
+            let places = if micro_step == 0 { places } else { &[] };
+            self.with_weights(Module::Head, Pass::Forward, |engine| {
+                engine.model.head(&mut engine.dev, micro, false)?;
+                engine.send_logits(places)
+            })?;
             self.module_enqueued()?;
             if (micro_step + 1).is_multiple_of(per_share) {
                 self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_share)?;

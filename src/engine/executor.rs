@@ -21,7 +21,7 @@ use super::weight_flow::WeightFlow;
 use crate::device::{EventId, Kernels, ProductAlgorithm};
 use crate::error::Result;
 use crate::host::doorbell::Doorbell;
-use crate::host::pinned::HostMemory;
+use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
@@ -74,6 +74,8 @@ pub struct Engine<D: Kernels> {
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
     pub(super) report: Report,
+    /// Host memory that logits are copied to, once somebody asks for them.
+    pub(super) logits: Option<PinnedSlice>,
     pub(super) expert_rows: ExpertRows,
     pub(super) model: Arc<Model>,
     pub(super) flow: Option<WeightFlow>,
@@ -171,6 +173,7 @@ impl<D: Kernels> Engine<D> {
             memory,
             scratch,
             report,
+            logits: None,
             expert_rows,
             model,
             flow,

@@ -18,6 +18,7 @@ pub(crate) mod hall;
 mod handover;
 mod hops;
 mod late_rows;
+mod logits;
 pub(crate) mod loss_scale;
 mod memory;
 mod order;

@@ -16,7 +16,7 @@ pub(crate) enum Order {
     Read,
     /// Compute working weights from the state.
     Send,
-    /// Compute the losses of micro-batches. Argument: counted targets.
+    /// Compute the losses of micro-batches. Arguments: counted targets, micro-batches of a rank.
     Evaluate,
     /// Restore counters from a checkpoint. Arguments: steps, optimizer steps, loss scale, good steps, verdicts.
     Resume,

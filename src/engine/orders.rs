@@ -162,7 +162,8 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Flush => self.flush(),
             Order::Evaluate => {
                 self.take_batches();
-                self.run_evaluation(words[0] as usize)
+                let micro_steps = words[1].min(self.plan.micro_batches_of_rank() as u64) as usize;
+                self.run_evaluation(words[0] as usize, micro_steps, &[])
             }
             Order::Finish => {
                 let tracks = self.end_threads()?;

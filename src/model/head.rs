@@ -51,6 +51,21 @@ impl Model {
         if train { self.backward(dev, Module::Head, micro) } else { Ok(()) }
     }
 
+    /// The logits that follow the token at `place` of the micro-batch, a tile of the vocabulary at a time, once [`Model::head`] is enqueued.
+    /// `take` enqueues a use of each tile, whose memory the next tile overwrites.
+    pub(crate) fn logits_at<D: Kernels>(
+        &self,
+        dev: &mut D,
+        place: usize,
+        mut take: impl FnMut(&mut D, DeviceSlice, usize) -> Result<()>,
+    ) -> Result<()> {
+        let rows = self.rows(place, 1);
+        self.tiles().try_for_each(|tile| {
+            let logits = self.logits_tile(dev, rows, &tile)?;
+            take(dev, logits, tile.start)
+        })
+    }
+
     fn rows(&self, start: usize, count: usize) -> Rows {
         let (act, channels) = (&self.activations, self.shape.channels);
         Rows {

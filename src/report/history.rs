@@ -3,6 +3,7 @@
 use super::curve::StepCurve;
 use crate::disk::Dir;
 use crate::error::{Error, Result};
+use crate::metrics::WrittenSample;
 use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
 use serde::Deserialize;
 use serde_json::Value;
@@ -37,6 +38,7 @@ struct MetricsRecord {
     memory: Option<MemoryRecord>,
     eval_loss: Option<f64>,
     eval_seconds: Option<f64>,
+    samples: Vec<WrittenSample>,
 }
 
 /// A line with a run's facts.
@@ -58,6 +60,9 @@ pub(super) struct MemoryRecord {
 pub(super) const BUCKET_STEPS: [&str; 5] = ["speculated", "rolled back", "committed", "clipped", "skipped"];
 /// Causes of waiting, in the order of [`History::exposed_ms`].
 pub(super) const WAITS: [&str; 3] = ["the optimizer", "copies", "other ranks"];
+
+/// Most evaluations whose sampled texts are kept.
+const WRITTEN_MAX: usize = 6;
 
 /// Counts of the training data.
 #[derive(Deserialize, Debug)]
@@ -107,6 +112,8 @@ pub(super) struct History {
     pub(super) bucket_steps: [u64; 5],
     pub(super) evaluations: u64,
     pub(super) eval_seconds: f64,
+    /// Sampled texts of the first evaluations and of the last one, with their steps.
+    pub(super) written: Vec<(u64, Vec<WrittenSample>)>,
     /// Step and loss of the last and of the best evaluation.
     pub(super) last_eval: Option<(u64, f64)>,
     pub(super) best_eval: Option<(u64, f64)>,
@@ -154,13 +161,22 @@ impl History {
         self.facts = facts;
     }
 
-    fn add(&mut self, record: MetricsRecord) {
+    fn add(&mut self, mut record: MetricsRecord) {
+        self.add_written(record.step, std::mem::take(&mut record.samples));
         match record.eval_loss {
             Some(loss) => self.add_evaluation(record.step, loss, record.eval_seconds.unwrap_or(0.0)),
             // An evaluation with a non-finite loss still has its seconds.
             None if record.eval_seconds.is_some() => self.add_evaluation(record.step, f64::NAN, 0.0),
             None => self.add_step(record),
         }
+    }
+
+    fn add_written(&mut self, step: u64, samples: Vec<WrittenSample>) {
+        if samples.is_empty() {
+            return;
+        }
+        self.written.truncate(WRITTEN_MAX - 1);
+        self.written.push((step, samples));
     }
 
     fn add_evaluation(&mut self, step: u64, loss: f64, seconds: f64) {

@@ -9,6 +9,7 @@ use super::past_run::{PastRun, SavedStep};
 use super::samples::DataSamples;
 use super::verdict;
 use crate::facts::BuildFacts;
+use crate::metrics::WrittenSample;
 use crate::simulate::outcome::of_a_large_product;
 use crate::units::Bytes;
 use serde_json::Value;
@@ -35,6 +36,7 @@ pub(super) fn page(runs: &[PastRun]) -> String {
         section("Memory", &each(runs, memory)),
         section("Two steps", &each(runs, two_steps)),
         section("Speculation", &speculation(runs)),
+        samples(runs),
         section("Data", &each(runs, data)),
         section("Checkpoints", &each(runs, checkpoints)),
         section("Settings", &settings(runs)),
@@ -211,6 +213,24 @@ fn experts(runs: &[PastRun]) -> String {
     let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.expert_largest);
     let caption = "percent of all layers' experts that had no row in a step";
     section("Load of experts", &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.expert_unused)))
+}
+
+/// Texts that the models wrote after the prompts of their runs; nothing where no run has any.
+fn samples(runs: &[PastRun]) -> String {
+    if runs.iter().all(|run| run.history.written.is_empty()) {
+        return String::new();
+    }
+    section("Samples", &each(runs, |run| or_none(written(run), "This run wrote nothing.")))
+}
+
+fn written(run: &PastRun) -> String {
+    let sample = |step: u64, WrittenSample { prompt, text }: &WrittenSample| {
+        let (prompt, text) = (html::escape_whole(prompt), html::escape_whole(text));
+        format!(
+            "<figure><figcaption>After step {step}</figcaption><pre class=\"sample\" tabindex=\"0\">\n{prompt}<mark>{text}</mark></pre></figure>\n"
+        )
+    };
+    run.history.written.iter().flat_map(|(step, samples)| samples.iter().map(move |of| sample(*step, of))).collect()
 }
 
 fn step_shares(run: &PastRun) -> String {

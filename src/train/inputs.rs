@@ -29,11 +29,12 @@ pub(super) fn check(settings: &Settings) -> Result<()> {
 }
 
 fn inputs(settings: &Settings) -> Vec<NamedInput<'_>> {
-    let Settings { data, eval_data, model, chat_template, run_token_file, hardware, sources, .. } = settings;
+    let Settings { data, eval_data, model, chat_template, prompts, run_token_file, hardware, sources, .. } = settings;
     let mut inputs: Vec<_> = data.iter().map(|path| ("--data", path)).collect();
     inputs.extend(eval_data.iter().map(|path| ("--eval-data", path)));
     inputs.extend(model.iter().map(|path| ("--model", path)));
     inputs.extend(chat_template.iter().map(|path| ("--chat-template", path)));
+    inputs.extend(prompts.iter().map(|path| ("--prompts", path)));
     inputs.extend(run_token_file.iter().map(|path| ("--run-token-file", path)));
     inputs.extend([("--hardware", hardware)]);
     inputs.extend(sources.iter().map(|path| ("--config", path)));

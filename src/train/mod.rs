@@ -4,6 +4,7 @@
 //! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
 
 pub(crate) mod ahead;
+mod demo;
 mod evaluation;
 mod event_file;
 mod extent;
@@ -19,11 +20,14 @@ pub(crate) mod packing;
 mod peer_waits;
 mod previous_run;
 mod processes;
+mod prompts;
 pub(crate) mod record;
 mod replanner;
 mod resume;
 pub(crate) mod run_dir;
 mod run_lock;
+pub(crate) mod sample;
+mod sampling;
 pub(crate) mod session;
 pub(crate) mod setup;
 mod skips;
@@ -40,6 +44,7 @@ use crate::launch::agreement::Party;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::processes::ThisProcess;
 use crate::signals::StopFlag;
+use demo::Demo;
 pub use observer::{Observer, RunFacts, Summary};
 use processes::Following;
 use run_dir::RunDir;
@@ -69,6 +74,19 @@ fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &
     if let (true, Ok(dir)) = (settings.dry_run, Dir::open(&settings.output_dir)) {
         owned_names::check(&dir, settings)?;
     }
+    let demo = party.is_none().then(|| Demo::of(settings)).flatten();
+    if let Some(demo) = &demo {
+        demo.tell(None, stop, observer);
+    }
+    let summary = train_alone(settings, party, stop, observer)?;
+    if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_here > 0)) {
+        demo.tell(Some(checkpoint), stop, observer);
+    }
+    Ok(summary)
+}
+
+/// The run, without what is shown around it.
+fn train_alone(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;

@@ -9,6 +9,7 @@ use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::observer::Observer;
+use super::prompts::Prompts;
 use super::replanner::{Next, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
@@ -27,7 +28,7 @@ use crate::engine::verdict::Verdict;
 use crate::engine::watchdog::Watchdog;
 use crate::error::{Error, Result};
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::metrics::{EvalMetrics, StepMetrics, rss_bytes};
+use crate::metrics::{EvalLine, EvalMetrics, StepMetrics, WrittenSample, rss_bytes};
 use crate::model::shape::ModelShape;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::schedule::LrSchedule;
@@ -86,6 +87,8 @@ pub(super) struct Companions {
     pub(super) run: Run,
     /// Of all ranks.
     pub(super) plan: Plan,
+    /// Prompts that the model is sampled after at evaluations.
+    pub(super) prompts: Option<Prompts>,
     /// What its lines do not say of themselves.
     pub(super) about: Surroundings,
 }
@@ -104,6 +107,7 @@ pub(crate) struct Session<D: Kernels> {
     events: Option<EventFile>,
     /// What it is evaluated on, if anything, and what came of it last.
     evaluation: Option<Evaluation>,
+    prompts: Option<Prompts>,
     evaluated: Option<EvalMetrics>,
     progress: Progress,
     step_work: StepWork,
@@ -139,7 +143,7 @@ impl<D: Kernels> Session<D> {
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let Companions { settings, model_files, run, plan, about } = companions;
+        let Companions { settings, model_files, run, plan, prompts, about } = companions;
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
@@ -159,6 +163,7 @@ impl<D: Kernels> Session<D> {
             metrics,
             events,
             evaluation,
+            prompts,
             evaluated: None,
             progress: Progress::new(&settings, &run),
             settings,
@@ -306,8 +311,22 @@ impl<D: Kernels> Session<D> {
         self.last_step_end = Some(Instant::now());
         observer.note(&metrics.to_string());
         self.events = self.events.take().and_then(|mut events| heard(events.write_evaluation(&metrics).map(|()| events), observer));
+        let samples = self.write_samples(stop, observer)?;
         let lost = || Some(format!("the evaluation after step {}", metrics.step));
-        self.metrics.write(&metrics).inspect_err(|_| self.lost = lost())
+        self.metrics.write(&EvalLine { metrics, samples }).inspect_err(|_| self.lost = lost())
+    }
+
+    /// Samples the model after the prompts of the run; nothing where it has none, or `stop` is set meanwhile.
+    fn write_samples(&mut self, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Vec<WrittenSample>> {
+        let Some(prompts) = &self.prompts else { return Ok(Vec::new()) };
+        let written = prompts.write(&mut self.engine, stop);
+        self.last_step_end = Some(Instant::now());
+        let samples = match written {
+            Err(Error::Interrupted(_)) => Vec::new(),
+            other => other.inspect_err(|_| self.is_sound = false)?,
+        };
+        samples.iter().for_each(|WrittenSample { prompt, text }| observer.note(&format!("sample  {prompt:?} is followed by {text:?}")));
+        Ok(samples)
     }
 
     fn measure(&mut self, report: &StepReport, time: Duration) -> StepMetrics {

@@ -4,6 +4,7 @@ use super::evaluation::Evaluation;
 use super::extent::RunExtent;
 use super::facts_line::Surroundings;
 use super::observer::{Observer, RunFacts};
+use super::prompts::Prompts;
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
 use super::{identity, kept, packing, previous_run, resume, text};
@@ -61,6 +62,8 @@ pub(super) struct PreparedRun<'a> {
     known: KnownSources,
     run: identity::Run,
     resumed: Option<resume::Accepted>,
+    /// Prompts that the model is sampled after at evaluations.
+    prompts: Option<Prompts>,
     /// What a run that begins goes by, unless that is random.
     weights: Option<ModelWeights>,
     max_steps: u64,
@@ -116,6 +119,7 @@ pub(super) fn prepare<'a>(
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved, &known)?;
     let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, &mut known, run_dir.map(RunDir::path), stop, observer)?;
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
+    let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
     kept::record(&plan, &mut run);
     identity::record_directory(&mut run);
@@ -135,7 +139,22 @@ pub(super) fn prepare<'a>(
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
     let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
     let tokenizer = tokenizer.closed();
-    Ok(PreparedRun { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, run, resumed, weights, max_steps, data })
+    Ok(PreparedRun {
+        launch,
+        settings,
+        source,
+        plan,
+        dataset,
+        eval_dataset,
+        tokenizer,
+        known,
+        run,
+        resumed,
+        prompts,
+        weights,
+        max_steps,
+        data,
+    })
 }
 
 impl PreparedRun<'_> {
@@ -178,8 +197,22 @@ impl PreparedRun<'_> {
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
         let extent = self.extent();
         self.warn_of_passes(extent, observer);
-        let Self { launch, settings, source, plan, dataset, eval_dataset, tokenizer, known, mut run, resumed, weights, max_steps, data } =
-            self;
+        let Self {
+            launch,
+            settings,
+            source,
+            plan,
+            dataset,
+            eval_dataset,
+            tokenizer,
+            known,
+            mut run,
+            resumed,
+            prompts,
+            weights,
+            max_steps,
+            data,
+        } = self;
         kept::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
@@ -224,7 +257,7 @@ impl PreparedRun<'_> {
             max_steps,
             matmul_flops: facts.matmul_flops,
         };
-        let companions = Companions { settings, model_files: source.files, run, plan, about };
+        let companions = Companions { settings, model_files: source.files, run, plan, prompts, about };
         Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
     }
 }

@@ -118,6 +118,8 @@ class Settings(TypedDict, total=False):
     """Steps between evaluations [default: as --save-steps]."""
     eval_on_start: bool
     """Evaluate before the first step, too [default: false]."""
+    prompts: str | PathLike[str]
+    """Prompts, a line each, after which the model writes text at each evaluation [default: none]."""
     early_stopping_patience: int
     """Evaluations in a row without a lower loss after which a run ends [default: none]."""
     early_stopping_threshold: float

@@ -118,6 +118,15 @@ impl ChatTemplate {
         if answered.ends_with(WORD) { asked.strip_prefix(&answered).map(String::from) } else { None }
     }
 
+    /// The text in which a user says `prompt`, up to the point where the model begins to answer.
+    ///
+    /// # Errors
+    /// As [`Renderings::render`].
+    pub(in crate::data) fn asking(&self, prompt: &str) -> Result<String, String> {
+        let messages = [serde_json::json!({"role": "user", "content": prompt})];
+        self.renderings(&messages, None)?.render(1, true).map(|rendered| rendered.text)
+    }
+
     /// The renderings of `messages`.
     ///
     /// # Errors

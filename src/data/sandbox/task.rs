@@ -18,6 +18,8 @@ pub(in crate::data) enum SandboxTask {
     Load,
     /// One text is tokenized.
     Encode,
+    /// Token ids are turned back into text.
+    Decode,
     /// Some rows of a parquet file are read.
     Rows,
 }
@@ -31,7 +33,7 @@ pub(super) enum TaskLimit {
 }
 
 impl SandboxTask {
-    const ALL: [Self; 6] = [Self::Start, Self::Compile, Self::Render, Self::Load, Self::Encode, Self::Rows];
+    const ALL: [Self; 7] = [Self::Start, Self::Compile, Self::Render, Self::Load, Self::Encode, Self::Decode, Self::Rows];
 
     /// The task with this number.
     pub(super) fn numbered(number: u32) -> Self {
@@ -43,7 +45,7 @@ impl SandboxTask {
     pub(super) fn cpu_s(self) -> u32 {
         match self {
             Self::Compile | Self::Render => 5,
-            Self::Start | Self::Load | Self::Encode | Self::Rows => 60,
+            Self::Start | Self::Load | Self::Encode | Self::Decode | Self::Rows => 60,
         }
     }
 
@@ -51,7 +53,7 @@ impl SandboxTask {
     pub(super) fn memory_bytes(self) -> u64 {
         match self {
             Self::Compile | Self::Render => 1 << 30,
-            Self::Start | Self::Load | Self::Encode | Self::Rows => 4 << 30,
+            Self::Start | Self::Load | Self::Encode | Self::Decode | Self::Rows => 4 << 30,
         }
     }
 
@@ -60,7 +62,7 @@ impl SandboxTask {
         match self {
             Self::Start => "standard",
             Self::Compile | Self::Render => "template",
-            Self::Load | Self::Encode => "tokenizer",
+            Self::Load | Self::Encode | Self::Decode => "tokenizer",
             Self::Rows => "parquet",
         }
     }
@@ -83,6 +85,7 @@ impl SandboxTask {
             Self::Render => "rendering one conversation by the chat template",
             Self::Load => "reading the tokenizer",
             Self::Encode => "tokenizing one text",
+            Self::Decode => "turning tokens back into text",
             Self::Rows => "reading rows",
         }
     }
@@ -93,6 +96,7 @@ impl SandboxTask {
             (Self::Render, TaskLimit::Stack) => ": does it put a value into itself?",
             (Self::Render, _) => ": does it join lists in a loop?",
             (Self::Encode, _) => ": do its normalizers make the text longer and longer?",
+            (Self::Decode, _) => ": does its decoder make the text longer and longer?",
             _ => "",
         }
     }

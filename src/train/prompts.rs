@@ -1,0 +1,68 @@
+//! `--prompts FILE`: text that a model writes at evaluations, in the log, in `metrics.jsonl` and in the report.
+
+use super::sampling::{Sampling, TextSampler};
+use crate::config::settings::Settings;
+use crate::data::tokenizer::Tokenizer;
+use crate::device::Kernels;
+use crate::disk;
+use crate::engine::executor::Engine;
+use crate::error::{Error, Result};
+use crate::metrics::WrittenSample;
+use crate::signals::StopFlag;
+use std::path::Path;
+
+/// No file of prompts is larger, and none has more.
+const BYTES_MAX: u64 = 1 << 20;
+const PROMPTS_MAX: usize = 64;
+/// Tokens that are written after each prompt.
+const NEW_TOKENS: usize = 48;
+
+/// The prompts of a run.
+pub(super) struct Prompts {
+    lines: Vec<String>,
+    sampler: TextSampler,
+}
+
+impl Prompts {
+    /// The prompts that `settings` name, if they do.
+    ///
+    /// # Errors
+    /// `Io` when the file cannot be read; `Usage` for a file without prompts or with too many, for a prompt as long as a row, and where nothing is
+    /// evaluated.
+    pub(super) fn of(settings: &Settings, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let Some(path) = &settings.prompts else { return Ok(None) };
+        let refuse = |cause: String| Err(Error::usage(format!("--prompts {}: {cause}", path.display())));
+        if settings.eval_data.is_empty() && settings.eval_split.is_none() {
+            return refuse("text is written at evaluations: name what to evaluate on, --eval-data or --eval-split".into());
+        }
+        if settings.sequence_ranks > 1 {
+            return refuse("not with --sequence-ranks above 1; `superoffload sample` reads a checkpoint".into());
+        }
+        let lines = read(path)?;
+        if !(1..=PROMPTS_MAX).contains(&lines.len()) {
+            return refuse(format!("{} prompts, a line each; allowed are 1 to {PROMPTS_MAX}", lines.len()));
+        }
+        let sampling = Sampling { max_new_tokens: NEW_TOKENS, temperature: 0.0, seed: 0 };
+        let sampler = TextSampler::new(tokenizer, &lines, sampling, &StopFlag::default())?;
+        let longest = sampler.longest() - NEW_TOKENS;
+        if longest >= settings.seq_length {
+            return refuse(format!("a prompt of {longest} tokens, rows have {}; raise --seq-length, or shorten it", settings.seq_length));
+        }
+        Ok(Some(Self { lines, sampler }))
+    }
+
+    /// Samples the model of `engine` after each prompt.
+    ///
+    /// # Errors
+    /// The engine's; `Interrupted`.
+    pub(super) fn write<D: Kernels>(&self, engine: &mut Engine<D>, stop: &StopFlag) -> Result<Vec<WrittenSample>> {
+        let texts = self.sampler.texts(engine, stop)?;
+        Ok(self.lines.iter().zip(texts).map(|(prompt, text)| WrittenSample { prompt: prompt.clone(), text }).collect())
+    }
+}
+
+/// The lines of the file at `path` that are not empty.
+fn read(path: &Path) -> Result<Vec<String>> {
+    let text = disk::read_small_text(path, BYTES_MAX)?;
+    Ok(text.lines().map(str::trim_end).filter(|line| !line.is_empty()).map(String::from).collect())
+}

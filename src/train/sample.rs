@@ -1,0 +1,184 @@
+//! Text from a run's checkpoint, or from the weights that a run begins with.
+
+use super::record::RecordedRun;
+use super::sampling::{Sampling, TextSampler};
+use super::text;
+use crate::checkpoint::{Loaded, engine_state};
+use crate::config::options::{DeviceChoice, ReplanChoice, TokenizerChoice};
+use crate::config::settings::{Settings, TrainOptions};
+use crate::data::prompt;
+use crate::data::rows::Packing;
+use crate::data::tokenizer::{AddBos, Tokenizer};
+use crate::device::Kernels;
+use crate::engine::executor::Engine;
+use crate::engine::loss_scale::LossScale;
+use crate::engine::verdict::SpeculationHistory;
+use crate::error::{Error, Result};
+use crate::launch::context::check_context;
+use crate::launch::engine::{Launcher, UseEngine};
+use crate::model::shape::ModelShape;
+use crate::model_dir::{CONFIG, ModelDir};
+use crate::optim::PIECE_ELEMS;
+use crate::signals::StopFlag;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Prompts that are answered side by side.
+const ROWS_MAX: usize = 8;
+/// Rows of a multiple of so many tokens suit every kernel of attention.
+const GRAIN: usize = 64;
+/// No prompt is answered at greater length.
+const NEW_TOKENS_MAX: usize = 1 << 20;
+
+/// The options of `sample`.
+#[derive(clap::Args, Clone, Debug)]
+pub struct SampleOptions {
+    /// The output directory of a run, whose newest good checkpoint is taken, or a checkpoint.
+    pub run: PathBuf,
+
+    /// Text that the model goes on from, through the run's chat template if it has one; may be given several times.
+    #[arg(long, value_name = "TEXT", required = true)]
+    pub prompt: Vec<String>,
+
+    /// Tokens after which a text ends that has not ended by itself.
+    #[arg(long, value_name = "N", default_value_t = 48)]
+    pub max_new_tokens: usize,
+
+    /// 0 takes the likeliest token each time; 1 draws tokens as often as the model expects them.
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub temperature: f64,
+
+    /// Seed of the tokens that are drawn.
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub seed: u64,
+
+    /// Device that computes [default: as in the run].
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceChoice>,
+
+    /// Compute threads [default: as in the run].
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+}
+
+impl SampleOptions {
+    fn sampling(&self) -> Result<Sampling> {
+        let Self { max_new_tokens, temperature, seed, .. } = *self;
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            return Err(Error::usage(format!("--temperature {temperature}: allowed is 0 or a number above it")));
+        }
+        if !(1..=NEW_TOKENS_MAX).contains(&max_new_tokens) {
+            return Err(Error::usage(format!("--max-new-tokens {max_new_tokens}: allowed is 1 to {NEW_TOKENS_MAX}")));
+        }
+        Ok(Sampling { max_new_tokens, temperature, seed })
+    }
+}
+
+/// Samples the model of the run that `options` name after each of their prompts.
+///
+/// # Errors
+/// `Usage` for options that make no sense; whatever is wrong with the checkpoint; the device's; `Interrupted`.
+pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<String>> {
+    let sampling = options.sampling()?;
+    let run = RecordedRun::open(&options.run)?;
+    let flags = TrainOptions { device: options.device, threads: options.threads, ..TrainOptions::default() };
+    let settings = Settings::resolve(run.options(flags)?)?;
+    let dir = run.loaded.model_dir();
+    let (shape, tokenizer) = (ModelShape::read(&dir.join(CONFIG))?, tokenizer(&run, &settings, &dir)?);
+    let sampler = TextSampler::new(&tokenizer, &options.prompt, sampling, stop)?;
+    write(&settings, &shape, &sampler, From::Checkpoint(Box::new(run.loaded)), stop)
+}
+
+/// Samples the built-in model after `prompt`: that of the checkpoint in `path`, or as a run with `settings` begins.
+///
+/// # Errors
+/// As [`sample`].
+pub(super) fn of_demo(settings: &Settings, prompt: &str, path: Option<&Path>, stop: &StopFlag) -> Result<String> {
+    let sampling = Sampling { max_new_tokens: 48, temperature: 0.0, seed: 0 };
+    let from =
+        path.map_or(Ok(From::Seed(settings.seed)), |path| crate::checkpoint::open(path).map(|loaded| From::Checkpoint(Box::new(loaded))))?;
+    let sampler = TextSampler::new(&Tokenizer::bytes(), &[prompt.to_string()], sampling, stop)?;
+    write(settings, &ModelShape::demo(), &sampler, from, stop).map(|texts| texts.concat())
+}
+
+/// The weights that are sampled.
+enum From {
+    Seed(u64),
+    Checkpoint(Box<Loaded>),
+}
+
+fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: From, stop: &StopFlag) -> Result<Vec<String>> {
+    let settings = alone(settings, sampler);
+    check_context(&settings, shape, Path::new("the model"))?;
+    let (launcher, settings) = Launcher::new(&settings)?;
+    let plan = launcher.plan(&settings, shape, false)?;
+    launcher.engine(&plan, shape, Writing { sampler, from, stop })
+}
+
+/// `settings` of one device and rows that are just long enough.
+fn alone(settings: &Settings, sampler: &TextSampler) -> Settings {
+    Settings {
+        seq_length: sampler.longest().next_multiple_of(GRAIN),
+        per_device_train_batch_size: sampler.prompts().min(ROWS_MAX),
+        gpus: 1,
+        all_gpus: false,
+        processes: 1,
+        process: 0,
+        sequence_ranks: 1,
+        gradient_accumulation_steps: None,
+        gradient_shares: None,
+        gradient_group: None,
+        tokens_per_step: None,
+        packing: Packing::Wrapped,
+        replan: ReplanChoice::Off,
+        ..settings.clone()
+    }
+}
+
+/// The tokenizer that the run had, by the files in its checkpoint: its data may be gone.
+fn tokenizer(run: &RecordedRun, settings: &Settings, dir: &Path) -> Result<Tokenizer> {
+    let dir = ModelDir::open(dir)?;
+    let uses_template = run.loaded.manifest().run.get("tokenizer").and_then(|of| of.pointer("/records/chat_template"));
+    let uses_template = uses_template.is_some_and(Value::is_string);
+    let rules = Arc::new(text::record_flags(settings).rules(Some(&dir), |_| uses_template)?);
+    let end_of_text = settings.eos_token.as_deref();
+    let tokenizer = match settings.tokenizer {
+        TokenizerChoice::Bytes => Tokenizer::bytes_with(end_of_text, AddBos::No, rules)?,
+        TokenizerChoice::Auto => {
+            let found = Tokenizer::load_with(&dir, end_of_text, settings.add_bos, &rules)?;
+            found.unwrap_or_else(|| Tokenizer::absent(rules))
+        }
+    };
+    match prompt::lacking_template(&tokenizer).filter(|_| uses_template) {
+        Some(cause) => Err(Error::format(dir.path(), format!("the run used a chat template that is not here any more: {cause}"))),
+        None => Ok(tokenizer),
+    }
+}
+
+/// Writes with an engine once it has its weights.
+struct Writing<'a> {
+    sampler: &'a TextSampler,
+    from: From,
+    stop: &'a StopFlag,
+}
+
+impl UseEngine for Writing<'_> {
+    type Output = Vec<String>;
+
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<String>> {
+        match self.from {
+            From::Seed(seed) => engine.init_state(seed, engine.plan().threads)?,
+            From::Checkpoint(mut loaded) => {
+                let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
+                let loss_scale = LossScale::new(engine.plan().dtype);
+                engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default())?;
+                engine_state::restore(&mut engine, &mut loaded, PIECE_ELEMS)?;
+            }
+        }
+        engine.send_weights()?;
+        let texts = self.sampler.texts(&mut engine, self.stop)?;
+        engine.finish()?;
+        Ok(texts)
+    }
+}
