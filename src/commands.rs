@@ -11,9 +11,12 @@ use crate::checkpoint::best::find_best;
 use crate::checkpoint::digest::digest_checkpoint;
 use crate::checkpoint::export::{MAX_SHARD_BYTES, Options, export_checkpoint};
 use crate::config::aliases;
+use crate::config::describe::as_word;
+use crate::config::foreign;
 use crate::config::settings::{Settings, TrainOptions};
 use crate::data::preparation::{self, Preparation};
 use crate::data::view::{DataView, ViewRequest};
+use crate::disk::{ResultFile, ResultKind};
 use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
 use crate::engine::watchdog::Alarm;
@@ -40,6 +43,7 @@ use crate::train::{Observer, ahead, packing, text};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::Display;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Options of `export`.
@@ -126,6 +130,23 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let query = SearchQuery::new(&settings, &shape, &machine);
     progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
+
+/// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `tell` receives the table of its
+/// keys. Returns the configuration, or a command that uses it.
+///
+/// # Errors
+/// `Usage` with every key that is not available here, for a file of no known program, and for an existing `out` with other content.
+pub fn convert_config(path: &Path, out: Option<&Path>, tell: &mut dyn FnMut(&dyn Display)) -> Result<String> {
+    let converted = foreign::convert(path)?;
+    tell(&converted);
+    let text = converted.toml()?;
+    let Some(out) = out else { return Ok(text.trim_end().into()) };
+    ResultFile::open(out, &CONFIGURATION)?.write(|file| file.write_all(text.as_bytes()))?;
+    Ok(format!("{}: superoffload train {}", out.display(), as_word(&out.to_string_lossy())))
+}
+
+const CONFIGURATION: ResultKind =
+    ResultKind { name: "converted configuration", head: foreign::HEAD, flag: "--out", operation: "write configuration" };
 
 /// Returns the options that continue the run in `dir`, an output directory or a checkpoint: the options of its record, which `flags` override.
 ///

@@ -16,7 +16,9 @@ pub mod checkpoint {
 /// What the program does besides training.
 pub mod commands {
     pub use crate::bench::options::StepOptions;
-    pub use crate::commands::{bench_step, doctor, prepare_process, probe, respell, resume, sample, simulate, under_launcher};
+    pub use crate::commands::{
+        bench_step, convert_config, doctor, prepare_process, probe, respell, resume, sample, simulate, under_launcher,
+    };
     pub use crate::probe::ProbeOptions;
     pub use crate::train::sample::SampleOptions;
 }

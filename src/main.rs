@@ -78,6 +78,14 @@ enum CliCommand {
         #[arg(long)]
         with_samples: bool,
     },
+    /// Make a configuration of one of TRL, axolotl, LLaMA-Factory, accelerate or DeepSpeed, and say what became of each key.
+    ConvertConfig {
+        /// YAML, JSON or TOML of another trainer.
+        file: PathBuf,
+        /// The configuration to write; an earlier one that was converted is replaced, nothing else [default: standard output].
+        #[arg(short, long, value_name = "FILE.toml")]
+        out: Option<PathBuf>,
+    },
     /// Measure what this machine does.
     #[command(subcommand)]
     Bench(Bench),
@@ -252,6 +260,7 @@ fn run(command: CliCommand) -> Result<i32> {
         CliCommand::Data(options) => run_data(*options)?,
         CliCommand::Prepare(options) => run_prepare(*options)?,
         CliCommand::Report { runs, out, with_samples } => answer(superoffload::report(&runs, &out, with_samples)?)?,
+        CliCommand::ConvertConfig { file, out } => answer(commands::convert_config(&file, out.as_deref(), &mut |line| remark(line))?)?,
         CliCommand::Simulate(options) => run_simulate(*options)?,
         CliCommand::Bench(Bench::Step(options)) => bench_step(*options)?,
         CliCommand::Completions { shell } => answer(completions(shell))?,

@@ -6,6 +6,7 @@ mod batch;
 mod campaign;
 mod chat;
 mod cli;
+mod convert_config;
 mod data;
 mod data_view;
 mod deploy;

@@ -3,6 +3,7 @@
 use crate::config::aliases::{self, Translation};
 use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
+use crate::config::foreign::Program;
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::error::Result;
 use clap::Arg;
@@ -34,63 +35,86 @@ impl TrainOptions {
 }
 
 /// The flags that a configuration file may set: all but `--config`. Besides, it may hold [`FILE_ONLY`].
-fn known_keys() -> Vec<Arg> {
+pub(super) fn known_keys() -> Vec<Arg> {
     let command = <TrainOptions as clap::Args>::augment_args(clap::Command::new("train"));
     command.get_arguments().filter(|flag| flag.get_long().is_some_and(|name| name != "config")).cloned().collect()
 }
 
-/// What a file sets; an error is one line without the file's name.
+/// The options that a file sets; an error is one line without the file's name, with every key that is wrong.
 fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
-    let (known, mut set, mut options) = (known_keys(), HashMap::new(), TrainOptions::default());
+    let (known, mut set, mut options, mut faults) = (known_keys(), HashMap::new(), TrainOptions::default(), Vec::new());
     for entry in document.entries.iter().filter(|entry| entry.node.value != NodeValue::Null) {
-        let (name, node) = match translate(&known, entry)? {
-            Meaning::Set(name, node) => (name, node),
-            Meaning::Ignored(line) => {
+        let (name, node) = match translate(&known, entry) {
+            Ok(Meaning::Set(name, node)) => (name, node),
+            Ok(Meaning::Nothing) => continue,
+            Ok(Meaning::Ignored(line)) => {
                 options.ignored.push(line);
                 continue;
             }
-            Meaning::Nothing => continue,
+            Err(cause) => {
+                faults.push(format!("{}: {cause}", entry.at));
+                continue;
+            }
         };
         if let Some(before) = set.insert(name.clone(), entry.at) {
             let before: Place = before;
             return Err(format!("{}: `{name}` is already set in line {}", entry.at, before.line));
         }
-        options = options.over(document.setting(&name, node)?);
+        // A file with faults is none of ours, perhaps, and its values mean something else.
+        if faults.is_empty() {
+            options = options.over(document.setting(&name, node)?);
+        }
     }
-    Ok(options)
+    if faults.is_empty() { Ok(options) } else { Err(all_faults(document, &faults)) }
+}
+
+/// The faults of a file, and how one of another program is read.
+fn all_faults(document: &Document, faults: &[String]) -> String {
+    let program = Program::of(&document.entries).map(|program| {
+        format!(
+            "; this is a configuration of {program}: `superoffload convert-config FILE` says what each key comes to, and makes one of ours"
+        )
+    });
+    faults.join("; ") + &program.unwrap_or_default()
 }
 
 /// What a key and its value come to.
-enum Meaning {
+pub(super) enum Meaning {
     Set(String, DocumentNode),
     Ignored(String),
     Nothing,
 }
 
 /// Spells a key and its value as the flags do and checks that the key is known.
-fn translate(known: &[Arg], entry: &DocumentEntry) -> std::result::Result<Meaning, String> {
+///
+/// # Errors
+/// The fault of the key, without its place.
+pub(super) fn translate(known: &[Arg], entry: &DocumentEntry) -> std::result::Result<Meaning, String> {
     let dashed = entry.key.replace('_', "-");
     let name = aliases::plain_name(&dashed);
     let word = |word: String| DocumentNode { at: entry.node.at, value: NodeValue::Text(word) };
-    match aliases::outcome(name, &entry.node.text()).map_err(|cause| format!("{}: {cause}", entry.at))? {
+    match aliases::outcome(name, &entry.node.text())? {
         Translation::Nothing => Ok(Meaning::Nothing),
         Translation::Flag(flag, value) => Ok(Meaning::Set(flag.into(), word(value))),
         Translation::Ignored(line) => Ok(Meaning::Ignored(line)),
         Translation::AsWritten => match (known.iter().find(|flag| flag.get_long() == Some(name)), &entry.node.value) {
             (Some(flag), NodeValue::Text(text)) => Ok(Meaning::Set(name.into(), word(aliases::choice(flag, text)))),
-            (None, _) if !FILE_ONLY.contains(&name) => {
-                Err(format!("{}: unknown key `{}`{}", entry.at, entry.key.escape_debug(), hint(known, name)))
-            }
+            (None, _) if !FILE_ONLY.contains(&name) => Err(format!("unknown key `{}`{}", entry.key.escape_debug(), hint(known, name))),
             _ => Ok(Meaning::Set(name.into(), entry.node.clone())),
         },
     }
 }
 
+/// The key that was meant, if `name` is a slip of the pen: keys that only look alike mean other things.
 fn hint(known: &[Arg], name: &str) -> String {
     let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied()).chain(aliases::names());
-    let nearest = names.max_by(|a, b| strsim::jaro_winkler(a, name).total_cmp(&strsim::jaro_winkler(b, name)));
+    let slips = |other: &str| strsim::osa_distance(other, name);
+    let nearest = names.min_by_key(|other| slips(other)).filter(|other| slips(other) <= (name.chars().count() / 5).clamp(1, SLIPS_MAX));
     nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
 }
+
+/// Letters by which a slip of the pen differs.
+const SLIPS_MAX: usize = 2;
 
 #[cfg(test)]
 mod tests {
@@ -158,6 +182,7 @@ mod tests {
         let cases: &[(&str, &[&str])] = &[
             ("seed = 1\nlerning_rate = 1", &["line 2", "unknown key `lerning_rate`", "`learning-rate`"]),
             ("config = 'x'", &["line 1", "unknown key `config`"]),
+            ("a1 = 1\nseed = 1\nb2 = 2", &["line 1, column 1: unknown key `a1`; line 3, column 1: unknown key `b2`"]),
             ("\ninject_ = 1", &["line 2", "`inject`"]),
             ("seed = 1\n\nlearning-rate = 'fast'", &["line 3", "`learning-rate`", "expected f64"]),
             ("seq_length = 1.5", &["line 1", "`seq-length`", "floating point `1.5`"]),

@@ -1,5 +1,5 @@
 //! What the person asked for: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
-//! [`aliases`], DeepSpeed's in [`deepspeed`]), resolved and checked ([`resolve`]).
+//! [`aliases`], DeepSpeed's in [`deepspeed`], whole files of other trainers in [`foreign`]), resolved and checked ([`resolve`]).
 //! The table of all settings is in [`settings`], the types of their values in [`options`]; what a launcher says in `launchers`.
 
 pub(crate) mod aliases;
@@ -9,6 +9,7 @@ mod deepspeed_keys;
 pub(crate) mod describe;
 mod document;
 pub(crate) mod file;
+pub(crate) mod foreign;
 pub(crate) mod launchers;
 pub(crate) mod options;
 pub(crate) mod resolve;

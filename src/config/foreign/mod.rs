@@ -1,0 +1,53 @@
+//! Configuration files of other trainers: which program a file is of, and what each of its keys comes to here.
+
+mod convert;
+mod datasets;
+mod fate;
+mod rules;
+
+pub(crate) use convert::{HEAD, convert};
+
+use super::document::DocumentEntry;
+use std::fmt;
+
+/// A program whose configuration files are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Program {
+    DeepSpeed,
+    Accelerate,
+    Axolotl,
+    LlamaFactory,
+    Trl,
+}
+
+/// Keys by which a file of each program is told. Of equal matches the first counts.
+#[rustfmt::skip]
+const SIGNATURES: [(Program, &[&str]); 5] = [
+    (Program::DeepSpeed, &["zero-optimization", "train-micro-batch-size-per-gpu", "train-batch-size", "wall-clock-breakdown", "steps-per-print"]),
+    (Program::Accelerate, &["compute-environment", "distributed-type", "machine-rank", "mixed-precision", "num-machines", "num-processes", "main-training-function"]),
+    (Program::Axolotl, &["base-model", "datasets", "sequence-len", "micro-batch-size", "val-set-size", "sample-packing", "dataset-prepared-path", "num-epochs", "evals-per-epoch"]),
+    (Program::LlamaFactory, &["finetuning-type", "stage", "cutoff-len", "template", "dataset-dir", "plot-loss", "overwrite-cache", "dataset"]),
+    (Program::Trl, &["model-name-or-path", "dataset-name", "max-length", "assistant-only-loss", "completion-only-loss", "attn-implementation", "use-peft"]),
+];
+
+impl Program {
+    /// The program that a file of `entries` is of, as its keys tell.
+    pub(in crate::config) fn of(entries: &[DocumentEntry]) -> Option<Self> {
+        let keys: Vec<String> = entries.iter().map(|entry| entry.key.replace('_', "-")).collect();
+        let matches = |signature: &[&str]| signature.iter().filter(|key| keys.iter().any(|there| there == *key)).count();
+        let best = SIGNATURES.iter().rev().max_by_key(|(_, signature)| matches(signature))?;
+        (matches(best.1) > 0).then_some(best.0)
+    }
+}
+
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::DeepSpeed => "DeepSpeed",
+            Self::Accelerate => "accelerate",
+            Self::Axolotl => "axolotl",
+            Self::LlamaFactory => "LLaMA-Factory",
+            Self::Trl => "TRL",
+        })
+    }
+}
