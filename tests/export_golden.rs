@@ -42,10 +42,13 @@ fn rounded(tensors: &Tensors) -> Tensors {
     tensors.iter().map(|(name, (_, shape, data))| (name.clone(), (Dtype::BF16, shape.clone(), narrow(data)))).collect()
 }
 
-/// `config.json` in `dir`, but for the format of weights.
+/// `config.json` in `dir`, but for the format of weights, and for the old names of rotations where it has the new ones.
 fn config(dir: &Path) -> Value {
     let mut config: Value = serde_json::from_slice(&fs::read(dir.join("config.json")).unwrap()).unwrap();
-    config.as_object_mut().unwrap().retain(|key, _| !["dtype", "torch_dtype"].contains(&key.as_str()));
+    let formats = ["dtype", "torch_dtype"];
+    let old = ["rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"];
+    let has_new = config["rope_parameters"].is_object();
+    config.as_object_mut().unwrap().retain(|key, _| !formats.contains(&key.as_str()) && !(has_new && old.contains(&key.as_str())));
     config
 }
 

@@ -15,6 +15,7 @@ mod evaluation;
 mod exactness;
 mod examples;
 mod export_golden;
+mod export_trained;
 #[cfg(feature = "cuda")]
 mod fake_gpus;
 mod faults;

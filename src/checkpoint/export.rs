@@ -1,6 +1,8 @@
 //! A model directory that `transformers` loads: original names, original layout, shards with an index.
 
+use super::export_config;
 use super::export_dir::ExportDir;
+use super::writer::write_model_file;
 use crate::checkpoint::{self, Loaded};
 use crate::disk::{Dir, OutFile};
 use crate::dtype::{Dtype, Element};
@@ -58,10 +60,11 @@ pub(crate) fn export(
     let place = ExportDir::open(out_dir)?;
     let mut config = Config::parse(&out_dir.join(CONFIG), model_files)?;
     let dtype = config.resolve_dtype(options.dtype)?;
+    export_config::add_old_names(&mut config.map);
     let mut tmp = place.begin()?;
     let dir = tmp.dir();
     for (name, bytes) in model_files.iter().filter(|(name, _)| name != CONFIG) {
-        dir.write_file(name, bytes)?;
+        write_model_file(dir, name, bytes)?;
     }
     dir.write_file(CONFIG, &pretty(&Value::Object(config.map)))?;
     let table = TensorTable::new(&config.shape);

@@ -1,6 +1,7 @@
 //! The directory that an export makes: beside first, marked, and locked as long as it is written, so that one that a killed export left
 //! can be told from one that is being written, and from what nobody here made.
 
+use super::owned::model_files;
 use crate::disk::{Dir, FileKind, Lock, OwnMark, OwnedName, TmpDir};
 use crate::error::{Error, Result};
 use std::ffi::OsString;
@@ -85,14 +86,11 @@ impl ExportDir {
 
 /// The files in `dir`, the mark last; none where that is missing.
 fn marked_files(dir: &Dir) -> Result<Vec<PathBuf>> {
-    let mut files = vec![];
     if dir.kind(MARK.pattern)?.is_none() || !MARK.is_own(dir, MARK.pattern)? {
-        return Ok(files);
+        return Ok(vec![]);
     }
-    for name in dir.names()? {
-        files.extend(matches!(dir.kind(&name)?, Some(FileKind::File(_))).then(|| PathBuf::from(name)));
-    }
-    files.sort_by_key(|name| name == MARK.pattern);
+    let mut files = model_files(dir, |_| true)?;
+    files.sort_by_key(|name| name == Path::new(MARK.pattern));
     Ok(files)
 }
 

@@ -15,6 +15,7 @@ pub(crate) mod best;
 pub(crate) mod digest;
 pub(crate) mod engine_state;
 pub(crate) mod export;
+mod export_config;
 mod export_dir;
 mod find;
 mod format;

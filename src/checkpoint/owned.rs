@@ -5,6 +5,7 @@ use super::format::{MANIFEST, MANIFEST_HEAD, MODEL, Manifest, STATE};
 use super::state_parts::is_file_name;
 use crate::disk::{Dir, FileKind, OwnMark, OwnedName};
 use crate::error::{Error, Result};
+use crate::model::weights::ADDITIONAL_TEMPLATES;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -67,12 +68,22 @@ pub(super) fn remove(output_dir: &Dir, name: impl AsRef<Path>, step: u64) -> Res
 fn files(dir: &Dir) -> Result<Vec<PathBuf>> {
     let manifest = Manifest::read(dir.path()).ok();
     let model: Option<BTreeSet<String>> = manifest.map(|manifest| manifest.files.into_iter().map(|file| file.name).collect());
-    let is_model = |name: &OsStr| model.as_ref().is_none_or(|model| name.to_str().is_some_and(|name| model.contains(name)));
+    let is_model = |name: &str| model.as_ref().is_none_or(|model| model.contains(name));
     let mut files = regular(dir, is_own_file)?;
     files.sort_by_key(|name| name != Path::new(MANIFEST));
     if dir.kind(MODEL)? == Some(FileKind::Dir) {
-        let in_model = regular(&dir.open_dir(MODEL)?, is_model)?;
-        files.extend(in_model.iter().map(|name| Path::new(MODEL).join(name)));
+        files.extend(model_files(&dir.open_dir(MODEL)?, is_model)?.iter().map(|name| Path::new(MODEL).join(name)));
+    }
+    Ok(files)
+}
+
+/// The files in the directory of a model, and in its folder of additional chat templates, whose names in it are wanted.
+pub(super) fn model_files(dir: &Dir, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let is_model = |folder: &str, name: &OsStr| name.to_str().is_some_and(|name| is_wanted(&format!("{folder}{name}")));
+    let mut files = regular(dir, |name| is_model("", name))?;
+    if dir.kind(ADDITIONAL_TEMPLATES)? == Some(FileKind::Dir) {
+        let templates = regular(&dir.open_dir(ADDITIONAL_TEMPLATES)?, |name| is_model(&format!("{ADDITIONAL_TEMPLATES}/"), name))?;
+        files.extend(templates.iter().map(|name| Path::new(ADDITIONAL_TEMPLATES).join(name)));
     }
     Ok(files)
 }

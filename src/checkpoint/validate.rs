@@ -1,9 +1,8 @@
 //! What a manifest may claim. A right checksum says that it is as it was written, not that it makes sense.
 
 use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
-use crate::disk::is_plain_file_name;
 use crate::engine::loss_scale;
-use crate::model::weights::COMPANION_BYTES_MAX;
+use crate::model::weights::{COMPANION_BYTES_MAX, is_model_file_name};
 use crate::optim::moments::Moments;
 use std::collections::HashSet;
 
@@ -64,7 +63,7 @@ impl Manifest {
         let mut names = HashSet::new();
         let mut room = MODEL_BYTES_MAX;
         for file in &self.files {
-            if !is_plain_file_name(&file.name) || !names.insert(&file.name) {
+            if !is_model_file_name(&file.name) || !names.insert(&file.name) {
                 return Err(format!("file name {:?} is not allowed", file.name));
             }
             if file.bytes > COMPANION_BYTES_MAX.min(room) {

@@ -5,7 +5,7 @@ use super::state_file::StateWriter;
 use super::state_parts::{StateParts, file_name};
 use super::store::{self, HiddenRole, Spared};
 use super::written::Written;
-use crate::disk::{Dir, TmpDir};
+use crate::disk::{Dir, FileId, TmpDir};
 use crate::error::Result;
 use crate::optim::StatePart;
 use crate::optim::moments::Moments;
@@ -136,9 +136,18 @@ impl Writer {
     fn write_model(&mut self, model_files: &[(String, Vec<u8>)]) -> Result<()> {
         let dir = self.tmp.dir().create_dir(MODEL)?;
         for (name, bytes) in model_files {
-            self.written.add(Some(MODEL), name, dir.write_file(name, bytes)?);
+            self.written.add(Some(MODEL), name, write_model_file(&dir, name, bytes)?);
             self.manifest.files.push(FileEntry { name: name.clone(), bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) });
         }
         dir.sync()
     }
+}
+
+/// Writes a model's file into `dir`: directly, or as one of the model's additional chat templates.
+pub(super) fn write_model_file(dir: &Dir, name: &str, bytes: &[u8]) -> Result<FileId> {
+    let Some((folder, name)) = name.split_once('/') else { return dir.write_file(name, bytes) };
+    let folder = if dir.kind(folder)?.is_some() { dir.open_dir(folder)? } else { dir.create_dir(folder)? };
+    let id = folder.write_file(name, bytes)?;
+    folder.sync()?;
+    Ok(id)
 }

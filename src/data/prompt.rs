@@ -1,5 +1,6 @@
 //! A prompt as a model is given it: in the words of the run's chat template, if it has one.
 
+use super::chat::ChatTemplate;
 use super::tokenizer::Tokenizer;
 use super::work::{Done, TextWork};
 use crate::error::{Error, Result};
@@ -8,6 +9,11 @@ use crate::signals::StopFlag;
 /// The cause for which records of `tokenizer` go through no chat template; `None` where they go through one.
 pub(crate) fn lacking_template(tokenizer: &Tokenizer) -> Option<&str> {
     tokenizer.rules().template.as_ref().err().map(String::as_str)
+}
+
+/// The chat template that records of `tokenizer` go through, as its file has it.
+pub(crate) fn template_file(tokenizer: &Tokenizer) -> Option<&str> {
+    tokenizer.rules().template.as_ref().ok().map(ChatTemplate::file)
 }
 
 /// The ids of `prompt`, up to where the model begins to answer: as a user's message through the chat template of `tokenizer`'s rules, else as

@@ -61,8 +61,8 @@ enum TokenizerPlace {
 struct Facts {
     vocab_size: usize,
     end_of_text: Option<u32>,
-    /// The token of this id, for people.
-    end_name: Option<String>,
+    /// The text of the end of text, where a model's tokenizer has that token.
+    end_token: Option<String>,
     begin_of_text: Vec<u32>,
     /// Checksum of tokens that files beside `tokenizer.json` add; empty where they add none.
     added: String,
@@ -183,9 +183,9 @@ impl Tokenizer {
         self.facts.end_of_text
     }
 
-    /// The name of the token with the id [`Self::end_of_text`], if there is one.
-    pub(super) fn end_name(&self) -> Option<&str> {
-        self.facts.end_name.as_deref()
+    /// The text of the token that separates documents, where a model's tokenizer has it.
+    pub(crate) fn end_token(&self) -> Option<&str> {
+        self.facts.end_token.as_deref()
     }
 
     /// What each document begins with, most often nothing or one id.
@@ -281,8 +281,9 @@ impl Facts {
         writer.number(1);
         writer.number(self.vocab_size);
         writer.ids(self.end_of_text.as_slice());
+        writer.number(self.end_token.is_some().into());
+        writer.text(self.end_token.as_deref().unwrap_or_default());
         writer.ids(&self.begin_of_text);
-        writer.text(self.end_name.as_deref().unwrap_or_default());
         writer.text(&self.added);
         writer.into_bytes()
     }
@@ -294,8 +295,9 @@ impl Facts {
             return parts.error().map(Err);
         }
         let (vocab_size, end_of_text) = (parts.number()?, parts.ids()?.first().copied());
-        let (begin_of_text, end_name) = (parts.ids()?, Some(parts.text()?.to_string()).filter(|name| !name.is_empty()));
-        Some(Ok(Self { vocab_size, end_of_text, end_name, begin_of_text, added: parts.text()?.into() }))
+        let (has_token, token) = (parts.number()? != 0, parts.text()?.to_string());
+        let (begin_of_text, added) = (parts.ids()?, parts.text()?.into());
+        Some(Ok(Self { vocab_size, end_of_text, end_token: has_token.then_some(token), begin_of_text, added }))
     }
 }
 
@@ -308,6 +310,9 @@ fn refusal(error: &Error) -> Vec<u8> {
 }
 
 fn local_tokenizer(kind: LocalKind, facts: &Facts, rules: Arc<RecordRules>) -> LocalTokenizer {
+    if let (Ok(template), Some(token)) = (&rules.template, &facts.end_token) {
+        template.end_with(token);
+    }
     LocalTokenizer { kind, end_of_text: facts.end_of_text, begin_of_text: facts.begin_of_text.clone(), rules }
 }
 
@@ -351,9 +356,9 @@ fn read_model(dir: &ModelDir, path: PathBuf, bytes: &[u8], end_of_text: Option<&
     guard(SandboxTask::Load, || added.apply(&mut tokenizer)).and_then(|applied| applied).map_err(refuse)?;
     let special = Special::new(&files, &tokenizer, &added);
     let (end_of_text, begin_of_text) = (special.end_of_text(end_of_text)?, special.begin_of_text(add_bos, &post_processor)?);
-    let end_name = end_of_text.and_then(|id| tokenizer.id_to_token(id));
+    let end_token = end_of_text.and_then(|id| tokenizer.id_to_token(id));
     let model = TokenizerModel::new(path, tokenizer, growth);
-    let facts = Facts { vocab_size: model.vocab_size(), end_of_text, end_name, begin_of_text, added: added.identity() };
+    let facts = Facts { vocab_size: model.vocab_size(), end_of_text, end_token, begin_of_text, added: added.identity() };
     Ok((LocalKind::Model(Box::new(model)), facts))
 }
 

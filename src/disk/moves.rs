@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use nix::fcntl::readlinkat;
 use nix::sys::stat::{Mode, fchmod};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
+use std::cmp::Reverse;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -50,6 +51,9 @@ impl Dir {
                 };
                 unlinkat(folder.file(), Path::new(file.file_name().unwrap_or_default()), UnlinkatFlags::NoRemoveDir)?;
             }
+            for folder in nested_folders(files) {
+                remove_if_empty(&dir, folder)?;
+            }
             for child in dir.names().map_err(into_io)? {
                 if dir.kind(&child).map_err(into_io)? == Some(FileKind::Dir) {
                     remove_if_empty(&dir, Path::new(&child))?;
@@ -89,6 +93,15 @@ impl Dir {
         };
         attempt("copy", &self.join(name), copied)
     }
+}
+
+/// Folders in folders that hold `files`, the deepest first.
+fn nested_folders(files: &[PathBuf]) -> Vec<&Path> {
+    let depth = |folder: &Path| folder.components().count();
+    let mut folders: Vec<_> = files.iter().flat_map(|file| file.ancestors().skip(1)).filter(|folder| depth(folder) > 1).collect();
+    folders.sort_by_key(|folder| (Reverse(depth(folder)), *folder));
+    folders.dedup();
+    folders
 }
 
 fn is_cross_device(error: &Error) -> bool {

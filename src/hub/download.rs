@@ -191,8 +191,20 @@ fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
 fn publish(snapshot: &Path, mut files: Vec<RemoteFile>) -> Result<()> {
     let dir = Dir::open(snapshot)?;
     files.sort_by_key(|file| file.name == CONFIG);
-    files.iter().try_for_each(|file| dir.link(&file.name, &Path::new("../../blobs").join(file.checksum.hex())))?;
+    files.iter().try_for_each(|file| link_blob(&dir, file))?;
     dir.sync()
+}
+
+/// Links the blob of `file` under its name in a snapshot, or in a folder of the snapshot.
+fn link_blob(snapshot: &Dir, file: &RemoteFile) -> Result<()> {
+    let Some((folder, name)) = file.name.split_once('/') else {
+        return snapshot.link(&file.name, &Path::new("../../blobs").join(file.checksum.hex()));
+    };
+    let path = snapshot.join(folder);
+    fs::create_dir_all(&path).map_err(|e| Error::io("create", &path, e))?;
+    let folder = snapshot.open_dir(folder)?;
+    folder.link(name, &Path::new("../../../blobs").join(file.checksum.hex()))?;
+    folder.sync()
 }
 
 /// Links the blobs of one split of a data set under their names, all at once: readers treat an existing folder as complete.

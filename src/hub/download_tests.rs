@@ -43,6 +43,8 @@ fn new_repo() -> HubRepo {
         ("onnx/model.onnx", code()),
         ("consolidated.safetensors", b"once more".to_vec()),
         (WEIGHTS, weights),
+        ("additional_chat_templates/rag.jinja", b"{{ 2 }}".to_vec()),
+        ("additional_chat_templates/notes.txt", code()),
     ])
 }
 
@@ -151,7 +153,8 @@ fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
     let snapshot = case.path("snapshots").join(COMMIT);
     let mut names: Vec<_> = fs::read_dir(&snapshot).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    assert_eq!(names, ["chat_template.jinja", "config.json", WEIGHTS, "tokenizer.json"]);
+    assert_eq!(fs::read_to_string(snapshot.join("additional_chat_templates/rag.jinja")).unwrap(), "{{ 2 }}");
+    assert_eq!(names, ["additional_chat_templates", "chat_template.jinja", "config.json", WEIGHTS, "tokenizer.json"]);
     assert_eq!(fs::read_link(snapshot.join(WEIGHTS)).unwrap(), Path::new("../../blobs").join(repo().blob(WEIGHTS)));
     assert_eq!(fs::read_to_string(case.path("refs/refs/pr/1")).unwrap(), COMMIT);
     assert_eq!(crate::model_dir::ModelDir::open(&snapshot).unwrap().file(WEIGHTS).unwrap(), snapshot.join(WEIGHTS));

@@ -3,6 +3,7 @@
 use super::cache::{is_commit, one_of};
 use super::name::DataPart;
 use crate::disk::is_plain_file_name;
+use crate::model::weights::ADDITIONAL_TEMPLATES;
 use crate::model_dir::{CONFIG, INDEX, SINGLE};
 use serde::Deserialize;
 use sha1::Sha1;
@@ -128,7 +129,11 @@ fn is_companion(name: &str) -> bool {
     let is_text = [".json", ".jinja", ".txt", ".model"].iter().any(|end| name.ends_with(end));
     let begins = ["tokenizer", "chat_template"].iter().any(|begin| name.starts_with(begin));
     let names = ["config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"];
-    !name.contains('/') && (names.contains(&name) || begins && is_text)
+    let additional = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
+    match additional {
+        Some(template) => template.ends_with(".jinja") && !template.contains('/'),
+        None => !name.contains('/') && (names.contains(&name) || begins && is_text),
+    }
 }
 
 impl Sibling {

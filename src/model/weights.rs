@@ -9,7 +9,7 @@ pub(crate) mod safetensors;
 
 pub use load::ModelWeights;
 
-use crate::disk;
+use crate::disk::{self, is_plain_file_name};
 use crate::error::{Error, Result};
 use crate::model::tensors::{HfPart, TensorSpec};
 use crate::model_dir::{CONFIG, ModelDir};
@@ -36,6 +36,9 @@ const COMPANIONS: [&str; 9] = [
 /// Prefixes of further such files: `chat_template.jinja`, `LICENSE.txt`.
 const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
 
+/// Folder of a model's chat templates beside the default one.
+pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
+
 /// Maximum size of such a file; tokenizers have some tens of megabytes.
 pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
 
@@ -60,7 +63,29 @@ pub(crate) fn model_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     for name in dir.names()?.iter().filter(|name| is_companion(name)) {
         files.extend(read(name)?);
     }
+    files.extend(additional_templates(&dir)?);
     Ok(files)
+}
+
+/// Whether `name` may be the name of a file that goes with a model: a plain name, or the path of an additional chat template.
+pub(crate) fn is_model_file_name(name: &str) -> bool {
+    let template = name.strip_prefix(ADDITIONAL_TEMPLATES).and_then(|rest| rest.strip_prefix('/'));
+    is_plain_file_name(template.unwrap_or(name))
+}
+
+/// The chat templates that `transformers` keeps beside the default one, by the names of their files in `dir`.
+fn additional_templates(dir: &ModelDir) -> Result<Vec<(String, Vec<u8>)>> {
+    let folder = dir.file(ADDITIONAL_TEMPLATES)?;
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let inner = ModelDir::open(&folder)?;
+    let names = inner.names()?.into_iter().filter(|name| name.ends_with(".jinja"));
+    let read = |name: String| {
+        let path = format!("{ADDITIONAL_TEMPLATES}/{name}");
+        Ok(disk::read_if_present(&dir.file(&path)?, COMPANION_BYTES_MAX)?.map(|bytes| (path, bytes)))
+    };
+    names.filter_map(|name| read(name).transpose()).collect()
 }
 
 /// Adds the files of Python code named by an `auto_map` as `module.Class`. Names of another repository, `owner/name--module.Class`, match

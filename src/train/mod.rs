@@ -14,6 +14,7 @@ mod identity;
 mod inputs;
 mod kept;
 pub(crate) mod metrics_file;
+mod model_files;
 mod observer;
 pub(crate) mod owned_names;
 pub(crate) mod packing;

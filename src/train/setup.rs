@@ -7,7 +7,7 @@ use super::observer::{Observer, RunFacts};
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
-use super::{identity, kept, packing, previous_run, resume, text};
+use super::{identity, kept, model_files, packing, previous_run, resume, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
@@ -117,6 +117,7 @@ pub(super) fn prepare<'a>(
     let comparable = resumed.as_ref().filter(|_| !settings.allow_changed.contains(&RunPart::Tokenizer));
     let saved = comparable.map(|loaded| &loaded.manifest().trainer.settings);
     let (tokenizer, settings) = text::tokenizer(settings, &source.shape, saved, &known)?;
+    let source = ModelSource { files: model_files::as_trained(source.files, &settings, &tokenizer)?, ..source };
     let (dataset, eval_dataset) = open_data(&settings, &source.shape, &tokenizer, &mut known, run_dir.map(RunDir::path), stop, observer)?;
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let prompts = Prompts::of(&settings, &tokenizer)?;

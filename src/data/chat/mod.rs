@@ -30,7 +30,7 @@ mod tool_calls;
 use self::date::Day;
 use self::record::{Content, DataFormat, RecordRules};
 use self::sample::ChatSample;
-use self::template::ChatTemplate;
+pub(super) use self::template::ChatTemplate;
 
 /// The texts of a record of messages by the template `source`, in this process: for fuzzers, which see no other.
 ///

@@ -27,8 +27,12 @@ const MARKS: [(&str, char); 2] = [("generation", '\u{10fffc}'), ("endgeneration"
 
 /// A template, and what it can name besides messages. It is compiled where it is used first.
 pub(in crate::data) struct ChatTemplate {
+    /// As its file has it.
+    file: String,
+    /// As the engine compiles it.
     source: String,
     special_tokens: serde_json::Map<String, Json>,
+    end_token: OnceLock<String>,
     day: Day,
     has_marks: bool,
     identity: String,
@@ -61,14 +65,15 @@ impl ChatTemplate {
     /// # Errors
     /// For a source that is too large to be compiled, in words.
     pub(in crate::data) fn new(source: &str, special_tokens: serde_json::Map<String, Json>, day: Day) -> Result<Self, String> {
+        let own = source.to_string();
         let source = source.replace("\r\n", "\n");
         bounds::check_source(&source)?;
         let date = if source.contains("strftime_now") { day.to_string() } else { String::new() };
         let tokens = Json::Object(special_tokens.clone());
         let identity = checksum::sha256(format!("{source}\n{tokens}\n{date}").as_bytes());
         let (source, has_marks) = with_marks(&source);
-        let (compiled, after_answers) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { source, special_tokens, day, has_marks, identity, compiled, after_answers, tool_use: None })
+        let (end_token, compiled, after_answers) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Ok(Self { file: own, source, special_tokens, end_token, day, has_marks, identity, compiled, after_answers, tool_use: None })
     }
 
     /// This template with another one for conversations with tools.
@@ -80,6 +85,17 @@ impl ChatTemplate {
     /// The template of a conversation that has `tools` or has none.
     pub(super) fn for_tools(&self, tools: Option<&Json>) -> &Self {
         self.tool_use.as_deref().filter(|_| tools.is_some()).unwrap_or(self)
+    }
+
+    /// The template as its file has it.
+    pub(in crate::data) fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// Sets `eos_token` to `token`, the end of text in use, which is known once the tokenizer is read. The first call counts.
+    pub(in crate::data) fn end_with(&self, token: &str) {
+        self.end_token.get_or_init(|| token.into());
+        self.tool_use.iter().for_each(|template| template.end_with(token));
     }
 
     /// The template, ready to be rendered.
@@ -135,8 +151,9 @@ impl ChatTemplate {
         let environment = self.compiled()?;
         messages.iter().chain(tools).try_for_each(|json| check_marks(self.has_marks, json))?;
         let special_tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), template_value(token)));
+        let end_token = self.end_token.get().map(|token| ("eos_token".into(), Value::from(token.as_str())));
         let tools = tools.map_or(Value::from(()), template_value);
-        let context = special_tokens.chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
+        let context = special_tokens.chain(end_token).chain([("tools".into(), tools), ("documents".into(), ().into())]).collect();
         let messages = messages.iter().map(template_value).collect();
         Ok(Renderings { environment, has_marks: self.has_marks, messages, context, fuel: RECORD_FUEL })
     }

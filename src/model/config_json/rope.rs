@@ -46,8 +46,8 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     let types = keys.object(key)?.map(|map| Keys { map, within, ..*keys });
     let kinds = ["full_attention", "sliding_attention"];
     let is_flat = |types: &Keys| kinds.iter().all(|kind| types.get(kind).is_none());
-    if types.as_ref().is_some_and(|types| is_flat(types) || keys.get("rope_scaling").is_some()) {
-        let cause = "expected objects full_attention and sliding_attention, and no rope_scaling beside";
+    if types.as_ref().is_some_and(|types| is_flat(types) || !says_the_same(keys, types)) {
+        let cause = "expected objects full_attention and sliding_attention, and no other rope_scaling beside";
         return Err(keys.bad(key, cause));
     }
     let of_type = |kind, within| -> Result<Keys> {
@@ -56,11 +56,19 @@ fn by_type(keys: &Keys, spec: &FamilySpec, local: LocalRope, heads: &RotatedHead
     };
     let (full, sliding) = (of_type(kinds[0], "rope_parameters.full_attention.")?, of_type(kinds[1], "rope_parameters.sliding_attention.")?);
     let old = keys.object("rope_scaling")?.map(|map| Keys { map, within: "rope_scaling.", ..*keys });
-    let (full, mut rotation) = (rope(keys, &old.unwrap_or(full), spec, heads)?, rope(keys, &sliding, spec, heads)?);
+    let first = if full.map.is_empty() { old.unwrap_or(full) } else { full };
+    let (full, mut rotation) = (rope(keys, &first, spec, heads)?, rope(keys, &sliding, spec, heads)?);
     if sliding.get("rope_theta").is_none() {
         rotation.theta = local.key.map_or(Ok(local.theta), |key| keys.number(key, Some(local.theta), 1.0, 1e30))?;
     }
     Ok([full, rotation])
+}
+
+/// Whether `rope_scaling` beside the new names only repeats their values for layers with full attention, as exports repeat them for readers of the
+/// old names.
+fn says_the_same(keys: &Keys, types: &Keys) -> bool {
+    let Some(Value::Object(old)) = keys.get("rope_scaling") else { return keys.get("rope_scaling").is_none() };
+    types.get("full_attention").is_some_and(|new| old.iter().all(|(key, value)| new.get(key) == Some(value)))
 }
 
 /// Layers with rotation: those marked with 1 in `no_rope_layers`, or all except every n-th.

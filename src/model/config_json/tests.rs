@@ -187,10 +187,12 @@ fn layers_that_slide_have_a_rotation_of_their_own() {
     assert_eq!(old.ropes, [rope(1e6, RopeScaling::Linear { factor: 2.0 }), rope(5e5, RopeScaling::Default)]);
     assert_eq!(read(json!({})).unwrap().ropes, [rope(5e5, RopeScaling::Default), rope(5e5, RopeScaling::Default)]);
     assert_eq!(read(json!({"rope_parameters": {"sliding_attention": sliding}})).unwrap().ropes[1].theta, 1e3);
-    let both = json!({"rope_parameters": {"full_attention": full}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}});
+    let both =
+        |factor: f64| json!({"rope_parameters": {"full_attention": full}, "rope_scaling": {"rope_type": "linear", "factor": factor}});
+    assert_eq!(read(both(2.0)).unwrap().ropes[0], rope(1e6, RopeScaling::Linear { factor: 2.0 }), "the old name repeats the new one");
     for (changes, words) in [
         (json!({"rope_parameters": full}), "rope_parameters: expected objects full_attention and sliding_attention"),
-        (both, "no rope_scaling beside"),
+        (both(3.0), "no other rope_scaling beside"),
         (json!({"rope_parameters": {"full_attention": 1}}), "rope_parameters.full_attention: expected an object"),
         (json!({"rope_parameters": {"sliding_attention": {"rope_theta": -1.0}}}), "rope_parameters.sliding_attention.rope_theta"),
     ] {
