@@ -5,6 +5,7 @@
 mod dir;
 mod lock;
 mod moves;
+mod nearest;
 mod out_file;
 mod owned;
 mod records;
@@ -12,6 +13,7 @@ mod result_file;
 
 pub(crate) use dir::{Dir, FileKind, TmpDir};
 pub(crate) use lock::{Lock, try_lock};
+pub(crate) use nearest::{did_you_mean, named_by};
 pub(crate) use out_file::{FileId, OutFile};
 pub(crate) use owned::{OwnMark, OwnedName, canonical};
 pub(crate) use records::{RECORDS, RECORDS_MANIFEST, Records, RunRecord};

@@ -3,6 +3,7 @@
 //! A hub's cache keeps files in `blobs/` and links to them from `snapshots/<revision>/`; people link one name to another.
 //! A link to anywhere else would put a file that is no part of the model into every checkpoint and export.
 
+use crate::disk::did_you_mean;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -13,11 +14,6 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 /// Which tensor is in which shard.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 pub(crate) const INDEX_BYTES_MAX: u64 = 64 << 20;
-
-/// Names are alike from here on, where 1 is the same: one letter more, less or another in a word of four.
-const ALIKE: f64 = 0.85;
-/// More names than a person looks through.
-const NAMES_MAX: usize = 10_000;
 
 /// A directory whose files are opened by name.
 #[derive(Debug)]
@@ -86,19 +82,9 @@ pub(crate) fn expect_there(model: &Path) -> Result<()> {
     if model.symlink_metadata().is_ok() {
         return Ok(());
     }
-    let meant = nearest(model).map_or(String::new(), |near| format!("; did you mean {}?", near.display()));
+    let meant = did_you_mean(model, Path::is_dir);
     let allowed = "a directory with config.json, or a name on the hub as org/model";
     Err(Error::usage(format!("--model {}: no such directory{meant}; expected {allowed}", model.display())))
-}
-
-/// The name beside `path` that is most like its own, where one is like it.
-fn nearest(path: &Path) -> Option<PathBuf> {
-    let (parent, name) = (path.parent()?, path.file_name()?.to_str()?);
-    let dir = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-    let entries = std::fs::read_dir(dir).ok()?.flatten().take(NAMES_MAX).filter(|entry| entry.path().is_dir());
-    let likeness = |other: &str| strsim::jaro_winkler(other, name);
-    let names = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|other| likeness(other) >= ALIKE);
-    names.max_by(|a, b| likeness(a).total_cmp(&likeness(b))).map(|near| parent.join(near))
 }
 
 #[cfg(test)]

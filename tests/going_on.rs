@@ -140,6 +140,27 @@ fn the_command_of_a_report_begins_a_fresh_run() {
 }
 
 #[test]
+fn a_path_at_which_nothing_lies_is_named_with_its_flag_and_its_nearest_neighbour() {
+    let workspace = Workspace::new();
+    let near = workspace.write("settings.json", "{}");
+    let far = near.with_file_name("setings.json");
+    let flags = ["--data", "--eval-data", "--chat-template", "--prompts", "--config", "--deepspeed"];
+    for flag in flags {
+        let mut command = train_from_within(&workspace, &["--output-dir=out", "--max-steps=1"]);
+        let held = if flag == "--prompts" { "--eval-split=2" } else { "--seed=42" };
+        let refused = run(command.arg(held).arg(flag).arg(&far));
+        let words = format!("setings.json: No such file or directory, named by {flag}; did you mean {}?", near.display());
+        refused.refused(1, &[&words]);
+    }
+    run(&mut train_from_within(&workspace, &["--output-dir=runs", "--max-steps=1"])).digest();
+    for command in ["resume", "export", "digest"] {
+        let out = if command == "export" { &["x"][..] } else { &[] };
+        let refused = run(program(&[command, "run"]).args(out).current_dir(workspace.path("")));
+        refused.refused(1, &["run: no good checkpoint: there is no such directory; did you mean runs?"]);
+    }
+}
+
+#[test]
 fn a_model_has_one_flag_in_plan_simulate_and_bench() {
     let machine = ["--hardware=h200-pcie5", "--seq-length=512", "--per-device-train-batch-size=1"];
     let (model, config) = ("--model=gpt-5b", "--model-config=gpt-5b");

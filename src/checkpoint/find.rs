@@ -1,6 +1,7 @@
 //! The checkpoint that a person means.
 
 use super::{is_called_checkpoint, is_checkpoint, newest_good};
+use crate::disk::did_you_mean;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -18,7 +19,11 @@ pub(crate) fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
         // What is called a checkpoint and lacks its manifest is a damaged one: whoever opens it says so.
         None if newest.warnings.is_empty() && is_called_checkpoint(dir) => Ok((dir.to_path_buf(), vec![])),
         None => {
-            let damaged = if newest.warnings.is_empty() { "it is not one and contains none".into() } else { newest.warnings.join("; ") };
+            let damaged = match newest.warnings.as_slice() {
+                [] if !dir.exists() => format!("there is no such directory{}", did_you_mean(dir, Path::is_dir)),
+                [] => "it is not one and contains none".into(),
+                warnings => warnings.join("; "),
+            };
             Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))
         }
     }

@@ -5,6 +5,7 @@ use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
 use crate::config::foreign::Program;
 use crate::config::settings::{FILE_ONLY, TrainOptions};
+use crate::disk::named_by;
 use crate::error::Result;
 use clap::Arg;
 use std::collections::HashMap;
@@ -24,11 +25,11 @@ impl TrainOptions {
     /// These options over those of the file that `--config` names, and both over the DeepSpeed configuration that they name, if they do.
     pub fn over_config_file(self) -> Result<Self> {
         let options = match &self.config {
-            Some(path) => load(path).map(|file| self.over(file))?,
+            Some(path) => load(path).map(|file| self.over(file)).map_err(|error| named_by("--config", error))?,
             None => self,
         };
         match options.deepspeed.clone() {
-            Some(path) => over_deepspeed(options, &path),
+            Some(path) => over_deepspeed(options, &path).map_err(|error| named_by("--deepspeed", error)),
             None => Ok(options),
         }
     }

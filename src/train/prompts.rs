@@ -4,7 +4,7 @@ use super::sampling::{Sampling, TextSampler};
 use crate::config::settings::Settings;
 use crate::data::tokenizer::Tokenizer;
 use crate::device::Kernels;
-use crate::disk;
+use crate::disk::{self, named_by};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
 use crate::metrics::WrittenSample;
@@ -38,7 +38,7 @@ impl Prompts {
         if settings.sequence_ranks > 1 {
             return refuse("not with --sequence-ranks above 1; `superoffload sample` reads a checkpoint".into());
         }
-        let lines = read(path)?;
+        let lines = read(path).map_err(|error| named_by("--prompts", error))?;
         if !(1..=PROMPTS_MAX).contains(&lines.len()) {
             return refuse(format!("{} prompts, a line each; allowed are 1 to {PROMPTS_MAX}", lines.len()));
         }

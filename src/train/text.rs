@@ -13,6 +13,7 @@ use crate::data::rows::Packing;
 use crate::data::source;
 use crate::data::tokenizer::AddBos;
 use crate::data::tokenizer::Tokenizer;
+use crate::disk::named_by;
 use crate::error::{Error, Result};
 use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
@@ -151,7 +152,8 @@ pub(super) fn record_flags(settings: &Settings) -> RecordFlags<'_> {
 fn rules(settings: &Settings, flags: &RecordFlags<'_>, known: &KnownSources) -> Result<RecordRules> {
     let dir = settings.model.as_deref().map(ModelDir::open).transpose()?;
     let lists = [&settings.data[..], &settings.eval_data];
-    let files = lists.iter().map(|paths| known.find_files(paths)).collect::<Result<Vec<_>>>()?.concat();
+    let find = |(paths, flag): (&&[PathBuf], _)| known.find_files(paths).map_err(|error| named_by(flag, error));
+    let files = lists.iter().zip(["--data", "--eval-data"]).map(find).collect::<Result<Vec<_>>>()?.concat();
     flags.rules(dir.as_ref(), |rules| known.has_answers(&lists, rules).unwrap_or_else(|| source::asks_for_template(&files, rules)))
 }
 

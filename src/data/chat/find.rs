@@ -6,6 +6,7 @@ use super::named::{DEFAULT, FoundTemplate, NamedTemplates, TOOL_USE, json, read}
 use super::record::{DataFormat, RecordRules};
 use super::template::ChatTemplate;
 use super::template_variables;
+use crate::disk::named_by;
 use crate::error::{Error, Result};
 use crate::model_dir::ModelDir;
 use serde_json::{Map, Value};
@@ -90,7 +91,8 @@ impl RecordFlags<'_> {
     /// The template, and the one for conversations with tools if that is another; or, in words, why there is none.
     fn found(&self, dir: Option<&ModelDir>) -> Result<std::result::Result<(FoundTemplate, Option<FoundTemplate>), String>> {
         if let Some(path) = self.template {
-            let source = read(path)?.ok_or_else(|| Error::io("read", path, std::io::ErrorKind::NotFound.into()))?;
+            let missing = || named_by("--chat-template", Error::io("read", path, std::io::ErrorKind::NotFound.into()));
+            let source = read(path)?.ok_or_else(missing)?;
             return Ok(Ok((FoundTemplate { file: path.into(), source }, None)));
         }
         let Some(dir) = dir else { return Ok(Err("the built-in model has no chat template: --chat-template FILE names one".into())) };
