@@ -6,6 +6,7 @@ use crate::config::settings::Settings;
 use crate::data::files;
 use crate::data::rows::Packing;
 use crate::data::source;
+use crate::disk::named_by;
 use crate::error::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -54,11 +55,12 @@ fn of_checkpoint(saved: &Value) -> Packing {
 
 /// The rows of data, and why.
 fn of_data(settings: &Settings) -> Result<(Packing, String)> {
-    let data = files::find_files(&settings.data)?;
+    let data = files::find_files(&settings.data).map_err(|error| named_by("--data", error))?;
     let Some(answers) = source::with_answers(&data, &record_flags(settings).plain_rules()?) else {
         return Ok((Packing::Wrapped, "the data is one stream of text".into()));
     };
-    let all = [data.as_slice(), &files::find_files(&settings.eval_data)?].concat();
+    let evaluated = files::find_files(&settings.eval_data).map_err(|error| named_by("--eval-data", error))?;
+    let all = [data.as_slice(), &evaluated].concat();
     Ok(match all.iter().find(|path| !files::is_text(path)) {
         Some(ids) => (Packing::Wrapped, format!("{} does not say where its documents end", ids.display())),
         None => (Packing::Bfd, format!("the records of {} stay whole", answers.display())),
