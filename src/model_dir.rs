@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// What describes the model.
 pub(crate) const CONFIG: &str = "config.json";
+/// The folder of a model's chat templates beside the default one.
+pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 /// All weights in one file; it wins over shards.
 pub(crate) const SINGLE: &str = "model.safetensors";
 /// Which tensor is in which shard.

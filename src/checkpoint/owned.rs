@@ -5,7 +5,7 @@ use super::format::{MANIFEST, MANIFEST_HEAD, MODEL, Manifest, STATE};
 use super::state_parts::is_file_name;
 use crate::disk::{Dir, FileKind, OwnMark, OwnedName};
 use crate::error::{Error, Result};
-use crate::model::weights::ADDITIONAL_TEMPLATES;
+use crate::model_dir::ADDITIONAL_TEMPLATES;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

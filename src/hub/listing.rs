@@ -3,8 +3,7 @@
 use super::cache::{is_commit, one_of};
 use super::name::DataPart;
 use crate::disk::is_plain_file_name;
-use crate::model::weights::ADDITIONAL_TEMPLATES;
-use crate::model_dir::{CONFIG, INDEX, SINGLE};
+use crate::model_dir::{ADDITIONAL_TEMPLATES, CONFIG, INDEX, SINGLE};
 use serde::Deserialize;
 use sha1::Sha1;
 use sha2::{Digest, Sha256};

@@ -12,7 +12,7 @@ pub use load::ModelWeights;
 use crate::disk::{self, is_plain_file_name};
 use crate::error::{Error, Result};
 use crate::model::tensors::{HfPart, TensorSpec};
-use crate::model_dir::{CONFIG, ModelDir};
+use crate::model_dir::{ADDITIONAL_TEMPLATES, CONFIG, ModelDir};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -35,9 +35,6 @@ const COMPANIONS: [&str; 9] = [
 
 /// Prefixes of further such files: `chat_template.jinja`, `LICENSE.txt`.
 const COMPANION_PREFIXES: [&str; 2] = ["chat_template.", "LICENSE"];
-
-/// Folder of a model's chat templates beside the default one.
-pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
 
 /// Maximum size of such a file; tokenizers have some tens of megabytes.
 pub(crate) const COMPANION_BYTES_MAX: u64 = 256 << 20;
