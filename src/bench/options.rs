@@ -72,7 +72,7 @@ const STEPS_MAX: u64 = 100_000;
 
 /// Options of `train` that have no effect in a benchmark.
 #[rustfmt::skip]
-const MEANINGLESS: [&str; 30] = [
+const MEANINGLESS: [&str; 31] = [
     "model", "init", "data", "eval_data", "output_dir", "max_steps", "num_train_epochs",
     "data_format", "columns", "train_on", "chat_template", "chat_template_name", "chat_template_kwargs",
     "chat_date",
