@@ -147,7 +147,7 @@ fn a_path_at_which_nothing_lies_is_named_with_its_flag_and_its_nearest_neighbour
     let flags = ["--data", "--eval-data", "--chat-template", "--prompts", "--config", "--deepspeed"];
     for flag in flags {
         let mut command = train_from_within(&workspace, &["--output-dir=out", "--max-steps=1"]);
-        let held = if flag == "--prompts" { "--eval-split=2" } else { "--seed=42" };
+        let held = if flag == "--prompts" { "--eval-data=data.txt" } else { "--seed=42" };
         let refused = run(command.arg(held).arg(flag).arg(&far));
         let words = format!("setings.json: No such file or directory, named by {flag}; did you mean {}?", near.display());
         refused.refused(1, &[&words]);
