@@ -48,7 +48,7 @@ fn config(dir: &Path) -> Value {
     let formats = ["dtype", "torch_dtype"];
     let old = ["rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"];
     let has_new = config["rope_parameters"].is_object();
-    config.as_object_mut().unwrap().retain(|key, _| !formats.contains(&key.as_str()) && !(has_new && old.contains(&key.as_str())));
+    config.as_object_mut().unwrap().retain(|key, _| !(formats.contains(&key.as_str()) || has_new && old.contains(&key.as_str())));
     config
 }
 

@@ -69,7 +69,7 @@ impl RecordedRun {
     /// `Format` for a record that no program of this version writes.
     pub(crate) fn options(&self, flags: TrainOptions) -> Result<TrainOptions> {
         let settings = self.loaded.manifest().trainer.settings.as_object().cloned().unwrap_or_default();
-        let settings = self.with_copies(self.from_here(settings));
+        let settings = self.with_copies(self.with_paths_from_here(settings));
         let said = flags.said();
         let is_decided = |flag: &str| TOGETHER.iter().any(|group| group.contains(&flag) && group.iter().any(|other| said.contains(other)));
         let is_left_out = |name: &str| OF_A_START.contains(&name) || OF_THE_CHECKPOINT.contains(&name) || Settings::is_file_only(name);
@@ -85,7 +85,7 @@ impl RecordedRun {
     }
 
     /// The settings with paths that lead from the working directory, wherever that was when the run started.
-    fn from_here(&self, mut settings: Map<String, Value>) -> Map<String, Value> {
+    fn with_paths_from_here(&self, mut settings: Map<String, Value>) -> Map<String, Value> {
         let directory = self.loaded.manifest().run.get(DIRECTORY).and_then(Value::as_str).map(PathBuf::from);
         let Some(directory) = directory.filter(|then| std::env::current_dir().is_ok_and(|now| now != *then)) else { return settings };
         let join = |path: &mut Value| {
