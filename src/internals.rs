@@ -13,7 +13,7 @@ pub mod checkpoint {
     pub use crate::checkpoint::{open, verify};
 }
 
-/// What the program does besides training.
+/// Commands of the program besides training.
 pub mod commands {
     pub use crate::bench::options::StepOptions;
     pub use crate::commands::{

@@ -7,7 +7,7 @@ use crate::disk::did_you_mean;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// What describes the model.
+/// The file that describes the model.
 pub(crate) const CONFIG: &str = "config.json";
 /// The folder of a model's chat templates beside the default one.
 pub(crate) const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";

@@ -1,6 +1,6 @@
 //! Something to tell while a long preparation goes on.
 
-/// What is told.
+/// News of a long preparation.
 pub enum News<'a> {
     /// A line for people.
     Note(&'a str),

@@ -20,7 +20,7 @@ const GRACE: Duration = Duration::from_secs(1);
 /// A signal that can stop a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 pub enum StopSignal {
-    /// What schedulers, containers and `kill` send.
+    /// Signal that schedulers, containers and `kill` send.
     #[value(name = "TERM", alias = "SIGTERM")]
     #[serde(rename = "TERM", alias = "SIGTERM", alias = "term", alias = "sigterm")]
     Term,

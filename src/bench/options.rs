@@ -10,7 +10,7 @@ use crate::simulate::random_tokens::LengthRange;
 use clap::Arg;
 use std::path::PathBuf;
 
-/// What `bench step` can be told.
+/// Options of `bench step`.
 #[derive(clap::Args, Clone, Debug)]
 #[command(mut_args(hide_meaningless))]
 pub struct StepOptions {

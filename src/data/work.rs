@@ -92,8 +92,9 @@ fn documents(content: Content, tokenizer: &LocalTokenizer) -> Result<Done, Strin
 
 /// As a user's message through the chat template, if there is one; else as the beginning of a document.
 fn prompt(text: &str, tokenizer: &LocalTokenizer) -> Result<Done, String> {
-    match &tokenizer.rules().template {
-        Ok(template) => TextWork::Text(&template.asking(text)?).answer(tokenizer),
+    let rules = tokenizer.rules();
+    match &rules.template {
+        Ok(template) => TextWork::Text(&template.asking(text, &rules.template_variables)?).answer(tokenizer),
         Err(_) => tokenizer.encode(text).map(|ids| Done::Ids([tokenizer.begin_of_text(), &ids].concat())).map_err(|e| e.to_string()),
     }
 }

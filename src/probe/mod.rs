@@ -67,10 +67,10 @@ use timer::Timer;
 use together::{JointProbe, RankPart};
 use workers::{Workers, memory_policy};
 
-/// What `probe` can be told.
+/// Options of `probe`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ProbeOptions {
-    /// What computes: auto, cpu or cuda.
+    /// Device to measure: auto, cpu or cuda.
     #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
     pub device: DeviceChoice,
 

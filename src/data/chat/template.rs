@@ -134,13 +134,13 @@ impl ChatTemplate {
         if answered.ends_with(WORD) { asked.strip_prefix(&answered).map(String::from) } else { None }
     }
 
-    /// The text in which a user says `prompt`, up to the point where the model begins to answer.
+    /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all records.
     ///
     /// # Errors
-    /// As [`Renderings::render`].
-    pub(in crate::data) fn asking(&self, prompt: &str) -> Result<String, String> {
+    /// As [`Renderings::given`] and [`Renderings::render`].
+    pub(in crate::data) fn asking(&self, prompt: &str, variables: &serde_json::Map<String, Json>) -> Result<String, String> {
         let messages = [serde_json::json!({"role": "user", "content": prompt})];
-        self.renderings(&messages, None)?.render(1, true).map(|rendered| rendered.text)
+        self.renderings(&messages, None)?.given(variables)?.render(1, true).map(|rendered| rendered.text)
     }
 
     /// The renderings of `messages`.
