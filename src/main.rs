@@ -206,12 +206,12 @@ fn put(mut out: impl Write, text: impl Display) -> std::io::Result<()> {
     writeln!(out, "{}", printable_lines(text)).and_then(|()| out.flush())
 }
 
-/// Prints what was asked for. `println!` would panic when nobody reads it.
+/// Prints the result. `println!` would panic on a closed pipe.
 fn answer(text: impl Display) -> Result<()> {
     put(std::io::stdout(), text).map_err(|e| Error::io("write", "standard output", e))
 }
 
-/// Prints what was asked for as a line of JSON.
+/// Prints the result as a line of JSON.
 fn answer_json(record: &impl Serialize) -> Result<()> {
     answer(printable_json(serde_json::to_string(record).map_err(|e| Error::format("the result", e))?))
 }
@@ -222,7 +222,7 @@ fn show(view: impl Display) -> Result<()> {
     writeln!(out, "{view}").and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", e))
 }
 
-/// Prints what a training run tells on its way. A reader who has gone (`| head`) must not end it: its results are files.
+/// Prints a log line of training. A closed pipe (`| head`) must not end the run: its results are files.
 fn log(text: impl Display) {
     let _ = answer(text);
 }
@@ -234,7 +234,7 @@ fn announce(text: impl Display) {
     }
 }
 
-/// Prints a line to standard error; if that is gone, too, there is nobody left to tell.
+/// Prints a line to standard error; failures are ignored.
 fn remark(text: impl Display) {
     let _ = put(std::io::stderr(), text);
 }
@@ -375,15 +375,15 @@ fn run_simulate(options: SimulateOptions) -> Result<()> {
     if is_json { answer_json(&record) } else { answer(record) }
 }
 
-/// Time between lines that say how far the data is, where there is no bar.
+/// Time between progress lines of the data, where there is no bar.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Shows a run to a person: a progress bar on a terminal, plain lines otherwise.
 struct Person {
     bar: ProgressBar,
-    /// What the run does, once it has begun.
+    /// The facts of the run, once it has begun.
     facts: Option<RunFacts>,
-    /// When a person last heard how far the data is.
+    /// Time of the last progress line.
     last_progress: Instant,
 }
 
@@ -460,7 +460,7 @@ impl Observer for Person {
     }
 }
 
-/// Tells of threads that stand still, above `bar`, and ends the program where a run does not go on.
+/// Reports stalled threads above `bar`, and ends the program if the run cannot continue.
 fn end_on_alarm(bar: ProgressBar) -> impl Fn(Alarm) + Send {
     move |alarm| match alarm {
         Alarm::Worker(line) | Alarm::Process(line) => bar.suspend(|| complain("warning", line)),

@@ -29,7 +29,7 @@ impl ModelDir {
     /// The directory at `path`, which may be a link itself.
     ///
     /// # Errors
-    /// `Io` for what is no directory.
+    /// `Io` for a path that is no directory.
     pub fn open(path: &Path) -> Result<Self> {
         let read = |e| Error::io("read", path, e);
         let root = path.canonicalize().map_err(read)?;

@@ -1,6 +1,6 @@
-//! Something to tell while a long preparation goes on.
+//! Progress messages of a long preparation.
 
-/// News of a long preparation.
+/// A progress message.
 pub enum News<'a> {
     /// A line for people.
     Note(&'a str),

@@ -1,4 +1,4 @@
-//! Which checkpoint of a run is best, as its newest one says.
+//! The best checkpoint of a run, as recorded in its newest one.
 
 use super::owned::published;
 use super::{is_checkpoint, newest_good, verify};
@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// Key of the evaluations in what a checkpoint keeps of its run.
+/// Key of the evaluations in a checkpoint's `run`.
 const EVALUATIONS: &str = "evaluations";
 
-/// What the evaluations of a run came to.
+/// The results of a run's evaluations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Evaluations {
     /// The lowest loss.
@@ -31,7 +31,7 @@ pub(crate) struct Best {
 }
 
 impl Evaluations {
-    /// Those that `run`, a checkpoint's, tells of; none if it tells of none.
+    /// Evaluations recorded in `run` of a checkpoint; the default if there are none.
     pub(crate) fn of(run: &Map<String, Value>) -> Self {
         run.get(EVALUATIONS).and_then(|found| Self::deserialize(found).ok()).unwrap_or_default()
     }

@@ -39,7 +39,7 @@ impl StateDigest {
 /// The digest of the state in a checkpoint; every byte that enters it is verified.
 ///
 /// # Errors
-/// Whatever [`open`](super::open) finds wrong, or a checksum of the state that differs.
+/// Errors of [`open`](super::open), or a checksum of the state that differs.
 pub fn digest_checkpoint(dir: &Path) -> Result<String> {
     let mut loaded = reader::open(dir)?;
     let mut digest = StateDigest::new(loaded.manifest().trainer.optimizer_step, loaded.manifest().moments());

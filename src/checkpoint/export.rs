@@ -16,14 +16,14 @@ use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// Limit of one shard unless told otherwise: 5 GB.
+/// Default limit of one shard: 5 GB.
 pub(crate) const MAX_SHARD_BYTES: u64 = 5_000_000_000;
 /// Elements narrowed and written at once; few in tests, so that small tensors have many blocks.
 const WRITE_ELEMS: usize = if cfg!(test) { 100 } else { 1 << 18 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Options {
-    /// Format of the weights; `None`: what `config.json` says, float32 if it says nothing.
+    /// Format of the weights; `None`: the one of `config.json`, or float32 if it has none.
     pub dtype: Option<Dtype>,
     /// A shard holds at most this many bytes of tensors, or one tensor.
     pub(crate) max_shard_bytes: u64,
@@ -35,7 +35,7 @@ impl Default for Options {
     }
 }
 
-/// What [`export_checkpoint`] exported.
+/// The result of [`export_checkpoint`].
 #[derive(Debug)]
 pub(crate) struct Exported {
     pub checkpoint: PathBuf,
@@ -90,7 +90,7 @@ fn expect_model(loaded: &Loaded, dir: &Path, model_files: &[(String, Vec<u8>)]) 
     loaded.expect_tensors(table.specs().iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))
 }
 
-/// A `config.json` and what it means.
+/// A `config.json` and the model shape parsed from it.
 struct Config {
     path: PathBuf,
     map: Map<String, Value>,
@@ -104,12 +104,12 @@ impl Config {
         let text = std::str::from_utf8(&file.1).map_err(|e| wrong(e.to_string()))?;
         let shape = ModelShape::parse(text, path)?;
         let mut map: Map<String, Value> = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
-        // What was packed when it was read leaves as plain numbers.
+        // Weights that were quantized in the source are exported unquantized.
         map.remove("quantization_config");
         Ok(Self { path: path.to_path_buf(), map, shape })
     }
 
-    /// The format to write; the configuration then says so.
+    /// The format to write; the configuration is updated to it.
     fn resolve_dtype(&mut self, wanted: Option<Dtype>) -> Result<Dtype> {
         let mut keys = vec!["dtype", "torch_dtype"];
         keys.retain(|&key| self.map.get(key).is_some_and(|value| !value.is_null()));

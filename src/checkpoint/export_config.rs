@@ -11,7 +11,7 @@ const BESIDE: [&str; 2] = [THETA, "partial_rotary_factor"];
 /// The base of layers that slide, as version 4 of models with two rotations names it.
 const LOCAL_THETA: &str = "rope_local_base_freq";
 
-/// Adds the old names of what `config` says in the new ones; what it says in old names stays.
+/// Adds the old names of keys that `config` has under new names; existing old names stay.
 pub(super) fn add_old_names(config: &mut Map<String, Value>) {
     let Some(Value::Object(new)) = config.get(NEW).cloned() else { return };
     let of_type = |kind: &str| new.get(kind).and_then(Value::as_object);

@@ -1,4 +1,4 @@
-//! The manifest, `trainer_state.json`: what it holds, how it is sealed, what is checked before it is believed.
+//! The manifest, `trainer_state.json`: its contents, its seal, and its checks.
 
 use super::state_parts::StateParts;
 use crate::config::options::RunPart;
@@ -36,7 +36,7 @@ pub(crate) struct TrainerState {
     pub seed: u64,
     /// Where the loader stands; its own format.
     pub(crate) data_position: Value,
-    /// What adaptive speculation remembers; the coordinator's own format.
+    /// The state of adaptive speculation, in the coordinator's own format.
     pub(crate) speculation: Value,
     /// The settings of the run, for people and for comparison at resume.
     pub settings: Value,
@@ -93,7 +93,7 @@ pub struct FileEntry {
 pub struct Manifest {
     pub(crate) format_version: u32,
     pub(crate) trainer: TrainerState,
-    /// What the run learns with and from. Open: a reader keeps entries that it does not know.
+    /// The run's model, tokenizer and data. Open: a reader keeps entries that it does not know.
     #[serde(default)]
     pub run: Map<String, Value>,
     /// The tensors, in the order of `state.bin`.
@@ -123,7 +123,7 @@ fn seal(body: &[u8]) -> String {
 }
 
 impl Manifest {
-    /// A manifest without checksums yet, of the first version that can say what it holds.
+    /// A manifest without checksums yet, of the first version that can represent its contents.
     pub(super) fn new(trainer: TrainerState, run: Map<String, Value>) -> Self {
         let format_version = if moments_of(&run) == Some(Moments::Float32) { 2 } else { 3 };
         Self { format_version, trainer, run, tensors: vec![], state_bytes: 0, state_crc32c: vec![], files: vec![], parts: None }
@@ -160,7 +160,7 @@ impl Manifest {
         let ManifestVersion { format_version } = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
         let [oldest, .., newest] = FORMAT_VERSIONS;
         if format_version > newest {
-            // No damage: whoever looks for a good checkpoint must not pass over it.
+            // A newer version is not damage: the search for a good checkpoint must not skip it.
             let path = path.display();
             return Err(Error::Unsupported(format!("{path}: format {format_version}, this build reads formats {oldest} to {newest}")));
         }

@@ -9,7 +9,7 @@ use crate::optim::StatePart;
 use crate::optim::moments::Moments;
 use std::path::Path;
 
-/// The open files, each with what it holds.
+/// The open files, each with its slices.
 pub(super) struct PartFiles(Vec<(StateFile, Slices)>);
 
 impl PartFiles {

@@ -1,4 +1,4 @@
-//! What a manifest may claim of parts, and what is read of files that hold them.
+//! Tests of the parts in a manifest and of reading the files that hold them.
 
 use super::*;
 use crate::checkpoint::state_file::StateWriter;

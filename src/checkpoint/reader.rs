@@ -1,4 +1,4 @@
-//! Reading a checkpoint: nothing leaves here whose checksum was not compared.
+//! Reading a checkpoint: every returned byte was compared with its checksum.
 
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry};
 use super::part_files::{PartFiles, start_of};

@@ -1,4 +1,4 @@
-//! What a checksum does not say: that training can go on from a state.
+//! Checks beyond the checksum: whether training can continue from a state.
 
 use super::reader::Loaded;
 use crate::dtype::first_nonfinite;
@@ -10,7 +10,7 @@ impl Loaded {
     /// [`Loaded::read_elems`] of a state that training can go on from: everything finite, second moments not below zero.
     ///
     /// # Errors
-    /// As there; `Format` with the tensor and the element that is not so.
+    /// Errors of [`Loaded::read_elems`]; `Format` with the tensor and its invalid element.
     pub fn read_state(&mut self, name: &str, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         self.read_elems(name, part, start, out)?;
         let below = || (part == StatePart::V).then(|| out.iter().position(|&x| x < 0.0)).flatten();

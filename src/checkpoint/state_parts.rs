@@ -1,4 +1,4 @@
-//! How the state of several processes lies in their files, as the manifest says it, and what it may claim.
+//! How the manifest describes the state of several processes in their files, and which descriptions are valid.
 
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::bucket::slices::Slices;
@@ -54,7 +54,7 @@ impl StateParts {
         (self.slices(rank).elems() * moments.state_bytes()) as u64
     }
 
-    /// What makes no sense in it, for `tensors` of so many elements.
+    /// Checks that the parts fit `tensors` with these numbers of elements.
     pub(super) fn validate(&self, tensors: &[u64], moments: Moments) -> std::result::Result<(), String> {
         let Self { flat_elems, bucket_elems, starts, state_crc32c } = self;
         let blocks = |elems: u64| elems > 0 && elems.is_multiple_of(BLOCK as u64);

@@ -26,7 +26,7 @@ pub(crate) struct Spared {
     pub(crate) best: Option<u64>,
 }
 
-/// What a hidden directory is.
+/// The role of a hidden directory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum HiddenRole {
     /// Being written.
@@ -153,7 +153,7 @@ pub(super) fn publish(step: u64, tmp: &mut TmpDir, written: &Written, warnings: 
             let _ = output_dir.rename(old, &target);
         }
     })?;
-    // Whoever removes the directory may have been between its files.
+    // A concurrent removal of the directory may have deleted some of its files.
     written.expect_in(tmp.dir()).inspect_err(|_| drop(owned::remove(&output_dir, &target, step)))?;
     output_dir.sync()?;
     if let Some(old) = &replaced {
@@ -265,7 +265,7 @@ fn none_is_sure(output_dir: &Path, denied: &[Error], damaged: &[String]) -> Erro
     Error::resource(format!("find the newest good checkpoint in {}", output_dir.display()), causes.join("; "))
 }
 
-/// Whether `error` tells of content that is wrong, cut short or missing, not of a system that failed to read it.
+/// Whether `error` means wrong, truncated or missing content, as opposed to a failed read.
 pub(super) fn is_damage(error: &Error) -> bool {
     match error {
         Error::Format { .. } => true,

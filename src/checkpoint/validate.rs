@@ -1,4 +1,4 @@
-//! What a manifest may claim. A right checksum says that it is as it was written, not that it makes sense.
+//! Validation of manifests. A matching checksum proves that a manifest is unchanged, not that it is valid.
 
 use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
 use crate::engine::loss_scale;

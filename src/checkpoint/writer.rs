@@ -20,7 +20,7 @@ const _: () = assert!(cfg!(target_endian = "little"));
 #[derive(Debug)]
 pub(crate) struct Saved {
     pub path: PathBuf,
-    /// What could not be tidied up around it (old checkpoints, remains of dead runs); the save itself is good.
+    /// Failed cleanups around the checkpoint (old checkpoints, remains of dead runs); the save itself is good.
     pub warnings: Vec<String>,
 }
 
@@ -53,10 +53,10 @@ impl Writer {
         Ok(Self { state: Some(state), ..writer })
     }
 
-    /// The same for a checkpoint whose state several processes write: tensors are begun, and [`Writer::set_parts`] says where they lie.
+    /// Creates a checkpoint whose state several processes write: tensors are begun, and [`Writer::set_parts`] sets their places.
     ///
     /// # Errors
-    /// As there.
+    /// Errors of [`Writer::create`].
     pub(super) fn create_shared(output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Self> {
         let (mut warnings, name) = (store::clean(output_dir)?, store::hidden(trainer.step, HiddenRole::Tmp));
         if output_dir.kind(&name)?.is_some() {

@@ -1,4 +1,4 @@
-//! What can be done of a run ahead of it: its text is prepared.
+//! Prepares the text of a run ahead of training.
 
 use super::observer::Observer;
 use super::setup::{find_sources, hear};
@@ -13,7 +13,7 @@ use crate::signals::StopFlag;
 /// Prepares the text of `settings`, that to learn from and that to evaluate on, where training will find it.
 ///
 /// # Errors
-/// Those that training has with its model, tokenizer and data.
+/// The errors of training for its model, tokenizer and data.
 pub(crate) fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Vec<PreparedText>> {
     if settings.data.is_empty() {
         return Err(Error::usage("prepare: --data is missing: files, directories or a name on the hub"));

@@ -21,7 +21,7 @@ impl<'a> Demo<'a> {
         (model.is_none() && data.is_empty() && !dry_run && is_whole).then_some(Self(settings))
     }
 
-    /// Tells what the model writes: before the first step, or with the weights of `checkpoint`.
+    /// Reports samples of the model: before the first step, or with the weights of `checkpoint`.
     pub(super) fn tell(&self, checkpoint: Option<&Path>, stop: &StopFlag, observer: &mut dyn Observer) {
         let when = if checkpoint.is_some() { "after" } else { "before" };
         match sample::of_demo(self.0, PROMPT, checkpoint, stop) {

@@ -1,4 +1,4 @@
-//! Evaluation during training: when, on what, and what comes of it.
+//! Evaluation during training: schedule, dataset and results.
 
 use super::identity::Run;
 use crate::checkpoint::best::{Best, Evaluations};
@@ -9,7 +9,7 @@ use crate::data::loader::DataPosition;
 use crate::data::packing::Dataset;
 use crate::error::Result;
 
-/// What a run is evaluated on, and when.
+/// The evaluation dataset of a run and its schedule.
 pub(super) struct Evaluation {
     dataset: Dataset,
     strategy: EvalStrategy,
@@ -21,7 +21,7 @@ pub(super) struct Evaluation {
 }
 
 impl Evaluation {
-    /// On `dataset`, as `settings` say, in a run that stands at `position` of its data.
+    /// An evaluation on `dataset` under `settings`, for a run at `position` of its data.
     pub(super) fn new(settings: &Settings, dataset: Dataset, position: DataPosition, sequences: usize) -> Self {
         Self {
             dataset,
@@ -57,7 +57,7 @@ fn complete_epochs(position: DataPosition, sequences: usize) -> u64 {
     position.epoch + u64::from(position.next_sequence == sequences as u64)
 }
 
-/// What evaluations came to, and whether that ends the run.
+/// The results of evaluations, and whether they end the run.
 #[derive(Debug)]
 pub(super) struct Progress {
     all: Evaluations,
@@ -74,7 +74,7 @@ impl Progress {
         Self { all: Evaluations::of(run), last: None, patience, threshold }
     }
 
-    /// An evaluation is due: a checkpoint that is written before it is finished says so.
+    /// Marks an evaluation as due: a checkpoint written before the evaluation finishes records it.
     pub(super) fn begin(&mut self) {
         self.all.is_due = true;
     }

@@ -16,7 +16,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// Its folder in the output directory: empty, or with a file of events in it.
 pub(super) const EVENTS: OwnedName = OwnedName { pattern: "tb", kind: "folder of events", mark: OwnMark::Folder(has_events) };
 const EVENTS_PREFIX: &str = "events.out.tfevents.";
-/// What TensorBoard's own readers expect first.
+/// The version record that TensorBoard's readers expect first.
 const VERSION: &[u8] = b"brain.Event:2";
 
 pub(super) struct EventFile {
@@ -25,10 +25,10 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// A new file in the folder of `dir`, which goes on after `step`: what earlier files say of later steps is taken back.
+    /// Creates a file in the folder of `dir` that continues after `step`: later steps in earlier files are invalidated.
     ///
     /// # Errors
-    /// `Io` when it cannot be written, `Format` when the folder's name is that of something else.
+    /// `Io` when the file cannot be written, `Format` when the folder's name is taken by something else.
     pub(super) fn create(dir: &Dir, step: u64) -> Result<Self> {
         let folder = match dir.kind(EVENTS.pattern)? {
             None => dir.create_dir(EVENTS.pattern)?,
@@ -41,7 +41,7 @@ impl EventFile {
         let mut events = Self { file: folder.create_file(name)?, record: Vec::with_capacity(1024) };
         events.append(&Message::event(now).bytes(3, VERSION))?;
         if step > 0 {
-            // A session that starts at a step says that all from there on comes anew.
+            // A session start invalidates all earlier events from its step on.
             events.append(&Message::event(now).varint(2, step + 1).bytes(7, &Message::default().varint(1, 1).0))?;
         }
         Ok(events)
@@ -108,7 +108,7 @@ fn event(now: Duration, step: u64, scalars: &[(&str, Option<f64>)]) -> Message {
     Message::event(now).varint(2, step).bytes(5, &summary.0)
 }
 
-/// What is shown of a step.
+/// The scalars shown for a step.
 fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 16] {
     let counts = &m.counts;
     [
@@ -209,7 +209,7 @@ mod tests {
         }
     }
 
-    /// What TensorBoard 2.21 wrote of the same two events.
+    /// TensorBoard 2.21 wrote these bytes for the same two events.
     #[test]
     fn a_record_is_tensorboards_to_the_byte() {
         let now = Duration::from_millis(1_700_000_000_500);

@@ -1,4 +1,4 @@
-//! The first line of `metrics.jsonl`: what is the same in every step. A run that goes on writes another one before its lines.
+//! The first line of `metrics.jsonl`: facts common to all steps. A resumed run writes another one before its lines.
 
 use crate::config::settings::Settings;
 use crate::facts::{BuildFacts, DataFacts, MachineFacts, ModelFacts, PlanFacts};
@@ -18,7 +18,7 @@ pub(super) struct FactsLine {
     facts: StartFacts,
 }
 
-/// What a run is about, said once.
+/// The facts of a run, written once.
 #[derive(Serialize)]
 struct StartFacts {
     /// Steps that were done before the lines that follow.
@@ -46,7 +46,7 @@ struct StartFacts {
     settings: Value,
 }
 
-/// What a session does not know of itself.
+/// Facts that a session gets from its caller.
 pub(super) struct Surroundings {
     pub(super) machine: MachineFacts,
     /// The device, the model's place and the data, in words.
@@ -59,7 +59,7 @@ pub(super) struct Surroundings {
 }
 
 impl FactsLine {
-    /// Of a run that goes on after `from_step`, whose steps are of so many tokens and FLOPs.
+    /// The facts of a run that continues after `from_step`, with the tokens and FLOPs of a step.
     pub(super) fn new(
         about: Surroundings,
         from_step: u64,

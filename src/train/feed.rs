@@ -4,7 +4,7 @@ use crate::data::batch::{Batch, Batches};
 use crate::data::loader::{DataPosition, Loader};
 use crate::error::Result;
 
-/// A loader, and what a checkpoint after a failed step must know of it.
+/// A loader, and the loader state that a checkpoint after a failed step needs.
 pub(super) struct Feed {
     loader: Loader,
     step_end: DataPosition,

@@ -1,4 +1,4 @@
-//! What a run learns with and from: its model, tokenizer and data, recorded in every checkpoint under `run` and compared when one
+//! The identity of a run: its model, tokenizer and data, recorded in every checkpoint under `run` and compared when one
 //! is continued. Contents decide; names and places may change.
 
 use crate::config::options::RunPart;
@@ -16,10 +16,10 @@ use crate::optim::moments::Moments;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// What checkpoints keep under `run`. Entries of other versions pass through untouched.
+/// The entry `run` of checkpoints. Entries of other versions pass through untouched.
 pub(super) type Run = Map<String, Value>;
 
-/// In [`RunPart::Numerics`], key of the recipe of layers' matrix products, and what it is where they are in the format of weights.
+/// In [`RunPart::Numerics`], the key of the recipe of layers' matrix products, and its value for products in the format of weights.
 pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
 /// Key there of who computes products of experts, the program's own kernels before there was a choice.
@@ -64,7 +64,7 @@ pub(super) fn of(
     Ok(RunPart::ALL.into_iter().zip(values).map(|(part, value)| (part.name().to_string(), value)).collect())
 }
 
-/// Says of a run whose model came from the hub which one it was. Nothing compares it: the parts say what is the same.
+/// Records the hub model of a run. It is not compared on resume: the parts of the run are.
 pub(super) fn record_model(run: &mut Run, Snapshot { repo, commit }: &Snapshot) {
     run.insert("hub_model".into(), json!({"repo": repo, "commit": commit}));
 }
@@ -120,12 +120,12 @@ pub(super) fn completed(then: &Run) -> Run {
     then
 }
 
-/// Parts that `then` says nothing of, so that they cannot be compared.
+/// Parts that `then` lacks, so that they cannot be compared.
 pub(super) fn unknown(then: &Run) -> Vec<&'static str> {
     RunPart::ALL.into_iter().map(RunPart::name).filter(|name| !then.contains_key(*name)).collect()
 }
 
-/// The parts that differ, each with what it was and what it is.
+/// The parts that differ, each with its old and new value.
 pub(super) fn changes(then: &Run, now: &Run) -> Vec<(RunPart, String)> {
     let changed = |part: RunPart| {
         let (then, now) = (then.get(part.name())?, now.get(part.name())?);
@@ -152,7 +152,7 @@ pub(super) fn continued(then: &Run, now: Run, step: u64, accepted: &[(RunPart, S
     run
 }
 
-/// Fields that both sides have and that differ: `rope_theta was 10000.0 and is 7.0`. What has no field in common is another kind.
+/// Fields of both sides that differ: `rope_theta was 10000.0 and is 7.0`. Objects without a common field are of different kinds.
 pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> {
     match (then, now) {
         _ if then == now => vec![],
@@ -168,7 +168,7 @@ pub(super) fn differences(name: &str, then: &Value, now: &Value) -> Vec<String> 
     }
 }
 
-/// Whether they share a field; one without any says nothing.
+/// Whether the two share a field or one of them is empty.
 fn may_be_one_kind(then: &Map<String, Value>, now: &Map<String, Value>) -> bool {
     then.is_empty() || now.is_empty() || then.keys().any(|key| now.contains_key(key))
 }
@@ -294,7 +294,7 @@ mod tests {
         let scaled = |scaling: &str| format!(r#"[{{"theta": 1}}, {{"theta": 1, "scaling": {scaling}}}]"#);
         let words = r#"scaling was {"llama3":[8]} and is {"linear":2}"#;
         assert_eq!(between(&scaled(r#"{"llama3": [8]}"#), &scaled(r#"{"linear": 2}"#)), words);
-        // What an older program did not write is not compared, and hides nothing behind it.
+        // Fields that an older program did not write are not compared, and later differences are still found.
         assert_eq!(between(r#"[{"a": 1}, {"a": 2}]"#, r#"[{"a": 1, "b": 3}, {"a": 4}]"#), "a was 2 and is 4");
     }
 

@@ -17,7 +17,7 @@ struct NamedInput<'a> {
     may_be_checkpoint: bool,
 }
 
-/// Refuses `settings` in which an input is what the run writes.
+/// Rejects `settings` in which an input is also an output of the run.
 ///
 /// # Errors
 /// `Usage` that names the flag, the path and what helps.
@@ -54,7 +54,7 @@ impl<'a> OutputPlace<'a> {
         Self { name: output_dir, real: output_dir.canonicalize().unwrap_or(written.clone()), written }
     }
 
-    /// Both the name that was given and what it leads to count.
+    /// Checks both the given name and the path it resolves to.
     fn refuse(&self, input: &NamedInput<'_>) -> Result<()> {
         let owned = [at_name(input.path), input.path.canonicalize().ok()].into_iter().flatten();
         let found = owned.filter_map(|path| self.owned(&path)).find(|owned| !input.may_be_checkpoint || !is_checkpoint(owned));
@@ -82,7 +82,7 @@ impl<'a> OutputPlace<'a> {
                 format_args!("the run's own {name} in --output-dir {dir} would count as data; name the files, or another --output-dir");
             return Err(Error::usage(format_args!("{flag} {path}: {cause}")));
         }
-        // What cannot be found is refused where the data is read.
+        // Missing files are rejected where the data is read.
         let found = files::find_files(&[path.to_path_buf()]).unwrap_or_default();
         let mut links = found.iter().filter(|file| file.is_symlink());
         links.try_for_each(|file| self.refuse(&NamedInput { flag, path: file, may_be_checkpoint: false }))

@@ -1,5 +1,5 @@
-//! What a run that goes on keeps of its checkpoint: how a step is cut into micro-batches and shares, unless somebody says otherwise, and
-//! what a plan decides that changes bits, unless another is allowed. And what it cannot keep but tells: GPU, driver and libraries.
+//! A resumed run keeps settings of its checkpoint: how a step is cut into micro-batches and shares, unless flags change it, and
+//! the plan's decisions that change bits, unless a change is allowed. Changes of GPU, driver and libraries are only reported.
 
 use super::identity::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
 use super::observer::Observer;
@@ -19,7 +19,7 @@ use std::fmt::Display;
 
 /// Key of [`StepShape`] in a checkpoint's `run`.
 const STEP: &str = "step";
-/// Key of what the device's bits depend on besides the program and the plan.
+/// Key of the versions (besides program and plan) on which the device's bits depend.
 const COMPUTED_WITH: &str = "computed_with";
 /// Key of the loss's tile in the part [`RunPart::Numerics`].
 const LOSS_TILE: &str = "loss_tile";
@@ -31,7 +31,7 @@ struct StepShape {
     gradient_shares: usize,
 }
 
-/// Writes what `plan` decides into the record of its run.
+/// Writes the decisions of `plan` into the record of its run.
 pub(super) fn record(plan: &Plan, run: &mut Run) {
     let attention = match plan.attention {
         Attention::Plain => "plain",
@@ -106,7 +106,7 @@ fn is_cut_as_said(settings: &Settings) -> bool {
     settings.gradient_accumulation_steps.is_some() && settings.gradient_shares.is_some()
 }
 
-/// A person hears where steps are cut otherwise than the checkpoint's.
+/// Reports where steps are cut otherwise than the checkpoint's.
 fn tell_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
     let (now, shares) = (kept.micro_batches(), kept.shares());
     if then.micro_batches != now {

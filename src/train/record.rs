@@ -10,7 +10,7 @@ use clap::{Args, Command, FromArgMatches};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// Settings of one start, which say nothing of the next one.
+/// Settings of one start, which do not apply to the next one.
 const OF_A_START: [&str; 6] = ["output_dir", "resume_from_checkpoint", "allow_changed", "dry_run", "process", "trace"];
 /// Settings that follow from the checkpoint itself: how its steps are cut, on any number of devices.
 const OF_THE_CHECKPOINT: [&str; 3] = ["gradient_accumulation_steps", "gradient_shares", "gradient_group"];
@@ -115,7 +115,7 @@ impl RecordedRun {
     }
 }
 
-/// Whether a flag can say `value`.
+/// Whether a flag can express `value`.
 fn is_set(value: &Value) -> bool {
     !value.is_null() && value.as_array().is_none_or(|all| !all.is_empty())
 }

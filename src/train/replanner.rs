@@ -22,12 +22,12 @@ const SETTLING_STEPS: u64 = 2;
 const REST_STEPS: u64 = WINDOW as u64;
 const REST_STEPS_MAX: u64 = 640;
 
-/// What a run does after a step.
+/// The decision of a run after a step.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one at a time")]
 pub(super) enum Next {
     Stay,
-    /// It stays, and a person hears of it.
+    /// Keep the plan, and report this line.
     Note(String),
     /// It goes over to this plan; why, in words.
     Move(Plan, String),
@@ -44,7 +44,7 @@ pub(super) enum Replanner {
 impl Replanner {
     pub(super) fn new(settings: &Settings, plan: &Plan) -> Self {
         match settings.replan {
-            // No process but this one would hear of it.
+            // The new plan would not reach other processes.
             _ if plan.processes > 1 => Self::Off,
             ReplanChoice::Auto if is_possible(plan) => Self::Watching(PlanWatch::new(settings.clone())),
             ReplanChoice::Random => Self::Random(settings.clone()),

@@ -22,7 +22,7 @@ use std::path::Path;
 /// The checkpoint to go on from; `None`: from the start.
 ///
 /// # Errors
-/// `Usage` for a directory that is none; whatever is wrong with the one that was named, or with all that `auto` finds.
+/// `Usage` for a path that is no directory; the errors of the named checkpoint, or of all that `auto` finds.
 pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Observer) -> Result<Option<Loaded>> {
     let dir = match &settings.resume_from_checkpoint {
         None => return Ok(None),
@@ -90,7 +90,7 @@ pub(super) struct Accepted {
     loaded: Loaded,
     position: DataPosition,
     history: SpeculationHistory,
-    /// What the checkpoints from here on record.
+    /// The run that later checkpoints record.
     pub(super) run: Run,
 }
 
@@ -379,7 +379,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
 
-        /// Whatever a sealed manifest says: an error of one line, or batches.
+        /// Any sealed manifest gives an error of one line, or batches.
         #[test]
         fn arbitrary_manifests_are_refused_or_resumed(place: prop::sample::Index, value in any_json(), all: bool) {
             let dir = tempfile::tempdir().unwrap();

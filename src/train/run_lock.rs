@@ -1,4 +1,4 @@
-//! Who owns an output directory: the process that holds the lock on a file in it, for as long as it lives.
+//! The owner of an output directory is the process that holds the lock on a file in it, for as long as it lives.
 
 use crate::disk::{self, Dir, Lock, OwnMark, OwnedName};
 use crate::error::{Error, Result, printable};
@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Its file in the output directory, which says who holds the lock. The file stays when the run ends; the lock goes with the process.
 pub(super) const LOCK: OwnedName = OwnedName { pattern: ".lock", kind: "lock", mark: OwnMark::Head("pid ") };
-/// What is read of a file that should hold one line.
+/// Bytes read from a file that should hold one line.
 const HOLDER_BYTES_MAX: u64 = 300;
 
 /// The lock, or that there can be none.
@@ -27,7 +27,7 @@ impl RunLock {
     /// Takes the lock of `dir` and writes into it who has it.
     ///
     /// # Errors
-    /// `Resource` that says who has it; `Io` and `Format` when it cannot be opened or written.
+    /// `Resource` that names the holder; `Io` and `Format` when the lock file cannot be opened or written.
     pub(super) fn take(dir: &Dir) -> Result<Self> {
         Self::take_by(dir, disk::try_lock)
     }
@@ -87,7 +87,7 @@ fn has_another_name(dir: &Dir, file: &File) -> Result<bool> {
 }
 
 fn refusal(dir: &Dir, file: File) -> Error {
-    // Its holder writes who he is right after he took it; until then the line is that of the run before.
+    // The holder writes its process id right after taking the lock; until then the line is that of the previous run.
     sleep(Duration::from_millis(50));
     let mut holder = vec![];
     let _ = file.take(HOLDER_BYTES_MAX).read_to_end(&mut holder);

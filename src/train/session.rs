@@ -48,7 +48,7 @@ pub(super) struct SavedPosition {
     pub(super) sequences: usize,
 }
 
-/// What was measured so far.
+/// Measurements so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct SessionTotals {
     steps: u64,
@@ -61,7 +61,7 @@ struct SessionTotals {
     exposed_to_peers_ns: [u64; RANKS_MAX],
 }
 
-/// What a step does, on average over the data: padding is no work.
+/// The work of a step, on average over the data: padding does not count.
 #[derive(Clone, Copy, Debug)]
 struct StepWork {
     tokens: f64,
@@ -78,18 +78,18 @@ impl StepWork {
     }
 }
 
-/// What every checkpoint of a run holds besides its state.
+/// The contents of every checkpoint of a run besides its state.
 pub(super) struct Companions {
     pub(super) settings: Settings,
-    /// What an export needs besides the weights.
+    /// The files that an export needs besides the weights.
     pub(super) model_files: Vec<(String, Vec<u8>)>,
-    /// What the run learns with and from.
+    /// The run's model, tokenizer and data.
     pub(super) run: Run,
     /// Of all ranks.
     pub(super) plan: Plan,
     /// Prompts that the model is sampled after at evaluations.
     pub(super) prompts: Option<Prompts>,
-    /// What its lines do not say of themselves.
+    /// Facts of the first line of `metrics.jsonl` that the session does not know.
     pub(super) about: Surroundings,
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct Session<D: Kernels> {
     metrics: MetricsFile,
     /// Unless nobody wants them, or they could not be written.
     events: Option<EventFile>,
-    /// What it is evaluated on, if anything, and what came of it last.
+    /// The evaluation, if any, with its last results.
     evaluation: Option<Evaluation>,
     prompts: Option<Prompts>,
     evaluated: Option<EvalMetrics>,
@@ -119,10 +119,10 @@ pub(crate) struct Session<D: Kernels> {
     save_failed: bool,
     /// Whether the engine's state is that of its last step.
     is_sound: bool,
-    /// What cannot be had again although the steps are saved.
+    /// Lost results that saved steps cannot restore.
     lost: Option<String>,
     perf: Option<WorkerCounters>,
-    /// What all ranks go by.
+    /// The plan of all ranks.
     plan: Plan,
     replanner: Replanner,
     /// How long it took to go over to the present plan, until a step has told it.

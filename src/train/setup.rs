@@ -55,16 +55,16 @@ pub(super) struct PreparedRun<'a> {
     source: ModelSource,
     plan: Plan,
     dataset: Dataset,
-    /// What it is evaluated on.
+    /// The evaluation dataset.
     eval_dataset: Option<Dataset>,
     tokenizer: Tokenizer,
-    /// Of its data.
+    /// Known facts of the run's data sources.
     known: KnownSources,
     run: identity::Run,
     resumed: Option<resume::Accepted>,
     /// Prompts that the model is sampled after at evaluations.
     prompts: Option<Prompts>,
-    /// What a run that begins goes by, unless that is random.
+    /// Initial weights of a new run; `None` if they are random.
     weights: Option<ModelWeights>,
     max_steps: u64,
     data: String,
@@ -73,7 +73,7 @@ pub(super) struct PreparedRun<'a> {
 /// `settings` with a path in place of each name on the hub, whose files are here now.
 ///
 /// # Errors
-/// Those of [`text::find_sources`].
+/// Errors of [`text::find_sources`].
 pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
     text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
 }
@@ -89,7 +89,7 @@ pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
 /// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
 ///
 /// # Errors
-/// Whatever is missing, broken or too large; nothing has been trained yet.
+/// Missing, broken or too large inputs; nothing has been trained yet.
 pub(super) fn prepare<'a>(
     settings: &Settings,
     launch: &'a Launcher,
@@ -164,12 +164,12 @@ impl PreparedRun<'_> {
         (self.plan.clone(), self.source.shape.clone())
     }
 
-    /// What was asked for, with what was found and decided.
+    /// The requested settings, with detected and chosen values.
     pub(super) fn settings(&self) -> &Settings {
         &self.settings
     }
 
-    /// Tells what would be done.
+    /// Reports the prepared run.
     pub(super) fn tell(&self, observer: &mut dyn Observer) {
         observer.note(&format!("model   {}", describe_model(&self.settings, &self.source.shape)));
         observer.note(&format!("data    {}", self.data));
@@ -194,7 +194,7 @@ impl PreparedRun<'_> {
     /// A session with `engine`, ready for its first step.
     ///
     /// # Errors
-    /// What goes wrong before the first step.
+    /// Errors before the first step.
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
         let extent = self.extent();
         self.warn_of_passes(extent, observer);
@@ -298,7 +298,7 @@ fn open_data(
     Ok(opened)
 }
 
-/// What the run learns with and from.
+/// The run's model, tokenizer and data.
 fn identify(
     settings: &Settings,
     shape: &ModelShape,

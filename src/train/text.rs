@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// `settings` with a path in place of each name on the hub, whose files are here now.
 ///
 /// # Errors
-/// Those of [`HubQuery::model`] and [`expect_there`].
+/// Errors of [`HubQuery::model`] and [`expect_there`].
 pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
     let mut model = None;
     if let Some(path) = &settings.model {
@@ -45,7 +45,7 @@ pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopF
 /// What reads the data of `settings` where no run is made: the model's shape and the tokenizer, and the settings as [`tokenizer`] gives them.
 ///
 /// # Errors
-/// Those of the model's configuration and of [`tokenizer`].
+/// Errors of the model's configuration and of [`tokenizer`].
 pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(ModelShape, Tokenizer, Settings)> {
     let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
@@ -61,7 +61,7 @@ pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(Mode
 /// move every position in the data. Of what is `known` nothing is read.
 ///
 /// # Errors
-/// Those of [`Tokenizer::load`] and [`files::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
+/// Errors of [`Tokenizer::load`] and [`files::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
 /// that says otherwise than the checkpoint.
 pub(crate) fn tokenizer(
     settings: &Settings,
@@ -95,7 +95,7 @@ pub(crate) fn warning(settings: &Settings, tokenizer: &Tokenizer, dataset: &Data
     unmarked.then(|| format!("{documents} documents {lack}, for none is known; --eos-token TOKEN names one"))
 }
 
-/// `settings`, with the choices of the checkpoint where the flags say nothing.
+/// `settings`, with the choices of the checkpoint where flags are not set.
 fn as_before(settings: &Settings, saved: &Value) -> Settings {
     let mut settings = settings.clone();
     if settings.tokenizer == TokenizerChoice::Auto {
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!((recorded.add_bos, recorded.eos_token.as_deref()), (AddBos::Yes, Some("7")));
         let saved = serde_json::to_value(&recorded).unwrap();
         assert_eq!(resolve(&fresh, &saved).unwrap(), (vec![1], Some(7), recorded.clone()));
-        // The token that was used counts, not what the files say by now.
+        // The recorded token counts, not the present content of the files.
         let mut moved = saved.clone();
         moved["eos_token"] = json!("0");
         assert_eq!(resolve(&fresh, &moved).unwrap().1, Some(0));

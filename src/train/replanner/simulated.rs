@@ -10,7 +10,7 @@ use crate::simulate::clip::Clip;
 use crate::simulate::random_tokens::RandomTokens;
 use std::thread::sleep;
 
-/// A run, its watch, and what a person has heard of it.
+/// A run, its watch, and the reported lines.
 struct WatchedRun {
     engine: Engine<SimDevice>,
     watch: PlanWatch,

@@ -1,4 +1,4 @@
-//! The end of a run, good or bad: what can still be saved is saved, and what is lost is named.
+//! The end of a run, good or bad: it saves the state if possible and names losses.
 
 use super::Session;
 use crate::device::Kernels;
@@ -9,15 +9,15 @@ use crate::train::observer::{Observer, Summary};
 use crate::train::peer_waits::PeerWaits;
 use std::path::PathBuf;
 
-/// What went wrong so far.
+/// The failures so far.
 struct Failures(Option<Error>);
 
 impl Failures {
-    /// What `result` holds, unless that went wrong, too.
+    /// The value of `result`; an error is recorded.
     fn take<T>(&mut self, result: Result<T>) -> Option<T> {
         let Err(error) = result else { return result.ok() };
         self.0 = Some(match self.0.take() {
-            // What has ended the run is met again wherever the other ranks are asked.
+            // Every later query of the other ranks returns the error that ended the run.
             Some(first) if first.to_string() == error.to_string() => first,
             Some(first) => first.and(error),
             None => error,
