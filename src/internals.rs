@@ -1,7 +1,7 @@
-//! The hidden door: what this repository's program, tests, microbenchmarks and fuzzers need of the library besides its face.
+//! Unstable library items for this repository's program, tests, microbenchmarks and fuzzers.
 //!
-//! Nothing here is promised: names come and go with the code behind them. An item stands here by name, so that the compiler says when
-//! nobody reaches it any more.
+//! Nothing here is promised: names come and go with the code behind them. Items are listed by name, so that the compiler reports
+//! unused ones.
 
 pub mod bucket {
     pub use crate::bucket::layout::{BucketLayout, Tier};

@@ -17,7 +17,7 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 pub(crate) const INDEX_BYTES_MAX: u64 = 64 << 20;
 
-/// A directory whose files are opened by name.
+/// A directory for opening files by name.
 #[derive(Debug)]
 pub struct ModelDir {
     path: PathBuf,

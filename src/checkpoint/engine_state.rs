@@ -67,7 +67,7 @@ pub(crate) fn for_each_piece<D: Kernels>(
 /// Puts the state of a checkpoint into the engine, which has its counters, at most `piece_elems` elements at a time.
 ///
 /// # Errors
-/// A tensor that the model does not have, cannot be read, or holds what no training goes on from; the device's.
+/// A tensor that the model does not have, that cannot be read, or with values that training cannot continue from; errors of the device.
 pub(crate) fn restore<D: Kernels>(engine: &mut Engine<D>, loaded: &mut Loaded, piece_elems: usize) -> Result<()> {
     let (specs, mut buffer) = (engine.table().specs().to_vec(), Vec::new());
     loaded.expect_tensors(specs.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;

@@ -40,16 +40,16 @@ impl Default for Options {
 pub(crate) struct Exported {
     pub checkpoint: PathBuf,
     pub step: u64,
-    /// A line for each newer checkpoint that was damaged, and for what the file system cannot do.
+    /// A line for each newer checkpoint that was damaged, and for each limit of the file system.
     pub warnings: Vec<String>,
 }
 
 /// Writes a model directory: `model_files` (`config.json` among them, which decides names and shapes) and the weights
 /// that `read` gives, one tensor of the table at a time into a buffer of its length. The directory is written beside
-/// and renamed. A line for people about what the file system cannot do.
+/// and renamed. Returns a warning about limits of the file system.
 ///
 /// # Errors
-/// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; what `read`
+/// `out_dir` exists and is not an empty directory, or is a link; a `config.json` that is missing or not supported; an error that `read`
 /// reports; a file cannot be written.
 pub(crate) fn export(
     out_dir: &Path,

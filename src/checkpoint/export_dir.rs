@@ -1,5 +1,5 @@
 //! The directory that an export makes: beside first, marked, and locked as long as it is written, so that one that a killed export left
-//! can be told from one that is being written, and from what nobody here made.
+//! is distinguishable from one that is being written, and from foreign directories.
 
 use super::owned::model_files;
 use crate::disk::{Dir, FileKind, Lock, OwnMark, OwnedName, TmpDir};
@@ -18,7 +18,7 @@ pub(super) struct ExportDir {
 }
 
 impl ExportDir {
-    /// The place `out_dir`, after what killed exports to it left is removed.
+    /// The place `out_dir`, after the remains of killed exports to it are removed.
     ///
     /// # Errors
     /// `Usage` when there is something that would be overwritten; `Io` when the directory that holds it cannot be read or written.
@@ -68,7 +68,7 @@ impl ExportDir {
         format!(".{}.tmp-", self.name.to_string_lossy())
     }
 
-    /// Whoever still writes into one holds its lock. Without locks nobody can tell, and nothing is removed.
+    /// A running export holds the lock of its directory. Without file locks running exports are not detectable, and nothing is removed.
     fn remove_leftovers(&self) -> Result<()> {
         for name in self.parent.names()? {
             let is_called_so = name.to_string_lossy().starts_with(&self.prefix()) && self.parent.kind(&name)? == Some(FileKind::Dir);

@@ -16,7 +16,7 @@ pub(crate) fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
     let newest = newest_good(dir)?;
     match newest.found {
         Some((path, _)) => Ok((path, newest.warnings)),
-        // What is called a checkpoint and lacks its manifest is a damaged one: whoever opens it says so.
+        // A directory named like a checkpoint without a manifest is damaged: opening it reports that.
         None if newest.warnings.is_empty() && is_called_checkpoint(dir) => Ok((dir.to_path_buf(), vec![])),
         None => {
             let damaged = match newest.warnings.as_slice() {

@@ -1,5 +1,5 @@
-//! Which directories are checkpoints that the program made, whole or not, and how they go: file by file, so that what somebody else put
-//! into one stays.
+//! Which directories are checkpoints that the program made, whole or not, and their removal: file by file, so that foreign files in
+//! them stay.
 
 use super::format::{MANIFEST, MANIFEST_HEAD, MODEL, Manifest, STATE};
 use super::state_parts::is_file_name;
@@ -26,7 +26,7 @@ pub(super) fn published(step: u64) -> String {
     CHECKPOINT.pattern.replace('#', &step.to_string())
 }
 
-/// It has a manifest, or nothing but what comes before there is one.
+/// It has a manifest, or only files that are written before the manifest.
 fn is_checkpoint(dir: &Dir) -> Result<bool> {
     let manifest = OwnedName { pattern: MANIFEST, kind: "manifest", mark: OwnMark::Head(MANIFEST_HEAD) };
     if dir.kind(MANIFEST)?.is_some_and(|kind| kind != FileKind::File(0)) && manifest.is_own(dir, MANIFEST)? {
@@ -46,8 +46,8 @@ fn is_own_file(name: &OsStr) -> bool {
     name.to_str().is_some_and(|name| [MANIFEST, STATE, MEETING].contains(&name) || is_file_name(name))
 }
 
-/// Removes the checkpoint at `name`, or what is left of one of `step`. What no run put into it stays, as `checkpoint-<step>.foreign-<n>`,
-/// of which a line tells. The manifest goes first: from then on it is no checkpoint.
+/// Removes the checkpoint at `name`, or the remains of one of `step`. Foreign files in it stay, as `checkpoint-<step>.foreign-<n>`,
+/// which the returned line reports. The manifest goes first: from then on it is no checkpoint.
 ///
 /// # Errors
 /// `Io` when it cannot be removed; `Format` where it is none of the program's.

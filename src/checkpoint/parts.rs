@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// A checkpoint in `output_dir` whose state the processes of `engine`, which is flushed, have written: only its manifest is missing.
 ///
 /// # Errors
-/// The disk's, here or at another process; what ended one.
+/// Errors of the disk, here or at another process; the error that ended a process.
 pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer: TrainerState, run: Map<String, Value>) -> Result<Writer> {
     let step = trainer.step;
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
@@ -77,7 +77,7 @@ pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
 pub(crate) struct MeetingPlace(TmpDir);
 
 impl MeetingPlace {
-    /// One in `output_dir`, and what others find it by.
+    /// Creates a meeting place in `output_dir`; returns it with the name by which other processes find it.
     ///
     /// # Errors
     /// The disk's.
@@ -90,7 +90,7 @@ impl MeetingPlace {
         Ok((place, format!("{name}/{sign}")))
     }
 
-    /// Looks for what another process has created, in its output directory, which is to be this one.
+    /// Looks in `output_dir` for the place created by another process, whose output directory must be this one.
     ///
     /// # Errors
     /// `Resource` when it is not there within a few seconds: another machine's file system may be late.
@@ -111,7 +111,7 @@ impl MeetingPlace {
     }
 
     /// Writes a file of a bounded size where `process` will write its parts of checkpoints, beside those of all, and removes it again. A line
-    /// for people about what that file system cannot do.
+    /// for people about limits of that file system.
     ///
     /// # Errors
     /// The disk's.

@@ -1,4 +1,4 @@
-//! A file of state: bytes whose chunks have a checksum each, written once and read in any order. Nothing is given out that was not compared.
+//! A file of state: bytes in chunks with a checksum each, written once and read in any order. Every returned byte was verified.
 
 use super::format::CHUNK_BYTES;
 use crate::disk::{Dir, FileId, InFile, OutFile};

@@ -99,9 +99,9 @@ fn entries(dir: &Dir) -> Result<Vec<StoreEntry>> {
     Ok(dir.names()?.into_iter().filter_map(|name| parse(dir.join(name))).collect())
 }
 
-/// Tidies up after runs that died inside a save: removes what they left, gives back its name to a checkpoint that was
+/// Tidies up after runs that died inside a save: removes their remains, gives back its name to a checkpoint that was
 /// moved aside and not yet replaced. Returns a line for each thing that could not be done. Call it at the start of a
-/// run; every save does. The caller owns the directory. What is foreign stays.
+/// run; every save does. The caller owns the directory. Foreign content stays.
 ///
 /// # Errors
 /// `output_dir` cannot be read.
@@ -133,15 +133,15 @@ fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<Option<String>> {
         Some(_) if reader::open(&aside.path).is_err() || reader::open(&output_dir.join(&target)).is_ok() => {
             return owned::remove(output_dir, aside.name(), aside.step);
         }
-        // Where it could only be moved by copying, what has its name may be the rest of the removal.
+        // If the checkpoint was moved by copying, the directory with its name may be a partly removed original.
         Some(_) => owned::remove(output_dir, &target, aside.step)?,
     };
     output_dir.rename(aside.name(), &target).and_then(|()| output_dir.sync())?;
     Ok(removed)
 }
 
-/// Gives the complete directory `tmp`, in which `written` is, its name. A checkpoint that has the name is moved aside, and removed only when
-/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between. What is foreign gets another name.
+/// Gives the complete directory `tmp`, which holds `written`, its name. A checkpoint that has the name is moved aside, and removed only when
+/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between. Foreign content gets another name.
 pub(super) fn publish(step: u64, tmp: &mut TmpDir, written: &Written, warnings: &mut Vec<String>) -> Result<PathBuf> {
     tmp.dir().sync()?;
     written.expect_in(tmp.dir())?;
@@ -162,7 +162,7 @@ pub(super) fn publish(step: u64, tmp: &mut TmpDir, written: &Written, warnings: 
     Ok(output_dir.join(target))
 }
 
-/// Moves what is called `target` aside; the hidden name of a checkpoint is returned.
+/// Moves `target` aside; the hidden name of a checkpoint is returned.
 fn make_way(output_dir: &Dir, step: u64, target: &str, warnings: &mut Vec<String>) -> Result<Option<String>> {
     if output_dir.kind(target)?.is_none() {
         return Ok(None);
@@ -221,16 +221,16 @@ pub(super) fn is_called_checkpoint(dir: &Path) -> bool {
 
 /// Whether `dir` itself is meant to be a checkpoint, good or damaged, and not a directory of them.
 pub(crate) fn is_checkpoint(dir: &Path) -> bool {
-    // A manifest that cannot be looked at is one: reading it says why.
+    // An inaccessible manifest counts as one: reading it reports the error.
     !dir.join(MANIFEST).symlink_metadata().is_err_and(|e| matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory))
 }
 
-/// The newest checkpoint whose every byte is as it was written.
+/// The newest checkpoint with all bytes verified.
 #[derive(Debug)]
 pub(crate) struct Newest {
     /// Its directory and manifest; `None` if there is no checkpoint, or all are damaged.
     pub found: Option<(PathBuf, Manifest)>,
-    /// A line for each newer one that is damaged: which file and what is wrong with it. Empty with nothing found: there is none.
+    /// A line for each newer one that is damaged: the file and its defect. Empty with nothing found: there is none.
     pub warnings: Vec<String>,
 }
 

@@ -22,7 +22,7 @@ fn checkpoints_in_the_lower_layer_of_an_overlay_are_rotated_and_replaced() {
     assert!(read_back(&dir.path().join("checkpoint-3"), &small(9)).unwrap());
 }
 
-/// A run died while it removed what it had copied aside: the rest has the name, and the copy is whole.
+/// A run died while it removed a checkpoint copied aside: the rest has the name, and the copy is whole.
 #[test]
 fn the_rest_of_a_removal_gives_way_to_the_whole_copy() {
     let dir = tempfile::tempdir().unwrap();

@@ -76,7 +76,7 @@ impl Writer {
     }
 }
 
-/// Writes a whole checkpoint that says nothing of its run into `output_dir`: every tensor, the model's files, the manifest.
+/// Writes a whole checkpoint with an empty `run` into `output_dir`: every tensor, the model's files, the manifest.
 pub(crate) fn save<'a>(
     output_dir: &Path,
     trainer: &TrainerState,
@@ -265,7 +265,7 @@ fn the_limit_removes_the_oldest_but_never_the_one_just_saved() {
         save_step(dir.path(), step, &small(step), Some(2)).unwrap();
     }
     assert_eq!(names(dir.path()), ["checkpoint-10", "checkpoint-9"]);
-    // A half-copied one does not count, and a run that went back keeps what it just wrote.
+    // A half-copied checkpoint does not count, and a run that went back keeps its latest one.
     fs::create_dir(dir.path().join("checkpoint-3")).unwrap();
     save_step(dir.path(), 5, &small(5), Some(1)).unwrap();
     assert_eq!(names(dir.path()), ["checkpoint-3", "checkpoint-5"]);
@@ -331,7 +331,7 @@ fn a_save_that_fails_anywhere_says_so_in_one_line_and_leaves_everything_else() {
         while let Some((dir, result)) = fail_at(step, failures, Mode::Error) {
             failures += 1;
             match result {
-                // What failed was tidying up: the checkpoint is there and the failure is a warning.
+                // Only tidying up failed: the checkpoint is there and the failure is a warning.
                 Ok(saved) => {
                     assert_eq!(saved.warnings.len(), 1, "{saved:?}");
                     assert!(read_back(&saved.path, &tensors(9)).unwrap());
@@ -537,7 +537,7 @@ fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
     let dir = tempfile::tempdir().unwrap();
     let run = json!({"moments": "bfloat16"}).as_object().unwrap().clone();
     let mut tensors = tensors(9);
-    // What bfloat16 holds: state comes from an engine that has rounded it.
+    // Moments are bfloat16 values: state comes from an engine that has rounded them.
     let short = |x: &mut f32| *x = <bf16 as Element>::from_f32(*x).to_f32();
     tensors.iter_mut().for_each(|(_, _, [_, m, v])| [m, v].into_iter().flatten().for_each(short));
     let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(3), run.clone()).unwrap();

@@ -24,7 +24,7 @@ pub(crate) struct Saved {
     pub warnings: Vec<String>,
 }
 
-/// A checkpoint being written. Dropping it before [`Writer::finish`] removes what was written.
+/// A checkpoint being written. Dropping it before [`Writer::finish`] removes its files.
 ///
 /// Tensors are streamed through one buffer of 1 MiB, so that memory stays flat.
 pub(crate) struct Writer {

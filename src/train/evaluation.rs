@@ -191,7 +191,7 @@ mod tests {
                 now.record(step, loss, false);
                 given_up.push(now.given_up().is_some());
             }
-            // 2.5 is lower by 0.5; 2.4 is not by 0.3; of what is not a number none is; 2.2 is not lower than 2.4 by 0.3.
+            // 2.5 is lower by 0.5; 2.4 is not by 0.3; NaN is never lower; 2.2 is not lower than 2.4 by 0.3.
             assert_eq!(given_up, [false, false, false, true, true, true, true]);
             assert_eq!(now.all.lowest, Some(2.05));
         }

@@ -25,7 +25,7 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// Creates a file in the folder of `dir` that continues after `step`: later steps in earlier files are invalidated.
+    /// Creates a file in the folder of `dir` that continues after `step`; TensorBoard drops later steps of earlier files.
     ///
     /// # Errors
     /// `Io` when the file cannot be written, `Format` when the folder's name is taken by something else.

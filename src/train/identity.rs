@@ -22,7 +22,7 @@ pub(super) type Run = Map<String, Value>;
 /// In [`RunPart::Numerics`], the key of the recipe of layers' matrix products, and its value for products in the format of weights.
 pub(super) const MATMUL: &str = "matmul";
 pub(super) const PLAIN_MATMUL: &str = "in the format of weights";
-/// Key there of who computes products of experts, the program's own kernels before there was a choice.
+/// Key there of the kernels for products of experts; older checkpoints used the program's own kernels.
 pub(super) const EXPERT_PRODUCTS: &str = "expert_products";
 /// Key there of the queries of a block of attention's backward pass; null where all are one.
 pub(super) const ATTENTION_BLOCK: &str = "attention_block";
@@ -42,7 +42,7 @@ const FILES_LISTED: usize = 1000;
 const SHOWN: usize = 72;
 
 /// The run of this model, tokenizer and data; none of the latter is the text that ships with the program. Checksums of files are
-/// kept in `output_dir`, those of missing ones are `known`; `progress` hears what is read.
+/// kept in `output_dir`, those of missing ones are `known`; `progress` reports the reading.
 pub(super) fn of(
     shape: &ModelShape,
     tokenizer: &Tokenizer,
@@ -104,7 +104,7 @@ fn data_identity(mut files: Vec<Value>, rules: Option<u32>) -> Value {
     data
 }
 
-/// `then`, and what it means where it says nothing: before there was a choice moments were in float32, products in the format of weights, those
+/// `then`, with defaults for missing keys: older versions had moments in float32, products in the format of weights, those
 /// of experts by own kernels, all queries one block, all tokens one tile of the MLP, sequences on one rank, and shares in no groups.
 pub(super) fn completed(then: &Run) -> Run {
     let mut then = then.clone();
@@ -173,7 +173,7 @@ fn may_be_one_kind(then: &Map<String, Value>, now: &Map<String, Value>) -> bool 
     then.is_empty() || now.is_empty() || then.keys().any(|key| now.contains_key(key))
 }
 
-/// With what a conversion does to them.
+/// The differences of moments, with the effect of a conversion.
 fn moments_differences(then: &Value, now: &Value) -> Vec<String> {
     let widens = *now == json!(Moments::Float32);
     let converted = if widens { "no value changes" } else { "rounded as the checkpoint's last step rounds" };

@@ -57,7 +57,7 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
     run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));
 }
 
-/// Writes `versions`, those of the device, into the record of its run; a person hears which of them are not the checkpoint's. A machine
+/// Writes `versions` of the device into the record of its run, and reports those that differ from the checkpoint's. A machine
 /// gets another driver without being asked, and a run is not to end for it.
 pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut Run, observer: &mut dyn Observer) {
     let now: Value = versions.into_iter().map(|(name, version)| (name.to_string(), version.into())).collect::<Run>().into();
@@ -69,11 +69,11 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
     run.insert(COMPUTED_WITH.into(), now);
 }
 
-/// `settings`, and what the checkpoint says where they say nothing; a person is told where they say something else. `on_gpu`: whether the run goes
+/// `settings`, completed from the checkpoint where flags are not set; differences are reported. `on_gpu`: whether the run goes
 /// on there.
 ///
 /// # Errors
-/// `Format` for a checkpoint that makes no sense; `Usage` when what is said does not fit to what is kept.
+/// `Format` for an invalid checkpoint; `Usage` when flags do not fit the settings kept from it.
 pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, observer: &mut dyn Observer) -> Result<Settings> {
     let (then, sequence_ranks) = (step_shape(loaded)?, numeric(loaded, SEQUENCE_RANKS));
     let is_allowed = settings.allow_changed.contains(&RunPart::Numerics);
@@ -117,7 +117,7 @@ fn tell_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observe
     }
 }
 
-/// The checkpoint's steps cannot be cut as `settings` say, with all the flags that cut them otherwise.
+/// The error when the checkpoint's steps cannot be cut as `settings` require, with all the flags that cut them otherwise.
 fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Error {
     let devices = settings.ranks_in_words();
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
@@ -135,7 +135,7 @@ fn in_words(micro_batches: usize) -> String {
     if micro_batches == 1 { "1 micro-batch".into() } else { format!("{micro_batches} micro-batches") }
 }
 
-/// Flags with which steps are cut so that the run can go on: as near to the checkpoint's and to what `settings` say as can be.
+/// Flags with which steps are cut so that the run can continue: as near to the checkpoint and to `settings` as possible.
 fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String> {
     let group = settings.gradient_group.or(Some(group).filter(|group| *group > 1));
     let cut = |shares: usize| {
@@ -151,7 +151,7 @@ fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String
     settings.gradient_shares.into_iter().chain([then.gradient_shares, ranks, ranks * group.unwrap_or(1)]).find_map(cut)
 }
 
-/// Refuses another degree here, before what follows from it is compared.
+/// Rejects another degree here, before values derived from it are compared.
 fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
     let now = settings.sequence_ranks;
     if then == now || settings.allow_changed.contains(&RunPart::Numerics) {
@@ -163,12 +163,12 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
     )))
 }
 
-/// The number that the checkpoint's numerics say of `what`, which was 1 before they did; another than any run has where that makes no sense.
+/// The number `what` of the checkpoint's numerics: 1 if it is missing (older versions), 0 (which no run has) if it is invalid.
 fn numeric(loaded: &Loaded, what: &str) -> usize {
     said(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
 }
 
-/// Checkpoints of before there were shares say the micro-batches among their settings.
+/// Checkpoints older than shares keep the micro-batches among their settings.
 fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     let manifest = loaded.manifest();
     let micro_batches = || manifest.trainer.settings["gradient_accumulation_steps"].as_u64().unwrap_or(1) as usize;
@@ -186,12 +186,12 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
     Ok(shape)
 }
 
-/// What the checkpoint's numerics say of `what`.
+/// The value of `what` in the checkpoint's numerics.
 fn said<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
     loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
 }
 
-/// Who multiplies by experts: who did `then`, unless another is `asked` for. Own kernels did before there was a choice.
+/// Kernels of expert products: the same as `then`, unless `asked` selects others. Older checkpoints used the program's own kernels.
 fn expert_products(asked: ExpertProductsChoice, then: Option<&Value>) -> serde_json::Result<ExpertProductsChoice> {
     match (asked, then) {
         (ExpertProductsChoice::Auto, Some(then)) => ExpertProducts::deserialize(then).map(ExpertProductsChoice::from),
@@ -230,7 +230,7 @@ mod tests {
             let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));
             [("GPU", "NVIDIA H200".to_string()), ("driver", driver.to_string())].into_iter().chain(cudnn).collect::<Vec<_>>()
         };
-        // A checkpoint of before says nothing; plain attention needs no cuDNN.
+        // An older checkpoint has no versions; plain attention needs no cuDNN.
         for versions in [on("580.65", None), on("580.65", Some("91600")), on("580.82", Some("91700")), on("580.82", None), Vec::new()] {
             record_versions(versions, &mut run, &mut heard);
         }

@@ -23,7 +23,7 @@ pub(super) struct MetricsFile {
 
 impl MetricsFile {
     /// Opens it in `dir` to go on after `step`, with `facts` before the first line: a run that never begins leaves none. Later lines, which
-    /// a resumed run will write again, are dropped. So are lines that are not metrics, of which a line for people tells, as of steps that
+    /// a resumed run will write again, are dropped. So are lines that are not metrics. The returned lines report these and steps that
     /// are missing. The last line may have been cut short by the end of the run: it does not count.
     ///
     /// It is written anew beside and renamed: a run that dies meanwhile must not take the earlier steps with it.
@@ -160,7 +160,7 @@ fn has_own_line(file: File) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Whether it has what other programs' lines of steps have not.
+/// Whether the line has fields that only this program writes.
 fn is_own_step(line: &[u8]) -> bool {
     let line: Option<serde_json::Value> = serde_json::from_slice(line).ok();
     line.is_some_and(|line| ["verdict", "eval_tokens"].iter().any(|key| line.get(key).is_some()))

@@ -1,7 +1,7 @@
 //! A training run: settings in, checkpoints, metrics and a timeline out.
 //!
-//! [`setup`] builds the engine and the data, [`text`] finds what turns text into tokens, `identity` says what a run learns with and
-//! from, `resume` compares that with a checkpoint's and goes on from it, [`session`] runs steps and saves, this file ties them together.
+//! [`setup`] builds the engine and the data, [`text`] finds the tokenizer, `identity` records the run's model, tokenizer and data,
+//! `resume` compares them with a checkpoint's and continues from it, [`session`] runs steps and saves, this file ties them together.
 
 pub(crate) mod ahead;
 mod demo;
@@ -52,10 +52,10 @@ use run_dir::RunDir;
 use session::Session;
 use setup::PreparedRun;
 
-/// Trains as `settings` say, until done, until `stop`, or until something fails, which the summary then holds.
+/// Trains under `settings`, until done, until `stop`, or until a failure, which the summary then holds.
 ///
 /// # Errors
-/// What went wrong before the first step.
+/// Errors before the first step.
 pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     if settings.processes == 1 || settings.dry_run {
         return lead(settings, None, stop, observer);
@@ -86,7 +86,7 @@ fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &
     Ok(summary)
 }
 
-/// The run, without what is shown around it.
+/// The run, without the messages around it.
 fn train_alone(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
     let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
@@ -158,12 +158,12 @@ pub(crate) mod tests {
         }
     }
 
-    /// Trains four steps; what was heard, the step that was reached, and each access to a file, of which the one at `fault` fails.
+    /// Trains four steps; returns the messages, the last step, and each access to a file, of which the one at `fault` fails.
     pub(super) fn four_steps(fault: Option<usize>) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
         four_steps_with(|_| faults::arm(fault.map(|at| (at, Mode::Error))))
     }
 
-    /// As [`four_steps`] with what `arm` does to the output directory meanwhile.
+    /// Like [`four_steps`], with `arm` applied to the output directory meanwhile.
     fn four_steps_with(arm: impl FnOnce(PathBuf)) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
         let dir = tempfile::tempdir().unwrap();
         let settings = Settings {

@@ -1,4 +1,4 @@
-//! Who watches a run, and what it is told.
+//! The observer of a run, and the messages that it receives.
 
 use super::peer_waits::PeerWaits;
 use crate::config::describe::as_word;
@@ -12,7 +12,7 @@ use crate::simulate::outcome::of_a_large_product;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Who watches a run.
+/// Receives the events of a run.
 pub trait Observer {
     /// Everything is resolved and checked; training begins at `step` of `max_steps`.
     fn begin(&mut self, plan: &Plan, facts: &RunFacts);
@@ -24,18 +24,18 @@ pub trait Observer {
     fn warn(&mut self, line: &str);
     /// Of `all` bytes of data `done` are read; `what` is done with them, in words. Comes often, before [`Observer::begin`].
     fn progress(&mut self, _what: &str, _done: u64, _all: u64) {}
-    /// Who hears, on another thread, of threads that stand still; nobody by default, and then nothing watches them.
+    /// The handler, called on another thread, of stalled threads. By default there is none, and threads are not watched.
     fn on_alarm(&mut self) -> Option<Box<dyn Fn(Alarm) + Send>> {
         None
     }
 }
 
-/// What a run is about to do, apart from the plan.
+/// The facts of a run about to start, apart from the plan.
 #[derive(Clone, Debug)]
 pub struct RunFacts {
     /// The device, in words.
     pub device: String,
-    /// What the plan of a GPU rests on, in words.
+    /// The source of the plan's GPU rates, in words.
     pub rates: Option<String>,
     /// FLOPs a second of large matrix products on all devices, by the profile of a GPU.
     pub matmul_flops: Option<f64>,
@@ -67,9 +67,9 @@ impl RunFacts {
 /// How a run ended.
 #[derive(Debug, Default)]
 pub struct Summary {
-    /// Nothing was to be done but to tell what would be.
+    /// Whether this was a dry run.
     pub is_dry: bool,
-    /// Which process of the run tells it; those behind process 0 know little.
+    /// The process that reports the summary; processes other than 0 fill few fields.
     pub process: usize,
     /// Whether a signal ended it early.
     pub interrupted: bool,
@@ -103,13 +103,13 @@ pub struct Summary {
     pub trace: Option<PathBuf>,
     /// Spans that made room in it for later ones.
     pub trace_dropped: u64,
-    /// What was counted of the optimizer's threads, if it was asked for.
+    /// Performance counters of the optimizer's threads, if requested.
     pub perf: Option<WorkerCounts>,
     /// Digest of the final state, if it was asked for.
     pub digest: Option<String>,
-    /// What this process did and no file holds.
+    /// Results of this process that no file holds.
     pub lost: Vec<String>,
-    /// What ended the run early, or went wrong at its end.
+    /// The error that ended the run early, or occurred at its end.
     pub failure: Option<Error>,
 }
 

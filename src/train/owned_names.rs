@@ -36,7 +36,7 @@ struct Foreign {
 }
 
 /// Refuses a directory in which foreign content has a name that a new run needs. Where a run goes on that the directory is known by,
-/// such content gets another name, which `observer` hears. Nothing is written unless that is so.
+/// such content gets another name, reported to `observer`. Otherwise nothing is written.
 ///
 /// # Errors
 /// `Usage` that names the first one and what helps; `Io` when the directory cannot be read.
@@ -45,10 +45,10 @@ pub(super) fn claim(dir: &Dir, settings: &Settings, observer: &mut dyn Observer)
     set_aside(foreign(dir, settings)?, observer)
 }
 
-/// Refuses as [`claim`] does, and renames a foreign lock alone: the other names may be those of a run that is under way, until the lock is held.
+/// Rejects like [`claim`], but renames only a foreign lock: until the lock is held, other names may belong to a running run.
 ///
 /// # Errors
-/// Those of [`claim`].
+/// Errors of [`claim`].
 pub(super) fn claim_lock(dir: &Dir, settings: &Settings, observer: &mut dyn Observer) -> Result<()> {
     check(dir, settings)?;
     let found = foreign(dir, settings)?;
@@ -63,20 +63,20 @@ fn set_aside(foreign: Vec<Foreign>, observer: &mut dyn Observer) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what [`claim`] would, and changes nothing: for a run that is only planned.
+/// Rejects the directories that [`claim`] rejects, and changes nothing: for a run that is only planned.
 ///
 /// # Errors
-/// As there.
+/// Errors of [`claim`].
 pub(super) fn check(dir: &Dir, settings: &Settings) -> Result<()> {
     let foreign = foreign(dir, settings)?;
     let goes_on = settings.resume_from_checkpoint.is_some() && is_of_a_run(dir)?;
     if foreign.is_empty() || goes_on { Ok(()) } else { Err(refusal(&foreign, dir, settings)) }
 }
 
-/// Removes what killed runs left beside the files that they wrote.
+/// Removes the temporary files that killed runs left.
 ///
 /// # Errors
-/// `Io` when it cannot be read or removed.
+/// `Io` when they cannot be read or removed.
 pub(super) fn remove_remains(dir: &Dir) -> Result<()> {
     WRITTEN_BESIDE.iter().try_for_each(|owned| dir.remove_beside(owned))?;
     let records = Records::open(dir)?;

@@ -1,4 +1,4 @@
-//! How a run's data becomes rows where nobody says: what answers a prompt stays whole, running text is one stream, and a run that goes on
+//! How a run's data becomes rows by default: answers to prompts stay whole, running text is one stream, and a resumed run
 //! keeps the rows of its checkpoint. Rows decide kernels and memory, so that this comes before the plan, by the first record of each file.
 
 use super::text::record_flags;
@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 /// Key of the setting in a checkpoint.
 const PACKING: &str = "packing";
 
-/// `settings` with a choice in place of `auto`, which `tell` hears. `saved` are the settings in the checkpoint that the run goes on from.
+/// `settings` with a choice in place of `auto`, reported by `tell`. `saved` are the settings in the checkpoint of a resumed run.
 ///
 /// # Errors
-/// Those of [`files::find_files`]; `Usage` for a flag of records that makes no sense.
+/// Errors of [`files::find_files`]; `Usage` for an invalid flag of records.
 pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, tell: &mut dyn FnMut(&str)) -> Result<Settings> {
     if settings.packing != Packing::Auto {
         return Ok(settings.clone());
@@ -39,7 +39,7 @@ pub(crate) fn settle_for_plan(settings: &Settings, tell: &mut dyn FnMut(&str)) -
     })
 }
 
-/// The settings of a checkpoint and what it leaves out: rows were cut from one stream before it told them.
+/// The settings of a checkpoint with missing ones filled in: older versions always cut rows from one stream.
 pub(super) fn completed(saved: &Value) -> Value {
     let mut saved = saved.clone();
     if let Some(settings) = saved.as_object_mut() {
@@ -48,7 +48,7 @@ pub(super) fn completed(saved: &Value) -> Value {
     saved
 }
 
-/// What makes no sense is refused where it is compared.
+/// Invalid values are rejected where they are compared.
 fn of_checkpoint(saved: &Value) -> Packing {
     Packing::deserialize(&completed(saved)[PACKING]).unwrap_or(Packing::Wrapped)
 }

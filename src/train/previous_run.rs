@@ -12,11 +12,11 @@ use crate::units::Bytes;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-/// What earlier runs hold in all before a person is told.
+/// Total bytes of earlier runs from which on they are reported.
 const WORTH_TELLING: u64 = 1 << 30;
 
-/// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). What has the name
-/// of a later checkpoint and is none of the program's, be it a directory, a link or a file, becomes `<name>.foreign-<n>`. Returns lines
+/// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). Content with the name
+/// of a later checkpoint that the program did not make (a directory, a link or a file) becomes `<name>.foreign-<n>`. Returns lines
 /// for people.
 ///
 /// # Errors
@@ -39,7 +39,7 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Vec<String>> {
 }
 
 fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<String>> {
-    // A timeline or events alone, or metrics without a line, are what a run leaves that never began.
+    // A run that never began leaves a timeline or events alone, or metrics without a line.
     let has_content = |name: &OsString| {
         let says_little = TRACE.matches(name) || EVENTS.matches(name);
         Ok(!says_little && (!METRICS.matches(name) || output_dir.kind(name)? != Some(FileKind::File(0))))
@@ -54,7 +54,7 @@ fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<St
     Ok(Some(format!("moved to {}: {what}{}", target.path().display(), size_of_all(output_dir)?)))
 }
 
-/// The name that `name` is, if what is there comes after `step`.
+/// The owned name that `name` matches, if its content comes after `step`.
 fn later(name: &OsStr, step: u64) -> Option<&'static OwnedName> {
     if CHECKPOINT.matches(name) {
         let number = name.to_str()?.strip_prefix("checkpoint-")?.parse::<u64>();
@@ -72,7 +72,7 @@ fn next_free(output_dir: &Dir) -> Result<Dir> {
     output_dir.create_dir(format!("previous-{number}"))
 }
 
-/// What all earlier runs take, if that is worth a word: nobody else removes them.
+/// The size of all earlier runs, if large enough to report: the program never removes them.
 fn size_of_all(output_dir: &Dir) -> Result<String> {
     let names = output_dir.names()?.into_iter().filter(|name| name.to_string_lossy().starts_with("previous-"));
     let bytes = names.map(|name| output_dir.tree_bytes(Path::new(&name))).sum::<Result<u64>>()?;

@@ -1,4 +1,4 @@
-//! A run of several processes: what those behind process 0 do, and how all end.
+//! A run of several processes: the work of processes other than 0, and the end of all.
 
 use super::observer::{Observer, Summary};
 use super::text;
@@ -24,7 +24,7 @@ use std::time::Duration;
 /// Meets the other processes of the run of `settings`.
 ///
 /// # Errors
-/// Those of [`Party::meet`].
+/// Errors of [`Party::meet`].
 pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Party> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
     let mut tell = |line: &str| match line.strip_prefix("warning: ") {
@@ -34,8 +34,8 @@ pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Obse
     Party::meet(settings, stop, last_resort, &mut tell)
 }
 
-/// Process 0 tells the others what it has decided. They find what is returned in their output directories, which are this `output_dir`; nobody
-/// needs it once all have their engines.
+/// Process 0 sends its plan to the others. They find the returned place in their output directories, which are this `output_dir`; it is not
+/// needed once all have their engines.
 ///
 /// # Errors
 /// The disk's.
@@ -45,10 +45,10 @@ pub(super) fn propose(party: &Party, blueprint: (&Plan, &ModelShape), settings: 
     Ok(place)
 }
 
-/// What a process behind process 0 does: it plans as process 0 says, and follows.
+/// Runs a process other than process 0: it takes the plan of process 0 and follows.
 ///
 /// # Errors
-/// What is missing or differs here; what ended another process.
+/// Inputs that are missing or differ here; the error that ended another process.
 pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     // Data comes from process 0.
     let without_data = Settings { data: Vec::new(), eval_data: Vec::new(), ..settings.clone() };
@@ -79,7 +79,7 @@ pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observ
     }
 }
 
-/// Whether `process` can write its parts of checkpoints, of `bytes` each; a line for people about what the file system cannot do.
+/// Checks that `process` can write its parts of checkpoints, of `bytes` each; returns a warning about limits of the file system.
 fn try_writing(settings: &Settings, meeting_place: &str, bytes: u64, process: usize) -> Result<Option<String>> {
     check_file_size("write a part of a checkpoint", bytes)?;
     MeetingPlace::try_writing(&settings.output_dir, meeting_place, process)
@@ -104,7 +104,7 @@ fn stall_limit(settings: &Settings) -> Duration {
     Duration::from_millis(settings.stall_limit.saturating_mul(1250))
 }
 
-/// Trains, and saves its part where rank 0 says.
+/// Trains, and saves its part at the place that rank 0 sends.
 pub(super) struct Following<'a> {
     pub(super) output_dir: &'a Path,
 }
@@ -124,13 +124,13 @@ fn ended(links: &Links, end: EndOfRun) -> Result<Summary> {
     }
 }
 
-/// Tells the other processes how the run ended here, and gives that back.
+/// Sends the outcome of the run here to the other processes, and returns it.
 ///
 /// # Errors
-/// Those of `outcome`.
+/// Errors of `outcome`.
 pub(super) fn part(links: Links, outcome: Result<Summary>) -> Result<Summary> {
     let failed = |error: &Error| match error {
-        // Who fails tells it itself.
+        // The failing process reports the error itself.
         Error::Rank { .. } if links.process() > 0 => EndOfRun::default(),
         Error::Interrupted(_) => EndOfRun { interrupted: true, ..EndOfRun::default() },
         error => links.end_by(error),

@@ -77,7 +77,7 @@ impl Replanner {
     }
 }
 
-/// What was seen since the last move, and what is asked.
+/// Observations since the last change of plan, and the pending search.
 pub(super) struct PlanWatch {
     settings: Settings,
     window: RecentSteps,
@@ -153,7 +153,7 @@ impl PlanWatch {
         if now.step_s <= before.step_s {
             return Next::Note(format!("the plan gained {:.1} %: {times}", (before.step_s / now.step_s - 1.0) * 1e2));
         }
-        // What was assumed is wrong: nothing better is to be had from it.
+        // The assumptions are wrong: a search based on them finds nothing better.
         self.assumed = Some(*before);
         (self.rest, self.rests_until) = (REST_STEPS_MAX, step + REST_STEPS_MAX);
         self.move_to(format!("the one before, since this one gained nothing: {times}"), plan)
@@ -223,7 +223,7 @@ mod tests {
         }
     }
 
-    /// What a run does that has just changed its plan, whose steps took a second and now take `ms`, until it does something.
+    /// The first decision of a run after a change of plan, whose steps took a second before and take `ms` now.
     fn after_a_move(ms: u64, verdict: Verdict) -> (Next, u64) {
         let (settings, shape) = (Settings::demo(), ModelShape::demo());
         let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();

@@ -94,10 +94,10 @@ pub(super) struct Accepted {
     pub(super) run: Run,
 }
 
-/// Compares the checkpoint with this run: its data of `sequences` sequences, and `now`, what it learns with and from.
+/// Compares the checkpoint with this run: its data of `sequences` sequences, and `now`, its model, tokenizer and data.
 ///
 /// # Errors
-/// `Usage` with both values for a difference that nobody accepted; `Format` for a manifest that makes no sense.
+/// `Usage` with both values for a difference that was not accepted; `Format` for an invalid manifest.
 pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now: Run, observer: &mut dyn Observer) -> Result<Accepted> {
     let path = loaded.manifest_path();
     let (trainer, recorded) = (&loaded.manifest().trainer, &loaded.manifest().run);
@@ -148,7 +148,7 @@ impl Accepted {
     }
 }
 
-/// A position means the same sequences only in the same order, whatever is accepted besides.
+/// A position means the same sequences only in the same order, even if other changes are accepted.
 fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
     for key in OnResume::Order.keys() {
         if then[key] != now[key] {
@@ -161,7 +161,7 @@ fn expect_same_order(now: &Value, then: &Value) -> Result<()> {
     Ok(())
 }
 
-/// A setting that decides the order; of some a checkpoint says nothing while they are the default.
+/// A setting that decides the order; a checkpoint omits some while they have the default.
 fn order_word(value: &Value) -> String {
     if value.is_null() { "the default".into() } else { brief(value) }
 }

@@ -27,10 +27,10 @@ pub(super) struct RunDir {
 
 impl RunDir {
     /// Makes the output directory if there is none, takes it for this run, tidies up after dead ones, and finds out now whether
-    /// all that will be written can be. `observer` is told what could not be tidied up, and which foreign content got another name.
+    /// all that will be written can be. `observer` receives failed cleanups and the new names of foreign content.
     ///
     /// # Errors
-    /// `Resource` that says which run has it; `Usage` when foreign content has a name that the run needs, or `--trace` names what is no
+    /// `Resource` that names the run that has it; `Usage` when foreign content has a name that the run needs, or `--trace` names a file that is no
     /// timeline: then nothing was written; `Io` that names the directory or the file.
     pub(super) fn open(settings: &Settings, observer: &mut dyn Observer) -> Result<Self> {
         let path = &settings.output_dir;

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::thread::sleep;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Its file in the output directory, which says who holds the lock. The file stays when the run ends; the lock goes with the process.
+/// The lock file in the output directory names the holder. The file stays when the run ends; the lock goes with the process.
 pub(super) const LOCK: OwnedName = OwnedName { pattern: ".lock", kind: "lock", mark: OwnMark::Head("pid ") };
 /// Bytes read from a file that should hold one line.
 const HOLDER_BYTES_MAX: u64 = 300;
@@ -24,7 +24,7 @@ pub(super) struct RunLock {
 }
 
 impl RunLock {
-    /// Takes the lock of `dir` and writes into it who has it.
+    /// Takes the lock of `dir` and writes the holder into it.
     ///
     /// # Errors
     /// `Resource` that names the holder; `Io` and `Format` when the lock file cannot be opened or written.

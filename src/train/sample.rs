@@ -78,7 +78,7 @@ impl SampleOptions {
 /// Samples the model of the run that `options` name after each of their prompts.
 ///
 /// # Errors
-/// `Usage` for options that make no sense; whatever is wrong with the checkpoint; the device's; `Interrupted`.
+/// `Usage` for invalid options; errors of the checkpoint and of the device; `Interrupted`.
 pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<String>> {
     let sampling = options.sampling()?;
     let run = RecordedRun::open(&options.run)?;

@@ -43,7 +43,7 @@ impl TextSampler {
         self.prompts.len()
     }
 
-    /// Tokens of the longest prompt and what may follow it.
+    /// Tokens of the longest prompt plus the most new tokens.
     pub(super) fn longest(&self) -> usize {
         self.prompts.iter().map(Vec::len).max().unwrap_or(0) + self.sampling.max_new_tokens
     }
@@ -131,7 +131,7 @@ fn drawn(logits: &[f32], temperature: f64, dice: &mut ChaCha8Rng) -> u32 {
     drawn.map_or_else(|| likeliest(logits), |(id, _)| id)
 }
 
-/// A micro-batch whose rows begin with what was written so far; all others are empty.
+/// A micro-batch with rows that begin with the text so far; all other rows are empty.
 struct PromptRows<'a> {
     rows: &'a [Vec<u32>],
     is_dealt: bool,

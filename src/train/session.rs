@@ -125,7 +125,7 @@ pub(crate) struct Session<D: Kernels> {
     /// The plan of all ranks.
     plan: Plan,
     replanner: Replanner,
-    /// How long it took to go over to the present plan, until a step has told it.
+    /// Time of the change to the present plan, until a step has reported it.
     replanned: Duration,
 }
 
@@ -183,7 +183,7 @@ impl<D: Kernels> Session<D> {
         })
     }
 
-    /// Watches the engine's threads, if the observer wants to hear of them, until the watchdog is dropped.
+    /// Watches the engine's threads, if the observer handles alarms, until the watchdog is dropped.
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
@@ -202,7 +202,7 @@ impl<D: Kernels> Session<D> {
     /// # Errors
     /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
     pub(crate) fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        // The time between two steps counts: a backlog of updates may be what filled it.
+        // The time between two steps counts: a backlog of updates may have filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);
         let learning_rate = self.schedule.lr(self.engine.optimizer_step());
         let data = self.engine.read_data(&mut self.feed)?;
@@ -468,7 +468,7 @@ impl<D: Kernels> Session<D> {
     }
 }
 
-/// Events that can be written; else `observer` hears why they end here, and training goes on.
+/// Events that can be written; otherwise `observer` gets a warning, and training continues without them.
 fn heard(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
     events.map_err(|error| observer.warn(&format!("no events for TensorBoard from here on: {error}"))).ok()
 }

@@ -70,7 +70,7 @@ pub(super) struct PreparedRun<'a> {
     data: String,
 }
 
-/// `settings` with a path in place of each name on the hub, whose files are here now.
+/// `settings` with a path in place of each name on the hub, after a download.
 ///
 /// # Errors
 /// Errors of [`text::find_sources`].
@@ -86,7 +86,7 @@ pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
     }
 }
 
-/// Reads, checks and plans what `settings` ask for; without a `run_dir` nothing is written but tokens into the cache.
+/// Reads, checks and plans the run of `settings`; without a `run_dir` nothing is written but tokens into the cache.
 ///
 /// # Errors
 /// Missing, broken or too large inputs; nothing has been trained yet.
@@ -263,7 +263,7 @@ impl PreparedRun<'_> {
     }
 }
 
-/// What the run that goes on from `resumed` knew of its data. Where data or tokens may have changed, they are read as they are now.
+/// Data sources recorded by the run that `resumed` continues. Where data or tokens may have changed, they are read anew.
 fn known_sources(settings: &Settings, resumed: Option<&Loaded>) -> KnownSources {
     let may_change = [RunPart::Data, RunPart::Tokenizer].iter().any(|part| settings.allow_changed.contains(part));
     let run_dir = resumed.filter(|_| !may_change).and_then(|loaded| loaded.dir().parent());

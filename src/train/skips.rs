@@ -5,9 +5,9 @@ use crate::error::{Error, Result};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Skipped steps in a row after which a person is told, again and again.
+/// Skipped steps in a row after which a warning is repeated.
 const WARNED: u64 = 10;
-/// Key of the row in what a checkpoint keeps of its run.
+/// Key of the row in a checkpoint's `run`.
 const KEY: &str = "skips";
 
 /// The present row of skipped steps.
@@ -61,7 +61,7 @@ impl Skips {
     /// Whether the row is shorter than `limit`; 0 never ends a run.
     ///
     /// # Errors
-    /// `Resource` that says what to do.
+    /// `Resource` with a remedy.
     pub(super) fn check(&self, limit: u64) -> Result<()> {
         if limit == 0 || self.steps < limit {
             return Ok(());

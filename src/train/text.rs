@@ -24,7 +24,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// `settings` with a path in place of each name on the hub, whose files are here now.
+/// `settings` with a path in place of each name on the hub, after a download.
 ///
 /// # Errors
 /// Errors of [`HubQuery::model`] and [`expect_there`].
@@ -42,7 +42,7 @@ pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopF
     Ok(Settings { model, data, eval_data, ..settings.clone() })
 }
 
-/// What reads the data of `settings` where no run is made: the model's shape and the tokenizer, and the settings as [`tokenizer`] gives them.
+/// Loads the readers of the data of `settings` outside a run: the model's shape, the tokenizer, and the settings from [`tokenizer`].
 ///
 /// # Errors
 /// Errors of the model's configuration and of [`tokenizer`].
@@ -55,14 +55,14 @@ pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(Mode
     Ok((shape, tokenizer, settings))
 }
 
-/// The tokenizer of a run, and its settings with what was found in place of `auto`: a checkpoint keeps those.
+/// The tokenizer of a run, and its settings with detected values in place of `auto`: a checkpoint keeps those.
 ///
 /// `saved` are the settings in the checkpoint that the run goes on from. It keeps their choices: other tokens around documents would
 /// move every position in the data. Of what is `known` nothing is read.
 ///
 /// # Errors
 /// Errors of [`Tokenizer::load`] and [`files::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
-/// that says otherwise than the checkpoint.
+/// that differs from the checkpoint.
 pub(crate) fn tokenizer(
     settings: &Settings,
     shape: &ModelShape,
@@ -122,7 +122,7 @@ fn as_before(settings: &Settings, saved: &Value) -> Settings {
     settings
 }
 
-/// Compares settings, their `auto` resolved, with what the checkpoint says; older ones say less.
+/// Compares settings, their `auto` resolved, with the checkpoint's; older checkpoints have fewer of them.
 fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> {
     let now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
     let without_bos = Value::from("no");

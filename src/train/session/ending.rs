@@ -89,7 +89,7 @@ impl<D: Kernels> Session<D> {
         }
     }
 
-    /// With a rank that is gone no state is whole. What ended it is what went wrong, unless that is known.
+    /// Without all ranks no state is complete. The rank's error is the failure, unless an earlier one is known.
     fn check_ranks(&mut self, failures: &mut Failures) {
         if let Err(error) = self.engine.check() {
             self.is_sound = false;
