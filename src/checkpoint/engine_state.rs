@@ -105,7 +105,8 @@ mod tests {
     use serde_json::Value;
     use std::path::{Path, PathBuf};
 
-    /// The built-in model with one layer and its last buckets on the device, where the technique is there, so that tensors lie on both sides.
+    /// The built-in model with one layer and its last buckets on the device, where the technique is there, so that tensors lie on both
+    /// sides.
     fn engine(moments: Moments) -> Engine<CpuDevice> {
         let shape = ModelShape::demo().with_layers(1);
         let resident = if cfg!(feature = "repartition") { 2 } else { 0 };

@@ -1,5 +1,5 @@
-//! Rotations in the `config.json` of an export: as `transformers` 5 names them, and beside that as version 4 and the servers on it do, which
-//! would otherwise rotate by their defaults without a word.
+//! Rotations in the `config.json` of an export: as `transformers` 5 names them, and beside that as version 4 and the servers on it do,
+//! which would otherwise rotate by their defaults without a word.
 
 use serde_json::{Map, Value};
 

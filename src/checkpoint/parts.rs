@@ -1,6 +1,6 @@
 //! State in several files, one of each process: `state-<rank>.bin` holds its slices of every bucket, in its own order, all parameters, then
-//! all of m, then all of v. Processes write beside each other, so that no state crosses the network; a reader of any number of processes puts
-//! tensors together by the flat order.
+//! all of m, then all of v. Processes write beside each other, so that no state crosses the network; a reader of any number of processes
+//! puts tensors together by the flat order.
 
 use super::format::TrainerState;
 use super::owned::MEETING;
@@ -110,8 +110,8 @@ impl MeetingPlace {
         Ok(())
     }
 
-    /// Writes a file of a bounded size where `process` will write its parts of checkpoints, beside those of all, and removes it again. A line
-    /// for people about limits of that file system.
+    /// Writes a file of a bounded size where `process` will write its parts of checkpoints, beside those of all, and removes it again. A
+    /// line for people about limits of that file system.
     ///
     /// # Errors
     /// The disk's.

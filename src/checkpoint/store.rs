@@ -140,8 +140,8 @@ fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<Option<String>> {
     Ok(removed)
 }
 
-/// Gives the complete directory `tmp`, which holds `written`, its name. A checkpoint that has the name is moved aside, and removed only when
-/// the new one is durable; [`newest_good`] and [`clean`] find it if we die in between. Foreign content gets another name.
+/// Gives the complete directory `tmp`, which holds `written`, its name. A checkpoint that has the name is moved aside, and removed only
+/// when the new one is durable; [`newest_good`] and [`clean`] find it if we die in between. Foreign content gets another name.
 pub(super) fn publish(step: u64, tmp: &mut TmpDir, written: &Written, warnings: &mut Vec<String>) -> Result<PathBuf> {
     tmp.dir().sync()?;
     written.expect_in(tmp.dir())?;
@@ -237,8 +237,8 @@ pub(crate) struct Newest {
 /// Looks through `output_dir`, highest step first. Reads only; changes nothing.
 ///
 /// # Errors
-/// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format: each is named, and each that
-/// is damaged. Only damage is passed over: what a disk or a network denies now, it may give later.
+/// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format: each is named, and each
+/// that is damaged. Only damage is passed over: what a disk or a network denies now, it may give later.
 pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));

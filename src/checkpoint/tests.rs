@@ -531,7 +531,8 @@ fn a_sealed_manifest_that_lies_is_refused() {
     }
 }
 
-/// Moments in bfloat16 are two bytes each in the file, and in the digest; a reader of before refuses the format as one that it does not know.
+/// Moments in bfloat16 are two bytes each in the file, and in the digest; a reader of before refuses the format as one that it does not
+/// know.
 #[test]
 fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
     let dir = tempfile::tempdir().unwrap();

@@ -91,8 +91,8 @@ impl Writer {
         self.manifest.tensors.push(TensorEntry { name: name.into(), shape: shape.into(), offset, elems });
     }
 
-    /// Appends the next elements of `part` of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an error
-    /// when the checkpoint is finished.
+    /// Appends the next elements of `part` of the tensor that was begun last. A tensor that does not get all of its own, and no more, is an
+    /// error when the checkpoint is finished.
     ///
     /// # Errors
     /// The file cannot be written.

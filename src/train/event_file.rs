@@ -1,8 +1,8 @@
 //! TensorBoard's event file: scalars of every step, under the tags that Hugging Face writes and some of our own.
 //!
 //! A file is records; a record is its length, the length's checksum, an `Event`, and that one's checksum. An `Event` is a message of
-//! protocol buffers with five fields that matter here (tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto), too few for
-//! a library.
+//! protocol buffers with five fields that matter here (tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto), too few
+//! for a library.
 
 use crate::disk::{Dir, FileKind, OutFile, OwnMark, OwnedName};
 use crate::error::{Error, Result};

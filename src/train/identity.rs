@@ -87,7 +87,8 @@ fn described_file(path: &Path, file: &Fingerprint) -> Value {
     described(&path.to_string_lossy(), &kind, file.bytes, &file.sha256)
 }
 
-/// Whether the version of rules decides the tokens of `files`: those of records, and the tokens around text. Bytes and ids have none of these.
+/// Whether the version of rules decides the tokens of `files`: those of records, and the tokens around text. Bytes and ids have none of
+/// these.
 fn has_rules(files: &[PathBuf], tokenizer: &Tokenizer) -> bool {
     let is_marked = tokenizer.end_of_text().is_some() || !tokenizer.begin_of_text().is_empty();
     files.iter().any(|path| holds_records(path) || is_marked && is_text(path))

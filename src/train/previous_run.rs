@@ -15,8 +15,8 @@ use std::path::Path;
 /// Total bytes of earlier runs from which on they are reported.
 const WORTH_TELLING: u64 = 1 << 30;
 
-/// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). Content with the name
-/// of a later checkpoint that the program did not make (a directory, a link or a file) becomes `<name>.foreign-<n>`. Returns lines
+/// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). Content with the
+/// name of a later checkpoint that the program did not make (a directory, a link or a file) becomes `<name>.foreign-<n>`. Returns lines
 /// for people.
 ///
 /// # Errors

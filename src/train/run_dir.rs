@@ -30,8 +30,8 @@ impl RunDir {
     /// all that will be written can be. `observer` receives failed cleanups and the new names of foreign content.
     ///
     /// # Errors
-    /// `Resource` that names the run that has it; `Usage` when foreign content has a name that the run needs, or `--trace` names a file that is no
-    /// timeline: then nothing was written; `Io` that names the directory or the file.
+    /// `Resource` that names the run that has it; `Usage` when foreign content has a name that the run needs, or `--trace` names a file
+    /// that is no timeline: then nothing was written; `Io` that names the directory or the file.
     pub(super) fn open(settings: &Settings, observer: &mut dyn Observer) -> Result<Self> {
         let path = &settings.output_dir;
         let is_new = fs::symlink_metadata(path).is_err();
