@@ -181,7 +181,7 @@ fn main() {
     std::process::exit(code);
 }
 
-/// The command that was asked for, in whatever spelling; a request for help or the version is answered here.
+/// The requested command, in any accepted spelling; a request for help or the version is answered here.
 fn parse() -> Result<CliCommand> {
     let args = commands::respell(&Cli::command(), std::env::args_os().collect(), &mut |line| remark(line))?;
     match Cli::try_parse_from(args) {
@@ -216,7 +216,7 @@ fn answer_json(record: &impl Serialize) -> Result<()> {
     answer(printable_json(serde_json::to_string(record).map_err(|e| Error::format("the result", e))?))
 }
 
-/// Prints a view of data, which may set colours and escapes what is not its own.
+/// Prints a view of data, which may set colours and escapes foreign text.
 fn show(view: impl Display) -> Result<()> {
     let mut out = std::io::stdout();
     writeln!(out, "{view}").and_then(|()| out.flush()).map_err(|e| Error::io("write", "standard output", e))

@@ -72,7 +72,7 @@ pub(crate) fn export(
     place.publish(&mut tmp)
 }
 
-/// Exports a checkpoint: `dir` is one, or a directory of checkpoints whose newest good one is taken.
+/// Exports a checkpoint: `dir` itself, or the newest good checkpoint in `dir`.
 ///
 /// # Errors
 /// No good checkpoint; otherwise as [`export`].

@@ -26,7 +26,7 @@ pub(super) fn add_old_names(config: &mut Map<String, Value>) {
     add(config, OLD, stretched(all).as_ref());
 }
 
-/// The object of a rotation that is stretched, without what stands beside it.
+/// The object of a rotation that is stretched, without the other parameters beside it.
 fn stretched(parameters: &Map<String, Value>) -> Option<Value> {
     let kind = parameters.get("rope_type").or(parameters.get("type")).filter(|kind| !kind.is_null())?;
     let inner = parameters.iter().filter(|(key, _)| !BESIDE.contains(&key.as_str()));

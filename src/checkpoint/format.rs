@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, whose readers before would take it for damage.
+/// Versions of the layout: 1 had no `run`; 3 has moments in another format than float32, which older readers would take for damage.
 /// 4 has the state in files of several processes. A newer one is refused.
 const FORMAT_VERSIONS: [u32; 4] = [1, 2, 3, 4];
 /// Bytes of `state.bin` under one checksum.
@@ -171,7 +171,7 @@ impl Manifest {
 
     /// Format of m and v in `state.bin`.
     pub(crate) fn moments(&self) -> Moments {
-        // What was read was validated; what is written says one.
+        // Manifests that were read are validated; manifests that are written have a format.
         moments_of(&self.run).unwrap_or_default()
     }
 

@@ -5,7 +5,7 @@
 //!   trainer_state.json   the manifest: step, scheduler, data position, tensor list, checksums; sealed by a checksum of its own
 //!   state.bin            fp32 parameters, m and v (in fp32 or bf16), tensor after tensor in the model's order, little endian
 //!   state-<rank>.bin     instead of it where several processes save: each one's slices of every bucket
-//!   model/               config.json, the tokenizer's files: what an export needs besides the weights
+//!   model/               config.json, the tokenizer's files: everything that an export needs besides the weights
 //! ```
 //!
 //! A checkpoint is written beside (`.checkpoint-120.tmp-<pid>`), synced and renamed, so that `checkpoint-120` is whole

@@ -47,7 +47,7 @@ fn claims_that_make_no_sense_are_refused() {
     assert_eq!(refused(&|parts| parts.state_crc32c[1].push(0)), "state-1.bin has 2 checksums, not 1");
 }
 
-/// Files of every number of ranks give back what was written, wherever a reader begins.
+/// Files of every number of ranks return the written elements, wherever a reader begins.
 #[test]
 fn elements_are_found_by_their_place_in_the_flat_order() {
     for (blocks, bucket, files) in [(10, 4, 3), (7, 1, 2), (9, 9, 8), (5, 2, 4)] {

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A checkpoint in `output_dir` whose state the processes of `engine`, which is flushed, have written: only its manifest is missing.
+/// Starts a checkpoint in `output_dir`: the processes of `engine`, which is flushed, write its state. Only its manifest is missing.
 ///
 /// # Errors
 /// Errors of the disk, here or at another process; the error that ended a process.
@@ -40,7 +40,7 @@ pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer
     Ok(writer)
 }
 
-/// Writes the file of this rank into the checkpoint that process 0, whose id is `pid`, writes in its own `output_dir`, which is this one.
+/// Writes the file of this rank into the checkpoint that process 0 (process id `pid`) writes in the same `output_dir`.
 ///
 /// # Errors
 /// The disk's.
@@ -90,7 +90,7 @@ impl MeetingPlace {
         Ok((place, format!("{name}/{sign}")))
     }
 
-    /// Looks in `output_dir` for the place created by another process, whose output directory must be this one.
+    /// Looks in `output_dir` for the place created by another process, which must use the same output directory.
     ///
     /// # Errors
     /// `Resource` when it is not there within a few seconds: another machine's file system may be late.

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::optim::{PIECE_ELEMS, StatePart};
 use std::path::{Path, PathBuf};
 
-/// An open checkpoint whose manifest is sound and whose files have the right sizes.
+/// An open checkpoint with a valid manifest and files of the right sizes.
 pub struct Loaded {
     dir: PathBuf,
     manifest: Manifest,
@@ -104,7 +104,7 @@ impl Loaded {
     /// The files of `model/`: name and content, verified.
     ///
     /// # Errors
-    /// A file that cannot be read or whose checksum differs.
+    /// A file that cannot be read or has another checksum.
     pub fn read_model_files(&self) -> Result<Vec<(String, Vec<u8>)>> {
         let read = |entry: &FileEntry| Ok((entry.name.clone(), read_file(&self.dir.join(MODEL).join(&entry.name), entry)?));
         self.manifest.files.iter().map(read).collect()

@@ -63,7 +63,7 @@ pub(super) struct StateFile {
 }
 
 impl StateFile {
-    /// The file at `path`, of `bytes` bytes, whose chunks have these checksums.
+    /// The file at `path`, of `bytes` bytes, in chunks with these checksums.
     pub(super) fn open(path: &Path, bytes: u64, crc32c: Vec<u32>) -> Result<Self> {
         Ok(Self { file: open_sized(path, bytes)?, bytes, crc32c, chunk: Vec::new(), current: None })
     }

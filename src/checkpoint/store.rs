@@ -1,9 +1,9 @@
 //! The directory of checkpoints: their names, publishing, finding the newest good one, removing old ones.
 //!
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
-//! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed. Whoever
-//! writes here owns the directory, so that a checkpoint that was not made by himself is a dead run's, whatever the id says. What has such
-//! a name and is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
+//! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed. A process that
+//! writes here owns the directory, so that a hidden checkpoint of any other process id belongs to a dead run. Content with such
+//! a name that is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
 
 use super::format::{MANIFEST, Manifest};
 use super::owned::{self, CHECKPOINT, published};
@@ -47,7 +47,7 @@ impl HiddenRole {
     }
 }
 
-/// A directory whose name is one of ours.
+/// A directory with a name of the program.
 #[derive(Debug, PartialEq)]
 struct StoreEntry {
     step: u64,
@@ -238,7 +238,7 @@ pub(crate) struct Newest {
 ///
 /// # Errors
 /// `output_dir` exists and cannot be read; a checkpoint that may be good cannot be read, or is of a newer format: each is named, and each
-/// that is damaged. Only damage is passed over: what a disk or a network denies now, it may give later.
+/// that is damaged. Only damage is skipped: a failed read of a disk or network may succeed later.
 pub(crate) fn newest_good(output_dir: &Path) -> Result<Newest> {
     let mut entries = list(output_dir)?;
     entries.retain(|e| e.hidden.is_none_or(|(role, _)| role == HiddenRole::Old));

@@ -53,7 +53,7 @@ impl Writer {
         Ok(Self { state: Some(state), ..writer })
     }
 
-    /// Creates a checkpoint whose state several processes write: tensors are begun, and [`Writer::set_parts`] sets their places.
+    /// Creates a checkpoint with state written by several processes: tensors are begun, and [`Writer::set_parts`] sets their places.
     ///
     /// # Errors
     /// Errors of [`Writer::create`].

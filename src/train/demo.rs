@@ -1,4 +1,4 @@
-//! The run of the built-in model on the built-in text shows what it learned: text that it writes before and after.
+//! The run of the built-in model on the built-in text samples the model before and after training.
 
 use super::observer::Observer;
 use super::sample;

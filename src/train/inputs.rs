@@ -20,7 +20,7 @@ struct NamedInput<'a> {
 /// Rejects `settings` in which an input is also an output of the run.
 ///
 /// # Errors
-/// `Usage` that names the flag, the path and what helps.
+/// `Usage` that names the flag, the path and a remedy.
 pub(super) fn check(settings: &Settings) -> Result<()> {
     let place = OutputPlace::of(&settings.output_dir);
     inputs(settings).into_iter().try_for_each(|input| place.refuse(&input))?;

@@ -98,7 +98,7 @@ fn ids(config: &Map<String, Value>) -> Vec<Value> {
     }
 }
 
-/// Changes the JSON file `name`, if there is one and `make` says that it changed something.
+/// Changes the JSON file `name`, if there is one and `make` reports a change.
 fn change(files: &mut [ModelFile], name: &str, make: impl FnOnce(&mut Map<String, Value>) -> bool) -> Result<()> {
     let Some((_, bytes)) = files.iter_mut().find(|(there, _)| there == name) else { return Ok(()) };
     let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(|e| Error::format(name, e))?;

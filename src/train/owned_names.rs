@@ -39,7 +39,7 @@ struct Foreign {
 /// such content gets another name, reported to `observer`. Otherwise nothing is written.
 ///
 /// # Errors
-/// `Usage` that names the first one and what helps; `Io` when the directory cannot be read.
+/// `Usage` that names the first one and a remedy; `Io` when the directory cannot be read.
 pub(super) fn claim(dir: &Dir, settings: &Settings, observer: &mut dyn Observer) -> Result<()> {
     check(dir, settings)?;
     set_aside(foreign(dir, settings)?, observer)

@@ -1,5 +1,5 @@
-//! When a run changes its plan. It watches how its steps go; where they leave what the plan assumed, a thread looks for another plan beside
-//! training, and the run takes it between two steps.
+//! Changes of plan during a run. The run compares its steps with the assumptions of the plan; if they differ, a thread searches another
+//! plan beside training, and the run takes it between two steps.
 
 use crate::config::options::{ActivationsChoice, ReplanChoice, ResidentBuckets, WeightsChoice};
 use crate::config::settings::Settings;

@@ -91,7 +91,7 @@ impl RunDir {
         Ok(moved.map(|from| format!("{} was moved during the run, which goes on in {}", from.display(), self.path().display())))
     }
 
-    /// Refuses a run whose next checkpoint, of so many bytes, finds no room.
+    /// Rejects a run if the disk has no room for its next checkpoint of `checkpoint_bytes`.
     ///
     /// # Errors
     /// `Resource` with both sizes.

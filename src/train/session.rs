@@ -130,7 +130,7 @@ pub(crate) struct Session<D: Kernels> {
 }
 
 impl<D: Kernels> Session<D> {
-    /// A session whose next step is the engine's next.
+    /// A session that starts with the engine's next step.
     ///
     /// # Errors
     /// `Io` when the metrics cannot be written, or the optimizer's threads cannot be counted.
@@ -200,7 +200,7 @@ impl<D: Kernels> Session<D> {
     /// One step and its metrics; then another plan, if there is a better one.
     ///
     /// # Errors
-    /// The engine's, the data's or the disk's, or too many skipped steps; [`Session::end`] knows what can still be saved.
+    /// Errors of the engine, the data or the disk, or too many skipped steps; [`Session::end`] decides whether the state can be saved.
     pub(crate) fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         // The time between two steps counts: a backlog of updates may have filled it.
         let start = self.last_step_end.unwrap_or_else(Instant::now);

@@ -70,7 +70,7 @@ pub(super) struct PreparedRun<'a> {
     data: String,
 }
 
-/// `settings` with a path in place of each name on the hub, after a download.
+/// `settings` with a local path in place of each name on the hub.
 ///
 /// # Errors
 /// Errors of [`text::find_sources`].
@@ -270,8 +270,8 @@ fn known_sources(settings: &Settings, resumed: Option<&Loaded>) -> KnownSources 
     run_dir.map(KnownSources::load).unwrap_or_default()
 }
 
-/// What the run learns from, and what it is evaluated on, read and kept as far as need be; `observer` hears how far it is. What is `known`
-/// of it then is that of this run.
+/// Opens the training and evaluation data, tokenizing and caching where needed; `observer` gets the progress. Afterwards `known`
+/// describes the data of this run.
 fn open_data(
     settings: &Settings,
     shape: &ModelShape,

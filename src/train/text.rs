@@ -24,7 +24,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// `settings` with a path in place of each name on the hub, after a download.
+/// `settings` with a local path in place of each name on the hub.
 ///
 /// # Errors
 /// Errors of [`HubQuery::model`] and [`expect_there`].
@@ -58,7 +58,7 @@ pub(crate) fn reader(settings: &Settings, saved: Option<&Value>) -> Result<(Mode
 /// The tokenizer of a run, and its settings with detected values in place of `auto`: a checkpoint keeps those.
 ///
 /// `saved` are the settings in the checkpoint that the run goes on from. It keeps their choices: other tokens around documents would
-/// move every position in the data. Of what is `known` nothing is read.
+/// move every position in the data. Files that are `known` are not read.
 ///
 /// # Errors
 /// Errors of [`Tokenizer::load`] and [`files::find_files`]; `Format` for text and a model without a tokenizer; `Usage` for a flag
