@@ -43,7 +43,7 @@ pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer
 /// Writes the file of this rank into the checkpoint that process 0 (process id `pid`) writes in the same `output_dir`.
 ///
 /// # Errors
-/// The disk's.
+/// Errors of the disk.
 pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [step, pid]: [u64; 2]) -> Result<Vec<u32>> {
     write(engine, &Dir::open(output_dir)?.open_dir(hidden_of(step, pid))?)
 }
@@ -80,7 +80,7 @@ impl MeetingPlace {
     /// Creates a meeting place in `output_dir`; returns it with the name by which other processes find it.
     ///
     /// # Errors
-    /// The disk's.
+    /// Errors of the disk.
     pub(crate) fn create(output_dir: &Dir) -> Result<(Self, String)> {
         let name = hidden_of(0, u64::from(std::process::id()));
         super::store::clean(output_dir)?;
@@ -114,7 +114,7 @@ impl MeetingPlace {
     /// line for people about limits of that file system.
     ///
     /// # Errors
-    /// The disk's.
+    /// Errors of the disk.
     pub(crate) fn try_writing(output_dir: &Path, sought: &str, process: usize) -> Result<Option<String>> {
         let name = sought.split_once('/').map_or(sought, |(name, _)| name);
         let (dir, probe) = (Dir::open(&output_dir.join(name))?, format!("probe-{process}"));

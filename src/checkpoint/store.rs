@@ -2,8 +2,8 @@
 //!
 //! Besides `checkpoint-<step>` there are hidden names, each with the id of the process that made it:
 //! `.checkpoint-<step>.tmp-<pid>` is being written, `.old-` was moved aside to be replaced, `.del-` is being removed. A process that
-//! writes here owns the directory, so that a hidden checkpoint of any other process id belongs to a dead run. Content with such
-//! a name that is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
+//! writes here owns the directory, so that a hidden checkpoint that it did not make belongs to a dead run, whatever its id. Content with
+//! such a name that is no checkpoint (see [`super::owned`]) is foreign: it is neither removed nor replaced.
 
 use super::format::{MANIFEST, Manifest};
 use super::owned::{self, CHECKPOINT, published};

@@ -18,7 +18,7 @@ const BY_TEXT: [&str; 2] = [TOKENIZER_CONFIG, "special_tokens_map.json"];
 /// Name and content of a file.
 type ModelFile = (String, Vec<u8>);
 
-/// `files`, those of the model, as a run with `settings` and `tokenizer` leaves them. What says so already stays as it is, byte for byte.
+/// The model's `files`, updated to `settings` and `tokenizer` of the run. Files that already agree stay unchanged, byte for byte.
 ///
 /// # Errors
 /// `Format` for a file that is no JSON.

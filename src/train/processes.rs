@@ -38,7 +38,7 @@ pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Obse
 /// needed once all have their engines.
 ///
 /// # Errors
-/// The disk's.
+/// Errors of the disk.
 pub(super) fn propose(party: &Party, blueprint: (&Plan, &ModelShape), settings: &Settings, output_dir: &Dir) -> Result<MeetingPlace> {
     let (place, sign) = MeetingPlace::create(output_dir)?;
     party.propose(blueprint, settings, sign)?;
