@@ -7,17 +7,17 @@ use std::ffi::OsString;
 use std::iter::Peekable;
 use std::vec::IntoIter;
 
-/// What a name or a value of another program means here.
+/// Meaning of a foreign option name or value in this program.
 #[derive(Clone, Copy, Debug)]
 enum Sense {
     Set(&'static str, &'static str),
-    /// The flag of this very name, with the value as it is written.
+    /// The flag of the same name, with the value as it is written.
     AsWritten,
-    /// It is so anyway.
+    /// The program always behaves this way.
     Holds,
-    /// Nothing, and why.
+    /// The option is ignored for this reason.
     Ignored(&'static str),
-    /// It cannot be had; what to use.
+    /// The option is not available. The text names the alternative.
     Refused(&'static str),
 }
 
@@ -26,19 +26,19 @@ use Sense::{AsWritten, Holds, Ignored, Refused, Set};
 #[derive(Clone, Copy, Debug)]
 enum AliasRule {
     Name(&'static str),
-    /// Yes or no; yes if no value follows.
+    /// A boolean. It is true if no value follows.
     Switch {
         yes: Sense,
         no: Sense,
     },
-    /// Some words, and all others.
+    /// Known words, and the meaning of all other words.
     Words {
         known: &'static [(&'static str, Sense)],
         other: Sense,
     },
-    /// Below 1 the value is a share, and belongs to this flag.
+    /// A value below 1 is a ratio and sets this flag.
     ShareOf(&'static str),
-    /// Whatever the value.
+    /// The meaning for every value.
     Always(Sense),
 }
 
@@ -48,7 +48,7 @@ const BEST_IS_KEPT: &str = "the best checkpoint of an evaluation is kept beside 
 const ALL_PARAMETERS: &str = "every parameter is trained here; leave it out";
 const NO_LAUNCHER: &str = "one process drives all GPUs and divides the states among them: --gpus N";
 
-/// Names in dashes; one that ends with `*` stands for all that begin so. The first that fits counts.
+/// Names in dashes. A name that ends with `*` is a prefix. The first match applies.
 #[rustfmt::skip]
 const TABLE: &[(&str, AliasRule)] = &[
     ("model-name-or-path", Name("model")),
@@ -204,22 +204,22 @@ pub(super) fn plain_name(name: &str) -> &str {
     }
 }
 
-/// What a name and its value come to.
+/// Translation of a name and its value.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Translation {
     AsWritten,
     /// Another flag, or another value.
     Flag(&'static str, String),
-    /// It is so anyway.
+    /// The program always behaves this way.
     Nothing,
-    /// Nothing; the line says why.
+    /// The option is ignored. The text gives the reason.
     Ignored(String),
 }
 
-/// What `name`, in dashes, means with `value`.
+/// Translates the option `name`, in dashes, with the value `value`.
 ///
 /// # Errors
-/// A sentence that says what to use.
+/// A sentence that names the alternative.
 pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Translation, String> {
     let word = word(value);
     let sense = match rule(name) {
@@ -233,7 +233,7 @@ pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Translatio
         Some(Switch { yes, no }) => match truth(value) {
             Some(true) => *yes,
             Some(false) => *no,
-            // Left to the program, which has a default.
+            // The flag's default applies.
             None if word == "auto" => Holds,
             None => return Err(format!("{name} {value}: expected true or false")),
         },
@@ -247,7 +247,7 @@ pub(super) fn outcome(name: &str, value: &str) -> std::result::Result<Translatio
     }
 }
 
-/// As this program spells words: in small letters, with dashes.
+/// Normalizes a word to this program's spelling: lower case, with dashes.
 fn word(text: &str) -> String {
     text.to_lowercase().replace('_', "-")
 }
@@ -273,17 +273,17 @@ pub(super) fn choice(flag: &Arg, value: &str) -> String {
 pub(crate) struct Rewritten {
     /// The arguments, the program's name first.
     pub args: Vec<OsString>,
-    /// A line for each flag that means nothing here, and why.
+    /// A line for each ignored flag, with the reason.
     pub ignored: Vec<String>,
 }
 
-/// The arguments that follow the one that is looked at.
+/// The arguments after the current one.
 type Rest = Peekable<IntoIter<OsString>>;
 
 /// Spells `args`, the arguments of `command` with the program's name first, as the parser knows them.
 ///
 /// # Errors
-/// `Usage` with the flag to use for one that another program has and this one has not.
+/// `Usage` that names the alternative for a flag of another program that is not available here.
 pub(crate) fn rewrite(command: &Command, args: Vec<OsString>) -> Result<Rewritten> {
     let mut rest = args.into_iter().peekable();
     let mut rewritten = Rewritten { args: rest.next().into_iter().collect(), ..Rewritten::default() };
@@ -348,10 +348,10 @@ fn own_name<'n>(command: &Command, name: &'n str) -> &'n str {
     }
 }
 
-/// The next argument, where it is this flag's value and has to be looked at.
+/// The next argument, if it is the value of this flag and needs translation.
 fn value_after(arg: Option<&Arg>, rule: Option<&AliasRule>, rest: &mut Rest) -> Option<String> {
     let is_switch = arg.is_some_and(Arg::is_require_equals_set) || matches!(rule, Some(Switch { .. }));
-    // Of a flag that takes no value clap says that it may be true or false.
+    // For a flag without a value, clap reports the possible values true and false.
     let has_choices = arg.is_some_and(|arg| arg.get_action().takes_values() && !arg.get_possible_values().is_empty());
     let is_value = |next: &OsString| match next.to_str() {
         Some(text) if is_switch => truth(text).is_some(),
@@ -453,7 +453,7 @@ mod tests {
         }
     }
 
-    /// An entry for a flag of ours must leave values of ours alone, and every flag that the table leads to must be there.
+    /// An entry for a flag of this program must not change its own values, and every target flag must exist.
     #[test]
     fn the_table_shadows_no_flag_and_leads_to_flags() {
         let is_flag = |name: &str| flags().iter().any(|flag| flag.get_long() == Some(name));

@@ -1,4 +1,4 @@
-//! What makes no sense is refused before anything is read.
+//! Checks of settings before any file is read.
 
 use super::describe;
 use super::options::{
@@ -35,14 +35,14 @@ pub(super) const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
 /// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
 pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
-/// Nobody waits for other processes longer than a month.
+/// The rendezvous timeout is at most one month.
 const RENDEZVOUS_SECONDS_MAX: u64 = 31 * 24 * 3600;
 
 impl Settings {
-    /// Whether all values make sense, each by itself and together.
+    /// Checks every value by itself and all values together.
     ///
     /// # Errors
-    /// `Usage` that names flag, value and what is allowed.
+    /// `Usage` that names the flag, its value and the allowed values.
     pub(crate) fn check(&self) -> Result<()> {
         self.check_paths()?;
         self.check_counts()?;
@@ -50,7 +50,7 @@ impl Settings {
         self.check_combinations()
     }
 
-    /// Paths are echoed into JSON, which holds UTF-8 only: better said now than when the first checkpoint is written.
+    /// Paths are written into JSON, which only holds UTF-8. The check fails at the start rather than at the first checkpoint.
     fn check_paths(&self) -> Result<()> {
         let resume = match &self.resume_from_checkpoint {
             Some(Resume::Dir(dir)) => Some(dir),
@@ -78,7 +78,7 @@ impl Settings {
     /// Whether every count is one that a run can have.
     ///
     /// # Errors
-    /// `Usage` that names the flag, its value and what is allowed.
+    /// `Usage` that names the flag, its value and the allowed values.
     pub(crate) fn check_counts(&self) -> Result<()> {
         let at_least_one = [
             ("gpus", self.gpus as u64),
@@ -183,10 +183,10 @@ impl Settings {
         require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
     }
 
-    /// Whether ranks can share sequences so, whatever the model's heads are.
+    /// Checks the number of ranks that share sequences, without the model's number of heads.
     ///
     /// # Errors
-    /// `Usage` that names the flag, its value and what is allowed.
+    /// `Usage` that names the flag, its value and the allowed values.
     pub(crate) fn check_sequence_ranks(&self) -> Result<()> {
         let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
         let is_within = self.processes == 1 || self.gpus.is_multiple_of(degree);
@@ -199,7 +199,7 @@ impl Settings {
         require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, allowed)
     }
 
-    /// How many devices train together, as flags say it.
+    /// The number of devices that train together, in terms of flags.
     pub(crate) fn ranks_in_words(&self) -> String {
         match (self.gpus, self.processes) {
             (gpus, 1) => format!("--gpus {gpus}"),
@@ -208,7 +208,7 @@ impl Settings {
         }
     }
 
-    /// Whether several processes are told all that they need, and nothing that they cannot do yet.
+    /// Checks the flags of runs with several processes: required flags are set and unsupported flags are not.
     fn check_processes(&self) -> Result<()> {
         let Self { processes, process, .. } = *self;
         require(process < processes, "process", process, format!("less than --processes {processes}"))?;
@@ -271,7 +271,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Refuses what only a GPU can do. Called when it is known that there will be none.
+    /// Refuses settings that need a GPU. Called once the run is known to have no GPU.
     ///
     /// # Errors
     /// `Usage` that names flag and value.

@@ -1,4 +1,4 @@
-//! `--deepspeed FILE`: a configuration of DeepSpeed in the words of flags. Every key is used, ignored (and said), or an error.
+//! `--deepspeed FILE`: translates a DeepSpeed configuration into flags. Every key is used, ignored with a note, or an error.
 
 use crate::config::deepspeed_keys::{KeyRule, nearest, rule};
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// DeepSpeed's size of a group of states where nobody says one: larger than any bucket should be.
+/// DeepSpeed's default of `sub_group_size`. It is larger than any sensible bucket.
 const SUB_GROUP_DEFAULT: f64 = 1e9;
-/// What DeepSpeed's optimizers and schedulers do where nobody says more.
+/// Defaults of DeepSpeed's optimizers and schedulers.
 const LR_DEFAULT: f64 = 1e-3;
 const WARMUP_DEFAULT: i128 = 1000;
 /// Whole numbers that a float holds.
@@ -19,11 +19,11 @@ const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
 
 type Understood<T> = std::result::Result<T, String>;
 
-/// Options over those that the DeepSpeed configuration at `path` comes to; a note tells what became of each of its keys.
+/// Merges `upper` over the options of the DeepSpeed configuration at `path`. A note lists the outcome of each key.
 ///
 /// # Errors
-/// `Io` or `Format` when it cannot be read; `Usage` that names file, line, column and key for one that is unknown or cannot be had, and
-/// in DeepSpeed's words where the product of the batch sizes is wrong.
+/// `Io` or `Format` when the file cannot be read. `Usage` that names file, line, column and key for a key that is unknown or not available,
+/// and in DeepSpeed's words where the product of the batch sizes is wrong.
 pub(super) fn over_deepspeed(upper: TrainOptions, path: &Path) -> Result<TrainOptions> {
     Document::read(path, |document| {
         let (lower, table) = translate(&document, &upper)?;
@@ -33,7 +33,7 @@ pub(super) fn over_deepspeed(upper: TrainOptions, path: &Path) -> Result<TrainOp
     })
 }
 
-/// What the file sets below `upper`, and the table of its keys, a line each.
+/// The options of the file merged below `upper`, and the table of its keys with one line per key.
 fn translate(document: &Document, upper: &TrainOptions) -> Understood<(TrainOptions, String)> {
     let mut reader = KeyReader { upper, values: BTreeMap::new(), rows: Vec::new(), sets: Vec::new() };
     reader.visit("", &document.entries)?;
@@ -57,7 +57,7 @@ struct FlagSet {
     value: NodeValue,
 }
 
-/// A key, its value, and what became of it where no flag says so.
+/// A key, its value, and its outcome if no flag describes it.
 struct KeyRow {
     path: String,
     value: String,
@@ -66,7 +66,7 @@ struct KeyRow {
 
 struct KeyReader<'a> {
     upper: &'a TrainOptions,
-    /// Values by path, without what is null.
+    /// Values by path, without nulls.
     values: BTreeMap<String, &'a DocumentNode>,
     rows: Vec<KeyRow>,
     /// In the order of their strength, the strongest last.
@@ -108,7 +108,7 @@ impl<'a> KeyReader<'a> {
         Ok(())
     }
 
-    /// The node at `path`, unless it leaves the choice to us.
+    /// The node at `path`, unless it is absent or `"auto"`.
     fn said(&self, path: &str) -> Option<&'a DocumentNode> {
         self.values.get(path).copied().filter(|node| !is_auto(node))
     }
@@ -145,7 +145,7 @@ impl<'a> KeyReader<'a> {
         }
     }
 
-    /// As [`KeyReader::number`], for what is counted; `4e8` is a whole number, too.
+    /// Like [`KeyReader::number`], for counts. `4e8` is a whole number, too.
     fn count(&self, path: &str) -> Understood<Option<usize>> {
         match self.number(path)? {
             Some(number) if number.fract() == 0.0 && (0.0..=WHOLE_MAX).contains(&number) => Ok(Some(number as usize)),
@@ -406,7 +406,7 @@ impl<'a> KeyReader<'a> {
         Ok(())
     }
 
-    /// What became of each key, a line each.
+    /// The table with the outcome of each key, one line per key.
     fn table(&self) -> String {
         let said = self.upper.said();
         let width = |of: fn(&KeyRow) -> &str| self.rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0);

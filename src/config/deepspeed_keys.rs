@@ -1,6 +1,6 @@
-//! Every key of a DeepSpeed configuration, and what it is here.
+//! All keys of a DeepSpeed configuration and their translation.
 
-/// What is done with a key that is neither null nor `"auto"`.
+/// Treatment of a key that is neither null nor `"auto"`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum KeyRule {
     /// Its keys have entries of their own.
@@ -9,11 +9,11 @@ pub(super) enum KeyRule {
     Flag(&'static str),
     /// Read together with other keys.
     Read,
-    /// Nothing is done, and why. What is learned is the same.
+    /// The key is ignored for this reason. It does not change the training result.
     Ignored(&'static str),
-    /// It must be off; why, or what to say.
+    /// The key must be off. The text gives the reason or the alternative.
     Off(&'static str),
-    /// It must be on; why, or what to say.
+    /// The key must be on. The text gives the reason or the alternative.
     On(&'static str),
 }
 

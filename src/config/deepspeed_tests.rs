@@ -1,4 +1,4 @@
-//! Configurations as they are shipped, and what is wrong with others.
+//! Tests with published DeepSpeed configurations and with invalid ones.
 
 use super::*;
 use crate::config::deepspeed_keys::KEYS;
@@ -12,7 +12,7 @@ fn read(config: &serde_json::Value, args: &[&str]) -> Understood<(TrainOptions, 
     translate(&document, &command_line(args).unwrap())
 }
 
-/// What the configuration sets, as a command line would.
+/// Checks that the configuration sets the same options as the command line `expected`.
 fn sets(config: serde_json::Value, args: &[&str], expected: &[&str]) -> String {
     let (options, table) = read(&config, args).unwrap();
     assert_eq!(options, command_line(expected).unwrap(), "{table}");
@@ -199,7 +199,7 @@ fn what_cannot_be_had_is_refused_by_place_and_key() {
     }
 }
 
-/// A flag that is not there, or a group without its entry, would be found by a person only.
+/// The table must not name unknown flags or groups without an entry.
 #[test]
 fn the_table_leads_to_flags_and_every_group_is_in_it() {
     for (path, rule) in KEYS {
@@ -213,7 +213,7 @@ fn the_table_leads_to_flags_and_every_group_is_in_it() {
 }
 
 proptest! {
-    /// Whatever stands there: every key has its row, or there is one line of error.
+    /// For any value, every key has its row or there is one line of error.
     #[test]
     fn every_key_is_accounted_for(
         picks in prop::collection::vec((prop::sample::select(KEYS.iter().map(|(key, _)| *key).collect::<Vec<_>>()), 0usize..9), 0..8)

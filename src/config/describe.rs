@@ -8,7 +8,7 @@ pub(crate) fn flag_name(name: &str) -> String {
     name.replace('_', "-")
 }
 
-/// The value of a setting, as checkpoints hold it; why not, where JSON cannot say it.
+/// The value of a setting as checkpoints hold it, or the error message if JSON cannot represent it.
 pub(crate) fn value(value: &impl Serialize) -> Value {
     serde_json::to_value(value).unwrap_or_else(|cause| Value::String(cause.to_string()))
 }
@@ -19,7 +19,7 @@ pub(crate) fn flag(name: &str, value: &Value) -> String {
     format!("--{flag} {}", written(value))
 }
 
-/// Settings whose flags take several values as words of their own.
+/// Settings with flags that take several values as separate words.
 const LISTS_OF_PATHS: [&str; 2] = ["data", "eval_data"];
 
 /// The words of a command line that set the field `name` to `value`.
@@ -52,7 +52,7 @@ fn short(number: f64) -> String {
     format!("{number:?}").trim_end_matches(".0").into()
 }
 
-/// What a person reads when the setting `key`, a field of [`Settings`](super::settings::Settings) as JSON, was `then` and is `now`.
+/// The message that the setting `key`, a field of [`Settings`](super::settings::Settings) as JSON, changed from `then` to `now`.
 pub(crate) fn changed(key: &str, then: &Value, now: &Value) -> String {
     let ((flag, then), (flag_now, now)) = (named(key, then), named(key, now));
     let (before, after) = (text(then), text(now));

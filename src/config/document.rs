@@ -12,18 +12,18 @@ use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-/// No configuration is larger.
+/// Largest size of a configuration file.
 const BYTES_MAX: u64 = 1 << 20;
-/// No configuration is nested deeper, or has more values.
+/// Largest nesting depth and number of values.
 const DEPTH_MAX: usize = 32;
 const NODES_MAX: usize = 20_000;
-/// What anchors of YAML may grow to: a file of a few lines could otherwise mean a billion values.
+/// Largest number of values from expanded YAML anchors. A file of a few lines could otherwise expand to a billion values.
 const ALIASED_MAX: usize = 10_000;
 
 /// Longest part of an offending line that an error message shows, in characters.
 const SHOWN_CHARS: usize = 60;
 
-/// How a file is written; its extension says.
+/// Syntax of a file, which follows from its extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Syntax {
     Toml,
@@ -52,7 +52,7 @@ pub(super) struct Place {
 impl Place {
     pub(super) const START: Self = Self { line: 1, column: 1 };
 
-    /// That of the byte `offset` of `text`.
+    /// The place of the byte `offset` of `text`.
     fn of(text: &str, offset: usize) -> Self {
         let before = text.get(..offset).unwrap_or(text);
         let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -110,21 +110,21 @@ pub(super) struct DocumentEntry {
     pub node: DocumentNode,
 }
 
-/// A file's text, and what it says.
+/// A file's text and its parsed tree.
 #[derive(Debug)]
 pub(super) struct Document {
     text: String,
     pub entries: Vec<DocumentEntry>,
 }
 
-/// A sentence of one line, which says where.
+/// The error is a sentence of one line that names the place.
 type Parsed<T> = std::result::Result<T, String>;
 
 impl Document {
-    /// Reads the file at `path`, and gives what `take` makes of it; an error of `take` is a sentence to which the file's name is added.
+    /// Reads the file at `path` and returns the result of `take`. An error of `take` is a sentence, to which the file's name is added.
     ///
     /// # Errors
-    /// `Io` or `Format` when it cannot be read; `Usage` that names file, line and column when it is not written as its extension says.
+    /// `Io` or `Format` when the file cannot be read. `Usage` that names file, line and column when the syntax is wrong.
     pub(super) fn read<T>(path: &Path, take: impl FnOnce(Self) -> Parsed<T>) -> Result<T> {
         let bytes = disk::read_small(path, BYTES_MAX)?;
         let syntax = Syntax::of(path)?;
@@ -133,10 +133,10 @@ impl Document {
         read.map_err(|cause| Error::usage(format!("{}: {cause}", path.display())))
     }
 
-    /// What `text` says; a key stands in it once.
+    /// Parses `text`. Duplicate keys are an error.
     ///
     /// # Errors
-    /// A line that says where it is not written as `syntax` is.
+    /// A line that names the place of the syntax error.
     pub(super) fn parse(text: String, syntax: Syntax) -> Parsed<Self> {
         let root = match syntax {
             Syntax::Toml => toml_root(&text),
@@ -156,14 +156,14 @@ impl Document {
     /// The options that set `name` alone.
     ///
     /// # Errors
-    /// A line that says where the value of the wrong type stands.
+    /// A line that names the place of the value of the wrong type.
     pub(super) fn setting<T: de::DeserializeOwned>(&self, name: &str, node: DocumentNode) -> Parsed<T> {
         let at = node.at;
         let said = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
         said.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
     }
 
-    /// One line that says where the `message` belongs, and shows the place.
+    /// An error of one line with the place of the `message` and the offending text.
     fn at(&self, place: Place, message: &str) -> String {
         show(&self.text, place, message)
     }
@@ -178,7 +178,7 @@ fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Why a text is not what it should be, and where if that is known.
+/// A syntax error's message, and its place if that is known.
 type SyntaxError = (Option<Place>, String);
 
 fn toml_root(text: &str) -> std::result::Result<DocumentNode, SyntaxError> {
@@ -294,7 +294,7 @@ fn json_root(text: &str) -> std::result::Result<DocumentNode, SyntaxError> {
     json_node(text, root.get(), 0)
 }
 
-/// The value whose text is `raw`, a part of `text`.
+/// The value with the text `raw`, a slice of `text`.
 fn json_node(text: &str, raw: &str, depth: usize) -> std::result::Result<DocumentNode, SyntaxError> {
     let start = offset_in(text, raw);
     let at = Place::of(text, start);
@@ -343,7 +343,7 @@ fn offset_in(text: &str, part: &str) -> usize {
     part.as_ptr().addr().saturating_sub(text.as_ptr().addr())
 }
 
-/// An object's keys and values, in order, twice what stands twice.
+/// An object's keys and values in order, with duplicates.
 struct JsonPairs<'t>(Vec<(String, &'t RawValue)>);
 
 impl<'de> Deserialize<'de> for JsonPairs<'de> {
@@ -515,7 +515,7 @@ mod tests {
             }
         }
 
-        /// What JSON says, YAML says, too: it is a part of it.
+        /// JSON is a subset of YAML.
         #[test]
         fn json_and_yaml_agree(pairs in prop::collection::btree_map("[a-z]{1,6}", (any::<i64>(), "[ -~]{0,12}", any::<bool>()), 0..6)) {
             let json = serde_json::to_string(&pairs).unwrap();

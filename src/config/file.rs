@@ -1,4 +1,4 @@
-//! The configuration file: TOML, YAML or JSON whose keys are the flags of `train`.
+//! The configuration file in TOML, YAML or JSON, with the flags of `train` as keys.
 
 use crate::config::aliases::{self, Translation};
 use crate::config::deepspeed::over_deepspeed;
@@ -11,8 +11,8 @@ use clap::Arg;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Reads the options that the file at `path` sets; its extension says whether it is TOML, YAML or JSON. A value that is null is not set.
-/// Relative paths in it mean what they mean on the command line.
+/// Reads the options of the file at `path` as TOML, YAML or JSON, according to its extension. A null value counts as not set.
+/// Relative paths in the file have the same base as on the command line.
 ///
 /// # Errors
 /// `Io` or `Format` when it cannot be read; `Usage` that names file, line, column and key when it is not well written, sets a key that is
@@ -22,7 +22,7 @@ pub fn load(path: &Path) -> Result<TrainOptions> {
 }
 
 impl TrainOptions {
-    /// These options over those of the file that `--config` names, and both over the DeepSpeed configuration that they name, if they do.
+    /// Merges these options over the file of `--config`, and the result over the DeepSpeed configuration if one is named.
     pub fn over_config_file(self) -> Result<Self> {
         let options = match &self.config {
             Some(path) => load(path).map(|file| self.over(file)).map_err(|error| named_by("--config", error))?,
@@ -61,7 +61,7 @@ fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
             let before: Place = before;
             return Err(format!("{}: `{name}` is already set in line {}", entry.at, before.line));
         }
-        // A file with faults is none of ours, perhaps, and its values mean something else.
+        // A file with faults may belong to another program, with other meanings of its values.
         if faults.is_empty() {
             options = options.over(document.setting(&name, node)?);
         }
@@ -79,7 +79,7 @@ fn all_faults(document: &Document, faults: &[String]) -> String {
     faults.join("; ") + &program.unwrap_or_default()
 }
 
-/// What a key and its value come to.
+/// Translation of a key and its value.
 pub(super) enum Meaning {
     Set(String, DocumentNode),
     Ignored(String),
@@ -106,7 +106,7 @@ pub(super) fn translate(known: &[Arg], entry: &DocumentEntry) -> std::result::Re
     }
 }
 
-/// The key that was meant, if `name` is a slip of the pen: keys that only look alike mean other things.
+/// The key that was probably meant, if `name` is a misspelling. Keys that only look similar have other meanings.
 fn hint(known: &[Arg], name: &str) -> String {
     let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied()).chain(aliases::names());
     let slips = |other: &str| strsim::osa_distance(other, name);
@@ -114,7 +114,7 @@ fn hint(known: &[Arg], name: &str) -> String {
     nearest.map(|nearest| format!("; the nearest key is `{nearest}`")).unwrap_or_default()
 }
 
-/// Letters by which a slip of the pen differs.
+/// Largest edit distance of a misspelling.
 const SLIPS_MAX: usize = 2;
 
 #[cfg(test)]
