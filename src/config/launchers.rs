@@ -1,14 +1,14 @@
-//! What launchers tell the processes that they start: torchrun and what speaks as it does, Open MPI, Slurm. It stands where nobody said
-//! otherwise; flags that contradict it are refused.
+//! Reads the environment variables of launchers: torchrun and compatible launchers, Open MPI, Slurm. They are defaults for the flags of
+//! distributed runs. A flag that contradicts them is refused.
 
 use super::settings::TrainOptions;
 use crate::error::{Error, Result};
 
-/// The first port of jobs of Slurm, which follows from the job's number: what is secret is the run token. All of them lie below 32768, where the
-/// system begins to give ports to connections by itself.
+/// First port of Slurm jobs. The job number selects the port, which is not secret: the run token is. All ports lie below 32768, where the
+/// system's ephemeral ports begin.
 const SLURM_PORT: u64 = 20_000;
 const SLURM_PORTS: u64 = 12_000;
-/// The port where Open MPI names none.
+/// Default port under Open MPI.
 const MPI_PORT: &str = "29400";
 
 /// Reads the environment.
@@ -21,22 +21,22 @@ struct Told {
     number: usize,
 }
 
-/// What a launcher tells.
+/// Process numbers and rendezvous address from a launcher's environment.
 struct Launched {
     launcher: &'static str,
     processes: Told,
     process: Told,
-    /// Which of the processes of its machine it is, if that is told.
+    /// Local rank: index among the processes of this machine, if the launcher sets it.
     local: Option<Told>,
-    /// Where all meet; what is missing where that is not known.
+    /// Rendezvous address, or the missing variable.
     address: std::result::Result<String, &'static str>,
 }
 
 impl TrainOptions {
-    /// These options, and where they say nothing of it, which process of how many the launcher says that this is, and where they meet.
+    /// Fills the number of processes, the process index and the rendezvous address from the launcher where these options leave them open.
     ///
     /// # Errors
-    /// `Usage` that names both numbers where they say otherwise than the launcher; a variable that makes no sense; what is missing.
+    /// `Usage` that names both numbers if a flag contradicts the launcher, an invalid variable, or a missing variable.
     pub(crate) fn under_launcher(mut self, variable: ReadVariable<'_>) -> Result<Self> {
         let Some(launched) = Launched::of(variable)? else {
             return match (self.processes, self.process) {
@@ -58,16 +58,16 @@ impl TrainOptions {
     }
 }
 
-/// Which of the processes of its machine this is, where the launcher says so.
+/// The local rank, if the launcher sets it.
 ///
 /// # Errors
-/// `Usage` for a variable that makes no sense.
+/// `Usage` for an invalid variable.
 pub(crate) fn local_process(variable: ReadVariable<'_>) -> Result<Option<usize>> {
     Ok(Launched::of(variable)?.and_then(|launched| launched.local).map(|local| local.number))
 }
 
 impl Launched {
-    /// Nothing where nobody started several processes. A launcher within another tells more of this process.
+    /// `None` without a launcher of several processes. Of nested launchers, the inner one is tried first: torchrun, Open MPI, Slurm.
     fn of(variable: ReadVariable<'_>) -> Result<Option<Self>> {
         for find in [of_torch, of_open_mpi, of_slurm] {
             if let Some(launched) = find(variable)?
@@ -97,7 +97,8 @@ fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<Told>
     Ok(Some(Told { variable: name, number }))
 }
 
-/// torchrun's processes, and those of whoever sets the same variables. The store of its agents has the port that it tells: the next one is free.
+/// Processes of torchrun, and of launchers that set the same variables. The store of torchrun's agent listens on `MASTER_PORT`, so that
+/// the rendezvous takes the next port.
 fn of_torch(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
     let (Some(process), Some(processes)) = (number(variable, "RANK")?, number(variable, "WORLD_SIZE")?) else { return Ok(None) };
     let port = number(variable, "MASTER_PORT")?;
@@ -121,7 +122,7 @@ fn of_open_mpi(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
     Ok(Some(Launched { launcher: "Open MPI", processes, process, local, address }))
 }
 
-/// The tasks of a step, which `srun` starts: a batch script alone is none.
+/// The tasks of a Slurm step, which `srun` starts. A batch script alone is no step.
 fn of_slurm(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
     let (process, processes) = (number(variable, "SLURM_PROCID")?, number(variable, "SLURM_STEP_NUM_TASKS")?);
     let (Some(process), Some(processes)) = (process, processes) else { return Ok(None) };
@@ -135,7 +136,7 @@ fn of_slurm(variable: ReadVariable<'_>) -> Result<Option<Launched>> {
     Ok(Some(Launched { launcher: "Slurm", processes, process, local: number(variable, "SLURM_LOCALID")?, address }))
 }
 
-/// An address of version 6 is set in brackets.
+/// An IPv6 address is set in brackets.
 fn with_port(host: &str, port: impl std::fmt::Display) -> String {
     if host.contains(':') && !host.starts_with('[') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
@@ -189,13 +190,13 @@ mod tests {
         assert_eq!(under(&[], &MPI), is(2, 0, "127.0.0.1:29400"));
         assert_eq!(under(&[], &[&MPI[..2], &[("MASTER_ADDR", "fe80::1"), ("MASTER_PORT", "7")]].concat()), is(2, 0, "[fe80::1]:7"));
         assert_eq!(under(&[], &SLURM), is(4, 3, "gpu03:25234"));
-        // torchrun that Slurm started tells more.
+        // torchrun within Slurm takes precedence.
         assert_eq!(under(&[], &[&SLURM[..], &TORCH].concat()), is(4, 1, "node1:29500"));
         assert_eq!(under(&["--rendezvous=here:1"], &SLURM), is(4, 3, "here:1"));
         assert_eq!(under(&["--processes=4", "--process=3"], &SLURM), is(4, 3, "gpu03:25234"));
     }
 
-    /// The system takes ports of connections from 32768 on, and may give that of the rendezvous to one of them.
+    /// The system assigns ephemeral ports from 32768 on, and may assign the rendezvous port to another connection.
     #[test]
     fn ports_of_slurm_lie_below_those_that_the_system_gives() {
         for job in [0, 11_999, 12_000, 41_234, 19_999, u32::MAX] {

@@ -1,6 +1,6 @@
-//! What the person asked for: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
+//! Configuration of a run: flags and a file in TOML, YAML or JSON ([`mod@file`]; other spellings in
 //! [`aliases`], DeepSpeed's in [`deepspeed`], whole files of other trainers in [`foreign`]), resolved and checked ([`resolve`]).
-//! The table of all settings is in [`settings`], the types of their values in [`options`]; what a launcher says in `launchers`.
+//! The table of all settings is in [`settings`], the types of their values in [`options`], the launchers' variables in `launchers`.
 
 pub(crate) mod aliases;
 pub(crate) mod checks;

@@ -1,4 +1,4 @@
-//! Types of settings whose values are words, and how values are read from a file.
+//! Types of settings with words as values, and deserializers for values of a configuration file.
 
 use crate::device::ExpertProducts;
 use crate::model::policy::LayerPolicy;
@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where the first parameters come from.
+/// Origin of the initial parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum InitChoice {
@@ -20,7 +20,7 @@ pub enum InitChoice {
     Checkpoint,
 }
 
-/// When a run is evaluated.
+/// Evaluation schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EvalStrategy {
@@ -32,7 +32,7 @@ pub enum EvalStrategy {
     Epoch,
 }
 
-/// Where steps are shown.
+/// Destination of step metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
@@ -44,7 +44,7 @@ pub enum ReportTo {
     None,
 }
 
-/// What turns text into tokens.
+/// Tokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TokenizerChoice {
@@ -54,7 +54,7 @@ pub enum TokenizerChoice {
     Bytes,
 }
 
-/// Which machine computes forward and backward.
+/// Device of forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceChoice {
@@ -66,7 +66,7 @@ pub enum DeviceChoice {
     Cuda,
 }
 
-/// Which set of techniques runs.
+/// Offloading strategy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
@@ -78,7 +78,7 @@ pub enum Strategy {
     NoOffload,
 }
 
-/// How a speculation that failed is undone.
+/// Method to undo a failed speculation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rollback {
@@ -128,7 +128,7 @@ pub enum IsaChoice {
     Sve2,
 }
 
-/// Which side converts gradients between formats.
+/// Side of the link that converts gradients between formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CastSide {
@@ -140,7 +140,7 @@ pub enum CastSide {
     Host,
 }
 
-/// Whether rows of a tied embedding leave early: those that the batch does not use have their gradient when the output matrix has.
+/// Whether rows of a tied embedding that the batch does not use leave early: their gradient is complete once the output matrix's is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EarlyRows {
@@ -152,7 +152,7 @@ pub enum EarlyRows {
     Off,
 }
 
-/// What a layer keeps of its forward pass for its backward pass.
+/// Activations that a layer keeps from its forward pass for its backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationsChoice {
@@ -184,7 +184,7 @@ impl ActivationsChoice {
     }
 }
 
-/// Where layers' weights lie while steps run.
+/// Placement of the layers' weights while steps run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightsChoice {
@@ -202,7 +202,7 @@ pub enum WeightsChoice {
     Flow,
 }
 
-/// What carries slices of gradients and weights between processes.
+/// Transport of gradient and weight slices between processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
@@ -227,7 +227,7 @@ pub enum ReplanChoice {
     Random,
 }
 
-/// Who computes attention on a GPU.
+/// Implementation of attention on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AttentionChoice {
@@ -239,7 +239,7 @@ pub enum AttentionChoice {
     Plain,
 }
 
-/// Who computes products of experts on a GPU.
+/// Implementation of the experts' matrix products on a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExpertProductsChoice {
@@ -295,7 +295,7 @@ pub enum Technique {
     EarlyCommit,
 }
 
-/// Which checkpoint training continues from.
+/// Checkpoint from which training continues.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case", from = "PathBuf")]
 pub enum Resume {
@@ -311,7 +311,7 @@ impl From<PathBuf> for Resume {
     }
 }
 
-/// A part of a run without which a checkpoint means something else.
+/// A part of a run that a resume compares with the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RunPart {
@@ -331,7 +331,7 @@ impl RunPart {
     /// All, in the order of messages.
     pub const ALL: [Self; 5] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics, Self::Moments];
 
-    /// As the flag spells it, and as checkpoints do.
+    /// The name in flags and checkpoints.
     pub fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -343,7 +343,7 @@ impl RunPart {
     }
 }
 
-/// How many tail buckets keep their optimizer state on the device.
+/// Number of tail buckets with optimizer state on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ResidentBuckets {
@@ -397,7 +397,7 @@ impl FromStr for ResidentBuckets {
     }
 }
 
-/// A value written into the gradient, to test what a step does with it.
+/// A value written into the gradient, to test the step's reaction.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Injection {
@@ -405,34 +405,34 @@ pub struct Injection {
     pub step: u64,
     /// Index into the flat gradient.
     pub element: usize,
-    /// The share of the step whose gradient it is, counted from 0.
+    /// The gradient share of the step, counted from 0.
     #[serde(default)]
     pub share: usize,
-    /// What is written: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.
+    /// The written value: a number, `nan`, `inf` or `-inf`. Serialised as text, because JSON has no NaN.
     #[serde(deserialize_with = "scalar", serialize_with = "as_text")]
     pub value: f32,
 }
 
-/// A rank that goes wrong on purpose, to test how all of them end.
+/// A fault injected into one rank, to test how all ranks end.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankFault {
     /// The training step, counted from 1; between two steps it is the next one.
     pub step: u64,
-    /// Which rank, counted from 0.
+    /// The rank, counted from 0.
     pub rank: usize,
-    /// Where in the step.
+    /// The phase of the step.
     pub phase: FaultPhase,
-    /// What happens there.
+    /// The kind of fault.
     #[serde(default)]
     pub kind: FaultKind,
 }
 
-/// Where a rank can go wrong on purpose.
+/// Phases of a step in which a fault can be injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultPhase {
-    /// It has its memory, and the others do not know it yet.
+    /// The rank has allocated its memory and has not reported it to the other ranks.
     Start,
     /// A module is enqueued.
     Module,
@@ -440,33 +440,33 @@ pub enum FaultPhase {
     Backward,
     /// The sum of a bucket's gradients is enqueued.
     Sum,
-    /// A gradient leaves the device.
+    /// A gradient is copied from the device.
     GradsOut,
-    /// The workers are given a bucket.
+    /// A bucket is handed to the optimizer workers.
     Optimize,
-    /// Parameters come to the device.
+    /// Parameters are copied to the device.
     ParamsIn,
     /// The device steps a bucket.
     StepOnDevice,
-    /// The verdict is waited for.
+    /// The rank waits for the verdict.
     Verdict,
-    /// The other ranks' weights are waited for.
+    /// The rank waits for the other ranks' weights.
     Gather,
-    /// Activations are handed over to ranks that share its sequences.
+    /// Activations are sent to the ranks that share the same sequences.
     HandOver,
     /// Updates are written for a save.
     Flush,
-    /// State is handed over for a save, by a rank behind 0.
+    /// A rank other than 0 hands over its state for a save.
     Read,
-    /// State from a checkpoint is taken over, by a rank behind 0.
+    /// A rank other than 0 takes over state from a checkpoint.
     Write,
-    /// Memory lies as another plan says, and the others do not know it yet.
+    /// The rank has moved its memory to a new plan and has not reported it to the other ranks.
     Move,
-    /// A rank's part of an evaluation is computed, and the others do not know it yet.
+    /// The rank has computed its part of an evaluation and has not reported it to the other ranks.
     Evaluate,
 }
 
-/// How a rank can go wrong on purpose.
+/// Kinds of injected faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultKind {
@@ -481,7 +481,7 @@ pub enum FaultKind {
     Slow,
 }
 
-/// How long training lasts.
+/// Length of training.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TrainLength {

@@ -1,4 +1,4 @@
-//! From options to settings: defaults for what was not said, and every value checked.
+//! Resolves options to settings: fills in defaults and checks every value.
 
 use super::checks::require;
 use super::options::{GpuCount, InitChoice, TrainLength};
@@ -9,13 +9,13 @@ use crate::model_dir::expect_there;
 use crate::optim::schedule::LrScheduler;
 
 impl TrainOptions {
-    /// What a run without a model and data is given, as flags: the built-in model learns the shipped text.
+    /// Flags of the demo run, which trains the built-in model on the shipped text.
     pub const DEMO_FLAGS: &str = "--output-dir runs/demo --max-steps 300 --seq-length 256 --learning-rate 3e-3 \
         --lr-scheduler-type cosine --warmup-steps 10 --weight-decay 0.1 --adam-beta2 0.95 --save-steps 150";
 }
 
 impl Settings {
-    /// What runs when neither a model nor data is given: a small model learns the shipped text in a minute or two.
+    /// Settings of the demo, used when neither a model nor data is given. A small model learns the shipped text in a minute or two.
     pub fn demo() -> Self {
         Self {
             output_dir: "runs/demo".into(),
@@ -31,11 +31,11 @@ impl Settings {
         }
     }
 
-    /// Fills what `options` leave open from the defaults (from [`Settings::demo`] when neither model nor data is given)
+    /// Fills the options that are not set with defaults (from [`Settings::demo`] when neither model nor data is given)
     /// and checks everything.
     ///
     /// # Errors
-    /// `Usage` that names flag, value and what is allowed; a model that is not there, or without data.
+    /// `Usage` that names the flag, its value and the allowed values. Also for a model that does not exist, or that comes without data.
     pub fn resolve(options: TrainOptions) -> Result<Self> {
         let is_demo = options.model.is_none() && options.data.is_none();
         if let Some(model) = options.model.as_ref().filter(|_| options.data.is_none()) {
@@ -52,20 +52,20 @@ impl Settings {
         Self::resolve_over(if is_demo { Self::demo() } else { Self::default() }, options)
     }
 
-    /// As [`Settings::resolve`], with the defaults of `base`.
+    /// Like [`Settings::resolve`], with the defaults of `base`.
     ///
     /// # Errors
-    /// `Usage` that names flag, value and what is allowed.
+    /// `Usage` that names the flag, its value and the allowed values.
     pub(crate) fn resolve_over(base: Self, options: TrainOptions) -> Result<Self> {
         let settings = base.overridden_by(options);
         settings.check()?;
         Ok(settings)
     }
 
-    /// These settings on `count` GPUs, where all were asked for; else as they are.
+    /// These settings on `count` GPUs if `--gpus all` was given, else unchanged.
     ///
     /// # Errors
-    /// `Usage` that names what makes no sense on so many.
+    /// `Usage` that names the settings that do not fit `count` GPUs.
     pub(crate) fn on_gpus(&self, count: usize) -> Result<Self> {
         let gpus = if self.all_gpus { count } else { self.gpus };
         let settings = Self { gpus, all_gpus: false, ..self.clone() };
@@ -77,7 +77,7 @@ impl Settings {
         if options.model.is_some() {
             options.init.get_or_insert(InitChoice::Checkpoint);
         }
-        // A ratio that somebody asked for wins over steps that nobody asked for.
+        // A ratio that was set takes precedence over a default number of steps.
         if options.warmup_ratio.is_some() {
             options.warmup_steps.get_or_insert(0);
         }
@@ -105,18 +105,19 @@ impl Settings {
         self.gpus.saturating_mul(self.processes)
     }
 
-    /// Shares of a step's micro-batches: the gradients of each are accumulated in --dtype, and those of all summed in float32. Ranks that
-    /// share sequences each have a share of their own: their parts of the same micro-batches.
+    /// Gradient shares of a step. Gradients of a share's micro-batches are accumulated in --dtype, and the shares are summed in float32.
+    /// Ranks that share sequences have a share each: their parts of the same micro-batches.
     pub(crate) fn shares(&self) -> usize {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
-    /// Consecutive shares whose sum is rounded to --dtype before the sums of all are added; 1 where that is not so, as where they are all.
+    /// Number of consecutive shares with a sum that is rounded to --dtype before all sums are added. It is 1 without such groups, and when
+    /// one group would hold all shares.
     pub(crate) fn group(&self) -> usize {
         self.gradient_group.filter(|group| *group < self.shares()).unwrap_or(1)
     }
 
-    /// Groups of ranks that share sequences: each computes other micro-batches.
+    /// Groups of ranks that share sequences. Each group computes different micro-batches.
     pub(crate) fn groups(&self) -> usize {
         self.ranks() / self.sequence_ranks.max(1)
     }
@@ -151,7 +152,7 @@ mod tests {
         resolve(&["--data", "corpus.txt"]).unwrap()
     }
 
-    /// What comes from the table must agree: the flag, the key of the file, the merge, the field, its JSON, and the flag again.
+    /// Everything derived from the table must agree: the flag, the key of the file, the merge, the field, its JSON, and the flag again.
     #[test]
     fn every_flag_is_a_setting_that_goes_round_or_is_refused_by_name() {
         for flag in flags().into_iter().filter(|flag| !["config", "deepspeed"].contains(&flag.get_id().as_str())) {

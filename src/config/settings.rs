@@ -1,11 +1,11 @@
-//! Every setting, once: flag and key of the file, help, type, default, and what a resume does where it differs from the checkpoint's.
+//! All settings, each defined once: flag and key of the file, help, type, default, and behavior on resume.
 //!
 //! From the table come [`TrainOptions`] (parser, help, file, merge), [`Settings`] (defaults, JSON, which flags an answer prints) and [`KEYS`]
-//! (what a resume compares). A setting that is added costs an entry here, its check in `checks.rs` where it has one, and its use.
+//! (comparison on resume). A new setting needs an entry here, its check in `checks.rs` where it has one, and its use.
 //!
-//! A macro, not tables of TOML that are merged and read once: a value that makes no sense would then be found when it is too late to say
-//! whether a flag or which line of the file gave it. Groups are the table's: [`Settings`] stays flat, as checkpoints and files are, so that
-//! `Settings { seq_length, ..other }` says what it means.
+//! The table is a macro rather than TOML parsed at run time, because the parser then still knows which flag or line of the file gave an
+//! invalid value. Groups exist only in the table: [`Settings`] stays flat, as checkpoints and files are, so that
+//! `Settings { seq_length, ..other }` works.
 
 use super::describe;
 use super::options::{
@@ -36,20 +36,20 @@ use std::path::PathBuf;
 pub(crate) struct SettingKey {
     /// Field of [`Settings`].
     pub name: &'static str,
-    /// What happens where it changes.
+    /// Behavior on resume if the setting changed.
     pub(crate) on_resume: OnResume,
 }
 
-/// What a resume does where a setting is not the checkpoint's.
+/// Behavior on resume if a setting differs from the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnResume {
-    /// Nothing: what is learned is the same, or is compared by its contents (see [`RunPart`]).
+    /// Ignored: the setting does not change the training result, or is compared by its contents (see [`RunPart`]).
     Free,
-    /// A person is told: it changes what is learned.
+    /// The difference is reported, because it changes the training result.
     Told,
     /// The run is refused: the data position would mean other sequences.
     Order,
-    /// What the checkpoint says holds where nobody says more; else the run is refused: the data position would mean other tokens.
+    /// The checkpoint's value is the default. Any other value is refused, because the data position would mean other tokens.
     Tokens,
 }
 
@@ -91,14 +91,14 @@ macro_rules! default_text {
     }};
 }
 
-/// An entry is `/// Help.`, what clap and serde need besides, and
+/// The table of settings. An entry is `/// Help.`, attributes for clap and serde, and
 ///
 /// ```text
 /// name: Type [= default] [=> "the default in words"], OnResume [, unless "is_..."];
 /// ```
 ///
-/// Without a default the setting is an `Option`. `unless` keeps a value out of the JSON. `flags` are several that make one setting; what
-/// is in `file` has no flag.
+/// Without a default the setting is an `Option`. `unless` keeps a value out of the JSON. `flags` are several flags that make one setting.
+/// Settings in `file` have no flag.
 macro_rules! settings {
     ($($group:ident {
         $(flags $whole:ident: $whole_kind:ty = $whole_default:expr, $whole_resume:ident {
@@ -113,7 +113,7 @@ macro_rules! settings {
             $(#[doc = $file_help:literal] $file:ident: $file_kind:ty = $file_default:expr, $file_resume:ident;)*
         })?
     })*) => {
-        /// Everything that `train` can be told, as it was written; `None` means not said.
+        /// Options of `train` as given. `None` means not set.
         #[derive(clap::Args, serde::Deserialize, Default, Clone, Debug, PartialEq)]
         #[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
         #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
@@ -144,18 +144,18 @@ macro_rules! settings {
                     pub $file: Option<$file_kind>,
                 )*)?
             )*
-            /// Lines for people: keys of the file that mean nothing here, and why.
+            /// Messages about ignored keys of the file, with the reason.
             #[arg(skip)]
             #[serde(skip)]
             pub ignored: Vec<String>,
-            /// Blocks of lines for people: what became of the keys of a DeepSpeed configuration.
+            /// Blocks of lines with the outcome of each key of a DeepSpeed configuration.
             #[arg(skip)]
             #[serde(skip)]
             pub notes: Vec<String>,
         }
 
         impl TrainOptions {
-            /// These options, and those of `lower` where these say nothing.
+            /// Merges these options over `lower`: an option that is not set here comes from `lower`.
             pub fn over(self, lower: Self) -> Self {
                 Self {
                     config: self.config.or(lower.config),
@@ -170,7 +170,7 @@ macro_rules! settings {
                 }
             }
 
-            /// The options that were said, by the names of their fields.
+            /// The field names of the options that are set.
             pub fn said(&self) -> Vec<&'static str> {
                 let said = [$(
                     $($(self.$part.is_some().then_some(stringify!($part)),)*)?
@@ -181,7 +181,7 @@ macro_rules! settings {
             }
         }
 
-        /// What `train` does: what was said, and defaults for the rest. [`Settings::resolve`] makes and checks it.
+        /// Settings of `train`: the given options, and defaults for the rest. Made and checked by [`Settings::resolve`].
         #[derive(Clone, Debug, PartialEq, serde::Serialize)]
         pub struct Settings {
             $(
@@ -202,10 +202,10 @@ macro_rules! settings {
             /// Host memory that the data takes while steps run, once its files are known: see [`crate::data::source::host_bytes`].
             #[serde(skip)]
             pub data_bytes: u64,
-            /// The tokens of a step were said, and nothing of how large a micro-batch is.
+            /// The tokens of a step are given, and the size of a micro-batch is open.
             #[serde(skip)]
             pub is_batch_open: bool,
-            /// All GPUs were asked for, and nobody has counted them yet: see [`Settings::on_gpus`].
+            /// `--gpus all` was given, and the GPUs are not counted yet: see [`Settings::on_gpus`].
             #[serde(skip)]
             pub all_gpus: bool,
             /// Tile of the loss that a checkpoint was made with, and that its run keeps.
@@ -245,7 +245,7 @@ macro_rules! settings {
                 RowRules { seq_length: self.seq_length, packing: self.packing, overlong: self.overlong }
             }
 
-            /// Takes what was said of each setting that has an option of its own name.
+            /// Takes the value of each given option that has a setting of the same name.
             pub(super) fn take(&mut self, options: TrainOptions) {
                 $(
                     $(if let Some(said) = options.$name { self.$name = said.into() })*
@@ -553,7 +553,7 @@ settings! {
         cuda_libraries: PathBuf => "where the system looks", Free;
     }
 
-    // What only measuring, comparing and testing need.
+    // Settings for measuring, comparing and testing.
     Debug {
         /// Take the sequences in file order.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]

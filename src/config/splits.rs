@@ -1,18 +1,18 @@
-//! `--tokens-per-step`: the ways to cut the tokens of a step into micro-batches.
+//! `--tokens-per-step`: the ways to split the tokens of a step into micro-batches.
 
 use super::checks::MICRO_BATCH_TOKENS_MAX;
 use super::settings::Settings;
 use crate::error::{Error, Result};
 
-/// Micro-batches of a step on each GPU where their number is open: each is simulated.
+/// Largest number of micro-batches per step on each GPU if their number is open. Each split is simulated.
 const OPEN_MAX: usize = 1024;
 
 impl Settings {
-    /// Every way to cut a step, the largest micro-batches first, within what was said of them; these settings alone where nobody said how
-    /// many tokens a step has.
+    /// All splits of a step that fit the given options, the largest micro-batches first.
+    /// Without a number of tokens per step, these settings are the only split.
     ///
     /// # Errors
-    /// `Usage` that names the tokens and what they do not fit to.
+    /// `Usage` that names the tokens and the values that they do not fit.
     pub(crate) fn splits(&self) -> Result<Vec<Self>> {
         let Some(tokens) = self.tokens_per_step else { return Ok(vec![self.clone()]) };
         let (seq_length, groups) = (self.seq_length, self.groups());
@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(splits(&["--tokens-per-step=192", "--gradient-shares=4"]).unwrap(), [(3, 4), (1, 12)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--per-device-train-batch-size=4"]).unwrap(), [(4, 3)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--gradient-accumulation-steps=2"]).unwrap(), [(6, 2)]);
-        // The default of a flag is not something that somebody said.
+        // The default of a flag does not count as a given value.
         assert_eq!(splits(&[]).unwrap(), [(8, 0)]);
         assert_eq!(splits(&["--tokens-per-step=16"]).unwrap(), [(1, 1)]);
         assert!(splits(&["--tokens-per-step=1099511627776"]).unwrap().iter().all(|(batch, steps)| batch * 16 < 1 << 31 && *steps <= 1024));

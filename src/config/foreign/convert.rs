@@ -1,4 +1,4 @@
-//! A configuration of another trainer as one of ours, with a table of what became of each key.
+//! Converts a configuration of another trainer to this program's, with a table of the outcome of each key.
 
 use super::Program;
 use super::fate::{Fate, FlagValue, set};
@@ -11,12 +11,12 @@ use crate::error::{Error, Result};
 use std::fmt::{self, Display};
 use std::path::Path;
 
-/// How every configuration that is written begins.
+/// First lines of every converted configuration.
 pub(crate) const HEAD: &str = "# Settings of `superoffload train`, made by `superoffload convert-config`\n";
-/// Characters of a value in the table.
+/// Largest number of characters of a value in the table.
 const SHOWN: usize = 40;
 
-/// A configuration of another program that was read.
+/// A parsed configuration of another program.
 #[derive(Debug)]
 pub(crate) struct Converted {
     path: String,
@@ -37,11 +37,11 @@ struct ConvertedKey {
 /// Reads the configuration at `path`.
 ///
 /// # Errors
-/// `Io` or `Format` when it cannot be read; `Usage` for a file that is not well written, or of none of the programs that are known.
+/// `Io` or `Format` when the file cannot be read. `Usage` for a file with wrong syntax or of an unknown program.
 pub(crate) fn convert(path: &Path) -> Result<Converted> {
     let converted = Document::read(path, |document| Converted::of(path, &document))?;
     if converted.program == Program::DeepSpeed {
-        // Its own table says more, and refuses what is not available.
+        // The DeepSpeed table has more detail, and its translation refuses unavailable keys.
         over_deepspeed(TrainOptions::default(), path)?;
     }
     Ok(converted)
@@ -67,7 +67,7 @@ impl Converted {
         Ok(this)
     }
 
-    /// Adds the defaults of the program that are not those of this one, where its file is silent.
+    /// Adds the other program's defaults that differ from the defaults here, for keys that the file does not set.
     fn add_defaults(&mut self, entries: &[DocumentEntry]) {
         for (_, flag, value) in rules::DEFAULTS.iter().filter(|(of, ..)| *of == self.program) {
             let is_said = |name: &str| self.flags.iter().any(|(flag, _)| flag == name);
@@ -114,7 +114,7 @@ impl Converted {
     /// The configuration in TOML.
     ///
     /// # Errors
-    /// `Usage` with every key that is not available, or what prevents a run with the others.
+    /// `Usage` with every unavailable key, or with the reason why the remaining keys do not make a valid run.
     pub(crate) fn toml(&self) -> Result<String> {
         let missing: Vec<_> = self.rows.iter().filter(|row| matches!(row.fate, Fate::Missing(_))).collect();
         if !missing.is_empty() {
@@ -154,7 +154,7 @@ fn list<'a>(all: impl Iterator<Item = &'a NodeValue>) -> String {
     format!("[{}]", flat.collect::<Vec<_>>().join(", "))
 }
 
-/// A value as TOML has it.
+/// A value in TOML syntax.
 fn written(value: &NodeValue) -> String {
     match value {
         NodeValue::Text(text) => serde_json::Value::from(text.as_str()).to_string(),

@@ -1,4 +1,4 @@
-//! Lists of data sets as other trainers write them, in the words of `--data` and `--columns`.
+//! Translates data set lists of other trainers to `--data` and `--columns`.
 
 use super::fate::{Fate, set};
 use crate::config::document::{DocumentEntry, DocumentNode, NodeValue, Place};
@@ -6,9 +6,9 @@ use crate::disk;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// No list of data sets is larger.
+/// Largest size of a file with a list of data sets.
 const BYTES_MAX: u64 = 16 << 20;
-/// Types of axolotl that the columns of records tell.
+/// Data set types of axolotl that can be inferred from the columns of the records.
 const TYPES: [&str; 6] = ["completion", "pretrain", "alpaca", "chat_template", "sharegpt", "text"];
 /// Keys of a data set that decide nothing which is not the default here.
 const WITHOUT_MEANING: [&str; 6] = ["ds_type", "shards", "preprocess_shards", "revision", "trust_remote_code", "roles"];
@@ -99,7 +99,7 @@ fn properties(node: &DocumentNode) -> Option<String> {
 /// The list of data sets that LLaMA-Factory keeps beside its data.
 pub(super) struct LlamaFactoryData {
     dir: PathBuf,
-    /// Null where there is none.
+    /// Null if the file does not exist.
     info: Value,
 }
 
@@ -151,7 +151,7 @@ impl LlamaFactoryData {
     }
 }
 
-/// Our column of what LLaMA-Factory calls `theirs`.
+/// The column name here for LLaMA-Factory's column `theirs`.
 fn column_of(theirs: &str) -> Option<&'static str> {
     match theirs {
         "prompt" => Some("instruction"),

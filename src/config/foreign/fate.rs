@@ -12,12 +12,12 @@ pub(super) fn set(flag: &str, value: NodeValue) -> FlagValue {
 /// The fate of a key.
 #[derive(Debug, PartialEq)]
 pub(super) enum Fate {
-    /// Flags say the same, with a remark where they do not say all.
+    /// Flags with the same meaning, and a remark if they do not cover the whole meaning.
     Used(Vec<FlagValue>, String),
-    /// It is so anyway.
+    /// The program always behaves this way.
     Holds,
-    /// Nothing, and why.
+    /// The key is ignored for this reason.
     Ignored(String),
-    /// It is not available here; what to use.
+    /// The key is not available. The text names the alternative.
     Missing(String),
 }

@@ -1,4 +1,4 @@
-//! Configuration files of other trainers: which program a file is of, and what each of its keys comes to here.
+//! Configuration files of other trainers: detects the program of a file and translates its keys.
 
 mod convert;
 mod datasets;
@@ -10,7 +10,7 @@ pub(crate) use convert::{HEAD, convert};
 use super::document::DocumentEntry;
 use std::fmt;
 
-/// A program whose configuration files are known.
+/// A program with a known configuration format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Program {
     DeepSpeed,
@@ -20,7 +20,7 @@ pub(crate) enum Program {
     Trl,
 }
 
-/// Keys by which a file of each program is told. Of equal matches the first counts.
+/// Keys that identify the program of a file. The first of equal matches applies.
 #[rustfmt::skip]
 const SIGNATURES: [(Program, &[&str]); 5] = [
     (Program::DeepSpeed, &["zero-optimization", "train-micro-batch-size-per-gpu", "train-batch-size", "wall-clock-breakdown", "steps-per-print"]),
@@ -31,7 +31,7 @@ const SIGNATURES: [(Program, &[&str]); 5] = [
 ];
 
 impl Program {
-    /// The program that a file of `entries` is of, as its keys tell.
+    /// The program of a file with `entries`, identified by its keys.
     pub(in crate::config) fn of(entries: &[DocumentEntry]) -> Option<Self> {
         let keys: Vec<String> = entries.iter().map(|entry| entry.key.replace('_', "-")).collect();
         let matches = |signature: &[&str]| signature.iter().filter(|key| keys.iter().any(|there| there == *key)).count();

@@ -1,5 +1,5 @@
-//! Keys whose meaning depends on the program, or that no flag takes as they are written. All others mean in a file of any program what they
-//! mean on the command line.
+//! Rules for keys with a meaning that depends on the program, or with a value that no flag accepts as written.
+//! All other keys have the same meaning as on the command line.
 
 use super::Program;
 use super::datasets::{self, LlamaFactoryData};
@@ -10,9 +10,9 @@ use crate::config::document::{DocumentEntry, DocumentNode, NodeValue};
 enum Rule {
     Ignored(&'static str),
     Missing(&'static str),
-    /// It holds with one of these values, and is missing with any other.
+    /// The program always behaves this way for one of these values. Any other value is not available.
     Only(&'static [&'static str], &'static str),
-    /// A flag of another name.
+    /// A flag with a different name.
     Flag(&'static str),
 }
 
@@ -62,7 +62,7 @@ const RULES: &[(Program, &str, Rule)] = &[
     (Program::Accelerate, "debug", Ignored("errors name operation, subject and remedy anyway")),
 ];
 
-/// Flags for what a program does where its file says nothing, if that is not what is done here.
+/// Flags for the defaults of other programs that differ from the defaults here.
 pub(super) const DEFAULTS: &[(Program, &str, &str)] = &[
     (Program::Axolotl, "seq-length", "512"),
     (Program::Axolotl, "per-device-train-batch-size", "1"),
@@ -72,7 +72,7 @@ pub(super) const DEFAULTS: &[(Program, &str, &str)] = &[
     (Program::Trl, "learning-rate", "2e-5"),
 ];
 
-/// Keys whose absence means something else in a program than here, and no flag says the same for every format of data.
+/// Keys with another default in the other program, for which no flag fits every data format.
 pub(super) const OTHERWISE: &[(Program, &str, &str)] = &[(
     Program::Trl,
     "assistant_only_loss",
@@ -105,7 +105,7 @@ fn text(word: &str) -> NodeValue {
     NodeValue::Text(word.into())
 }
 
-/// Keys whose value has to be looked into.
+/// Keys with a structured value.
 fn structured(program: Program, name: &str, node: &DocumentNode, all: &[DocumentEntry]) -> Option<Fate> {
     Some(match (program, name) {
         (Program::Axolotl | Program::Trl, "datasets") => datasets::listed(node, "data"),
