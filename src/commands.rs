@@ -131,8 +131,8 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 
-/// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `tell` receives the table of its
-/// keys. Returns the configuration, or a command that uses it.
+/// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `tell` receives
+/// the table of its keys. Returns the configuration, or a command that uses it.
 ///
 /// # Errors
 /// `Usage` with every key that is not available here, for a file of no known program, and for an existing `out` with other content.
@@ -148,7 +148,8 @@ pub fn convert_config(path: &Path, out: Option<&Path>, tell: &mut dyn FnMut(&dyn
 const CONFIGURATION: ResultKind =
     ResultKind { name: "converted configuration", head: foreign::HEAD, flag: "--out", operation: "write configuration" };
 
-/// Returns the options that continue the run in `dir`, an output directory or a checkpoint: the options of its record, which `flags` override.
+/// Returns the options that continue the run in `dir`, an output directory or a checkpoint. They are the options of its record, which
+/// `flags` override.
 ///
 /// # Errors
 /// `Format` when `dir` holds no intact checkpoint; `Usage` for a flag that names another directory.

@@ -16,23 +16,23 @@ use crate::units::{Bytes, compact};
 use std::fmt::Display;
 use std::path::Path;
 
-/// A step of AdamW moves every parameter by about the learning rate, and parameters are of order 1: more is a slip of the pen, and
+/// Largest learning rate. A step of AdamW moves every parameter by about the learning rate, and parameters are of order 1: a larger rate
 /// overwrites all weights with noise in one step.
 const LEARNING_RATE_MAX: f64 = 10.0;
-/// Gradients are far smaller: a larger epsilon would leave nothing of them.
+/// Largest epsilon of Adam. Gradients are far smaller, so a larger epsilon would suppress them.
 const EPSILON_MAX: f64 = 1.0;
-/// First moments in bfloat16 take the nearest value. Up to here they stay within 1.3 % of those in float32 when gradients become ten times
-/// smaller; with 0.999 they are three times too large.
+/// Largest beta1 with first moments in bfloat16, which are rounded to nearest. Up to this value they stay within 1.3 % of float32 moments
+/// when gradients become ten times smaller. With 0.999 they are three times too large.
 const PACKED_BETA1_MAX: f64 = 0.99;
-/// 1 TiB.
+/// Largest bucket in MiB: 1 TiB.
 const BUCKET_MIB_MAX: f64 = 1_048_576.0;
-/// More optimizer threads than any machine has cores.
+/// Largest number of optimizer threads, above the core count of any machine.
 const THREADS_MAX: usize = 4096;
-/// More staging slots than a model has use for.
+/// Largest number of staging slots, above the needs of any model.
 const SLOTS_MAX: usize = 4096;
 /// Kernels index tokens with 32 bits.
 pub(super) const MICRO_BATCH_TOKENS_MAX: usize = i32::MAX as usize;
-/// Tokens of an optimizer step: a factor of a thousand above any that was ever trained with.
+/// Largest number of tokens per optimizer step, far above the batch size of any training run.
 pub(crate) const STEP_TOKENS_MAX: usize = 1 << 40;
 
 /// The rendezvous timeout is at most one month.
@@ -75,7 +75,7 @@ impl Settings {
             .try_for_each(|(flag, path)| check_path(flag, path))
     }
 
-    /// Whether every count is one that a run can have.
+    /// Checks that every count is in its valid range.
     ///
     /// # Errors
     /// `Usage` that names the flag, its value and the allowed values.
@@ -109,14 +109,14 @@ impl Settings {
         if !self.all_gpus {
             self.check_sequence_ranks()?;
         }
-        // How many GPUs share them is not known yet.
+        // The number of GPUs is not known yet.
         if self.all_gpus && self.tokens_per_step.is_some() {
             return Ok(());
         }
         self.splits()?.iter().try_for_each(Self::check_batch)
     }
 
-    /// Whether micro-batches and steps are of a size that a run can have.
+    /// Checks the sizes of micro-batches and steps.
     fn check_batch(&self) -> Result<()> {
         let tokens = self.per_device_train_batch_size.checked_mul(self.seq_length);
         let fits = tokens.is_some_and(|tokens| tokens <= MICRO_BATCH_TOKENS_MAX);
@@ -153,7 +153,7 @@ impl Settings {
         check(patience.is_some() || threshold == 0.0, "early-stopping-threshold", threshold, "only with --early-stopping-patience")
     }
 
-    /// Whether shares are equally many micro-batches, once it is known on how many GPUs.
+    /// Checks that all gradient shares have the same number of micro-batches, once the number of GPUs is known.
     ///
     /// # Errors
     /// `Usage` that names both numbers.
@@ -166,7 +166,7 @@ impl Settings {
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
-        // Parts that a rank adds at once: of its group, then of all groups.
+        // Number of parts that a rank adds at once: first within its group, then across groups.
         let parts_of_sum = if self.group() == self.gpus { self.gpus.max(self.processes) } else { ranks };
         if ranks > RANKS_MAX || parts_of_sum > PARTS_MAX {
             let in_groups = format!(", or {RANKS_MAX} with --gradient-group {}", self.gpus);
@@ -326,7 +326,7 @@ pub(crate) fn require(holds: bool, flag: &str, value: impl Display, allowed: imp
     if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
 }
 
-/// As [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.
+/// Like [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.
 fn check(holds: bool, flag: &str, value: f64, allowed: &str) -> Result<()> {
     require(holds, flag, format_args!("{value:?}"), allowed)
 }

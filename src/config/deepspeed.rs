@@ -14,7 +14,7 @@ const SUB_GROUP_DEFAULT: f64 = 1e9;
 /// Defaults of DeepSpeed's optimizers and schedulers.
 const LR_DEFAULT: f64 = 1e-3;
 const WARMUP_DEFAULT: i128 = 1000;
-/// Whole numbers that a float holds.
+/// 2^53, up to which a float64 represents every whole number.
 const WHOLE_MAX: f64 = 9_007_199_254_740_992.0;
 
 type Understood<T> = std::result::Result<T, String>;
@@ -49,7 +49,7 @@ fn translate(document: &Document, upper: &TrainOptions) -> Understood<(TrainOpti
     Ok((options, reader.table()))
 }
 
-/// A flag that a key sets.
+/// A flag set by a key.
 struct FlagSet {
     from: String,
     at: Place,
@@ -69,12 +69,12 @@ struct KeyReader<'a> {
     /// Values by path, without nulls.
     values: BTreeMap<String, &'a DocumentNode>,
     rows: Vec<KeyRow>,
-    /// In the order of their strength, the strongest last.
+    /// In ascending order of precedence.
     sets: Vec<FlagSet>,
 }
 
 impl<'a> KeyReader<'a> {
-    /// Looks at every key, by itself.
+    /// Visits every key, one at a time.
     fn visit(&mut self, prefix: &str, entries: &'a [DocumentEntry]) -> Understood<()> {
         for DocumentEntry { at, key, node } in entries {
             let path = format!("{prefix}{key}");
@@ -125,7 +125,7 @@ impl<'a> KeyReader<'a> {
         self.said(path).map(read).transpose()
     }
 
-    /// The word at `path`, in small letters.
+    /// The word at `path`, in lower case.
     fn word(&self, path: &str) -> Option<String> {
         self.said(path).map(|node| node.text().to_lowercase())
     }
@@ -159,7 +159,7 @@ impl<'a> KeyReader<'a> {
         self.sets.push(FlagSet { from: from.into(), at, flag, value });
     }
 
-    /// A flag with the value as it stands; a float without a fraction is the whole number.
+    /// Sets a flag to the value as written. A float without a fraction becomes a whole number.
     fn set_node(&mut self, from: &str, flag: &'static str, node: &DocumentNode) -> Understood<()> {
         let value = match node.value {
             NodeValue::Float(number) if number.fract() == 0.0 && number.abs() <= WHOLE_MAX => NodeValue::Integer(number as i128),
@@ -170,7 +170,7 @@ impl<'a> KeyReader<'a> {
         Ok(())
     }
 
-    /// A key that is absent and means something all the same.
+    /// Records an absent key with a default that has an effect.
     fn absent(&mut self, path: &str, fate: Option<&str>) {
         self.rows.push(KeyRow { path: path.into(), value: "absent".into(), fate: fate.map(Into::into) });
     }
@@ -189,7 +189,7 @@ impl<'a> KeyReader<'a> {
         let Some(batch) = self.count("train_batch_size")? else { return Ok(()) };
         let world = match self.upper.gpus {
             None => 1,
-            // Ranks that share sequences have one batch.
+            // Ranks that share sequences count as one batch.
             Some(GpuCount::Count(gpus)) => (gpus / self.upper.sequence_ranks.unwrap_or(1).max(1)).max(1),
             Some(GpuCount::All) => return self.refuse("train_batch_size", "not with --gpus all: say how many share it by --gpus N"),
         };
@@ -388,7 +388,7 @@ impl<'a> KeyReader<'a> {
         Ok(())
     }
 
-    /// The share of the states that lie on the host, which the strategy or the plan decides.
+    /// The fraction of the states in host memory, which the strategy or the plan decides.
     fn states_on_host(&mut self, strategy: Option<&str>) -> Understood<()> {
         let ratio = "zero_optimization.offload_optimizer.ratio";
         let Some(share) = self.number(ratio)? else { return Ok(()) };

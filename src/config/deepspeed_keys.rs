@@ -3,7 +3,7 @@
 /// Treatment of a key that is neither null nor `"auto"`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum KeyRule {
-    /// Its keys have entries of their own.
+    /// An object. Its keys have their own entries.
     Group,
     /// The value of this flag.
     Flag(&'static str),
@@ -26,7 +26,7 @@ const NO_NVME: &str = "nothing is kept on NVMe";
 const IS_OFF: &str = "part of what is off, or of its report";
 const ONE_FORMAT: &str = "the link carries what --cast says";
 
-/// Paths of keys; one that ends with `*` stands for all that begin so. The first that fits counts.
+/// Paths of keys. A path that ends with `*` is a prefix. The first match applies.
 #[rustfmt::skip]
 pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("train_batch_size", Read),
@@ -177,7 +177,7 @@ pub(super) fn rule(path: &str) -> Option<KeyRule> {
     KEYS.iter().find(|(pattern, _)| fits(pattern)).map(|(_, rule)| *rule)
 }
 
-/// The known key that is spelled most like `path`.
+/// The known key with the spelling closest to `path`.
 pub(super) fn nearest(path: &str) -> &'static str {
     let names = KEYS.iter().map(|(name, _)| *name).filter(|name| !name.ends_with('*'));
     names.max_by(|a, b| strsim::jaro_winkler(a, path).total_cmp(&strsim::jaro_winkler(b, path))).unwrap_or_default()

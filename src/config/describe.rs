@@ -22,7 +22,7 @@ pub(crate) fn flag(name: &str, value: &Value) -> String {
 /// Settings with flags that take several values as separate words.
 const LISTS_OF_PATHS: [&str; 2] = ["data", "eval_data"];
 
-/// The words of a command line that set the field `name` to `value`.
+/// The command-line arguments that set the field `name` to `value`.
 pub(crate) fn words(name: &str, value: &Value) -> Vec<String> {
     let (flag, value) = named(name, value);
     match value {
@@ -38,7 +38,7 @@ pub(crate) fn as_word(word: &str) -> String {
     if !word.is_empty() && word.chars().all(is_plain) { word.into() } else { format!("'{}'", word.replace('\'', r"'\''")) }
 }
 
-/// A value that is set, as one writes it on the command line.
+/// A value in the notation of the command line.
 pub(crate) fn written(value: &Value) -> String {
     match value {
         Value::Array(all) => all.iter().map(written).collect::<Vec<_>>().join(","),
@@ -47,7 +47,7 @@ pub(crate) fn written(value: &Value) -> String {
     }
 }
 
-/// `5e-5` and `3`: as short as a person writes it.
+/// The shortest notation of a number, such as `5e-5` and `3`.
 fn short(number: f64) -> String {
     format!("{number:?}").trim_end_matches(".0").into()
 }

@@ -1,4 +1,4 @@
-//! A file of keys and values, in TOML, YAML or JSON, as one tree that remembers where everything stands.
+//! Parses TOML, YAML and JSON into one tree that keeps the position of every key and value.
 
 use crate::disk;
 use crate::error::{Error, Result};
@@ -42,7 +42,7 @@ impl Syntax {
     }
 }
 
-/// A line and a column, from 1, in characters.
+/// A line and a column, counted from 1, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub line: usize,
@@ -89,7 +89,7 @@ pub(super) struct DocumentNode {
 }
 
 impl DocumentNode {
-    /// The value as it would stand on the command line.
+    /// The value in the notation of the command line.
     pub(super) fn text(&self) -> String {
         match &self.value {
             NodeValue::Text(text) => text.clone(),
@@ -102,7 +102,7 @@ impl DocumentNode {
     }
 }
 
-/// A key, where it stands, and its value.
+/// A key, its place, and its value.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DocumentEntry {
     pub at: Place,
@@ -147,13 +147,13 @@ impl Document {
             Ok(DocumentNode { value: NodeValue::Table(entries), .. }) => Ok(Self { text, entries }),
             Ok(DocumentNode { value: NodeValue::Null, .. }) => Ok(Self { text, entries: Vec::new() }),
             Ok(other) => Err(show(&text, other.at, "expected keys with values")),
-            // Libraries add a place of their own.
+            // The parsers append their own place to the message.
             Err((Some(place), message)) => Err(show(&text, place, message.split(" at line ").next().unwrap_or_default())),
             Err((None, message)) => Err(one_line(&message)),
         }
     }
 
-    /// The options that set `name` alone.
+    /// The options with only `name` set.
     ///
     /// # Errors
     /// A line that names the place of the value of the wrong type.
@@ -338,7 +338,7 @@ fn json_entries(text: &str, start: usize, pairs: JsonPairs, depth: usize) -> std
     Ok(all)
 }
 
-/// Where `part`, a part of `text`, begins.
+/// The byte offset of `part`, a slice of `text`.
 fn offset_in(text: &str, part: &str) -> usize {
     part.as_ptr().addr().saturating_sub(text.as_ptr().addr())
 }

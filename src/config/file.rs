@@ -35,13 +35,13 @@ impl TrainOptions {
     }
 }
 
-/// The flags that a configuration file may set: all but `--config`. Besides, it may hold [`FILE_ONLY`].
+/// The flags that a configuration file may set: all except `--config`. It may also contain the keys of [`FILE_ONLY`].
 pub(super) fn known_keys() -> Vec<Arg> {
     let command = <TrainOptions as clap::Args>::augment_args(clap::Command::new("train"));
     command.get_arguments().filter(|flag| flag.get_long().is_some_and(|name| name != "config")).cloned().collect()
 }
 
-/// The options that a file sets; an error is one line without the file's name, with every key that is wrong.
+/// The options of a file. An error is one line with every invalid key, without the file's name.
 fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
     let (known, mut set, mut options, mut faults) = (known_keys(), HashMap::new(), TrainOptions::default(), Vec::new());
     for entry in document.entries.iter().filter(|entry| entry.node.value != NodeValue::Null) {
@@ -69,7 +69,7 @@ fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
     if faults.is_empty() { Ok(options) } else { Err(all_faults(document, &faults)) }
 }
 
-/// The faults of a file, and how one of another program is read.
+/// The faults of a file, with a hint if it belongs to another program.
 fn all_faults(document: &Document, faults: &[String]) -> String {
     let program = Program::of(&document.entries).map(|program| {
         format!(

@@ -69,7 +69,7 @@ impl HubClient {
     /// A client for the hub of `HF_ENDPOINT`, with the token of `HF_TOKEN` or of the token file.
     ///
     /// # Errors
-    /// `Usage` for an endpoint that is no URL, and for a token with invalid characters; `Io` for the token file; those of [`Trusted::of`].
+    /// `Usage` for an endpoint that is no URL, and for a token with invalid characters; `Io` for the token file; errors of [`Trusted::of`].
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());

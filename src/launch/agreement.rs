@@ -95,7 +95,7 @@ impl Party {
     /// process if another process has ended and this one does not react. `tell` receives lines for the user.
     ///
     /// # Errors
-    /// `Usage` without a run token or rendezvous address, or where processes differ; those of [`Links::meet`] and of [`Partner::among`].
+    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";

@@ -44,7 +44,7 @@ impl SelectedDevice {
 /// Selects the device of `settings` on the machine of `topology`. `auto` selects a GPU if there is one.
 ///
 /// # Errors
-/// `Resource` if a requested GPU is not available, `Usage` and `Unsupported` if several are not; those of [`limits::check_threads`],
+/// `Resource` if a requested GPU is not available, `Usage` and `Unsupported` if several are not; errors of [`limits::check_threads`],
 /// [`SelectedProfile::of`] and [`Profile::load`].
 pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice> {
     let (devices, note) = match settings.device {

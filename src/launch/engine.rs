@@ -99,7 +99,7 @@ impl Launcher {
     /// Creates the engine of `plan` and passes it to `user`. Selects the device type at run time.
     ///
     /// # Errors
-    /// `Resource` if the device, memory or threads are not available; those of `user`.
+    /// `Resource` if the device, memory or threads are not available; errors of `user`.
     pub(crate) fn engine<U: UseEngine>(&self, plan: &Plan, shape: &ModelShape, user: U) -> Result<U::Output> {
         match self.chosen.machine.kind {
             DeviceKind::Cpu => on_cpus(plan, shape, &self.topology, user),
@@ -135,7 +135,7 @@ pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Resul
 /// Creates the engines of `plan` on this machine's CPU, one per rank, and runs `user` with the engine of rank 0.
 ///
 /// # Errors
-/// `Resource` if memory or threads are not available; those of `user`; `Rank` if another rank has failed.
+/// `Resource` if memory or threads are not available; errors of `user`; `Rank` if another rank has failed.
 pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topology, user: U) -> Result<U::Output> {
     if plan.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);

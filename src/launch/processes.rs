@@ -47,7 +47,7 @@ impl ThisProcess<'_> {
     /// Runs `user` with the engine of rank 0, which leads all other ranks. The other ranks of this process run `followers`.
     ///
     /// # Errors
-    /// `Resource` if memory or threads are not available; `Rank` if another rank has failed; those of `user`.
+    /// `Resource` if memory or threads are not available; `Rank` if another rank has failed; errors of `user`.
     pub(crate) fn lead<U: UseEngine>(self, user: U, followers: &impl FollowEngine) -> Result<U::Output> {
         match self.launch.chosen.machine.kind {
             DeviceKind::Cpu => self.on_cpus(followers, |engine, _| user.run(engine)),

@@ -34,7 +34,7 @@ impl Crew {
 /// `lead`, those of the other ranks to `follow`.
 ///
 /// # Errors
-/// `Resource` if memory or threads are not available; those of `lead`; `Rank` if another rank has failed.
+/// `Resource` if memory or threads are not available; errors of `lead`; `Rank` if another rank has failed.
 pub(crate) fn run<D: Kernels + Peers, T>(
     Crew { board, reaches }: Crew,
     shape: &ModelShape,

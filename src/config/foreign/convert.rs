@@ -90,7 +90,7 @@ impl Converted {
         }
     }
 
-    /// `fate`, once its flags take their values and none contradicts an earlier one.
+    /// Adds the flags of `fate`. Returns [`Fate::Missing`] if a flag rejects its value or contradicts an earlier key.
     fn checked(&mut self, fate: Fate, document: &Document, entry: &DocumentEntry) -> Fate {
         let Fate::Used(flags, remark) = fate else { return fate };
         for (flag, value) in &flags {
@@ -141,7 +141,7 @@ impl Converted {
     }
 }
 
-/// Flags that several keys may add to.
+/// Whether several keys may add values to `flag`.
 fn is_list(flag: &str) -> bool {
     ["data", "eval-data", "columns"].contains(&flag)
 }
@@ -212,7 +212,7 @@ impl Display for Fate {
 }
 
 impl Display for Converted {
-    /// The table, a line a key.
+    /// Prints the table, one line per key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: a configuration of {}", self.path, self.program)?;
         if self.program == Program::DeepSpeed {

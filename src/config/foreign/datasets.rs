@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 const BYTES_MAX: u64 = 16 << 20;
 /// Data set types of axolotl that can be inferred from the columns of the records.
 const TYPES: [&str; 6] = ["completion", "pretrain", "alpaca", "chat_template", "sharegpt", "text"];
-/// Keys of a data set that decide nothing which is not the default here.
+/// Keys of a data set without effect here, because the default already matches.
 const WITHOUT_MEANING: [&str; 6] = ["ds_type", "shards", "preprocess_shards", "revision", "trust_remote_code", "roles"];
 
-/// A list of tables with `path` and `type` as `flag` and `--columns`.
+/// Translates a list of tables with `path` and `type` to `flag` and `--columns`.
 pub(super) fn listed(node: &DocumentNode, flag: &'static str) -> Fate {
     let NodeValue::List(sets) = &node.value else {
         return Fate::Missing("expected a list of data sets, each with a path".into());
@@ -72,7 +72,7 @@ fn one(entries: &[DocumentEntry], paths: &mut Vec<DocumentNode>, columns: &mut V
     }
 }
 
-/// `THEIRS` is the data's name of our column.
+/// Maps the column `theirs` of the data to the column `ours`.
 fn set_column(columns: &mut Vec<String>, ours: &str, theirs: &str) -> Option<String> {
     let pair = format!("{ours}={theirs}");
     if ours != theirs && !columns.contains(&pair) {

@@ -134,7 +134,7 @@ fn structured(program: Program, name: &str, node: &DocumentNode, all: &[Document
     })
 }
 
-/// Evaluations are counted in steps or passes.
+/// Translates the number of evaluations per epoch.
 fn evaluations(node: &DocumentNode, all: &[DocumentEntry]) -> Fate {
     let is_evaluated = |entry: &DocumentEntry| match entry.key.as_str() {
         "val_set_size" => !["0", "0.0", ""].contains(&entry.node.text().as_str()),
