@@ -14,7 +14,7 @@ const MPI_PORT: &str = "29400";
 /// Reads the environment.
 type ReadVariable<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// A number, and the variable that holds it.
+/// A number from the environment, and the name of its variable.
 #[derive(Clone, Copy)]
 struct Told {
     variable: &'static str,

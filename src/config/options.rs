@@ -328,7 +328,7 @@ pub enum RunPart {
 }
 
 impl RunPart {
-    /// All, in the order of messages.
+    /// All parts, in the order of messages.
     pub const ALL: [Self; 5] = [Self::Model, Self::Tokenizer, Self::Data, Self::Numerics, Self::Moments];
 
     /// The name in flags and checkpoints.
@@ -446,7 +446,7 @@ pub enum FaultPhase {
     Optimize,
     /// Parameters are copied to the device.
     ParamsIn,
-    /// The device steps a bucket.
+    /// The device runs the optimizer step of a bucket.
     StepOnDevice,
     /// The rank waits for the verdict.
     Verdict,
@@ -454,7 +454,7 @@ pub enum FaultPhase {
     Gather,
     /// Activations are sent to the ranks that share the same sequences.
     HandOver,
-    /// Updates are written for a save.
+    /// Pending updates are written before a save.
     Flush,
     /// A rank other than 0 hands over its state for a save.
     Read,
@@ -475,9 +475,9 @@ pub enum FaultKind {
     Error,
     /// The thread panics.
     Panic,
-    /// The thread stands still.
+    /// The thread blocks forever.
     Hang,
-    /// The thread stands still for two seconds.
+    /// The thread blocks for two seconds.
     Slow,
 }
 
@@ -491,7 +491,7 @@ pub enum TrainLength {
     Epochs(f64),
 }
 
-/// Reads a number, a word or a boolean as the command line would: through `FromStr`.
+/// Reads a number, a word or a boolean through `FromStr`, like the command line.
 fn scalar<'de, D: Deserializer<'de>, T: FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
     struct TextValue;
     impl Visitor<'_> for TextValue {

@@ -1,10 +1,10 @@
 //! All settings, each defined once: flag and key of the file, help, type, default, and behavior on resume.
 //!
-//! From the table come [`TrainOptions`] (parser, help, file, merge), [`Settings`] (defaults, JSON, which flags an answer prints) and [`KEYS`]
+//! The table generates [`TrainOptions`] (parser, help, file, merge), [`Settings`] (defaults, JSON, flags in results) and [`KEYS`]
 //! (comparison on resume). A new setting needs an entry here, its check in `checks.rs` where it has one, and its use.
 //!
-//! The table is a macro rather than TOML parsed at run time, because the parser then still knows which flag or line of the file gave an
-//! invalid value. Groups exist only in the table: [`Settings`] stays flat, as checkpoints and files are, so that
+//! The table is a macro that makes typed options. Merging untyped TOML tables first would detect an invalid value too late to name its
+//! flag or line of the file. Groups exist only in the table: [`Settings`] stays flat, as checkpoints and files are, so that
 //! `Settings { seq_length, ..other }` works.
 
 use super::describe;
@@ -31,7 +31,7 @@ use serde_json::Value;
 use std::fmt::Display;
 use std::path::PathBuf;
 
-/// A setting, as [`Settings`] and checkpoints name it.
+/// A setting, with its name in [`Settings`] and checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SettingKey {
     /// Field of [`Settings`].
@@ -47,7 +47,7 @@ pub(crate) enum OnResume {
     Free,
     /// The difference is reported, because it changes the training result.
     Told,
-    /// The run is refused: the data position would mean other sequences.
+    /// A difference is refused, because the data position would mean other sequences.
     Order,
     /// The checkpoint's value is the default. Any other value is refused, because the data position would mean other tokens.
     Tokens,
@@ -60,12 +60,12 @@ impl OnResume {
     }
 }
 
-/// `help`, a sentence, as clap shows it: with the default.
+/// The text for clap: the sentence `help` and the default.
 fn explained(help: &str, default: impl Display) -> String {
     format!("{} [default: {default}]", help.trim().trim_end_matches('.'))
 }
 
-/// Type of a setting: that of its flag, or an `Option` of it where it has no default.
+/// Type of a setting: the type of its flag, or an `Option` of this type if the setting has no default.
 macro_rules! settled {
     ($kind:ty) => { Option<$kind> };
     ($kind:ty, $default:expr) => { $kind };
@@ -80,7 +80,7 @@ macro_rules! default_value {
     };
 }
 
-/// The default in words: those of the table, or the value as one writes it.
+/// Text of the default: the words in the table, or the value in the notation of the command line.
 macro_rules! default_text {
     ($kind:ty, $($default:expr)?, $words:literal) => {
         $words
