@@ -19,7 +19,9 @@ pub(super) fn remarks(messages: &[Value], samples: &[ChatSample]) -> Vec<String>
 fn is_lost(message: &Value, samples: &[ChatSample]) -> bool {
     let Some(content) = message["content"].as_str() else { return false };
     let in_samples = |line: &str| samples.iter().rev().any(|sample| sample.text.contains(line));
-    let is_written = |line: &str| in_samples(line) || in_samples(Value::from(line).to_string().trim_matches('"'));
+    // A template may write an answer without the reasoning on the same line.
+    let behind_reasoning = |line: &str| line.rsplit_once("</think>").is_some_and(|(_, rest)| !rest.is_empty() && in_samples(rest));
+    let is_written = |line: &str| in_samples(line) || in_samples(Value::from(line).to_string().trim_matches('"')) || behind_reasoning(line);
     let mut lines = content.lines().map(str::trim).filter(|line| !line.is_empty()).peekable();
     lines.peek().is_some() && !lines.any(is_written)
 }
@@ -41,6 +43,7 @@ mod tests {
         assert_eq!(of("be good", &["<user>be good<assistant>yes"]), 0);
         assert_eq!(of("be good", &["be good yes", "another sample yes"]), 0, "one of several samples");
         assert_eq!(of("<think>a thought</think>\nbe good \n", &["be good yes"]), 0, "a line is dropped, the message is not");
+        assert_eq!(of("<think>a thought</think>good", &["good yes"]), 0, "reasoning on the same line is dropped, the message is not");
         assert_eq!(of("say \"a\"\tb", &["{\"say \\\"a\\\"\\tb\"} yes"]), 0, "as JSON");
         assert_eq!((of("", &["yes"]), of(" \n", &["yes"]), of("be good", &[])), (0, 0, 0));
         let developers = [turn("developer", "one"), turn("developer", "two"), turn("assistant", "yes")];
