@@ -31,14 +31,14 @@ pub(crate) const fn arrays(separates_documents: bool) -> usize {
     if separates_documents { 4 } else { 3 }
 }
 
-/// Words of what one of `ranks` ranks has of a batch of so many rows and columns, as [`parts`] cuts it: its columns of each array, and all
-/// of the last one, where documents begin, if it separates them.
+/// Size in words of one rank's slices of a batch of `rows` rows and `seq_length` columns, as [`parts`] cuts it: the rank's columns of each
+/// array, and the whole array of document starts, if the batch separates documents.
 pub(crate) const fn part_words((rows, seq_length): (usize, usize), ranks: usize, separates_documents: bool) -> usize {
     let own = arrays(false) * rows * (seq_length / ranks);
     if separates_documents { own + rows * seq_length } else { own }
 }
 
-/// What the `rank`-th of `ranks` ranks that share the rows of a batch has of its memory `[arrays, T]`, piece by piece: its columns of tokens,
+/// Slices of a batch's memory `[arrays, T]` for rank `rank` of the `ranks` ranks that share its rows: this rank's columns of tokens,
 /// targets and positions, and of documents, which attention over whole rows reads, all.
 pub(crate) fn parts(memory: &[i32], (tokens, seq_length): (usize, usize), (rank, ranks): (usize, usize)) -> impl Iterator<Item = &[i32]> {
     let (own, documents) = memory.split_at(arrays(false) * tokens);
@@ -57,8 +57,8 @@ pub(crate) fn distinct(tokens: usize, vocab: usize) -> usize {
 }
 
 impl<'a> Batch<'a> {
-    /// A batch in `memory`, int32 `[arrays, T]`, whose rows are one document each until somebody says otherwise. Tokens and targets are
-    /// what the memory holds.
+    /// A batch in `memory`, int32 `[arrays, T]`. Positions and documents are initialized as if each row were one document; tokens and
+    /// targets keep the values in memory.
     ///
     /// # Panics
     /// If `memory` does not hold that many arrays of whole rows.

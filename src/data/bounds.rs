@@ -1,7 +1,7 @@
 //! Where documents begin and end in a stream of text and records.
 //!
 //! The separator before a document of text belongs to no document; records are whole as they stand. Which of the two a file holds, its
-//! first record says, as it did when the file was tokenized.
+//! first record determines, as it did when the file was tokenized.
 
 use super::documents::SAME_RECORD;
 use super::preparation::Preparation;

@@ -1,9 +1,9 @@
-//! Where prepared text is kept, and who prepares it: one run, while others that want the same wait.
 //!
-//! A folder is named by a SHA-256 over the format, the rules of records, the program's version, the tokenizer, the separator, and for each text file its path,
-//! size, time and inode: so a resumed run finds its folder without reading the text. Beside the folder `KEY` there may be `KEY.lock`,
-//! held by the run that prepares it (the lock ends with the process, however it ends), and `.KEY.tmp`, which is being written, or was left
-//! by a killed run if nobody holds the lock. What has such a name and is not what the program makes stays as it is.
+//! Cache of prepared text. One run prepares a text, and other runs that need this text wait for it.
+//! A folder is named by a SHA-256 over the format, the rules of records, the program's version, the tokenizer, the separator, and for each
+//! text file its path, size, time and inode: so a resumed run finds its folder without reading the text. Beside the folder `KEY` there may
+//! be `KEY.lock`, held by the run that prepares it (the lock ends with the process, however it ends), and `.KEY.tmp`, which is being
+//! written, or was left by a killed run if no process holds the lock. Files with such names that the program did not make are left alone.
 
 use super::chat::record::RULES_VERSION;
 use super::checked::CheckedFiles;
@@ -43,7 +43,7 @@ struct WantedText<'a> {
 /// The prepared tokens of `texts`: found, or made now.
 ///
 /// # Errors
-/// Those of [`tokenize`]; `Io` and `Resource` when there is no place or no room to keep them.
+/// Errors of [`tokenize`]; `Io` and `Resource` when there is no place or no room to keep the tokens.
 pub(super) fn find_or_prepare(
     texts: &[&Path],
     tokenizer: &Tokenizer,
@@ -63,8 +63,8 @@ pub(super) fn find_or_prepare(
     }
 }
 
-/// Removes what the run in `output_dir` keeps of data that it had before, and not any more: of small text that changes from start to start.
-/// A folder that cannot be removed is in nobody's way, and what the program did not make stays.
+/// Removes the prepared tokens in `output_dir` of small text that the run does not use any more, as after a change of the text. A folder
+/// that cannot be removed is ignored, and files that the program did not make are left alone.
 pub(crate) fn remove_others(output_dir: &Dir, known: &KnownSources) {
     let Some(dir) = Records::find(output_dir).and_then(|records| records.dir().open_dir(SMALL.pattern).ok()) else { return };
     for name in dir.names().unwrap_or_default() {
@@ -73,7 +73,7 @@ pub(crate) fn remove_others(output_dir: &Dir, known: &KnownSources) {
         if !is_key(key) || known.keeps(key) {
             continue;
         }
-        // Nobody is told: the next start tries again.
+        // Errors are ignored: the next start tries again.
         let _ = if key != name && dir.kind(&*name).is_ok_and(|kind| kind == Some(FileKind::File(0))) {
             dir.remove(&*name)
         } else {
@@ -85,7 +85,7 @@ pub(crate) fn remove_others(output_dir: &Dir, known: &KnownSources) {
 /// The prepared tokens of `texts` of which a file is missing, if they are known; `None` where none is missing.
 ///
 /// # Errors
-/// That names the file and the folder where there is neither; `Interrupted`.
+/// An error that names the missing file and the folder, where the folder cannot be opened either; `Interrupted`.
 fn stand_in(
     texts: &[&Path],
     tokenizer: &Tokenizer,
@@ -142,7 +142,7 @@ fn find_or_make(
         match open(&root, &wanted.origin, false, checked, preparation) {
             Ok(Some(found)) => return Ok(found),
             Err(error @ Error::Interrupted(_)) => return Err(error),
-            // What is wrong with it says the one who holds the lock.
+            // The process that holds the lock reports errors of the folder.
             Ok(None) | Err(_) => {}
         }
     }
@@ -159,7 +159,7 @@ fn find_or_make(
     }
 }
 
-/// Whether `error` is about the folder `root`, or what is in it.
+/// Whether `error` concerns the folder `root` or its content.
 fn is_about(root: &Path, error: &Error) -> bool {
     match error {
         Error::Io { path, .. } | Error::Format { path, .. } => path.starts_with(root),
@@ -175,7 +175,8 @@ fn make_in_cache(cache: &Path, wanted: &WantedText<'_>, checked: &mut CheckedFil
     make(&root, wanted, checked, preparation)
 }
 
-/// The run has its directory for itself, so that it can do without locks there. What is foreign in it gets another name.
+/// Prepares text in the output directory, which belongs to this run alone: a lock is not required there. Foreign files with the names that
+/// are needed are renamed.
 fn make_beside(wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Prepared> {
     let no_place = || Error::resource("keep prepared text", "neither HOME nor SUPEROFFLOAD_CACHE names a directory");
     let records = Records::at(preparation.output_dir.as_deref().ok_or_else(no_place)?)?;
@@ -196,7 +197,7 @@ fn make_beside(wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation:
     make(&root, wanted, checked, preparation)
 }
 
-/// Makes the folder in `root`, whose name for it is locked, unless somebody has made it meanwhile.
+/// Makes the folder in `root`, unless another process has made it meanwhile. The caller holds the folder's lock.
 fn make(root: &Dir, wanted: &WantedText<'_>, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Prepared> {
     let WantedText { origin, texts, tokenizer, vocab_size, is_small } = wanted;
     let folder = root.join(origin.key);
@@ -225,7 +226,7 @@ fn tmp_name(key: &str) -> String {
     format!(".{key}.tmp")
 }
 
-/// Whether `name` is what [`key`] makes.
+/// Whether `name` has the form of a [`key`].
 fn is_key(name: &str) -> bool {
     name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
@@ -271,7 +272,8 @@ fn remove_folder(root: &Dir, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Removes what killed runs left: what nobody holds the lock of. The caller holds that of `key`. What cannot be removed is in nobody's way.
+/// Removes the temporary folders of killed runs: those whose lock is free, and the one of `key`, whose lock the caller holds. Errors are
+/// ignored.
 fn remove_leftovers(root: &Dir, key: &str) {
     for name in root.names().unwrap_or_default() {
         let name = name.to_string_lossy();
@@ -355,7 +357,7 @@ mod tests {
         let case = Case::new();
         assert!(case.good("cache").starts_with("preparing 2.9 KiB of text in "));
         assert_eq!((case.good("cache"), case.names("cache").len()), (String::new(), 2));
-        // Other text of the same size, time and inode: whoever finds the folder has not read it.
+        // Other text of the same size, time and inode: a run that finds the folder has not read the text.
         let modified = fs::metadata(case.path("a.txt")).unwrap().modified().unwrap();
         fs::write(case.path("a.txt"), "xyz".repeat(1000)).unwrap();
         File::options().write(true).open(case.path("a.txt")).unwrap().set_modified(modified).unwrap();
@@ -406,7 +408,7 @@ mod tests {
         assert!(case.names("cache").contains(&key));
     }
 
-    /// In a cache that several users share, what another left cannot be removed; the disk's quota may be used up.
+    /// In a cache that several users share, files of another user cannot be removed; the disk's quota may be used up.
     #[test]
     fn what_a_cache_does_not_allow_is_done_beside_the_run() {
         let case = Case::new();

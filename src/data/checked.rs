@@ -24,7 +24,7 @@ pub(super) struct Check {
     pub(super) path: PathBuf,
     /// Any other claim is another check.
     pub(super) claim: String,
-    /// What tells whether the file changed since.
+    /// Metadata of the file that differs once the file has changed.
     pub(super) stamp: Stamp,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Check {
 pub(super) struct CheckedFiles {
     dir: Option<PathBuf>,
     known: Vec<Check>,
-    /// Those that were asked for and hold.
+    /// Checks that were requested and are still valid.
     holding: Vec<Check>,
 }
 
@@ -52,7 +52,7 @@ impl CheckedFiles {
         Ok(())
     }
 
-    /// Keeps what holds, if that is new: of other files, too, as long as they are what they were.
+    /// Saves the valid checks, and earlier checks of other files that have not changed since, if this differs from the saved record.
     ///
     /// # Errors
     /// `Io` when the output directory cannot be written.

@@ -1,4 +1,4 @@
-//! SHA-256 of data files. Each file is read once: what was computed is kept in a record of the run, and a data file is read
+//! SHA-256 of data files. Each file is read once: its checksum is kept in a record of the run, and a data file is read
 //! again only when its size, its time or its inode differ.
 
 use crate::disk::{InFile, OwnMark, OwnedName, Records, RunRecord, Stamp};
@@ -22,7 +22,7 @@ pub(crate) const CHECKSUMS: RunRecord = RunRecord {
     bytes_max: 1 << 30,
 };
 
-/// What a file held when it was read, and what tells without reading whether it still does.
+/// Checksum of a file's content, with metadata that shows a change of the file without reading it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Fingerprint {
     pub bytes: u64,
@@ -35,7 +35,7 @@ pub(crate) struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Reads the file at `path` in pieces of 1 MiB. After each, `progress` hears how many bytes were read; its error ends the reading.
+    /// Reads the file at `path` in pieces of 1 MiB. After each, `progress` gets the number of bytes read; its error ends the reading.
     ///
     /// # Errors
     /// `Io` or `Format` when it cannot be read, is no regular file, or changes meanwhile; those of `progress`.
@@ -73,9 +73,9 @@ impl Fingerprint {
     }
 }
 
-/// Fingerprints of `files`, in order. The run in `output_dir`, if there is one, has a record of those of earlier starts; it is written again
-/// when one is new, also when `progress` ends the reading. `progress` hears the file and how many of its bytes were read. What
-/// `missing` knows of a file is taken without a look at it.
+/// Fingerprints of `files`, in order. The run in `output_dir`, if there is one, has a record of those of earlier starts; it is written
+/// again when one is new, also when `progress` ends the reading. `progress` gets the file and the number of its bytes read. A file with a
+/// fingerprint in `missing` is not read.
 ///
 /// # Errors
 /// As [`Fingerprint::read`]; `Io` when the record cannot be written.

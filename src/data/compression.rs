@@ -10,11 +10,11 @@ use zstd::stream::read::Decoder as ZstdDecoder;
 
 const GZIP: &str = "gz";
 const ZSTANDARD: &str = "zst";
-/// A frame whose window is larger is refused: it would be in memory whole.
+/// A frame with a larger window is refused: the window would be in memory whole.
 const WINDOW_LOG_MAX: u32 = 27;
 /// Text of a compressed file is at most so many times its size: real text is below 50.
 pub(super) const EXPANSION_MAX: u64 = 200;
-/// What a small file may expand to in any case.
+/// Expanded size that a small file may have whatever its ratio.
 pub(super) const SMALL_BYTES: u64 = 16 << 20;
 
 /// Whether the file at `path` is compressed, by its name.
@@ -27,7 +27,7 @@ pub(super) fn has_extension(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|found| found.eq_ignore_ascii_case(extension))
 }
 
-/// A file that is read in order, and the checksum of what was read.
+/// A file that is read in order, and the checksum of the bytes read so far.
 pub(super) struct InOrder {
     file: InFile,
     offset: u64,
@@ -40,7 +40,7 @@ pub(super) enum ByteReader {
     Compressed { decoder: Decoder, made: u64 },
 }
 
-/// What makes the bytes of a compressed file.
+/// Decoder of a compressed file.
 pub(super) enum Decoder {
     Gzip(Box<MultiGzDecoder<BufReader<InOrder>>>),
     Zstandard(Box<ZstdDecoder<'static, BufReader<InOrder>>>),
@@ -70,7 +70,7 @@ impl ByteReader {
         let path = file.path().to_path_buf();
         let is_empty = file.bytes() == 0;
         let file = InOrder { file, offset: 0, sha256: Sha256::new() };
-        // An empty file is an empty text, whatever its name.
+        // An empty file is an empty text under any name.
         if is_compressed(&path) && !is_empty {
             Ok(Self::Compressed { decoder: Decoder::new(&path, file)?, made: 0 })
         } else {
@@ -97,7 +97,7 @@ impl ByteReader {
     /// Fills `out` as far as there are bytes; returns how many.
     ///
     /// # Errors
-    /// `Io`; `Format` for what is not compressed as its name says, ends early, or expands to more than data does.
+    /// `Io`; `Format` for a file that is not compressed as its extension implies, ends early, or expands to more than data does.
     pub(super) fn fill(&mut self, out: &mut [u8]) -> Result<usize> {
         let mut filled = 0;
         while filled < out.len() {
@@ -149,7 +149,7 @@ impl Decoder {
         start().map(|decoder| Self::Zstandard(Box::new(decoder))).map_err(|e| Error::resource(format_args!("unpack {}", path.display()), e))
     }
 
-    /// The next bytes, or what is wrong, in words.
+    /// The next bytes, or a description of the fault.
     fn read(&mut self, out: &mut [u8]) -> std::result::Result<usize, String> {
         match self {
             Self::Gzip(decoder) => decoder.read(out).map_err(|e| format!("gzip: {e}")),

@@ -48,8 +48,8 @@ impl Sink for DocumentsInMemory {
     }
 }
 
-/// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`. Text that begins or ends
-/// with these already has them once.
+/// Hands documents on to a sink. The separator goes before each but the first, and each begins with the ids `begin`. Text that begins or
+/// ends with these already has them once.
 pub(super) struct Documents<S> {
     sink: S,
     vocab_size: usize,

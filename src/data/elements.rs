@@ -4,7 +4,7 @@ use super::text::{LINE_BYTES_MAX, RecordParts};
 use crate::error::{Error, Result};
 use std::path::Path;
 
-/// Puts elements together. Only brackets, strings and commas are looked at: what an element is says the parser of records.
+/// Assembles elements of an array. It looks at brackets, strings and commas alone; the parser of records validates the elements.
 #[derive(Default)]
 pub(super) struct Elements {
     begun: String,

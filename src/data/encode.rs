@@ -20,12 +20,12 @@ use super::work::{Done, TextWork};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
 
-/// What a job costs beside its text, so that a batch of empty documents ends, too.
+/// Cost of a job in addition to its text, which bounds a batch of empty documents.
 const JOB_BYTES: usize = 256;
 
 const SIZES: PieceSizes = PieceSizes { piece: 64 << 10, context: 2 << 10, merged_max: 1 << 20 };
 
-/// What is encoded by itself.
+/// Unit of work of an encoding thread.
 enum EncodeWork {
     Piece(EncodeJob),
     Record { place: DocumentPosition, format: DataFormat, line: String },
@@ -112,7 +112,7 @@ impl<'a> Encoder<'a> {
     /// The next text of the document.
     ///
     /// # Errors
-    /// When nobody takes what is encoded any more.
+    /// When the consumer of encoded text has stopped.
     pub(super) fn push(&mut self, mut text: &str) -> Result<()> {
         while !text.is_empty() {
             let (here, rest) = text.split_at(floor_boundary(text, self.sizes.piece));
@@ -135,7 +135,7 @@ impl<'a> Encoder<'a> {
     /// A record of a file of `format`.
     ///
     /// # Errors
-    /// Those of a long record; else as [`Self::push`].
+    /// `Format` for a long record that cannot be read; errors of [`Self::push`].
     pub(super) fn record(&mut self, place: DocumentPosition, format: DataFormat, line: &str) -> Result<()> {
         if format != DataFormat::Text || line.len() <= self.sizes.piece {
             return self.add(EncodeWork::Record { place, format, line: line.into() });
@@ -162,7 +162,7 @@ impl<'a> Encoder<'a> {
 fn encode_batch(batch: EncodeBatch, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Encoded>> {
     let works: Vec<TextWork<'_>> = batch.iter().map(|work| work.asked(tokenizer.is_bytes())).collect();
     let done = tokenizer.run(&works, stop, |item, cause| batch[item].place().error(cause));
-    // What ends early has nothing wrong with it.
+    // Work that ends early has no fault.
     if stop.is_set() {
         return Err(interrupted());
     }

@@ -1,8 +1,9 @@
-//! Data files: which there are, and of which kind.
+//! Data files and their kinds.
 //!
 //! `.txt` is one document of UTF-8; `.jsonl` or `.ndjson` holds one record a line, blank lines aside, and `.json` an array of them (see
-//! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds token ids (see
-//! [`crate::data::token_file`]). Extensions may be written in capitals. A directory stands for the files of these kinds in it, by name, and a pattern for those that match it.
+//! [`crate::data::chat::record`] for their columns); `.gz` or `.zst` may follow these three; `.parquet` holds a record a row; `.bin` holds
+//! token ids (see [`crate::data::token_file`]). Extensions may be written in capitals. A directory stands for the files of these kinds in
+//! it, by name, and a pattern for the files that match it.
 
 use crate::data::compression::{has_extension, is_compressed};
 use crate::data::pattern::{self, matching};
@@ -19,13 +20,13 @@ pub(super) enum SourceKind {
     Tokens,
 }
 
-/// What the extensions of [`SourceKind`] are called in messages.
+/// Extensions of [`SourceKind`] as messages list them.
 const KINDS: &str = ".txt, .json, .jsonl, .ndjson (each may be .gz or .zst), .parquet or .bin";
 
-/// The data files that `paths` name, directories and patterns replaced by what they hold, in order. A path that is there is no pattern.
+/// The data files that `paths` name, directories and patterns replaced by their files, in order. A path that exists is no pattern.
 ///
 /// # Errors
-/// `Io` for what cannot be read; `Format` for a file of another kind, for a directory without data and a pattern that nothing matches.
+/// `Io` for a path that cannot be read; `Format` for a file of another kind, a directory without data and a pattern without a match.
 pub(crate) fn find_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for path in paths {
@@ -46,7 +47,7 @@ pub(crate) fn is_matched(named: &Path, path: &Path) -> bool {
     kind(path).is_some() && pattern::is_matched(named, path)
 }
 
-/// Those of `found` that hold data.
+/// Selects the files among `found` that hold data.
 fn data_among(found: Vec<PathBuf>) -> Result<Vec<PathBuf>> {
     let first = found.first().cloned();
     let data: Vec<_> = found.into_iter().filter(|path| kind(path).is_some() && !is_sidecar(path)).collect();

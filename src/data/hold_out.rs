@@ -1,8 +1,8 @@
 //! Records that are held out of training, to be evaluated on: conversations, documents of text.
 //!
-//! The tokens of a record decide: those records are held out whose tokens have the smallest digests under the seed. So copies of a record stay
-//! together, and so do all samples that are made of one. A record that has a document in common with a record that is held out is held out,
-//! too ([`super::same_text`]): no text is both learned and evaluated on.
+//! The tokens of a record decide: records are held out in the order of their tokens' digests under the seed, smallest first. So copies of
+//! a record stay together, and so do all samples of a record. A record that shares a document with a held-out record is held out, too
+//! ([`super::same_text`]): no text is both learned and evaluated on.
 
 use super::bounds::Bounds;
 use super::preparation::Preparation;
@@ -90,7 +90,7 @@ pub(super) struct HeldOut {
 }
 
 impl HeldOut {
-    /// Chooses as `split` says among the records of `stream`, which begin and end at `bounds`; `untrained` of its tokens are not trained.
+    /// Chooses by `split` among the records of `stream`, which begin and end at `bounds`; `untrained` of its tokens are not trained.
     ///
     /// # Errors
     /// `Usage` for more than there can be; when the tokens cannot be read; `Interrupted`.
@@ -151,7 +151,7 @@ impl HeldOut {
 #[derive(Clone, Copy)]
 pub(super) enum Side<'a> {
     All,
-    /// Those that are left.
+    /// All documents but the held-out ones.
     Kept(&'a HeldOut),
     HeldOut(&'a HeldOut),
 }
@@ -168,7 +168,7 @@ impl Side<'_> {
     /// The documents of this side one after another, as they stand in `stream`: each with the separator before it, but the first.
     ///
     /// # Errors
-    /// Those of [`Bounds::for_each`].
+    /// Errors of [`Bounds::for_each`].
     pub(super) fn stream(self, stream: &TokenStream, bounds: &Bounds, preparation: &Preparation<'_>) -> Result<TokenStream> {
         let mut side = TokenStream::default();
         self.for_each(bounds, preparation, |before, document| {

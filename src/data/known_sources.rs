@@ -1,5 +1,5 @@
-//! What a run knows of its data files: which there were, what they held and where their tokens lie. It is kept beside the run. So a run
-//! goes on when the files are gone, and reads none that is as it was.
+//! Record of a run's data files: their paths, their checksums and the folder of their tokens. The record lies in the output directory. A
+//! run continues with it when the files are gone, and does not read unchanged files again.
 
 use super::chat::record::{DataFormat, RecordRules};
 use super::checksum::Fingerprint;
@@ -23,7 +23,7 @@ pub(crate) const SOURCES: RunRecord = RunRecord {
     bytes_max: 1 << 30,
 };
 
-/// What is known of the data of a run.
+/// Known facts about the data of a run.
 #[derive(Default)]
 pub(crate) struct KnownSources {
     /// Where the run was, of which something is known.
@@ -42,7 +42,7 @@ struct KeptSources {
     lists: Vec<SourceList>,
 }
 
-/// What was found by reading the first records of all files, and how they were read.
+/// Result of reading the first records of all files, and the rules by which they were read.
 #[derive(Clone, PartialEq, Serialize, Deserialize)]
 struct KnownRules {
     format: DataFormat,
@@ -53,7 +53,7 @@ struct KnownRules {
 /// The files of training or of evaluation.
 #[derive(PartialEq, Serialize, Deserialize)]
 pub(super) struct SourceList {
-    /// What a person named, absolute.
+    /// Paths that the user named, absolute.
     pub(super) named: Vec<PathBuf>,
     /// Absolute. The checksum is empty where nobody knows it.
     pub(super) files: Vec<(PathBuf, Fingerprint)>,
@@ -70,7 +70,7 @@ pub(super) struct KeptText {
     pub(super) sha256: Vec<String>,
 }
 
-/// A list whose files are as they were, but for those that are missing.
+/// A list of files of which none has changed; some may be missing.
 struct Before {
     list: SourceList,
     missing: BTreeMap<PathBuf, MissingFile>,
@@ -114,7 +114,7 @@ impl Before {
 }
 
 impl KnownSources {
-    /// What the run in `dir` kept, as far as it still holds. A file that cannot be understood is as none: the data is read again.
+    /// Loads the record of the run in `dir`, without outdated entries. An unreadable record is ignored, and the data is read again.
     pub(crate) fn load(dir: &Path) -> Self {
         let Some(KeptSources { rules, lists }) = SOURCES.read(dir) else { return Self::default() };
         let all = lists.len();
@@ -126,7 +126,7 @@ impl KnownSources {
     /// As [`files::find_files`], with the missing ones that are known.
     ///
     /// # Errors
-    /// As there.
+    /// Errors of [`files::find_files`].
     pub(crate) fn find_files(&self, paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
         match self.before(paths).filter(|before| !before.missing.is_empty()) {
             Some(before) => Ok(before.list.files.iter().map(|(path, _)| path.clone()).collect()),
@@ -134,7 +134,7 @@ impl KnownSources {
         }
     }
 
-    /// What a file held that is missing.
+    /// The fingerprint of the missing file at `path`.
     pub(crate) fn missing(&self, path: &Path) -> Option<&Fingerprint> {
         self.before.iter().find_map(|before| before.missing.get(path)).map(|missing| &missing.fingerprint)
     }
@@ -153,7 +153,7 @@ impl KnownSources {
         (known.len() == files).then_some(known)
     }
 
-    /// What there is in place of `texts`, of which one is missing.
+    /// Prepared tokens that replace `texts`, if one of `texts` is missing.
     pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<StandIn> {
         let before = self.before.iter().find(|before| !before.missing.is_empty() && before.texts().eq(texts.iter().copied()))?;
         let (first, folder) = (&before.missing.values().next()?.why, before.list.folder.clone()?);
@@ -164,7 +164,7 @@ impl KnownSources {
         Some(StandIn { folder, dir: self.dir.clone(), why })
     }
 
-    /// Adds what this run knows of the `files` that `paths` name, and where the text among them is kept.
+    /// Adds the fingerprints of the `files` that `paths` name, and the folder of the tokens of their text.
     ///
     /// # Errors
     /// `Io` where a file cannot be read that is not known to be missing.
@@ -185,7 +185,7 @@ impl KnownSources {
         Ok(())
     }
 
-    /// Keeps in `dir` what this run knows of its data, which `tokenizer` read.
+    /// Saves in `dir` the record of this run's data, which `tokenizer` read.
     ///
     /// # Errors
     /// `Io` when it cannot be written.
@@ -204,7 +204,7 @@ impl KnownSources {
         self.now.iter().filter_map(|list| list.folder.as_ref()?.file_name()).any(|folder| folder == name)
     }
 
-    /// What is known of all that `paths` name.
+    /// The recorded list of the files that `paths` name.
     fn before(&self, paths: &[PathBuf]) -> Option<&Before> {
         let named = || paths.iter().map(absolute);
         self.before.iter().find(|before| before.list.named.iter().cloned().eq(named()))

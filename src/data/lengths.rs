@@ -25,7 +25,7 @@ impl DocumentLengths {
     /// Of the documents that begin and end at `bounds`.
     ///
     /// # Errors
-    /// Those of [`Bounds::for_each`].
+    /// Errors of [`Bounds::for_each`].
     pub(super) fn of(bounds: &Bounds, preparation: &Preparation<'_>) -> Result<Self> {
         let mut lengths = Self { shortest: u64::MAX, ..Self::default() };
         bounds.for_each(preparation, |document| {

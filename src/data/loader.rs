@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Where a loader stands: what a checkpoint keeps of it.
+/// Position of a loader, as a checkpoint saves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DataPosition {
     /// Passes over the data that are complete.
@@ -48,7 +48,7 @@ impl Loader {
         self.position
     }
 
-    /// What is dealt.
+    /// The dataset from which sequences are taken.
     pub fn dataset(&self) -> &Dataset {
         &self.dataset
     }
@@ -66,7 +66,7 @@ impl Loader {
 }
 
 impl Batches for Loader {
-    /// Writes what rows of this data say of each token. Does not allocate.
+    /// Fills the batch with the next sequences. Does not allocate.
     ///
     /// # Errors
     /// When a token file cannot be read any more or has changed for the worse; the position is then within the batch.
@@ -83,7 +83,8 @@ impl Batches for Loader {
     }
 }
 
-/// Optimizer steps that deal `sequences` sequences `epochs` times, `sequences_per_step` a step: the last step may reach into the next epoch.
+/// Optimizer steps that deal `sequences` sequences `epochs` times, `sequences_per_step` a step: the last step may reach into the next
+/// epoch.
 ///
 /// # Panics
 /// Never; counts that make no sense give the nearest step count from 1 on.
@@ -91,7 +92,7 @@ pub(crate) fn steps_for_epochs(epochs: f64, sequences: usize, sequences_per_step
     (epochs * sequences as f64 / sequences_per_step as f64).ceil().max(1.0) as u64
 }
 
-/// Writes the order of `epoch`: a Fisher-Yates shuffle whose bits are the same on every platform and in every version.
+/// Writes the order of `epoch`: a Fisher-Yates shuffle, which is bit-identical on every platform and in every version.
 fn shuffle_epoch(order: &mut [u32], seed: u64, epoch: u64) {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

@@ -1,5 +1,6 @@
-//! Data in sequences: the stream cut, or whole documents ([`crate::data::rows`]). Of the stream sequence `i` of `S` tokens covers stream tokens `i S ..= i S + S`: `S` inputs, and the `S`
-//! tokens that follow each of them. Consecutive sequences share one token; what is left at the end is less than one.
+//! Data in sequences: the stream cut, or whole documents ([`crate::data::rows`]). Sequence `i` of `S` tokens covers stream tokens
+//! `i S ..= i S + S`: `S` inputs, and the `S` tokens that follow each of them. Consecutive sequences share one token; the rest at the end
+//! is shorter than a sequence.
 
 use crate::data::batch::BatchRow;
 use crate::data::bounds::{Bounds, DocumentEnds};
@@ -39,13 +40,13 @@ pub struct Dataset {
 enum Cut {
     /// One after another.
     All,
-    /// Those with a trained target, one after another.
+    /// Sequences with at least one trained target, one after another.
     Trained(Vec<u32>),
     /// Whole documents.
     Packed(RowTable),
 }
 
-/// What is trained on, what is held out, and what all of it was made of.
+/// Training data, held-out data, and statistics of the documents of both.
 pub(super) struct MeasuredData {
     pub(super) kept: Dataset,
     pub(super) held_out: Option<Dataset>,
@@ -59,7 +60,7 @@ pub(super) struct MeasuredData {
 struct Opened {
     files: Vec<PathBuf>,
     stream: TokenStream,
-    /// Where its documents are; token files do not say.
+    /// Bounds of its documents; token files have none.
     bounds: Option<Bounds>,
     /// Of text.
     documents: u64,
@@ -74,7 +75,7 @@ impl Dataset {
     /// model with `vocab_size` ids.
     ///
     /// # Errors
-    /// Those of [`crate::data::files::find_files`]; what is wrong with a file, and where; `Unsupported` when the vocabulary does not fit 32-bit
+    /// Errors of [`crate::data::files::find_files`]; a file's fault with its place; `Unsupported` when the vocabulary does not fit 32-bit
     /// signed ids or does not hold the tokenizer's end of text; `Format` (or `Usage`, for the shipped text) when all of it is less
     /// than one sequence and the token after it; `Usage` for whole documents of a token file, which has none; `Interrupted`.
     ///
@@ -99,7 +100,7 @@ impl Dataset {
     /// documents hold and on the seed.
     ///
     /// # Errors
-    /// Those of [`Dataset::open`]; `Usage` where documents cannot be told apart, or none would be left.
+    /// Errors of [`Dataset::open`]; `Usage` where the data has no document boundaries, or no document would be left.
     pub(crate) fn open_split(
         paths: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -115,7 +116,7 @@ impl Dataset {
     /// As [`Dataset::open`], or [`Dataset::open_split`] where something is held out, and how long the documents are.
     ///
     /// # Errors
-    /// As there.
+    /// Errors of [`Dataset::open`] and [`Dataset::open_split`].
     pub(super) fn open_measured(
         paths: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -200,7 +201,7 @@ impl Dataset {
         }
     }
 
-    /// What became of documents that are kept whole, in words.
+    /// Summary of packing: documents kept whole, cut or left out.
     pub(crate) fn became(&self) -> Option<&str> {
         if let Cut::Packed(table) = &self.cut { Some(table.became()) } else { None }
     }
@@ -236,7 +237,7 @@ impl Dataset {
 }
 
 impl Opened {
-    /// The tokens of all that `paths` name, which have to say where documents end if `packing` or `split` asks for that.
+    /// The tokens of all that `paths` name. The data must have document bounds if `packing` or `split` needs them.
     fn new(
         paths: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -255,7 +256,7 @@ impl Opened {
         open_stream(paths, files, tokenizer, vocab_size, needs_bounds || is_measured, preparation)
     }
 
-    /// What is left, and what is held out.
+    /// The remaining documents and the held-out documents.
     fn split(
         &self,
         rules: RowRules,
@@ -276,7 +277,7 @@ impl Opened {
         self.bounds.as_ref().expect("documents with bounds")
     }
 
-    /// The documents of `side` as `rules` say.
+    /// The documents of `side`, packed by `rules`.
     fn dataset(&self, side: Side<'_>, rules: RowRules, tokenizer: &Tokenizer, preparation: &mut Preparation<'_>) -> Result<Dataset> {
         let (files, seq_length) = (&self.files, rules.seq_length);
         let (documents, untrained) = match side {
@@ -334,7 +335,8 @@ pub(super) fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Resu
     }
 }
 
-/// All `files`, which `paths` name, in their order, and where documents are if somebody `wants_bounds` and no token file is among them. Text is one run of documents, wherever token files stand between them.
+/// All `files`, which `paths` name, in their order, and where documents are if somebody `wants_bounds` and no token file is among them.
+/// Text is one run of documents, wherever token files stand between them.
 fn open_stream(
     paths: &[PathBuf],
     files: Vec<PathBuf>,

@@ -1,8 +1,8 @@
-//! Rows of a parquet file as records: each is an object of JSON, as a line of JSON lines is. Of the columns those are read that say
-//! something; memory holds a page of each.
+//! Rows of a parquet file as records: each is an object of JSON, as a line of JSON lines is. Only columns that the records use are read;
+//! memory holds a page of each.
 //!
-//! What a file says of itself is checked before anything is allocated by it or goes on by it ([`bounds`], [`shape`], [`deltas`]); what the
-//! library still stumbles over is an error. All of it happens in a sandbox ([`elsewhere`]).
+//! Sizes and counts in a file's metadata are checked before they are used ([`bounds`], [`shape`], [`deltas`]). Panics of the library are
+//! errors. All of it happens in a sandbox ([`elsewhere`]).
 
 mod bounds;
 mod deltas;
@@ -29,13 +29,13 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a row costs beside its text, so that a file of empty ones ends, too.
+/// Cost of a row in addition to its text, which bounds a file of empty rows.
 const ROW_BYTES: u64 = 16;
 
-/// Called with a row's number, from 1 on, its record, and how many bytes of the file are read, more or less; says whether to go on.
+/// Called with a row's number, from 1 on, its record, and the approximate number of bytes read; returns whether to go on.
 pub(super) type EachRow<'a> = &'a mut dyn FnMut(u64, &str, u64) -> Result<bool>;
 
-/// A file whose footer is read.
+/// A file with its footer read.
 pub(super) struct ParquetRows {
     file: InFile,
     reader: SerializedFileReader<File>,
@@ -45,7 +45,7 @@ pub(super) struct ParquetRows {
 
 impl ParquetRows {
     /// # Errors
-    /// `Io`; `Format` for what is no parquet file, or says nonsense of itself.
+    /// `Io`; `Format` for a file that is no parquet file, or has contradictory metadata.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let file = InFile::open(path)?;
         bounds::check_footer(&file)?;
@@ -144,7 +144,7 @@ fn fields(row: &Row, nulls: bool) -> std::result::Result<Map<String, Value>, Str
     row.get_column_iter().filter(|(_, field)| nulls || !matches!(field, Field::Null)).map(entry).collect()
 }
 
-/// A field as JSON has it. Bytes are text: columns of text may lack the mark that says so.
+/// A field as JSON. Bytes are text: columns of text may lack the mark of their type.
 fn value(field: &Field) -> std::result::Result<Value, String> {
     let float = |number: f64| Number::from_f64(number).map_or(Value::Null, Value::Number);
     Ok(match field {

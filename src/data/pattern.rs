@@ -11,7 +11,7 @@ const AS_IN_SHELLS: MatchOptions =
 /// The files that match `path`, by name; `None` where it is no pattern.
 ///
 /// # Errors
-/// `Format` for what no file matches, and for a pattern that is none; `Io` for a directory that cannot be read.
+/// `Format` for a pattern that no file matches, and for a malformed pattern; `Io` for a directory that cannot be read.
 pub(super) fn matching(path: &Path) -> Result<Option<Vec<PathBuf>>> {
     let Some(pattern) = path.to_str().filter(|path| path.contains(['*', '?', '['])) else { return Ok(None) };
     let found = glob::glob_with(pattern, AS_IN_SHELLS).map_err(|e| Error::format(path, format_args!("no pattern of names: {e}")))?;

@@ -32,7 +32,7 @@ pub(super) struct EncodeJob {
     pub(super) is_last: bool,
 }
 
-/// What was encoded.
+/// Result of an encoding job.
 pub(super) enum Encoded {
     /// A text, whole.
     Document(DocumentPosition, Vec<u32>),
@@ -49,7 +49,7 @@ pub(super) enum PartTokens {
     Placed(Vec<Token>),
 }
 
-/// A piece whose end is not joined yet.
+/// A piece with an end that is not joined yet.
 struct Piece {
     text: String,
     start: u64,
@@ -58,7 +58,7 @@ struct Piece {
     from: usize,
 }
 
-/// Takes what was encoded, hands ids on.
+/// Takes encoded pieces, hands ids on.
 pub(super) struct Joiner<'a, S> {
     tokenizer: &'a Tokenizer,
     documents: Documents<S>,
@@ -79,7 +79,7 @@ impl<'a, S: Sink> Joiner<'a, S> {
         self.documents.finish()
     }
 
-    /// Takes what comes next.
+    /// Takes the next piece.
     ///
     /// # Errors
     /// The sink's, those of the vocabulary, and for pieces that do not meet.
@@ -121,7 +121,7 @@ impl<'a, S: Sink> Joiner<'a, S> {
         Ok(())
     }
 
-    /// Hands on what comes before the seam of the open piece and `after`, which begins at `cut`; `after` is open then.
+    /// Hands on the ids before the seam of the open piece and `after`, which begins at `cut`; `after` is open then.
     fn join(&mut self, mut after: Piece, cut: u64, place: &DocumentPosition) -> Result<()> {
         let Some(before) = self.open.take() else {
             self.open = Some(after);

@@ -1,7 +1,7 @@
-//! Work on several threads whose results are taken in the order in which it was given.
+//! Ordered pipeline on several threads: results are taken in the order of the work.
 //!
-//! Whoever gives work does so on the caller's thread, workers do it, and one more thread takes the results; all three at the same time. So
-//! much work is under way at most that memory is bounded.
+//! The caller's thread gives work, worker threads do it, and one more thread takes the results; all three at the same time. The amount of
+//! work under way is limited, which bounds memory.
 
 use super::stopped::interrupted;
 use crate::error::{Error, Result};
@@ -21,10 +21,10 @@ pub(super) struct WorkQueue<W, R> {
 }
 
 impl<W, R> WorkQueue<W, R> {
-    /// Gives work to whoever is free next, and waits while too much is under way.
+    /// Gives work to the next free worker, and waits while too much is under way.
     ///
     /// # Errors
-    /// When nobody takes results any more; why says whoever took them.
+    /// When the consumer has stopped; the consumer reports the cause.
     pub(super) fn give(&self, work: W) -> Result<()> {
         let (done, result) = mpsc::sync_channel(1);
         let given = self.order.send(result).is_ok() && self.workers.send((work, done)).is_ok();
@@ -32,10 +32,10 @@ impl<W, R> WorkQueue<W, R> {
     }
 }
 
-/// Runs `give` here, `work` on so many threads, and `take` on another one, which gets all results in order. Returns what that returns.
+/// Runs `give` here, `work` on `threads` threads, and `take` on another one, which gets all results in order. Returns the result of `take`.
 ///
 /// # Errors
-/// That of `take`, which is about what was given first, else that of `give`; `Resource` where a thread cannot be started.
+/// The error of `take`, which concerns earlier work, else the error of `give`; `Resource` where a thread cannot be started.
 pub(super) fn run<W: Send, R: Send, T: Send>(
     threads: usize,
     work: impl Fn(W) -> R + Sync,

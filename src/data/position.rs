@@ -25,7 +25,7 @@ impl DocumentPosition {
     }
 }
 
-/// What a record of the file at `path` stands in.
+/// The word for the place of a record in the file at `path`.
 pub(super) fn place_word(path: &Path) -> &'static str {
     if has_extension(path, "parquet") { "row" } else { "line" }
 }

@@ -1,4 +1,4 @@
-//! What data is opened with: who is told how far it is, who may stop it, and where results are kept.
+//! Context in which data is opened: the receiver of progress messages, the stop flag, and the folders for results.
 
 use super::known_sources::KnownSources;
 use super::stopped::interrupted;
@@ -37,18 +37,18 @@ impl Default for Preparation<'_> {
 }
 
 impl<'a> Preparation<'a> {
-    /// `emit` hears what goes on until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where that cannot be
+    /// `emit` receives messages until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where `cache` cannot be
     /// written, or the text is small; `output_dir`, if there is one, exists and keeps which files were checked.
     pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: Option<PathBuf>, emit: impl FnMut(News<'_>) + 'a) -> Self {
         Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir, ..Self::default() }
     }
 
-    /// As it is, with what is `known` of the data.
+    /// Sets the `known` facts about the data.
     pub(crate) fn knowing(self, known: KnownSources) -> Self {
         Self { known, ..self }
     }
 
-    /// What is known of the data now.
+    /// The known facts about the data, at the end of the preparation.
     pub(crate) fn into_known(self) -> KnownSources {
         self.known
     }

@@ -14,7 +14,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// What became of the text that some paths name.
+/// Result of preparing the text that some paths name.
 pub(crate) enum PreparedText {
     /// There are token files alone.
     NoText,
@@ -25,10 +25,10 @@ pub(crate) enum PreparedText {
 }
 
 impl PreparedText {
-    /// Prepares what training on `paths` would.
+    /// Prepares the text that training on `paths` would prepare.
     ///
     /// # Errors
-    /// Those of training.
+    /// The errors that training has when it opens this data.
     pub(crate) fn new(paths: &[PathBuf], tokenizer: &Tokenizer, vocab_size: usize, preparation: &mut Preparation<'_>) -> Result<Self> {
         check_vocabulary(vocab_size, tokenizer)?;
         let found = files::find_files(paths)?;

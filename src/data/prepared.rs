@@ -2,13 +2,13 @@
 //!
 //! | file | |
 //! |---|---|
-//! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, a separator between documents of text if the tokenizer has one; |
+//! | `tokens.u32` | the ids of all documents, 32 bits each, little endian, separators between documents of text if the tokenizer has one; |
 //! | | the highest bit is set where the token is not trained |
 //! | `ends.u64` | for each document the number of tokens up to its end, 64 bits each, little endian; a separator belongs to neither side; |
 //! | | the highest bit is set where the document is made of the same record as the one before |
-//! | `manifest.json` | [`FORMAT_VERSION`], what it was made of and with, sizes, a CRC-32C for each mebibyte of the files, and one of itself |
+//! | `manifest.json` | [`FORMAT_VERSION`], sources and tokenizer, sizes, a CRC-32C for each mebibyte of the files, and one of itself |
 //!
-//! A folder is written under a temporary name, synced and renamed, so that it is whole or not there. Readers refuse what they do not know.
+//! A folder is written under a temporary name, synced and renamed, and so is whole or absent. Readers refuse unknown versions and fields.
 
 use super::checked::{Check, CheckedFiles};
 use super::documents::{DocumentTotals, Sink};
@@ -131,7 +131,7 @@ struct Chunked {
     crc32c: Vec<u32>,
 }
 
-/// A folder being written. Dropping it removes what was written, unless it was published.
+/// A folder being written. Dropping it removes the files, unless the folder was published.
 pub(super) struct FolderWriter {
     tmp: TmpDir,
     tokens: Chunked,
@@ -261,11 +261,11 @@ impl PreparedManifest {
     }
 }
 
-/// Opens the folder in `root` that `origin` names, through no link; `None` if it is not there. What is in it is read once and compared with
-/// its checksums, unless `checked` knows that it agrees, or it `is_fresh`: this process has just written it.
+/// Opens the folder in `root` that `origin` names, through no link; `None` if it is not there. Its files are read once and compared with
+/// their checksums, unless `checked` holds this check, or the folder `is_fresh`: this process has just written it.
 ///
 /// # Errors
-/// `Io`; `Format` when it is damaged or is not what its name says; `Interrupted`.
+/// `Io`; `Format` when the folder is damaged or does not match its name; `Interrupted`.
 pub(super) fn open(
     root: &Dir,
     origin: &PreparedFrom<'_>,

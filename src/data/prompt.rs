@@ -16,8 +16,8 @@ pub(crate) fn template_file(tokenizer: &Tokenizer) -> Option<&str> {
     tokenizer.rules().template.as_ref().ok().map(ChatTemplate::file)
 }
 
-/// The ids of `prompt`, up to where the model begins to answer: as a user's message through the chat template of `tokenizer`'s rules, else as
-/// the beginning of a document.
+/// The ids of `prompt`, up to where the model begins to answer: as a user's message through the chat template of `tokenizer`'s rules, else
+/// as the beginning of a document.
 ///
 /// # Errors
 /// `Usage` for a prompt without a token, or one that template or tokenizer refuse; `Interrupted`.

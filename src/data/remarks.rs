@@ -1,4 +1,4 @@
-//! Remarks on records: facts about what they become that a run says once, with the first record of each and how many there are.
+//! Remarks on records: facts about their conversion that a run prints once, with the first record of each and the number of records.
 
 use super::codec::{MessageReader, MessageWriter};
 use super::position::DocumentPosition;

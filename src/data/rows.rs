@@ -1,4 +1,4 @@
-//! Rows of whole documents: what is cut off those that are longer than a row, which go together, and what a row says of its tokens.
+//! Rows of whole documents: cutting of documents that are longer than a row, grouping of documents, and positions of tokens in a row.
 //!
 //! A document of text is its tokens, and the end-of-text token is the target of its last one, which is so never read. A record is as it
 //! stands; nothing follows its last token. Documents without a trained target are left out: they would change nothing.
@@ -35,7 +35,7 @@ pub enum Packing {
     Off,
 }
 
-/// What becomes of a document that is longer than a row of [`Packing::Bfd`] or [`Packing::Off`].
+/// Treatment of a document that is longer than a row of [`Packing::Bfd`] or [`Packing::Off`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Overlong {
@@ -56,7 +56,7 @@ pub struct RowRules {
     pub seq_length: usize,
     /// How documents become rows.
     pub packing: Packing,
-    /// What becomes of long ones.
+    /// Treatment of documents that are longer than a row.
     pub overlong: Overlong,
 }
 
@@ -77,13 +77,13 @@ pub(super) struct RowTable {
     parts: Vec<DocumentPart>,
     /// For each row the parts up to its end.
     ends: Vec<u32>,
-    /// The id of what no document fills.
+    /// The token id of padding.
     padding: i32,
-    /// What became of documents, in words.
+    /// Summary of packing for people.
     became: String,
 }
 
-/// What became of documents.
+/// Numbers of documents by their treatment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct PackingCounts {
     documents: u64,
@@ -141,7 +141,7 @@ impl RowRules {
 struct Packer<'a> {
     stream: &'a TokenStream,
     rules: RowRules,
-    /// What follows a document of text.
+    /// The token that follows a document of text.
     end_of_text: i32,
     /// Whether every token of the stream is trained.
     is_all_trained: bool,
@@ -218,8 +218,8 @@ fn too_many(packing: Packing) -> Error {
 }
 
 impl RowTable {
-    /// Packs the documents of `side` of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where no row
-    /// comes of it. A person hears what became of documents.
+    /// Packs the documents of `side` of `stream`, which begin and end at `bounds`; `untrained` tokens of it are not trained. `None` where
+    /// no row comes of it. A person hears what became of documents.
     ///
     /// # Errors
     /// When the tokens cannot be read; `Unsupported` for too many documents; `Interrupted`.
@@ -319,7 +319,7 @@ impl RowTable {
         Ok(())
     }
 
-    /// `packing bfd: 120 documents in 31 rows, 3.1 % padding`, and what was cut or left out.
+    /// `packing bfd: 120 documents in 31 rows, 3.1 % padding`, and the numbers of documents that were cut or left out.
     fn describe(&self, RowRules { seq_length, packing, .. }: RowRules, counts: PackingCounts) -> String {
         let PackingCounts { documents, truncated, split, dropped, untrained } = counts;
         let tokens: u64 = self.parts.iter().map(|part| u64::from(part.tokens)).sum();
@@ -373,7 +373,7 @@ mod tests {
         path
     }
 
-    /// The data, and what a person hears.
+    /// The data, and the messages to the user.
     fn open(paths: &[PathBuf], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
         let (tokenizer, mut heard) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
         let dir = tempfile::tempdir().unwrap();
@@ -473,7 +473,7 @@ mod tests {
         assert!(rows == [first] && heard.ends_with("; 1 longer than a row and left out"), "{heard}");
         assert_eq!(cut(std::slice::from_ref(&record), Overlong::Auto).0, [truncated, last.clone()]);
         assert_eq!(cut(std::slice::from_ref(&record), Overlong::Split).0[1], [[5, 6], [6, -1]]);
-        // Each file by what it holds.
+        // Each file by its content.
         let (rows, heard) = cut(&[text, record], Overlong::Auto);
         assert!(
             rows[..4] == split

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// The bits of a token that are its id; the highest bit says whether it is trained.
+/// The bits of a token that are its id; the highest bit is set if the token is trained.
 const ID_BITS: i32 = i32::MAX;
 
 /// Digest of a document's ids.
@@ -22,8 +22,8 @@ pub(super) struct SameText<'a> {
 }
 
 impl SameText<'_> {
-    /// `chosen`, ascending, with all records that have a document in common with one of them, or with one of those, and so on. A record is given
-    /// by the numbers of its documents.
+    /// `chosen`, ascending, with all records that have a document in common with one of them, or with one of those, and so on. A record is
+    /// given by the numbers of its documents.
     ///
     /// # Errors
     /// When the tokens cannot be read; `Interrupted`.

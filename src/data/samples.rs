@@ -1,4 +1,4 @@
-//! The samples of a record: their tokens, and what of them is trained.
+//! The samples of a record: their tokens and masks.
 
 use super::around::{missing_begin, missing_end};
 use super::chat::record::Content;
@@ -83,7 +83,7 @@ pub(super) fn shown(content: Content, tokenizer: &LocalTokenizer) -> Result<Vec<
     }
 }
 
-/// A sample's text, token by token; what no token stands for goes with the next one.
+/// A sample's text, token by token; text without a token goes with the next token.
 fn text_pieces(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<(usize, Vec<TextPiece>)> {
     let (MaskedTokens { tokens, .. }, text, mut done) = (masked(sample, tokenizer)?, &sample.text, 0);
     let mut pieces = Vec::with_capacity(tokens.len());

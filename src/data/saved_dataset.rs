@@ -1,5 +1,5 @@
-//! Data sets as `Dataset.save_to_disk` writes them: folders of streams in Arrow's format, which is not read here. Errors give the command that
-//! makes JSON lines of exactly these files.
+//! Data sets as `Dataset.save_to_disk` writes them: folders of streams in Arrow's format, which is not read here. Errors give the command
+//! that makes JSON lines of exactly these files.
 
 use super::compression::has_extension;
 use std::fs::File;

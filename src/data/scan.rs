@@ -18,10 +18,10 @@ pub(super) fn threads() -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }
 
-/// Gives `check` every block of `file`, each with its number; the last may be shorter. `what` says why, for people.
+/// Gives `check` every block of `file`, each with its number; the last may be shorter. `what` names the purpose for people.
 ///
 /// # Errors
-/// That of the first block which is wrong; `Interrupted`.
+/// The error of the first faulty block; `Interrupted`.
 pub(super) fn scan(
     file: &InFile,
     what: &str,
@@ -52,7 +52,7 @@ pub(super) fn scan(
     let wrong = thread::scope(|scope| {
         let spawn = |_| thread::Builder::new().spawn_scoped(scope, work).map_err(|e| Error::resource("start a thread that reads", e));
         let workers: Vec<_> = (0..threads).map(spawn).collect::<Result<_>>()?;
-        // Told once at least: workers may be done before anyone looks.
+        // Progress is reported at least once: workers may be done before the first poll.
         let mut is_done = workers.is_empty();
         while !is_done {
             thread::park_timeout(Duration::from_millis(100));

@@ -1,4 +1,4 @@
-//! Sentences about records, each with how many records it is true of and the first of them: a run says it once.
+//! Sentences about records, each with the number of its records and the first of them: a run prints each sentence once.
 
 use super::position::DocumentPosition;
 use super::preparation::Preparation;

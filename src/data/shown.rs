@@ -1,4 +1,4 @@
-//! A document in text, and what of it is trained.
+//! A document as text with its trained parts.
 
 use serde::Serialize;
 

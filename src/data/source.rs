@@ -1,4 +1,4 @@
-//! What each data file holds: its records, its tokens, its size.
+//! Content of data files: their records, their tokens, their sizes.
 
 use crate::data::chat::record::{DataFormat, RecordRules};
 use crate::data::checksum::Fingerprint;
@@ -28,8 +28,8 @@ const EXPANSION_USUAL: u64 = 8;
 const SHOWN_CHARACTERS: usize = 2000;
 
 /// Host memory that the data which `paths` name takes while steps run, at most: small text, which documents are in which row, the order of
-/// the rows, and, where documents are held out, the pieces of the stream. Only sizes are asked for. What cannot be found and is not `known`
-/// counts nothing; whoever opens it says so.
+/// the rows, and, where documents are held out, the pieces of the stream. No file is read. A file that cannot be found and is not `known`
+/// counts as empty; opening it later is an error.
 pub(crate) fn host_bytes(paths: &[PathBuf], known: &KnownSources, rules: RowRules, shuffle: bool, split: Option<EvalSplit>) -> u64 {
     let files = known.find_files(paths).unwrap_or_default();
     let (tokens, texts): (Vec<_>, Vec<_>) = files.iter().map(PathBuf::as_path).partition(|path| kind(path) == Some(SourceKind::Tokens));
@@ -42,12 +42,12 @@ pub(crate) fn host_bytes(paths: &[PathBuf], known: &KnownSources, rules: RowRule
 /// Whether each of `files` holds records that are not text, by its first one.
 ///
 /// # Errors
-/// When one cannot be read, or its first record says nothing.
+/// When a file cannot be read, or the format of its first record cannot be detected.
 pub(super) fn hold_records(files: &[&Path], rules: &RecordRules) -> Result<Vec<bool>> {
     files.iter().map(|path| Ok(!matches!(format(path, rules)?, None | Some(DataFormat::Text)))).collect()
 }
 
-/// Whether the first record of one of `files` may go through a chat template. One that cannot be read may: whoever reads it says why.
+/// Whether the first record of one of `files` may go through a chat template. An unreadable file may: reading it later reports the cause.
 pub(crate) fn asks_for_template(files: &[PathBuf], rules: &RecordRules) -> bool {
     files.iter().any(|path| format(path, rules).map_or(true, |format| format.is_some_and(DataFormat::has_answers)))
 }
@@ -58,13 +58,14 @@ pub(crate) fn hold_ids(files: &[PathBuf], rules: &RecordRules) -> bool {
     !files.is_empty() && files.iter().all(holds_ids)
 }
 
-/// The first of `files` whose records hold answers: of chats, of prompts or of instructions. One that cannot be read holds none; whoever reads it says why.
+/// The first of `files` with answers in its records: of chats, of prompts or of instructions. An unreadable file counts as one without
+/// answers; reading it later reports the cause.
 pub(crate) fn with_answers<'a>(files: &'a [PathBuf], rules: &RecordRules) -> Option<&'a Path> {
     let has_answers = |path: &&PathBuf| matches!(format(path, rules), Ok(Some(format)) if format.has_answers());
     files.iter().find(has_answers).map(PathBuf::as_path)
 }
 
-/// The format of the file at `path`, as its first record tells it; `None` where it holds no record.
+/// The format of the file at `path`, by its first record; `None` where it holds no record.
 fn format(path: &Path, rules: &RecordRules) -> Result<Option<DataFormat>> {
     let detect = |record: String| rules.detect(&record).map_err(|cause| Error::format(path, cause));
     first_record(path, rules)?.map(detect).transpose()
@@ -118,7 +119,7 @@ fn for_each_of(path: &Path, mut parts: impl RecordParts, mut each: impl FnMut(u6
 /// The first `count` documents of the text files among `files`, as a model reads them.
 ///
 /// # Errors
-/// What is wrong with one of them, and where.
+/// The fault of a file, with its place.
 pub(crate) fn first_documents(files: &[PathBuf], tokenizer: &Tokenizer, count: usize, stop: &StopFlag) -> Result<Vec<ShownDocument>> {
     let mut first = Vec::new();
     for path in files.iter().filter(|path| is_text(path)) {
@@ -162,12 +163,12 @@ fn beginning(path: &Path) -> Result<String> {
     Ok(reader.next()?.unwrap_or_default().chars().take(SHOWN_CHARACTERS + 1).collect())
 }
 
-/// Size of all of `texts`, what compressed ones may become; what cannot be found and is not `known` counts nothing.
+/// Largest possible size of all of `texts`, uncompressed; a file that cannot be found and is not `known` counts as empty.
 pub(super) fn bytes_of(texts: &[&Path], known: &KnownSources) -> u64 {
     sum_of(texts, known, EXPANSION_MAX)
 }
 
-/// As [`bytes_of`], what compressed ones usually become.
+/// As [`bytes_of`], with the usual ratio of compression.
 pub(super) fn usual_bytes_of(texts: &[&Path]) -> u64 {
     sum_of(texts, &KnownSources::default(), EXPANSION_USUAL)
 }
@@ -189,7 +190,7 @@ pub(super) struct Read {
 /// Tokenizes the text files `texts`, or the text that ships with the program when there are none, into `sink`.
 ///
 /// # Errors
-/// `Io` when one cannot be read; `Format` that names the place of whatever is wrong: an empty file, bytes that are not UTF-8, a line
+/// `Io` when one cannot be read; `Format` that names the place of the fault: an empty file, bytes that are not UTF-8, a line
 /// without `text`, an id outside the vocabulary; `Interrupted`.
 pub(super) fn tokenize<S: Sink + Send>(
     texts: &[&Path],
@@ -232,7 +233,7 @@ pub(super) fn tokenize<S: Sink + Send>(
     Ok((totals, read))
 }
 
-/// Says how many of `all` files hold no document.
+/// Reports the number of files, of `all`, that hold no document.
 ///
 /// # Errors
 /// `Format` at the first of them where no file holds one.
@@ -250,10 +251,10 @@ fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<
     })
 }
 
-/// Says how many records were left out.
+/// Reports the number of records that were left out.
 ///
 /// # Errors
-/// `Format` at the first of them, when there are many: then the mask is not what was meant.
+/// `Format` at the first of them, when there are many: then the mask is probably not the intended one.
 fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>) -> Result<()> {
     let DocumentTotals { skipped, records, first_skipped, .. } = totals;
     let Some(first) = first_skipped else { return Ok(()) };
@@ -266,7 +267,7 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     Ok(())
 }
 
-/// What a file holds.
+/// Whether a file holds documents.
 #[derive(PartialEq)]
 enum Holds {
     Documents,
@@ -279,7 +280,7 @@ impl Holds {
     }
 }
 
-/// The text file at `place`; what was read of it.
+/// Reads the text file at `place`.
 fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
     if kind(&place.path) == Some(SourceKind::Parquet) {
         return read_rows(encoder, &place, progress);
@@ -330,7 +331,7 @@ fn read_records(
     Ok(Holds::if_any(format.is_some()))
 }
 
-/// A parquet file; what was read of it.
+/// Reads a parquet file.
 fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
     let (mut format, rules, stop) = (None, encoder.rules(), encoder.stop());
     for_each_row(&place.path, rules, stop, &mut |row, record, offset| {
@@ -341,7 +342,7 @@ fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut
     Ok((Read { bytes, sha256 }, Holds::if_any(format.is_some())))
 }
 
-/// One record of a file of `format`, which its first one tells.
+/// Reads a record of a file; the first record determines `format`.
 fn read_record(
     encoder: &mut Encoder<'_>,
     place: &DocumentPosition,
@@ -498,7 +499,7 @@ mod tests {
             let refused = tokens(name, &whole[..whole.len() - 2], false, 256).unwrap_err().to_string();
             assert!(refused.contains(cause), "{refused}");
         }
-        // Nobody needs a window of 2 GiB; who would decode it keeps that much.
+        // Data does not need a window of 2 GiB; a decoder would hold all of it in memory.
         let wide = [0x28, 0xb5, 0x2f, 0xfd, 0, 0xa8, 1, 0, 0];
         let refused = tokens("a.txt.zst", &wide, false, 256).unwrap_err().to_string();
         assert!(refused.contains("zstd: ") && refused.contains("memory"), "{refused}");

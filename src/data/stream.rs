@@ -68,7 +68,7 @@ impl TokenStream {
     /// Gives `each` the tokens `range`, a block at a time.
     ///
     /// # Errors
-    /// Those of [`Self::read`].
+    /// Errors of [`Self::read`].
     pub(super) fn for_each_block(&self, range: Range<u64>, mut each: impl FnMut(&[i32])) -> Result<()> {
         let mut block = [0; BLOCK_TOKENS];
         for start in range.clone().step_by(BLOCK_TOKENS) {

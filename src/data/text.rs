@@ -39,7 +39,7 @@ impl TextReader {
     /// The next text, at most some hundred kilobytes; `None` after the last.
     ///
     /// # Errors
-    /// `Io`; `Format` that names the byte offset of what is not UTF-8, or says that the file changes.
+    /// `Io`; `Format` that names the byte offset of invalid UTF-8, or that reports a change of the file.
     pub(super) fn next(&mut self) -> Result<Option<&str>> {
         self.buffer.copy_within(self.used..self.filled, 0);
         self.filled -= self.used;
@@ -62,7 +62,7 @@ impl TextReader {
         Ok(Some(text.strip_prefix('\u{feff}').filter(|_| is_first).unwrap_or(text)))
     }
 
-    /// SHA-256 of what was read, in hexadecimal.
+    /// SHA-256 of the bytes read, in hexadecimal.
     pub(super) fn sha256(self) -> String {
         hex(self.bytes.digest())
     }
@@ -72,12 +72,12 @@ impl TextReader {
     }
 }
 
-/// What puts records together from blocks of text.
+/// Assembles records from blocks of text.
 pub(super) trait RecordParts {
-    /// Gives `each` what ends in `block`, with numbers from 1 on.
+    /// Gives `each` the records that end in `block`, with numbers from 1 on.
     ///
     /// # Errors
-    /// `Format` for what is too long for memory, or is not what the file should hold; those of `each`.
+    /// `Format` for a record that is too long for memory, or for unexpected content; errors of `each`.
     fn push(&mut self, path: &Path, block: &str, each: impl FnMut(u64, &str) -> Result<()>) -> Result<()>;
 
     /// The file ends.

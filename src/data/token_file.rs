@@ -1,6 +1,6 @@
 //! Pre-tokenised `.bin` files: token ids one after another, little-endian, no header.
 //!
-//! The ids are 16 or 32 bits wide. `NAME.bin.json` beside the file says which (`{"dtype": "uint16"}` or `"uint32"`); without
+//! The ids are 16 or 32 bits wide. `NAME.bin.json` beside the file sets the width (`{"dtype": "uint16"}` or `"uint32"`); without
 //! it the name does (`NAME.u16.bin`, `NAME.u32.bin`); else they are as wide as the model's vocabulary needs: 16 bits
 //! up to 65536 ids.
 //!
@@ -38,7 +38,7 @@ enum Width {
     U32 = 4,
 }
 
-/// The file that tells the width has one key.
+/// The sidecar file with the width has one key.
 const SIDECAR_BYTES_MAX: u64 = 1 << 20;
 
 #[derive(serde::Deserialize)]
@@ -50,8 +50,8 @@ impl TokenFile {
     /// Opens the file and checks every id in it against `vocab_size`, which is at most 2^31, unless `checked` knows the result.
     ///
     /// # Errors
-    /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, or says that the
-    /// file is empty or ends within an id, or what is wrong with the file that tells the width; `Interrupted`.
+    /// `Io` when it cannot be read; `Format` that names the byte offset of an id outside the vocabulary, for a file that is empty or ends
+    /// within an id, and for a faulty sidecar file; `Interrupted`.
     pub(super) fn open(path: &Path, vocab_size: usize, checked: &mut CheckedFiles, preparation: &mut Preparation<'_>) -> Result<Self> {
         let file = InFile::open(path)?;
         let bytes = file.bytes() as usize;
@@ -142,7 +142,7 @@ impl TokenFile {
     }
 }
 
-/// How wide the ids of the file at `path` are, if its name or the file beside it tells: see the module.
+/// Width of the ids in the file at `path`, if its name or its sidecar file sets it: see the module.
 fn declared_width(path: &Path) -> Result<Option<Width>> {
     let mut sidecar = path.as_os_str().to_owned();
     sidecar.push(".json");

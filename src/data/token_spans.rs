@@ -1,7 +1,7 @@
 //! Which tokens of a sample are trained: spans of text as spans of tokens.
 //!
-//! A marked span has every token that overlaps it, as `transformers` has it. A span after a prompt begins where the ids of the text and those
-//! of the prompt alone differ, as TRL has it: a token that begins in the prompt and ends in the answer is trained.
+//! A marked span has every token that overlaps it, as `transformers` has it. A span after a prompt begins where the ids of the text and
+//! those of the prompt alone differ, as TRL has it: a token that begins in the prompt and ends in the answer is trained.
 
 use super::chat::sample::{ChatSample, TrainedSpan};
 use super::tokenizer::{LocalTokenizer, Token, floor_boundary};
@@ -38,8 +38,8 @@ pub(super) fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -> Result<
     Ok(masked)
 }
 
-/// Whether the last trained token of `sample` ends a turn, whitespace aside: whether it is an added one, and no part of an answer of a template
-/// whose answers end with nothing of their own.
+/// Whether the last trained token of `sample` ends a turn, whitespace aside: whether it is an added one, and no part of an answer of a
+/// template whose answers end with nothing of their own.
 pub(super) fn has_end(sample: &ChatSample, tokens: &[(Token, bool)], tokenizer: &LocalTokenizer) -> bool {
     let placed = PlacedText { text: &sample.text, tokens: &[], tokenizer };
     let is_part = |token: &Token| (token.start as usize) < sample.text.len() && token.end as usize == sample.text.len();
@@ -101,8 +101,8 @@ impl PlacedText<'_> {
         self.text.get(token.start as usize..token.end as usize).is_some_and(|text| token.start < token.end && text.trim().is_empty())
     }
 
-    /// Trains the token at `end`, which follows an answer, where it ends the turn: some templates write no other end than the next role, and
-    /// `is_always` so.
+    /// Trains the token at `end`, which follows an answer, where it ends the turn: some templates write no other end than the next role,
+    /// and `is_always` so.
     fn train_end(&self, tokens: &mut [(Token, bool)], end: usize, is_always: bool) {
         if (is_always || self.is_open(&tokens[..end]))
             && let Some((next, is_trained)) = tokens.get_mut(end)

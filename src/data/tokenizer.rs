@@ -56,7 +56,7 @@ enum TokenizerPlace {
     Sandbox(Sandbox),
 }
 
-/// What is known of a tokenizer.
+/// Properties of a tokenizer.
 #[derive(Clone, Default)]
 struct Facts {
     vocab_size: usize,
@@ -93,8 +93,8 @@ impl Tokenizer {
         Self::here(TokenizerKind::Absent, LocalKind::Absent, Facts::default(), rules)
     }
 
-    /// Reads `tokenizer.json`, if `dir` has one, and what says which tokens stand around documents: the flags `--eos-token` and
-    /// `--add-bos`, or the files beside it.
+    /// Reads `tokenizer.json`, if `dir` has one, and the settings of the tokens around documents: the flags `--eos-token` and `--add-bos`,
+    /// or the files beside `tokenizer.json`.
     ///
     /// # Errors
     /// `Io` when a file is there and cannot be read; `Format` when one is broken or names a token that `tokenizer.json` does not have;
@@ -114,10 +114,10 @@ impl Tokenizer {
         Self::with_rules(kind, rules.clone(), || read_model(dir, path, &bytes, end_of_text, add_bos)).map(Some)
     }
 
-    /// The tokenizer whose file is `bytes`, in this process: for fuzzers, which see no other.
+    /// The tokenizer of the file content `bytes`, in this process: for fuzzers, which do not follow child processes.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// `Format` that describes the fault in the file.
     pub fn in_this_process(bytes: &[u8]) -> Result<Self> {
         let path = PathBuf::from("tokenizer.json");
         let parsed = guard(SandboxTask::Load, || parse(bytes)).and_then(|parsed| parsed);
@@ -188,7 +188,7 @@ impl Tokenizer {
         self.facts.end_token.as_deref()
     }
 
-    /// What each document begins with, most often nothing or one id.
+    /// Token ids at the beginning of each document, most often none or one.
     pub fn begin_of_text(&self) -> &[u32] {
         &self.facts.begin_of_text
     }
@@ -208,7 +208,7 @@ impl Tokenizer {
         if let Some(Done::Placed(tokens)) = done.into_iter().next() { Ok(tokens) } else { Err(unreadable()) }
     }
 
-    /// What becomes of `works`, until `stop` is set.
+    /// The results of `works`, until `stop` is set.
     ///
     /// # Errors
     /// `refuse` of the first that goes wrong; `Interrupted`; `Resource` where there is no process for it.
@@ -228,14 +228,14 @@ impl Tokenizer {
         done.map_err(|(item, cause)| refuse(item, cause))
     }
 
-    /// The error of a text, whose words name `tokenizer.json` already.
+    /// Converts the `cause` of a text's error, which may name `tokenizer.json` already.
     fn refuse(&self, cause: String) -> Error {
         let TokenizerKind::Model { path, .. } = &self.kind else { return Error::Unsupported(cause) };
         let named = format!("{}: ", path.display());
         Error::format(path, cause.strip_prefix(&named).unwrap_or(&cause))
     }
 
-    /// What decides which ids a text becomes, wherever its files lie: two tokenizers with the same identity make the same tokens.
+    /// All settings that determine the ids of a text, without paths: two tokenizers with the same identity produce the same tokens.
     pub(crate) fn identity(&self) -> Value {
         let (end, begin) = (self.end_of_text(), self.begin_of_text());
         let tokenizer = match &self.kind {
@@ -346,7 +346,7 @@ struct ParsedFile {
     post_processor: Value,
 }
 
-/// The tokenizer in the file at `path`, whose content is `bytes`, and what `dir` says of it.
+/// The tokenizer in the file at `path` with content `bytes`, and its properties by the files in `dir`.
 fn read_model(dir: &ModelDir, path: PathBuf, bytes: &[u8], end_of_text: Option<&str>, add_bos: AddBos) -> Result<(LocalKind, Facts)> {
     let refuse = |cause: String| Error::format(&path, cause);
     let parsed = guard(SandboxTask::Load, || parse(bytes)).and_then(|parsed| parsed).map_err(refuse)?;
@@ -529,7 +529,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// What [`WORDS`] makes of a text after `parts` have replaced its own.
+    /// Ids of a text by [`WORDS`] with `parts` in place of its own.
     fn hostile(parts: &str) -> Result<Vec<u32>> {
         load(&[("tokenizer.json", &with(WORDS, parts))])?.encode(" a b")
     }
@@ -557,7 +557,7 @@ pub(crate) mod tests {
             assert!(refused.contains("tokenizer.json: cannot encode: normalizer 6 would make 10000"), "{refused}");
         }
         assert_eq!(hostile(&grow(2)).unwrap(), [2, 1]);
-        // What no limit sees before: one stage that makes a gigabyte, in the library's own measure thirty.
+        // No earlier limit catches this: one stage makes a gigabyte of text, which takes thirty in the library.
         let large = format!(
             r#"{{"normalizer": {{"type": "Replace", "pattern": {{"Regex": "a|b| "}}, "content": "{}"}}}}"#,
             "c".repeat(100_000_000)

@@ -1,4 +1,4 @@
-//! What training would make of data: counts, lengths, and of a few records the text with what is trained.
+//! Preview of training data: counts, lengths, and the text of a few records with their trained tokens marked.
 
 use super::documents::place_word;
 use super::files;
@@ -26,7 +26,7 @@ const COLOURS: [&str; 2] = ["\x1b[32m", "\x1b[0m"];
 pub(crate) struct ViewRequest<'a> {
     pub(crate) paths: &'a [PathBuf],
     pub(crate) rules: RowRules,
-    /// What is held out, and the seed that chooses.
+    /// Size of the held-out split, and the seed that chooses its documents.
     pub(crate) split: Option<(EvalSplit, u64)>,
     /// Documents that are shown.
     pub(crate) shown: usize,
@@ -41,7 +41,7 @@ pub(crate) struct DataView {
     documents: u64,
     /// Of them held out to evaluate on.
     held_out: u64,
-    /// Of what is trained on.
+    /// Tokens of the training data.
     tokens: usize,
     trained_tokens: u64,
     /// Records that have no trained token.
@@ -50,7 +50,7 @@ pub(crate) struct DataView {
     packing: String,
     seq_length: usize,
     sequences: usize,
-    /// What training says on the way.
+    /// Messages that training would print.
     notes: Vec<String>,
     first: Vec<ShownDocument>,
     #[serde(skip)]
@@ -61,7 +61,7 @@ impl DataView {
     /// Opens the data as training does.
     ///
     /// # Errors
-    /// Those of training.
+    /// The errors that training has when it opens this data.
     pub(crate) fn new(
         request: &ViewRequest<'_>,
         tokenizer: &Tokenizer,
@@ -88,7 +88,7 @@ impl DataView {
         })
     }
 
-    /// With what training said on the way.
+    /// Adds the messages that training printed.
     pub(crate) fn with_notes(self, notes: Vec<String>) -> Self {
         Self { notes, ..self }
     }

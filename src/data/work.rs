@@ -1,5 +1,5 @@
 //! Pieces of work on text and records, done by a tokenizer in this process or in a sandbox: a message takes several there, and another one
-//! brings back what became of them.
+//! brings back the results.
 
 use super::chat::record::{Content, DataFormat, ReadContent};
 use super::codec::{MessageReader, MessageWriter};
@@ -10,7 +10,7 @@ use super::shown::TextPiece;
 use super::tokenizer::{LocalTokenizer, Token};
 use clap::ValueEnum;
 
-/// What is asked for.
+/// A request for tokenization.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum TextWork<'a> {
     /// The ids of a text.
@@ -27,7 +27,7 @@ pub(super) enum TextWork<'a> {
     Prompt(&'a str),
 }
 
-/// What became of it.
+/// Result of a request.
 #[derive(Debug, PartialEq)]
 pub(super) enum Done {
     Ids(Vec<u32>),
@@ -42,7 +42,7 @@ impl TextWork<'_> {
     /// Does it.
     ///
     /// # Errors
-    /// What is wrong with the text or the record, in words.
+    /// A description of the fault in the text or the record.
     pub(super) fn answer(self, tokenizer: &LocalTokenizer) -> Result<Done, String> {
         let read = |format, line| tokenizer.rules().read(format, line);
         match self {
@@ -178,10 +178,10 @@ fn put_document(writer: &mut MessageWriter, (tokens, pieces): &(usize, Vec<TextP
     }
 }
 
-/// What became of `count` pieces of work: of all of them, or of those before the first that went wrong.
+/// The results of `count` requests: of all of them, or of those before the first failure.
 ///
 /// # Errors
-/// The first that went wrong, in words; `None` for a message that says something else.
+/// The first failure with its description; `None` for a malformed message.
 pub(super) fn answered(answer: &[u8], count: usize) -> Option<Result<Vec<Done>, (usize, String)>> {
     let (mut parts, mut all) = (MessageReader::of(answer), Vec::with_capacity(count));
     for item in 0..count {

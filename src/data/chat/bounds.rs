@@ -1,4 +1,4 @@
-//! Limits of a chat template that hold before memory is taken: its source, what its formats ask for, and JSON that it writes.
+//! Limits of a chat template that are checked before memory is allocated: its source, the widths in its formats, and its JSON output.
 //!
 //! The template engine parses expressions and chains by recursion, pads to any width, and serialises a list that holds one list many times
 //! as often as it is held. A sandbox ends where that goes too far; these limits name the cause.
@@ -221,7 +221,7 @@ mod tests {
         let elifs = |count: usize| format!("{{% if 1 %}}{}{{% endif %}}", "{%- elif 1 %}".repeat(count));
         assert!(check_source(&elifs(ELIFS_MAX)).is_ok());
         assert_eq!(check_source(&elifs(ELIFS_MAX + 1)).unwrap_err(), "the chat template, line 1: more than 1000 tags of elif");
-        // A text, a comment and what stands outside of tags may be long; a closing brace within a text or an object closes no tag.
+        // A text, a comment and text outside of tags may be long; a closing brace within a text or an object closes no tag.
         let words = "- ".repeat(2 * TAG_TOKENS_MAX);
         for source in [format!("{{{{ '{words}' }}}}{words}"), format!("{{# {words} #}}"), format!("{{{{ \"\\\"{words}\" }}}}")] {
             assert_eq!(check_source(&source), Ok(()));

@@ -1,4 +1,4 @@
-//! Keys by which a message says whether it is trained. Several programs document such a key, each under a name of its own.
+//! Keys of a message that set whether it is trained. Several programs document such a key, each under a name of its own.
 
 use serde_json::Value;
 
@@ -38,7 +38,8 @@ const MARKS: [MessageMark; 11] = [
     mark("trainable", MarkValues::Both, true, "Tinker"),
 ];
 
-/// Gives the message `train: false` where one of its marks leaves it untrained. Returns the mark by which the message is trained, if it has one.
+/// Gives the message `train: false` where one of its marks leaves it untrained. Returns the mark by which the message is trained, if it has
+/// one.
 ///
 /// # Errors
 /// For a value of a mark that means neither, and for two marks that contradict each other, in words that follow the message's name.
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Whether a message with these keys is trained; `None` where no key says so.
+    /// Whether a message with these keys is trained; `None` where no key sets it.
     fn trained(keys: Value) -> Result<Option<bool>, String> {
         let mut message = keys;
         let mark = resolve(&mut message)?;

@@ -12,7 +12,7 @@ use crate::model_dir::ModelDir;
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// What the flags say of records.
+/// Command-line flags that control how records are read.
 pub(crate) struct RecordFlags<'a> {
     pub(crate) format: DataFormat,
     /// `messages=chat,tools=functions`.
@@ -27,8 +27,8 @@ pub(crate) struct RecordFlags<'a> {
 }
 
 impl RecordFlags<'_> {
-    /// How records are read with a model in `dir`. A template is looked for only where one is named or asked for, as `asks_for_template` says
-    /// of the data: of plain text it says nothing.
+    /// The rules for reading records with a model in `dir`. A template is loaded only where a flag names one or the data needs one, as
+    /// `asks_for_template` decides; plain text needs none.
     ///
     /// # Errors
     /// `Usage` for a flag that makes no sense; `Io` and `Format` for a template that is there and cannot be used.
@@ -39,7 +39,7 @@ impl RecordFlags<'_> {
         if needs_template { self.with_template(rules, dir) } else { Ok(rules) }
     }
 
-    /// As [`RecordFlags::rules`], without a template: what tells formats apart.
+    /// As [`RecordFlags::rules`], without a template: these rules suffice to detect the format.
     ///
     /// # Errors
     /// `Usage` for a flag that makes no sense.
@@ -62,7 +62,7 @@ impl RecordFlags<'_> {
     /// The day of a run, in words: the flag's, or today.
     ///
     /// # Errors
-    /// `Usage` for what is no day.
+    /// `Usage` for a flag that is no day.
     pub(crate) fn day(&self) -> Result<String> {
         self.parsed_day().map(|day| day.to_string())
     }

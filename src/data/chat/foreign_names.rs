@@ -1,5 +1,5 @@
 //! Columns, keys and roles that decide something in other programs and are not read here. A record that has one is refused where its text
-//! would be wrong, or the run says so once.
+//! would be wrong; otherwise the run warns once.
 
 use serde_json::{Map, Value};
 
@@ -14,7 +14,7 @@ enum NamePlace {
     Role,
 }
 
-/// What becomes of a record that has the name.
+/// Consequence for a record that has the name.
 #[derive(Clone, Copy, PartialEq)]
 enum NameVerdict {
     Refused,
@@ -29,7 +29,7 @@ struct ForeignName {
     verdict: NameVerdict,
     /// The programs that document the name.
     source: &'static str,
-    /// The consequence here, and what helps.
+    /// The consequence in this program, and the remedy.
     means: &'static str,
 }
 
@@ -158,7 +158,7 @@ impl ForeignName {
     }
 }
 
-/// Whether a value is more than what tables fill in.
+/// Whether a value differs from the empty values that tables fill in.
 fn says_something(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -1,5 +1,5 @@
-//! The spans that `{% generation %}` marks: exactly these, however many there are. Where some answers are not trained, each span is asked whose
-//! message's text it holds.
+//! The spans that `{% generation %}` marks: exactly these, however many there are. Where some answers are not trained, each span is
+//! attributed to the message of its text.
 
 use super::probe;
 use super::sample::ChatSample;
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// The sample of `messages`, whose text is `whole`; of the indices, the first are those of answers and the second those of trained ones.
 ///
 /// # Errors
-/// Where marks begin before the first prompt, and where it cannot be told which message a span is of.
+/// Where marks begin before the first prompt, and where the message of a span is ambiguous.
 pub(super) fn samples(
     messages: &[Value],
     renderings: &mut Renderings<'_>,
@@ -35,7 +35,7 @@ pub(super) fn samples(
     Ok(if spans.is_empty() { vec![] } else { vec![ChatSample { text: whole.text, trained: spans, next: None, hands_over: false }] })
 }
 
-/// Those of `spans` that are of `trained` answers.
+/// Selects the `spans` that belong to `trained` answers.
 fn chosen(
     messages: &[Value],
     renderings: &mut Renderings<'_>,
@@ -69,8 +69,8 @@ fn chosen(
     Ok(chosen)
 }
 
-/// The `answers` of which the text at `place` may be: those whose content ends in it; else those of the span in `front`, if nothing stands
-/// between the two; else all from the message before it to the one after it.
+/// The `answers` that the text at `place` may belong to: answers that end in it; else the answers of the span in `front`, if the two spans
+/// are adjacent; else all from the message before it to the one after it.
 fn owners(place: &Range<usize>, marks: &[(usize, usize)], answers: &[usize], front: Option<&Vec<usize>>) -> Vec<usize> {
     let of = |turns: &dyn Fn(usize) -> bool| answers.iter().copied().filter(|turn| turns(*turn)).collect::<Vec<_>>();
     let within = of(&|turn| marks.iter().any(|(marked, end)| *marked == turn && place.start < *end && *end <= place.end));

@@ -1,10 +1,10 @@
 //! Which text of a conversation is trained.
 //!
-//! With `{% generation %}` in the template, exactly the text that it marks ([`super::marks`]). Without, by the longest common prefix: for a
+//! With `{% generation %}` in the template, exactly the marked text ([`super::marks`]). Without, by the longest common prefix: for a
 //! turn, the text that the template writes up to its end, after the beginning that this text shares with the prompt that asks for the turn
 //! ([`super::span`]). A prompt may open a reasoning block that the turn does not have, so the prompt need not be the beginning of the text.
-//! Where a later turn changes how an earlier one is written (reasoning that is left out afterwards), the earlier one becomes a sample of its
-//! own: that is the text that a model sees when it answers.
+//! Where a later turn changes how an earlier one is written (reasoning that is left out afterwards), the earlier one becomes a sample of
+//! its own: that is the text that a model sees when it answers.
 
 use super::marks;
 use super::sample::{ChatSample, ChatSamples, TrainedSpan};
@@ -12,7 +12,7 @@ use super::span::{TurnSpans, common_prefix};
 use super::template::{ChatTemplate, Renderings};
 use serde_json::{Map, Value};
 
-/// What `--train-on` asks for.
+/// Values of `--train-on`: the tokens that contribute to the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TrainOn {
@@ -28,7 +28,7 @@ pub enum TrainOn {
     Last,
 }
 
-/// Text of all answers that are samples of their own, each of which repeats what came before.
+/// Text of all answers that are samples of their own; each of these samples repeats the conversation before the answer.
 const ALONE_BYTES_MAX: usize = 16 << 20;
 
 /// Messages, and from which of them on answers may be trained.
@@ -37,7 +37,7 @@ pub(super) struct Conversation {
     pub(super) tools: Option<Value>,
     /// Variables of the template beside them.
     pub(super) variables: Map<String, Value>,
-    /// Messages of the prompt, where the record tells it apart.
+    /// Messages of the prompt, where the record separates it from the completion.
     pub(super) prompt: usize,
 }
 
@@ -121,8 +121,8 @@ impl Conversation {
         Ok(ChatSamples { samples: alone, loses_reasoning, is_unasked: false })
     }
 
-    /// The `span` of message `turn` in the text `whole` of all messages; `until` is the text up to its end. `None` where `whole` has the message
-    /// otherwise. An end that the template appends to any last message is no change of the message.
+    /// The `span` of message `turn` in the text `whole` of all messages; `until` is the text up to its end. `None` where `whole` has the
+    /// message otherwise. An end that the template appends to any last message is no change of the message.
     ///
     /// # Errors
     /// The template's.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 /// A template of reasoning: the last message alone has it.
 const LAST_THINKS: &str = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}()\
     {% endif %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
-/// As Phi-3's, whose end stands after any last message.
+/// A template like Phi-3's, which appends an end to any last message.
 const APPENDS: &str = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }};{% endfor %}\
     {% if add_generation_prompt %}<|assistant|>{% else %}<|end|>{% endif %}";
 const MARKS: &str = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}\
@@ -17,7 +17,7 @@ fn chat(messages: &[Value]) -> Value {
     json!({"messages": messages})
 }
 
-/// `message`, which says that it is not trained.
+/// `message` with keys that exclude it from training.
 fn untrained(message: Value) -> [Value; 2] {
     [("train", json!(false)), ("weight", json!(0))].map(|(key, no)| {
         let mut message = message.clone();
@@ -66,7 +66,7 @@ fn of_answers_in_a_row_each_is_trained_once_and_no_header() {
     assert_eq!(trained(joins, TrainOn::Auto, &row).unwrap(), [["yes", "good;"]], "the last end is that of both");
 }
 
-/// Each of these writes the messages in front otherwise once an answer follows, and where they end can be told all the same.
+/// Each of these writes the messages in front otherwise once an answer follows, and their end can be found all the same.
 #[test]
 fn what_stands_in_front_may_be_written_otherwise() {
     let chat = chat(&[turn("system", "s"), turn("user", "a"), turn("assistant", "b")]);
@@ -140,7 +140,7 @@ fn marks_are_obeyed_exactly_however_many_there_are() {
     assert!(trained(none, TrainOn::Auto, &chat(&turns)).unwrap().is_empty());
 }
 
-/// A message of any kind beside others may hold what marks messages in trial renderings.
+/// A message of any kind beside others may hold the marks of trial renderings.
 #[test]
 fn characters_that_mark_messages_are_refused_where_they_matter() {
     let odd = chat(&[turn("user", "ask\u{10fffe}"), turn("assistant", "yes"), turn("user", "ask"), turn("assistant", "no")]);

@@ -1,4 +1,4 @@
-//! One message, whatever keys it came with: a role, and what it says as one text.
+//! A message with normalised keys: a role, and its content as one text.
 
 use super::{choices, foreign_names, integers, parts, tool_calls};
 use serde_json::{Map, Value, json};
@@ -11,8 +11,8 @@ pub(super) struct ReadMessage {
     pub(super) remarks: Vec<String>,
 }
 
-/// Reads a message; `takes_parts` says of a role whether its content stays a list of parts. Keys that are null are left out, as
-/// `transformers` does: templates write such a value, or take the key for what it is not.
+/// Reads a message; `takes_parts` decides for a role whether its content stays a list of parts. Keys that are null are left out, as in
+/// `transformers`: a template would write the null, or would treat the key as set.
 ///
 /// # Errors
 /// The fault of the message, in words that follow its name.

@@ -176,7 +176,7 @@ fn partition(text: &str, from_right: bool, args: &[Value]) -> Result<Value, Erro
     Ok(Tuple::from(parts.map(Value::from)).into())
 }
 
-/// The part of `text` between two places in characters, what is looked for in it, and where the part begins.
+/// The part of `text` between two places in characters, the pattern to find in it, and the beginning of the part.
 fn part<'a>(text: &'a str, args: &'a [Value]) -> Result<(&'a str, &'a str, usize), Error> {
     let (what, start, end): (&str, Option<i64>, Option<i64>) = from_args(args)?;
     let chars = text.chars().count();

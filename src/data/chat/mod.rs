@@ -1,5 +1,5 @@
-//! Records of chat data: which columns hold what ([`record`], [`message`]), the text that a model sees of them ([`template`]) and which of it is
-//! trained ([`mask`], by [`marks`] or by [`span`]).
+//! Records of chat data: their columns ([`record`], [`message`]), the text that a model sees of them ([`template`]) and the trained part of
+//! this text ([`mask`], by [`marks`] or by [`span`]).
 
 mod bounds;
 mod choices;
@@ -32,10 +32,10 @@ use self::record::{Content, DataFormat, RecordRules};
 use self::sample::ChatSample;
 pub(super) use self::template::ChatTemplate;
 
-/// The texts of a record of messages by the template `source`, in this process: for fuzzers, which see no other.
+/// The texts of a record of messages by the template `source`, in this process: for fuzzers, which do not follow child processes.
 ///
 /// # Errors
-/// What is wrong with either, in words.
+/// A description of the fault in the template or in the record.
 pub fn render_in_this_process(source: &str, record: &str) -> Result<Vec<String>, String> {
     let template = ChatTemplate::new(source, serde_json::Map::new(), Day::today());
     let rules = RecordRules { template, ..RecordRules::default() };

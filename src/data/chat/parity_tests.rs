@@ -24,7 +24,7 @@ fn masks(name: &str) -> PathBuf {
     golden("../masks").join(name)
 }
 
-/// How many cases of `name` have the tokens and the mask of the golden file, by what `group` makes of a case.
+/// Number of cases of `name` with the tokens and the mask of the golden file, for each result of `group`.
 fn equal(name: &str, group: impl Fn(&Value) -> Option<&'static str>) -> BTreeMap<&'static str, usize> {
     let cases = std::fs::read_to_string(masks(name)).unwrap();
     let (mut tokenizers, mut counts, mut wrong) = (BTreeMap::new(), BTreeMap::new(), Vec::new());

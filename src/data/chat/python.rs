@@ -1,4 +1,4 @@
-//! JSON as Python's `json.dumps` writes it, which is what templates were made with.
+//! JSON as Python's `json.dumps` writes it, which templates expect.
 
 use super::bounds::{JSON_DEPTH_MAX, TEXT_BYTES_MAX, check_indent};
 use super::integers::BigInteger;
@@ -38,7 +38,7 @@ impl JsonLayout {
     /// `value` as JSON of at most as much text as a rendering may have.
     ///
     /// # Errors
-    /// The limit that it exceeds, and what Python's `json.dumps` does not write, in words.
+    /// A description of the exceeded limit, or of a value that Python's `json.dumps` does not write.
     pub(super) fn dumps(&self, value: &Value) -> Result<String, String> {
         let mut writer = PythonJson { out: String::new(), layout: self, depth: 0 };
         writer.write(value)?;
@@ -190,7 +190,7 @@ fn not_json(kind: &str) -> String {
     format!("a value of type {kind} has no JSON")
 }
 
-/// A number as `repr` writes it; JSON of Python has names for what is no finite number.
+/// A number as `repr` writes it; JSON of Python has names for infinities and NaN.
 fn number(value: &Value) -> String {
     let float = f64::try_from(value.clone()).ok().filter(|_| !value.is_integer());
     match float {

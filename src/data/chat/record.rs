@@ -1,4 +1,4 @@
-//! Which columns a record has, and what they mean.
+//! Columns of a record, and their meaning.
 
 use super::ids::{self, IdColumn};
 use super::mask::{Conversation, TrainOn};
@@ -14,7 +14,7 @@ use std::path::PathBuf;
 /// The version of the rules by which records and text become tokens and masks. Version 1 kept no number.
 pub(crate) const RULES_VERSION: u32 = 2;
 
-/// What `--data-format` can be.
+/// Values of `--data-format`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormat {
@@ -56,7 +56,7 @@ impl DataFormat {
     }
 }
 
-/// How records are read: what the flags and the model's files say.
+/// Rules for reading records, from the flags and the model's files.
 pub(crate) struct RecordRules {
     pub(crate) format: DataFormat,
     /// The data's name of a column, by the name that it has here.
@@ -70,7 +70,7 @@ pub(crate) struct RecordRules {
     pub(in crate::data) template: Result<ChatTemplate, String>,
     /// The file that holds it.
     pub(in crate::data) template_file: PathBuf,
-    /// The roles whose content the template takes in parts.
+    /// The roles for which the template takes content in parts.
     pub(in crate::data) part_roles: PartRoles,
 }
 
@@ -90,14 +90,14 @@ impl Default for RecordRules {
     }
 }
 
-/// What a record says.
+/// Content of a record.
 #[derive(Debug, PartialEq, Eq)]
 pub(in crate::data) enum Content {
     /// A document like those of a text file.
     Text(String),
-    /// What a template wrote: nothing stands around it.
+    /// Output of a template; no tokens are added before or after it.
     Rendered(ChatSamples),
-    /// A prompt and what completes it; the end of text belongs to the completion.
+    /// A prompt and its completion; the end of text belongs to the completion.
     Completed(ChatSample),
     /// Ids, each with whether it is trained.
     Ids(Vec<(u32, bool)>),
@@ -121,7 +121,7 @@ impl RecordRules {
     /// The format of the record `line`, the first of its file.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A description of the fault in the record.
     pub(in crate::data) fn detect(&self, line: &str) -> Result<DataFormat, String> {
         let record = self.parse(line)?;
         if self.format != DataFormat::Auto {
@@ -162,7 +162,7 @@ impl RecordRules {
         self.read_with_remarks(format, line).map(|read| read.content)
     }
 
-    /// As [`Self::read`], with the sentences about what was not read.
+    /// As [`Self::read`], with remarks about the parts that were not read.
     ///
     /// # Errors
     /// The fault of the record, in words.
@@ -192,7 +192,7 @@ impl RecordRules {
         Ok(ReadContent { content, remarks })
     }
 
-    /// What decides which tokens a record becomes; `None` where all is as it is for plain text.
+    /// All settings that determine the tokens of a record; `None` where records are read as plain text.
     pub(in crate::data) fn identity(&self) -> Option<Value> {
         let template = self.template.as_ref().ok().map(ChatTemplate::identity);
         let is_plain = (self.format, self.train_on) == (DataFormat::Auto, TrainOn::Auto) && self.columns.is_empty() && template.is_none();
@@ -261,7 +261,7 @@ impl RecordRules {
 }
 
 impl ReadRecord<'_> {
-    /// Whether a column is there and says something: tables fill what a row lacks with null.
+    /// Whether a column is there and not null: tables fill missing values with null.
     fn has(&self, name: &str) -> bool {
         self.columns.get(name).is_some_and(|value| !value.is_null())
     }

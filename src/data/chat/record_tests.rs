@@ -36,14 +36,14 @@ fn read(rules: &RecordRules, record: &Value) -> Result<(Vec<String>, Vec<String>
     Ok((samples, remarks.into_iter().collect()))
 }
 
-/// The samples of a record of which there is nothing to say.
+/// The samples of a record without remarks.
 fn samples(source: &str, record: &Value) -> Result<Vec<String>, String> {
     let (samples, remarks) = read(&rules(source), record)?;
     assert!(remarks.is_empty(), "{remarks:?}");
     Ok(samples)
 }
 
-/// What is to be said of a record.
+/// Remarks on a record, one a line.
 fn remarks(source: &str, record: &Value) -> String {
     read(&rules(source), record).unwrap().1.join("\n")
 }

@@ -1,4 +1,4 @@
-//! Remarks that a run says once: on tokens across the end of a prompt, answers without an end, reasoning that a template leaves out.
+//! Remarks that a run prints once: on tokens across the end of a prompt, answers without an end, reasoning that a template leaves out.
 
 use super::tests::{golden, shipped, tokenizer, turn};
 use crate::data::documents::{DocumentsInMemory, UNTRAINED};

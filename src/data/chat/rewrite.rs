@@ -1,4 +1,4 @@
-//! Operations on which the template engine and Python differ, as calls of functions that do what Python does.
+//! Rewrites operations on which the template engine and Python differ as calls of functions that behave as Python does.
 //!
 //! The engine has no hook for its operators, so they are written otherwise before a template is compiled:
 //!
@@ -10,7 +10,7 @@
 //! | `LEFT % RIGHT` | `_modulo(LEFT, RIGHT)` | a text is a format |
 //! | `LEFT < RIGHT` | `_less(LEFT, RIGHT)` | values of different types are errors |
 //!
-//! An operator whose operands are not found without doubt stays as it is.
+//! An operator with ambiguous operands is not rewritten.
 
 use super::bounds::{next_tag, tag_bytes, token_bytes};
 use std::cmp::Reverse;
@@ -225,7 +225,7 @@ impl<'a> TagTokens<'a> {
         }
     }
 
-    /// The first token of what is left of a comparison, unless that is another comparison.
+    /// The first token of the left operand of a comparison, unless this operand is another comparison.
     fn compared_start(&self, operator: usize) -> Option<usize> {
         let mut idx = operator;
         while idx > 0 {
@@ -240,7 +240,7 @@ impl<'a> TagTokens<'a> {
         (idx < operator).then_some(idx)
     }
 
-    /// The last token of what is right of a comparison, unless that is another comparison.
+    /// The last token of the right operand of a comparison, unless this operand is another comparison.
     fn compared_end(&self, operator: usize) -> Option<usize> {
         let mut idx = operator;
         while idx + 1 < self.tokens.len() {

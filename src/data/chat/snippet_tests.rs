@@ -20,7 +20,7 @@ struct Case {
 
 /// Each snippet begins so.
 const BEGIN: &str = "{% set m = messages[0] %}";
-/// Snippets whose text differs from that of jinja2: the engine has one type for ranges, views of maps, and parts of lists.
+/// Snippets with a text other than that of jinja2: the engine has one type for ranges, views of maps, and parts of lists.
 const OTHERWISE: [&str; 5] = [
     "{{ range(3) }}",
     "{{ m.map.keys() is sequence }}",

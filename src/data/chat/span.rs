@@ -1,4 +1,4 @@
-//! Where the text of a message begins and ends in what a template writes.
+//! Beginning and end of a message's text in the output of a template.
 
 use super::probe;
 use super::sample::TrainedSpan;
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 /// Characters of a prompt that are compared with the text in their place; no tokenizer's token is longer.
 const INSTEAD_MAX: usize = 64;
-/// The remedy for a template whose answers cannot be told from their prompts.
+/// The remedy for a template that does not separate answers from their prompts.
 pub(super) const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around what answers say, in a --chat-template FILE";
 
 /// Finds the spans of `messages`.
@@ -20,7 +20,7 @@ impl TurnSpans<'_> {
     /// The span of message `turn` in `until`, the text up to its end. It never begins before the end of the message in front.
     ///
     /// # Errors
-    /// The template's, and where it cannot be told where the message in front ends.
+    /// Errors of the template, and where the end of the message in front is ambiguous.
     pub(super) fn span(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str) -> Result<TrainedSpan, String> {
         if turn == 0 {
             return Ok((0..until.len()).into());
@@ -55,8 +55,8 @@ impl TurnSpans<'_> {
         Ok(start >= asked && start >= common_prefix(&front, until) && !until[start..].contains(&before[asked..]))
     }
 
-    /// As [`Self::span`], where the messages in front are written otherwise in `until`: both texts are compared from the end of the content in
-    /// front on.
+    /// As [`Self::span`], where the messages in front are written otherwise in `until`: both texts are compared from the end of the content
+    /// in front on.
     fn behind(&self, renderings: &mut Renderings<'_>, turn: usize, until: &str, before: &str) -> Result<TrainedSpan, String> {
         let front = probe::marked(&self.messages[turn - 1], turn - 1)?;
         let marked = [(turn - 1, front.ok_or_else(|| untold(turn))?)];

@@ -1,4 +1,4 @@
-//! What is made of one record is learned or evaluated on, and so is one text.
+//! All samples of one record are on the same side of the split into training and evaluation, and so are copies of one text.
 
 use super::mask::TrainOn;
 use super::tests::{rules, turn};
@@ -16,7 +16,7 @@ const LAST_THINKS: &str = "{% for m in messages %}{% if m.role == 'assistant' an
     {% if add_generation_prompt %}{% endif %}";
 const ROW: usize = 256;
 
-/// The sides of a split, of which each has the texts of its samples, and the note that says what is held out.
+/// The texts of the samples on each side of a split, and the note about the held-out records.
 fn split(records: &[Value], how: &str, seed: u64, is_kept: bool) -> Result<([BTreeSet<String>; 2], String), String> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("chats.jsonl");

@@ -22,10 +22,10 @@ const FUEL: u64 = 2_000_000;
 /// Work of all renderings of a record, two for each answer.
 const RECORD_FUEL: u64 = 100_000_000;
 const NAME: &str = "chat template";
-/// What the tags of `{% generation %}` write: private characters, which no tokenizer's text holds.
+/// Output of the tags of `{% generation %}`: private characters, which no tokenizer's text holds.
 const MARKS: [(&str, char); 2] = [("generation", '\u{10fffc}'), ("endgeneration", '\u{10fffd}')];
 
-/// A template, and what it can name besides messages. It is compiled where it is used first.
+/// A template with its variables besides messages. It is compiled at its first use.
 pub(in crate::data) struct ChatTemplate {
     /// As its file has it.
     file: String,
@@ -42,17 +42,17 @@ pub(in crate::data) struct ChatTemplate {
     tool_use: Option<Box<ChatTemplate>>,
 }
 
-/// The renderings of one record, turn by turn, within what a record may take.
+/// The renderings of one record, turn by turn, within the limits of a record.
 pub(super) struct Renderings<'a> {
     environment: &'a Environment<'static>,
     has_marks: bool,
     messages: Vec<Value>,
-    /// What is the same in all of them.
+    /// Template variables that all renderings of the record share.
     context: BTreeMap<String, Value>,
     fuel: u64,
 }
 
-/// The text of a conversation, and what of it the template marks as generated.
+/// The text of a conversation, and the spans that the template marks as generated.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Rendered {
     pub(super) text: String,
@@ -101,7 +101,7 @@ impl ChatTemplate {
     /// The template, ready to be rendered.
     ///
     /// # Errors
-    /// What is wrong with the source, in words.
+    /// A description of the fault in the source.
     pub(in crate::data) fn compiled(&self) -> Result<&Environment<'static>, String> {
         let compile = || guard(SandboxTask::Compile, || environment(self.source.clone(), self.day)).and_then(|compiled| compiled);
         if let Some(tool_use) = &self.tool_use {
@@ -110,18 +110,17 @@ impl ChatTemplate {
         self.compiled.get_or_init(compile).as_ref().map_err(Clone::clone)
     }
 
-    /// Of all that decides what it writes.
+    /// Identity of all inputs that determine the template's output.
     pub(super) fn identity(&self) -> &str {
         &self.identity
     }
 
-    /// Whether the template says itself what a model generates.
+    /// Whether the template marks generated text with `{% generation %}`.
     pub(super) fn has_marks(&self) -> bool {
         self.has_marks
     }
 
-    /// The text that stands between an answer and what the user says next, up to the end of the latter, where answers end with nothing of
-    /// their own.
+    /// The text from the end of an answer to the end of the next user message, where the template writes no end after answers.
     pub(super) fn after_answers(&self) -> Option<&str> {
         self.after_answers.get_or_init(|| self.find_after_answers()).as_deref()
     }
@@ -146,7 +145,7 @@ impl ChatTemplate {
     /// The renderings of `messages`.
     ///
     /// # Errors
-    /// Those of [`Self::compiled`], and for messages that hold what marks text, in words.
+    /// Errors of [`Self::compiled`]; a description of the fault for messages that hold characters of [`MARKS`].
     pub(super) fn renderings(&self, messages: &[Json], tools: Option<&Json>) -> Result<Renderings<'_>, String> {
         let environment = self.compiled()?;
         messages.iter().chain(tools).try_for_each(|json| check_marks(self.has_marks, json))?;
@@ -210,7 +209,7 @@ impl Renderings<'_> {
     /// The text of the first `turns` messages; with `prompts`, up to where the model begins to answer.
     ///
     /// # Errors
-    /// What the template raises, or asks for more than it or the record may, in words.
+    /// A description of an exception of the template, or of a limit of the template or the record that is exceeded.
     pub(super) fn render(&mut self, turns: usize, prompts: bool) -> Result<Rendered, String> {
         self.render_with(turns, prompts, &[])
     }
@@ -286,7 +285,8 @@ fn check_defined(state: &mut State, value: &Value, depth: usize) -> Result<(), E
     Ok(())
 }
 
-/// `source` with a call of what writes a mark in place of each tag of `{% generation %}`, which keeps how the tag trims; and whether it has any.
+/// `source` with a call that writes a mark in place of each tag of `{% generation %}`, with the tag's trimming; and whether `source` has
+/// such a tag.
 fn with_marks(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
     let (mut rest, mut has_marks) = (source, false);

@@ -9,7 +9,7 @@ const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_p
 /// The variables that `value` holds: an object, or its JSON in a string.
 ///
 /// # Errors
-/// For what is no object, and for a name that has its meaning already, in words that follow a name.
+/// A value that is no object, and a variable with a reserved name, in words that follow a name.
 pub(super) fn of(value: &Value) -> Result<Map<String, Value>, String> {
     let expected = "is not an object of variables, such as {\"enable_thinking\": false}";
     let parsed = match value {

@@ -205,7 +205,7 @@ fn templates_that_raise_loop_grow_or_read_files_are_errors_in_a_line() {
     }
 }
 
-/// What follows a prompt for an answer: text before the answer, text after it, and the templates of TRL without marks that write it so.
+/// Text before an answer, text after it, and the templates of TRL without marks that write an answer between the two.
 #[rustfmt::skip]
 const AROUND: &[(&str, &str, &[&str])] = &[
     ("", "<|END_OF_TURN_TOKEN|>", &["cohere"]),
@@ -224,7 +224,7 @@ const AROUND: &[(&str, &str, &[&str])] = &[
     ("<think>\n\n</think>\n\n", "<|im_end|>\n", &["qwen3"]),
     ("\n</think>\n\n", "<|im_end|>\n", &["qwen3_5_think", "qwen3_6", "qwen3_8"]),
 ];
-/// They write parts of content alone: of an answer that is text they say nothing.
+/// These templates write only content in parts: they leave out an answer that is plain text.
 const OF_PARTS: [&str; 3] = ["idefics3", "llava_next", "smolvlm"];
 
 #[test]

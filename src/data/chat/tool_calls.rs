@@ -3,7 +3,7 @@
 use super::integers;
 use serde_json::{Map, Value};
 
-/// Keywords of JSON Schema under which null is a value, and whose values are no schemas.
+/// Keywords of JSON Schema under which null is a value, and under which no schemas stand.
 const VALUES: [&str; 4] = ["default", "const", "enum", "examples"];
 /// Keywords of JSON Schema under which names stand, each with a schema.
 const NAMED_SCHEMAS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
@@ -11,7 +11,7 @@ const NAMED_SCHEMAS: [&str; 4] = ["properties", "patternProperties", "$defs", "d
 /// The tools that `value` holds: a list, or its JSON; `None` for null, an empty list and an empty string.
 ///
 /// # Errors
-/// The parser's, in words that follow a name; for what is no list.
+/// Errors of the parser, in words that follow a name; a value that is no list.
 pub(super) fn tools(value: &Value) -> Result<Option<Value>, String> {
     let Some(list) = list(value)? else { return Ok(None) };
     Ok((!list.is_empty()).then(|| list.into_iter().map(without_filled_in).collect()))
@@ -20,7 +20,7 @@ pub(super) fn tools(value: &Value) -> Result<Option<Value>, String> {
 /// The calls that `value` holds: a list of objects, or its JSON; `None` for null and an empty string. Arguments stay as they are.
 ///
 /// # Errors
-/// The parser's, in words that follow a name; for what is no list of objects.
+/// Errors of the parser, in words that follow a name; a value that is no list of objects.
 pub(super) fn calls(value: &Value) -> Result<Option<Value>, String> {
     let Some(list) = list(value)? else { return Ok(None) };
     let call = |call: Value| match call {
@@ -30,7 +30,7 @@ pub(super) fn calls(value: &Value) -> Result<Option<Value>, String> {
     list.into_iter().map(call).collect::<Result<Vec<Value>, _>>().map(|list| Some(list.into()))
 }
 
-/// A list whose elements may be JSON in strings, as may the list.
+/// Reads a list; the list and its elements may be JSON in strings.
 fn list(value: &Value) -> Result<Option<Vec<Value>>, String> {
     let parsed = |value: &Value| match value {
         Value::String(text) => integers::parse(text).map_err(|e| format!("is not the JSON of a list: {e}")),

@@ -1,5 +1,5 @@
-//! What a parquet file says of itself, held against its size before anything is allocated by it: a footer that nests for ever, and pages
-//! that expand to more than data does.
+//! Compares the metadata of a parquet file with the file's size before anything is allocated: rejects a footer that nests too deeply, and
+//! pages that expand to more than data does.
 
 use super::shape::{self, FOOTER, PAGE_HEADER};
 use super::thrift::{ThriftKind, ThriftReader};
@@ -20,10 +20,10 @@ const PAGE_BYTES_MAX: u64 = 256 << 20;
 const DICTIONARY_BYTES_MAX: u64 = 16 << 20;
 /// The least that a value takes in a dictionary.
 const DICTIONARY_VALUE_BYTES: i64 = 4;
-/// What is read to find the header of a page: most are small, and statistics may make one large.
+/// Bytes that are read to find the header of a page, tried in order: most headers are small, and statistics may make one large.
 const HEADER_BYTES: [u64; 3] = [1 << 10, 64 << 10, 16 << 20];
 
-/// What a page says of itself.
+/// Fields of a page header.
 #[derive(Default)]
 struct ParquetPage {
     header_bytes: u64,
@@ -33,7 +33,7 @@ struct ParquetPage {
     dictionary_values: Option<i64>,
 }
 
-/// Whether the footer can be read: it is as long as it says, and the library goes down its schema without running out of stack.
+/// Whether the footer can be read: its length is as declared, and the library can recurse into its schema without a stack overflow.
 ///
 /// # Errors
 /// `Format` for one that cannot; `Io`.
@@ -60,7 +60,7 @@ pub(super) fn check_footer(file: &InFile) -> Result<()> {
     }
 }
 
-/// How deeply columns are nested; `None` for a footer that says nothing sensible.
+/// Depth of nested columns; `None` for a malformed footer.
 fn schema_depth(footer: &[u8]) -> Option<usize> {
     let (mut reader, mut last) = (ThriftReader::new(footer), 0);
     while let Some((number, kind)) = reader.field(&mut last)? {
@@ -98,7 +98,7 @@ fn depth_of(reader: &mut ThriftReader<'_>, count: u64) -> Option<usize> {
 /// Whether every page of the wanted columns of the row group lies in the file and expands to no more than data does.
 ///
 /// # Errors
-/// What is wrong, in words.
+/// A description of the fault.
 pub(super) fn check_pages(file: &InFile, group: &RowGroupMetaData, wanted: &Type) -> std::result::Result<(), String> {
     let is_wanted = |column: &&ColumnChunkMetaData| {
         let root = column.column_path().parts().first();

@@ -12,10 +12,10 @@ use parquet::file::reader::RowGroupReader;
 use parquet::record::reader::RowIter;
 use parquet::schema::types::{ColumnDescPtr, Type};
 
-/// What a length takes in memory.
+/// Size of a length in memory.
 const LENGTH_BYTES: u64 = 4;
 
-/// A row group whose pages are looked at before they are decoded.
+/// A row group that checks its pages before they are decoded.
 pub(super) struct CheckedGroup<'a>(pub(super) Box<dyn RowGroupReader + 'a>);
 
 impl RowGroupReader for CheckedGroup<'_> {
@@ -77,8 +77,8 @@ impl PageReader for CheckedPages {
     }
 }
 
-/// `None` for a page that says nonsense; `levels` kinds of levels stand before its values. Those packed by bits, which nobody has written
-/// since there are differences, would leave it open where values begin.
+/// `None` for a malformed page; `levels` kinds of levels stand before its values. Bit-packed levels, which no writer combines with delta
+/// encodings, would leave the beginning of the values unknown.
 fn check(page: &Page, levels: usize) -> Option<()> {
     let (values, encoding, count) = match page {
         Page::DataPage { encoding, .. } if !is_of_differences(*encoding) => return Some(()),
@@ -106,7 +106,7 @@ fn is_of_differences(encoding: Encoding) -> bool {
     matches!(encoding, Encoding::DELTA_BINARY_PACKED | Encoding::DELTA_LENGTH_BYTE_ARRAY | Encoding::DELTA_BYTE_ARRAY)
 }
 
-/// `None` where `bytes` say that they hold more than `most` values, or more than such bytes may.
+/// `None` where `bytes` declare more than `most` values, or more than so few bytes may hold.
 fn check_values(bytes: &[u8], encoding: Encoding, most: u64) -> Option<()> {
     if !is_of_differences(encoding) {
         return Some(());
@@ -114,7 +114,7 @@ fn check_values(bytes: &[u8], encoding: Encoding, most: u64) -> Option<()> {
     let mut reader = ThriftReader::new(bytes);
     let numbers = Differences::read(&mut reader, bytes, most)?;
     if encoding == Encoding::DELTA_BYTE_ARRAY {
-        // Lengths that values share with the one before; behind them lengths of what is new.
+        // Lengths of the prefixes that values share with the one before; behind them lengths of the suffixes.
         numbers.skip(&mut reader)?;
         Differences::read(&mut reader, bytes, most)?;
     }
@@ -167,7 +167,7 @@ mod tests {
         for encoding in [Encoding::DELTA_BINARY_PACKED, Encoding::DELTA_LENGTH_BYTE_ARRAY] {
             assert!(check_values(&header(&[3]), encoding, 3).is_some());
             assert!(check_values(&header(&[3]), encoding, 2).is_none());
-            // 2^31 numbers in eight bytes, which a page may say, too; more parts than bytes.
+            // 2^31 numbers in eight bytes, which a page may declare, too; more parts than bytes.
             assert!(check_values(&header(&[0x80, 0x80, 0x80, 0x80, 8]), encoding, 1 << 31).is_none());
             assert!(check_values(&[0x80, 1, 6, 3, 0], encoding, 3).is_none());
             assert!(check_values(&[0x80], encoding, 3).is_none());

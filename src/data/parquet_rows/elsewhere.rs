@@ -11,7 +11,7 @@ use std::path::Path;
 /// Rows are sent together from so many bytes on.
 const BATCH_BYTES: usize = 64 << 10;
 
-/// Marks of what follows in a message.
+/// Tags of the parts of a message.
 const END: usize = 0;
 const ROW: usize = 1;
 const ERROR: usize = 2;
@@ -19,7 +19,7 @@ const ERROR: usize = 2;
 /// Gives `each` the rows of the file at `path` until it wants no more or `stop` is set: the columns that `wants` names.
 ///
 /// # Errors
-/// Those of [`ParquetRows`] and of `each`; `Format` for a file that takes more of the machine than a sandbox has; `Interrupted`.
+/// Errors of [`ParquetRows`] and of `each`; `Format` for a file that exceeds a limit of the sandbox; `Interrupted`.
 pub(in crate::data) fn for_each_in_sandbox(
     path: &Path,
     wants: impl Fn(&str) -> bool + Sync,
@@ -50,7 +50,7 @@ fn send_rows(path: &Path, wants: &dyn Fn(&str) -> bool, send: &mut dyn FnMut(&[u
         rows.for_each(wants, &mut |number, record, offset| {
             [ROW, number as usize, offset as usize].into_iter().for_each(|value| batch.number(value));
             batch.text(record);
-            // Who wants the first row alone need not wait for others.
+            // A consumer of the first row alone need not wait for a full batch.
             if number == 1 || batch.bytes() >= BATCH_BYTES {
                 goes_on = send(&std::mem::take(&mut batch).into_bytes());
             }
@@ -67,7 +67,7 @@ fn send_rows(path: &Path, wants: &dyn Fn(&str) -> bool, send: &mut dyn FnMut(&[u
     send(&batch.into_bytes());
 }
 
-/// Gives `each` the rows of a message; says whether to read another one.
+/// Gives `each` the rows of a message; returns whether to read another one.
 fn take(message: &[u8], each: EachRow<'_>) -> Result<bool> {
     let mut parts = MessageReader::of(message);
     let odd = || Error::resource("read rows", "their process sent what cannot be read");

@@ -1,4 +1,5 @@
-//! Columns of the type `Json` of the library `datasets`: a table holds such a value as JSON in a string, and the file's metadata names the type.
+//! Columns of the type `Json` of the library `datasets`: a table holds such a value as JSON in a string, and the file's metadata names the
+//! type.
 
 use parquet::file::metadata::FileMetaData;
 use serde_json::{Map, Value};
@@ -20,7 +21,7 @@ enum JsonPlace {
 pub(super) struct JsonColumns(BTreeMap<String, JsonPlace>);
 
 impl JsonColumns {
-    /// Those that the metadata of a file names; metadata that cannot be read names none.
+    /// Finds the JSON columns that the metadata of a file names; unreadable metadata names none.
     pub(super) fn of(metadata: &FileMetaData) -> Self {
         let entries = metadata.key_value_metadata().into_iter().flatten();
         let text = entries.filter(|entry| entry.key == METADATA).find_map(|entry| entry.value.as_deref());

@@ -1,10 +1,10 @@
-//! Which fields a parquet file's structures have. The library reads a field by its number whatever its kind is, and may then find a list that
-//! takes no bytes and says that it has billions of elements: such files are refused before it sees them. The structures are those of
+//! Fields of a parquet file's structures. The library reads a field by its number and ignores its kind, and may then find a list that
+//! takes no bytes and declares billions of elements: such files are refused before the library reads them. The structures are those of
 //! <https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift>.
 
 use super::thrift::{ThriftKind, ThriftReader};
 
-/// What a value is.
+/// Type of a value.
 pub(super) enum ParquetValue {
     Bool,
     Byte,
@@ -85,7 +85,7 @@ pub(super) const FOOTER: StructFields = &[
     Text,
 ];
 
-/// What stands before a page.
+/// Fields of the header before each page.
 pub(super) const PAGE_HEADER: StructFields = &[
     Number,
     Number,

@@ -67,7 +67,7 @@ impl<'a> ThriftReader<'a> {
 
     fn skip_nested(&mut self, kind: ThriftKind, depth: usize) -> Option<()> {
         match kind.0 {
-            // The kind of a field says what a bool is.
+            // The kind of a field holds the value of a bool.
             1 | 2 => Some(()),
             3 => self.byte().map(|_| ()),
             4..=6 => self.unsigned().map(|_| ()),

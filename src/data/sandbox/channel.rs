@@ -91,7 +91,7 @@ impl SandboxChannel {
         let mut message = Vec::with_capacity(length.min(AHEAD_BYTES));
         while message.len() < length {
             let left = (length - message.len()) as u64;
-            // What was read before an error is in the message.
+            // Bytes that were read before an error are in the message.
             patiently(stop, || some((&self.0).take(left).read_to_end(&mut message)))?;
         }
         Ok((message, descriptors))

@@ -10,7 +10,7 @@ use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 
-/// Address space where the kernel does not say how much the process has: what a process with a GPU has reserved, and more.
+/// Assumed address space where the kernel does not report it: more than a process with a GPU reserves.
 const ADDRESS_SPACE_UNKNOWN: u64 = 1 << 46;
 
 thread_local! {
@@ -26,7 +26,7 @@ struct Fence {
     item: u32,
 }
 
-/// Puts a fence around the calling thread, whose process is a sandbox.
+/// Puts a fence around the calling thread of a sandbox process.
 pub(super) fn raise_fence() {
     let pages = fs::read_to_string("/proc/self/statm").ok().and_then(|statm| statm.split(' ').next()?.parse::<u64>().ok());
     let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten().unwrap_or(4096) as u64;
@@ -44,7 +44,7 @@ pub(in crate::data) fn work_on(item: usize) {
 ///
 /// # Errors
 /// The message of a panic in it, on one line. The panic is not reported otherwise; panics of other threads are. A sandbox that goes beyond
-/// a limit ends, and its parent says so.
+/// a limit ends, and its parent reports it.
 pub(in crate::data) fn guard<T>(task: SandboxTask, call: impl FnOnce() -> T) -> Result<T, String> {
     quiet_guarded_panics();
     FENCE.with_borrow_mut(|fence| {

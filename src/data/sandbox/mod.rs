@@ -85,10 +85,10 @@ const FORK: &[u8] = b"fork";
 const WAIT: &[u8] = b"wait";
 
 impl Sandbox {
-    /// Starts the first process, which makes the service and what it says of it: the second result. Without a service the process ends.
+    /// Starts the first process, which makes the service and a message about it: the second result. Without a service the process ends.
     ///
     /// # Errors
-    /// How the process ended before it said anything.
+    /// The cause if the process ended before it sent a message.
     pub(in crate::data) fn start<S: Service>(make: impl FnOnce() -> (Vec<u8>, Option<S>) + Send) -> Result<(Self, Vec<u8>), Ended> {
         let never = StopFlag::default();
         let mut first = SandboxProcess::start(false, |mut channel| {
@@ -149,7 +149,7 @@ impl Drop for Sandbox {
 }
 
 impl SandboxStream {
-    /// Starts a process that runs `body`, which is given what sends a message and says whether somebody wants more.
+    /// Starts a process that runs `body`. Its argument sends a message and returns whether the parent wants more.
     ///
     /// # Errors
     /// `Ended::Refused`.

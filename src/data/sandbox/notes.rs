@@ -16,7 +16,7 @@ const TEXT_BYTES_MAX: usize = 64 << 10;
 /// Characters of a line in an error.
 const LINE_MAX: usize = 200;
 
-/// What a process leaves.
+/// File of a process's last words, which outlives the process.
 pub(super) struct Notes(File);
 
 impl Notes {
@@ -32,7 +32,7 @@ impl Notes {
         self.0.try_clone().map(OwnedFd::from)
     }
 
-    /// The head that says that the process works on `item` of a message by `task`.
+    /// The head for a process that works on `item` of a message by `task`.
     pub(super) fn head(task: SandboxTask, item: u32) -> [u8; HEAD_BYTES] {
         let mut head = [0; HEAD_BYTES];
         head[..4].copy_from_slice(&(task as u32).to_le_bytes());
@@ -40,7 +40,7 @@ impl Notes {
         head
     }
 
-    /// What the process worked on when it ended: the item of a message, and why it ended, in words.
+    /// The item of a message and the task that the process worked on when it ended, and a description of the cause.
     pub(super) fn explain(&self, ending: Option<Ending>) -> (usize, SandboxTask, String) {
         let mut bytes = vec![0; HEAD_BYTES + TEXT_BYTES_MAX];
         let read = self.0.read_at(&mut bytes, 0).unwrap_or(0).max(HEAD_BYTES);
@@ -56,7 +56,7 @@ fn cause(task: SandboxTask, ending: Option<Ending>, text: &str) -> String {
     if by(Signal::SIGPROF) {
         return task.exceeds(TaskLimit::CpuTime);
     }
-    // Where nobody hears the fault, its signal is all that there is.
+    // Without a handler that prints the fault, its signal is the only evidence.
     if text.contains("overflowed its stack") || by(Signal::SIGSEGV) || by(Signal::SIGBUS) {
         return task.exceeds(TaskLimit::Stack);
     }

@@ -1,4 +1,4 @@
-//! A forked process, and what the kernel holds it to.
+//! A forked process and its kernel limits.
 //!
 //! Unsafe, since a fork of a process with several threads copies one of them alone, and locks that another thread held stay locked. The C
 //! library renews the locks of its allocator and of its threads. The child takes no lock that this crate or the standard library
@@ -22,7 +22,7 @@ use std::time::Duration;
 /// Signals that ask a program to end or to save: they reach every process of a terminal or of a job, and the parent answers them.
 const PARENTS_SIGNALS: [Signal; 8] =
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGXFSZ, Signal::SIGTSTP];
-/// Signals that do what they do in a program that has no handlers.
+/// Signals that are reset to their default actions.
 const OWN_SIGNALS: [Signal; 5] = [Signal::SIGPROF, Signal::SIGPIPE, Signal::SIGCHLD, Signal::SIGXCPU, Signal::SIGALRM];
 /// Where the child has its connection to the parent.
 const SOCKET: RawFd = 3;
@@ -47,7 +47,7 @@ pub(super) struct Ending {
 pub(super) fn start(socket: OwnedFd, notes: OwnedFd, bound: bool, body: impl FnOnce(OwnedFd) + Send) -> nix::Result<Pid> {
     // No handler of the parent's runs in the child before the child has its own.
     let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
-    // SAFETY: the module says what the child does, and why that may follow a fork. It never returns from here.
+    // SAFETY: the module's documentation explains why the child's code may follow a fork. The child never returns from here.
     let forked = unsafe { fork() };
     if let Ok(ForkResult::Child) = forked {
         let settled = settle(socket, notes, bound);
@@ -74,7 +74,7 @@ fn settle(socket: OwnedFd, notes: OwnedFd, bound: bool) -> nix::Result<OwnedFd> 
     dup2_stdin(open("/dev/null", OFlag::O_RDONLY, Mode::empty())?)?;
     dup2_stdout(&notes)?;
     dup2_stderr(&notes)?;
-    // SAFETY: whatever had this descriptor is closed below, and nothing in this process refers to it any more.
+    // SAFETY: the former file of this descriptor is closed by this call, and nothing in this process refers to it any more.
     let own = unsafe { dup2_raw(&socket, SOCKET)? };
     // Closed with all others.
     std::mem::forget([socket, notes]);
@@ -87,7 +87,7 @@ fn settle(socket: OwnedFd, notes: OwnedFd, bound: bool) -> nix::Result<OwnedFd> 
     Ok(own)
 }
 
-/// What is printed is bounded.
+/// Bounds the size of the process's output.
 fn limit_files() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_FSIZE) {
         let _ = setrlimit(Resource::RLIMIT_FSIZE, soft.min(PRINTED_BYTES_MAX), hard);

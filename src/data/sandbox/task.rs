@@ -1,4 +1,4 @@
-//! Tasks of a sandbox: what each may take of the machine, and how an error line names it.
+//! Tasks of a sandbox: their limits, and their names in error lines.
 
 use crate::units::Bytes;
 
@@ -49,7 +49,7 @@ impl SandboxTask {
         }
     }
 
-    /// Memory beyond what the process was started with. The tokenizer library takes some hundred bytes a byte of text.
+    /// Memory in addition to the memory at the start of the process. The tokenizer library takes some hundred bytes a byte of text.
     pub(super) fn memory_bytes(self) -> u64 {
         match self {
             Self::Compile | Self::Render => 1 << 30,
@@ -67,7 +67,7 @@ impl SandboxTask {
         }
     }
 
-    /// What an error line says of the work that went beyond `limit`.
+    /// Text of an error line for work that exceeded `limit`.
     pub(super) fn exceeds(self, limit: TaskLimit) -> String {
         let most = match limit {
             TaskLimit::CpuTime => format!("{} s of CPU time", self.cpu_s()),

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Adds what it is sent to what it was made with, and misbehaves when it is told to.
+/// Adds each message to its initial value, and misbehaves on request.
 struct Adder(Vec<u8>);
 
 impl Service for Adder {

@@ -20,7 +20,7 @@ const EXTRA: &str = "extra_special_tokens";
 const ADDITIONAL: &str = "additional_special_tokens";
 /// Names of special tokens that `transformers` has for every model, in its order.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Names whose tokens this program writes itself: a name alone does not make such a token.
+/// Names of the tokens that this program writes itself: a name alone does not make such a token.
 const WRITTEN: [&str; 2] = ["bos_token", "eos_token"];
 
 /// Tokens that `tokenizer.json` lacks, and whether special tokens are cut into pieces.
@@ -42,7 +42,7 @@ impl DeclaredTokens {
     /// The tokens that `files` declare and `tokenizer` lacks, or has with other flags.
     ///
     /// # Errors
-    /// `Format` that names the file and the key of what is no token.
+    /// `Format` that names the file and the key of a value that is no token.
     pub(super) fn read(files: &SpecialFiles<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let known = tokenizer.get_added_vocabulary().get_added_tokens_decoder();
         let is_known = |token: &AddedToken| known.values().any(|known| known == token);
@@ -112,7 +112,7 @@ fn decoder(files: &SpecialFiles<'_>) -> Result<Vec<AddedToken>> {
     Ok(entries.into_iter().map(|(_, token)| token).collect())
 }
 
-/// The tokens of `added_tokens.json`, by id, without those whose id belongs to a token of `tokenizer.json`.
+/// The tokens of `added_tokens.json`, by id, without the ids of tokens in `tokenizer.json`.
 fn added_tokens_file(files: &SpecialFiles<'_>, is_taken: &dyn Fn(u32) -> bool) -> Result<Vec<AddedToken>> {
     let (path, content) = files.added_tokens()?;
     let wrong = |what: String| Error::format(&path, what);

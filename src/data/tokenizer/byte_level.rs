@@ -1,8 +1,8 @@
-//! Byte-level BPE, as Llama 3, Qwen and GPT-2 have it, without what the library does beside: it keeps for every byte where it came from,
+//! Byte-level BPE, as Llama 3, Qwen and GPT-2 have it, without the library's overhead: the library records the origin of every byte,
 //! copies every word several times, and searches words with a regular expression that looks ahead.
 //!
-//! Words are found here by an automaton, and what a word becomes is kept: a text has few words that are new. The library's model says
-//! what those become. Whatever is not as expected is left to the library whole, so that ids and places are always the library's.
+//! This module finds words by an automaton and caches the tokens of a word: a text has few new words. The library's model tokenizes new
+//! words. Unexpected texts are left to the library whole, so that ids and places are always the library's.
 
 use super::token::{Token, floor_boundary};
 use regex_automata::hybrid::dfa::{Cache, DFA};
@@ -15,7 +15,7 @@ use tokenizers::pre_tokenizers::split::SplitPattern;
 use tokenizers::{AddedToken, Model, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior};
 use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
 
-/// The words of GPT-2, which the library searches where it is told nothing else.
+/// The words of GPT-2, the library's default.
 const GPT2_WORDS: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 /// How such expressions end: white space, all but its last character where a word follows. It is the only place where they look ahead.
 const LAST_WORDS: &str = r"|\s+(?!\S)|\s+";
@@ -32,7 +32,7 @@ pub(super) struct ByteLevelBpe {
     added: Option<AddedTokens>,
     /// Whether text must be in Unicode's form NFC.
     is_nfc: bool,
-    /// What threads search and keep words with, while none of them does.
+    /// Scratch memory for searching and caching words that no thread uses at present.
     idle: Mutex<Vec<WordScratch>>,
 }
 
@@ -42,14 +42,14 @@ struct AddedTokens {
     ids: HashMap<String, u32>,
 }
 
-/// What one thread at a time works with.
+/// Scratch memory of one thread at a time.
 struct WordScratch {
     search: Cache,
     kept: KeptWords,
     mapped: String,
 }
 
-/// What words became, those of late.
+/// Cache of the tokens of recent words.
 #[derive(Default)]
 struct KeptWords {
     young: HashMap<Box<str>, Box<[Token]>>,
@@ -187,7 +187,7 @@ fn is_complete(model: &BPE) -> bool {
     model.dropout.is_none() && (0..=255).all(knows)
 }
 
-/// The expression whose matches are words, each of which becomes the characters that its bytes stand for.
+/// The expression that matches words, where each word becomes the characters that its bytes stand for.
 fn words(pre_tokenizer: &PreTokenizerWrapper) -> Option<&str> {
     let by_itself = |part: &PreTokenizerWrapper, searches| matches!(part, PreTokenizerWrapper::ByteLevel(bytes) if bytes.use_regex == searches && !bytes.add_prefix_space);
     match pre_tokenizer {
@@ -203,7 +203,7 @@ fn words(pre_tokenizer: &PreTokenizerWrapper) -> Option<&str> {
     }
 }
 
-/// What the model makes of a word; places are bytes of `word`, whole characters.
+/// Tokens of a word by the model; places are byte offsets in `word`, at boundaries of characters.
 fn tokens(model: &BPE, word: &str, mapped: &mut String) -> Option<Box<[Token]>> {
     mapped.clear();
     mapped.extend(word.bytes().map(character));
@@ -271,7 +271,7 @@ mod tests {
         serde_json::from_value(all).unwrap()
     }
 
-    /// Those that are encoded here, by what they are like.
+    /// Tokenizers that this module supports, in three configurations.
     fn known() -> Vec<tokenizers::Tokenizer> {
         let gpt2 = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
         [

@@ -15,7 +15,7 @@ const BYTES_PER_BYTE_MAX: usize = 64;
 const BYTE_LEVELS_MAX: usize = 4;
 /// Characters of a word that `WordPiece` may search: it takes the cube of them. Models have 100.
 const WORD_CHARS_MAX: u64 = 1000;
-/// What one stage of a precompiled map is taken to do.
+/// Assumed growth of a text in one stage of a precompiled map.
 const PRECOMPILED_FACTOR: f64 = 8.0;
 
 /// Normalizers that may make a text much longer, stage by stage.
@@ -23,7 +23,7 @@ pub(super) struct Growth(Vec<Stage>);
 
 struct Stage {
     normalizer: NormalizerWrapper,
-    /// A text, and what is put in its place.
+    /// A text and its replacement.
     replaced: Option<(String, String)>,
 }
 
@@ -61,7 +61,7 @@ fn stages<'a>(chain: &'a Value, list: &str) -> Vec<&'a Value> {
 }
 
 impl Growth {
-    /// What `normalizer` of a tokenizer's file may do; `None` where no text becomes much longer.
+    /// Stages of `normalizer` in a tokenizer's file that lengthen text; `None` where no text becomes much longer.
     pub(super) fn new(normalizer: &Value) -> serde_json::Result<Option<Self>> {
         let normalizer = as_read::<NormalizerWrapper>(normalizer)?;
         let stages = stages(&normalizer, "normalizers");
@@ -102,7 +102,7 @@ impl Stage {
         (text.len() - count * pattern.len()).saturating_add(count.saturating_mul(content.len()))
     }
 
-    /// What this stage makes of `text`: sooner than by the library, which also keeps where each byte comes from.
+    /// Applies this stage to `text`. This is faster than the library, which also records the origin of each byte.
     fn after(&self, text: &str) -> Result<String, String> {
         if let Some((pattern, content)) = self.replaced.as_ref().filter(|(pattern, _)| !pattern.is_empty()) {
             return Ok(text.replace(pattern.as_str(), content));

@@ -97,7 +97,7 @@ impl LocalTokenizer {
 }
 
 impl TokenizerModel {
-    /// The `tokenizer` of the file at `path`, whose normalizers may make text longer as `growth` says.
+    /// The `tokenizer` of the file at `path`; `growth` describes normalizers that may make text longer.
     pub(super) fn new(path: PathBuf, tokenizer: tokenizers::Tokenizer, growth: Option<Growth>) -> Self {
         let byte_level = ByteLevelBpe::new(&tokenizer);
         Self { path, tokenizer, byte_level, growth }

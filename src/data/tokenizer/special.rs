@@ -1,7 +1,7 @@
-//! The tokens around documents: what the flags say, else what `transformers` would do with the model's files.
+//! The tokens around documents: by the flags, else by the model's files as `transformers` reads them.
 //!
 //! A text begins as the post-processor of `tokenizer.json` begins it: `transformers` 5 asks nothing else, and
-//! `add_bos_token` of `tokenizer_config.json` only where there is no `tokenizer.json`. What it puts at the end is not used: a
+//! `add_bos_token` of `tokenizer_config.json` only where there is no `tokenizer.json`. Its end tokens are not used: a
 //! separator stands between documents, whether the tokenizer would add one or not.
 
 use super::added::{DECODER, DeclaredTokens};
@@ -74,7 +74,7 @@ impl<'a> SpecialFiles<'a> {
         if self.has_decoder() || self.map[key].is_null() { &self.config[key] } else { &self.map[key] }
     }
 
-    /// The files whose keys count, the one that wins last.
+    /// The files from which keys are read; the last one takes precedence.
     pub(super) fn counted(&self) -> impl Iterator<Item = &Value> {
         [Some(&self.config), (!self.has_decoder()).then_some(&self.map)].into_iter().flatten()
     }
@@ -104,7 +104,7 @@ fn json(dir: &ModelDir, name: &str) -> Result<(PathBuf, Value)> {
     Ok((path, content))
 }
 
-/// What a model's directory says about its special tokens.
+/// Settings of special tokens in a model's directory.
 pub(super) struct Special<'a> {
     files: &'a SpecialFiles<'a>,
     tokenizer: &'a Tokenizer,
@@ -128,7 +128,7 @@ impl<'a> Special<'a> {
         Ok(self.named("eos")?.or_else(usual))
     }
 
-    /// What each document begins with, where `post_processor` is that of `tokenizer.json`.
+    /// Token ids at the beginning of each document; `post_processor` is from `tokenizer.json`.
     pub(super) fn begin_of_text(&self, add: AddBos, post_processor: &Value) -> Result<Vec<u32>> {
         if add == AddBos::No {
             return Ok(vec![]);
