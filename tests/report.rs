@@ -160,11 +160,11 @@ fn the_command_on_the_page_repeats_the_run() {
     let workspace = trained();
     let page = page(&workspace, &["plain"]);
     let command = page.split_once("<pre>").unwrap().1.split_once("</pre>").unwrap().0.replace("\\\n", " ").replace("&#39;", "'");
-    let words = command.split_whitespace().skip(1).map(|word| word.trim_matches('\'').replace("/plain", "/again"));
+    let words = command.split_whitespace().skip(1).map(|word| word.trim_matches('\''));
     let again = run(program(&[]).args(words));
     assert_eq!(again.code, 0, "{again:?}");
     let losses = |name: &str| workspace.metrics(name).iter().map(|line| line["loss"].clone()).collect::<Vec<_>>();
-    assert_eq!(losses("again"), losses("plain"));
+    assert_eq!(losses("plain-again"), losses("plain"), "the command names a new output directory");
 }
 
 #[test]

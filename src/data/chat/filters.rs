@@ -2,7 +2,7 @@
 
 use super::bounds::{self, TEXT_BYTES_MAX, check_indent};
 use super::integers::BigInteger;
-use super::methods::{lines, pad};
+use super::methods::{WIDE_TEXT, invalid, lines, pad};
 use super::python::JsonLayout;
 use minijinja::value::{Kwargs, Object, Rest, Value, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Environment, Error, ErrorKind, State, filters, tests};
@@ -22,9 +22,6 @@ const OF_LISTS: [(&str, &[&str]); 10] = [
     ("groupby", &[]),
     ("dictsort", &["case_sensitive", "by", "reverse"]),
 ];
-
-/// The engine counts bytes where Python counts characters.
-pub(super) const WIDE_TEXT: &str = "a format has a width or a precision for text that is not ASCII, which is not supported";
 
 /// Filters of the engine that Jinja does not have, and one that writes otherwise.
 const NOT_OF_JINJA: [&str; 6] = ["bool", "chain", "lines", "pprint", "split", "zip"];
@@ -124,11 +121,6 @@ fn add_tests(environment: &mut Environment<'static>) {
     }
     environment.add_test("number", move |value: &Value| is_big(value) || tests::is_number(value));
     environment.add_test("integer", move |value: &Value| is_big(value) || tests::is_integer(value));
-}
-
-/// The error of a template that asks for something invalid, with this message.
-pub(super) fn invalid(message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
 fn to_json(value: &Value, by_place: Rest<Value>, by_name: Kwargs) -> Result<Value, Error> {

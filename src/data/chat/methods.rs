@@ -1,10 +1,17 @@
 //! Methods of values as Python has them, where the library for Python's methods lacks them or does otherwise.
 
 use super::bounds::{check_braces, check_width, has_brace_width};
-use super::filters::{WIDE_TEXT, invalid};
 use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 use std::ops::Range;
+
+/// The engine counts bytes where Python counts characters.
+pub(super) const WIDE_TEXT: &str = "a format has a width or a precision for text that is not ASCII, which is not supported";
+
+/// The error of a template that asks for something invalid, with this message.
+pub(super) fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
+}
 
 /// Calls `method` of `value`.
 ///

@@ -2,8 +2,9 @@
 
 use super::bounds::{self, TEXT_BYTES_MAX};
 use super::date::Day;
-use super::filters::{self, invalid};
+use super::filters;
 use super::integers::{INTEGER_MARK, template_value};
+use super::methods::invalid;
 use super::named::TOOL_USE;
 use super::{methods, python, rewrite};
 use crate::data::checksum;
