@@ -65,6 +65,11 @@ impl<'a> MessageReader<'a> {
         Self(message)
     }
 
+    /// Bytes of the message that were not read.
+    pub(super) fn bytes_left(&self) -> usize {
+        self.0.len()
+    }
+
     fn take(&mut self, count: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(count)?;
         self.0 = rest;

@@ -70,19 +70,57 @@ fn send_rows(path: &Path, wants: &dyn Fn(&str) -> bool, send: &mut dyn FnMut(&[u
 /// Gives `each` the rows of a message; returns whether to read another one.
 fn take(message: &[u8], each: EachRow<'_>) -> Result<bool> {
     let mut parts = MessageReader::of(message);
-    let odd = || Error::resource("read rows", "their process sent what cannot be read");
-    while let Some(mark) = parts.number() {
-        match mark {
+    let odd = |tag: usize, left: usize| {
+        let place = format_args!("part {tag} at byte {} of {}", message.len() - left, message.len());
+        Error::resource("read rows", format_args!("their process sent what cannot be read: {place}"))
+    };
+    loop {
+        let left = parts.bytes_left();
+        let Some(tag) = parts.number() else { return if left == 0 { Ok(true) } else { Err(odd(0, left)) } };
+        match tag {
             END => return Ok(false),
-            ERROR => return Err(parts.error().unwrap_or_else(odd)),
-            _ => {
+            ERROR => return Err(parts.error().unwrap_or_else(|| odd(tag, left))),
+            ROW => {
                 let mut row = || Some((parts.number()?, parts.number()?, parts.text()?));
-                let (number, offset, record) = row().ok_or_else(odd)?;
+                let (number, offset, record) = row().ok_or_else(|| odd(tag, left))?;
                 if !each(number as u64, record, offset as u64)? {
                     return Ok(false);
                 }
             }
+            _ => return Err(odd(tag, left)),
         }
     }
-    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of the rows of `message`, and the outcome.
+    fn taken(message: &[u8]) -> (Vec<u64>, Result<bool>) {
+        let mut numbers = Vec::new();
+        let outcome = take(message, &mut |number, _, _| {
+            numbers.push(number);
+            Ok(true)
+        });
+        (numbers, outcome)
+    }
+
+    #[test]
+    fn a_message_that_is_cut_or_has_an_unknown_part_is_an_error_that_names_the_place() {
+        let mut writer = MessageWriter::default();
+        [ROW, 7, 0].into_iter().for_each(|value| writer.number(value));
+        writer.text("{}");
+        let row = writer.into_bytes();
+        assert!(matches!(taken(&row), (numbers, Ok(true)) if numbers == [7]));
+        let end = [&row[..], &(END as u64).to_le_bytes()].concat();
+        assert!(matches!(taken(&end), (numbers, Ok(false)) if numbers == [7]));
+        for cut in 1..row.len() {
+            let (numbers, outcome) = taken(&row[..cut]);
+            assert!(numbers.is_empty() && outcome.is_err(), "{cut} bytes");
+        }
+        let (numbers, outcome) = taken(&[&row[..], &9u64.to_le_bytes()].concat());
+        let error = outcome.unwrap_err().to_string();
+        assert_eq!((numbers, error.as_str()), (vec![7], "read rows: their process sent what cannot be read: part 9 at byte 34 of 42"));
+    }
 }
