@@ -34,7 +34,7 @@ pub(super) struct Remarks {
     crossing: usize,
     loses_reasoning: Counted,
     endless: Counted,
-    pub(super) sentences: Sentences,
+    sentences: Sentences,
 }
 
 /// How many records a remark is about, and the first of them.
@@ -101,7 +101,7 @@ impl Remarks {
             let remedy = format!("--chat-template FILE names a template that writes {end} after each answer");
             format!("{said}: the model does not learn to stop; {remedy}")
         });
-        unasked.into_iter().chain(endless).collect()
+        self.sentences.warnings(all).into_iter().chain(unasked).chain(endless).collect()
     }
 
     /// The notes, of `all` records.

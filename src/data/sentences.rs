@@ -1,7 +1,6 @@
 //! Sentences about records, each with the number of its records and the first of them: a run prints each sentence once.
 
 use super::position::DocumentPosition;
-use super::preparation::Preparation;
 use std::collections::BTreeMap;
 
 /// Sentences that are counted, at most: they name keys and roles, which foreign data may have without end.
@@ -21,38 +20,31 @@ impl Sentences {
         }
     }
 
-    /// Warns of each sentence, about so many of all `records`, in the order of their first records.
-    pub(super) fn tell(&self, records: u64, preparation: &mut Preparation<'_>) {
+    /// A warning for each sentence, about so many of all `records`, in the order of their first records.
+    pub(super) fn warnings(&self, records: u64) -> Vec<String> {
         let mut all: Vec<_> = self.0.iter().collect();
         all.sort_by_key(|(_, (_, first))| (first.source, first.line));
-        for (sentence, (count, first)) in all {
-            preparation.warn(first.error(format_args!("{sentence} (in {count} of {records} records)")).to_string());
-        }
+        let warning = |(sentence, (count, first)): (&String, &(u64, DocumentPosition))| {
+            first.error(format_args!("{sentence} (in {count} of {records} records)")).to_string()
+        };
+        all.into_iter().map(warning).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::news::News;
-    use crate::signals::StopFlag;
     use std::path::Path;
 
     #[test]
-    fn a_sentence_is_told_once_with_its_count_and_first_record() {
+    fn each_sentence_is_one_warning_with_its_count_and_first_record() {
         let place = |line| DocumentPosition { path: Path::new("a.jsonl").into(), source: 0, line: Some(line) };
-        let (mut sentences, mut told) = (Sentences::default(), Vec::new());
+        let mut sentences = Sentences::default();
         for line in [3, 5, 7] {
             sentences.add("b".into(), &place(line));
         }
         (1..99).for_each(|nth| sentences.add(format!("a {nth}"), &place(9)));
-        let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
-            if let News::Warn(line) = news {
-                told.push(line.to_string());
-            }
-        });
-        sentences.tell(8, &mut preparation);
-        drop(preparation);
-        assert_eq!((told[0].as_str(), told.len()), ("a.jsonl: line 3: b (in 3 of 8 records)", SENTENCES_MAX));
+        let warnings = sentences.warnings(8);
+        assert_eq!((warnings[0].as_str(), warnings.len()), ("a.jsonl: line 3: b (in 3 of 8 records)", SENTENCES_MAX));
     }
 }

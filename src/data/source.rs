@@ -226,7 +226,6 @@ pub(super) fn tokenize<S: Sink + Send>(
     totals.source_ends.resize(texts.len().max(totals.source_ends.len()), totals.tokens);
     tell_empty(&empty, texts.len(), preparation)?;
     let all = totals.records + totals.skipped;
-    totals.remarks.sentences.tell(all, preparation);
     totals.remarks.warnings(all, tokenizer.end_token()).iter().for_each(|warning| preparation.warn(warning));
     totals.remarks.notes(all).iter().for_each(|note| preparation.note(note));
     tell_skipped(&totals, preparation)?;

@@ -7,6 +7,7 @@ mod decode;
 mod growth;
 mod local;
 mod special;
+mod special_files;
 mod token;
 
 pub(crate) use decode::TokenDecoder;
@@ -28,7 +29,8 @@ use added::DeclaredTokens;
 use growth::Growth;
 use local::{LocalKind, TokenizerModel};
 use serde_json::Value;
-use special::{BYTES_MAX, Special, SpecialFiles};
+use special::Special;
+use special_files::{BYTES_MAX, SpecialFiles};
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;

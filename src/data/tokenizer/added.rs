@@ -8,14 +8,13 @@
 //! This is the order of `transformers` 5. Release 4 adds the lists before tokens under a model's own names, and does not add a token that
 //! only a key such as `image_token` names.
 
-use super::special::SpecialFiles;
+use super::special_files::{DECODER, SpecialFiles};
 use crate::data::checksum;
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 use tokenizers::{AddedToken, Tokenizer};
 
-pub(super) const DECODER: &str = "added_tokens_decoder";
 const EXTRA: &str = "extra_special_tokens";
 const ADDITIONAL: &str = "additional_special_tokens";
 /// Names of special tokens that `transformers` has for every model, in its order.

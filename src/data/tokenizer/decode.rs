@@ -1,6 +1,6 @@
 //! Ids back to text. The decoder of a model is foreign content, and runs in a sandbox of its own, which outlives that of the tokenizer.
 
-use super::special::BYTES_MAX;
+use super::special_files::BYTES_MAX;
 use super::{Tokenizer, TokenizerKind, unreadable};
 use crate::data::checksum;
 use crate::data::codec::{MessageReader, MessageWriter};
