@@ -147,7 +147,7 @@ struct PlanOptions {
     /// Print a JSON line instead of tables.
     #[arg(long)]
     json: bool,
-    /// What is fixed; `--model` may be the name of a configuration that ships with the program. The rest is chosen.
+    /// Settings that are fixed; `--model` may be the name of a configuration that ships with the program. The rest is chosen.
     #[command(flatten)]
     train: TrainOptions,
 }

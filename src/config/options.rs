@@ -104,7 +104,7 @@ pub enum TrainDtype {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MatmulDtype {
-    /// That of weights and activations.
+    /// The format of weights and activations.
     Bfloat16,
     /// 8 bits, with a scale for each matrix.
     Fp8,
@@ -196,7 +196,7 @@ pub enum WeightsChoice {
     Replicated,
     /// Each device of a process keeps its part, and pulls the others' layer by layer, forward and backward.
     Sharded,
-    /// The same over the devices of all processes: what others keep crosses the network layer by layer, too.
+    /// Sharded over the devices of all processes; weights of other processes cross the network layer by layer.
     FullySharded,
     /// In host memory, from which they come layer by layer, forward and backward.
     Flow,
@@ -315,13 +315,13 @@ impl From<PathBuf> for Resume {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RunPart {
-    /// What of the model's configuration changes arithmetic.
+    /// Settings of the model's configuration that change arithmetic.
     Model,
     /// How text becomes tokens.
     Tokenizer,
-    /// What the data files hold, in order.
+    /// The content of the data files, in order.
     Data,
-    /// What the plan decides that changes bits.
+    /// Decisions of the plan that change bits.
     Numerics,
     /// Format of the optimizer's moments, which are converted.
     Moments,

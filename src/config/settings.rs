@@ -307,7 +307,7 @@ settings! {
         #[arg(value_name = "SHARE|N")]
         #[serde(deserialize_with = "some_scalar")]
         eval_split: EvalSplit => "none", Order;
-        /// What turns text into tokens: the model's tokenizer.json, or bytes.
+        /// Source of tokens: the model's tokenizer.json, or bytes.
         tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
         /// The token between documents, as text or id.
         #[arg(value_name = "TOKEN")]
@@ -315,20 +315,20 @@ settings! {
         eos_token: String => "the one that the model's files name", Tokens;
         /// Begin each document with a token; auto is as the tokenizer does.
         add_bos: AddBos = AddBos::Auto, Tokens;
-        /// What the columns of records mean; auto is by their names.
+        /// Meaning of the columns of records; auto goes by their names.
         data_format: DataFormat = DataFormat::Auto, Tokens;
         /// The data's names of columns, as OURS=THEIRS, separated by commas.
         #[arg(value_name = "OURS=THEIRS", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         columns: Vec<String> = Vec::new() => "none", Tokens;
-        /// What is trained of a record; auto: text whole, completions, answers of a chat.
+        /// Trained part of a record; auto: text whole, completions, answers of a chat.
         train_on: TrainOn = TrainOn::Auto, Tokens;
         /// Chat template to use, a Jinja file.
         #[arg(value_name = "FILE")]
         chat_template: PathBuf => "the model's", Free;
         /// Rows: of one stream, of whole documents packed best, or one document each.
         packing: Packing = Packing::Auto, Order;
-        /// What becomes of documents longer than a row; auto splits text, truncates records.
+        /// Handling of documents longer than a row; auto splits text, truncates records.
         overlong: Overlong = Overlong::Auto, Order, unless "is_auto";
         /// Which of the model's chat templates.
         #[arg(value_name = "NAME")]
@@ -386,7 +386,7 @@ settings! {
         /// File with the secret of a run's processes.
         #[arg(value_name = "FILE")]
         run_token_file: PathBuf => "the variable SUPEROFFLOAD_RUN_TOKEN", Free, unless "Option::is_none";
-        /// What carries gradients and weights between processes.
+        /// Transport of gradients and weights between processes.
         transport: Transport = Transport::Auto, Free, unless "is_open";
     }
 
@@ -517,7 +517,7 @@ settings! {
         #[arg(value_name = "auto|all|N")]
         #[serde(deserialize_with = "some_scalar")]
         resident_buckets: ResidentBuckets = ResidentBuckets::Auto, Free;
-        /// What layers keep for their backward pass.
+        /// Activations that layers keep for their backward pass.
         activations: ActivationsChoice = ActivationsChoice::Auto, Free;
         /// Where layers' weights lie: on the device, or streamed from host memory.
         weights: WeightsChoice = WeightsChoice::Auto, Free;

@@ -17,23 +17,23 @@ class Settings(TypedDict, total=False):
     eval_split: str | int | float
     """Share or number of the data's documents to hold out and evaluate on [default: none]."""
     tokenizer: Literal["auto", "bytes"]
-    """What turns text into tokens: the model's tokenizer.json, or bytes [default: auto]."""
+    """Source of tokens: the model's tokenizer.json, or bytes [default: auto]."""
     eos_token: str | int | float
     """The token between documents, as text or id [default: the one that the model's files name]."""
     add_bos: Literal["auto", "yes", "no"]
     """Begin each document with a token; auto is as the tokenizer does [default: auto]."""
     data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids"]
-    """What the columns of records mean; auto is by their names [default: auto]."""
+    """Meaning of the columns of records; auto goes by their names [default: auto]."""
     columns: str | int | float | Sequence[str | int | float]
     """The data's names of columns, as OURS=THEIRS, separated by commas [default: none]."""
     train_on: Literal["auto", "all", "completion", "assistant", "last"]
-    """What is trained of a record; auto: text whole, completions, answers of a chat [default: auto]."""
+    """Trained part of a record; auto: text whole, completions, answers of a chat [default: auto]."""
     chat_template: str | PathLike[str]
     """Chat template to use, a Jinja file [default: the model's]."""
     packing: Literal["auto", "wrapped", "bfd", "off"]
     """Rows: of one stream, of whole documents packed best, or one document each [default: auto]."""
     overlong: Literal["auto", "truncate", "split", "drop"]
-    """What becomes of documents longer than a row; auto splits text, truncates records [default: auto]."""
+    """Handling of documents longer than a row; auto splits text, truncates records [default: auto]."""
     chat_template_name: str | int | float
     """Which of the model's chat templates [default: the default one]."""
     chat_template_kwargs: str | int | float
@@ -69,7 +69,7 @@ class Settings(TypedDict, total=False):
     run_token_file: str | PathLike[str]
     """File with the secret of a run's processes [default: the variable SUPEROFFLOAD_RUN_TOKEN]."""
     transport: Literal["auto", "nccl", "tcp"]
-    """What carries gradients and weights between processes [default: auto]."""
+    """Transport of gradients and weights between processes [default: auto]."""
     max_steps: int
     """Optimizer steps; wins over --num-train-epochs [default: none]."""
     num_train_epochs: float
@@ -147,7 +147,7 @@ class Settings(TypedDict, total=False):
     resident_buckets: str | int | float
     """Tail buckets whose optimizer stays on the device [default: auto]."""
     activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"]
-    """What layers keep for their backward pass [default: auto]."""
+    """Activations that layers keep for their backward pass [default: auto]."""
     weights: Literal["auto", "replicated", "sharded", "fully-sharded", "flow"]
     """Where layers' weights lie: on the device, or streamed from host memory [default: auto]."""
     replan: Literal["auto", "off", "random"]

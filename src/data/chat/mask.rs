@@ -20,7 +20,7 @@ pub enum TrainOn {
     Auto,
     /// Every token.
     All,
-    /// What follows the prompt, where there is one.
+    /// Text after the prompt, if there is a prompt.
     Completion,
     /// All answers of the assistant.
     Assistant,

@@ -18,7 +18,7 @@ pub(crate) const RULES_VERSION: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DataFormat {
-    /// The one whose columns the first record of a file has.
+    /// The format with the columns of a file's first record.
     Auto,
     /// `text`.
     Text,
