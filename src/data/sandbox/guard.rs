@@ -61,7 +61,7 @@ pub(in crate::data) fn guard<T>(task: SandboxTask, call: impl FnOnce() -> T) -> 
     outcome.map_err(|payload| {
         let literal = payload.downcast_ref::<&str>().copied();
         let message = literal.or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("unknown");
-        format!("the {} library fails on it: {}", task.library(), message.replace('\n', " "))
+        format!("the {} library fails on it: {}", task.foreign_library(), message.replace('\n', " "))
     })
 }
 

@@ -58,7 +58,7 @@ impl SandboxTask {
     }
 
     /// The library that does it.
-    pub(super) fn library(self) -> &'static str {
+    pub(super) fn foreign_library(self) -> &'static str {
         match self {
             Self::Start => "standard",
             Self::Compile | Self::Render => "template",
