@@ -90,9 +90,12 @@ impl SandboxChannel {
         let length = u32::from_le_bytes(length) as usize;
         let mut message = Vec::with_capacity(length.min(AHEAD_BYTES));
         while message.len() < length {
-            let left = (length - message.len()) as u64;
-            // Bytes that were read before an error are in the message.
-            patiently(stop, || some((&self.0).take(left).read_to_end(&mut message)))?;
+            // Bytes that were read before a timeout are in the message, and another attempt reads that many fewer.
+            let attempt = || {
+                let left = (length - message.len()) as u64;
+                some((&self.0).take(left).read_to_end(&mut message))
+            };
+            patiently(stop, attempt)?;
         }
         Ok((message, descriptors))
     }
@@ -124,5 +127,31 @@ fn patiently<T>(stop: &StopFlag, mut attempt: impl FnMut() -> io::Result<T>) -> 
         if stop.is_set() {
             return Err(NoMessage::Stopped);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::thread;
+
+    /// The peer pauses in the middle of a message for longer than a read waits. The next message lies behind it in the socket.
+    #[test]
+    fn a_message_that_comes_in_pieces_ends_where_the_next_one_begins() {
+        let (mut channel, peer) = SandboxChannel::pair().unwrap();
+        let messages = [vec![1; 1000], vec![2; 500]];
+        let wire: Vec<u8> = messages.iter().flat_map(|message| [&(message.len() as u32).to_le_bytes()[..], message].concat()).collect();
+        let writer = thread::spawn(move || {
+            let mut peer = UnixStream::from(peer);
+            for piece in [&wire[..2], &wire[2..300], &wire[300..]] {
+                peer.write_all(piece).unwrap();
+                thread::sleep(3 * LOOK_EVERY);
+            }
+        });
+        for message in &messages {
+            assert_eq!(&channel.receive(&StopFlag::default()).unwrap(), message);
+        }
+        writer.join().unwrap();
     }
 }
