@@ -22,6 +22,14 @@ fn the_pool_is_timed_by_pass_beside_memory() {
 }
 
 #[test]
+fn rows_with_denormal_moments_are_timed_beside_rows_without() {
+    let flags = "--threads 1 --params 131072 --bucket-params 65536 --seconds 0.01 --huge-pages off --passes step --memory triad --denormal-moments 0,0.5";
+    let lines = lines(env!("CARGO_BIN_EXE_host_adam"), flags);
+    let fractions: Vec<_> = lines.iter().map(|line| line["denormal_moments"].as_f64().unwrap()).collect();
+    assert_eq!(fractions, [0.0, 0.0, 0.5]);
+}
+
+#[test]
 fn facts_of_the_host_have_units() {
     let lines = lines(env!("CARGO_BIN_EXE_host_facts"), "--threads 1 --elems 65536 --seconds 0.01");
     assert!(lines.len() > 10 && lines.iter().all(|line| line["value"].as_f64() > Some(0.0) && line["unit"].is_string()));

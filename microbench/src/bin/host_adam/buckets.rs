@@ -56,6 +56,9 @@ const PARAM_SLOTS: usize = 4;
 /// Elements after which the values repeat.
 const PATTERN: usize = 1 << 16;
 
+/// Elements of a row with denormal moments.
+const ROW: usize = 1 << 12;
+
 /// Buckets of equal size, with two gradient slots each.
 pub struct Buckets {
     state: HostState,
@@ -96,24 +99,30 @@ impl Buckets {
             hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
             kernels: AdamKernels::new(Isa::Scalar)?,
         };
-        let mut buckets = Self { state, memory, count, elems, host };
-        buckets.fill();
-        Ok(buckets)
+        Ok(Self { state, memory, count, elems, host })
     }
 
-    /// Writes deterministic values as of mid-training.
-    fn fill(&mut self) {
+    /// Writes deterministic values as of mid-training. In `denormal` of all rows of [`ROW`] elements, the gradients are zero and the first
+    /// moments have decayed to denormal numbers, as in rows of an embedding whose tokens no longer occur.
+    pub fn fill(&mut self, denormal: f64) {
         let HostState { moments, params, m, v, .. } = self.state;
         let pattern = |seed, factor: f32| values(seed, PATTERN).into_iter().map(|x| x * factor).collect::<Vec<_>>();
+        let rows = (denormal * (PATTERN / ROW) as f64).round() as usize;
+        let decayed = |mut values: Vec<f32>, factor: f32| {
+            values[..rows * ROW].iter_mut().for_each(|x| *x *= factor);
+            values
+        };
         let host = &mut self.host;
         fill_from(host, params, &pattern(1, 0.05));
-        for (memory, values) in [(m, pattern(2, 1e-3)), (v, pattern(3, 1e-3).into_iter().map(|x| x * x).collect())] {
+        let first = decayed(pattern(2, 1e-3), 1e-36);
+        for (memory, values) in [(m, first), (v, pattern(3, 1e-3).into_iter().map(|x| x * x).collect())] {
             match moments {
                 Moments::Float32 => fill_from(host, memory, &values),
                 Moments::Bfloat16 => fill_from(host, memory, &values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
             }
         }
-        fill_from(host, self.memory.grads.memory, &pattern(4, 1e-2).into_iter().map(bf16::from_f32).collect::<Vec<_>>());
+        let grads = decayed(pattern(4, 1e-2), 0.0);
+        fill_from(host, self.memory.grads.memory, &grads.into_iter().map(bf16::from_f32).collect::<Vec<_>>());
         fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
 

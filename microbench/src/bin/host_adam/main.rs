@@ -42,31 +42,34 @@ struct Options {
     /// Passes to measure.
     #[arg(long, value_name = "PASS,...", value_delimiter = ',', default_value = "speculate,step,commit,commit_then_speculate")]
     passes: Vec<PoolPass>,
-    /// Memory's own speed to measure.
+    /// Memory kernels to measure, which do no arithmetic of Adam.
     #[arg(long, value_name = "KERNEL,...", value_delimiter = ',', default_value = "copy-past,triad")]
     memory: Vec<ArrayKernel>,
     /// Format of the optimizer's moments.
     #[arg(long, value_name = "float32|bfloat16", default_value = "float32")]
     moments: Moments,
+    /// Fractions of the parameters with denormal first moments and gradients of zero.
+    #[arg(long, value_name = "FRACTION,...", value_delimiter = ',', default_value = "0")]
+    denormal_moments: Vec<f64>,
     /// Time for each row.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.4)]
     seconds: f64,
     /// Instruction sets; the fastest by default.
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', default_value = Isa::detect().name())]
     isa: Vec<Isa>,
-    /// How results are written; without it and `--prefetch`, as in training.
+    /// Kind of stores of results; by default as in training.
     #[arg(long, value_name = "KIND,...", value_delimiter = ',')]
     stores: Vec<Writes>,
-    /// Elements by which software asks ahead for memory; 0: not at all.
+    /// Distance of software prefetches in elements; 0 disables software prefetches.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
     prefetch: Vec<usize>,
     /// Threads beside the pool that copy as fast as they can.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     hogs: Vec<usize>,
-    /// Let the system place the workers; `both` measures this and a CPU for each.
+    /// Pin each worker to a CPU; `both` also measures workers that the kernel places.
     #[arg(long, value_name = "yes|no|both", default_value = "yes")]
     pin: Pin,
-    /// As in training.
+    /// Huge pages for all arrays, as in training.
     #[arg(long, value_name = "auto|explicit|off", default_value = "auto")]
     huge_pages: HugePagesChoice,
     /// Partition of cache and bandwidth that the workers join, as in training; the hogs stay outside.
@@ -117,6 +120,9 @@ impl Options {
         if self.bucket_params.contains(&0) || self.threads.contains(&0) {
             return Err(Error::usage("--bucket-params and --threads: at least 1"));
         }
+        if self.denormal_moments.iter().any(|fraction| !(0.0..=1.0).contains(fraction)) {
+            return Err(Error::usage("--denormal-moments: must be between 0 and 1"));
+        }
         Ok(())
     }
 }
@@ -131,7 +137,8 @@ fn measure(
 ) -> Result<Vec<Row>> {
     let _hog = Hog::start(hogs);
     let (mut rows, best) = (Vec::new(), AdamKernels::new(Isa::detect())?);
-    let row = |pass, kernels, elems, bytes, timing| Row {
+    let row = |pass, kernels, denormal, elems, bytes, timing| Row {
+        denormal,
         pass,
         kernels,
         threads: setting.threads,
@@ -147,16 +154,19 @@ fn measure(
         if !arrays.verify(host, kernel) {
             return Err(Error::resource(format!("verify {}", kernel.name()), "it wrote something else"));
         }
-        rows.push(row(kernel.name(), String::new(), arrays.elems(), kernel.bytes() as f64, timing));
+        rows.push(row(kernel.name(), String::new(), 0.0, arrays.elems(), kernel.bytes() as f64, timing));
     }
     let past = rows.iter().filter(|row| row.pass == ArrayKernel::CopyPast.name());
     let copy_gb_s = past.map(Row::gb_s).reduce(f64::max);
     for &pass in &options.passes {
         for kernels in options.kernels()? {
-            buckets.verify(kernels, pass)?;
-            let timing = run(setting, |index| buckets.job(kernels, pass, index))?;
-            let bytes = buckets.job(kernels, pass, 0).traffic_bytes() as f64 / buckets.elems as f64;
-            rows.push(row(pass.name(), kernels.to_string(), buckets.elems, bytes, timing));
+            for &denormal in &options.denormal_moments {
+                buckets.fill(denormal);
+                buckets.verify(kernels, pass)?;
+                let timing = run(setting, |index| buckets.job(kernels, pass, index))?;
+                let bytes = buckets.job(kernels, pass, 0).traffic_bytes() as f64 / buckets.elems as f64;
+                rows.push(row(pass.name(), kernels.to_string(), denormal, buckets.elems, bytes, timing));
+            }
         }
     }
     rows.iter_mut().for_each(|row| row.copy_gb_s = copy_gb_s);

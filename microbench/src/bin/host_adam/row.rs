@@ -11,6 +11,8 @@ pub struct Row {
     pub pass: &'static str,
     /// Instruction set, stores and prefetch; empty for memory kernels.
     pub kernels: String,
+    /// Fraction of the parameters with denormal first moments.
+    pub denormal: f64,
     /// Worker threads.
     pub threads: usize,
     /// Concurrent threads that copy memory.
@@ -46,7 +48,7 @@ impl Row {
 
     pub fn json(&self, facts: &Facts) -> Value {
         facts.line(json!({
-            "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
+            "partition": self.timing.partition, "pass": self.pass, "kernels": self.kernels, "denormal_moments": self.denormal, "threads": self.threads, "pinned": self.timing.pinned, "hogs": self.hogs,
             "params": self.params, "bucket_params": self.elems, "jobs": self.timing.jobs, "bytes_per_param": self.bytes_per_elem,
             "gparam_s": self.gelem_s(), "gb_s": self.gb_s(), "share_of_copy": self.share_of_copy(),
             "median_gparam_s": self.elems as f64 * 1e-9 / self.timing.median_s, "busy_gparam_s": self.busy_gelem_s(),
@@ -55,16 +57,18 @@ impl Row {
     }
 }
 
-pub const HEADER: &str =
-    "kernels                     pass                   threads hogs pinned  bucket   Gpar/s    GB/s     busy skew % handover % of copy %";
+pub const HEADER: &str = "kernels                     pass                   denormal threads hogs pinned  bucket   Gpar/s    GB/s     busy skew % handover % of copy %";
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pass, kernels, threads, hogs, elems, timing, .. } = self;
+        let Self { pass, kernels, denormal, threads, hogs, elems, timing, .. } = self;
         let (gelem_s, gb_s, busy) = (self.gelem_s(), self.gb_s(), self.busy_gelem_s());
         let (pinned, bucket) = (if timing.pinned { "yes" } else { "no" }, *elems as f64 / f64::from(1 << 20));
         let (skew, handover) = (timing.skew_percent(), timing.handover_percent());
-        write!(f, "{kernels:<27} {pass:<22} {threads:>7} {hogs:>4} {pinned:>6} {bucket:>6.1}M {gelem_s:>8.3} {gb_s:>7.1} {busy:>8.3} ")?;
+        write!(
+            f,
+            "{kernels:<27} {pass:<22} {denormal:>8.2} {threads:>7} {hogs:>4} {pinned:>6} {bucket:>6.1}M {gelem_s:>8.3} {gb_s:>7.1} {busy:>8.3} "
+        )?;
         write!(f, "{skew:>6.1} {handover:>10.1}")?;
         self.share_of_copy().map_or(Ok(()), |share| write!(f, " {:>9.0}", 100.0 * share))
     }

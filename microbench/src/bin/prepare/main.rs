@@ -23,28 +23,28 @@ const SMALL_BYTES: u64 = 1 << 20;
 #[derive(Parser, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Options {
-    /// CPUs; by default 1, 2, 4, ... and all.
+    /// Numbers of CPUs to measure; by default 1, 2, 4, ... and all.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
     cpus: Vec<usize>,
-    /// After each number of CPUs as many programs at once, each on one of them with its part of the text: what the CPUs can do at most.
+    /// After each number of CPUs, also runs one program on each CPU with a part of the text: an upper bound of the speed.
     #[arg(long)]
     apart: bool,
-    /// Text that is made, in MiB.
+    /// Size of the generated text, in MiB.
     #[arg(long, value_name = "N", default_value_t = 256)]
     text_mib: u64,
-    /// Ids of the tokenizer that is made.
+    /// Vocabulary size of the generated tokenizer.
     #[arg(long, value_name = "N", default_value_t = 128_000)]
     vocab_size: usize,
-    /// A model's directory, whose tokenizer is taken instead.
+    /// Model directory with a tokenizer, in place of a generated tokenizer.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Data that is taken instead.
+    /// Data file, in place of generated text.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// Where everything is made, in a folder that is removed at the end.
+    /// Directory for a temporary folder, which is removed at the end.
     #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
     work_dir: PathBuf,
-    /// The program; by default the one beside this one.
+    /// Path of `superoffload`; by default next to this program.
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
 }
