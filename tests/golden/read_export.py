@@ -33,4 +33,5 @@ def main(path, expected):
         assert factor == expected["factor"], factor
 
 
-main(sys.argv[1], json.loads(sys.argv[2]))
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

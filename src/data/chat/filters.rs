@@ -3,28 +3,31 @@
 use super::bounds::{self, TEXT_BYTES_MAX, check_indent};
 use super::integers::BigInteger;
 use super::methods::{WIDE_TEXT, invalid, lines, pad};
-use super::python::JsonLayout;
+use super::order::{Demand, comparable, contains};
+use super::python::{self, JsonLayout};
 use minijinja::value::{Kwargs, Object, Rest, Value, ValueKind, ValueOrKwargs, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, filters, tests};
+use minijinja::{Environment, Error, ErrorKind, State, filters, functions, tests};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Filters of lists, and the names of their options by place.
-const OF_LISTS: [(&str, &[&str]); 10] = [
-    ("join", &[]),
-    ("list", &[]),
-    ("sort", &["reverse", "case_sensitive", "attribute"]),
-    ("unique", &["case_sensitive", "attribute"]),
-    ("sum", &[]),
-    ("max", &["case_sensitive", "attribute"]),
-    ("min", &["case_sensitive", "attribute"]),
-    ("batch", &[]),
-    ("groupby", &[]),
-    ("dictsort", &["case_sensitive", "by", "reverse"]),
+/// Filters of lists, the names of their options by place, and their requirement on the items.
+const OF_LISTS: [(&str, &[&str], Demand); 10] = [
+    ("join", &[], Demand::Nothing),
+    ("list", &[], Demand::Nothing),
+    ("sort", &["reverse", "case_sensitive", "attribute"], Demand::OrderOfLists),
+    ("unique", &["case_sensitive", "attribute"], Demand::Keys),
+    ("sum", &[], Demand::Defined),
+    ("max", &["case_sensitive", "attribute"], Demand::Order),
+    ("min", &["case_sensitive", "attribute"], Demand::Order),
+    ("batch", &[], Demand::Nothing),
+    ("groupby", &[], Demand::Order),
+    ("dictsort", &["case_sensitive", "by", "reverse"], Demand::OrderOfMap),
 ];
 
-/// Filters of the engine that Jinja does not have, and one that writes otherwise.
-const NOT_OF_JINJA: [&str; 6] = ["bool", "chain", "lines", "pprint", "split", "zip"];
+/// Filters of the engine that Jinja does not have.
+const NOT_OF_JINJA: [&str; 5] = ["bool", "chain", "lines", "split", "zip"];
+/// Filters of Jinja that no known chat template uses.
+const NOT_HERE: [&str; 7] = ["filesizeformat", "pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr"];
 
 type Compare = fn(&Value, &Value) -> bool;
 
@@ -43,15 +46,18 @@ pub(super) fn add(environment: &mut Environment<'static>) {
     environment.add_filter("format", format_percents);
     environment.add_filter("int", to_int);
     environment.add_filter("float", to_float);
-    environment.add_filter("indent", indent);
     // Python's objects have their attributes apart from their items.
     environment.add_filter("attr", |value: &Value, name: &str| match value.kind() {
         ValueKind::Map => Ok(Value::UNDEFINED),
         _ => value.get_attr(name),
     });
-    environment.add_filter("truncate", truncate);
+    environment.add_filter("urlencode", url_encode);
+    for name in NOT_HERE {
+        environment.add_filter(name, move |_: &Value, _: Rest<ValueOrKwargs>| -> Result<Value, Error> {
+            Err(invalid(format!("{name}: this filter of jinja2 is not available here")))
+        });
+    }
     environment.add_filter("wordcount", |value: &Value| words(&value.to_string()));
-    environment.add_filter("center", |value: &Value, width: Option<usize>| pad(&value.to_string(), width.unwrap_or(80), ' ', [1, 1]));
     for name in ["default", "d"] {
         environment.add_filter(name, default);
     }
@@ -67,13 +73,19 @@ pub(super) fn add(environment: &mut Environment<'static>) {
         Value::from_function(filters::groupby),
         Value::from_function(filters::dictsort),
     ];
-    for ((name, options), builtin) in OF_LISTS.into_iter().zip(builtin) {
+    for ((name, options, demand), builtin) in OF_LISTS.into_iter().zip(builtin) {
         environment.add_filter(name, move |state: &mut State, value: Value, args: Rest<ValueOrKwargs>| {
             state.consume_fuel(value.len().unwrap_or(0) as u64)?;
-            let args = by_name(each(value)?, args.into_values(), options);
+            let args = args.into_values();
+            if demand != Demand::Nothing {
+                all_defined(name, &args)?;
+            }
+            let args = by_name(each(value)?, args, options);
+            demand.check(state, &args).map_err(|error| within(name, error))?;
             builtin.call(state, &args)
         });
     }
+    add_checked(environment);
     add_operators(environment);
     add_tests(environment);
     environment.add_function("cycler", |items: Rest<Value>| match items.is_empty() {
@@ -85,6 +97,41 @@ pub(super) fn add(environment: &mut Environment<'static>) {
         options.assert_all_used()?;
         Ok(Value::from_object(JinjaJoiner { separator: separator.unwrap_or_else(|| ", ".into()), is_used: AtomicBool::new(false) }))
     });
+}
+
+/// Adds filters and functions with an error for an argument that is undefined. The engine takes it for one that is not there.
+fn add_checked(environment: &mut Environment<'static>) {
+    let center = |value: &Value, width: Option<usize>| pad(&value.to_string(), width.unwrap_or(80), ' ', [1, 1]);
+    for (name, filter) in [
+        ("center", Value::from_function(center)),
+        ("indent", Value::from_function(indent)),
+        ("round", Value::from_function(filters::round)),
+        ("trim", Value::from_function(filters::trim)),
+        ("truncate", Value::from_function(truncate)),
+    ] {
+        environment.add_filter(name, move |state: &mut State, value: Value, args: Rest<ValueOrKwargs>| {
+            let args = args.into_values();
+            all_defined(name, &args)?;
+            filter.call(state, &[&[value], &args[..]].concat())
+        });
+    }
+    for (name, function) in [("dict", Value::from_function(functions::dict)), ("range", Value::from_function(functions::range))] {
+        environment.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            let args = args.into_values();
+            all_defined(name, &args)?;
+            function.call(state, &args)
+        });
+    }
+}
+
+/// # Errors
+/// For an argument of `name` that is undefined, by place or by name.
+fn all_defined(name: &str, args: &[Value]) -> Result<(), Error> {
+    let is_undefined = |arg: &Value| match arg.is_kwargs() {
+        true => arg.try_iter().is_ok_and(|mut keys| keys.any(|key| arg.get_item(&key).is_ok_and(|value| value.is_undefined()))),
+        false => arg.is_undefined(),
+    };
+    if args.iter().any(is_undefined) { Err(invalid(format!("{name}: an argument is undefined"))) } else { Ok(()) }
 }
 
 /// Adds the functions and filters that take the place of operators: see [`super::rewrite`].
@@ -100,10 +147,15 @@ fn add_operators(environment: &mut Environment<'static>) {
     environment.add_function("_less_equal", |a: &Value, b: &Value| comparable(a, b).map(|()| a <= b));
     environment.add_function("_greater", |a: &Value, b: &Value| comparable(a, b).map(|()| a > b));
     environment.add_function("_greater_equal", |a: &Value, b: &Value| comparable(a, b).map(|()| a >= b));
+    environment.add_function("_in", contains);
+    environment.add_function("_not_in", |state: &mut State, value: &Value, container: &Value| {
+        contains(state, value, container).map(|contained| !contained)
+    });
 }
 
 fn add_tests(environment: &mut Environment<'static>) {
     let is_big = |value: &Value| value.downcast_object_ref::<BigInteger>().is_some();
+    environment.add_test("in", contains);
     environment.add_test("iterable", |value: &Value| value.kind() != ValueKind::None && value.try_iter().is_ok());
     // The engine makes iterators of parts and sums of lists.
     let is_sequence =
@@ -114,6 +166,9 @@ fn add_tests(environment: &mut Environment<'static>) {
             modulo(state, &value, &2.into()).map(|rest| rest == Value::from(is_odd))
         });
     }
+    environment.add_test("divisibleby", |state: &mut State, value: &Value, by: &Value| {
+        modulo(state, value, by).map(|rest| rest == Value::from(0))
+    });
     for names in COMPARISONS {
         for name in names.0 {
             environment.add_test(*name, move |a: &Value, b: &Value| comparable(a, b).map(|()| (names.1)(a, b)));
@@ -129,13 +184,55 @@ fn to_json(value: &Value, by_place: Rest<Value>, by_name: Kwargs) -> Result<Valu
 }
 
 fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    let (format, args) = with_quoted(format, args.into_values())?;
     let text = format.as_str().unwrap_or_default();
     bounds::check_percents(text).map_err(invalid)?;
-    let args = args.into_values();
     if bounds::has_width(text) && args.iter().any(|arg| arg.as_str().is_some_and(|text| !text.is_ascii())) {
         return Err(invalid(WIDE_TEXT));
     }
-    Value::from_function(filters::format).call(state, &[std::slice::from_ref(format), &args[..]].concat())
+    Value::from_function(filters::format).call(state, &[&[format.clone()], &args[..]].concat())
+}
+
+/// A format with `%s` in place of each `%r`, and its values with those of `%r` as `repr` writes them.
+fn with_quoted(format: &Value, mut args: Vec<Value>) -> Result<(Value, Vec<Value>), Error> {
+    let Some(text) = format.as_str().filter(|text| text.contains('r')) else { return Ok((format.clone(), args)) };
+    let (mut out, mut rest, mut taken) = (String::new(), text, 0);
+    while let Some(at) = rest.find('%') {
+        let (before, spec) = rest.split_at(at);
+        let end = spec[1..].find(|c: char| !matches!(c, '#' | '0'..='9' | '-' | ' ' | '+' | '.')).map_or(spec.len(), |end| end + 1);
+        let letter = spec[end..].chars().next();
+        let is_quoted = letter == Some('r');
+        out.extend([before, &spec[..end]]);
+        out.extend(letter.map(|letter| if is_quoted { 's' } else { letter }));
+        if let Some(arg) = args.get_mut(taken).filter(|_| is_quoted) {
+            *arg = repr(arg)?.into();
+        }
+        taken += usize::from(letter != Some('%'));
+        rest = &spec[end + letter.map_or(0, char::len_utf8)..];
+    }
+    Ok(((out + rest).into(), args))
+}
+
+/// `value` as Python's `repr` writes it.
+fn repr(value: &Value) -> Result<String, Error> {
+    let is_known = |c: char| c.is_ascii() && c != '\u{7f}' || c.is_alphanumeric();
+    match value.kind() {
+        ValueKind::None | ValueKind::Bool => Ok(value.to_string()),
+        ValueKind::Number => Ok(python::number(value)),
+        ValueKind::String if value.as_str().is_some_and(|text| text.chars().all(is_known)) => {
+            let list = Value::from(vec![value.clone()]).to_string();
+            Ok(list[1..list.len() - 1].into())
+        }
+        kind => Err(invalid(format!("%r: a value of type {kind}, or text of other characters than letters, is not supported"))),
+    }
+}
+
+/// An error of the filter `name`.
+fn within(name: &str, error: Error) -> Error {
+    match (error.kind(), error.detail()) {
+        (ErrorKind::InvalidOperation, Some(cause)) => invalid(format!("{name}: {cause}")),
+        _ => error,
+    }
 }
 
 /// `value`, unless it is None, which the engine takes for an empty list.
@@ -209,21 +306,6 @@ fn modulo(state: &mut State, a: &Value, b: &Value) -> Result<Value, Error> {
     let (a, b) = (f64::try_from(a.clone())?, f64::try_from(b.clone())?);
     let rest = if b == 0.0 { return Err(zero()) } else { a % b };
     Ok(Value::from(if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }))
-}
-
-/// Whether Python orders these values.
-fn comparable(a: &Value, b: &Value) -> Result<(), Error> {
-    let order = |value: &Value| match value.kind() {
-        ValueKind::Number | ValueKind::Bool => Some(0),
-        ValueKind::String => Some(1),
-        ValueKind::Seq if value.is_tuple() => Some(2),
-        ValueKind::Seq => Some(3),
-        _ => None,
-    };
-    match (order(a), order(b)) {
-        (Some(a), Some(b)) if a == b => Ok(()),
-        _ => Err(invalid(format!("values of type {} and {} have no order", a.kind(), b.kind()))),
-    }
 }
 
 /// The option of a filter by place, or by name.
@@ -331,6 +413,37 @@ fn truncate(value: &Value, by_place: Rest<Value>, options: Kwargs) -> Result<Val
     let cut = text.char_indices().nth(kept).map_or(text, |(at, _)| &text[..at]);
     let cut = if killwords { cut } else { cut.rsplit_once(' ').map_or(cut, |(words, _)| words) };
     Ok(format!("{cut}{end}").into())
+}
+
+/// A text, or the keys and values of a map or of a list of pairs, as a URL has them.
+fn url_encode(value: &Value) -> Result<String, Error> {
+    let text = |value: &Value| match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::Undefined => {
+            Err(invalid(format!("urlencode: a value of type {} is no text", value.kind())))
+        }
+        _ => Ok(value.to_string()),
+    };
+    let pair = |pair: Vec<Value>| match &pair[..] {
+        [key, value] => Ok(format!("{}={}", url_text(&text(key)?, true), url_text(&text(value)?, true))),
+        _ => Err(invalid("urlencode: an item is no pair")),
+    };
+    let pairs: Vec<String> = match value.kind() {
+        ValueKind::Map => value.try_iter()?.map(|key| pair(vec![key.clone(), value.get_item(&key)?])).collect::<Result<_, _>>()?,
+        ValueKind::Seq => value.try_iter()?.map(|item| pair(item.try_iter()?.collect())).collect::<Result<_, _>>()?,
+        _ => return Ok(url_text(&text(value)?, false)),
+    };
+    Ok(pairs.join("&"))
+}
+
+/// Bytes that a URL does not have as `%` and two digits; in a query also slashes, and spaces as `+`.
+fn url_text(text: &str, in_query: bool) -> String {
+    let encoded = |byte: u8| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' | b'-' | b'~' => char::from(byte).to_string(),
+        b'/' if !in_query => "/".into(),
+        b' ' if in_query => "+".into(),
+        _ => format!("%{byte:02X}"),
+    };
+    text.bytes().map(encoded).collect()
 }
 
 /// Runs of letters, digits and underscores.

@@ -1,6 +1,6 @@
 //! Methods of values as Python has them, where the library for Python's methods lacks them or does otherwise.
 
-use super::bounds::{check_braces, check_width, has_brace_width};
+use super::bounds::{TEXT_BYTES_MAX, check_braces, check_width, has_brace_width};
 use minijinja::value::{Kwargs, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 use std::ops::Range;
@@ -21,6 +21,7 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
     let own = match (value.kind(), value.as_str()) {
         (ValueKind::String, Some(text)) => of_text(state, text, method, args)?,
         (ValueKind::Seq, _) => of_list(value, method, args)?,
+        (ValueKind::Map, _) if method == "get" && args.len() == 2 && args[1].is_undefined() => Some(value.get_item(&args[0])?),
         (ValueKind::Map, _) if method == "copy" => Some(from_args(args).map(|()| value.clone())?),
         (ValueKind::Number, _) if method == "is_integer" && !value.is_integer() => {
             let () = from_args(args)?;
@@ -45,6 +46,9 @@ fn of_list(list: &Value, method: &str, args: &[Value]) -> Result<Option<Value>, 
 
 /// The method of a text; `None` for one that is as Python's in the library, or unknown.
 fn of_text(state: &mut State, text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    if !matches!(method, "format" | "join") && args.iter().any(Value::is_undefined) {
+        return Err(invalid(format!("{method}: an argument is undefined")));
+    }
     Ok(Some(match method {
         "format" => {
             check_braces(text).map_err(invalid)?;
@@ -71,6 +75,12 @@ fn of_text(state: &mut State, text: &str, method: &str, args: &[Value]) -> Resul
             lines(text, keep.unwrap_or(false)).into_iter().map(Value::from).collect()
         }
         "join" => join(state, text, args)?,
+        "expandtabs" => {
+            let (size, options): (Option<i64>, Kwargs) = from_args(args)?;
+            let size = size.map_or_else(|| options.get::<Option<i64>>("tabsize"), |size| Ok(Some(size)))?;
+            options.assert_all_used()?;
+            expand_tabs(text, usize::try_from(size.unwrap_or(8)).unwrap_or(0))?.into()
+        }
         "zfill" => from_args(args).and_then(|(width,): (usize,)| zfill(text, width))?.into(),
         "ljust" | "rjust" | "center" => {
             let (width, fill): (usize, Option<&str>) = from_args(args)?;
@@ -116,9 +126,6 @@ fn stripped<'a>(text: &'a str, method: &str) -> &'a str {
 }
 
 fn split(text: &str, from_right: bool, args: &[Value]) -> Result<Value, Error> {
-    if args.iter().any(Value::is_undefined) {
-        return Err(invalid("split: the separator is undefined"));
-    }
     let (separator, most, options): (Option<&str>, Option<i64>, Kwargs) = from_args(args)?;
     let named = options.get::<Option<String>>("sep")?;
     let separator = separator.map(String::from).or(named);
@@ -232,6 +239,29 @@ fn join(state: &mut State, separator: &str, args: &[Value]) -> Result<Value, Err
         out.push_str(text);
     }
     Ok(out.into())
+}
+
+/// `text` with spaces up to the next multiple of `size` columns for each tab.
+fn expand_tabs(text: &str, size: usize) -> Result<String, Error> {
+    check_width(size).map_err(invalid)?;
+    if text.len().saturating_add(size * text.matches('\t').count()) > TEXT_BYTES_MAX {
+        return Err(invalid(format!("expandtabs: more than {TEXT_BYTES_MAX} bytes of text")));
+    }
+    let (mut out, mut column) = (String::with_capacity(text.len()), 0);
+    for c in text.chars() {
+        match c {
+            '\t' => {
+                let spaces = if size == 0 { 0 } else { size - column % size };
+                out.push_str(&" ".repeat(spaces));
+                column += spaces;
+            }
+            _ => {
+                out.push(c);
+                column = if matches!(c, '\n' | '\r') { 0 } else { column + 1 };
+            }
+        }
+    }
+    Ok(out)
 }
 
 fn zfill(text: &str, width: usize) -> Result<String, Error> {

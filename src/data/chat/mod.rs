@@ -16,6 +16,7 @@ mod message;
 mod methods;
 mod named;
 mod non_finite;
+mod order;
 mod parts;
 mod probe;
 mod python;

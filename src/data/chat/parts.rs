@@ -10,19 +10,21 @@ const ROLES: [&str; 4] = ["system", "user", "assistant", "tool"];
 /// Two texts that no template holds.
 const ASKED: [&str; 2] = ["superoffload-one", "superoffload-two"];
 
-/// For each role whether a template goes over the parts of content, as far as it was asked.
+/// For each role whether the template goes over the parts of content, as far as it was asked: without tools, and with tools.
 #[derive(Default)]
-pub(in crate::data) struct PartRoles([OnceLock<bool>; ROLES.len()]);
+pub(in crate::data) struct PartRoles([[OnceLock<bool>; ROLES.len()]; 2]);
 
 impl PartRoles {
-    /// Whether `template` writes the parts of a message of `role`, given `variables`.
-    pub(super) fn are_written(&self, template: &ChatTemplate, variables: &Map<String, Value>, role: &str) -> bool {
-        let known = ROLES.iter().position(|known| *known == role).and_then(|at| self.0.get(at));
-        known.is_some_and(|known| *known.get_or_init(|| writes_parts(template, variables, role).unwrap_or(false)))
+    /// Whether `template` writes the parts of a message of `role`, given `variables`, in a conversation that has tools or has none.
+    pub(super) fn are_written(&self, template: &ChatTemplate, variables: &Map<String, Value>, has_tools: bool, role: &str) -> bool {
+        let known = ROLES.iter().position(|known| *known == role).and_then(|at| self.0[usize::from(has_tools)].get(at));
+        known.is_some_and(|known| *known.get_or_init(|| writes_parts(template, variables, has_tools, role).unwrap_or(false)))
     }
 }
 
-fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, role: &str) -> Result<bool, String> {
+fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, has_tools: bool, role: &str) -> Result<bool, String> {
+    let function = json!({"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}});
+    let tools = has_tools.then(|| json!([{"type": "function", "function": function}]));
     let part = |text: &str| json!({"type": "text", "text": text});
     let asked = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
     let user = json!({"role": "user", "content": "a"});
@@ -33,7 +35,8 @@ fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, role: &
         "assistant" => vec![user, asked],
         _ => vec![user, json!({"role": "assistant", "content": "", "tool_calls": [call]}), asked],
     };
-    let text = template.renderings(&messages, None)?.given(variables)?.whole()?.text;
+    let template = template.for_tools(tools.as_ref());
+    let text = template.renderings(&messages, tools.as_ref())?.given(variables)?.whole()?.text;
     let between = text.split_once(ASKED[0]).and_then(|(_, rest)| rest.split_once(ASKED[1]));
     Ok(between.is_some_and(|(between, _)| !between.contains(['"', '\''])))
 }

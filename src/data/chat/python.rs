@@ -191,7 +191,7 @@ fn not_json(kind: &str) -> String {
 }
 
 /// A number as `repr` writes it; JSON of Python has names for infinities and NaN.
-fn number(value: &Value) -> String {
+pub(super) fn number(value: &Value) -> String {
     let float = f64::try_from(value.clone()).ok().filter(|_| !value.is_integer());
     match float {
         None => value.to_string(),

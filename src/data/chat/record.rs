@@ -304,7 +304,8 @@ impl ReadRecord<'_> {
     /// Whether the template goes over the parts of a message of `role`.
     fn takes_parts(&self, role: &str) -> bool {
         let RecordRules { template, template_variables, part_roles, .. } = self.rules;
-        template.as_ref().is_ok_and(|template| part_roles.are_written(template, template_variables, role))
+        let has_tools = self.tools().is_ok_and(|tools| tools.is_some());
+        template.as_ref().is_ok_and(|template| part_roles.are_written(template, template_variables, has_tools, role))
     }
 
     /// The turn of the column `system`, of which an empty text makes none.

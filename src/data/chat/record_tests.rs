@@ -153,6 +153,31 @@ fn parts_are_joined_in_every_role_unless_the_template_goes_over_them() {
 }
 
 #[test]
+fn parts_are_joined_or_kept_as_the_template_in_use_takes_them() {
+    let over = PLAIN.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}",
+    );
+    let template = |source: &str| ChatTemplate::new(source, Map::new(), Day::parse("2026-11-23").unwrap()).unwrap();
+    let read_by = |of_all: &str, of_tools: &str, record: &Value| {
+        let template = Ok(template(of_all).with_tool_use(template(&format!("{{{{ tools|length }}}}{of_tools}"))));
+        read(&RecordRules { template, ..RecordRules::default() }, record).unwrap().0
+    };
+    let content = json!([{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]);
+    let mut record = chat(&json!({"role": "assistant", "content": content}));
+    for none in [json!(null), json!([]), json!("[]")] {
+        record["tools"] = none;
+        assert_eq!(read_by(PLAIN, &over, &record), ["<user>a;<assistant>[bc;]"]);
+        assert_eq!(read_by(&over, PLAIN, &record), ["<user>a;<assistant>[(b)(c);]"]);
+    }
+    for tools in [json!([{"name": "f"}]), json!("[{\"name\": \"f\"}]")] {
+        record["tools"] = tools;
+        assert_eq!(read_by(PLAIN, &over, &record), ["1<user>a;<assistant>[(b)(c);]"]);
+        assert_eq!(read_by(&over, PLAIN, &record), ["1<user>a;<assistant>[bc;]"]);
+    }
+}
+
+#[test]
 fn an_empty_system_is_no_turn() {
     let shared = json!({"system": "", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]});
     assert_eq!(samples(PLAIN, &shared).unwrap(), ["<user>a;<assistant>[b;]"]);

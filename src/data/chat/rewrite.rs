@@ -9,6 +9,7 @@
 //! | `VALUE[1:]` | `_sliced(VALUE)[1:]` | None and undefined values are errors |
 //! | `LEFT % RIGHT` | `_modulo(LEFT, RIGHT)` | a text is a format |
 //! | `LEFT < RIGHT` | `_less(LEFT, RIGHT)` | values of different types are errors |
+//! | `LEFT in RIGHT` | `_in(LEFT, RIGHT)` | in a text there is nothing but text |
 //!
 //! An operator with ambiguous operands is not rewritten.
 
@@ -19,7 +20,8 @@ use std::collections::BTreeMap;
 /// Words that are no operand.
 const KEYWORDS: [&str; 12] = ["and", "or", "not", "in", "is", "if", "else", "elif", "for", "set", "recursive", "do"];
 /// Comparisons, and the functions that take their place.
-const COMPARISONS: [(&str, &str); 4] = [("<", "_less("), ("<=", "_less_equal("), (">", "_greater("), (">=", "_greater_equal(")];
+const COMPARISONS: [(&str, &str); 6] =
+    [("<", "_less("), ("<=", "_less_equal("), (">", "_greater("), (">=", "_greater_equal("), ("in", "_in("), ("not in", "_not_in(")];
 /// Operators that bind as tightly as `%`.
 const PRODUCTS: [&str; 4] = ["*", "/", "//", "%"];
 
@@ -173,18 +175,8 @@ impl<'a> TagTokens<'a> {
 
     /// Wraps the value that a loop iterates over.
     fn loops(&self, changes: &mut Changes) {
-        if !(self.is_statement && self.text(0) == "for") {
-            return;
-        }
-        let outside = |from: usize, words: &[&str]| {
-            let mut idx = from;
-            while idx < self.tokens.len() && !words.contains(&self.text(idx)) {
-                idx = self.partners.get(&idx).copied().filter(|partner| *partner > idx).unwrap_or(idx) + 1;
-            }
-            idx
-        };
-        let of = outside(1, &["in"]);
-        let end = outside(of + 1, &["if", "recursive"]);
+        let Some(of) = self.loops_in() else { return };
+        let end = self.outside(of + 1, &["if", "recursive"]);
         if of + 1 >= end {
             return;
         }
@@ -214,15 +206,32 @@ impl<'a> TagTokens<'a> {
         if PRODUCTS.contains(&before) || before == "**" || is_sign {
             return;
         }
-        changes.call(idx, self, [start, end], "_modulo(");
+        changes.call([idx, idx], self, [start, end], "_modulo(");
     }
 
     fn comparison(&self, idx: usize, changes: &mut Changes) {
-        let Some((_, open)) = COMPARISONS.iter().find(|(sign, _)| *sign == self.text(idx)) else { return };
-        let operands = || Some([self.compared_start(idx)?, self.compared_end(idx)?]);
+        let is_negated = self.text(idx) == "in" && self.text(idx - 1) == "not";
+        let sign = if is_negated { "not in" } else { self.text(idx) };
+        let Some((_, open)) = COMPARISONS.iter().find(|(of, _)| *of == sign).filter(|_| Some(idx) != self.loops_in()) else { return };
+        let first = idx - usize::from(is_negated);
+        let operands = || Some([self.compared_start(first)?, self.compared_end(idx)?]);
         if let Some(range) = operands() {
-            changes.call(idx, self, range, open);
+            changes.call([first, idx], self, range, open);
         }
+    }
+
+    /// The word between the variables of a loop and its list.
+    fn loops_in(&self) -> Option<usize> {
+        (self.is_statement && self.text(0) == "for").then(|| self.outside(1, &["in"]))
+    }
+
+    /// The first token outside of brackets that is one of `words`.
+    fn outside(&self, from: usize, words: &[&str]) -> usize {
+        let mut idx = from;
+        while idx < self.tokens.len() && !words.contains(&self.text(idx)) {
+            idx = self.partners.get(&idx).copied().filter(|partner| *partner > idx).unwrap_or(idx) + 1;
+        }
+        idx
     }
 
     /// The first token of the left operand of a comparison, unless this operand is another comparison.
@@ -256,10 +265,10 @@ impl<'a> TagTokens<'a> {
 }
 
 impl Changes {
-    /// The operator `idx` becomes the comma of a call that begins with `open`.
-    fn call(&mut self, idx: usize, tokens: &TagTokens<'_>, [start, end]: [usize; 2], open: &'static str) {
-        let (at, operator) = tokens.tokens[idx];
-        self.commas.insert(at, operator.len());
+    /// The operator between these tokens becomes the comma of a call that begins with `open`.
+    fn call(&mut self, [first, last]: [usize; 2], tokens: &TagTokens<'_>, [start, end]: [usize; 2], open: &'static str) {
+        let at = tokens.tokens[first].0;
+        self.commas.insert(at, tokens.end_of(last) - at);
         self.wraps.push(Wrap { start: tokens.tokens[start].0, end: tokens.end_of(end), open, close: ")" });
     }
 
@@ -286,7 +295,8 @@ impl Changes {
                 out.push(',');
                 skipped = at + bytes;
             }
-            if at >= skipped {
+            // An error names its line.
+            if at >= skipped || c == '\n' {
                 out.push(c);
             }
         }
@@ -319,8 +329,8 @@ mod tests {
     fn operators_become_calls_where_their_operands_are_certain() {
         for (source, expected) in [
             ("{%- for x in y -%}", "{%- for x in (y)|_each -%}"),
-            ("{% for k, v in a.items() if v in b %}", "{% for k, v in (a.items())|_each_unpacked if v in b %}"),
-            ("{% for x in [1, 2] + f(a in b) recursive %}", "{% for x in ([1, 2] + f(a in b))|_each recursive %}"),
+            ("{% for k, v in a.items() if v in b %}", "{% for k, v in (a.items())|_each_unpacked if _in(v , b) %}"),
+            ("{% for x in [1, 2] + f(a in b) recursive %}", "{% for x in ([1, 2] + f(_in(a , b)))|_each recursive %}"),
             ("{{ a.b(c)[1:]|d }}", "{{ _sliced(a.b(c))[1:]|d }}"),
             ("{{ a[b[1:]][c:{'d': 1}.d] }}", "{{ _sliced(a[_sliced(b)[1:]])[c:{'d': 1}.d] }}"),
             ("{{ [1:] }} {{ a[{'b': 1}] }} {{ (a)[:1] }}", "{{ [1:] }} {{ a[{'b': 1}] }} {{ _sliced((a))[:1] }}"),
@@ -331,6 +341,10 @@ mod tests {
             ("{%- if a|length < 2 and not b + 1 >= c -%}", "{%- if _less(a|length , 2) and not _greater_equal(b + 1 , c) -%}"),
             ("{{ a < b < c }}{{ a in b < c }}{{ 'a < b' }}", "{{ a < b < c }}{{ a in b < c }}{{ 'a < b' }}"),
             ("{{ f(x=a>b, y=[c<=d]) }}", "{{ f(x=_greater(a,b), y=[_less_equal(c,d)]) }}"),
+            ("{% for x in y if x not in z %}", "{% for x in (y)|_each if _not_in(x , z) %}"),
+            ("{% for x in (a in b) %}", "{% for x in ((_in(a , b)))|_each %}"),
+            ("{% if 'a' in b.c|d and not e not\n in f %}", "{% if _in('a' , b.c|d) and not _not_in(e ,\n f) %}"),
+            ("{{ 'a'in'b' }}{{ a is in b }}{{ a is not in b }}", "{{ _in('a','b') }}{{ a is in b }}{{ a is not in b }}"),
             ("{{ a % 2 < b[:1] % c }}", "{{ _less(_modulo(a , 2) , _modulo(_sliced(b)[:1] , c)) }}"),
             ("{# a < b #}{% raw %}{{ a < b }}{% endraw %}a < b", "{# a < b #}{% raw %}{{ a < b }}{% endraw %}a < b"),
         ] {
