@@ -28,10 +28,10 @@ use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::launch::open;
 use crate::model::presets;
-use crate::news::News;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
+use crate::progress_event::ProgressEvent;
 use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::progress;
@@ -118,9 +118,9 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let profile = profile(&options, tell)?;
     // Weights of a checkpoint need no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
-    let mut emit = |news: News<'_>| match news {
-        News::Note(line) | News::Warn(line) => tell(&line),
-        News::Progress { .. } => {}
+    let mut emit = |news: ProgressEvent<'_>| match news {
+        ProgressEvent::Note(line) | ProgressEvent::Warn(line) => tell(&line),
+        ProgressEvent::Progress { .. } => {}
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
@@ -128,7 +128,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     let settings = packing::settle_for_plan(&settings, &mut |line| tell(&line));
     let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
-    progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
+    progress::with_progress(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 
 /// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `tell` receives
@@ -198,7 +198,7 @@ pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Res
     let profile = profile(&options.train, tell)?;
     let simulation = Simulation::new(options, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
-    let record = progress::told(tell, || simulation.run())?;
+    let record = progress::with_progress(tell, || simulation.run())?;
     file.map_or(Ok(()), |mut file| file.append(&record))?;
     Ok(record)
 }
@@ -259,13 +259,13 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 /// The errors of training with the model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
     let mut notes = Vec::new();
-    let mut emit = |news: News<'_>| match news {
-        News::Note(line) => notes.push(line.to_string()),
-        News::Warn(line) => notes.push(format!("warning: {line}")),
-        News::Progress { .. } => {}
+    let mut emit = |news: ProgressEvent<'_>| match news {
+        ProgressEvent::Note(line) => notes.push(line.to_string()),
+        ProgressEvent::Warn(line) => notes.push(format!("warning: {line}")),
+        ProgressEvent::Progress { .. } => {}
     };
     let settings = &text::find_sources(settings, false, stop, &mut emit)?;
-    let settings = &packing::settle(settings, None, &mut |line| emit(News::Note(line)))?;
+    let settings = &packing::settle(settings, None, &mut |line| emit(ProgressEvent::Note(line)))?;
     let (shape, tokenizer, settings) = text::reader(settings, None)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };

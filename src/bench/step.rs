@@ -11,7 +11,7 @@ use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::launch::agreement::Party;
+use crate::launch::agreement::ProcessGroup;
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::gpu;
@@ -79,18 +79,23 @@ impl StepBench {
         if self.settings.processes == 1 {
             return self.lead(None, log).map(Some);
         }
-        let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
-        let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
+        let process_group = ProcessGroup::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
+        let outcome = if self.settings.process == 0 {
+            self.lead(Some(&process_group), log).map(Some)
+        } else {
+            self.follow(&process_group).map(|()| None)
+        };
         // A process other than process 0 that ends because another one failed does not report that failure again.
         let failure = outcome.as_ref().err().filter(|error| self.settings.process == 0 || !matches!(error, Error::Rank { .. }));
-        let end = failure.map_or_else(EndOfRun::default, |error| party.links.end_by(error));
-        party.links.close(end);
+        let end = failure.map_or_else(EndOfRun::default, |error| process_group.links.end_by(error));
+        process_group.links.close(end);
         outcome
     }
 
     /// Times the steps of a single process, or of process 0 of several.
-    fn lead(&self, party: Option<&Party>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let (launch, settings) = party.map_or_else(|| Launcher::new(&self.settings), |party| party.launcher(&self.settings))?;
+    fn lead(&self, process_group: Option<&ProcessGroup>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        let (launch, settings) =
+            process_group.map_or_else(|| Launcher::new(&self.settings), |process_group| process_group.launcher(&self.settings))?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.peers.iter().for_each(|line| log(line));
@@ -101,24 +106,24 @@ impl StepBench {
         log(&plan);
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
-        let Some(party) = party else { return launch.engine(&plan, &self.shape, user) };
-        party.propose((&plan, &self.shape), &settings, String::new())?;
-        ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links }.lead(user, &Stepping)
+        let Some(process_group) = process_group else { return launch.engine(&plan, &self.shape, user) };
+        process_group.propose((&plan, &self.shape), &settings, String::new())?;
+        ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links }.lead(user, &Stepping)
     }
 
     /// Runs the orders of process 0 until the benchmark ends.
-    fn follow(&self, party: &Party) -> Result<()> {
-        let end = match party.plan(&self.settings, &self.shape)? {
+    fn follow(&self, process_group: &ProcessGroup) -> Result<()> {
+        let end = match process_group.plan(&self.settings, &self.shape)? {
             Ok((launch, plan, _)) => {
-                let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links };
+                let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links };
                 match this.follow(&Stepping, |_| Ok(None)) {
-                    Error::Rank { .. } => party.links.end_of_run()?,
+                    Error::Rank { .. } => process_group.links.end_of_run()?,
                     own => return Err(own),
                 }
             }
             Err(end) => end,
         };
-        party.links.failure_of(end).map_or(Ok(()), Err)
+        process_group.links.failure_of(end).map_or(Ok(()), Err)
     }
 }
 

@@ -109,7 +109,7 @@ impl<'a> KeyReader<'a> {
     }
 
     /// The node at `path`, unless it is absent or `"auto"`.
-    fn said(&self, path: &str) -> Option<&'a DocumentNode> {
+    fn node_at(&self, path: &str) -> Option<&'a DocumentNode> {
         self.values.get(path).copied().filter(|node| !is_auto(node))
     }
 
@@ -122,12 +122,12 @@ impl<'a> KeyReader<'a> {
             NodeValue::Truth(truth) => Ok(truth),
             _ => Err(format!("{}: {path} {}: expected true or false", node.at, node.text())),
         };
-        self.said(path).map(read).transpose()
+        self.node_at(path).map(read).transpose()
     }
 
     /// The word at `path`, in lower case.
     fn word(&self, path: &str) -> Option<String> {
-        self.said(path).map(|node| node.text().to_lowercase())
+        self.node_at(path).map(|node| node.text().to_lowercase())
     }
 
     fn refuse<T>(&self, path: &str, why: &str) -> Understood<T> {
@@ -137,7 +137,7 @@ impl<'a> KeyReader<'a> {
     }
 
     fn number(&self, path: &str) -> Understood<Option<f64>> {
-        match self.said(path).map(|node| &node.value) {
+        match self.node_at(path).map(|node| &node.value) {
             None => Ok(None),
             Some(NodeValue::Integer(number)) => Ok(Some(*number as f64)),
             Some(NodeValue::Float(number)) => Ok(Some(*number)),
@@ -219,7 +219,7 @@ impl<'a> KeyReader<'a> {
         for (key, flag, size) in
             [(micro_key, "per-device-train-batch-size", all_micro), (steps_key, "gradient-accumulation-steps", all_steps)]
         {
-            if self.said(key).is_none() {
+            if self.node_at(key).is_none() {
                 self.set("train_batch_size", flag, NodeValue::Integer(size as i128));
             }
         }
@@ -271,7 +271,7 @@ impl<'a> KeyReader<'a> {
         }
         self.fate("optimizer.type", "used: AdamW");
         let betas = "optimizer.params.betas";
-        match self.said(betas).map(|node| &node.value) {
+        match self.node_at(betas).map(|node| &node.value) {
             None => {}
             Some(NodeValue::List(two)) if two.len() == 2 => {
                 self.set_node(betas, "adam-beta1", &two[0])?;
@@ -280,7 +280,7 @@ impl<'a> KeyReader<'a> {
             Some(_) => return self.refuse(betas, "expected two numbers"),
         }
         let lr = "optimizer.params.lr";
-        match self.said(lr) {
+        match self.node_at(lr) {
             Some(node) => self.set_node(lr, "learning-rate", node)?,
             None if self.has("optimizer.") && !self.values.contains_key(lr) => {
                 self.absent(lr, None);
@@ -310,7 +310,7 @@ impl<'a> KeyReader<'a> {
             self.set(steps, "warmup-steps", NodeValue::Integer(WARMUP_DEFAULT));
         }
         let rate = "scheduler.params.warmup_max_lr";
-        match self.said(rate) {
+        match self.node_at(rate) {
             Some(node) if has_rate => self.set_node(rate, "learning-rate", node)?,
             None if has_rate && !self.values.contains_key(rate) => {
                 self.absent(rate, None);
@@ -328,7 +328,7 @@ impl<'a> KeyReader<'a> {
             None => {}
         }
         let total = "scheduler.params.total_num_steps";
-        match self.said(total) {
+        match self.node_at(total) {
             Some(_) if kind == "constant" => self.fate(total, "ignored: the rate stays"),
             Some(_) if self.upper.max_steps.or(self.upper.num_train_epochs.map(|_| 0)).is_some() => {
                 self.fate(total, "not used: the rate falls over the run's own steps, which are said elsewhere");

@@ -16,7 +16,7 @@ type ReadVariable<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// A number from the environment, and the name of its variable.
 #[derive(Clone, Copy)]
-struct Told {
+struct LauncherNumber {
     variable: &'static str,
     number: usize,
 }
@@ -24,10 +24,10 @@ struct Told {
 /// Process numbers and rendezvous address from a launcher's environment.
 struct Launched {
     launcher: &'static str,
-    processes: Told,
-    process: Told,
+    processes: LauncherNumber,
+    process: LauncherNumber,
     /// Local rank: index among the processes of this machine, if the launcher sets it.
-    local: Option<Told>,
+    local: Option<LauncherNumber>,
     /// Rendezvous address, or the missing variable.
     address: std::result::Result<String, &'static str>,
 }
@@ -79,7 +79,7 @@ impl Launched {
         Ok(None)
     }
 
-    fn check(&self, flag: &str, said: Option<usize>, told: Told) -> Result<()> {
+    fn check(&self, flag: &str, said: Option<usize>, told: LauncherNumber) -> Result<()> {
         match said {
             Some(said) if said != told.number => Err(Error::usage(format!(
                 "{flag} {said} contradicts {}={} of {}; leave the flag out, or unset the variable",
@@ -91,10 +91,10 @@ impl Launched {
 }
 
 /// The number in the variable `name`, if it is set.
-fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<Told>> {
+fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<LauncherNumber>> {
     let Some(text) = variable(name) else { return Ok(None) };
     let number = text.trim().parse().map_err(|_| Error::usage(format!("{name}={text:?}: not a number")))?;
-    Ok(Some(Told { variable: name, number }))
+    Ok(Some(LauncherNumber { variable: name, number }))
 }
 
 /// Processes of torchrun, and of launchers that set the same variables. The store of torchrun's agent listens on `MASTER_PORT`, so that

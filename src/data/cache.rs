@@ -306,7 +306,7 @@ fn check_room(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool
 mod tests {
     use super::*;
     use crate::disk;
-    use crate::news::News;
+    use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use std::cell::RefCell;
     use std::path::PathBuf;
@@ -331,9 +331,9 @@ mod tests {
         /// Opens `a.txt` with a cache at `cache`, as a run of its own: nothing is known to be checked.
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
             self.said.take();
-            let emit = |news: News<'_>| match news {
-                News::Note(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
-                News::Progress { .. } => {}
+            let emit = |news: ProgressEvent<'_>| match news {
+                ProgressEvent::Note(line) | ProgressEvent::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
+                ProgressEvent::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);
             preparation.in_memory_bytes_max = 0;
@@ -481,7 +481,7 @@ mod tests {
         let case = Case::new();
         let stop = StopFlag::default();
         let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |news| {
-            if let News::Progress { .. } = news {
+            if let ProgressEvent::Progress { .. } = news {
                 stop.ask();
             }
         });

@@ -343,7 +343,7 @@ mod tests {
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::packing::Dataset;
     use crate::data::tokenizer::{AddBos, Tokenizer};
-    use crate::news::News;
+    use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
     use serde_json::json;
@@ -377,8 +377,8 @@ mod tests {
     fn open(paths: &[PathBuf], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
         let (tokenizer, mut heard) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
         let dir = tempfile::tempdir().unwrap();
-        let hear = |news: News<'_>| {
-            if let News::Note(line) | News::Warn(line) = news {
+        let hear = |news: ProgressEvent<'_>| {
+            if let ProgressEvent::Note(line) | ProgressEvent::Warn(line) = news {
                 heard.push(line.to_string());
             }
         };

@@ -454,7 +454,7 @@ mod tests {
                 let texts: Vec<&Path> = paths.iter().map(|path| path.as_path()).collect();
                 let mut notes = Vec::new();
                 let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
-                    if let crate::news::News::Note(line) = news {
+                    if let crate::progress_event::ProgressEvent::Note(line) = news {
                         notes.push(line.to_string());
                     }
                 });

@@ -77,7 +77,7 @@ impl StepReport {
 mod tests {
     use super::*;
     use crate::engine::verdict::Verdict;
-    use crate::ranks::board::AMOUNTS;
+    use crate::ranks::progress::AMOUNTS;
     use crate::units::Norm;
 
     fn report(first: u64) -> StepReport {

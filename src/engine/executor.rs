@@ -4,7 +4,8 @@
 use super::bounce::Sides;
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
-use super::exchange::{Alone, Exchange, Order, Words};
+use super::driver_state::DriverState;
+use super::exchange::{Exchange, Order, OrderWords, SingleRank};
 use super::expert_rows::{ExpertLoad, ExpertRows};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
@@ -15,7 +16,6 @@ use super::scratch::StepScratch;
 use super::step_job::StepJob;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
-use super::vitals::Vitals;
 use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
 use crate::device::{EventId, Kernels, ProductAlgorithm};
@@ -91,7 +91,7 @@ pub struct Engine<D: Kernels> {
     pub(super) modules: [EventId; MODULES_AHEAD + 1],
     pub(super) modules_enqueued: usize,
     pub(super) bell: Arc<Doorbell>,
-    pub(super) vitals: Arc<Vitals>,
+    pub(super) driver_state: Arc<DriverState>,
     pub(super) fault_injector: Option<FaultInjector>,
     pub(super) recorder: Recorder,
     pub(super) optimizer_step: u64,
@@ -121,7 +121,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// `Resource` when memory or threads are not available.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
-        Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(Alone::new(sides, plan)?)))
+        Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(SingleRank::new(sides, plan)?)))
     }
 }
 
@@ -165,7 +165,7 @@ impl<D: Kernels> Engine<D> {
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
-            vitals: Arc::new(Vitals::new(plan.layout.count(), bell.clone(), pool.pulse())),
+            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.pulse())),
             plan,
             dev,
             pool,
@@ -202,7 +202,7 @@ impl<D: Kernels> Engine<D> {
 
     /// The driver states of the local ranks, and the progress counters, for a watchdog.
     pub fn watched(&self) -> Watched {
-        self.exchange.watched(self.vitals.clone())
+        self.exchange.watched(self.driver_state.clone())
     }
 
     pub fn now_ns(&self) -> u64 {
@@ -284,7 +284,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// An optimizer worker panicked; the failure that ended another rank.
     pub fn finish(mut self) -> Result<Vec<Recorder>> {
-        self.lead(Order::Finish, Words::default())?;
+        self.lead(Order::Finish, OrderWords::default())?;
         let tracks = self.end_threads()?;
         self.await_done()?;
         Ok(self.exchange.all_tracks(tracks))

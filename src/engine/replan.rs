@@ -3,11 +3,11 @@
 //! memory holds nothing between steps. Either all ranks change plans at the same step, or none does.
 
 use super::counters::Exposed;
-use super::exchange::{Order, Words};
+use super::driver_state::DriverActivity;
+use super::exchange::{Order, OrderWords};
 use super::executor::{Engine, staging};
-use super::hall::RankMemory;
+use super::rendezvous::RankMemory;
 use super::scratch::StepScratch;
-use super::vitals::Doing;
 use crate::config::options::FaultPhase;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ impl<D: Kernels> Engine<D> {
         self.flush()?;
         self.await_done()?;
         self.exchange.announce(&plan);
-        self.lead(Order::Replan, Words::default())?;
+        self.lead(Order::Replan, OrderWords::default())?;
         let moved = self.change_places(plan);
         let kept = self.named(moved)?;
         self.send_weights()?;
@@ -40,20 +40,20 @@ impl<D: Kernels> Engine<D> {
 
     /// Changes this rank to the placement of `plan`. No work may be pending; the weights must be sent afterwards.
     pub(super) fn change_places(&mut self, plan: Plan) -> Result<Option<Error>> {
-        self.vitals.now(Doing::Moving, 0);
-        self.block_until(Doing::Moving, 0, |engine| Ok(engine.transfers.are_done()))?;
+        self.driver_state.set_activity(DriverActivity::Moving, 0);
+        self.block_until(DriverActivity::Moving, 0, |engine| Ok(engine.transfers.are_done()))?;
         self.exchange.leave(&mut self.dev)?;
         let (old, new) = (self.plan.clone(), self.plan.with_places_of(plan));
         let refusal = self.arrange(new).err();
-        self.strike(FaultPhase::Move)?;
+        self.inject(FaultPhase::Move)?;
         let kept = self.exchange.agree(refusal)?;
         if kept.is_some() {
             self.arrange(old)?;
         }
         let (memory, stepped) = (RankMemory::of(&self.model), self.stepped());
-        self.exchange.meet_again(&mut self.dev, memory, stepped, &self.vitals)?;
+        self.exchange.meet_again(&mut self.dev, memory, stepped, &self.driver_state)?;
         self.forget_the_move();
-        self.vitals.now(Doing::Else, 0);
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         Ok(kept)
     }
 

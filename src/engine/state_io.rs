@@ -1,10 +1,10 @@
 //! Reads and writes state and weights from outside, between steps.
 
-use super::exchange::{Order, Words};
+use super::driver_state::DriverActivity;
+use super::exchange::{Order, OrderWords};
 use super::executor::Engine;
 use super::route::Hop;
 use super::step::Pass;
-use super::vitals::Doing;
 use crate::bucket::slices::Slices;
 use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
@@ -52,7 +52,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Like [`Engine::write_state`], for this rank's slices only.
     pub(super) fn write_own(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
-        self.strike(FaultPhase::Write)?;
+        self.inject(FaultPhase::Write)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
@@ -87,7 +87,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Like [`Engine::read_state`], for this rank's slices only; the rest of `out` is unchanged.
     pub(super) fn read_own(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        self.strike(FaultPhase::Read)?;
+        self.inject(FaultPhase::Read)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + out.len());
@@ -112,7 +112,7 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// As [`Engine::read_state`].
     pub(crate) fn read_slices(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        self.strike(FaultPhase::Read)?;
+        self.inject(FaultPhase::Read)?;
         self.expect_no_job();
         self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, start, out)
     }
@@ -164,7 +164,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Computes the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
-        self.lead(Order::Send, Words::default())?;
+        self.lead(Order::Send, OrderWords::default())?;
         let sent = self.send_own_weights();
         self.named(sent)
     }
@@ -185,21 +185,21 @@ impl<D: Kernels> Engine<D> {
 
     /// Adds this rank's name to its failure, or returns the failure of the rank that failed first.
     pub(super) fn named<T>(&self, own: Result<T>) -> Result<T> {
-        own.map_err(|error| self.exchange.blame(error))
+        own.map_err(|error| self.exchange.attribute(error))
     }
 
     /// Writes every decided update into the state, so that it can be read.
     pub fn flush(&mut self) -> Result<()> {
-        self.lead(Order::Flush, Words::default())?;
-        self.vitals.now(Doing::Updates, 0);
+        self.lead(Order::Flush, OrderWords::default())?;
+        self.driver_state.set_activity(DriverActivity::Updates, 0);
         let flushed = self.write_updates();
-        self.vitals.now(Doing::Else, 0);
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         self.named(flushed)
     }
 
     fn write_updates(&mut self) -> Result<()> {
-        self.strike(FaultPhase::Flush)?;
-        self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
+        self.inject(FaultPhase::Flush)?;
+        self.block_until(DriverActivity::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
         self.run_commands()?;
         self.wait_for_all_params()?;

@@ -155,10 +155,11 @@ impl MemoryPolicy {
         for (range, node) in parts {
             let on_node = |i: &usize| self.touchers[*i].node == *node;
             let everyone = 0..self.touchers.len();
-            let crew: Vec<_> = if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
-            let share = range.len().div_ceil(crew.len().max(1)).next_multiple_of(grain);
+            let writers: Vec<_> =
+                if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
+            let share = range.len().div_ceil(writers.len().max(1)).next_multiple_of(grain);
             let starts = range.clone().step_by(share);
-            crew.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
+            writers.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
         }
         shares
     }

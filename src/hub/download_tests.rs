@@ -11,7 +11,7 @@ use super::name::HubName;
 use super::parts::LARGE_BYTES;
 use super::roots::Trusted;
 use crate::error::Result;
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use hub_server::{Asked, COMMIT, Drip, HubRepo, HubServer, Reply};
 use std::fs;
@@ -101,12 +101,12 @@ impl Case {
             with_weights: self.with_weights,
             stop: &self.stop,
             emit: &mut |news| match news {
-                News::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
-                News::Progress { done, all, .. } => {
+                ProgressEvent::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
+                ProgressEvent::Progress { done, all, .. } => {
                     let mut told = self.told.lock().unwrap();
                     *told = [done, told[1].max(done), all];
                 }
-                News::Warn(_) => {}
+                ProgressEvent::Warn(_) => {}
             },
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,

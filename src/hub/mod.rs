@@ -21,7 +21,7 @@ mod roots;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, INDEX, INDEX_BYTES_MAX, SINGLE};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use cache::{HubCache, part_dir};
 use name::{HubName, RepoKind};
@@ -35,7 +35,7 @@ pub(crate) struct HubQuery<'a> {
     #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
     pub(crate) stop: &'a StopFlag,
     #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
-    pub(crate) emit: &'a mut dyn FnMut(News<'_>),
+    pub(crate) emit: &'a mut dyn FnMut(ProgressEvent<'_>),
 }
 
 impl HubQuery<'_> {

@@ -1,7 +1,7 @@
 //! Agreement of a run's processes before the first step, on settings, devices, the plan and library versions.
 
 use super::engine::Launcher;
-use super::partners::{Belongings, Partner};
+use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{CastSide, ExpertProductsChoice, Technique};
 use crate::config::settings::Settings;
@@ -15,9 +15,9 @@ use crate::hardware::topology::{Topology, host_name};
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::ranks::hello::Hello;
+use crate::ranks::hello_message::HelloMessage;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
-use crate::ranks::rendezvous::{Meeting, differs};
+use crate::ranks::rendezvous::{ProcessRendezvous, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
@@ -62,10 +62,10 @@ const OF_ONE_PROCESS: [&str; 23] = [
 ];
 
 /// The processes of a run after the rendezvous.
-pub(crate) struct Party {
+pub(crate) struct ProcessGroup {
     pub(crate) links: Links,
     /// GPUs, CPUs and transport of this process.
-    partner: Partner,
+    process_info: ProcessInfo,
     /// This machine before any process of the run has taken memory.
     machine: Topology,
 }
@@ -90,29 +90,34 @@ pub(crate) struct Proposal {
     pub(crate) meeting_place: String,
 }
 
-impl Party {
+impl ProcessGroup {
     /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
     /// process if another process has ended and this one does not react. `tell` receives lines for the user.
     ///
     /// # Errors
-    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`Partner::among`].
+    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`ProcessInfo::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let meeting = Meeting { address, process, processes, ranks, token: token(settings, tell)?, limit };
+        let meeting = ProcessRendezvous { address, process, processes, ranks, token: token(settings, tell)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
-        let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
+        let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
         tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
-        let own = Hello { host, facts: what_is_shared(settings)?, has, address: None };
+        let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
         let links = Links::meet(&meeting, own, (stop, tell), last_resort)?;
         tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
-        let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
-        let partner = Partner::among(&all, links.names(), process, settings)?;
-        partner.notes.iter().for_each(|note| tell(note));
-        Ok(Self { links, partner, machine })
+        let all = links
+            .resources_by_process()
+            .iter()
+            .map(HostResources::deserialize)
+            .collect::<std::result::Result<Vec<_>, _>>()
+            .map_err(json)?;
+        let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
+        process_info.notes.iter().for_each(|note| tell(note));
+        Ok(Self { links, process_info, machine })
     }
 
     /// Like [`Launcher::new`], restricted to this process's part of its machine.
@@ -120,7 +125,7 @@ impl Party {
     /// # Errors
     /// Errors of [`devices::choose`](super::devices::choose).
     pub(crate) fn launcher(&self, settings: &Settings) -> Result<(Launcher, Settings)> {
-        Launcher::among(settings, &self.machine, &self.partner)
+        Launcher::among(settings, &self.machine, &self.process_info)
     }
 
     /// Sends process 0's decisions, and the name of the temporary directory, to the other processes.
@@ -279,7 +284,7 @@ fn token_of_variable() -> Result<RunToken> {
 }
 
 /// Settings and program version, which must be equal in all processes.
-fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
+fn shared_settings(settings: &Settings) -> Result<Map<String, Value>> {
     let told = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
     let told = told.as_object().cloned().unwrap_or_default();
     let shared = told.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
@@ -327,7 +332,7 @@ mod tests {
         for name in OF_ONE_PROCESS {
             assert!(KEYS.iter().any(|key| key.name == name), "{name}");
         }
-        let shared = what_is_shared(&Settings { processes: 2, process: 1, ..Settings::demo() }).unwrap();
+        let shared = shared_settings(&Settings { processes: 2, process: 1, ..Settings::demo() }).unwrap();
         for name in ["the program", "--processes", "--seq-length", "--learning-rate", "--seed", "--train-length"] {
             assert!(shared.contains_key(name), "{name} is not in {shared:?}");
         }

@@ -1,8 +1,8 @@
 //! Selection of a run's device, and the resources of the machine that the planner may use.
 
 use super::gpu;
-use super::partners::Partner;
 use super::peer_links::PeerLinks;
+use super::process_info::ProcessInfo;
 use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -65,10 +65,10 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
 ///
 /// # Errors
 /// Errors of [`choose`].
-pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner, cpus: usize) -> Result<SelectedDevice> {
-    let gpus = partner.gpus.clone();
+pub(super) fn agreed(settings: &Settings, machine: &Topology, process_info: &ProcessInfo, cpus: usize) -> Result<SelectedDevice> {
+    let gpus = process_info.gpus.clone();
     let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
-    let on_machine = partner.on_machine;
+    let on_machine = process_info.on_machine;
     select(settings, machine, devices?, Neighbours { cpus, together: on_machine * settings.gpus, on_machine })
 }
 

@@ -22,8 +22,8 @@ use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
-use crate::ranks::board::Sizes;
-use crate::ranks::lanes::slices_under_way;
+use crate::ranks::progress::CounterSizes;
+use crate::ranks::slice_connections::slices_under_way;
 use crate::trace::Span;
 use std::ops::Range;
 
@@ -95,7 +95,7 @@ pub(crate) struct Rings {
     pub grads: Option<RingShape>,
     /// The ring through which weights stream; `None` if all weights stay on the device.
     pub weights: Option<RingShape>,
-    /// Each rank stores only its own slices of the weights. Every fetch also brings the namesakes' slices into the ring.
+    /// Each rank stores only its own slices of the weights. Every fetch also brings the inter-node peers' slices into the ring.
     pub(crate) fully_sharded: bool,
     /// Gradient sums are stored next to the optimizer states of their buckets and pass through the device.
     pub(crate) sums_on_host: bool,
@@ -277,7 +277,7 @@ impl Workload<'_> {
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
-            class("exchange", MemorySpace::Host, self.board_bytes(layout)),
+            class("exchange", MemorySpace::Host, self.counter_bytes(layout)),
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
@@ -328,19 +328,19 @@ impl Workload<'_> {
         self.grad_accum_steps * self.sequence_ranks * of_part
     }
 
-    /// Bytes of the boards of all processes; 0 with one rank.
-    fn board_bytes(&self, layout: &BucketLayout) -> usize {
+    /// Bytes of the progress counters of all processes; 0 with one rank.
+    fn counter_bytes(&self, layout: &BucketLayout) -> usize {
         let steps = (self.shares, self.batch_words(), self.shape.experts());
-        if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
+        if self.ranks == 1 { 0 } else { self.processes * counter_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a lane for
-    /// weights to each namesake. For gradients it has a lane to every rank of another process, or to the namesakes alone if groups are
+    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a connection for
+    /// weights to each inter-node peer. For gradients it has a connection to every rank of another process, or to the inter-node peers alone if groups are
     /// summed within a process.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        let (namesakes, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
-        let lanes = namesakes + if sums_within(self.group, (self.ranks, self.processes)) { namesakes } else { others };
-        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(lanes) * longest * self.dtype.bytes() }
+        let (inter_node_peers, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
+        let connections = inter_node_peers + if sums_within(self.group, (self.ranks, self.processes)) { inter_node_peers } else { others };
+        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(connections) * longest * self.dtype.bytes() }
     }
 
     /// Device memory of the paged window. A bucket shares the first and last page of each array with its neighbours.
@@ -389,11 +389,11 @@ pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2]
     [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
 }
 
-/// Dimensions of the board. Its mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient shares, the
+/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient shares, the
 /// words of its micro-batches, and the experts of all layers.
-pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> Sizes {
+pub(super) fn counter_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> CounterSizes {
     let flat = layout.flat_elems();
-    Sizes {
+    CounterSizes {
         ranks,
         buckets: layout.count(),
         partials: flat / BLOCK,

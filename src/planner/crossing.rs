@@ -19,20 +19,20 @@ pub struct Crossing {
 
 impl Crossing {
     /// The exchange of a step of `workload` with the tensors of `table`. In each round a rank receives the gradients of its slice from all
-    /// other ranks, or only from its namesakes if groups are summed within processes. New weights of a slice come from the namesakes. All
+    /// other ranks, or only from its inter-node peers if groups are summed within processes. New weights of a slice come from the inter-node peers. All
     /// other weights come from ranks of the same process, once, or again with each fetch.
     pub(super) fn of(workload: &Workload, table: &TensorTable, rings: Rings) -> Self {
         let Workload { shares, group, ranks, processes, dtype, by_nccl, .. } = *workload;
-        let (rounds, mates, slice_bytes) = (shares / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
+        let (rounds, local_ranks, slice_bytes) = (shares / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
         let again = rings.weights.map_or(0, |ring| {
             let micro_batches = micro_batches_each(workload.grad_accum_steps, workload.sequence_ranks, ranks);
             fetched_elems(table, ring, micro_batches) - ring.ringed_elems
         });
         let again_bytes = again / ranks * dtype.bytes();
-        // For gradients: the slices that a rank pulls (its own, or also its namesakes'), and the senders in each other process.
-        let (slices, senders) = if sums_within(group, (ranks, processes)) { (processes, 1) } else { (1, mates) };
+        // For gradients: the slices that a rank pulls (its own, or also those of its inter-node peers), and the senders in each other process.
+        let (slices, senders) = if sums_within(group, (ranks, processes)) { (processes, 1) } else { (1, local_ranks) };
         // A slice of weights enters each process once and is then copied between its ranks.
-        let near = (mates - 1) * (rounds * slices * slice_bytes + processes * (slice_bytes + again_bytes));
+        let near = (local_ranks - 1) * (rounds * slices * slice_bytes + processes * (slice_bytes + again_bytes));
         let far = (processes - 1) * ((rounds * senders + 1) * slice_bytes + if rings.fully_sharded { again_bytes } else { 0 });
         Self { near, far, by_nccl }
     }

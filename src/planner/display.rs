@@ -132,7 +132,7 @@ impl Plan {
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
         }
-        for line in self.experts_told.iter().chain(&self.unknown_grouped()) {
+        for line in self.expert_products_note.iter().chain(&self.unknown_grouped()) {
             writeln!(f, "  experts     {line}")?;
         }
         Ok(())

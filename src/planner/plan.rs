@@ -26,7 +26,7 @@ use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
-    Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
+    Balance, Rings, Workload, balances, bytes_at, counter_sizes, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
     sums_within,
 };
 use crate::planner::choice::{Request, Residency, choose};
@@ -36,7 +36,7 @@ use crate::planner::experts::ExpertEngine;
 use crate::planner::machine::Machine;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
-use crate::ranks::board::Sizes;
+use crate::ranks::progress::CounterSizes;
 use crate::trace::spans_per_track;
 use clap::ValueEnum;
 use std::ops::Range;
@@ -196,7 +196,7 @@ pub struct Plan {
     /// How products of experts are computed on a GPU.
     pub expert_products: ExpertProducts,
     /// A line about the implementation of expert products and its reason; `None` without experts.
-    pub experts_told: Option<String>,
+    pub expert_products_note: Option<String>,
     /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.
     pub attention_block: Option<usize>,
     /// Tokens of a tile of the MLP; `None` if it runs in one piece.
@@ -300,7 +300,7 @@ impl Plan {
             trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
             machine: workload.machine,
-            experts_told: workload.expert_engine.told,
+            expert_products_note: workload.expert_engine.note,
             memory: choice.memory,
             transient_bytes: workload.transient_bytes,
             predicted: choice.predicted,
@@ -405,11 +405,11 @@ impl Plan {
         }
     }
 
-    /// Dimensions of the board of its ranks.
-    pub fn board_sizes(&self) -> Sizes {
+    /// Dimensions of the progress counters of its ranks.
+    pub fn board_sizes(&self) -> CounterSizes {
         let batch_words = self.grad_accum_steps * self.sequence_ranks * self.batch_words();
-        let sizes = board_sizes(&self.layout, self.ranks, (self.shares, batch_words, self.experts));
-        Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
+        let sizes = counter_sizes(&self.layout, self.ranks, (self.shares, batch_words, self.experts));
+        CounterSizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
     /// Planned bytes in `space`.

@@ -166,7 +166,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let host = |plan: &Plan| plan.balances()[1].needed as f64;
     assert!((host(&one) / host(&two) / 2.0 - 1.0).abs() < 0.1 && (host(&one) / flat - 14.0).abs() < 1.0, "{one}\n{two}");
     let told = two.to_string();
-    // Each of the four sends an eighth of the gradients, and the namesake sends weights.
+    // Each of the four sends an eighth of the gradients, and the inter-node peer sends weights.
     assert!(
         told.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
         "{told}"
@@ -175,7 +175,7 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     assert!(told.contains("  host, of each process"), "{told}");
 }
 
-/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and its namesakes'.
+/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and those of its inter-node peers.
 #[test]
 fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));

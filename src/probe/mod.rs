@@ -109,7 +109,7 @@ impl ProbeOptions {
     ///
     /// # Errors
     /// Errors of [`gpu::first`] for GPUs that the user requested.
-    fn company(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
+    fn joint_probe(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
         let all = visible.len();
         match self.gpus {
             Some(GpuCount::Count(count)) => gpu::first(visible, count),
@@ -150,7 +150,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     if options.gpus.is_some() && !chosen.is_gpu() {
         return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
     }
-    let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
+    let gpus = if chosen.is_gpu() { options.joint_probe(gpu::visible()?, log)? } else { Vec::new() };
     chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // Users of the memory are declared later, so they are dropped earlier.
@@ -282,13 +282,13 @@ fn measure_together(
     let (links, homes) = (PeerLinks::between(gpus)?, gpu::homes(gpus, topology));
     links.lines().iter().for_each(|line| log(line));
     log(&format_args!("{} GPUs at once: links, pulls from each other, optimizers", gpus.len()));
-    let company =
+    let joint_probe =
         JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
     let make = |part: &RankPart| {
         let dev = gpu::open(part.rank, options.libraries(), Engines::OWN, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     };
-    together::measure(&company, make)
+    together::measure(&joint_probe, make)
 }
 
 /// Assembles the profile and checks its numbers.
@@ -394,12 +394,12 @@ mod tests {
     fn gpus_of_several_models_are_measured_alone_unless_they_are_asked_for() {
         let gpu = |index: usize, model: &str| GpuId { index, pci: String::new(), model: model.into() };
         let mixed = || vec![gpu(0, "H200"), gpu(1, "H200"), gpu(2, "H100")];
-        let (mut heard, mut company) = (Vec::new(), Vec::new());
+        let (mut heard, mut joint_probe) = (Vec::new(), Vec::new());
         for gpus in [None, Some(GpuCount::Count(2)), Some(GpuCount::All)] {
             let options = ProbeOptions { gpus, ..of_the_cpu() };
-            company.push(options.company(mixed(), &mut |line| heard.push(line.to_string())).map(|gpus| gpus.len()).ok());
+            joint_probe.push(options.joint_probe(mixed(), &mut |line| heard.push(line.to_string())).map(|gpus| gpus.len()).ok());
         }
-        assert_eq!(company, [Some(0), Some(2), None]);
+        assert_eq!(joint_probe, [Some(0), Some(2), None]);
         assert!(heard.len() == 1 && heard[0].contains("GPU 2 () is a H100"), "{heard:?}");
     }
 

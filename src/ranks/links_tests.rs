@@ -11,10 +11,16 @@ fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let token = RunToken::new(b"a token that nobody guesses", "here").unwrap();
     let be = |process: usize| {
-        let meeting =
-            Meeting { address: address.clone(), process, processes, ranks: 1, token: token.clone(), limit: Duration::from_secs(60) };
+        let meeting = ProcessRendezvous {
+            address: address.clone(),
+            process,
+            processes,
+            ranks: 1,
+            token: token.clone(),
+            limit: Duration::from_secs(60),
+        };
         let stop = StopFlag::default();
-        (Links::meet(&meeting, Hello { host: "here".into(), ..Hello::default() }, (&stop, &mut |_| ()), None).unwrap(), stop)
+        (Links::meet(&meeting, HelloMessage { host: "here".into(), ..HelloMessage::default() }, (&stop, &mut |_| ()), None).unwrap(), stop)
     };
     thread::scope(|scope| {
         let all: Vec<_> = (0..processes).map(|process| scope.spawn(move || be(process))).collect();

@@ -118,7 +118,7 @@ impl Notice {
     }
 
     /// Sets the tail to `text`, cut to the maximum length.
-    pub(crate) fn saying(self, text: &str) -> Self {
+    pub(crate) fn with_text(self, text: &str) -> Self {
         let end = (0..=text.len().min(TAIL_MAX)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
         self.with(text.as_bytes()[..end].to_vec())
     }
@@ -182,7 +182,7 @@ pub(crate) enum Audience {
 /// Sends notices to other processes. It never blocks.
 pub(crate) trait Outbox: Send + Sync {
     /// Enqueues `notice` for sending.
-    fn tell(&self, to: Audience, notice: Notice);
+    fn send(&self, to: Audience, notice: Notice);
 }
 
 #[cfg(test)]
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn topics_have_their_places_in_the_table() {
         Topic::ALL.iter().enumerate().for_each(|(at, (topic, _))| assert_eq!(*topic as usize, at));
-        let long = Notice::new(Topic::Over, &[]).saying(&"ä".repeat(TAIL_MAX));
+        let long = Notice::new(Topic::Over, &[]).with_text(&"ä".repeat(TAIL_MAX));
         assert_eq!(long.text(), "ä".repeat(TAIL_MAX / 2));
     }
 }

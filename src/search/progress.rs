@@ -18,11 +18,11 @@ pub(super) fn count() {
 }
 
 /// Runs `search` and calls `tell` with a progress line every few seconds.
-pub(crate) fn told<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
-    told_every(INTERVAL, tell, search)
+pub(crate) fn with_progress<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+    with_progress_every(INTERVAL, tell, search)
 }
 
-fn told_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+fn with_progress_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
     let (began, before, (over, is_over)) = (Instant::now(), SIMULATED.load(Ordering::Relaxed), mpsc::channel::<()>());
     thread::scope(|scope| {
         // The thread owns the sender, so it is dropped even if the search panics.
@@ -46,7 +46,7 @@ mod tests {
     fn a_long_search_says_how_far_it_is_and_a_short_one_says_nothing() {
         let told_in = |takes: Duration, interval: Duration| {
             let mut lines = Vec::new();
-            let found = told_every(interval, &mut |line| lines.push(line.to_string()), || {
+            let found = with_progress_every(interval, &mut |line| lines.push(line.to_string()), || {
                 count();
                 thread::sleep(takes);
                 7

@@ -12,7 +12,6 @@ mod facts_line;
 mod feed;
 mod identity;
 mod inputs;
-mod kept;
 pub(crate) mod metrics_file;
 mod model_files;
 mod observer;
@@ -25,6 +24,7 @@ mod prompts;
 pub(crate) mod record;
 mod replanner;
 mod resume;
+mod resume_numerics;
 pub(crate) mod run_dir;
 mod run_lock;
 pub(crate) mod sample;
@@ -41,7 +41,7 @@ use crate::device::Kernels;
 use crate::disk::Dir;
 use crate::engine::executor::Engine;
 use crate::error::Result;
-use crate::launch::agreement::Party;
+use crate::launch::agreement::ProcessGroup;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::processes::ThisProcess;
 use crate::signals::StopFlag;
@@ -60,26 +60,26 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) 
     if settings.processes == 1 || settings.dry_run {
         return lead(settings, None, stop, observer);
     }
-    let party = processes::meet(settings, stop, observer)?;
+    let process_group = processes::meet(settings, stop, observer)?;
     let outcome = match settings.process {
-        0 => lead(settings, Some(&party), stop, observer),
-        _ => processes::follow(settings, &party, stop, observer),
+        0 => lead(settings, Some(&process_group), stop, observer),
+        _ => processes::follow(settings, &process_group, stop, observer),
     };
-    processes::part(party.links, outcome)
+    processes::part(process_group.links, outcome)
 }
 
 /// The run of process 0, which may be the only one.
-fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn lead(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
     inputs::check(settings)?;
     if let (true, Ok(dir)) = (settings.dry_run, Dir::open(&settings.output_dir)) {
         owned_names::check(&dir, settings)?;
     }
-    let demo = party.is_none().then(|| Demo::of(settings)).flatten();
+    let demo = process_group.is_none().then(|| Demo::of(settings)).flatten();
     if let Some(demo) = &demo {
         demo.tell(None, stop, observer);
     }
-    let summary = train_alone(settings, party, stop, observer)?;
+    let summary = train_alone(settings, process_group, stop, observer)?;
     if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_here > 0)) {
         demo.tell(Some(checkpoint), stop, observer);
     }
@@ -87,21 +87,21 @@ fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &
 }
 
 /// The run, without the messages around it.
-fn train_alone(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn train_alone(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
-    let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
+    let (launcher, settings) = process_group.map_or_else(|| Launcher::new(settings), |process_group| process_group.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
     let Some(run_dir) = run_dir else {
         prepared.tell(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });
     };
     let (plan, shape) = prepared.blueprint();
-    let Some(party) = party else {
+    let Some(process_group) = process_group else {
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
-    let meeting_place = Some(processes::propose(party, (&plan, &shape), prepared.settings(), run_dir.dir())?);
+    let meeting_place = Some(processes::propose(process_group, (&plan, &shape), prepared.settings(), run_dir.dir())?);
     let output_dir = prepared.settings().output_dir.clone();
-    let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &party.links };
+    let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &process_group.links };
     this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following { output_dir: &output_dir })
 }
 
@@ -147,9 +147,9 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     #[derive(Default)]
-    pub(crate) struct Heard(pub(crate) Vec<String>);
+    pub(crate) struct RecordingObserver(pub(crate) Vec<String>);
 
-    impl Observer for Heard {
+    impl Observer for RecordingObserver {
         fn begin(&mut self, _: &Plan, _: &RunFacts) {}
         fn step(&mut self, _: &StepMetrics) {}
         fn note(&mut self, _: &str) {}
@@ -175,7 +175,7 @@ pub(crate) mod tests {
             per_device_train_batch_size: 1,
             ..Settings::demo()
         };
-        let mut heard = Heard::default();
+        let mut heard = RecordingObserver::default();
         arm(settings.output_dir.clone());
         let summary = train(&settings, &StopFlag::default(), &mut heard);
         let accesses = faults::disarm();

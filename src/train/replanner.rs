@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::host::pool::yield_to_others;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::search::replan::pace::{Pace, RecentSteps, WINDOW};
+use crate::search::replan::observed_rates::{ObservedRates, RecentSteps, WINDOW};
 use crate::search::replan::{Answer, Question, is_possible};
 use clap::ValueEnum;
 use rand_chacha::ChaCha8Rng;
@@ -83,9 +83,9 @@ pub(super) struct PlanWatch {
     window: RecentSteps,
     settling: u64,
     /// As steps are to go by the present plan, once that is known.
-    assumed: Option<Pace>,
+    assumed: Option<ObservedRates>,
     /// The plan before the present one and how its steps went, until it is known which is faster.
-    before: Option<(Plan, Pace)>,
+    before: Option<(Plan, ObservedRates)>,
     rest: u64,
     /// No question before this step.
     rests_until: u64,
@@ -109,29 +109,29 @@ impl PlanWatch {
             Some(left) => self.settling = left,
             None => self.window.add(report, time),
         }
-        let Some(pace) = self.window.pace() else { return Ok(Next::Stay) };
+        let Some(observed_rates) = self.window.observed_rates() else { return Ok(Next::Stay) };
         if let Some((plan, before)) = self.before.take() {
-            return Ok(self.weigh((plan, step), &before, &pace));
+            return Ok(self.weigh((plan, step), &before, &observed_rates));
         }
         if let Some(asked) = self.asked.take_if(|asked| asked.is_finished()) {
             let answer =
                 asked.join().map_err(|_| Error::resource("look for another plan", "the search panicked; see the message above"))??;
-            return Ok(self.heed(answer, step, plan, pace));
+            return Ok(self.heed(answer, step, plan, observed_rates));
         }
         let is_asking = self.asked.is_some() || step < self.rests_until || step >= max_steps;
-        if !is_asking && self.assumed.is_none_or(|assumed| pace.has_left(&assumed)) {
+        if !is_asking && self.assumed.is_none_or(|assumed| observed_rates.has_left(&assumed)) {
             let (settings, assumed, steps_left) = (self.settings.clone(), self.assumed, max_steps - step);
-            self.asked = Some(ask(Question { settings, shape: shape.clone(), plan: plan.clone(), pace, assumed, steps_left })?);
+            self.asked = Some(ask(Question { settings, shape: shape.clone(), plan: plan.clone(), observed_rates, assumed, steps_left })?);
         }
         Ok(Next::Stay)
     }
 
-    fn heed(&mut self, answer: Answer, step: u64, plan: &Plan, pace: Pace) -> Next {
+    fn heed(&mut self, answer: Answer, step: u64, plan: &Plan, observed_rates: ObservedRates) -> Next {
         self.assumed = Some(answer.assumed);
         self.rest = (2 * self.rest).min(REST_STEPS_MAX);
         self.rests_until = step + self.rest;
         let Some(change) = answer.change else { return Next::Stay };
-        self.before = Some((plan.clone(), pace));
+        self.before = Some((plan.clone(), observed_rates));
         self.move_to(change.to_string(), change.plan)
     }
 
@@ -142,10 +142,10 @@ impl PlanWatch {
     }
 
     /// Whether the last move was worth it: if not, back to the plan `before` it.
-    fn weigh(&mut self, (plan, step): (Plan, u64), before: &Pace, now: &Pace) -> Next {
+    fn weigh(&mut self, (plan, step): (Plan, u64), before: &ObservedRates, now: &ObservedRates) -> Next {
         let times = format!("{:.0} -> {:.0} ms a step, measured", before.step_s * 1e3, now.step_s * 1e3);
         if !now.is_clipped_as(before) {
-            let [before, now] = [before, now].map(|pace| pace.clipped_share * 1e2);
+            let [before, now] = [before, now].map(|observed_rates| observed_rates.clipped_share * 1e2);
             return Next::Note(format!(
                 "what the plan gained cannot be told: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
             ));
@@ -227,9 +227,13 @@ mod tests {
     fn after_a_move(ms: u64, verdict: Verdict) -> (Next, u64) {
         let (settings, shape) = (Settings::demo(), ModelShape::demo());
         let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();
-        let pace = Pace { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
-        let mut watch =
-            PlanWatch { assumed: Some(pace), before: Some((plan(3), pace)), rests_until: 1000, ..PlanWatch::new(settings.clone()) };
+        let observed_rates = ObservedRates { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
+        let mut watch = PlanWatch {
+            assumed: Some(observed_rates),
+            before: Some((plan(3), observed_rates)),
+            rests_until: 1000,
+            ..PlanWatch::new(settings.clone())
+        };
         for step in 1..200 {
             let next = watch.next((&plan(5), &shape), (step, 1000), &report(verdict), Duration::from_millis(ms)).unwrap();
             if !matches!(next, Next::Stay) {

@@ -218,7 +218,7 @@ mod tests {
     use crate::data::packing::tests::counting;
     use crate::data::rows::Packing;
     use crate::engine::verdict::Verdict;
-    use crate::train::tests::Heard;
+    use crate::train::tests::RecordingObserver;
     use proptest::prelude::*;
     use serde_json::json;
 
@@ -260,7 +260,7 @@ mod tests {
     }
 
     fn resumed(path: &Path, allowed: &[RunPart], sequences: usize, now: Run) -> (Result<Accepted>, Vec<String>) {
-        let mut heard = Heard::default();
+        let mut heard = RecordingObserver::default();
         let accepted = checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), sequences, now, &mut heard));
         (accepted, heard.0)
     }
@@ -335,7 +335,8 @@ mod tests {
         forge(&path, &older);
         let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
         let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
-        let goes_on = |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut Heard::default());
+        let goes_on =
+            |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut RecordingObserver::default());
         assert!(goes_on(Packing::Auto).is_ok() && goes_on(Packing::Wrapped).is_ok());
         let refused = goes_on(Packing::Bfd).err().unwrap().to_string();
         assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");

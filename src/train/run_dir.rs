@@ -157,12 +157,12 @@ impl Drop for RunDir {
 mod tests {
     use super::*;
     use crate::config::options::Resume;
-    use crate::train::tests::Heard;
+    use crate::train::tests::RecordingObserver;
     use std::os::unix::fs::symlink;
     use std::path::PathBuf;
 
     fn open(path: PathBuf, trace: Option<PathBuf>) -> Result<RunDir> {
-        let mut heard = Heard::default();
+        let mut heard = RecordingObserver::default();
         let opened = RunDir::open(&Settings { output_dir: path, trace, ..Settings::default() }, &mut heard);
         assert_eq!(heard.0, [""; 0]);
         opened
@@ -188,10 +188,10 @@ mod tests {
         let first = open(path(""), None).unwrap();
         fs::write(path("trace.json"), "of another program").unwrap();
         let resumed = Settings { output_dir: path(""), resume_from_checkpoint: Some(Resume::Auto), ..Settings::default() };
-        assert_eq!(RunDir::open(&resumed, &mut Heard::default()).err().unwrap().exit_code(), 1);
+        assert_eq!(RunDir::open(&resumed, &mut RecordingObserver::default()).err().unwrap().exit_code(), 1);
         assert!(path("trace.json").exists() && !path("trace.json.foreign-1").exists());
         drop(first);
-        RunDir::open(&resumed, &mut Heard::default()).unwrap();
+        RunDir::open(&resumed, &mut RecordingObserver::default()).unwrap();
         assert_eq!(fs::read(path("trace.json.foreign-1")).unwrap(), b"of another program");
     }
 

@@ -7,7 +7,7 @@ use super::observer::{Observer, RunFacts};
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
 use super::session::{Companions, Session};
-use super::{identity, kept, model_files, packing, previous_run, resume, text};
+use super::{identity, model_files, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
@@ -34,10 +34,10 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
-use crate::news::News;
 use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use std::mem;
 use std::path::{Path, PathBuf};
@@ -78,11 +78,11 @@ pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopF
     text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
 }
 
-pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
+pub(super) fn hear(observer: &mut dyn Observer, news: ProgressEvent<'_>) {
     match news {
-        News::Note(line) => observer.note(line),
-        News::Warn(line) => observer.warn(line),
-        News::Progress { what, done, all } => observer.progress(what, done, all),
+        ProgressEvent::Note(line) => observer.note(line),
+        ProgressEvent::Warn(line) => observer.warn(line),
+        ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
     }
 }
 
@@ -106,7 +106,7 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
+    let kept = resumed.as_ref().map(|loaded| resume_numerics::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
     let mut known = known_sources(settings, resumed.as_ref());
@@ -122,7 +122,7 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
-    kept::record(&plan, &mut run);
+    resume_numerics::record(&plan, &mut run);
     identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
@@ -214,7 +214,7 @@ impl PreparedRun<'_> {
             max_steps,
             data,
         } = self;
-        kept::record_versions(engine.versions(), &mut run, observer);
+        resume_numerics::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
@@ -281,7 +281,7 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let emit = |news: News<'_>| hear(observer, news);
+    let emit = |news: ProgressEvent<'_>| hear(observer, news);
     let preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
     let mut preparation = preparation.knowing(mem::take(known));
     let rules = settings.row_rules();

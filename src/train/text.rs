@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
 use crate::model_dir::{CONFIG, ModelDir, expect_there};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -28,7 +28,12 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// Errors of [`HubQuery::model`] and [`expect_there`].
-pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
+pub(crate) fn find_sources(
+    settings: &Settings,
+    with_weights: bool,
+    stop: &StopFlag,
+    emit: &mut dyn FnMut(ProgressEvent<'_>),
+) -> Result<Settings> {
     let mut model = None;
     if let Some(path) = &settings.model {
         let found = HubQuery { with_weights, stop, emit }.model(path)?;

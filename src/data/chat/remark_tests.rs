@@ -5,7 +5,7 @@ use crate::data::documents::{DocumentsInMemory, UNTRAINED};
 use crate::data::preparation::Preparation;
 use crate::data::source::tokenize;
 use crate::data::tokenizer::Tokenizer;
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};
 
@@ -19,7 +19,7 @@ fn trained(records: &[Value], template: &str) -> (Vec<String>, Vec<String>) {
     std::fs::write(&path, records.iter().map(|record| format!("{record}\n")).collect::<String>()).unwrap();
     let mut said = Vec::new();
     let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
-        if let News::Note(line) | News::Warn(line) = news {
+        if let ProgressEvent::Note(line) | ProgressEvent::Warn(line) = news {
             said.push(line.split_once(": line ").unwrap_or(("", line)).1.to_string());
         }
     });

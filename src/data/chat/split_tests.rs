@@ -6,7 +6,7 @@ use crate::data::packing::Dataset;
 use crate::data::preparation::Preparation;
 use crate::data::rows::{Packing, RowRules};
 use crate::data::tokenizer::{AddBos, Tokenizer};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -24,7 +24,7 @@ fn split(records: &[Value], how: &str, seed: u64, is_kept: bool) -> Result<([BTr
     let tokenizer = Tokenizer::bytes_with(None, AddBos::No, rules(LAST_THINKS, TrainOn::Auto).into()).unwrap();
     let (mut said, cache) = (Vec::new(), is_kept.then(|| dir.path().join("cache")));
     let mut preparation = Preparation::new(&StopFlag::default(), cache, None, |news| {
-        if let News::Note(line) = news {
+        if let ProgressEvent::Note(line) = news {
             said.push(line.to_string());
         }
     });

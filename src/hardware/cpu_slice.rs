@@ -10,21 +10,21 @@ impl Topology {
     /// The CPUs of a home node are divided among the ranks with this home, and those of other nodes among all ranks. If a home is unknown
     /// or has fewer CPUs than ranks, all CPUs are divided evenly, node by node. SMT siblings are kept adjacent in both cases. `None` if
     /// there are fewer CPUs than ranks.
-    pub(crate) fn share(&self, rank: usize, homes: &[Option<usize>]) -> Option<Self> {
+    pub(crate) fn cpu_slice(&self, rank: usize, homes: &[Option<usize>]) -> Option<Self> {
         let usable = self.usable_cpus()?.affinity;
         if usable.len() < homes.len() {
             return None;
         }
         let cpus = self.neighbours_together(&usable);
         let count = |node: usize| cpus.iter().filter(|cpu| cpu.numa_node == Some(node)).count();
-        let crew_of = |node| (0..homes.len()).filter(|&rank| homes[rank] == node).collect::<Vec<_>>();
-        let all_are_at_home = homes.iter().all(|&home| home.is_some_and(|node| count(node) >= crew_of(home).len()));
+        let ranks_of = |node| (0..homes.len()).filter(|&rank| homes[rank] == node).collect::<Vec<_>>();
+        let all_are_at_home = homes.iter().all(|&home| home.is_some_and(|node| count(node) >= ranks_of(home).len()));
         let groups: Vec<_> = if all_are_at_home { cpus.chunk_by(|a, b| a.numa_node == b.numa_node).collect() } else { vec![&cpus[..]] };
         let part_of = |group: &[Cpu]| {
-            let residents = crew_of(group[0].numa_node);
-            let crew = if all_are_at_home && !residents.is_empty() { residents } else { (0..homes.len()).collect() };
-            let cut = |nth: usize| group.len() * nth / crew.len();
-            let part = crew.iter().position(|&member| member == rank).map_or(0..0, |nth| cut(nth)..cut(nth + 1));
+            let residents = ranks_of(group[0].numa_node);
+            let members = if all_are_at_home && !residents.is_empty() { residents } else { (0..homes.len()).collect() };
+            let cut = |nth: usize| group.len() * nth / members.len();
+            let part = members.iter().position(|&member| member == rank).map_or(0..0, |nth| cut(nth)..cut(nth + 1));
             group[part].iter().map(|cpu| cpu.id).collect::<Vec<_>>()
         };
         let affinity: CpuList = groups.into_iter().flat_map(part_of).collect();
@@ -57,14 +57,14 @@ mod tests {
     }
 
     fn shares(topology: &Topology, homes: &[Option<usize>]) -> Vec<String> {
-        (0..homes.len()).map(|rank| affinity(&topology.share(rank, homes).unwrap()).to_string()).collect()
+        (0..homes.len()).map(|rank| affinity(&topology.cpu_slice(rank, homes).unwrap()).to_string()).collect()
     }
 
     #[test]
     fn a_rank_has_the_cpus_and_the_memory_of_its_gpus_node() {
         let server = Topology::read(two_sockets().path(), Process::default());
         assert_eq!(shares(&server, &[Some(1), Some(0)]), ["2-3,6", "0-1,4-5"]);
-        let second = server.share(0, &[Some(1), Some(0)]).unwrap();
+        let second = server.cpu_slice(0, &[Some(1), Some(0)]).unwrap();
         assert_eq!(second.nodes_beside(&affinity(&second)), [1]);
         // The numbers of siblings differ by four. A node that is no rank's home is shared by all.
         assert_eq!(shares(&server, &[Some(0), Some(0)]), ["0,2,4", "1,3,5-6"]);
@@ -74,7 +74,7 @@ mod tests {
         }
         let four = [Some(1), Some(1), Some(1), Some(1)];
         assert_eq!(shares(&server, &four), ["0", "1,4", "2,5", "3,6"], "three CPUs at home for four");
-        assert_eq!(server.share(0, &[None; 8]), None, "7 CPUs for 8");
+        assert_eq!(server.cpu_slice(0, &[None; 8]), None, "7 CPUs for 8");
     }
 
     #[test]
@@ -82,7 +82,7 @@ mod tests {
         let process = Process { affinity: CpuList::parse("0-71"), ..Process::default() };
         for topology in [Topology::read(grace().path(), process), Topology::read(two_sockets().path(), Process::default())] {
             for home in [None, Some(0), Some(1)] {
-                assert_eq!(affinity(&topology.share(0, &[home]).unwrap()), affinity(&topology), "{home:?}");
+                assert_eq!(affinity(&topology.cpu_slice(0, &[home]).unwrap()), affinity(&topology), "{home:?}");
             }
         }
     }
@@ -122,7 +122,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn shares_are_all_of_the_cpus_each_once((topology, homes) in machines()) {
-            let shares: Option<Vec<_>> = (0..homes.len()).map(|rank| topology.share(rank, &homes).map(|share| affinity(&share))).collect();
+            let shares: Option<Vec<_>> = (0..homes.len()).map(|rank| topology.cpu_slice(rank, &homes).map(|share| affinity(&share))).collect();
             prop_assert_eq!(shares.is_none(), topology.cpus.len() < homes.len());
             let Some(shares) = shares else { return Ok(()) };
             prop_assert!(shares.iter().all(|share| !share.is_empty()));
@@ -141,7 +141,7 @@ mod tests {
             let at = |node: usize| homes.iter().filter(|home| **home == Some(node)).count();
             if homes.iter().all(|home| home.is_some_and(|node| on(node).len() >= at(node))) {
                 for (rank, home) in homes.iter().flatten().enumerate() {
-                    let share = affinity(&topology.share(rank, &homes).unwrap());
+                    let share = affinity(&topology.cpu_slice(rank, &homes).unwrap());
                     prop_assert!(!share.intersection(&on(*home)).is_empty());
                     for other in homes.iter().flatten().filter(|other| *other != home) {
                         prop_assert!(share.intersection(&on(*other)).is_empty());

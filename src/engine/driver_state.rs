@@ -16,7 +16,7 @@ pub(crate) const EVENTS: usize = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Doing {
+pub(crate) enum DriverActivity {
     /// Outside of a step, for example while the program saves or prints.
     Else,
     /// Enqueuing work.
@@ -44,7 +44,7 @@ pub(crate) enum Doing {
     Moving,
 }
 
-impl Doing {
+impl DriverActivity {
     const ALL: [(Self, &str); 13] = [
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
@@ -62,7 +62,7 @@ impl Doing {
     ];
 
     /// Description; the number of a bucket follows if [`Doing::has_bucket`].
-    pub(crate) fn words(self) -> &'static str {
+    pub(crate) fn description(self) -> &'static str {
         Self::ALL[self as usize].1
     }
 
@@ -74,7 +74,7 @@ impl Doing {
 
 /// The last event of a bucket or step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mark {
+pub(super) enum DriverEvent {
     /// No event yet.
     Nothing,
     /// A step began; its number.
@@ -91,7 +91,7 @@ pub(super) enum Mark {
     Done(Hop),
 }
 
-impl Mark {
+impl DriverEvent {
     /// Marks without a bucket, with their descriptions.
     const OF_STEPS: [(Self, &str); 6] = [
         (Self::Nothing, "nothing"),
@@ -144,14 +144,14 @@ fn pack(code: u8, number: u64) -> u64 {
 
 /// An event with its time.
 #[derive(Debug, Default)]
-struct Record {
+struct EventRecord {
     at_ns: AtomicU64,
     what: AtomicU64,
 }
 
-pub(crate) struct Vitals {
-    doing: AtomicU64,
-    records: [Record; EVENTS],
+pub(crate) struct DriverState {
+    activity: AtomicU64,
+    records: [EventRecord; EVENTS],
     recorded: AtomicU64,
     /// The last event of each bucket.
     buckets: Box<[AtomicU64]>,
@@ -161,12 +161,12 @@ pub(crate) struct Vitals {
     pub workers: Arc<Pulse>,
 }
 
-impl Vitals {
+impl DriverState {
     /// State of an engine with `buckets` buckets. Its driver waits on `bell`.
     pub(super) fn new(buckets: usize, bell: Arc<Doorbell>, workers: Arc<Pulse>) -> Self {
         Self {
-            doing: AtomicU64::new(0),
-            records: array::from_fn(|_| Record::default()),
+            activity: AtomicU64::new(0),
+            records: array::from_fn(|_| EventRecord::default()),
             recorded: AtomicU64::new(0),
             buckets: (0..buckets).map(|_| AtomicU64::new(0)).collect(),
             streams: array::from_fn(|_| AtomicU64::new(0)),
@@ -176,23 +176,23 @@ impl Vitals {
     }
 
     /// Sets the driver's current activity; `number` is a bucket, if the activity has one.
-    pub(super) fn now(&self, doing: Doing, number: u64) {
-        self.doing.store(pack(doing as u8, number), Ordering::Relaxed);
+    pub(super) fn set_activity(&self, activity: DriverActivity, number: u64) {
+        self.activity.store(pack(activity as u8, number), Ordering::Relaxed);
     }
 
     /// Records an event of bucket, module or step `number`. Only the driver calls it.
-    pub(super) fn record(&self, mark: Mark, number: u64) {
+    pub(super) fn record(&self, mark: DriverEvent, number: u64) {
         let (what, nth) = (pack(mark.code(), number), self.recorded.load(Ordering::Relaxed));
         let record = &self.records[nth as usize % EVENTS];
         record.at_ns.store(now_ns(), Ordering::Relaxed);
         record.what.store(what, Ordering::Relaxed);
         self.recorded.store(nth + 1, Ordering::Release);
-        if let Mark::Begun(_) | Mark::Done(_) = mark {
+        if let DriverEvent::Begun(_) | DriverEvent::Done(_) = mark {
             let last = &self.buckets[number as usize];
             // A copy may be enqueued before the device has computed the gradient. The start of the copy is then the more informative event.
             let says_more = match mark {
-                Mark::Done(hop @ (Hop::Backward | Hop::HeadBackward)) => {
-                    last.load(Ordering::Relaxed) == pack(Mark::Begun(hop).code(), number)
+                DriverEvent::Done(hop @ (Hop::Backward | Hop::HeadBackward)) => {
+                    last.load(Ordering::Relaxed) == pack(DriverEvent::Begun(hop).code(), number)
                 }
                 _ => true,
             };
@@ -205,24 +205,24 @@ impl Vitals {
     /// Records an event that is passed to the coordinator in step `step`.
     pub(super) fn event(&self, event: Event, step: u64) {
         match event {
-            Event::HeadGradReady(bucket) => self.record(Mark::Begun(Hop::HeadBackward), bucket as u64),
+            Event::HeadGradReady(bucket) => self.record(DriverEvent::Begun(Hop::HeadBackward), bucket as u64),
             Event::RowsBegin(_) => {}
-            Event::GradReady(bucket) => self.record(Mark::Begun(Hop::Backward), bucket as u64),
-            Event::Done { hop, bucket } => self.record(Mark::Done(hop), bucket as u64),
-            Event::Validated(Verdict::Commit) => self.record(Mark::Commit, step),
-            Event::Validated(Verdict::Clip(_)) => self.record(Mark::Clip, step),
-            Event::Validated(Verdict::SkipNonFinite) => self.record(Mark::Skip, step),
+            Event::GradReady(bucket) => self.record(DriverEvent::Begun(Hop::Backward), bucket as u64),
+            Event::Done { hop, bucket } => self.record(DriverEvent::Done(hop), bucket as u64),
+            Event::Validated(Verdict::Commit) => self.record(DriverEvent::Commit, step),
+            Event::Validated(Verdict::Clip(_)) => self.record(DriverEvent::Clip, step),
+            Event::Validated(Verdict::SkipNonFinite) => self.record(DriverEvent::Skip, step),
         }
     }
 
     /// Records a command of the coordinator.
     pub(super) fn command(&self, command: &Command) {
         let Command::Start { hop, bucket, .. } = *command;
-        self.record(Mark::Begun(hop), bucket as u64);
+        self.record(DriverEvent::Begun(hop), bucket as u64);
     }
 
     /// Sets the first pending hop that the driver waits for on `stream`, with its bucket.
-    pub(super) fn front(&self, stream: Stream, front: Option<(Hop, usize)>) {
+    pub(super) fn set_pending(&self, stream: Stream, front: Option<(Hop, usize)>) {
         let word = front.map_or(0, |(hop, bucket)| pack(hop as u8 + 1, bucket as u64));
         self.streams[stream as usize].store(word, Ordering::Relaxed);
     }
@@ -234,9 +234,9 @@ impl Vitals {
     }
 
     /// The driver's current activity and its number.
-    pub(crate) fn doing(&self) -> (Doing, u64) {
-        let word = self.doing.load(Ordering::Relaxed);
-        (Doing::ALL[(word & 0xff) as usize].0, word >> 8)
+    pub(crate) fn activity(&self) -> (DriverActivity, u64) {
+        let word = self.activity.load(Ordering::Relaxed);
+        (DriverActivity::ALL[(word & 0xff) as usize].0, word >> 8)
     }
 
     /// The first pending hop that the driver waits for on `stream`, with its bucket.
@@ -246,7 +246,7 @@ impl Vitals {
     }
 
     /// The last event of each bucket.
-    pub(super) fn buckets(&self) -> impl Iterator<Item = Mark> {
+    pub(super) fn buckets(&self) -> impl Iterator<Item = DriverEvent> {
         self.buckets.iter().map(|word| unpack(word.load(Ordering::Relaxed)).0)
     }
 
@@ -256,7 +256,7 @@ impl Vitals {
     }
 
     /// The last events, at most `count` and [`EVENTS`], oldest first: time, event and number.
-    pub(super) fn events(&self, count: usize) -> impl Iterator<Item = (u64, Mark, u64)> {
+    pub(super) fn events(&self, count: usize) -> impl Iterator<Item = (u64, DriverEvent, u64)> {
         let end = self.recorded();
         (end.saturating_sub(count.min(EVENTS) as u64)..end).map(|nth| {
             let record = &self.records[nth as usize % EVENTS];
@@ -266,8 +266,8 @@ impl Vitals {
     }
 }
 
-fn unpack(word: u64) -> (Mark, u64) {
-    (Mark::of(word as u8), word >> 8)
+fn unpack(word: u64) -> (DriverEvent, u64) {
+    (DriverEvent::of(word as u8), word >> 8)
 }
 
 #[cfg(test)]
@@ -278,28 +278,32 @@ mod tests {
 
     #[test]
     fn every_word_belongs_to_its_place() {
-        assert!(Doing::ALL.iter().enumerate().all(|(place, (doing, _))| *doing as usize == place));
-        let marks = (0..).take(Mark::OF_STEPS.len() + 2 * Hop::ALL.len());
-        assert!(marks.clone().all(|code| Mark::of(code).code() == code));
-        assert!(marks.into_iter().all(|code| !Mark::of(code).event().is_empty() || matches!(Mark::of(code), Mark::Done(_))));
+        assert!(DriverActivity::ALL.iter().enumerate().all(|(place, (activity, _))| *activity as usize == place));
+        let marks = (0..).take(DriverEvent::OF_STEPS.len() + 2 * Hop::ALL.len());
+        assert!(marks.clone().all(|code| DriverEvent::of(code).code() == code));
+        assert!(
+            marks
+                .into_iter()
+                .all(|code| !DriverEvent::of(code).event().is_empty() || matches!(DriverEvent::of(code), DriverEvent::Done(_)))
+        );
     }
 
     #[test]
     fn the_last_events_are_kept_and_buckets_know_what_they_wait_for() {
-        let vitals = Vitals::new(3, Arc::default(), Arc::default());
-        (0..300).for_each(|step| vitals.record(Mark::Step, step));
-        vitals.event(Event::GradReady(1), 300);
-        vitals.command(&Command::Start { hop: Hop::GradsOut, bucket: 1, load: Load::Slot(Slot(0)) });
-        vitals.event(Event::Done { hop: Hop::Backward, bucket: 1 }, 300);
-        let events: Vec<_> = vitals.events(EVENTS).map(|(_, mark, number)| (mark, number)).collect();
-        assert_eq!((events.len(), events[0]), (EVENTS, (Mark::Step, 300 + 3 - EVENTS as u64)));
+        let driver_state = DriverState::new(3, Arc::default(), Arc::default());
+        (0..300).for_each(|step| driver_state.record(DriverEvent::Step, step));
+        driver_state.event(Event::GradReady(1), 300);
+        driver_state.command(&Command::Start { hop: Hop::GradsOut, bucket: 1, load: Load::Slot(Slot(0)) });
+        driver_state.event(Event::Done { hop: Hop::Backward, bucket: 1 }, 300);
+        let events: Vec<_> = driver_state.events(EVENTS).map(|(_, mark, number)| (mark, number)).collect();
+        assert_eq!((events.len(), events[0]), (EVENTS, (DriverEvent::Step, 300 + 3 - EVENTS as u64)));
         assert_eq!(
             events[EVENTS - 3..],
-            [Mark::Begun(Hop::Backward), Mark::Begun(Hop::GradsOut), Mark::Done(Hop::Backward)].map(|mark| (mark, 1))
+            [DriverEvent::Begun(Hop::Backward), DriverEvent::Begun(Hop::GradsOut), DriverEvent::Done(Hop::Backward)].map(|mark| (mark, 1))
         );
-        assert!(vitals.buckets().eq([Mark::Nothing, Mark::Begun(Hop::GradsOut), Mark::Nothing]));
-        let before = vitals.progress();
-        vitals.bell.ring();
-        assert!(vitals.progress() > before);
+        assert!(driver_state.buckets().eq([DriverEvent::Nothing, DriverEvent::Begun(Hop::GradsOut), DriverEvent::Nothing]));
+        let before = driver_state.progress();
+        driver_state.bell.ring();
+        assert!(driver_state.progress() > before);
     }
 }

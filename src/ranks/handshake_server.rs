@@ -31,11 +31,11 @@ const V6_ONLY: &str = "/proc/sys/net/ipv6/bindv6only";
 type HandshakeOutcome = (u64, io::Result<(Claim, SealedConnection)>);
 
 /// A listener that authenticates connections.
-pub(super) struct Doorkeeper {
+pub(super) struct HandshakeServer {
     listener: TcpListener,
     token: RunToken,
     /// Connections in a handshake, the oldest first.
-    strangers: VecDeque<(u64, TcpStream)>,
+    pending: VecDeque<(u64, TcpStream)>,
     accepted: u64,
     admitted: VecDeque<(Claim, SealedConnection)>,
     /// Number of connections that failed to authenticate.
@@ -43,7 +43,7 @@ pub(super) struct Doorkeeper {
     outcomes: (mpsc::Sender<HandshakeOutcome>, mpsc::Receiver<HandshakeOutcome>),
 }
 
-impl Doorkeeper {
+impl HandshakeServer {
     /// Listens on `port` of all addresses of this machine. With port 0 the system chooses a port.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl Doorkeeper {
         let listener = everywhere(port)?;
         listener.set_nonblocking(true)?;
         let (strangers, admitted) = Default::default();
-        Ok(Self { listener, token: token.clone(), strangers, accepted: 0, admitted, dropped: 0, outcomes: mpsc::channel() })
+        Ok(Self { listener, token: token.clone(), pending: strangers, accepted: 0, admitted, dropped: 0, outcomes: mpsc::channel() })
     }
 
     /// The address of the listener.
@@ -75,7 +75,7 @@ impl Doorkeeper {
                 Ok((stream, _)) => self.welcome(stream),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // No file descriptor is left, or the connection is already closed.
-                Err(_) => self.turn_away(),
+                Err(_) => self.drop_oldest_pending(),
             }
         }
         if self.admitted.is_empty()
@@ -90,8 +90,8 @@ impl Doorkeeper {
     /// Starts the handshake on a new connection.
     fn welcome(&mut self, stream: TcpStream) {
         self.settle_all();
-        if self.strangers.len() == STRANGERS_MAX {
-            self.turn_away();
+        if self.pending.len() == STRANGERS_MAX {
+            self.drop_oldest_pending();
         }
         // Without a free descriptor the connection is closed, and its process tries again.
         let Ok(own) = stream.try_clone() else { return };
@@ -99,14 +99,14 @@ impl Doorkeeper {
         // The receiver is gone once all processes have connected.
         let body = move || _ = outcomes.send((number, answer_within(stream, HANDSHAKE_PATIENCE, &token)));
         if thread::Builder::new().name("handshake".into()).stack_size(STACK_BYTES).spawn(body).is_ok() {
-            self.strangers.push_back((number, own));
+            self.pending.push_back((number, own));
             self.accepted += 1;
         }
     }
 
     /// Closes the oldest connection in a handshake, which ends its thread.
-    fn turn_away(&mut self) {
-        if let Some((_, stream)) = self.strangers.pop_front() {
+    fn drop_oldest_pending(&mut self) {
+        if let Some((_, stream)) = self.pending.pop_front() {
             self.dropped += 1;
             // The connection may already be closed.
             let _ = stream.shutdown(Shutdown::Both);
@@ -121,8 +121,8 @@ impl Doorkeeper {
 
     fn settle(&mut self, (number, outcome): HandshakeOutcome) {
         // A connection that was closed as the oldest is already counted.
-        let Some(at) = self.strangers.iter().position(|(stranger, _)| *stranger == number) else { return };
-        self.strangers.remove(at);
+        let Some(at) = self.pending.iter().position(|(stranger, _)| *stranger == number) else { return };
+        self.pending.remove(at);
         match outcome {
             Ok(admitted) => self.admitted.push_back(admitted),
             Err(_) => self.dropped += 1,
@@ -150,25 +150,25 @@ mod tests {
     use std::io::Write;
     use std::time::Instant;
 
-    fn doorkeeper() -> (Doorkeeper, RunToken, u16) {
+    fn server() -> (HandshakeServer, RunToken, u16) {
         let token = RunToken::new(b"0123456789abcdef", "here").unwrap();
-        let door = Doorkeeper::at(0, &token).unwrap();
-        let port = door.address().unwrap().port();
-        (door, token, port)
+        let server = HandshakeServer::at(0, &token).unwrap();
+        let port = server.address().unwrap().port();
+        (server, token, port)
     }
 
     #[test]
     fn all_addresses_of_a_machine_lead_there() {
-        let (mut door, token, port) = doorkeeper();
+        let (mut server, token, port) = server();
         for (process, host) in (1..).zip(["127.0.0.1", "127.0.1.1", "127.3.2.1"]) {
             let claim = Claim { channel: Channel::CONTROL, process, round: 7 };
             let (token, stream) = (token.clone(), TcpStream::connect((host, port)).unwrap());
             let opened = thread::spawn(move || open_within(stream, HANDSHAKE_PATIENCE, &token, claim).map(drop));
-            let found = std::iter::from_fn(|| Some(door.next())).flatten().next().unwrap();
+            let found = std::iter::from_fn(|| Some(server.next())).flatten().next().unwrap();
             assert_eq!(found.0, claim);
             opened.join().unwrap().unwrap();
         }
-        assert_eq!(door.dropped(), 0);
+        assert_eq!(server.dropped(), 0);
     }
 
     /// Half of the strangers send nothing, the others one byte. They are more than the limit.
@@ -176,7 +176,7 @@ mod tests {
     fn a_thousand_slow_strangers_keep_nobody_out() {
         let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         setrlimit(Resource::RLIMIT_NOFILE, descriptors.min(1 << 14), descriptors).unwrap();
-        let (mut door, token, port) = doorkeeper();
+        let (mut server, token, port) = server();
         let knock = move |nth: usize| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
             if nth.is_multiple_of(2) {
@@ -192,16 +192,16 @@ mod tests {
             let open = || open_within(TcpStream::connect(("127.0.0.1", port)).unwrap(), HANDSHAKE_PATIENCE, &own, claim);
             std::iter::repeat_with(open).find_map(Result::ok).unwrap()
         });
-        let found = std::iter::from_fn(|| Some(door.next())).flatten().next().unwrap();
+        let found = std::iter::from_fn(|| Some(server.next())).flatten().next().unwrap();
         assert!(found.0 == claim && begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
         opens.join().unwrap();
         // All connections are accepted in the end, and the newest ones are kept, up to the limit.
-        while door.accepted < 1001 {
-            assert!(door.next().is_none());
+        while server.accepted < 1001 {
+            assert!(server.next().is_none());
         }
         let held = strangers.join().unwrap();
-        let oldest = door.strangers.front().map_or(door.accepted, |(number, _)| *number);
-        assert!(oldest + STRANGERS_MAX as u64 >= door.accepted && begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+        let oldest = server.pending.front().map_or(server.accepted, |(number, _)| *number);
+        assert!(oldest + STRANGERS_MAX as u64 >= server.accepted && begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
         drop(held);
     }
 }

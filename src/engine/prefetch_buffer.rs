@@ -5,7 +5,7 @@ use crate::device::DeviceSlice;
 
 /// Memory lent to weights from the beginning of a step until its first backward pass.
 #[derive(Debug)]
-pub(super) struct Shelf {
+pub(super) struct PrefetchBuffer {
     memory: DeviceSlice,
     is_open: bool,
     taken_elems: usize,
@@ -13,7 +13,7 @@ pub(super) struct Shelf {
     waiting: Vec<Option<DeviceSlice>>,
 }
 
-impl Shelf {
+impl PrefetchBuffer {
     /// An empty buffer in `memory` for `modules` modules. The memory is not yet lent.
     pub(super) fn new(memory: DeviceSlice, modules: usize) -> Self {
         Self { memory, is_open: false, taken_elems: 0, waiting: vec![None; modules] }
@@ -58,31 +58,31 @@ mod tests {
     use super::*;
     use crate::dtype::Dtype;
 
-    fn shelf() -> Shelf {
-        Shelf::new(DeviceSlice::at(64, 10, Dtype::Bfloat16), 4)
+    fn buffer() -> PrefetchBuffer {
+        PrefetchBuffer::new(DeviceSlice::at(64, 10, Dtype::Bfloat16), 4)
     }
 
     #[test]
     fn weights_wait_side_by_side_while_there_is_room() {
-        let mut shelf = shelf();
-        assert_eq!(shelf.put(3, 4), None, "it is not lent yet");
-        shelf.open();
-        let [a, b] = [(3, 4), (2, 5)].map(|(module, elems)| shelf.put(module, elems).unwrap());
+        let mut buffer = buffer();
+        assert_eq!(buffer.put(3, 4), None, "it is not lent yet");
+        buffer.open();
+        let [a, b] = [(3, 4), (2, 5)].map(|(module, elems)| buffer.put(module, elems).unwrap());
         assert_eq!((a.addr(), a.elems(), b.addr(), b.elems()), (64, 4, 72, 5));
-        assert_eq!(shelf.put(1, 2), None, "one element is left");
-        assert!(shelf.has(3) && shelf.has(2) && !shelf.has(1));
-        assert_eq!((shelf.take(3), shelf.take(3), shelf.take(2)), (Some(a), None, Some(b)));
-        assert_eq!(shelf.put(1, 4), None, "places are not lent twice in a step");
-        shelf.close();
-        shelf.open();
-        assert_eq!(shelf.put(1, 10).map(DeviceSlice::elems), Some(10));
+        assert_eq!(buffer.put(1, 2), None, "one element is left");
+        assert!(buffer.has(3) && buffer.has(2) && !buffer.has(1));
+        assert_eq!((buffer.take(3), buffer.take(3), buffer.take(2)), (Some(a), None, Some(b)));
+        assert_eq!(buffer.put(1, 4), None, "places are not lent twice in a step");
+        buffer.close();
+        buffer.open();
+        assert_eq!(buffer.put(1, 10).map(DeviceSlice::elems), Some(10));
     }
 
     #[test]
     fn gradients_do_not_overwrite_weights_that_wait() {
-        let mut shelf = shelf();
-        shelf.open();
-        shelf.put(0, 1).unwrap();
-        assert!(std::panic::catch_unwind(move || shelf.close()).is_err());
+        let mut buffer = buffer();
+        buffer.open();
+        buffer.put(0, 1).unwrap();
+        assert!(std::panic::catch_unwind(move || buffer.close()).is_err());
     }
 }

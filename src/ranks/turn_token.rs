@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const IDLE_PASSES: u64 = 64;
 
 /// The turn token: the rank that runs, and the number of consecutive idle passes.
-pub(crate) struct Baton {
+pub(crate) struct TurnToken {
     seed: u64,
     /// The rank that runs.
     turn: AtomicU64,
@@ -21,7 +21,7 @@ pub(crate) struct Baton {
     bells: Vec<Arc<Doorbell>>,
 }
 
-impl Baton {
+impl TurnToken {
     /// A token for the ranks that wait at `bells`. Rank 0 has the first turn.
     pub(crate) fn new(seed: u64, bells: Vec<Arc<Doorbell>>) -> Self {
         let present = AtomicU64::new((1 << bells.len()) - 1);
@@ -89,21 +89,21 @@ mod tests {
 
     /// Threads that log their turns. Never do two run at once, and equal seeds give equal orders.
     fn turns(seed: u64) -> Vec<u64> {
-        let baton = Baton::new(seed, bells(3));
+        let turn_token = TurnToken::new(seed, bells(3));
         let (inside, log): (AtomicU64, Vec<AtomicU64>) = (AtomicU64::new(0), (0..3 * 50).map(|_| AtomicU64::new(0)).collect());
         let next = AtomicU64::new(0);
         std::thread::scope(|scope| {
             for rank in 0..3 {
-                let (baton, inside, log, next) = (&baton, &inside, &log, &next);
+                let (turn_token, inside, log, next) = (&turn_token, &inside, &log, &next);
                 scope.spawn(move || {
-                    baton.take(rank);
+                    turn_token.take(rank);
                     for _ in 0..50 {
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two ranks run");
                         log[next.fetch_add(1, Ordering::SeqCst) as usize].store(rank as u64, Ordering::SeqCst);
                         inside.fetch_sub(1, Ordering::SeqCst);
-                        baton.pass(rank);
+                        turn_token.pass(rank);
                     }
-                    baton.leave(rank);
+                    turn_token.leave(rank);
                 });
             }
         });
@@ -118,10 +118,10 @@ mod tests {
 
     #[test]
     fn when_nobody_has_anything_to_do_that_is_said() {
-        let baton = Baton::new(3, bells(1));
-        assert!(baton.pass_idle(0));
-        baton.pass(0);
-        let passes = (0..).take_while(|_| baton.pass_idle(0)).count();
+        let turn_token = TurnToken::new(3, bells(1));
+        assert!(turn_token.pass_idle(0));
+        turn_token.pass(0);
+        let passes = (0..).take_while(|_| turn_token.pass_idle(0)).count();
         assert_eq!(passes as u64, IDLE_PASSES + 1);
     }
 }

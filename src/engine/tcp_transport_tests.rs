@@ -12,8 +12,8 @@ use crate::launch::open;
 use crate::model::shape::ModelShape;
 use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
-use crate::ranks::Seat;
-use crate::ranks::board::{Board, Sizes};
+use crate::ranks::RankContext;
+use crate::ranks::progress::{CounterSizes, ProgressCounters};
 use crate::ranks::wire::SealedConnection;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
@@ -26,10 +26,10 @@ const SLICE_BLOCKS: usize = (1 << 18) / BLOCK;
 /// The first of two ranks, and the other end of its connections.
 struct Pair {
     dev: CpuDevice,
-    sockets: Sockets,
+    tcp: TcpTransport,
     flat: [DeviceSlice; 2],
     event: EventId,
-    others: [ParcelLane; 2],
+    others: [SliceConnection; 2],
     host: HostMemory,
 }
 
@@ -40,21 +40,22 @@ impl Pair {
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
         let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
         let mut dev = open::cpu(1, Schedule::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
-        let [(grads, others), (weights, of_others)] = [LaneKind::Gradients, LaneKind::Weights].map(lanes);
-        let sockets = Sockets::new(&mut dev, &plan, &slices, vec![None, Some(RankLanes { grads, weights: Some(weights) })]).unwrap();
+        let [(grads, others), (weights, of_others)] = [SliceKind::Gradients, SliceKind::Weights].map(connections);
+        let tcp = TcpTransport::new(&mut dev, &plan, &slices, vec![None, Some(RankConnections { grads, weights: Some(weights) })]).unwrap();
         let flat = [(); 2].map(|()| dev.alloc("flat", layout.flat_elems(), Dtype::Float32).unwrap());
-        let (card, board) = (dev.card(), Arc::new(Board::new(Sizes { ranks: 2, ..Sizes::default() }, None)));
-        dev.admit(Seat { board, rank: 0 }, vec![card.clone(), card]).unwrap();
+        let (peer_handle, progress) =
+            (dev.peer_handle(), Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, ..CounterSizes::default() }, None)));
+        dev.admit(RankContext { progress: progress, rank: 0 }, vec![peer_handle.clone(), peer_handle]).unwrap();
         let event = dev.event().unwrap();
-        let mut pair = Self { dev, sockets, flat, event, others: [others, of_others], host: HostMemory::default() };
+        let mut pair = Self { dev, tcp, flat, event, others: [others, of_others], host: HostMemory::default() };
         let [grads, weights] = flat;
-        pair.sockets.settle_down(RankMemory { grads, weights, shards: Shards::default(), activations: None });
+        pair.tcp.settle_down(RankMemory { grads, weights, shards: Shards::default(), activations: None });
         pair
     }
 
     /// Writes `value` to the first element of the slice of `rank` of `bucket`.
     fn write(&mut self, kind: usize, rank: usize, bucket: usize, value: f32) {
-        let start = self.sockets.slices.of(rank, bucket).start;
+        let start = self.tcp.slices.of(rank, bucket).start;
         self.dev.launch(Poke { x: self.flat[kind], index: start, value }).unwrap();
         self.dev.record(self.event, Stream::Compute).unwrap();
     }
@@ -63,7 +64,7 @@ impl Pair {
     fn go_on(&mut self) {
         let mut idle = 0;
         while idle < 5 {
-            self.sockets.serve(&mut self.dev).unwrap();
+            self.tcp.serve(&mut self.dev).unwrap();
             if !self.dev.idle().unwrap() {
                 idle += 1;
                 std::thread::sleep(Duration::from_millis(2));
@@ -77,7 +78,7 @@ impl Pair {
         for _ in 0..10_000 {
             self.go_on_once();
             while self.others[kind].first().is_some() {
-                let Parcel { bucket, round, bytes } = self.others[kind].take().unwrap();
+                let SliceMessage { bucket, round, bytes } = self.others[kind].take().unwrap();
                 assert_eq!(bytes.len(), 1 << 20);
                 arrived.push((bucket, round, f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])));
             }
@@ -89,17 +90,17 @@ impl Pair {
     }
 
     fn go_on_once(&mut self) {
-        self.sockets.serve(&mut self.dev).unwrap();
+        self.tcp.serve(&mut self.dev).unwrap();
         if !self.dev.idle().unwrap() {
             std::thread::sleep(Duration::from_micros(500));
         }
     }
 
     /// Like `go_on_once` until `has` is true, however long the system takes to deliver.
-    fn go_on_until(&mut self, has: impl Fn(&Sockets) -> bool) {
+    fn go_on_until(&mut self, has: impl Fn(&TcpTransport) -> bool) {
         let came = (0..20_000).any(|_| {
             self.go_on_once();
-            has(&self.sockets)
+            has(&self.tcp)
         });
         assert!(came, "what was sent has not come");
         self.go_on();
@@ -107,7 +108,7 @@ impl Pair {
 
     /// The first weight of the slice of `rank` of `bucket`, after all enqueued work.
     fn weight(&mut self, rank: usize, bucket: usize) -> f32 {
-        let (start, seen) = (self.sockets.slices.of(rank, bucket).start, self.host.alloc("seen", 4).unwrap());
+        let (start, seen) = (self.tcp.slices.of(rank, bucket).start, self.host.alloc("seen", 4).unwrap());
         self.dev.copy_d2h(Stream::Gather, self.flat[1].slice(start, 1), seen).unwrap();
         self.go_on();
         self.host.lend::<f32>(seen)[0]
@@ -115,19 +116,19 @@ impl Pair {
 
     fn send(&self, kind: usize, bucket: u32, round: u64, value: f32) {
         let bytes = Arc::new(value.to_le_bytes().repeat(1 << 18));
-        let parcel = Parcel { bucket, round, bytes };
-        while !self.others[kind].try_send(&parcel) {
+        let message = SliceMessage { bucket, round, bytes };
+        while !self.others[kind].try_send(&message) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
 /// Both ends of a connection.
-fn lanes(kind: LaneKind) -> (ParcelLane, ParcelLane) {
+fn connections(kind: SliceKind) -> (SliceConnection, SliceConnection) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let start =
-        |stream| ParcelLane::start(SealedConnection::bare(stream), (kind, 1 << 20), Arc::default(), |_: &std::io::Error| ()).unwrap();
+        |stream| SliceConnection::start(SealedConnection::bare(stream), (kind, 1 << 20), Arc::default(), |_: &std::io::Error| ()).unwrap();
     (start(one), start(listener.accept().unwrap().0))
 }
 
@@ -136,13 +137,13 @@ fn gradients_leave_in_their_order_and_may_be_overwritten_when_all_have() {
     let mut pair = Pair::new(7);
     for bucket in 0..BUCKETS {
         pair.write(0, 1, bucket, bucket as f32 + 0.5);
-        pair.sockets.send_grads(&mut pair.dev, bucket, 3, pair.event).unwrap();
+        pair.tcp.send_grads(&mut pair.dev, bucket, 3, pair.event).unwrap();
     }
     pair.go_on();
-    assert!(!pair.sockets.may_overwrite(&mut pair.dev).unwrap(), "nobody takes them, and there is no place for all");
+    assert!(!pair.tcp.may_overwrite(&mut pair.dev).unwrap(), "nobody takes them, and there is no place for all");
     let arrived = pair.arrive(0, BUCKETS);
     assert!(arrived.iter().copied().eq((0..BUCKETS).map(|bucket| (bucket as u32, 3, bucket as f32 + 0.5))), "{arrived:?}");
-    assert!(pair.sockets.may_overwrite(&mut pair.dev).unwrap());
+    assert!(pair.tcp.may_overwrite(&mut pair.dev).unwrap());
 }
 
 #[test]
@@ -150,8 +151,8 @@ fn what_is_overwritten_after_leave_was_given_has_left_as_it_was() {
     for seed in 0..20 {
         let mut pair = Pair::new(seed);
         pair.write(0, 1, 0, 1.5);
-        pair.sockets.send_grads(&mut pair.dev, 0, 0, pair.event).unwrap();
-        assert!(pair.sockets.may_overwrite(&mut pair.dev).unwrap());
+        pair.tcp.send_grads(&mut pair.dev, 0, 0, pair.event).unwrap();
+        assert!(pair.tcp.may_overwrite(&mut pair.dev).unwrap());
         pair.write(0, 1, 0, 2.5);
         assert_eq!(pair.arrive(0, 1), [(0, 0, 1.5)], "seed {seed}");
     }
@@ -164,7 +165,7 @@ fn gradients_of_another_order_are_an_error() {
         (0..1000)
             .map(|_| {
                 std::thread::sleep(Duration::from_millis(1));
-                pair.sockets.has_grads(&mut pair.dev, bucket, round)
+                pair.tcp.has_grads(&mut pair.dev, bucket, round)
             })
             .find(|has| !matches!(has, Ok(false)))
             .unwrap()
@@ -179,30 +180,30 @@ fn gradients_of_another_order_are_an_error() {
 #[test]
 fn weights_are_taken_in_any_order_and_not_before_their_version() {
     let mut pair = Pair::new(2);
-    pair.sockets.next_version();
+    pair.tcp.next_version();
     for (bucket, value) in [(9, 9.5), (4, 4.5)] {
         pair.send(1, bucket, 1, value);
     }
     pair.send(1, 4, 2, 40.5);
     let first = |pair: &mut Pair| [4, 9].map(|bucket| pair.weight(1, bucket));
-    pair.go_on_until(|sockets| sockets.has_weights(4) && sockets.has_weights(9));
+    pair.go_on_until(|tcp| tcp.has_weights(4) && tcp.has_weights(9));
     assert_eq!(first(&mut pair), [4.5, 9.5], "that of the next version waits");
-    assert!(!pair.sockets.has_weights(5));
-    pair.sockets.next_version();
-    assert!(!pair.sockets.has_weights(4));
-    pair.go_on_until(|sockets| sockets.has_weights(4));
+    assert!(!pair.tcp.has_weights(5));
+    pair.tcp.next_version();
+    assert!(!pair.tcp.has_weights(4));
+    pair.go_on_until(|tcp| tcp.has_weights(4));
     assert_eq!(first(&mut pair), [40.5, 9.5]);
     // Its own slices are sent in the order in which they become final.
     for (bucket, value) in [(6, 6.5), (1, 1.5)] {
         pair.write(1, 0, bucket, value);
-        pair.sockets.send_weights(bucket, pair.event);
+        pair.tcp.send_weights(bucket, pair.event);
         assert_eq!(pair.arrive(1, 1), [(bucket as u32, 2, value)]);
     }
     // The same bucket twice in a version.
     pair.send(1, 4, 2, 41.5);
     let refused = (0..1000).find_map(|_| {
         std::thread::sleep(Duration::from_millis(1));
-        pair.sockets.serve(&mut pair.dev).err()
+        pair.tcp.serve(&mut pair.dev).err()
     });
     assert!(refused.unwrap().to_string().contains("bucket 4 of round 2"));
 }
@@ -211,8 +212,8 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
 #[test]
 fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
     let mut pair = Pair::new(5);
-    pair.sockets.next_version();
-    let flat = pair.sockets.slices.layout().range(5).start..pair.sockets.slices.layout().range(6).end;
+    pair.tcp.next_version();
+    let flat = pair.tcp.slices.layout().range(5).start..pair.tcp.slices.layout().range(6).end;
     let first = |pair: &mut Pair| [5, 6].map(|bucket| pair.weight(1, bucket));
     for (round, [fifth, sixth]) in [(2, [5.25, 6.25]), (3, [50.5, 60.5])] {
         for (bucket, value) in [(5, fifth), (6, sixth)] {
@@ -222,19 +223,19 @@ fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
         pair.send(1, 6, round, sixth);
         let before = first(&mut pair);
         assert!(!before.contains(&sixth), "round {round}: {before:?}");
-        pair.sockets.fetch(&flat, &[pair.event; BUCKETS]);
+        pair.tcp.fetch(&flat, &[pair.event; BUCKETS]);
         assert_eq!(pair.arrive(1, 2), [(5, round, -fifth), (6, round, -sixth)]);
         pair.go_on();
-        assert!(!pair.sockets.has_fetched(), "round {round}: one of two has come");
+        assert!(!pair.tcp.has_fetched(), "round {round}: one of two has come");
         pair.send(1, 5, round, fifth);
-        pair.go_on_until(Sockets::has_fetched);
+        pair.go_on_until(TcpTransport::has_fetched);
         assert_eq!(first(&mut pair), [fifth, sixth], "round {round}");
     }
     // A bucket outside of the fetch.
     pair.send(1, 7, 3, 7.5);
     let refused = (0..1000).find_map(|_| {
         std::thread::sleep(Duration::from_millis(1));
-        pair.sockets.serve(&mut pair.dev).err()
+        pair.tcp.serve(&mut pair.dev).err()
     });
     assert!(refused.unwrap().to_string().contains("bucket 7 of round 3"));
 }

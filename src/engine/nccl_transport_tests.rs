@@ -6,29 +6,29 @@ use crate::checkpoint::engine_state;
 use crate::config::options::{FaultKind, FaultPhase, RankFault, Strategy, Technique, WeightsChoice};
 use crate::config::settings::Settings;
 use crate::device::cpu::CpuDevice;
-use crate::device::cpu::rail::RailHub;
+use crate::device::cpu::nccl_stand_in::NcclStandInHub;
 use crate::device::{DeviceKind, Kernels};
 use crate::engine::executor::Engine;
-use crate::engine::pulls::Reach;
+use crate::engine::peer_exchange::PeerTransport;
 use crate::engine::verdict::Verdict;
 use crate::error::{Error, Result};
 use crate::hardware::topology::Topology;
 use crate::host::doorbell::Doorbell;
+use crate::launch::cpu_slice::{self, CpuSlice};
 use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
-use crate::launch::ranks::{self, Crew};
-use crate::launch::share::{self, Share};
+use crate::launch::ranks::{self, LocalRanks};
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::optim::StatePart;
 use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::ranks::board::Board;
-use crate::ranks::hello::Hello;
+use crate::ranks::hello_message::HelloMessage;
 use crate::ranks::links::{EndOfRun, Links};
-use crate::ranks::rendezvous::Meeting;
+use crate::ranks::progress::ProgressCounters;
+use crate::ranks::rendezvous::ProcessRendezvous;
 use crate::ranks::run_token::RunToken;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::signals::StopFlag;
 use crate::simulate::random_tokens::RandomTokens;
 use std::net::TcpListener;
@@ -43,17 +43,17 @@ mod planned;
 
 /// Steps, an evaluation after every second step, and a resume in the middle.
 #[derive(Clone, Copy)]
-struct Course {
+struct TrainingSchedule {
     steps: u64,
 }
 
 /// Losses of steps and evaluations, number of clipping verdicts, and digest.
-type Learned = (Vec<f64>, usize, String);
+type TrainingResult = (Vec<f64>, usize, String);
 
-impl UseEngine for Course {
-    type Output = Learned;
+impl UseEngine for TrainingSchedule {
+    type Output = TrainingResult;
 
-    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Learned> {
+    fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<TrainingResult> {
         let (mut tokens, mut losses, mut clipped) = (RandomTokens::new(3, engine.shape().vocab), Vec::new(), 0);
         engine.init_state(7, 1)?;
         engine.send_weights()?;
@@ -84,31 +84,35 @@ fn go_on_from_here<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
 }
 
 /// Work of a process on the engine of its first rank before the first order.
-type Beginning<'a> = &'a (dyn Fn(usize, &mut Engine<CpuDevice>) -> Result<()> + Sync);
+type FirstWork<'a> = &'a (dyn Fn(usize, &mut Engine<CpuDevice>) -> Result<()> + Sync);
 
 /// Runs the ranks of process `process`, over NCCL with `key` or over TCP. Rank 0 runs `course`.
 fn be<U: UseEngine>(
     process: usize,
-    meeting: &Meeting,
-    key: Option<RailKey>,
+    meeting: &ProcessRendezvous,
+    key: Option<NcclUniqueId>,
     (plan, shape): (&Plan, &ModelShape),
-    begin: Beginning<'_>,
+    begin: FirstWork<'_>,
     course: U,
 ) -> Result<Option<U::Output>> {
-    let links = Links::meet(meeting, Hello { host: "here".into(), ..Hello::default() }, (&StopFlag::default(), &mut |_| ()), None)?;
-    let (board, lanes) = links.attach(|abroad| Board::linked(plan.board_sizes(), abroad), 1 << 20)?;
+    let links =
+        Links::meet(meeting, HelloMessage { host: "here".into(), ..HelloMessage::default() }, (&StopFlag::default(), &mut |_| ()), None)?;
+    let (progress, connections) = links.attach(|remote| ProgressCounters::linked(plan.board_sizes(), remote), 1 << 20)?;
     let adversary = plan.adversary.map(|seed| seed + process as u64);
-    let shares = share::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
-    let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    let lead = |mut engine: Engine<CpuDevice>, seat: &Seat| {
-        begin(process, &mut engine).map_err(|error| seat.blame(error))?;
+    let shares = cpu_slice::of(&Plan { adversary, ..plan.clone() }, &Topology::this_machine(), &vec![None; meeting.ranks]);
+    let make = |share: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+    let lead = |mut engine: Engine<CpuDevice>, context: &RankContext| {
+        begin(process, &mut engine).map_err(|error| context.attribute(error))?;
         match process {
-            0 => course.run(engine).map(Some).map_err(|error| seat.blame(error)),
-            _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| seat.blame(error)),
+            0 => course.run(engine).map(Some).map_err(|error| context.attribute(error)),
+            _ => engine.follow(|| Ok(())).map(|()| None).map_err(|error| context.attribute(error)),
         }
     };
-    let crew = Crew { board, reaches: lanes.into_iter().map(|lanes| key.map_or(Reach::Lanes(lanes), Reach::Rail)).collect() };
-    let learned = ranks::run(crew, shape, &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
+    let local_ranks = LocalRanks {
+        progress,
+        reaches: connections.into_iter().map(|connections| key.map_or(PeerTransport::Tcp(connections), PeerTransport::Nccl)).collect(),
+    };
+    let learned = ranks::run(local_ranks, shape, &shares, make, lead, |engine, _| engine.follow(|| Ok(())));
     links.close(EndOfRun::default());
     learned
 }
@@ -123,12 +127,17 @@ fn plan(settings: &Settings) -> Plan {
 }
 
 /// Runs all processes of a run; results by process.
-fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<Learned>>> {
-    by_way(&plan(settings), &shape(settings), Course { steps }, Some(RailHub::open()))
+fn as_processes(settings: &Settings, steps: u64) -> Vec<Result<Option<TrainingResult>>> {
+    by_way(&plan(settings), &shape(settings), TrainingSchedule { steps }, Some(NcclStandInHub::open()))
 }
 
 /// Runs `course` in all processes, connected by the hub of `key` or over TCP.
-fn by_way<U: UseEngine + Copy + Send>(plan: &Plan, shape: &ModelShape, course: U, key: Option<RailKey>) -> Vec<Result<Option<U::Output>>>
+fn by_way<U: UseEngine + Copy + Send>(
+    plan: &Plan,
+    shape: &ModelShape,
+    course: U,
+    key: Option<NcclUniqueId>,
+) -> Vec<Result<Option<U::Output>>>
 where
     U::Output: Send,
 {
@@ -137,10 +146,10 @@ where
 
 /// Like `by_way`, after each process has run `begin`.
 fn after<U: UseEngine + Copy + Send>(
-    begin: Beginning<'_>,
+    begin: FirstWork<'_>,
     (plan, shape): (&Plan, &ModelShape),
     course: U,
-    key: Option<RailKey>,
+    key: Option<NcclUniqueId>,
 ) -> Vec<Result<Option<U::Output>>>
 where
     U::Output: Send,
@@ -150,7 +159,7 @@ where
     std::thread::scope(|scope| {
         let start = |process| {
             let token = RunToken::new(b"a token that nobody guesses", "here").unwrap();
-            let meeting = Meeting { address: address.clone(), process, processes, ranks, token, limit: Duration::from_secs(60) };
+            let meeting = ProcessRendezvous { address: address.clone(), process, processes, ranks, token, limit: Duration::from_secs(60) };
             scope.spawn(move || be(process, &meeting, key, (plan, shape), begin, course))
         };
         let threads: Vec<_> = (0..processes).map(start).collect();
@@ -159,9 +168,9 @@ where
 }
 
 /// Runs `steps` steps on ranks of one process.
-fn as_ranks(settings: &Settings, steps: u64) -> Learned {
+fn as_ranks(settings: &Settings, steps: u64) -> TrainingResult {
     let settings = Settings { gpus: settings.ranks(), processes: 1, ..settings.clone() };
-    on_cpus(&plan(&settings), &shape(&settings), &Topology::this_machine(), Course { steps }).unwrap()
+    on_cpus(&plan(&settings), &shape(&settings), &Topology::this_machine(), TrainingSchedule { steps }).unwrap()
 }
 
 fn settings(processes: usize) -> Settings {
@@ -169,7 +178,7 @@ fn settings(processes: usize) -> Settings {
     Settings { processes, bucket_mib, threads, seq_length: 8, per_device_train_batch_size: 1, max_grad_norm: 1.0, ..Settings::demo() }
 }
 
-fn same_bits(settings: &Settings) -> Learned {
+fn same_bits(settings: &Settings) -> TrainingResult {
     let (whole, mut all) = (as_ranks(settings, 6), as_processes(settings, 6));
     let led = all.swap_remove(0).unwrap().unwrap();
     assert_eq!(led, whole, "{settings:?}");
@@ -279,7 +288,7 @@ fn every_class_of_a_plan_for_several_processes_is_what_each_rank_takes() {
         let settings = Settings { gpus, weights, bucket_mib: Some(0.1875), ..settings(processes) };
         let (plan, shape) = even(&settings, &machine);
         assert_eq!(plan.weight_ring.is_some(), weights != WeightsChoice::Replicated);
-        for key in [None, Some(RailHub::open())] {
+        for key in [None, Some(NcclStandInHub::open())] {
             by_way(&plan, &shape, Compared, key).swap_remove(0).unwrap();
         }
     }
@@ -290,9 +299,9 @@ fn every_class_of_a_plan_for_several_processes_is_what_each_rank_takes() {
 fn the_sum_of_a_group_leaves_its_process_once() {
     let flat = Settings { gpus: 2, ..settings(2) };
     let sent = |settings: &Settings| {
-        let key = RailHub::open();
-        by_way(&plan(settings), &shape(settings), Course { steps: 1 }, Some(key)).swap_remove(0).unwrap();
-        RailHub::sent_bytes(&key)
+        let key = NcclStandInHub::open();
+        by_way(&plan(settings), &shape(settings), TrainingSchedule { steps: 1 }, Some(key)).swap_remove(0).unwrap();
+        NcclStandInHub::sent_bytes(&key)
     };
     let (shares, groups) = (sent(&flat), sent(&Settings { gradient_group: Some(2), ..flat.clone() }));
     let bytes = (plan(&flat).layout.flat_elems() * plan(&flat).dtype.bytes()) as u64;
@@ -336,7 +345,7 @@ fn processes_that_swap_in_another_order_end_and_say_so() {
         let begin = |process: usize, engine: &mut Engine<CpuDevice>| -> Result<()> {
             orders[process].into_iter().try_for_each(|bucket| engine.exchange.swap_weights(&mut engine.dev, bucket))
         };
-        after(&begin, (&plan, &shape), Course { steps: 1 }, Some(RailHub::open()))
+        after(&begin, (&plan, &shape), TrainingSchedule { steps: 1 }, Some(NcclStandInHub::open()))
     };
     begun([[0, 1], [0, 1]]).swap_remove(0).unwrap();
     for outcome in begun([[0, 1], [1, 0]]) {

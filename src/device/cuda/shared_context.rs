@@ -1,6 +1,6 @@
 //! Memory and events that GPUs of one process share.
 //!
-//! All ranks hold a reference to each GPU's [`Lent`] memory, events and context, and a rank drops its references only after its own streams
+//! All ranks hold a reference to each GPU's [`SharedContext`] memory, events and context, and a rank drops its references only after its own streams
 //! have ended. Memory, events and contexts are therefore never freed while another rank may use them. Operations wait only for points that
 //! were recorded earlier, so the streams always end.
 
@@ -11,16 +11,16 @@ use super::ring::Ring;
 use crate::device::DeviceSlice;
 use crate::device::slice::Allocated;
 use crate::error::Result;
-use crate::ranks::Seat;
+use crate::ranks::RankContext;
 use cust::context::{Context, ContextHandle};
 use cust::sys;
 use std::sync::Arc;
 
 /// Connections of a GPU to the GPUs of other ranks.
 pub(super) struct Peering {
-    pub(super) seat: Seat,
+    pub(super) rank_context: RankContext,
     /// Memory and events of this GPU that peers may use; `None` once the peers have dropped theirs.
-    pub(super) own: Option<Arc<Lent>>,
+    pub(super) own: Option<Arc<SharedContext>>,
     /// Indexed by rank.
     pub(super) gpus: Vec<PeerGpu>,
     /// Indexed by stream.
@@ -29,13 +29,13 @@ pub(super) struct Peering {
 
 /// The GPU of a rank, possibly this one.
 pub(super) struct PeerGpu {
-    pub(super) lent: Arc<Lent>,
+    pub(super) shared_context: Arc<SharedContext>,
     /// Whether this GPU reads the peer's memory directly; otherwise the driver stages copies through host memory.
     pub(super) is_direct: bool,
 }
 
 /// Parts of a GPU that its peers may use: memory and events, and their context.
-pub(crate) struct Lent {
+pub(crate) struct SharedContext {
     pub(super) events: Vec<Arc<RawEvent>>,
     pub(super) allocations: Vec<(String, DeviceSlice)>,
     pub(super) rings: Vec<(String, Ring)>,
@@ -45,7 +45,7 @@ pub(crate) struct Lent {
     pub(super) context: Context,
 }
 
-impl Lent {
+impl SharedContext {
     /// Names and bytes of the memory.
     pub(super) fn allocations(&self) -> impl Iterator<Item = (&str, usize)> {
         let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
@@ -53,7 +53,7 @@ impl Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for SharedContext {
     fn drop(&mut self) {
         let mut pushed = std::ptr::null_mut();
         // The last owner may be the thread of another GPU. Errors are ignored: they were reported where they arose, or the process is
@@ -75,16 +75,16 @@ pub(super) fn may_read(gpu: sys::CUdevice, other: sys::CUdevice) -> Result<bool>
     Ok(may != 0)
 }
 
-/// Enables access of `gpu`, whose context is current, to the memory of the GPU of `lent`; false when the two GPUs have no direct link.
-pub(super) fn open_link(gpu: sys::CUdevice, lent: &Lent) -> Result<bool> {
+/// Enables access of `gpu`, whose context is current, to the memory of the GPU of `shared_context`; false when the two GPUs have no direct link.
+pub(super) fn open_link(gpu: sys::CUdevice, shared_context: &SharedContext) -> Result<bool> {
     const ALREADY_ENABLED: u32 = 704;
-    if !may_read(gpu, lent.gpu)? {
+    if !may_read(gpu, shared_context.gpu)? {
         return Ok(false);
     }
     // SAFETY: the context is live; the flags are reserved.
-    let status = unsafe { sys::cuCtxEnablePeerAccess(lent.context.get_inner(), 0) };
+    let status = unsafe { sys::cuCtxEnablePeerAccess(shared_context.context.get_inner(), 0) };
     if status as u32 != ALREADY_ENABLED {
-        check(status, || format!("let GPU {gpu} reach memory of GPU {}", lent.gpu))?;
+        check(status, || format!("let GPU {gpu} reach memory of GPU {}", shared_context.gpu))?;
     }
     Ok(true)
 }

@@ -10,14 +10,14 @@ const SEED_STEP: u64 = 0x9e37_79b9;
 
 /// The resources of one rank.
 #[derive(Clone, Debug)]
-pub(crate) struct Share {
+pub(crate) struct CpuSlice {
     /// The plan, adapted to the rank.
     pub plan: Plan,
     /// A CPU for each of the rank's optimizer threads, if the rank has enough CPUs of its own.
     pub placement: Option<Placement>,
 }
 
-impl Share {
+impl CpuSlice {
     /// Moves the calling thread (the rank's driver thread), and the threads it starts later, off the CPUs of the rank's optimizer threads.
     ///
     /// # Errors
@@ -28,18 +28,18 @@ impl Share {
 }
 
 /// The share of a single rank, which has the whole machine of `topology`.
-pub(crate) fn whole(plan: &Plan, topology: &Topology) -> Share {
-    share_of(plan, topology, topology.share(0, &[None]), (0, 1))
+pub(crate) fn whole(plan: &Plan, topology: &Topology) -> CpuSlice {
+    slice_of(plan, topology, topology.cpu_slice(0, &[None]), (0, 1))
 }
 
 /// The shares of the ranks of this process on the machine of `topology`. `homes` are the NUMA nodes near the ranks' GPUs.
-pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<Share> {
-    let share = |place| share_of(plan, topology, topology.share(place, homes), (place, homes.len()));
+pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<CpuSlice> {
+    let share = |place| slice_of(plan, topology, topology.cpu_slice(place, homes), (place, homes.len()));
     (0..homes.len()).map(share).collect()
 }
 
 /// The share of rank `place` of `ranks` ranks. Threads are divided in proportion to CPUs, so that each driver thread has a CPU, too.
-fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, ranks): (usize, usize)) -> Share {
+fn slice_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, ranks): (usize, usize)) -> CpuSlice {
     let cpus = |topology: &Topology| topology.usable_cpus().map_or(0, |usable| usable.affinity.len());
     let (part, whole) = own.as_ref().map_or((1, ranks), |own| (cpus(own), cpus(machine)));
     let threads = (plan.threads * part / whole).max(1);
@@ -54,7 +54,7 @@ fn share_of(plan: &Plan, machine: &Topology, own: Option<Topology>, (place, rank
         host_memory: host_memory.unwrap_or_else(|| plan.host_memory.clone()),
         ..plan.clone()
     };
-    Share { plan, placement }
+    CpuSlice { plan, placement }
 }
 
 #[cfg(test)]
@@ -79,7 +79,7 @@ mod tests {
     fn a_rank_on_a_node_has_its_workers_and_its_memory_there() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let shares = of(&plan(2, 5, &topology), &topology, &[Some(1), Some(0)]);
-        let of_each = |of: &dyn Fn(&Share) -> Vec<usize>| shares.iter().map(of).collect::<Vec<_>>();
+        let of_each = |of: &dyn Fn(&CpuSlice) -> Vec<usize>| shares.iter().map(of).collect::<Vec<_>>();
         assert_eq!(of_each(&|share| share.plan.host_memory.nodes.clone()), [[1], [0]]);
         assert_eq!(of_each(&|share| vec![share.plan.threads, share.plan.host_memory.touchers.len()]), [[2, 2], [2, 2]]);
         if cfg!(feature = "mpam") {

@@ -11,7 +11,7 @@ use crate::launch::open;
 use crate::memory::RingShape;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
-use crate::ranks::board::{Board, Sizes};
+use crate::ranks::progress::{CounterSizes, ProgressCounters};
 use proptest::prelude::*;
 use std::panic::AssertUnwindSafe;
 
@@ -28,7 +28,7 @@ struct Case {
 
 const STEPS: u64 = 3;
 
-type Card = <CpuDevice as Peers>::Card;
+type Card = <CpuDevice as Peers>::PeerHandle;
 
 /// Not integers, so that the order of a sum is visible.
 fn gradient(step: u64, share: usize, bucket: usize) -> f32 {
@@ -57,13 +57,13 @@ fn plan(case: Case) -> Plan {
 }
 
 /// Not used by these tests.
-fn vitals(seat: &Seat) -> Arc<Vitals> {
-    Arc::new(Vitals::new(0, seat.board.bell(seat.rank), Arc::default()))
+fn driver_state(context: &RankContext) -> Arc<DriverState> {
+    Arc::new(DriverState::new(0, context.progress.bell(context.rank), Arc::default()))
 }
 
 struct Rank {
     dev: CpuDevice,
-    pulls: Pulls<Card>,
+    exchange: PeerExchange<Card>,
     grads: DeviceSlice,
     weights: DeviceSlice,
     stepped: Vec<EventId>,
@@ -73,72 +73,72 @@ struct Rank {
 }
 
 impl Rank {
-    fn join(case: Case, seat: &Seat, hall: &Arc<Hall<Card>>) -> Result<Self> {
+    fn join(case: Case, context: &RankContext, rendezvous: &Arc<Rendezvous<Card>>) -> Result<Self> {
         let plan = plan(case);
-        let schedule = Schedule::Adversary { seed: case.seed + seat.rank as u64 };
-        let mut dev = open::cpu(1, schedule, seat.board.bell(seat.rank), 0)?;
-        let mut pulls = Pulls::new(&mut dev, &plan, seat.clone(), hall.clone(), Reach::Memory)?;
+        let schedule = Schedule::Adversary { seed: case.seed + context.rank as u64 };
+        let mut dev = open::cpu(1, schedule, context.progress.bell(context.rank), 0)?;
+        let mut exchange = PeerExchange::new(&mut dev, &plan, context.clone(), rendezvous.clone(), PeerTransport::Memory)?;
         let mut flat = |ring| Lease::default().alloc_flat(&mut dev, "flat", plan.layout.flat_elems(), Dtype::Float32, ring);
         let (grads, weights) = (flat(plan.grad_ring)?, flat(None)?);
         let stepped = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<Vec<_>>>()?;
         let mut host = HostMemory::default();
         let seen = host.alloc("seen", 4 * plan.layout.count() * case.ranks)?;
-        pulls.introduce(
+        exchange.introduce(
             &mut dev,
             RankMemory { grads, weights, shards: Shards::default(), activations: None },
             stepped.clone(),
-            &vitals(seat),
+            &driver_state(context),
         );
-        (0..case.ranks).for_each(|rank| seat.board.bell(rank).ring());
-        seat.board.bell(seat.rank).wait_until(|| hall.is_full());
-        let mut rank = Self { dev, pulls, grads, weights, stepped, host, seen, sums: Vec::new() };
-        rank.pulls.greet(&mut rank.dev)?;
-        seat.board.baton().unwrap().take(seat.rank);
+        (0..case.ranks).for_each(|rank| context.progress.bell(rank).ring());
+        context.progress.bell(context.rank).wait_until(|| rendezvous.is_full());
+        let mut rank = Self { dev, exchange, grads, weights, stepped, host, seen, sums: Vec::new() };
+        rank.exchange.exchange_handles(&mut rank.dev)?;
+        context.progress.turn_token().unwrap().take(context.rank);
         Ok(rank)
     }
 
     /// Runs the event loop until `ready`.
     fn until(&mut self, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
         loop {
-            while let Some(bucket) = self.pulls.poll(&mut self.dev, self.grads)? {
+            while let Some(bucket) = self.exchange.poll(&mut self.dev, self.grads)? {
                 self.sums.push(bucket);
             }
-            self.pulls.gather(&mut self.dev, self.weights)?;
+            self.exchange.gather(&mut self.dev, self.weights)?;
             for stream in [Stream::Reduce, Stream::Gather] {
                 // A bucket's pulls may fill the queue.
-                assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.pulls.peers.len() + 4, "{stream:?} has no room");
+                assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.exchange.peers.len() + 4, "{stream:?} has no room");
             }
             if ready(self)? {
                 return Ok(());
             }
-            if self.dev.idle()? { Exchange::<CpuDevice>::pass(&self.pulls)? } else { Exchange::<CpuDevice>::pass_idle(&self.pulls)? }
+            if self.dev.idle()? { Exchange::<CpuDevice>::pass(&self.exchange)? } else { Exchange::<CpuDevice>::pass_idle(&self.exchange)? }
         }
     }
 
     /// One step: writes every share, reads the sums, sends new weights, and reads them at the point where all ranks use them.
     fn step(&mut self, case: Case, step: u64) -> Result<()> {
-        let (own, count) = (self.pulls.slices.clone(), self.stepped.len());
+        let (own, count) = (self.exchange.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {
             if round > 0 {
-                self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev, count - 1))?;
+                self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, count - 1))?;
             }
             for bucket in 0..count {
                 if let Some(before) = bucket.checked_sub(case.ring).filter(|_| case.ring > 0) {
-                    self.until(|rank| rank.pulls.may_overwrite(&mut rank.dev, before))?;
+                    self.until(|rank| rank.exchange.may_overwrite(&mut rank.dev, before))?;
                 }
                 let value = gradient(step, round * case.ranks + own.rank(), bucket);
                 for flat in (0..case.ranks).map(|owner| own.of(owner, bucket)).filter(|flat| !flat.is_empty()) {
                     self.dev.launch(Poke { x: self.grads, index: flat.start, value })?;
                 }
-                self.pulls.written(&mut self.dev, self.grads, bucket)?;
+                self.exchange.written(&mut self.dev, self.grads, bucket)?;
             }
         }
-        self.until(|rank| Ok(Exchange::<CpuDevice>::is_summed(&rank.pulls)))?;
+        self.until(|rank| Ok(Exchange::<CpuDevice>::is_summed(&rank.exchange)))?;
         assert_eq!(std::mem::take(&mut self.sums), Vec::from_iter(0..count), "each bucket once, in order");
         let want = |bucket| (0..case.ranks * case.rounds).map(|share| gradient(step, share, bucket)).sum();
         for bucket in (0..count).filter(|&bucket| !own.global(bucket).is_empty()) {
             let (flat, local) = (own.global(bucket), own.local(bucket));
-            let sum = Exchange::<CpuDevice>::own_grads(&self.pulls, self.grads, &flat, local.start);
+            let sum = Exchange::<CpuDevice>::own_grads(&self.exchange, self.grads, &flat, local.start);
             self.see(Stream::Reduce, sum.slice(0, 1), bucket, want(bucket))?;
         }
         self.verdict(step)?;
@@ -149,12 +149,12 @@ impl Rank {
                 self.dev.launch(Poke { x: self.weights, index: flat.start, value: weight(step, own.rank(), bucket) })?;
             }
             self.dev.record(self.stepped[bucket], Stream::Compute)?;
-            Exchange::<CpuDevice>::settle(&mut self.pulls, bucket);
+            Exchange::<CpuDevice>::settle(&mut self.exchange, bucket);
             self.until(|_| Ok(true))?;
         }
         for bucket in (0..count).rev() {
-            self.until(|rank| Ok(Exchange::<CpuDevice>::is_gathered(&rank.pulls, bucket)))?;
-            self.pulls.arrive(&mut self.dev, bucket)?;
+            self.until(|rank| Ok(Exchange::<CpuDevice>::is_gathered(&rank.exchange, bucket)))?;
+            self.exchange.arrive(&mut self.dev, bucket)?;
             for owner in (0..case.ranks).filter(|&owner| !own.of(owner, bucket).is_empty()) {
                 let place = self.weights.slice(own.of(owner, bucket).start, 1);
                 self.see(Stream::Compute, place, bucket * case.ranks + owner, weight(step, owner, bucket))?;
@@ -175,7 +175,7 @@ impl Rank {
 
     /// Waits until all ranks have reported, as in a step.
     fn verdict(&mut self, step: u64) -> Result<()> {
-        let exchange = &mut self.pulls;
+        let exchange = &mut self.exchange;
         let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
         let blocks: Vec<f32> = own.map(|start| partial(start / BLOCK)).collect();
         let losses = vec![1.0; exchange.rounds as usize];
@@ -183,14 +183,14 @@ impl Rank {
         Exchange::<CpuDevice>::report(exchange, step, false, &losses);
         let mut found = None;
         self.until(|rank| {
-            found = Exchange::<CpuDevice>::outcome(&mut rank.pulls, step);
+            found = Exchange::<CpuDevice>::outcome(&mut rank.exchange, step);
             Ok(found.is_some())
         })?;
-        let shares = self.pulls.rounds as usize * self.pulls.seat.board.ranks();
-        let all: Vec<f32> = (0..self.pulls.slices.layout().flat_elems() / BLOCK).map(partial).collect();
+        let shares = self.exchange.rounds as usize * self.exchange.context.progress.ranks();
+        let all: Vec<f32> = (0..self.exchange.slices.layout().flat_elems() / BLOCK).map(partial).collect();
         let norm_sq = norm::fold(NormSq(0.0), &all).0;
         assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: shares as f32 }));
-        Exchange::<CpuDevice>::next_version(&mut self.pulls);
+        Exchange::<CpuDevice>::next_version(&mut self.exchange);
         Ok(())
     }
 }
@@ -198,15 +198,15 @@ impl Rank {
 fn run(case: Case) {
     let layout = plan(case).layout;
     let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
-    let sizes = Sizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..Sizes::default() };
-    let board = Arc::new(Board::new(sizes, Some(case.seed)));
-    let hall = Arc::new(Hall::new(case.ranks));
+    let sizes = CounterSizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..CounterSizes::default() };
+    let progress = Arc::new(ProgressCounters::new(sizes, Some(case.seed)));
+    let rendezvous = Arc::new(Rendezvous::new(case.ranks));
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
         let spawn = |rank: usize| {
-            let (seat, hall) = (Seat { board: board.clone(), rank }, &hall);
+            let (context, rendezvous) = (RankContext { progress: progress.clone(), rank }, &rendezvous);
             scope.spawn(move || {
                 let whole = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                    let mut rank = Rank::join(case, &seat, hall)?;
+                    let mut rank = Rank::join(case, &context, rendezvous)?;
                     (1..=STEPS).try_for_each(|step| rank.step(case, step))?;
                     // Peers may still wait for work that is enqueued here.
                     for stream in Stream::WITH_PEERS {
@@ -218,9 +218,9 @@ fn run(case: Case) {
                 }));
                 let outcome = whole.unwrap_or_else(|_| Err(crate::error::Error::resource("run a rank", "it panicked")));
                 if let Err(error) = &outcome {
-                    seat.fail(error);
+                    context.fail(error);
                 }
-                seat.board.baton().unwrap().leave(rank);
+                context.progress.turn_token().unwrap().leave(rank);
                 outcome
             })
         };
@@ -234,15 +234,17 @@ fn run(case: Case) {
 #[test]
 fn after_a_failure_nobody_waits_for_what_ranks_publish() {
     let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2, ring: 0 };
-    let board = Arc::new(Board::new(Sizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..Sizes::default() }, None));
-    let seat = Seat { board: board.clone(), rank: 0 };
-    let mut dev = open::cpu(1, Schedule::Threads, board.bell(0), 0).unwrap();
-    let mut pulls: Pulls<Card> = Pulls::new(&mut dev, &plan(case), seat, Arc::new(Hall::new(2)), Reach::Memory).unwrap();
+    let progress =
+        Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..CounterSizes::default() }, None));
+    let context = RankContext { progress: progress.clone(), rank: 0 };
+    let mut dev = open::cpu(1, Schedule::Threads, progress.bell(0), 0).unwrap();
+    let mut exchange: PeerExchange<Card> =
+        PeerExchange::new(&mut dev, &plan(case), context, Arc::new(Rendezvous::new(2)), PeerTransport::Memory).unwrap();
     let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();
-    pulls.written(&mut dev, grads, 0).unwrap();
-    assert_eq!(pulls.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");
-    board.fail(1, "it is gone");
-    assert_eq!(pulls.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
+    exchange.written(&mut dev, grads, 0).unwrap();
+    assert_eq!(exchange.poll(&mut dev, grads).unwrap(), None, "rank 1 has written nothing");
+    progress.fail(1, "it is gone");
+    assert_eq!(exchange.poll(&mut dev, grads).unwrap_err().to_string(), "rank 1: it is gone");
 }
 
 /// A driver that blocked on a full launch queue would not run its event loop, and its pool would be idle.

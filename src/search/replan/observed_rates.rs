@@ -23,7 +23,7 @@ const CLIP_EVERY_MAX: f64 = 32.0;
 
 /// Rates of measured or simulated steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Pace {
+pub(crate) struct ObservedRates {
     /// Mean seconds of a step. For a run the longest step is left out as a possible outlier.
     pub(crate) step_s: f64,
     /// Bytes per second that the optimizer pool reads and writes while it has a job; `None` if it had none.
@@ -34,7 +34,7 @@ pub(crate) struct Pace {
     pub(crate) clipped_share: f64,
 }
 
-impl Pace {
+impl ObservedRates {
     pub(super) fn of(outcome: &Outcome) -> Self {
         let mean_s = outcome.step_ms.total() / outcome.step_ms.samples.len() as f64 / 1e3;
         let verdicts = outcome.verdicts;
@@ -85,7 +85,7 @@ impl Pace {
 
 /// Measurements of one step.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct StepObservation {
     adam_bytes: u64,
     adam_busy_ns: u64,
     step_s: f64,
@@ -95,7 +95,7 @@ struct Seen {
 
 /// The last steps of a run.
 #[derive(Clone, Debug)]
-pub(crate) struct RecentSteps(VecDeque<Seen>);
+pub(crate) struct RecentSteps(VecDeque<StepObservation>);
 
 impl Default for RecentSteps {
     fn default() -> Self {
@@ -114,7 +114,7 @@ impl RecentSteps {
         }
         let Exposed { cpu_ns, transfer_ns, peer_ns } = report.exposed;
         let idle = Duration::from_nanos(cpu_ns + transfer_ns + peer_ns);
-        self.0.push_back(Seen {
+        self.0.push_back(StepObservation {
             adam_bytes: report.counters.adam_bytes,
             adam_busy_ns: report.counters.adam_busy_ns,
             step_s: time.as_secs_f64(),
@@ -128,17 +128,17 @@ impl RecentSteps {
     }
 
     /// Rates of the last steps, once there are enough. The device time is the median, so that one slow step does not matter.
-    pub(crate) fn pace(&self) -> Option<Pace> {
+    pub(crate) fn observed_rates(&self) -> Option<ObservedRates> {
         if self.0.len() < WINDOW {
             return None;
         }
-        let sum = |of: fn(&Seen) -> u64| self.0.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&StepObservation) -> u64| self.0.iter().map(of).sum::<u64>();
         let (bytes, busy_ns) = (sum(|seen| seen.adam_bytes), sum(|seen| seen.adam_busy_ns));
         let mut device_s: [f64; WINDOW] = array::from_fn(|at| self.0[at].device_s);
         device_s.sort_by(f64::total_cmp);
         let longest_s = self.0.iter().map(|seen| seen.step_s).fold(0.0, f64::max);
         let others_s = self.0.iter().map(|seen| seen.step_s).sum::<f64>() - longest_s;
-        Some(Pace {
+        Some(ObservedRates {
             step_s: others_s / (WINDOW - 1) as f64,
             adam_bytes_per_s: (busy_ns > 0).then(|| bytes as f64 / busy_ns as f64 * 1e9),
             device_s: device_s[WINDOW / 2],
@@ -177,7 +177,7 @@ mod tests {
     }
 
     const SECOND: Duration = Duration::from_secs(1);
-    const PACE: Pace = Pace { step_s: 1.0, adam_bytes_per_s: Some(8e9), device_s: 0.75, clipped_share: 0.1 };
+    const PACE: ObservedRates = ObservedRates { step_s: 1.0, adam_bytes_per_s: Some(8e9), device_s: 0.75, clipped_share: 0.1 };
 
     #[test]
     fn a_window_knows_the_last_steps_and_nothing_of_skipped_ones() {
@@ -188,31 +188,41 @@ mod tests {
         window.add(&step(Verdict::SkipNonFinite), 100 * SECOND);
         // The window drops the first two steps, and three of the remaining ones are slow.
         window.add(&step(Verdict::Commit), SECOND);
-        assert_eq!(window.pace(), Some(Pace { step_s: 27.0 / 19.0, ..PACE }));
+        assert_eq!(window.observed_rates(), Some(ObservedRates { step_s: 27.0 / 19.0, ..PACE }));
         window.clear();
         (1..WINDOW).for_each(|_| window.add(&step(Verdict::Commit), SECOND));
-        assert_eq!(window.pace(), None);
+        assert_eq!(window.observed_rates(), None);
     }
 
     #[test]
     fn what_leaves_the_plan_by_more_than_a_tenth_has_left_it() {
-        let has_left = |change: fn(&mut Pace)| {
-            let mut pace = PACE;
-            change(&mut pace);
-            pace.has_left(&PACE)
+        let has_left = |change: fn(&mut ObservedRates)| {
+            let mut observed_rates = PACE;
+            change(&mut observed_rates);
+            observed_rates.has_left(&PACE)
         };
-        assert!(!has_left(|_| ()) && !has_left(|pace| pace.adam_bytes_per_s = None));
-        assert!(!has_left(|pace| pace.adam_bytes_per_s = Some(7.3e9)) && has_left(|pace| pace.adam_bytes_per_s = Some(7.1e9)));
-        assert!(has_left(|pace| pace.adam_bytes_per_s = Some(8.9e9)));
-        assert!(!has_left(|pace| pace.device_s = 0.8) && has_left(|pace| pace.device_s = 0.84) && has_left(|pace| pace.device_s = 0.6));
-        assert!(!has_left(|pace| pace.clipped_share = 0.19) && has_left(|pace| pace.clipped_share = 0.25));
-        assert!(!has_left(|pace| pace.clipped_share = 0.0));
+        assert!(!has_left(|_| ()) && !has_left(|observed_rates| observed_rates.adam_bytes_per_s = None));
+        assert!(
+            !has_left(|observed_rates| observed_rates.adam_bytes_per_s = Some(7.3e9))
+                && has_left(|observed_rates| observed_rates.adam_bytes_per_s = Some(7.1e9))
+        );
+        assert!(has_left(|observed_rates| observed_rates.adam_bytes_per_s = Some(8.9e9)));
+        assert!(
+            !has_left(|observed_rates| observed_rates.device_s = 0.8)
+                && has_left(|observed_rates| observed_rates.device_s = 0.84)
+                && has_left(|observed_rates| observed_rates.device_s = 0.6)
+        );
+        assert!(
+            !has_left(|observed_rates| observed_rates.clipped_share = 0.19)
+                && has_left(|observed_rates| observed_rates.clipped_share = 0.25)
+        );
+        assert!(!has_left(|observed_rates| observed_rates.clipped_share = 0.0));
     }
 
     #[test]
     fn rates_follow_what_was_seen() {
         let (rates, workers) = (round_rates(), 1);
-        let seen = Pace { adam_bytes_per_s: Some(4e9), device_s: 1.5, ..PACE };
+        let seen = ObservedRates { adam_bytes_per_s: Some(4e9), device_s: 1.5, ..PACE };
         let slower = seen.rates(&PACE, &rates);
         assert_eq!(
             slower.adam_bytes_per_s(workers, Isa::Avx2, Moments::Float32),
@@ -221,14 +231,14 @@ mod tests {
         assert_eq!(slower.matmul_flops(64), rates.matmul_flops(64) / 2.0);
         assert_eq!(slower.to_host_s(1 << 20), rates.to_host_s(1 << 20));
         // A window in which the device never computed.
-        let idle = Pace { device_s: 0.0, ..PACE }.rates(&PACE, &rates);
+        let idle = ObservedRates { device_s: 0.0, ..PACE }.rates(&PACE, &rates);
         assert_eq!(idle.matmul_flops(64), RATIO_MAX * rates.matmul_flops(64));
     }
 
     #[test]
     fn simulated_steps_are_clipped_as_often_as_real_ones() {
         let clipped = |clipped_share| {
-            let steps = Pace { clipped_share, ..PACE }.steps();
+            let steps = ObservedRates { clipped_share, ..PACE }.steps();
             let timed = steps.warmup + 1..=steps.warmup + steps.timed;
             timed.filter(|&step| steps.clip.clips(step)).count() as f64 / steps.timed as f64
         };

@@ -91,13 +91,13 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
         expert_products: match settings.expert_products {
             asked if is_allowed || !on_gpu => asked,
-            asked => expert_products(asked, said(loaded, EXPERT_PRODUCTS))
+            asked => expert_products(asked, recorded(loaded, EXPERT_PRODUCTS))
                 .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{EXPERT_PRODUCTS}: {e}")))?,
         },
         ..settings.clone()
     };
     kept.check_counts().map_err(|error| if is_cut_as_said(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
-    tell_changed_cut(&kept, then, observer);
+    log_changed_cut(&kept, then, observer);
     Ok(kept)
 }
 
@@ -107,7 +107,7 @@ fn is_cut_as_said(settings: &Settings) -> bool {
 }
 
 /// Reports where steps are cut otherwise than the checkpoint's.
-fn tell_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
+fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
     let (now, shares) = (kept.micro_batches(), kept.shares());
     if then.micro_batches != now {
         observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
@@ -165,7 +165,7 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
 
 /// The number `what` of the checkpoint's numerics: 1 if it is missing (older versions), 0 (which no run has) if it is invalid.
 fn numeric(loaded: &Loaded, what: &str) -> usize {
-    said(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
+    recorded(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
 }
 
 /// Checkpoints older than shares keep the micro-batches among their settings.
@@ -187,7 +187,7 @@ fn step_shape(loaded: &Loaded) -> Result<StepShape> {
 }
 
 /// The value of `what` in the checkpoint's numerics.
-fn said<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
+fn recorded<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
     loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
 }
 
@@ -201,7 +201,7 @@ fn expert_products(asked: ExpertProductsChoice, then: Option<&Value>) -> serde_j
 }
 
 fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
-    let Some(tile) = said(loaded, LOSS_TILE) else { return Ok(None) };
+    let Some(tile) = recorded(loaded, LOSS_TILE) else { return Ok(None) };
     let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
     let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
     if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
@@ -210,7 +210,7 @@ fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::tests::Heard;
+    use crate::train::tests::RecordingObserver;
 
     #[test]
     fn a_run_goes_on_with_who_multiplied_by_experts_unless_another_is_asked_for() {
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn another_driver_is_told_and_kept_and_no_change_is_not() {
-        let (mut run, mut heard) = (Run::new(), Heard::default());
+        let (mut run, mut heard) = (Run::new(), RecordingObserver::default());
         let on = |driver: &str, cudnn: Option<&str>| {
             let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));
             [("GPU", "NVIDIA H200".to_string()), ("driver", driver.to_string())].into_iter().chain(cudnn).collect::<Vec<_>>()

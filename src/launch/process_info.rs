@@ -17,7 +17,7 @@ const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Resources of one process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Belongings {
+pub(crate) struct HostResources {
     /// ID of the machine, which is equal for all processes on it.
     machine: String,
     /// CPUs that the process may use.
@@ -30,7 +30,7 @@ pub(crate) struct Belongings {
     nccl: std::result::Result<String, String>,
 }
 
-impl Belongings {
+impl HostResources {
     /// Resources of this process on `host`, the machine of `topology`.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl Belongings {
 
 /// Resources that one process of a run has been assigned.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Partner {
+pub(crate) struct ProcessInfo {
     /// GPUs of the process. Empty if CPUs train.
     pub(crate) gpus: Vec<GpuId>,
     /// Number of the run's processes on this machine, this one included.
@@ -72,17 +72,17 @@ pub(crate) struct Partner {
     pub(crate) notes: Vec<String>,
 }
 
-impl Partner {
+impl ProcessInfo {
     /// Assigns the resources of process `process`, given the resources `all` and the `names` of all processes.
     ///
     /// # Errors
     /// `Resource` if only some processes have a GPU, or the requested NCCL; `Usage` if a machine has too few GPUs for its processes;
     /// `Unsupported` if the models of the GPUs differ.
-    pub(crate) fn among(all: &[Belongings], names: &[String], process: usize, settings: &Settings) -> Result<Self> {
+    pub(crate) fn among(all: &[HostResources], names: &[String], process: usize, settings: &Settings) -> Result<Self> {
         let device = settings.device;
         let all_gpus = gpus_of_all(all, names, settings)?;
         let of = |other: usize| all_gpus.get(other).and_then(|gpus| gpus.first()).cloned();
-        let on_machine = mates(all, process).len();
+        let on_machine = processes_on_machine_of(all, process).len();
         let sharers: Vec<usize> = (0..all.len()).filter(|&other| other == process || all[other].shares_cpus_with(&all[process])).collect();
         let nth = sharers.iter().position(|&other| other == process).unwrap_or(0);
         let gpus = all_gpus.get(process).cloned().unwrap_or_default();
@@ -108,13 +108,13 @@ impl Partner {
 
     /// This process's part of the CPUs of `machine`, or `None` if there are fewer CPUs than processes; and the number of CPUs that the
     /// process may use.
-    pub(crate) fn share_of(&self, machine: &Topology) -> (Option<Topology>, usize) {
-        let (mates, nth) = &self.cpu_mates;
-        let homes: Vec<_> = mates.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
-        let own = machine.share(*nth, &homes);
+    pub(crate) fn cpu_slice_of(&self, machine: &Topology) -> (Option<Topology>, usize) {
+        let (same_machine, nth) = &self.cpu_mates;
+        let homes: Vec<_> = same_machine.iter().map(|gpu| machine.node_of_gpu(&gpu.as_ref()?.pci)).collect();
+        let own = machine.cpu_slice(*nth, &homes);
         let cpus = |topology: &Topology| topology.usable_cpus().map_or(1, |usable| usable.affinity.len());
         let usable = machine.usable_cpus().map_or(1, |usable| usable.count());
-        let part = own.as_ref().map_or(usable / mates.len(), |own| usable * cpus(own) / cpus(machine));
+        let part = own.as_ref().map_or(usable / same_machine.len(), |own| usable * cpus(own) / cpus(machine));
         (own, part.max(1))
     }
 }
@@ -123,7 +123,7 @@ impl Partner {
 ///
 /// # Errors
 /// `Resource` with the obstacle, if NCCL was requested and is not available.
-fn transport(all: &[Belongings], names: &[String], asked: Transport) -> Result<(Transport, Option<String>)> {
+fn transport(all: &[HostResources], names: &[String], asked: Transport) -> Result<(Transport, Option<String>)> {
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some(format!("{name}: {}", one.nccl.as_ref().err()?)));
     let releases: Vec<&String> = all.iter().filter_map(|one| one.nccl.as_ref().ok()).collect();
     let other = releases.iter().position(|release| *release != releases[0]);
@@ -137,12 +137,12 @@ fn transport(all: &[Belongings], names: &[String], asked: Transport) -> Result<(
 }
 
 /// The processes on the machine of `process`.
-fn mates(all: &[Belongings], process: usize) -> Vec<usize> {
+fn processes_on_machine_of(all: &[HostResources], process: usize) -> Vec<usize> {
     (0..all.len()).filter(|&other| all[other].machine == all[process].machine).collect()
 }
 
 /// The GPUs of each process. Empty if CPUs train.
-fn gpus_of_all(all: &[Belongings], names: &[String], settings: &Settings) -> Result<Vec<Vec<GpuId>>> {
+fn gpus_of_all(all: &[HostResources], names: &[String], settings: &Settings) -> Result<Vec<Vec<GpuId>>> {
     let (device, each) = (settings.device, settings.gpus);
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some((name, one.gpus.as_ref().err()?)));
     match lacking {
@@ -166,16 +166,17 @@ fn gpus_of_all(all: &[Belongings], names: &[String], settings: &Settings) -> Res
 }
 
 /// The `each` GPUs of `process`: all visible ones if their number fits, else a chunk chosen by the process's local rank.
-fn gpus_of(all: &[Belongings], names: &[String], process: usize, each: usize) -> Result<Vec<GpuId>> {
-    let mates = mates(all, process);
+fn gpus_of(all: &[HostResources], names: &[String], process: usize, each: usize) -> Result<Vec<GpuId>> {
+    let same_machine = processes_on_machine_of(all, process);
     let candidates = |one: usize| {
-        let place = all[one].local.or_else(|| mates.iter().position(|&mate| mate == one));
+        let place = all[one].local.or_else(|| same_machine.iter().position(|&mate| mate == one));
         let gpus = all[one].gpus.as_ref().map_or(&[][..], Vec::as_slice);
         if gpus.len() == each { Some(gpus) } else { gpus.chunks_exact(each).nth(place?) }
     };
     let own = candidates(process);
     let has_any_of = |own: &[GpuId], other: &[GpuId]| own.iter().any(|gpu| other.iter().any(|other| other.pci == gpu.pci));
-    let is_taken = |own: &[GpuId]| mates.iter().any(|&mate| mate != process && candidates(mate).is_some_and(|gpus| has_any_of(own, gpus)));
+    let is_taken =
+        |own: &[GpuId]| same_machine.iter().any(|&mate| mate != process && candidates(mate).is_some_and(|gpus| has_any_of(own, gpus)));
     own.filter(|own| !is_taken(own)).map(<[_]>::to_vec).ok_or_else(|| {
         let visible = all[process].gpus.as_ref().map_or(0, Vec::len);
         let remedy = "start no more processes than the machine's GPUs are for, or name others for each in CUDA_VISIBLE_DEVICES";
@@ -184,7 +185,7 @@ fn gpus_of(all: &[Belongings], names: &[String], process: usize, each: usize) ->
             "--processes {}: {} sees GPUs: {visible}, and processes on its machine are {}{need}; {remedy}",
             all.len(),
             names[process],
-            mates.len()
+            same_machine.len()
         ))
     })
 }
@@ -197,10 +198,10 @@ mod tests {
     use crate::hardware::topology::tests::two_sockets;
 
     /// A process on `machine` that sees the GPUs with these numbers, all of one model.
-    fn on(machine: &str, gpus: &[usize]) -> Belongings {
+    fn on(machine: &str, gpus: &[usize]) -> HostResources {
         let gpu = |(index, number): (usize, &usize)| GpuId { index, pci: format!("0000:{number}F:00.0"), model: "H100".into() };
         let gpus = gpus.iter().enumerate().map(gpu).collect();
-        Belongings { machine: machine.into(), cpus: "0-6".into(), local: None, gpus: Ok(gpus), nccl: Ok("2.28.9".into()) }
+        HostResources { machine: machine.into(), cpus: "0-6".into(), local: None, gpus: Ok(gpus), nccl: Ok("2.28.9".into()) }
     }
 
     fn names(count: usize) -> Vec<String> {
@@ -211,8 +212,8 @@ mod tests {
         Settings { device, ..Settings::demo() }
     }
 
-    fn pci_of_each(all: &[Belongings]) -> Result<Vec<String>> {
-        let of = |process| Partner::among(all, &names(all.len()), process, &asking(DeviceChoice::Auto));
+    fn pci_of_each(all: &[HostResources]) -> Result<Vec<String>> {
+        let of = |process| ProcessInfo::among(all, &names(all.len()), process, &asking(DeviceChoice::Auto));
         (0..all.len()).map(|process| Ok(of(process)?.gpus.first().map_or("none".into(), |gpu| gpu.pci[5..7].to_string()))).collect()
     }
 
@@ -220,27 +221,27 @@ mod tests {
     fn each_process_has_the_gpu_of_its_place_on_its_machine() {
         assert_eq!(pci_of_each(&[on("a", &[0, 1]), on("a", &[0, 1]), on("b", &[3, 4])]).unwrap(), ["0F", "1F", "3F"]);
         // The local rank of a launcher has priority.
-        let told = |local, machine: &str| Belongings { local: Some(local), ..on(machine, &[0, 1]) };
+        let told = |local, machine: &str| HostResources { local: Some(local), ..on(machine, &[0, 1]) };
         assert_eq!(pci_of_each(&[told(1, "a"), told(0, "a")]).unwrap(), ["1F", "0F"]);
         // A process that sees one GPU takes it.
         let alone = [on("a", &[5]), on("a", &[2])];
         assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
-        let second = Partner::among(&alone, &names(2), 1, &asking(DeviceChoice::Cuda)).unwrap();
+        let second = ProcessInfo::among(&alone, &names(2), 1, &asking(DeviceChoice::Cuda)).unwrap();
         assert_eq!(second.notes[..1], ["process 1 takes GPU 0 (0000:2F:00.0), the only one that CUDA_VISIBLE_DEVICES shows it"]);
     }
 
     #[test]
     fn a_process_takes_gpus_in_a_row() {
         let settings = Settings { gpus: 2, ..asking(DeviceChoice::Cuda) };
-        let of_each = |all: &[Belongings]| -> Result<Vec<Vec<usize>>> {
-            let of = |process| Partner::among(all, &names(all.len()), process, &settings);
+        let of_each = |all: &[HostResources]| -> Result<Vec<Vec<usize>>> {
+            let of = |process| ProcessInfo::among(all, &names(all.len()), process, &settings);
             (0..all.len()).map(|process| Ok(of(process)?.gpus.iter().map(|gpu| gpu.index).collect())).collect()
         };
         let (sees_four, sees_two) = (|machine: &str| on(machine, &[0, 1, 2, 3]), |machine: &str| on(machine, &[4, 5]));
         assert_eq!(of_each(&[sees_four("a"), sees_four("a"), sees_two("b")]).unwrap(), [[0, 1], [2, 3], [0, 1]]);
-        let told = |local| Belongings { local: Some(local), ..sees_four("a") };
+        let told = |local| HostResources { local: Some(local), ..sees_four("a") };
         assert_eq!(of_each(&[told(1), told(0)]).unwrap(), [[2, 3], [0, 1]]);
-        let second = Partner::among(&[sees_four("a"), sees_four("a")], &names(2), 1, &settings).unwrap();
+        let second = ProcessInfo::among(&[sees_four("a"), sees_four("a")], &names(2), 1, &settings).unwrap();
         assert_eq!(second.notes[0], "process 1 takes GPU 2 (0000:2F:00.0), GPU 3 (0000:3F:00.0), 2 for each process of its machine");
         let few = of_each(&[on("a", &[0, 1, 2]), on("a", &[0, 1, 2])]).unwrap_err().to_string();
         assert!(few.contains("process 1 on a sees GPUs: 3, and processes on its machine are 2, with --gpus 2 for each"), "{few}");
@@ -250,23 +251,23 @@ mod tests {
 
     #[test]
     fn too_few_gpus_are_refused_with_both_numbers() {
-        let refused = |all: &[Belongings]| pci_of_each(all).unwrap_err().to_string();
+        let refused = |all: &[HostResources]| pci_of_each(all).unwrap_err().to_string();
         let few = refused(&[on("a", &[0, 1]), on("a", &[0, 1]), on("a", &[0, 1])]);
         assert!(few.contains("process 2 on a sees GPUs: 2, and processes on its machine are 3"), "{few}");
         // Another process sees the same single GPU.
         let one = refused(&[on("a", &[0]), on("a", &[0])]);
         assert!(one.contains("process 0 on a sees GPUs: 1, and processes on its machine are 2") && one.contains("CUDA_VISIBLE_DEVICES"));
-        let told = Belongings { local: Some(0), ..on("a", &[0, 1]) };
+        let told = HostResources { local: Some(0), ..on("a", &[0, 1]) };
         assert!(refused(&[told.clone(), told]).contains("--processes 2"));
     }
 
     #[test]
     fn processes_that_differ_in_devices_are_refused_and_named() {
-        let without = Belongings { gpus: Err("no driver".into()), ..on("b", &[]) };
+        let without = HostResources { gpus: Err("no driver".into()), ..on("b", &[]) };
         let mixed = pci_of_each(&[on("a", &[0]), without.clone()]).unwrap_err().to_string();
         assert!(mixed.contains("process 1 on a has none: no driver") && mixed.contains("--device cpu"), "{mixed}");
         assert_eq!(pci_of_each(&[without.clone(), without.clone()]).unwrap(), ["none"; 2]);
-        let cuda = Partner::among(&[without.clone(), without], &names(2), 0, &asking(DeviceChoice::Cuda)).unwrap_err();
+        let cuda = ProcessInfo::among(&[without.clone(), without], &names(2), 0, &asking(DeviceChoice::Cuda)).unwrap_err();
         assert!(cuda.to_string().contains("process 0 on a has none"));
         let mut other = on("b", &[0]);
         other.gpus.as_mut().unwrap()[0].model = "H200".into();
@@ -277,8 +278,9 @@ mod tests {
     #[test]
     fn processes_of_one_machine_divide_its_cpus_unless_a_launcher_has() {
         let topology = Topology::read(two_sockets().path(), Process::default());
-        let shares = |all: &[Belongings]| -> Vec<(String, usize)> {
-            let of = |process| Partner::among(all, &names(all.len()), process, &asking(DeviceChoice::Cpu)).unwrap().share_of(&topology);
+        let shares = |all: &[HostResources]| -> Vec<(String, usize)> {
+            let of =
+                |process| ProcessInfo::among(all, &names(all.len()), process, &asking(DeviceChoice::Cpu)).unwrap().cpu_slice_of(&topology);
             let words = |(own, cpus): (Option<Topology>, usize)| {
                 (own.map_or("all".into(), |own| own.usable_cpus().unwrap().affinity.to_string()), cpus)
             };
@@ -288,7 +290,7 @@ mod tests {
         assert_eq!(shares(&[process(), process()]), [("0-1,4".into(), 3), ("2-3,5-6".into(), 4)]);
         assert_eq!(shares(&[process(), on("b", &[])])[0], ("0-6".into(), 7));
         assert_eq!(shares(&vec![process(); 8])[7], ("all".into(), 1), "fewer CPUs than processes");
-        let bound = |cpus: &str| Belongings { cpus: cpus.into(), ..process() };
+        let bound = |cpus: &str| HostResources { cpus: cpus.into(), ..process() };
         assert_eq!(shares(&[bound("0-3"), bound("4-6")])[0], ("0-6".into(), 7), "each has its own");
     }
 
@@ -296,9 +298,9 @@ mod tests {
     fn processes_of_one_machine_divide_its_memory_and_hear_of_threads_that_are_too_many() {
         let topology = Topology::read(two_sockets().path(), Process { address_room_bytes: Some(6 << 20), ..Process::default() });
         let settings = Settings { threads: Some(7), ..asking(DeviceChoice::Cpu) };
-        let chosen = |all: &[Belongings]| {
-            let partner = Partner::among(all, &names(all.len()), 0, &settings).unwrap();
-            let selected = devices::agreed(&settings, &topology, &partner, partner.share_of(&topology).1).unwrap();
+        let chosen = |all: &[HostResources]| {
+            let process_info = ProcessInfo::among(all, &names(all.len()), 0, &settings).unwrap();
+            let selected = devices::agreed(&settings, &topology, &process_info, process_info.cpu_slice_of(&topology).1).unwrap();
             (selected.machine.host_bytes, selected.machine.cpus, selected.warning)
         };
         assert_eq!(chosen(&[on("a", &[]), on("b", &[])]), (6 << 20, 7, None));
@@ -309,11 +311,11 @@ mod tests {
     #[test]
     fn nccl_carries_slices_where_all_have_one_release_and_else_a_person_hears_why() {
         let with =
-            |nccl: std::result::Result<&str, &str>| Belongings { nccl: nccl.map(Into::into).map_err(Into::into), ..on("a", &[0, 1]) };
+            |nccl: std::result::Result<&str, &str>| HostResources { nccl: nccl.map(Into::into).map_err(Into::into), ..on("a", &[0, 1]) };
         let chosen = |transport, nccl: [std::result::Result<&str, &str>; 2]| -> std::result::Result<_, String> {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
-            let partner = Partner::among(&nccl.map(with), &names(2), 0, &settings).map_err(|e| e.to_string())?;
-            Ok((partner.transport, partner.notes[1..].join("")))
+            let process_info = ProcessInfo::among(&nccl.map(with), &names(2), 0, &settings).map_err(|e| e.to_string())?;
+            Ok((process_info.transport, process_info.notes[1..].join("")))
         };
         let both = [Ok("2.28.9"); 2];
         let by_nccl = (Transport::Nccl, "gradients and weights pass from GPU to GPU by NCCL 2.28.9".to_string());
@@ -329,10 +331,11 @@ mod tests {
             assert!(refused.contains("--transport nccl") && refused.contains(why) && refused.contains("--transport tcp"), "{refused}");
         }
         // Without GPUs there is no note about NCCL, unless NCCL was requested.
-        let without = Belongings { gpus: Err("no driver".into()), nccl: Err("it has no GPU".into()), ..on("a", &[]) };
+        let without = HostResources { gpus: Err("no driver".into()), nccl: Err("it has no GPU".into()), ..on("a", &[]) };
         let asked = |transport| {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
-            Partner::among(&[without.clone(), without.clone()], &names(2), 0, &settings).map(|partner| (partner.transport, partner.notes))
+            ProcessInfo::among(&[without.clone(), without.clone()], &names(2), 0, &settings)
+                .map(|process_info| (process_info.transport, process_info.notes))
         };
         assert_eq!(asked(Transport::Auto).unwrap(), (Transport::Tcp, vec!["no GPU: no driver".to_string()]));
         assert!(asked(Transport::Nccl).unwrap_err().to_string().contains("process 0 on a: it has no GPU"));

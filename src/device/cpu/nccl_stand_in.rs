@@ -4,8 +4,8 @@
 use super::stream::{Op, Task};
 use crate::device::{DeviceSlice, Swap};
 use crate::ranks::RANKS_MAX;
-use crate::ranks::board::Board;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::progress::ProgressCounters;
+use crate::ranks::{NcclUniqueId, RankContext};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,53 +32,53 @@ impl Mailbox {
 
 /// Mailboxes of all pairs of ranks, by sender, then by receiver; and the total number of bytes sent.
 #[derive(Default)]
-pub(crate) struct RailHub {
+pub(crate) struct NcclStandInHub {
     boxes: [[Mailbox; RANKS_MAX]; RANKS_MAX],
     sent: AtomicU64,
 }
 
-impl RailHub {
+impl NcclStandInHub {
     /// Opens a hub, which lives as long as the process, and returns its key.
-    pub(crate) fn open() -> RailKey {
+    pub(crate) fn open() -> NcclUniqueId {
         let hub: &'static Self = Box::leak(Box::default());
-        let mut key = RailKey([0; 128]);
+        let mut key = NcclUniqueId([0; 128]);
         key.0[..8].copy_from_slice(&(std::ptr::from_ref(hub) as u64).to_le_bytes());
         key
     }
 
     /// Bytes that all ranks have sent through the hub of this `key`.
-    pub(crate) fn sent_bytes(key: &RailKey) -> u64 {
+    pub(crate) fn sent_bytes(key: &NcclUniqueId) -> u64 {
         Self::of(key).sent.load(Ordering::Relaxed)
     }
 
-    fn of(key: &RailKey) -> &'static Self {
-        // SAFETY: the key holds the address of a hub that `RailHub::open` has leaked.
+    fn of(key: &NcclUniqueId) -> &'static Self {
+        // SAFETY: the key holds the address of a hub that `NcclStandInHub::open` has leaked.
         unsafe { &*(u64::from_le_bytes(*key.0.first_chunk().expect("128 bytes")) as *const Self) }
     }
 }
 
 /// Connection of one rank to the hub.
 #[derive(Clone, Copy)]
-pub(super) struct RailStandIn {
-    hub: &'static RailHub,
-    board: &'static Board,
+pub(super) struct NcclStandIn {
+    hub: &'static NcclStandInHub,
+    progress: &'static ProgressCounters,
     rank: usize,
     swaps: u64,
 }
 
-impl RailStandIn {
-    pub(super) fn open(key: &RailKey, seat: &Seat) -> Self {
-        let board: &'static Arc<Board> = Box::leak(Box::new(seat.board.clone()));
-        Self { hub: RailHub::of(key), board, rank: seat.rank, swaps: 0 }
+impl NcclStandIn {
+    pub(super) fn open(key: &NcclUniqueId, context: &RankContext) -> Self {
+        let progress: &'static Arc<ProgressCounters> = Box::leak(Box::new(context.progress.clone()));
+        Self { hub: NcclStandInHub::of(key), progress, rank: context.rank, swaps: 0 }
     }
 
     /// Operations of the compute stream for the next swap.
     pub(super) fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Vec<Op> {
         self.swaps += 1;
-        let (rail, swaps) = (*self, Vec::from_iter(swaps));
-        let posts = swaps.iter().map(|&Swap { peer, out, .. }| Task::new("post", move || rail.post(peer, out)));
-        let takes = swaps.iter().map(|&Swap { peer, into, .. }| Task::new("take", move || rail.take(peer, into)));
-        let ends = swaps.iter().map(|&Swap { peer, .. }| Task::new("await", move || rail.wait(|| rail.own(peer).is(rail.swaps, TAKEN))));
+        let (nccl, swaps) = (*self, Vec::from_iter(swaps));
+        let posts = swaps.iter().map(|&Swap { peer, out, .. }| Task::new("post", move || nccl.post(peer, out)));
+        let takes = swaps.iter().map(|&Swap { peer, into, .. }| Task::new("take", move || nccl.take(peer, into)));
+        let ends = swaps.iter().map(|&Swap { peer, .. }| Task::new("await", move || nccl.wait(|| nccl.own(peer).is(nccl.swaps, TAKEN))));
         posts.chain(takes).chain(ends).map(Op::Run).collect()
     }
 
@@ -87,7 +87,7 @@ impl RailStandIn {
     }
 
     fn post(self, peer: usize, out: DeviceSlice) {
-        if self.board.has_failed() {
+        if self.progress.has_failed() {
             return;
         }
         let own = self.own(peer);
@@ -101,7 +101,7 @@ impl RailStandIn {
         let (theirs, posted) = (&self.hub.boxes[peer][self.rank], self.swaps * 4 + POSTED);
         self.wait(|| theirs.is(self.swaps, POSTED));
         let (addr, bytes) = (theirs.addr.load(Ordering::Relaxed), theirs.bytes.load(Ordering::Relaxed));
-        if self.board.has_failed() {
+        if self.progress.has_failed() {
             return;
         }
         assert_eq!(bytes, into.bytes() as u64, "swap {} of ranks {} and {peer}", self.swaps, self.rank);
@@ -132,7 +132,7 @@ impl RailStandIn {
     /// Waits for `ready`, or until a rank has failed, because a failed rank posts nothing. Sleeps between polls to leave the core to the
     /// other rank.
     fn wait(self, ready: impl Fn() -> bool) {
-        while !ready() && !self.board.has_failed() {
+        while !ready() && !self.progress.has_failed() {
             std::thread::sleep(Duration::from_micros(20));
         }
     }

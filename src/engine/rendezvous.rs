@@ -1,8 +1,8 @@
 //! Rendezvous of ranks, where they exchange memory addresses and events: before step 0, and after a new plan has moved their memory. It is
 //! not used within a step.
 
+use super::driver_state::DriverState;
 use super::shards::Shards;
-use super::vitals::Vitals;
 use crate::bucket::slices::Slices;
 use crate::device::{DeviceSlice, EventId, ProductAlgorithm};
 use crate::error::{Error, Result};
@@ -46,8 +46,8 @@ impl RankMemory {
 
 /// Information that a rank publishes to its peers.
 #[derive(Clone)]
-pub(super) struct Introduction<C> {
-    pub(super) card: C,
+pub(super) struct RankHandles<C> {
+    pub(super) device: C,
     pub(super) memory: RankMemory,
     /// By bucket: the gradient is written.
     pub(super) written: Vec<EventId>,
@@ -56,20 +56,20 @@ pub(super) struct Introduction<C> {
     /// By bucket: this rank's slice of the weights is written.
     pub(super) stepped: Vec<EventId>,
     /// By bucket: the slices of its inter-node peers have arrived, if there are other processes.
-    pub(super) carried: Vec<EventId>,
+    pub(super) relayed: Vec<EventId>,
     /// The rank has pulled the weights that it fetched last.
     pub(super) fetched: EventId,
     /// The activations for its sequence group are written; two events that alternate.
     pub(super) handed: [EventId; 2],
-    pub(super) vitals: Arc<Vitals>,
+    pub(super) driver: Arc<DriverState>,
     /// The algorithms of its matrix products so far.
     pub(super) products: Vec<ProductAlgorithm>,
 }
 
 /// The rendezvous of the ranks of one process. For a rank of another process, or a mirrored rank, the entry of the local rank with the same
 /// index is used.
-pub(crate) struct Hall<C> {
-    introductions: Vec<Mutex<Option<Introduction<C>>>>,
+pub(crate) struct Rendezvous<C> {
+    handles: Vec<Mutex<Option<RankHandles<C>>>>,
     /// The plan that all ranks change to.
     plan: Mutex<Option<Plan>>,
     /// The first rank that had no memory for this plan, and why.
@@ -81,18 +81,18 @@ fn open<T>(place: &Mutex<T>) -> MutexGuard<'_, T> {
     place.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<C> Hall<C> {
+impl<C> Rendezvous<C> {
     /// A rendezvous for `ranks` ranks.
     pub(crate) fn new(ranks: usize) -> Self {
-        Self { introductions: (0..ranks).map(|_| Mutex::default()).collect(), plan: Mutex::default(), refusal: Mutex::default() }
+        Self { handles: (0..ranks).map(|_| Mutex::default()).collect(), plan: Mutex::default(), refusal: Mutex::default() }
     }
 
-    fn place(&self, rank: usize) -> &Mutex<Option<Introduction<C>>> {
-        &self.introductions[rank % self.introductions.len()]
+    fn place(&self, rank: usize) -> &Mutex<Option<RankHandles<C>>> {
+        &self.handles[rank % self.handles.len()]
     }
 
-    pub(super) fn enter(&self, rank: usize, introduction: Introduction<C>) {
-        *open(self.place(rank)) = Some(introduction);
+    pub(super) fn enter(&self, rank: usize, handles: RankHandles<C>) {
+        *open(self.place(rank)) = Some(handles);
     }
 
     pub(super) fn leave(&self, rank: usize) {
@@ -101,7 +101,7 @@ impl<C> Hall<C> {
 
     /// Whether all ranks are present.
     pub(super) fn is_full(&self) -> bool {
-        self.introductions.iter().all(|place| open(place).is_some())
+        self.handles.iter().all(|place| open(place).is_some())
     }
 
     /// On rank 0, publishes the next plan and clears an earlier refusal.
@@ -123,9 +123,9 @@ impl<C> Hall<C> {
     }
 }
 
-impl<C: Clone> Hall<C> {
+impl<C: Clone> Rendezvous<C> {
     /// The entries of `ranks` ranks, which are all present.
-    pub(super) fn introductions(&self, ranks: usize) -> Vec<Introduction<C>> {
+    pub(super) fn handles(&self, ranks: usize) -> Vec<RankHandles<C>> {
         (0..ranks).filter_map(|rank| open(self.place(rank)).clone()).collect()
     }
 }
@@ -174,14 +174,14 @@ mod tests {
 
     #[test]
     fn the_first_refusal_is_told_until_another_plan_is_announced() {
-        let hall: Hall<()> = Hall::new(2);
-        assert!(hall.refusal().is_none() && !hall.is_full());
-        hall.refuse(1, "no memory".into());
-        hall.refuse(0, "none here either".into());
-        assert_eq!(hall.refusal(), Some((1, "no memory".into())));
+        let rendezvous: Rendezvous<()> = Rendezvous::new(2);
+        assert!(rendezvous.refusal().is_none() && !rendezvous.is_full());
+        rendezvous.refuse(1, "no memory".into());
+        rendezvous.refuse(0, "none here either".into());
+        assert_eq!(rendezvous.refusal(), Some((1, "no memory".into())));
         let settings = crate::config::settings::Settings::demo();
         let machine = crate::planner::machine::Machine::cpu(1);
-        hall.announce(Plan::new(&settings, &crate::model::shape::ModelShape::demo(), &machine, false).unwrap());
-        assert!(hall.refusal().is_none() && hall.announced().is_some());
+        rendezvous.announce(Plan::new(&settings, &crate::model::shape::ModelShape::demo(), &machine, false).unwrap());
+        assert!(rendezvous.refusal().is_none() && rendezvous.announced().is_some());
     }
 }

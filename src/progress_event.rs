@@ -1,7 +1,7 @@
 //! Progress messages of a long preparation.
 
 /// A progress message.
-pub enum News<'a> {
+pub enum ProgressEvent<'a> {
     /// A line for people.
     Note(&'a str),
     /// A line for people: something is not as it should be.

@@ -20,19 +20,19 @@ const LINGER: Duration = Duration::from_secs(1);
 const PIECE_BYTES: usize = 16 << 10;
 
 /// A control connection that is polled without blocking.
-pub(super) struct ControlLine {
+pub(super) struct ControlConnection {
     connection: SealedConnection,
     /// Time of the last complete message received. `said` is the time of the last one sent.
-    heard: Instant,
-    said: Instant,
+    last_received: Instant,
+    last_sent: Instant,
 }
 
-impl ControlLine {
+impl ControlConnection {
     /// # Errors
     /// Errors of the system.
     pub(super) fn new(connection: SealedConnection) -> io::Result<Self> {
         connection.stream.set_nonblocking(true)?;
-        Ok(Self { connection, heard: Instant::now(), said: Instant::now() })
+        Ok(Self { connection, last_received: Instant::now(), last_sent: Instant::now() })
     }
 
     /// The next complete message that is not a heartbeat, or `None` if none has arrived. Also sends a heartbeat if one is due.
@@ -41,18 +41,18 @@ impl ControlLine {
     /// Errors of the connection: `UnexpectedEof` when it is closed, `TimedOut` when the peer is silent, `InvalidData` for a damaged
     /// message.
     pub(super) fn next(&mut self) -> io::Result<Option<Notice>> {
-        if self.said.elapsed() >= BEAT {
-            self.say(&Notice::new(Topic::Alive, &[]))?;
+        if self.last_sent.elapsed() >= BEAT {
+            self.send(&Notice::new(Topic::Alive, &[]))?;
         }
         loop {
             while let Some(notice) = self.parse()? {
-                self.heard = Instant::now();
+                self.last_received = Instant::now();
                 if notice.topic != Topic::Alive {
                     return Ok(Some(notice));
                 }
             }
             if !self.read()? {
-                let silent = self.heard.elapsed() > SILENCE;
+                let silent = self.last_received.elapsed() > SILENCE;
                 let error = || io::Error::new(ErrorKind::TimedOut, format!("nothing was heard of it for {} s", SILENCE.as_secs()));
                 return if silent { Err(error()) } else { Ok(None) };
             }
@@ -60,8 +60,8 @@ impl ControlLine {
     }
 
     /// Time of the last complete message.
-    pub(super) fn heard(&self) -> Instant {
-        self.heard
+    pub(super) fn last_received(&self) -> Instant {
+        self.last_received
     }
 
     /// Removes the first message from the bytes received, if it is complete.
@@ -98,12 +98,12 @@ impl ControlLine {
     ///
     /// # Errors
     /// Errors of the connection.
-    pub(super) fn say(&mut self, notice: &Notice) -> io::Result<()> {
+    pub(super) fn send(&mut self, notice: &Notice) -> io::Result<()> {
         let SealedConnection { stream, out, .. } = &mut self.connection;
         stream.set_nonblocking(false)?;
         within(stream, SAY_PATIENCE, |stream| notice.write(stream, out))?;
         stream.set_nonblocking(true)?;
-        self.said = Instant::now();
+        self.last_sent = Instant::now();
         Ok(())
     }
 
@@ -138,10 +138,10 @@ mod tests {
     use std::io::Write;
     use std::net::TcpListener;
 
-    fn line() -> (ControlLine, TcpStream) {
+    fn line() -> (ControlConnection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (ControlLine::new(SealedConnection::bare(one)).unwrap(), listener.accept().unwrap().0)
+        (ControlConnection::new(SealedConnection::bare(one)).unwrap(), listener.accept().unwrap().0)
     }
 
     fn within_a_moment<T>(mut look: impl FnMut() -> Option<T>) -> T {
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn messages_come_whole_whatever_pieces_they_come_in_and_the_rest_is_kept() {
         let ((mut line, mut other), mut seal, mut wire) = (line(), Seal::default(), Vec::new());
-        let long = Notice::new(Topic::Agreement, &[]).saying(&"x".repeat(3 * PIECE_BYTES));
+        let long = Notice::new(Topic::Agreement, &[]).with_text(&"x".repeat(3 * PIECE_BYTES));
         for notice in [&long, &Notice::new(Topic::Alive, &[]), &Notice::new(Topic::Begin, &[])] {
             notice.write(&mut wire, &mut seal).unwrap();
         }
@@ -180,7 +180,7 @@ mod tests {
     fn the_last_message_outlives_unread_bytes_of_the_peer() {
         let (mut line, mut other) = line();
         let last = Notice::new(Topic::Stop, &[]);
-        line.say(&last).unwrap();
+        line.send(&last).unwrap();
         other.write_all(&[0; 1000]).unwrap();
         std::thread::sleep(Duration::from_millis(50));
         let closing = std::thread::spawn(|| line.close_after_last_message());
@@ -198,7 +198,7 @@ mod tests {
         drop(closes);
         assert_eq!(within_a_moment(|| closed.next().err()).kind(), ErrorKind::UnexpectedEof);
         let (mut seal, mut long, begin) = (Seal::default(), Vec::new(), Instant::now());
-        Notice::new(Topic::Agreement, &[]).saying(&"x".repeat(1000)).write(&mut long, &mut Seal::default()).unwrap();
+        Notice::new(Topic::Agreement, &[]).with_text(&"x".repeat(1000)).write(&mut long, &mut Seal::default()).unwrap();
         let mut bytes = long.into_iter();
         let mut gone = [false; 2];
         while gone != [true; 2] {

@@ -6,26 +6,26 @@
 //! before the preceding module. The order in which a pool finishes has no influence. Gradients of shares go from each rank to each rank of
 //! the other processes. Sums of groups and weights go to the inter-node peers only, from which the other local ranks pull weights.
 
-use super::hall::RankMemory;
+use super::rendezvous::RankMemory;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Peers, Stream, Swap};
 use crate::error::Result;
-use crate::ranks::RailKey;
+use crate::ranks::NcclUniqueId;
 use std::ops::Range;
 use std::path::PathBuf;
 
 /// Kind of an exchange, for the hash of exchanges.
 #[derive(Clone, Copy)]
-enum Passed {
+enum ExchangeKind {
     Gradients = 1,
     Weights = 2,
 }
 
 /// The NCCL transport of one rank.
-pub(super) struct Rails {
+pub(super) struct NcclTransport {
     slices: Slices,
     /// The local ranks.
-    mates: Range<usize>,
+    local_ranks: Range<usize>,
     /// Gradients are sums of groups, and go to inter-node peers only.
     is_grouped: bool,
     /// Location of this rank's gradients and weights on the device.
@@ -34,12 +34,12 @@ pub(super) struct Rails {
     passed: u64,
     /// End of the last exchange, on both sides.
     last: EventId,
-    key: RailKey,
+    key: NcclUniqueId,
     /// Folders to search for the NCCL library.
     libraries: Vec<PathBuf>,
 }
 
-impl Rails {
+impl NcclTransport {
     /// A transport to the devices that connect with the same `key`.
     ///
     /// # Errors
@@ -47,10 +47,10 @@ impl Rails {
     pub(super) fn new<D: Device>(
         dev: &mut D,
         slices: &Slices,
-        (mates, is_grouped): (Range<usize>, bool),
-        (key, libraries): (RailKey, Vec<PathBuf>),
+        (local_ranks, is_grouped): (Range<usize>, bool),
+        (key, libraries): (NcclUniqueId, Vec<PathBuf>),
     ) -> Result<Self> {
-        Ok(Self { slices: slices.clone(), mates, is_grouped, memory: None, passed: 0, last: dev.event()?, key, libraries })
+        Ok(Self { slices: slices.clone(), local_ranks, is_grouped, memory: None, passed: 0, last: dev.event()?, key, libraries })
     }
 
     /// Whether the last exchange that this rank has entered is complete.
@@ -66,7 +66,7 @@ impl Rails {
     pub(super) fn connect<D: Peers>(&mut self, dev: &mut D, memory: DeviceSlice) -> Result<()> {
         dev.connect(&self.key, &self.libraries)?;
         let (out, into) = (memory.slice(0, 1), memory.slice(1, 1));
-        dev.swap(self.others().map(|peer| Swap { peer, out, into }))?;
+        dev.swap(self.remote_ranks().map(|peer| Swap { peer, out, into }))?;
         dev.record(self.last, Stream::Compute)?;
         dev.synchronize(self.last)
     }
@@ -91,13 +91,13 @@ impl Rails {
         free: EventId,
     ) -> Result<()> {
         let Some(grads) = self.memory.as_ref().map(|memory| memory.grads) else { return Ok(()) };
-        self.note(Passed::Gradients, bucket, round);
+        self.note(ExchangeKind::Gradients, bucket, round);
         dev.wait(Stream::Compute, free)?;
         let swap = |peer: usize| {
             let theirs = self.slices.of(peer, bucket);
             Swap { peer, out: grads.slice(theirs.start, theirs.len()), into: into(peer) }
         };
-        dev.swap(self.others().filter(|peer| !self.is_grouped || self.is_namesake(*peer)).map(swap))?;
+        dev.swap(self.remote_ranks().filter(|peer| !self.is_grouped || self.is_inter_node_peer(*peer)).map(swap))?;
         dev.record(self.last, Stream::Compute)
     }
 
@@ -107,36 +107,36 @@ impl Rails {
     }
 
     /// Exchanges the weights of `bucket` within `flat`, for a version or a fetch. This rank's weights are written after `stepped`;
-    /// `carried` is recorded after the inter-node peers' weights have arrived.
+    /// `relayed` is recorded after the inter-node peers' weights have arrived.
     pub(super) fn swap_weights<D: Peers>(
         &mut self,
         dev: &mut D,
         (bucket, nth): (usize, u64),
         flat: &Range<usize>,
-        [stepped, carried]: [EventId; 2],
+        [stepped, relayed]: [EventId; 2],
     ) -> Result<()> {
-        self.note(Passed::Weights, bucket, nth);
+        self.note(ExchangeKind::Weights, bucket, nth);
         dev.wait(Stream::Compute, stepped)?;
         let (slices, Some(memory)) = (&self.slices, &self.memory) else { return Ok(()) };
         let of = |rank: usize| memory.weights_within(slices, rank, bucket, flat);
         let own = of(slices.rank());
-        dev.swap(self.others().filter(|peer| self.is_namesake(*peer)).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
-        dev.record(carried, Stream::Compute)?;
+        dev.swap(self.remote_ranks().filter(|peer| self.is_inter_node_peer(*peer)).map(|peer| Swap { peer, out: own, into: of(peer) }))?;
+        dev.record(relayed, Stream::Compute)?;
         dev.record(self.last, Stream::Compute)
     }
 
     /// The ranks of other processes.
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let mates = self.mates.clone();
-        (0..self.slices.ranks()).filter(move |rank| !mates.contains(rank))
+    fn remote_ranks(&self) -> impl Iterator<Item = usize> + use<> {
+        let local_ranks = self.local_ranks.clone();
+        (0..self.slices.ranks()).filter(move |rank| !local_ranks.contains(rank))
     }
 
-    fn is_namesake(&self, rank: usize) -> bool {
-        let place = |rank: usize| rank % self.mates.len();
+    fn is_inter_node_peer(&self, rank: usize) -> bool {
+        let place = |rank: usize| rank % self.local_ranks.len();
         place(rank) == place(self.slices.rank())
     }
 
-    fn note(&mut self, what: Passed, bucket: usize, nth: u64) {
+    fn note(&mut self, what: ExchangeKind, bucket: usize, nth: u64) {
         let elems = self.slices.layout().range(bucket).len() as u64;
         for word in [what as u64, bucket as u64, nth, elems] {
             self.passed = (self.passed.rotate_left(7) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -145,5 +145,5 @@ impl Rails {
 }
 
 #[cfg(test)]
-#[path = "rails_tests.rs"]
+#[path = "nccl_transport_tests.rs"]
 mod tests;

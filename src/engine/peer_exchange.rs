@@ -1,5 +1,5 @@
-//! Exchange between several ranks: each rank publishes its recorded events in the progress counters ([`Board`]), and its peers copy from
-//! its memory. Gradients of ranks of other processes arrive by [`Sockets`] (TCP) or [`Rails`] (NCCL). So do weights: a rank exchanges them
+//! Exchange between several ranks: each rank publishes its recorded events in the progress counters ([`ProgressCounters`]), and its peers copy from
+//! its memory. Gradients of ranks of other processes arrive by [`TcpTransport`] (TCP) or [`NcclTransport`] (NCCL). So do weights: a rank exchanges them
 //! with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the other local ranks, which
 //! pull them from it.
 //!
@@ -11,14 +11,14 @@
 //! publishes it, and its peers enqueue a wait only afterwards.
 
 use super::bounce::Sides;
-use super::exchange::{Exchange, Order, Words};
+use super::driver_state::DriverState;
+use super::exchange::{Exchange, Order, OrderWords};
 use super::groups::Addition;
-use super::hall::{Hall, Introduction, RankMemory, check_same_bits};
 use super::handover::Handovers;
-use super::rails::Rails;
+use super::nccl_transport::NcclTransport;
+use super::rendezvous::{RankHandles, RankMemory, Rendezvous, check_same_bits};
 use super::shards::Shards;
-use super::sockets::Sockets;
-use super::vitals::Vitals;
+use super::tcp_transport::TcpTransport;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
@@ -30,9 +30,9 @@ use crate::model::Model;
 use crate::model::sequence::Handover;
 use crate::optim::norm::{self, BLOCK};
 use crate::planner::plan::Plan;
-use crate::ranks::board::{Board, StepOutcome};
-use crate::ranks::links::LanesByRank;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::links::ConnectionsByRank;
+use crate::ranks::progress::{ProgressCounters, StepOutcome};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::ops::Range;
@@ -45,17 +45,17 @@ mod weights;
 const FOLDED_AT_ONCE: usize = 64;
 
 /// The exchange of one of several ranks.
-pub(crate) struct Pulls<C> {
-    seat: Seat,
-    hall: Arc<Hall<C>>,
+pub(crate) struct PeerExchange<C> {
+    context: RankContext,
+    rendezvous: Arc<Rendezvous<C>>,
     /// Connection to ranks of other processes, if there are any.
-    far: Option<Far>,
+    inter_node: Option<InterNode>,
     /// Number of meetings of all ranks between two steps.
     meetings: u64,
     slices: Slices,
     handovers: Handovers,
     /// Rendezvous entries of all ranks, once they are known.
-    peers: Vec<Introduction<C>>,
+    peers: Vec<RankHandles<C>>,
     written: Vec<EventId>,
     /// By bucket: the peers' parts of the sum are pulled, and the sum is computed.
     pulled: Vec<EventId>,
@@ -65,7 +65,7 @@ pub(crate) struct Pulls<C> {
     /// By bucket: the peers' weights have arrived.
     gathered: Vec<EventId>,
     /// By bucket: the weights that this rank relays have arrived; empty with one process.
-    carried: Vec<EventId>,
+    relayed: Vec<EventId>,
     /// Event after the pulls of the last fetch, number of started fetches, and whether the last fetch still awaits weights that this rank
     /// relays.
     fetched: EventId,
@@ -93,7 +93,7 @@ pub(crate) struct Pulls<C> {
     buckets_grouped: u64,
     buckets_swapped: u64,
     buckets_summed: u64,
-    buckets_told: u64,
+    buckets_reported: u64,
     /// Steps with a known outcome.
     steps: u64,
     /// Partial sums of the norm received in this step.
@@ -106,46 +106,55 @@ pub(crate) struct Pulls<C> {
     version: u64,
     settled: Vec<u64>,
     unsettled: usize,
-    uncarried: usize,
+    unrelayed: usize,
     ungathered: usize,
 }
 
 /// Transport of slices to and from ranks of other processes.
-enum Far {
-    Sockets(Box<Sockets>),
-    Rails(Box<Rails>),
+enum InterNode {
+    Tcp(Box<TcpTransport>),
+    Nccl(Box<NcclTransport>),
     /// Nothing is sent: slices of mirrored ranks are pulled like those of local ranks.
     Images,
 }
 
 /// Connection of a rank to its peers.
-pub(crate) enum Reach {
+pub(crate) enum PeerTransport {
     /// All ranks are local.
     Memory,
     /// TCP connections to each rank of another process, through host memory.
-    Lanes(LanesByRank),
+    Tcp(ConnectionsByRank),
     /// NCCL, from device to device.
-    Rail(RailKey),
+    Nccl(NcclUniqueId),
     /// The peers are mirrored ranks; the simulated device stands for their memory.
     Images,
 }
 
-impl Far {
-    fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, mates: Range<usize>, reach: Reach) -> Result<Option<Self>> {
-        Ok(match reach {
-            Reach::Memory => None,
-            Reach::Images => Some(Self::Images),
-            Reach::Lanes(lanes) => Some(Self::Sockets(Box::new(Sockets::new(dev, plan, slices, lanes)?))),
-            Reach::Rail(key) => {
-                Some(Self::Rails(Box::new(Rails::new(dev, slices, (mates, plan.sums_within()), (key, plan.cuda_libraries.clone()))?)))
-            }
+impl InterNode {
+    fn new<D: Device>(
+        dev: &mut D,
+        plan: &Plan,
+        slices: &Slices,
+        local_ranks: Range<usize>,
+        transport: PeerTransport,
+    ) -> Result<Option<Self>> {
+        Ok(match transport {
+            PeerTransport::Memory => None,
+            PeerTransport::Images => Some(Self::Images),
+            PeerTransport::Tcp(connections) => Some(Self::Tcp(Box::new(TcpTransport::new(dev, plan, slices, connections)?))),
+            PeerTransport::Nccl(key) => Some(Self::Nccl(Box::new(NcclTransport::new(
+                dev,
+                slices,
+                (local_ranks, plan.sums_within()),
+                (key, plan.cuda_libraries.clone()),
+            )?))),
         })
     }
 
     fn settle_down(&mut self, memory: &RankMemory) {
         match self {
-            Self::Sockets(sockets) => sockets.settle_down(memory.clone()),
-            Self::Rails(rails) => rails.settle_down(memory.clone()),
+            Self::Tcp(tcp) => tcp.settle_down(memory.clone()),
+            Self::Nccl(nccl) => nccl.settle_down(memory.clone()),
             Self::Images => {}
         }
     }
@@ -174,25 +183,31 @@ impl SliceMemory {
     }
 }
 
-impl<C> Pulls<C> {
+impl<C> PeerExchange<C> {
     /// # Errors
     /// Errors of the device.
-    pub(super) fn new<D: Kernels>(dev: &mut D, plan: &Plan, seat: Seat, hall: Arc<Hall<C>>, reach: Reach) -> Result<Self> {
-        let (count, ranks) = (plan.layout.count(), seat.board.ranks());
-        let slices = Slices::new(plan.layout.clone(), seat.rank, ranks);
+    pub(super) fn new<D: Kernels>(
+        dev: &mut D,
+        plan: &Plan,
+        context: RankContext,
+        rendezvous: Arc<Rendezvous<C>>,
+        transport: PeerTransport,
+    ) -> Result<Self> {
+        let (count, ranks) = (plan.layout.count(), context.progress.ranks());
+        let slices = Slices::new(plan.layout.clone(), context.rank, ranks);
         let mut events = |count| (0..count).map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let [written, gathered, pulled, summed] = [events(count)?, events(count)?, events(count)?, events(count)?];
-        let carried = events(if matches!(reach, Reach::Memory) { 0 } else { count })?;
+        let relayed = events(if matches!(transport, PeerTransport::Memory) { 0 } else { count })?;
         let kept_sums = plan.kept_sums();
         let whole_words = batch::arrays(plan.separates_documents) * plan.batch * plan.seq_length;
         let mut lease = Lease::default();
         Ok(Self {
             own: SliceMemory::take(&mut lease, dev, plan, &slices)?,
-            far: Far::new(dev, plan, &slices, seat.board.mates(), reach)?,
+            inter_node: InterNode::new(dev, plan, &slices, context.progress.local_ranks(), transport)?,
             lease,
             written,
             gathered,
-            carried,
+            relayed: relayed,
             pulled,
             last_summed: summed[0],
             summed,
@@ -208,14 +223,14 @@ impl<C> Pulls<C> {
             per_share: plan.micro_batches_of_share(),
             sequence_ranks: plan.sequence_ranks,
             batch_words: plan.batch_words(),
-            room: if seat.rank == 0 { vec![0; whole_words] } else { Vec::new() },
-            handovers: Handovers::new(dev, seat.rank, plan.sequence_ranks)?,
+            room: if context.rank == 0 { vec![0; whole_words] } else { Vec::new() },
+            handovers: Handovers::new(dev, context.rank, plan.sequence_ranks)?,
             peers: Vec::new(),
             buckets_written: 0,
             buckets_grouped: 0,
             buckets_swapped: 0,
             buckets_summed: 0,
-            buckets_told: 0,
+            buckets_reported: 0,
             steps: 0,
             partials: 0,
             norm_sq: NormSq(0.0),
@@ -223,11 +238,11 @@ impl<C> Pulls<C> {
             version: 0,
             settled: vec![0; count],
             unsettled: 0,
-            uncarried: 0,
+            unrelayed: 0,
             ungathered: 0,
             slices,
-            seat,
-            hall,
+            context,
+            rendezvous: rendezvous,
             meetings: 0,
         })
     }
@@ -236,30 +251,30 @@ impl<C> Pulls<C> {
         self.written.len() as u64
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> + use<C> {
-        let own = self.seat.rank;
-        (0..self.seat.board.ranks()).filter(move |rank| *rank != own)
+    fn peers(&self) -> impl Iterator<Item = usize> + use<C> {
+        let own = self.context.rank;
+        (0..self.context.progress.ranks()).filter(move |rank| *rank != own)
     }
 
     /// The local rank that receives the weights of `owner` first.
-    fn carrier(&self, owner: usize) -> usize {
-        let mates = self.seat.board.mates();
-        mates.start + owner % mates.len()
+    fn relay_of(&self, owner: usize) -> usize {
+        let local_ranks = self.context.progress.local_ranks();
+        local_ranks.start + owner % local_ranks.len()
     }
 
     /// The rank that computes a part of a step's micro-batches, and the part's index on that rank. Shares of the same micro-batches are
     /// consecutive.
-    fn share_out(&self, part: usize) -> (usize, usize) {
+    fn part_of_rank(&self, part: usize) -> (usize, usize) {
         let (micro_batch, place) = (part / self.sequence_ranks, part % self.sequence_ranks);
         let (share, within) = (micro_batch / self.per_share * self.sequence_ranks + place, micro_batch % self.per_share);
-        let ranks = self.seat.board.ranks();
+        let ranks = self.context.progress.ranks();
         (share % ranks, share / ranks * self.per_share + within)
     }
 
     /// The part at index `place` of this rank's memory.
     fn part_at(&self, place: usize) -> usize {
         let (round, within) = (place / self.per_share, place % self.per_share);
-        let share = round * self.seat.board.ranks() + self.seat.rank;
+        let share = round * self.context.progress.ranks() + self.context.rank;
         let micro_batch = share / self.sequence_ranks * self.per_share + within;
         micro_batch * self.sequence_ranks + share % self.sequence_ranks
     }
@@ -267,34 +282,34 @@ impl<C> Pulls<C> {
     /// Waits for progress counters outside of a step's event loop.
     fn wait_until(&self, ready: impl Fn() -> bool) -> Result<()> {
         while !ready() {
-            self.seat.check()?;
-            if !self.seat.pass_idle()? {
-                self.seat.board.bell(self.seat.rank).wait_until(|| ready() || self.seat.board.has_failed());
+            self.context.check()?;
+            if !self.context.pass_idle()? {
+                self.context.progress.bell(self.context.rank).wait_until(|| ready() || self.context.progress.has_failed());
             }
         }
-        self.seat.check()
+        self.context.check()
     }
 
     /// Like `wait_until`, but keeps sending and receiving slices for peers meanwhile.
-    fn wait_serving<D: Device>(&mut self, dev: &mut D, ready: impl Fn(&Board) -> bool) -> Result<()> {
-        let board = self.seat.board.clone();
-        if self.far.is_none() {
-            return self.wait_until(|| ready(&board));
+    fn wait_serving<D: Device>(&mut self, dev: &mut D, ready: impl Fn(&ProgressCounters) -> bool) -> Result<()> {
+        let progress = self.context.progress.clone();
+        if self.inter_node.is_none() {
+            return self.wait_until(|| ready(&progress));
         }
-        let bell = board.bell(self.seat.rank);
+        let bell = progress.bell(self.context.rank);
         loop {
             let rung = bell.rings();
-            self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
-            self.seat.check()?;
-            if ready(&board) {
+            self.tcp().map_or(Ok(()), |inter_node| inter_node.serve(dev))?;
+            self.context.check()?;
+            if ready(&progress) {
                 return Ok(());
             }
             // The doorbell rings for everything that arrives from peers. Copies of this device do not ring it on every device, so it is
             // polled while they are pending.
-            let is_quiet = match &self.far {
-                Some(Far::Sockets(far)) => far.is_quiet(),
-                Some(Far::Rails(rails)) => rails.is_quiet(dev)?,
-                Some(Far::Images) | None => true,
+            let is_quiet = match &self.inter_node {
+                Some(InterNode::Tcp(inter_node)) => inter_node.is_quiet(),
+                Some(InterNode::Nccl(nccl)) => nccl.is_quiet(dev)?,
+                Some(InterNode::Images) | None => true,
             };
             if is_quiet || !dev.idle()? {
                 bell.wait(rung);
@@ -302,19 +317,19 @@ impl<C> Pulls<C> {
         }
     }
 
-    fn sockets(&mut self) -> Option<&mut Sockets> {
-        if let Some(Far::Sockets(sockets)) = &mut self.far { Some(sockets) } else { None }
+    fn tcp(&mut self) -> Option<&mut TcpTransport> {
+        if let Some(InterNode::Tcp(tcp)) = &mut self.inter_node { Some(tcp) } else { None }
     }
 
     /// Waits until all ranks have arrived, between two steps.
-    pub(super) fn meet_others(&mut self) -> Result<()> {
+    pub(super) fn meet_peers(&mut self) -> Result<()> {
         self.meetings += 1;
-        self.seat.board.publish_met(self.seat.rank);
-        self.wait_until(|| self.seat.board.all_met(self.meetings))
+        self.context.progress.publish_met(self.context.rank);
+        self.wait_until(|| self.context.progress.all_met(self.meetings))
     }
 }
 
-impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
+impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
     fn sums_on(&self) -> Stream {
         Stream::Reduce
     }
@@ -324,21 +339,21 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn announce(&mut self, plan: &Plan) {
-        if self.seat.rank == 0 {
-            self.hall.announce(plan.clone());
+        if self.context.rank == 0 {
+            self.rendezvous.announce(plan.clone());
         }
     }
 
     fn leave(&mut self, dev: &mut D) -> Result<()> {
-        self.hall.leave(self.seat.rank);
+        self.rendezvous.leave(self.context.rank);
         self.peers.clear();
         dev.leave()?;
-        self.meet_others()?;
-        dev.take_back()
+        self.meet_peers()?;
+        dev.reclaim()
     }
 
     fn rearrange(&mut self, (dev, _): Sides<'_, D>, layout: &BucketLayout) -> Result<()> {
-        self.slices = Slices::new(layout.clone(), self.seat.rank, self.seat.board.ranks());
+        self.slices = Slices::new(layout.clone(), self.context.rank, self.context.progress.ranks());
         self.lease.give_back_device(dev)
     }
 
@@ -348,48 +363,61 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn agree(&mut self, refusal: Option<Error>) -> Result<Option<Error>> {
-        refusal.iter().for_each(|why| self.hall.refuse(self.seat.rank, why.to_string()));
-        self.meet_others()?;
-        Ok(self.hall.refusal().map(|(rank, why)| self.seat.board.error_of(rank, why)))
+        refusal.iter().for_each(|why| self.rendezvous.refuse(self.context.rank, why.to_string()));
+        self.meet_peers()?;
+        Ok(self.rendezvous.refusal().map(|(rank, why)| self.context.progress.error_of(rank, why)))
     }
 
-    fn introduce(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) {
+    fn introduce(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, driver_state: &Arc<DriverState>) {
         let memory = RankMemory { shards: self.own.shards.clone(), ..memory };
-        self.far.iter_mut().for_each(|far| far.settle_down(&memory));
-        let (card, products) = (dev.card(), dev.product_algorithms());
-        let (written, pulled, vitals) = (self.written.clone(), self.pulled.clone(), vitals.clone());
-        let (carried, fetched, handed) = (self.carried.clone(), self.fetched, self.handovers.events());
-        self.hall
-            .enter(self.seat.rank, Introduction { card, memory, written, pulled, stepped, carried, fetched, handed, vitals, products });
+        self.inter_node.iter_mut().for_each(|inter_node| inter_node.settle_down(&memory));
+        let (peer_handle, products) = (dev.peer_handle(), dev.product_algorithms());
+        let (written, pulled, driver_state) = (self.written.clone(), self.pulled.clone(), driver_state.clone());
+        let (relayed, fetched, handed) = (self.relayed.clone(), self.fetched, self.handovers.events());
+        self.rendezvous.enter(
+            self.context.rank,
+            RankHandles {
+                device: peer_handle,
+                memory,
+                written,
+                pulled,
+                stepped,
+                relayed: relayed,
+                fetched,
+                handed,
+                driver: driver_state,
+                products,
+            },
+        );
     }
 
-    fn greet(&mut self, dev: &mut D) -> Result<()> {
-        self.peers = self.hall.introductions(self.seat.board.ranks());
-        check_same_bits(&self.peers[self.seat.rank].products, &self.peers[0].products)?;
-        dev.admit(self.seat.clone(), self.peers.iter().map(|peer| peer.card.clone()).collect())
+    fn exchange_handles(&mut self, dev: &mut D) -> Result<()> {
+        self.peers = self.rendezvous.handles(self.context.progress.ranks());
+        check_same_bits(&self.peers[self.context.rank].products, &self.peers[0].products)?;
+        dev.admit(self.context.clone(), self.peers.iter().map(|peer| peer.device.clone()).collect())
     }
 
     fn connect(&mut self, dev: &mut D) -> Result<()> {
-        if self.far.is_none() {
+        if self.inter_node.is_none() {
             return Ok(());
         }
-        self.meet_others()?;
-        let Some(Far::Rails(rails)) = &mut self.far else { return Ok(()) };
-        rails.connect(dev, self.staging)
+        self.meet_peers()?;
+        let Some(InterNode::Nccl(nccl)) = &mut self.inter_node else { return Ok(()) };
+        nccl.connect(dev, self.staging)
     }
 
-    fn meet_again(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, vitals: &Arc<Vitals>) -> Result<()> {
-        Exchange::introduce(self, dev, memory, stepped, vitals);
-        self.meet_others()?;
-        Exchange::greet(self, dev)
+    fn meet_again(&mut self, dev: &mut D, memory: RankMemory, stepped: Vec<EventId>, driver_state: &Arc<DriverState>) -> Result<()> {
+        Exchange::introduce(self, dev, memory, stepped, driver_state);
+        self.meet_peers()?;
+        Exchange::exchange_handles(self, dev)
     }
 
     fn hand_over(&mut self, dev: &mut D) -> Result<()> {
-        self.handovers.publish(dev, &self.seat)
+        self.handovers.publish(dev, &self.context)
     }
 
     fn is_handed_over(&self) -> bool {
-        self.handovers.is_there(&self.seat.board)
+        self.handovers.is_there(&self.context.progress)
     }
 
     fn take_over(&mut self, dev: &mut D, model: &Model, what: (Handover, usize)) -> Result<()> {
@@ -400,21 +428,21 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         let written = self.written[bucket];
         let round = self.buckets_written / self.buckets();
         dev.record(written, Stream::Compute)?;
-        if let Some(far) = self.flat_sockets() {
-            far.send_grads(dev, bucket, round, written)?;
+        if let Some(inter_node) = self.flat_sockets() {
+            inter_node.send_grads(dev, bucket, round, written)?;
         }
         self.buckets_written += 1;
-        self.seat.board.publish_written(self.seat.rank);
-        self.seat.pass()?;
+        self.context.progress.publish_written(self.context.rank);
+        self.context.pass()?;
         self.swap_written(dev, grads).map(|()| false)
     }
 
     fn poll(&mut self, dev: &mut D, grads: DeviceSlice) -> Result<Option<usize>> {
         // A rank that waited here for a failed peer would wait forever.
-        self.seat.check()?;
+        self.context.check()?;
         self.group_written(dev, grads, self.buckets_written)?;
         loop {
-            if self.buckets_told == self.buckets_summed {
+            if self.buckets_reported == self.buckets_summed {
                 // Leaves the host free for other work while the device is far behind.
                 let is_next = self.buckets_summed < self.buckets_written && self.has_parts(dev)? && dev.has_room(Stream::Reduce)?;
                 if !is_next {
@@ -422,8 +450,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
                 }
                 self.sum_next(dev, grads)?;
             }
-            let (bucket, round) = self.place_of(self.buckets_told);
-            self.buckets_told += 1;
+            let (bucket, round) = self.place_of(self.buckets_reported);
+            self.buckets_reported += 1;
             if round + 1 == self.rounds {
                 return Ok(Some(bucket));
             }
@@ -431,24 +459,24 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn is_summed(&self) -> bool {
-        self.buckets_told == self.buckets_written
+        self.buckets_reported == self.buckets_written
     }
 
     fn may_overwrite(&mut self, dev: &mut D, bucket: usize) -> Result<bool> {
         let before_round = self.buckets_written.saturating_sub(1) / self.buckets() * self.buckets();
         let needed = before_round + bucket as u64 + 1;
-        if self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {
+        if self.buckets_summed < needed || !self.context.progress.all_pulled(needed) {
             return Ok(false);
         }
         // Exchanges over NCCL are already enqueued before any later work. Sockets are asked last, because they enqueue a wait once
         // everything has left.
-        if !self.sockets().map_or(Ok(true), |far| far.may_overwrite(dev))? {
+        if !self.tcp().map_or(Ok(true), |inter_node| inter_node.may_overwrite(dev))? {
             return Ok(false);
         }
         // Waits for this bucket and those before it, but not for later sums.
         dev.wait(Stream::Compute, self.summed[bucket])?;
-        let mut mates = self.seat.board.mates().filter(|mate| *mate != self.seat.rank);
-        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
+        let mut local_ranks = self.context.progress.local_ranks().filter(|mate| *mate != self.context.rank);
+        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;
         Ok(true)
     }
 
@@ -464,36 +492,36 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         let mut rest = partials;
         for (flat, _) in self.slices.pieces(local) {
             let (these, others) = rest.split_at(flat.len() / BLOCK);
-            self.seat.board.write_partials(flat.start / BLOCK, these);
+            self.context.progress.write_partials(flat.start / BLOCK, these);
             rest = others;
         }
         self.partials += partials.len();
-        self.seat.board.publish_partials(self.seat.rank, partials.len());
+        self.context.progress.publish_partials(self.context.rank, partials.len());
     }
 
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]) {
-        <Self as Exchange<D>>::tell_losses(self, losses);
-        self.seat.board.publish_report(self.seat.rank, nonfinite, step);
+        <Self as Exchange<D>>::publish_losses(self, losses);
+        self.context.progress.publish_report(self.context.rank, nonfinite, step);
     }
 
-    fn tell_losses(&mut self, losses: &[f32]) {
-        let (rank, ranks) = (self.seat.rank, self.seat.board.ranks());
-        losses.iter().enumerate().for_each(|(round, &loss)| self.seat.board.write_loss(round * ranks + rank, loss));
+    fn publish_losses(&mut self, losses: &[f32]) {
+        let (rank, ranks) = (self.context.rank, self.context.progress.ranks());
+        losses.iter().enumerate().for_each(|(round, &loss)| self.context.progress.write_loss(round * ranks + rank, loss));
     }
 
     fn losses(&self) -> f64 {
-        self.seat.board.losses()
+        self.context.progress.losses()
     }
 
     fn outcome(&mut self, step: u64) -> Option<StepOutcome> {
-        if self.seat.rank == 0 && self.seat.board.outcome(step).is_none() {
+        if self.context.rank == 0 && self.context.progress.outcome(step).is_none() {
             self.fold();
             let is_whole = self.folded.0 == self.slices.layout().count();
-            if let Some((nonfinite, loss)) = self.seat.board.reports(step).filter(|_| is_whole) {
-                self.seat.board.publish_outcome(step, StepOutcome { norm_sq: self.norm_sq.0, nonfinite, loss });
+            if let Some((nonfinite, loss)) = self.context.progress.reports(step).filter(|_| is_whole) {
+                self.context.progress.publish_outcome(step, StepOutcome { norm_sq: self.norm_sq.0, nonfinite, loss });
             }
         }
-        let outcome = self.seat.board.outcome(step)?;
+        let outcome = self.context.progress.outcome(step)?;
         (self.steps, self.partials, self.norm_sq, self.folded) = (self.steps + 1, 0, NormSq(0.0), (0, 0));
         Some(outcome)
     }
@@ -502,8 +530,8 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
         assert_eq!(self.ungathered, 0, "weights became others before the last had come");
         self.version += 1;
         let count = self.settled.len();
-        (self.unsettled, self.uncarried, self.ungathered) = (count, count, count);
-        self.sockets().into_iter().for_each(Sockets::next_version);
+        (self.unsettled, self.unrelayed, self.ungathered) = (count, count, count);
+        self.tcp().into_iter().for_each(TcpTransport::next_version);
     }
 
     fn is_owing(&self) -> bool {
@@ -517,20 +545,20 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     fn settle(&mut self, bucket: usize) {
         self.settled[bucket] = self.version;
         self.unsettled -= 1;
-        let stepped = self.peers[self.seat.rank].stepped[bucket];
-        self.sockets().into_iter().for_each(|far| far.send_weights(bucket, stepped));
-        self.seat.board.publish_settled(self.seat.rank, bucket, self.version);
+        let stepped = self.peers[self.context.rank].stepped[bucket];
+        self.tcp().into_iter().for_each(|inter_node| inter_node.send_weights(bucket, stepped));
+        self.context.progress.publish_settled(self.context.rank, bucket, self.version);
     }
 
     fn gather(&mut self, dev: &mut D, weights: DeviceSlice) -> Result<bool> {
-        self.sockets().map_or(Ok(()), |far| far.serve(dev))?;
+        self.tcp().map_or(Ok(()), |inter_node| inter_node.serve(dev))?;
         self.take_in(dev)?;
         self.take_images(dev)?;
         self.pull_settled(dev, weights)
     }
 
     fn to_swap(&self, bucket: usize) -> Range<usize> {
-        if matches!(self.far, Some(Far::Rails(_))) { bucket..self.uncarried.max(bucket) } else { 0..0 }
+        if matches!(self.inter_node, Some(InterNode::Nccl(_))) { bucket..self.unrelayed.max(bucket) } else { 0..0 }
     }
 
     fn swap_weights(&mut self, dev: &mut D, bucket: usize) -> Result<()> {
@@ -543,7 +571,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn swapped(&self) -> u64 {
-        if let Some(Far::Rails(rails)) = &self.far { rails.passed() } else { 0 }
+        if let Some(InterNode::Nccl(nccl)) = &self.inter_node { nccl.passed() } else { 0 }
     }
 
     fn own_weights(&self, weights: DeviceSlice, flat: &Range<usize>, local: usize) -> DeviceSlice {
@@ -551,7 +579,7 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn fetches_ahead(&self) -> bool {
-        self.own.shards.come_with_fetches() && matches!(self.far, Some(Far::Rails(_)))
+        self.own.shards.come_with_fetches() && matches!(self.inter_node, Some(InterNode::Nccl(_)))
     }
 
     fn bring(&mut self, dev: &mut D, flat: &Range<usize>) -> Result<bool> {
@@ -563,17 +591,17 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn fetch(&mut self, dev: &mut D, weights: DeviceSlice, flat: Range<usize>) -> Result<()> {
-        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.seat.rank);
+        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.context.rank);
         buckets.try_for_each(|bucket| self.pull_weights(dev, Stream::Gather, weights, (bucket, flat.clone()), |rank| rank != own))?;
         if self.own.shards.come_with_fetches() {
             dev.record(self.fetched, Stream::Gather)?;
-            self.seat.board.publish_fetched(self.seat.rank);
+            self.context.progress.publish_fetched(self.context.rank);
         }
         Ok(())
     }
 
     fn place_own(&self, dev: &mut D, weights: DeviceSlice, flat: &Range<usize>) -> Result<()> {
-        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.seat.rank);
+        let (mut buckets, own) = (self.slices.layout().overlapping(flat.clone()), self.context.rank);
         buckets.try_for_each(|bucket| self.pull_weights(dev, Stream::Compute, weights, (bucket, flat.clone()), |rank| rank == own))
     }
 
@@ -586,17 +614,17 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn check(&self) -> Result<()> {
-        self.seat.check()
+        self.context.check()
     }
 
-    fn blame(&self, error: Error) -> Error {
-        self.seat.blame(error)
+    fn attribute(&self, error: Error) -> Error {
+        self.context.attribute(error)
     }
 
-    fn watched(&self, _: Arc<Vitals>) -> Watched {
+    fn watched(&self, _: Arc<DriverState>) -> Watched {
         // The driver state of ranks of other processes is not known here; their publications are in the progress counters.
-        let known = self.peers.iter().take(self.seat.board.mates().len());
-        Watched { ranks: known.map(|peer| peer.vitals.clone()).collect(), board: Some(self.seat.board.clone()) }
+        let known = self.peers.iter().take(self.context.progress.local_ranks().len());
+        Watched { ranks: known.map(|peer| peer.driver.clone()).collect(), progress: Some(self.context.progress.clone()) }
     }
 
     fn waited_ns(&self, dev: &D) -> u64 {
@@ -604,74 +632,74 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn published_ns(&self) -> u64 {
-        self.seat.board.published_ns(self.seat.rank)
+        self.context.progress.published_ns(self.context.rank)
     }
 
     fn publish_amounts(&self, amounts: &mut dyn Iterator<Item = u64>) {
-        self.seat.board.write_amounts(self.seat.rank, amounts);
+        self.context.progress.write_amounts(self.context.rank, amounts);
     }
 
     fn amounts_of(&self, rank: usize, amounts: &mut dyn Iterator<Item = &mut u64>) {
-        amounts.zip(self.seat.board.amounts(rank)).for_each(|(place, amount)| *place = amount);
+        amounts.zip(self.context.progress.amounts(rank)).for_each(|(place, amount)| *place = amount);
     }
 
     fn publish_expert_rows(&self, rows: &[u64]) {
-        self.seat.board.write_expert_rows(self.seat.rank, rows);
+        self.context.progress.write_expert_rows(self.context.rank, rows);
     }
 
     fn add_expert_rows(&self, rank: usize, rows: &mut [u64]) {
-        rows.iter_mut().zip(self.seat.board.expert_rows(rank)).for_each(|(rows, others)| *rows = rows.saturating_add(others));
+        rows.iter_mut().zip(self.context.progress.expert_rows(rank)).for_each(|(rows, others)| *rows = rows.saturating_add(others));
     }
 
     fn publish_tracks(&self, tracks: Vec<Recorder>) {
-        self.seat.board.publish_tracks(self.seat.rank, self.named(tracks));
+        self.context.progress.publish_tracks(self.context.rank, self.named(tracks));
     }
 
     fn all_tracks(&self, own: Vec<Recorder>) -> Vec<Recorder> {
         let mut all = self.named(own);
-        self.others().for_each(|rank| all.extend_from_slice(self.seat.board.tracks(rank)));
+        self.peers().for_each(|rank| all.extend_from_slice(self.context.progress.tracks(rank)));
         all
     }
 
     fn pass(&self) -> Result<()> {
-        self.seat.pass()
+        self.context.pass()
     }
 
     fn pass_idle(&self) -> Result<()> {
-        self.seat.pass_idle().map(|_| ())
+        self.context.pass_idle().map(|_| ())
     }
 
-    fn lead(&mut self, dev: &mut D, order: Order, words: Words) -> Result<()> {
-        if self.seat.rank > 0 {
+    fn give_order(&mut self, dev: &mut D, order: Order, words: OrderWords) -> Result<()> {
+        if self.context.rank > 0 {
             return Ok(());
         }
-        self.wait_serving(dev, Board::all_done)?;
-        self.seat.board.give_order(order as u64, words);
+        self.wait_serving(dev, ProgressCounters::all_done)?;
+        self.context.progress.give_order(order as u64, words);
         Ok(())
     }
 
     fn await_done(&mut self, dev: &mut D) -> Result<()> {
-        if self.seat.rank > 0 { Ok(()) } else { self.wait_serving(dev, Board::all_done) }
+        if self.context.rank > 0 { Ok(()) } else { self.wait_serving(dev, ProgressCounters::all_done) }
     }
 
-    fn next_order(&mut self, dev: &mut D, seen: u64) -> Result<(Order, Words)> {
-        self.wait_serving(dev, |board| board.next_order(seen).is_some())?;
-        let (number, words) = self.seat.board.next_order(seen).expect("just seen");
+    fn next_order(&mut self, dev: &mut D, seen: u64) -> Result<(Order, OrderWords)> {
+        self.wait_serving(dev, |progress| progress.next_order(seen).is_some())?;
+        let (number, words) = self.context.progress.next_order(seen).expect("just seen");
         let order = Order::of(number).ok_or_else(|| Error::resource("follow process 0", format!("there is no order {number}")))?;
         Ok((order, words))
     }
 
-    fn obeyed(&self) {
-        self.seat.board.publish_done(self.seat.rank);
+    fn publish_done(&self) {
+        self.context.progress.publish_done(self.context.rank);
     }
 
     fn announced(&self) -> Option<Plan> {
-        self.hall.announced()
+        self.rendezvous.announced()
     }
 
     fn place(&self, part: usize) -> Option<usize> {
-        let (rank, place) = self.share_out(part);
-        (rank == self.seat.rank).then_some(place)
+        let (rank, place) = self.part_of_rank(part);
+        (rank == self.context.rank).then_some(place)
     }
 
     fn room(&mut self) -> Vec<i32> {
@@ -683,51 +711,51 @@ impl<D: Kernels + Peers> Exchange<D> for Pulls<D::Card> {
     }
 
     fn send_part(&mut self, part: usize, words: &mut dyn Iterator<Item = &[i32]>) {
-        self.seat.board.post(self.seat.rank, part * self.batch_words, words.flatten().map(|&word| word as u32));
+        self.context.progress.post(self.context.rank, part * self.batch_words, words.flatten().map(|&word| word as u32));
     }
 
     fn sent_batch(&self, place: usize, memory: &mut [i32]) {
         let start = self.part_at(place) * self.batch_words;
-        if self.seat.rank > 0 {
-            memory.iter_mut().zip(self.seat.board.mail(start)).for_each(|(place, word)| *place = word as i32);
+        if self.context.rank > 0 {
+            memory.iter_mut().zip(self.context.progress.mail(start)).for_each(|(place, word)| *place = word as i32);
         }
     }
 
     fn post(&self, start: usize, words: &[f32]) {
-        self.seat.board.post(self.seat.rank, start, words.iter().map(|word| word.to_bits()));
+        self.context.progress.post(self.context.rank, start, words.iter().map(|word| word.to_bits()));
     }
 
     fn mail(&self, start: usize, words: &mut [f32]) {
-        words.iter_mut().zip(self.seat.board.mail(start)).for_each(|(place, word)| *place = f32::from_bits(word));
+        words.iter_mut().zip(self.context.progress.mail(start)).for_each(|(place, word)| *place = f32::from_bits(word));
     }
 
     fn mail_words(&self) -> usize {
-        self.seat.board.mail_words()
+        self.context.progress.mail_words()
     }
 }
 
-impl<C> Pulls<C> {
+impl<C> PeerExchange<C> {
     /// Adds this rank's number to the names of its tracks.
     fn named(&self, mut tracks: Vec<Recorder>) -> Vec<Recorder> {
-        tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.seat.rank)));
+        tracks.iter_mut().for_each(|track| track.track.insert_str(0, &format!("rank {} ", self.context.rank)));
         tracks
     }
 
     /// Folds the received partial sums of the norm in flat order: bucket by bucket, and within a bucket rank by rank.
     fn fold(&mut self) {
-        let (buckets, ranks) = (self.slices.layout().count(), self.seat.board.ranks());
+        let (buckets, ranks) = (self.slices.layout().count(), self.context.progress.ranks());
         while self.folded.0 < buckets {
             let (bucket, rank) = self.folded;
             let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
             let needed = self.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
-            let published = self.seat.board.published_partials(rank);
+            let published = self.context.progress.published_partials(rank);
             if published.is_some_and(|published| published < needed) {
                 return;
             }
             let flat = if published.is_some() { theirs.global(bucket) } else { 0..0 };
             for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
                 let partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
-                self.seat.board.read_partials(start / BLOCK, partials);
+                self.context.progress.read_partials(start / BLOCK, partials);
                 self.norm_sq = norm::fold(self.norm_sq, partials);
             }
             self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };
@@ -736,5 +764,5 @@ impl<C> Pulls<C> {
 }
 
 #[cfg(test)]
-#[path = "pulls_tests.rs"]
+#[path = "peer_exchange_tests.rs"]
 mod tests;

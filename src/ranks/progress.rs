@@ -1,13 +1,13 @@
-//! The board: progress counters through which ranks coordinate, all of them atomics. A rank writes its own entry, and every rank reads all
+//! Progress counters through which ranks coordinate, all of them atomics. A rank writes its own entry, and every rank reads all
 //! entries.
 //!
 //! Counters only grow, from the first step to the last. They are published with release and read with acquire, so a rank that has read a
 //! counter also sees every write before its publication, for example that an event was recorded.
 //!
-//! Each process of a run has a board. It sends the publications of its own ranks to the other processes, which apply them in order.
+//! Each process of a run has its own counters. It sends the publications of its own ranks to the other processes, which apply them in order.
 
-use super::baton::Baton;
 use super::notice::{Audience, Notice, Outbox, TAIL_MAX, Topic};
+use super::turn_token::TurnToken;
 use crate::error::Error;
 use crate::host::doorbell::Doorbell;
 use crate::trace::{Recorder, now_ns};
@@ -34,16 +34,16 @@ pub(crate) struct StepOutcome {
 
 /// The counters and reports of one rank.
 #[derive(Debug)]
-struct Entry {
+struct RankCounters {
     /// Buckets whose gradients are enqueued on the rank's compute stream. The event of each bucket is recorded.
     written: AtomicU64,
     /// Handovers of activations to the ranks that share its sequences. The event of each handover is recorded.
     handed: AtomicU64,
     /// Buckets that the rank has pulled from all other ranks. The event of each pull is recorded.
     pulled: AtomicU64,
-    /// Buckets of weights whose slices arrived from the namesakes, counted over all versions. The event of each arrival is recorded.
-    carried: AtomicU64,
-    /// Half fetches of modules, two for each module: first the namesakes' slices of the weights arrived, then the rank pulled the slices of
+    /// Buckets of weights whose slices arrived from the inter-node peers, counted over all versions. The event of each arrival is recorded.
+    relayed: AtomicU64,
+    /// Half fetches of modules, two for each module: first the inter-node peers' slices of the weights arrived, then the rank pulled the slices of
     /// its process's other ranks. The event of each half is recorded.
     fetched: AtomicU64,
     /// For each bucket, the number of final versions of its weights. The event of the writing operation is recorded.
@@ -68,7 +68,7 @@ struct Entry {
 }
 
 /// The other processes of the run.
-pub(crate) struct Abroad {
+pub(crate) struct RemoteProcesses {
     /// Index of this process.
     pub(crate) process: usize,
     /// Display names of the processes, by index. All processes have equally many ranks.
@@ -76,10 +76,10 @@ pub(crate) struct Abroad {
     pub(crate) outbox: Arc<dyn Outbox>,
 }
 
-/// The board of one process.
-pub(crate) struct Board {
-    /// One entry a rank. A mirrored board has only the entry of rank 0, which stands for all ranks.
-    entries: Vec<Entry>,
+/// The progress counters of one process.
+pub(crate) struct ProgressCounters {
+    /// One entry a rank. Mirrored counters have only the entry of rank 0, which stands for all ranks.
+    entries: Vec<RankCounters>,
     bells: Vec<Arc<Doorbell>>,
     /// Partial sums of the norm of all ranks, in flat order, as bits.
     partials: Box<[AtomicU32]>,
@@ -96,15 +96,15 @@ pub(crate) struct Board {
     /// The first rank or process that failed, and the cause.
     failure: OnceLock<(String, String)>,
     on_gpus: bool,
-    baton: Option<Baton>,
+    turn_token: Option<TurnToken>,
     /// The ranks of this process.
-    mates: Range<usize>,
-    abroad: Option<Abroad>,
+    local_ranks: Range<usize>,
+    remote: Option<RemoteProcesses>,
 }
 
-/// Dimensions of a [`Board`].
+/// Dimensions of a [`ProgressCounters`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Sizes {
+pub struct CounterSizes {
     /// Number of ranks.
     pub ranks: usize,
     /// Number of buckets.
@@ -121,7 +121,7 @@ pub struct Sizes {
     pub on_gpus: bool,
 }
 
-impl Sizes {
+impl CounterSizes {
     /// Bytes of the arrays whose length depends on the model.
     pub fn bytes(&self) -> usize {
         4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * (self.buckets + self.experts)
@@ -145,31 +145,31 @@ fn store_long(places: &[AtomicU64], notice: &Notice) {
     places.iter().zip(notice.long_words()).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
 }
 
-impl Board {
-    /// An empty board. With `adversary`, a seed, exactly one rank runs at a time.
-    pub(crate) fn new(sizes: Sizes, adversary: Option<u64>) -> Self {
+impl ProgressCounters {
+    /// Counters at zero. With `adversary`, a seed, exactly one rank runs at a time.
+    pub(crate) fn new(sizes: CounterSizes, adversary: Option<u64>) -> Self {
         Self::with_entries(sizes.ranks, sizes, adversary)
     }
 
-    /// A board with rank 0 only, whose entry stands for every rank. Rank 0's process has `mates` ranks, including rank 0.
-    pub(crate) fn mirrored(sizes: Sizes, mates: usize) -> Self {
-        Self { mates: 0..mates, ..Self::with_entries(1, sizes, None) }
+    /// Counters of rank 0 only, whose entry stands for every rank. Rank 0's process has `local_ranks` ranks, including rank 0.
+    pub(crate) fn mirrored(sizes: CounterSizes, local_ranks: usize) -> Self {
+        Self { local_ranks: 0..local_ranks, ..Self::with_entries(1, sizes, None) }
     }
 
-    /// A board of one process among several.
-    pub(crate) fn linked(sizes: Sizes, abroad: Abroad) -> Self {
-        let each = sizes.ranks / abroad.names.len();
-        let mates = abroad.process * each..(abroad.process + 1) * each;
-        Self { mates, abroad: Some(abroad), ..Self::with_entries(sizes.ranks, sizes, None) }
+    /// The counters of one process among several.
+    pub(crate) fn linked(sizes: CounterSizes, remote: RemoteProcesses) -> Self {
+        let each = sizes.ranks / remote.names.len();
+        let local_ranks = remote.process * each..(remote.process + 1) * each;
+        Self { local_ranks: local_ranks, remote: Some(remote), ..Self::with_entries(sizes.ranks, sizes, None) }
     }
 
-    fn with_entries(entries: usize, sizes: Sizes, adversary: Option<u64>) -> Self {
+    fn with_entries(entries: usize, sizes: CounterSizes, adversary: Option<u64>) -> Self {
         let bells: Vec<Arc<Doorbell>> = (0..sizes.ranks).map(|_| Arc::default()).collect();
-        let entry = || Entry {
+        let entry = || RankCounters {
             written: AtomicU64::new(0),
             handed: AtomicU64::new(0),
             pulled: AtomicU64::new(0),
-            carried: AtomicU64::new(0),
+            relayed: AtomicU64::new(0),
             fetched: AtomicU64::new(0),
             settled: zeros(sizes.buckets),
             partials: AtomicU64::new(0),
@@ -184,7 +184,7 @@ impl Board {
         };
         Self {
             entries: (0..entries).map(|_| entry()).collect(),
-            baton: adversary.map(|seed| Baton::new(seed, bells.clone())),
+            turn_token: adversary.map(|seed| TurnToken::new(seed, bells.clone())),
             bells,
             partials: zeros(sizes.partials),
             losses: zeros(sizes.shares),
@@ -195,8 +195,8 @@ impl Board {
             mail: zeros(sizes.mail_words),
             failure: OnceLock::new(),
             on_gpus: sizes.on_gpus,
-            mates: 0..sizes.ranks,
-            abroad: None,
+            local_ranks: 0..sizes.ranks,
+            remote: None,
         }
     }
 
@@ -206,18 +206,18 @@ impl Board {
     }
 
     /// The ranks of this process.
-    pub(crate) fn mates(&self) -> Range<usize> {
-        self.mates.clone()
+    pub(crate) fn local_ranks(&self) -> Range<usize> {
+        self.local_ranks.clone()
     }
 
     /// The ranks of `process`; of a single process, all ranks.
     fn ranks_of(&self, process: usize) -> Range<usize> {
-        let each = self.ranks() / self.abroad.as_ref().map_or(1, |abroad| abroad.names.len());
+        let each = self.ranks() / self.remote.as_ref().map_or(1, |remote| remote.names.len());
         process * each..(process + 1) * each
     }
 
-    /// The entry of `rank`. On a mirrored board it is the entry of rank 0.
-    fn entry(&self, rank: usize) -> &Entry {
+    /// The entry of `rank`. In mirrored counters it is the entry of rank 0.
+    fn entry(&self, rank: usize) -> &RankCounters {
         self.entries.get(rank).unwrap_or(&self.entries[0])
     }
 
@@ -232,50 +232,50 @@ impl Board {
     }
 
     /// The turn token, which only tests have.
-    pub(crate) fn baton(&self) -> Option<&Baton> {
-        self.baton.as_ref()
+    pub(crate) fn turn_token(&self) -> Option<&TurnToken> {
+        self.turn_token.as_ref()
     }
 
-    fn others(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
+    fn peers_of(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.ranks()).filter(move |other| *other != rank)
     }
 
     /// Records the time of a publication by `rank` and wakes the other ranks.
-    fn ring_others(&self, rank: usize) {
+    fn wake_peers(&self, rank: usize) {
         self.entry(rank).published_ns.store(now_ns(), Ordering::Release);
-        self.wake(self.others(rank));
+        self.wake(self.peers_of(rank));
     }
 
     /// Wakes the ranks of this process after a device made progress that is not published.
-    pub(crate) fn ring_mates(&self) {
-        self.wake(self.mates());
+    pub(crate) fn wake_local_ranks(&self) {
+        self.wake(self.local_ranks());
     }
 
     /// Wakes `ranks`. With a turn token, the next rank in turn polls by itself.
     fn wake(&self, ranks: impl Iterator<Item = usize>) {
-        match &self.baton {
-            Some(baton) => baton.progress(),
+        match &self.turn_token {
+            Some(turn_token) => turn_token.progress(),
             None => ranks.for_each(|rank| self.bells[rank].ring()),
         }
     }
 
     /// Sends a publication of `rank` to other processes, if `rank` belongs to this process.
-    fn tell(&self, rank: usize, to: Audience, notice: impl FnOnce() -> Notice) {
-        if let Some(abroad) = self.abroad.as_ref().filter(|_| self.mates().contains(&rank)) {
-            abroad.outbox.tell(to, notice());
+    fn notify(&self, rank: usize, to: Audience, notice: impl FnOnce() -> Notice) {
+        if let Some(remote) = self.remote.as_ref().filter(|_| self.local_ranks().contains(&rank)) {
+            remote.outbox.send(to, notice());
         }
     }
 
     /// Sends an array that only ranks of this process publish. The array is sent in pieces; `bytes` is its content, in elements of
     /// `elem_bytes`, and its first element has index `start`. `notice` builds the message from the index of a piece's first element.
-    fn tell_long(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
+    fn notify_in_pieces(&self, to: Audience, start: usize, (bytes, elem_bytes): (Vec<u8>, usize), notice: impl Fn(u64) -> Notice) {
         for (nth, piece) in bytes.chunks(TAIL_MAX).enumerate() {
             let first = start + nth * (TAIL_MAX / elem_bytes);
-            self.abroad.iter().for_each(|abroad| abroad.outbox.tell(to, notice(first as u64).with(piece.to_vec())));
+            self.remote.iter().for_each(|remote| remote.outbox.send(to, notice(first as u64).with(piece.to_vec())));
         }
     }
 
-    /// Time of the last publication by a rank other than `rank`, by [`now_ns`]. 0 before the first one, and on a mirrored board.
+    /// Time of the last publication by a rank other than `rank`, by [`now_ns`]. 0 before the first one, and in mirrored counters.
     pub(crate) fn published_ns(&self, rank: usize) -> u64 {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != rank);
         others.map(|(_, entry)| entry.published_ns.load(Ordering::Acquire)).max().unwrap_or(0)
@@ -284,8 +284,8 @@ impl Board {
     /// Publishes that `rank` has written one more bucket. The bucket's event must be recorded.
     pub(crate) fn publish_written(&self, rank: usize) {
         self.entry(rank).written.fetch_add(1, Ordering::Release);
-        self.tell(rank, Audience::All, || Notice::new(Topic::Written, &[rank as u64]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::All, || Notice::new(Topic::Written, &[rank as u64]));
+        self.wake_peers(rank);
     }
 
     /// Number of buckets that `rank` has written.
@@ -295,13 +295,13 @@ impl Board {
 
     /// Whether every rank of this process has written more than `nth` buckets.
     pub(crate) fn all_written(&self, nth: u64) -> bool {
-        self.mates().all(|rank| self.written(rank) > nth)
+        self.local_ranks().all(|rank| self.written(rank) > nth)
     }
 
     /// Publishes one more handover of activations by `rank`. Its event must be recorded. Only ranks of one process share sequences.
     pub(crate) fn publish_handed(&self, rank: usize) {
         self.entry(rank).handed.fetch_add(1, Ordering::Release);
-        self.ring_others(rank);
+        self.wake_peers(rank);
     }
 
     /// Number of handovers of `rank`.
@@ -312,8 +312,8 @@ impl Board {
     /// Publishes that `rank` has pulled one more bucket. Its event must be recorded.
     pub(crate) fn publish_pulled(&self, rank: usize) {
         self.entry(rank).pulled.fetch_add(1, Ordering::Release);
-        self.tell(rank, Audience::All, || Notice::new(Topic::Pulled, &[rank as u64]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::All, || Notice::new(Topic::Pulled, &[rank as u64]));
+        self.wake_peers(rank);
     }
 
     /// Number of buckets that `rank` has pulled.
@@ -323,25 +323,25 @@ impl Board {
 
     /// Whether every rank of this process has pulled at least `count` buckets.
     pub(crate) fn all_pulled(&self, count: u64) -> bool {
-        self.mates().all(|rank| self.pulled(rank) >= count)
+        self.local_ranks().all(|rank| self.pulled(rank) >= count)
     }
 
-    /// Publishes that the namesakes' slices of one more bucket of weights have arrived at `rank`. The ranks of its process pull them from
+    /// Publishes that the inter-node peers' slices of one more bucket of weights have arrived at `rank`. The ranks of its process pull them from
     /// there. The event must be recorded.
-    pub(crate) fn publish_carried(&self, rank: usize) {
-        self.entry(rank).carried.fetch_add(1, Ordering::Release);
-        self.ring_others(rank);
+    pub(crate) fn publish_relayed(&self, rank: usize) {
+        self.entry(rank).relayed.fetch_add(1, Ordering::Release);
+        self.wake_peers(rank);
     }
 
-    /// Number of buckets of weights, over all versions, whose slices have arrived from the namesakes at every rank of this process.
-    pub(crate) fn carried_by_all(&self) -> u64 {
-        self.mates().map(|rank| self.entry(rank).carried.load(Ordering::Acquire)).min().unwrap_or(0)
+    /// Number of buckets of weights, over all versions, whose slices have arrived from the inter-node peers at every rank of this process.
+    pub(crate) fn relayed_to_all(&self) -> u64 {
+        self.local_ranks().map(|rank| self.entry(rank).relayed.load(Ordering::Acquire)).min().unwrap_or(0)
     }
 
     /// Publishes one more half fetch of `rank`. Its event must be recorded.
     pub(crate) fn publish_fetched(&self, rank: usize) {
         self.entry(rank).fetched.fetch_add(1, Ordering::Release);
-        self.ring_others(rank);
+        self.wake_peers(rank);
     }
 
     /// Number of half fetches that `rank` has completed.
@@ -351,14 +351,14 @@ impl Board {
 
     /// Whether every rank of this process has completed at least `count` half fetches.
     pub(crate) fn all_fetched(&self, count: u64) -> bool {
-        self.mates().all(|rank| self.fetched(rank) >= count)
+        self.local_ranks().all(|rank| self.fetched(rank) >= count)
     }
 
     /// Publishes that version `version` of `rank`'s slice of `bucket` is final. The event of the writing operation must be recorded.
     pub(crate) fn publish_settled(&self, rank: usize, bucket: usize, version: u64) {
         self.entry(rank).settled[bucket].store(version, Ordering::Release);
-        self.tell(rank, Audience::All, || Notice::new(Topic::Settled, &[rank as u64, bucket as u64, version]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::All, || Notice::new(Topic::Settled, &[rank as u64, bucket as u64, version]));
+        self.wake_peers(rank);
     }
 
     /// The last version of its slice of `bucket` that `rank` has published.
@@ -369,20 +369,20 @@ impl Board {
     /// Writes partial sums of the norm, from index `start` on.
     pub(crate) fn write_partials(&self, start: usize, values: &[f32]) {
         self.partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
-        if self.abroad.is_some() {
+        if self.remote.is_some() {
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            self.tell_long(Audience::First, start, (bytes, 4), |first| Notice::new(Topic::Partials, &[first]));
+            self.notify_in_pieces(Audience::First, start, (bytes, 4), |first| Notice::new(Topic::Partials, &[first]));
         }
     }
 
     /// Publishes `count` more partial sums of `rank`.
     pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
         self.entry(rank).partials.fetch_add(count as u64, Ordering::Release);
-        self.tell(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
+        self.wake_peers(rank);
     }
 
-    /// Number of partial sums that `rank` has published, over all steps. `None` for the ranks that a mirrored board lacks: they compute
+    /// Number of partial sums that `rank` has published, over all steps. `None` for the ranks that mirrored counters lack: they compute
     /// none, and their partial sums are zero.
     pub(crate) fn published_partials(&self, rank: usize) -> Option<u64> {
         self.entries.get(rank).map(|entry| entry.partials.load(Ordering::Acquire))
@@ -398,15 +398,15 @@ impl Board {
     pub(crate) fn write_loss(&self, share: usize, loss: f32) {
         self.losses[share].store(loss.to_bits(), Ordering::Relaxed);
         let notice = || Notice::new(Topic::Loss, &[share as u64, u64::from(loss.to_bits())]);
-        self.abroad.iter().for_each(|abroad| abroad.outbox.tell(Audience::First, notice()));
+        self.remote.iter().for_each(|remote| remote.outbox.send(Audience::First, notice()));
     }
 
     /// Publishes the losses and the non-finite flag of `rank` for `step`.
     pub(crate) fn publish_report(&self, rank: usize, nonfinite: bool, step: u64) {
         self.entry(rank).nonfinite.store(nonfinite, Ordering::Relaxed);
         self.entry(rank).reported.store(step, Ordering::Release);
-        self.tell(rank, Audience::First, || Notice::new(Topic::Reported, &[rank as u64, u64::from(nonfinite), step]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::First, || Notice::new(Topic::Reported, &[rank as u64, u64::from(nonfinite), step]));
+        self.wake_peers(rank);
     }
 
     /// The last step that `rank` has reported.
@@ -430,14 +430,14 @@ impl Board {
     /// Publishes the outcome of `step`, which rank 0 computed.
     pub(crate) fn publish_outcome(&self, step: u64, outcome: StepOutcome) {
         let words = [outcome.norm_sq.to_bits(), u64::from(outcome.loss.to_bits()), u64::from(outcome.nonfinite)];
-        self.tell(0, Audience::All, || Notice::new(Topic::Outcome, &[step, words[0], words[1], words[2]]));
+        self.notify(0, Audience::All, || Notice::new(Topic::Outcome, &[step, words[0], words[1], words[2]]));
         self.put_outcome(step, words);
     }
 
     fn put_outcome(&self, step: u64, words: [u64; 3]) {
         self.outcome.iter().zip(words).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         self.outcome_step.store(step, Ordering::Release);
-        self.ring_others(0);
+        self.wake_peers(0);
     }
 
     /// The last step whose outcome is known; 0 before the first.
@@ -455,14 +455,14 @@ impl Board {
     /// Publishes an order of rank 0: its code and its arguments. The other ranks must have carried out the previous order.
     pub(crate) fn give_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
         let [a, b, c, d, e, f] = words;
-        self.tell(0, Audience::All, || Notice::new(Topic::Order, &[number, a, b, c, d, e, f]));
+        self.notify(0, Audience::All, || Notice::new(Topic::Order, &[number, a, b, c, d, e, f]));
         self.put_order(number, words);
     }
 
     fn put_order(&self, number: u64, words: [u64; ORDER_WORDS]) {
         self.order.iter().zip([number].into_iter().chain(words)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         self.orders.fetch_add(1, Ordering::Release);
-        self.ring_others(0);
+        self.wake_peers(0);
     }
 
     /// The order after the first `seen` orders, if rank 0 has given it.
@@ -476,11 +476,11 @@ impl Board {
         (self.orders.load(Ordering::Acquire), self.order[0].load(Ordering::Relaxed))
     }
 
-    /// Writes the report of `rank` for a step. [`Board::publish_done`] publishes it.
+    /// Writes the report of `rank` for a step. [`ProgressCounters::publish_done`] publishes it.
     pub(crate) fn write_amounts(&self, rank: usize, amounts: impl Iterator<Item = u64>) {
         self.entry(rank).amounts.iter().zip(amounts).for_each(|(place, amount)| place.store(amount, Ordering::Relaxed));
         let bytes = || self.amounts(rank).flat_map(u64::to_le_bytes).collect();
-        self.tell(rank, Audience::First, || Notice::new(Topic::Amounts, &[rank as u64]).with(bytes()));
+        self.notify(rank, Audience::First, || Notice::new(Topic::Amounts, &[rank as u64]).with(bytes()));
     }
 
     /// The report of `rank` for its last step.
@@ -488,12 +488,12 @@ impl Board {
         self.entry(rank).amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
-    /// Writes the rows of each expert on `rank` in a step. As with [`Board::write_amounts`], [`Board::publish_done`] publishes them.
+    /// Writes the rows of each expert on `rank` in a step. As with [`ProgressCounters::write_amounts`], [`ProgressCounters::publish_done`] publishes them.
     pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
         self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
-        if self.abroad.is_some() {
+        if self.remote.is_some() {
             let bytes = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
-            self.tell_long(Audience::First, 0, (bytes, 8), |first| Notice::new(Topic::ExpertRows, &[rank as u64, first]));
+            self.notify_in_pieces(Audience::First, 0, (bytes, 8), |first| Notice::new(Topic::ExpertRows, &[rank as u64, first]));
         }
     }
 
@@ -516,11 +516,11 @@ impl Board {
     /// Publishes that `rank` has carried out one more order.
     pub(crate) fn publish_done(&self, rank: usize) {
         self.entry(rank).done.fetch_add(1, Ordering::Release);
-        self.tell(rank, Audience::First, || Notice::new(Topic::Done, &[rank as u64]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::First, || Notice::new(Topic::Done, &[rank as u64]));
+        self.wake_peers(rank);
     }
 
-    /// Whether `rank` has carried out every order. Always true for rank 0, which gives the orders, and for all ranks of a mirrored board.
+    /// Whether `rank` has carried out every order. Always true for rank 0, which gives the orders, and for all ranks of mirrored counters.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
         let orders = self.orders.load(Ordering::Relaxed);
         rank == 0 || self.entries.get(rank).is_none_or(|entry| entry.done.load(Ordering::Acquire) == orders)
@@ -534,8 +534,8 @@ impl Board {
     /// Publishes that `rank` has arrived at the meeting of all ranks.
     pub(crate) fn publish_met(&self, rank: usize) {
         self.entry(rank).met.fetch_add(1, Ordering::Release);
-        self.tell(rank, Audience::All, || Notice::new(Topic::Met, &[rank as u64]));
-        self.ring_others(rank);
+        self.notify(rank, Audience::All, || Notice::new(Topic::Met, &[rank as u64]));
+        self.wake_peers(rank);
     }
 
     /// Whether every rank has arrived at least `count` times.
@@ -546,7 +546,7 @@ impl Board {
     /// Writes words into the mail from index `start` on, by `rank`. A later order publishes them.
     pub(crate) fn post(&self, rank: usize, start: usize, words: impl IntoIterator<Item = u32>) {
         let places = self.mail[start..].iter().zip(words);
-        if self.abroad.is_none() {
+        if self.remote.is_none() {
             return places.for_each(|(place, word)| place.store(word, Ordering::Relaxed));
         }
         let store = |(place, word): (&AtomicU32, u32)| {
@@ -554,7 +554,7 @@ impl Board {
             word.to_le_bytes()
         };
         let to = if rank == 0 { Audience::All } else { Audience::First };
-        self.tell_long(to, start, (places.flat_map(store).collect(), 4), |first| Notice::new(Topic::Mail, &[first]));
+        self.notify_in_pieces(to, start, (places.flat_map(store).collect(), 4), |first| Notice::new(Topic::Mail, &[first]));
     }
 
     /// Words of the mail from index `start` on.
@@ -569,15 +569,15 @@ impl Board {
 
     /// Publishes that `rank` failed, which ends all ranks. The first failure is the one that is reported.
     pub(crate) fn fail(&self, rank: usize, why: &str) {
-        let cause = if self.abroad.is_some() && self.mates().len() > 1 { format!("rank {rank}: {why}") } else { why.to_string() };
+        let cause = if self.remote.is_some() && self.local_ranks().len() > 1 { format!("rank {rank}: {why}") } else { why.to_string() };
         if self.end(self.name(rank), &cause) {
-            self.tell(rank, Audience::All, || Notice::new(Topic::Failed, &[rank as u64]).saying(&cause));
+            self.notify(rank, Audience::All, || Notice::new(Topic::Failed, &[rank as u64]).with_text(&cause));
         }
     }
 
     /// Records that `process` failed, as this process has learned, and ends all ranks.
     pub(crate) fn lose(&self, process: usize, why: &str) {
-        self.abroad.iter().for_each(|abroad| _ = self.end(abroad.names[process].clone(), why));
+        self.remote.iter().for_each(|remote| _ = self.end(remote.names[process].clone(), why));
     }
 
     /// Ends all ranks of this process because of a failure of `name`, a rank or a process. Other processes already know of it and are not
@@ -611,8 +611,8 @@ impl Board {
 
     /// Display name of `rank`: the name of its process, or the rank itself in a run of one process.
     pub(crate) fn name(&self, rank: usize) -> String {
-        if let Some(abroad) = &self.abroad {
-            return abroad.names[rank / self.mates().len()].clone();
+        if let Some(remote) = &self.remote {
+            return remote.names[rank / self.local_ranks().len()].clone();
         }
         if self.on_gpus { format!("rank {rank} (GPU {rank})") } else { format!("rank {rank}") }
     }
@@ -622,7 +622,7 @@ impl Board {
     /// # Errors
     /// A description of the notice if it is invalid: a number out of range, a rank of another process, or an order or outcome from a
     /// process other than 0.
-    pub(crate) fn hear(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
+    pub(crate) fn receive(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
         let theirs = self.ranks_of(process);
         let is_theirs = |rank: &u64| theirs.contains(&(*rank as usize));
         let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
@@ -646,7 +646,7 @@ impl Board {
         Ok(())
     }
 
-    /// Applies the publication of another process to this board. Every notice about a rank has the rank as its first number.
+    /// Applies the publication of another process to these counters. Every notice about a rank has the rank as its first number.
     fn take(&self, notice: &Notice) {
         let rank = notice.numbers().first().map_or(0, |rank| *rank as usize);
         match (notice.topic, notice.numbers()) {
@@ -677,5 +677,5 @@ impl Board {
 }
 
 #[cfg(test)]
-#[path = "board_tests.rs"]
+#[path = "progress_tests.rs"]
 mod tests;

@@ -1,6 +1,6 @@
-//! Slices exchanged with ranks of other processes over TCP, through host memory and [`lanes`](crate::ranks::lanes). It replaces the pulls
+//! Slices exchanged with ranks of other processes over TCP, through host memory and [`slice_connections`](crate::ranks::slice_connections). It replaces the pulls
 //! between ranks of one process. Gradients of shares go from each rank to each rank of the other processes. Sums of groups and weights go
-//! to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls [`Sockets::serve`]
+//! to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls [`TcpTransport::serve`]
 //! meanwhile.
 //!
 //! Gradients arrive in the order of buckets and rounds; any other order is an error. New weights are sent as they become final and accepted
@@ -8,64 +8,64 @@
 //! determines. All weights of a version arrive after the verdict, which every rank awaited after its last kernel, so no rank still computes
 //! with the weights that they overwrite.
 
-use super::hall::RankMemory;
+use super::rendezvous::RankMemory;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice, EventId, Stream};
 use crate::error::{Error, Result};
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::planner::plan::Plan;
-use crate::ranks::lanes::{LaneKind, PLACES, Parcel, ParcelLane, RankLanes, SliceBuffers};
-use crate::ranks::links::LanesByRank;
+use crate::ranks::links::ConnectionsByRank;
+use crate::ranks::slice_connections::{PLACES, RankConnections, SliceBuffers, SliceConnection, SliceKind, SliceMessage};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::ops::Range;
 
 /// A staging buffer in host memory, and the end of the last copy through it.
 #[derive(Clone, Copy, Debug)]
-struct WayPlace {
+struct StagingBuffer {
     memory: PinnedSlice,
     copied: EventId,
 }
 
 /// Staging buffers for copies of one kind and direction.
-struct HostPlaces {
-    free: Vec<WayPlace>,
+struct StagingBuffers {
+    free: Vec<StagingBuffer>,
     /// In the order of their copies.
-    busy: VecDeque<WayPlace>,
+    busy: VecDeque<StagingBuffer>,
 }
 
 /// A slice to send: its location on the device, the event after which it is written, and its destinations.
-struct Departure {
-    parcel: (u32, u64),
+struct OutgoingSlice {
+    message: (u32, u64),
     source: DeviceSlice,
     after: EventId,
     to: Vec<usize>,
 }
 
 /// Slices of one kind that are being sent.
-struct Departures {
+struct OutgoingSlices {
     stream: Stream,
-    way: HostPlaces,
-    waiting: VecDeque<Departure>,
+    staging: StagingBuffers,
+    waiting: VecDeque<OutgoingSlice>,
     /// Slices that are being copied to the host, in the order of `way.busy`.
-    copying: VecDeque<Departure>,
+    copying: VecDeque<OutgoingSlice>,
     /// A slice on the host, and the destinations that still lack room in their connection.
-    leaving: Option<(Parcel, Vec<usize>)>,
+    leaving: Option<(SliceMessage, Vec<usize>)>,
     buffers: SliceBuffers,
 }
 
 /// The TCP transport of one rank.
-pub(super) struct Sockets {
+pub(super) struct TcpTransport {
     host: HostMemory,
     /// Connections by rank; `None` for local ranks.
-    lanes: LanesByRank,
+    connections: ConnectionsByRank,
     /// The ranks that gradients are exchanged with.
     grads_with: Vec<usize>,
     slices: Slices,
-    grads: Departures,
-    weights: Departures,
-    grads_in: HostPlaces,
-    weights_in: HostPlaces,
+    grads: OutgoingSlices,
+    weights: OutgoingSlices,
+    grads_in: StagingBuffers,
+    weights_in: StagingBuffers,
     /// All copies of outgoing gradients that were enqueued so far.
     grads_copied: EventId,
     /// Location of this rank's weights and gradients on the device.
@@ -79,11 +79,11 @@ pub(super) struct Sockets {
     fetching: (Range<usize>, usize),
 }
 
-impl HostPlaces {
+impl StagingBuffers {
     fn new<D: Device>((dev, host): (&mut D, &mut HostMemory), name: &str, places: usize, bytes: usize) -> Result<Self> {
         let memory = host.alloc_periodic(name, places * bytes, bytes)?;
         dev.pin(memory)?;
-        let place = |nth| Ok(WayPlace { memory: memory.slice(nth * bytes, bytes), copied: dev.event()? });
+        let place = |nth| Ok(StagingBuffer { memory: memory.slice(nth * bytes, bytes), copied: dev.event()? });
         Ok(Self { free: (0..places).map(place).collect::<Result<_>>()?, busy: VecDeque::new() })
     }
 
@@ -98,7 +98,7 @@ impl HostPlaces {
     }
 
     /// Copies `bytes` to the device through a free buffer.
-    fn bring<D: Device>(
+    fn copy_to_device<D: Device>(
         &mut self,
         (dev, host): (&mut D, &mut HostMemory),
         stream: Stream,
@@ -115,17 +115,22 @@ impl HostPlaces {
     }
 }
 
-impl Departures {
-    fn new(stream: Stream, way: HostPlaces) -> Self {
-        Self { stream, way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None, buffers: SliceBuffers::default() }
+impl OutgoingSlices {
+    fn new(stream: Stream, way: StagingBuffers) -> Self {
+        Self { stream, staging: way, waiting: VecDeque::new(), copying: VecDeque::new(), leaving: None, buffers: SliceBuffers::default() }
     }
 
     /// Enqueues copies to the host, and passes completed copies to the connections. Returns the number of enqueued copies.
-    fn go_on<D: Device>(&mut self, (dev, host): (&mut D, &HostMemory), lanes: &[Option<RankLanes>], kind: LaneKind) -> Result<usize> {
+    fn go_on<D: Device>(
+        &mut self,
+        (dev, host): (&mut D, &HostMemory),
+        connections: &[Option<RankConnections>],
+        kind: SliceKind,
+    ) -> Result<usize> {
         let mut enqueued = 0;
         loop {
             while !self.waiting.is_empty()
-                && let Some(place) = self.way.free.pop()
+                && let Some(place) = self.staging.free.pop()
             {
                 self.copy(dev, place)?;
                 enqueued += 1;
@@ -133,8 +138,8 @@ impl Departures {
             if self.leaving.is_none() {
                 self.leaving = self.arrived(dev, host)?;
             }
-            let Some((parcel, to)) = &mut self.leaving else { return Ok(enqueued) };
-            to.retain(|rank| !lane(&lanes[*rank], kind).is_some_and(|lane| lane.try_send(parcel)));
+            let Some((message, to)) = &mut self.leaving else { return Ok(enqueued) };
+            to.retain(|rank| !connection(&connections[*rank], kind).is_some_and(|connection| connection.try_send(message)));
             if !to.is_empty() {
                 return Ok(enqueued);
             }
@@ -142,59 +147,60 @@ impl Departures {
         }
     }
 
-    fn copy<D: Device>(&mut self, dev: &mut D, place: WayPlace) -> Result<()> {
+    fn copy<D: Device>(&mut self, dev: &mut D, place: StagingBuffer) -> Result<()> {
         let Some(departure) = self.waiting.pop_front() else { return Ok(()) };
         dev.wait(self.stream, departure.after)?;
         dev.copy_d2h(self.stream, departure.source, place.memory.slice(0, departure.source.bytes()))?;
         dev.record(place.copied, self.stream)?;
-        self.way.busy.push_back(place);
+        self.staging.busy.push_back(place);
         self.copying.push_back(departure);
         Ok(())
     }
 
     /// The next slice that has arrived on the host.
-    fn arrived<D: Device>(&mut self, dev: &mut D, host: &HostMemory) -> Result<Option<(Parcel, Vec<usize>)>> {
-        let Some(place) = self.way.busy.front().copied() else { return Ok(None) };
+    fn arrived<D: Device>(&mut self, dev: &mut D, host: &HostMemory) -> Result<Option<(SliceMessage, Vec<usize>)>> {
+        let Some(place) = self.staging.busy.front().copied() else { return Ok(None) };
         if !dev.is_done(place.copied)? {
             return Ok(None);
         }
-        let Departure { parcel: (bucket, round), source, to, .. } = self.copying.pop_front().expect("each place has its departure");
+        let OutgoingSlice { message: (bucket, round), source, to, .. } = self.copying.pop_front().expect("each place has its departure");
         let slice = host.lend::<u8>(place.memory.slice(0, source.bytes()));
         let copy = |bytes: &mut [u8]| {
             bytes.copy_from_slice(slice);
             Ok::<(), Infallible>(())
         };
         let Ok(bytes) = self.buffers.fill(slice.len(), copy);
-        self.way.free.extend(self.way.busy.pop_front());
-        Ok(Some((Parcel { bucket, round, bytes }, to)))
+        self.staging.free.extend(self.staging.busy.pop_front());
+        Ok(Some((SliceMessage { bucket, round, bytes }, to)))
     }
 }
 
-fn lane(lanes: &Option<RankLanes>, kind: LaneKind) -> Option<&ParcelLane> {
-    let lanes = lanes.as_ref()?;
-    if kind == LaneKind::Gradients { Some(&lanes.grads) } else { lanes.weights.as_ref() }
+fn connection(connections: &Option<RankConnections>, kind: SliceKind) -> Option<&SliceConnection> {
+    let connections = connections.as_ref()?;
+    if kind == SliceKind::Gradients { Some(&connections.grads) } else { connections.weights.as_ref() }
 }
 
-impl Sockets {
+impl TcpTransport {
     /// # Errors
     /// `Resource` when host memory is not available.
-    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, lanes: LanesByRank) -> Result<Self> {
+    pub(super) fn new<D: Device>(dev: &mut D, plan: &Plan, slices: &Slices, connections: ConnectionsByRank) -> Result<Self> {
         let mut host = HostMemory::new(plan.host_memory.clone());
-        let grads_with: Vec<usize> = if plan.sums_within() { namesakes(&lanes).collect() } else { others(&lanes).collect() };
-        let [others, namesakes] = [grads_with.len(), namesakes(&lanes).count()];
+        let grads_with: Vec<usize> =
+            if plan.sums_within() { inter_node_peers(&connections).collect() } else { remote_ranks(&connections).collect() };
+        let [others, inter_node_peers] = [grads_with.len(), inter_node_peers(&connections).count()];
         let bytes = slices.longest() * plan.dtype.bytes();
-        let mut way = |name, lanes| HostPlaces::new((&mut *dev, &mut host), name, lanes * PLACES, bytes);
+        let mut way = |name, connections| StagingBuffers::new((&mut *dev, &mut host), name, connections * PLACES, bytes);
         let [grads, grads_in] = [way("leaving gradients", others)?, way("coming gradients", others)?];
-        let [weights, weights_in] = [way("leaving weights", namesakes)?, way("coming weights", namesakes)?];
+        let [weights, weights_in] = [way("leaving weights", inter_node_peers)?, way("coming weights", inter_node_peers)?];
         Ok(Self {
-            grads: Departures::new(Stream::Reduce, grads),
-            weights: Departures::new(Stream::Gather, weights),
+            grads: OutgoingSlices::new(Stream::Reduce, grads),
+            weights: OutgoingSlices::new(Stream::Gather, weights),
             grads_in,
             weights_in,
             grads_copied: dev.event()?,
             missing: vec![0; slices.layout().count()],
             slices: slices.clone(),
-            lanes,
+            connections: connections,
             grads_with,
             host,
             memory: None,
@@ -215,7 +221,7 @@ impl Sockets {
         for &rank in &self.grads_with {
             let slice = self.slices.of(rank, bucket);
             let source = grads.slice(slice.start, slice.len());
-            let departure = Departure { parcel: (bucket as u32, round), source, after: written, to: vec![rank] };
+            let departure = OutgoingSlice { message: (bucket as u32, round), source, after: written, to: vec![rank] };
             self.grads.waiting.extend((!slice.is_empty()).then_some(departure));
         }
         self.serve(dev)
@@ -232,7 +238,12 @@ impl Sockets {
         let Some(memory) = &self.memory else { return };
         let source = memory.weights_within(&self.slices, self.slices.rank(), bucket, flat);
         if source.elems() > 0 {
-            let departure = Departure { parcel: (bucket as u32, round), source, after: stepped, to: namesakes(&self.lanes).collect() };
+            let departure = OutgoingSlice {
+                message: (bucket as u32, round),
+                source,
+                after: stepped,
+                to: inter_node_peers(&self.connections).collect(),
+            };
             self.weights.waiting.push_back(departure);
         }
     }
@@ -254,15 +265,15 @@ impl Sockets {
 
     /// Number of inter-node peers that own a part of `bucket` within `flat`.
     fn coming(&self, bucket: usize, flat: &Range<usize>) -> usize {
-        namesakes(&self.lanes).filter(|rank| !self.slices.within(*rank, bucket, flat).is_empty()).count()
+        inter_node_peers(&self.connections).filter(|rank| !self.slices.within(*rank, bucket, flat).is_empty()).count()
     }
 
     /// Sends and receives everything that is possible now. Weights are accepted for this version and fetch only.
     pub(super) fn serve<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        if self.grads.go_on((dev, &self.host), &self.lanes, LaneKind::Gradients)? > 0 {
+        if self.grads.go_on((dev, &self.host), &self.connections, SliceKind::Gradients)? > 0 {
             dev.record(self.grads_copied, Stream::Reduce)?;
         }
-        self.weights.go_on((dev, &self.host), &self.lanes, LaneKind::Weights)?;
+        self.weights.go_on((dev, &self.host), &self.connections, SliceKind::Weights)?;
         self.take_weights(dev)
     }
 
@@ -294,10 +305,10 @@ impl Sockets {
         self.grads_in.clear(dev)?;
         let mut there = 0;
         let bytes = self.slices.global(bucket).len() * self.bytes_of_one();
-        for (rank, lanes) in self.lanes.iter_mut().enumerate() {
-            let Some(lanes) = lanes else { continue };
-            if let Some(parcel) = lanes.grads.first() {
-                check(rank, parcel, (bucket as u32, round), bytes)?;
+        for (rank, connections) in self.connections.iter_mut().enumerate() {
+            let Some(connections) = connections else { continue };
+            if let Some(message) = connections.grads.first() {
+                check(rank, message, (bucket as u32, round), bytes)?;
                 there += 1;
             }
         }
@@ -307,8 +318,8 @@ impl Sockets {
 
     /// Enqueues the copy of the gradient that arrived from `rank` to the device.
     pub(super) fn bring_grads<D: Device>(&mut self, dev: &mut D, rank: usize, target: DeviceSlice) -> Result<()> {
-        match self.lanes[rank].as_mut().filter(|_| target.elems() > 0).and_then(|lanes| lanes.grads.take()) {
-            Some(parcel) => self.grads_in.bring((dev, &mut self.host), Stream::Reduce, &parcel.bytes, target),
+        match self.connections[rank].as_mut().filter(|_| target.elems() > 0).and_then(|connections| connections.grads.take()) {
+            Some(message) => self.grads_in.copy_to_device((dev, &mut self.host), Stream::Reduce, &message.bytes, target),
             None => Ok(()),
         }
     }
@@ -330,24 +341,24 @@ impl Sockets {
         self.weights_in.clear(dev)?;
         let (width, Some(memory)) = (self.bytes_of_one(), &self.memory) else { return Ok(()) };
         let once = memory.shards.passed_once(&self.slices);
-        for (rank, lanes) in self.lanes.iter_mut().enumerate() {
-            let Some(lane) = lanes.as_mut().and_then(|lanes| lanes.weights.as_mut()) else { continue };
+        for (rank, connections) in self.connections.iter_mut().enumerate() {
+            let Some(connection) = connections.as_mut().and_then(|connections| connections.weights.as_mut()) else { continue };
             // Slices of a later round wait until this rank, too, has the verdict or starts the fetch.
             while !self.weights_in.free.is_empty()
-                && lane.first().is_some_and(|parcel| parcel.round <= self.round)
-                && let Some(parcel) = lane.take()
+                && connection.first().is_some_and(|message| message.round <= self.round)
+                && let Some(message) = connection.take()
             {
-                let bucket = parcel.bucket as usize;
+                let bucket = message.bucket as usize;
                 let is_known = bucket < self.missing.len();
                 let (flat, round, missing) = match self.missing.get_mut(bucket) {
-                    Some(missing) if parcel.round == self.version => (&once, self.version, missing),
+                    Some(missing) if message.round == self.version => (&once, self.version, missing),
                     _ => (&self.fetching.0, self.round, &mut self.fetching.1),
                 };
                 let part = if is_known { self.slices.within(rank, bucket, flat) } else { 0..0 };
-                check(rank, &parcel, (parcel.bucket, round), part.len() * width)?;
-                *missing = missing.checked_sub(1).ok_or_else(|| strange(rank, &parcel))?;
+                check(rank, &message, (message.bucket, round), part.len() * width)?;
+                *missing = missing.checked_sub(1).ok_or_else(|| unexpected_slice(rank, &message))?;
                 let place = memory.weights_within(&self.slices, rank, bucket, flat);
-                self.weights_in.bring((dev, &mut self.host), Stream::Gather, &parcel.bytes, place)?;
+                self.weights_in.copy_to_device((dev, &mut self.host), Stream::Gather, &message.bytes, place)?;
             }
         }
         Ok(())
@@ -359,27 +370,27 @@ impl Sockets {
 }
 
 /// The ranks of other processes.
-fn others(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
-    lanes.iter().enumerate().filter_map(|(rank, lanes)| lanes.as_ref().map(|_| rank))
+fn remote_ranks(connections: &ConnectionsByRank) -> impl Iterator<Item = usize> {
+    connections.iter().enumerate().filter_map(|(rank, connections)| connections.as_ref().map(|_| rank))
 }
 
 /// The inter-node peers, with which weights are exchanged.
-fn namesakes(lanes: &LanesByRank) -> impl Iterator<Item = usize> {
-    others(lanes).filter(|rank| lanes[*rank].as_ref().is_some_and(|lanes| lanes.weights.is_some()))
+fn inter_node_peers(connections: &ConnectionsByRank) -> impl Iterator<Item = usize> {
+    remote_ranks(connections).filter(|rank| connections[*rank].as_ref().is_some_and(|connections| connections.weights.is_some()))
 }
 
 /// Checks that a slice from `rank` has the expected bucket, round and length.
-fn check(rank: usize, parcel: &Parcel, expected: (u32, u64), bytes: usize) -> Result<()> {
-    let is_next = (parcel.bucket, parcel.round) == expected && parcel.bytes.len() == bytes && bytes > 0;
-    if is_next { Ok(()) } else { Err(strange(rank, parcel)) }
+fn check(rank: usize, message: &SliceMessage, expected: (u32, u64), bytes: usize) -> Result<()> {
+    let is_next = (message.bucket, message.round) == expected && message.bytes.len() == bytes && bytes > 0;
+    if is_next { Ok(()) } else { Err(unexpected_slice(rank, message)) }
 }
 
-fn strange(rank: usize, parcel: &Parcel) -> Error {
-    let Parcel { bucket, round, bytes } = parcel;
+fn unexpected_slice(rank: usize, message: &SliceMessage) -> Error {
+    let SliceMessage { bucket, round, bytes } = message;
     let cause = format!("bucket {bucket} of round {round} with {} bytes is not what comes next", bytes.len());
     Error::resource(format!("take a slice of rank {rank}"), cause)
 }
 
 #[cfg(test)]
-#[path = "sockets_tests.rs"]
+#[path = "tcp_transport_tests.rs"]
 mod tests;

@@ -1,5 +1,5 @@
-//! Lanes between two ranks of two processes, which carry slices of gradients and of weights. Each lane has a connection of its own, so that slices
-//! delay no control message, and a thread for each direction, so that no driver thread blocks on a socket. A slice for which a lane has no place waits at
+//! Connections between two ranks of two processes, which carry slices of gradients and of weights. Each kind has a TCP connection of its own, so that slices
+//! delay no control message, and a thread for each direction, so that no driver thread blocks on a socket. A slice for which a connection has no place waits at
 //! its sender: the flow control of TCP is the only one. A direction without slices sends an empty message from time to time, so that the receiver notices
 //! a lost slice by the number of the message that follows. Slices reuse the host memory of earlier slices: memory that is fresh from the system costs a
 //! page fault for every 4 KiB, which takes longer than the copy.
@@ -14,25 +14,25 @@ use std::time::Duration;
 
 /// Slices of each kind and direction that pass through host memory at once, for each other rank.
 pub(crate) const PLACES: usize = 2;
-/// Parcels that wait at each end of a direction.
+/// Messages that wait at each end of a direction.
 const WAITING: usize = 2;
 
-/// Slices in host memory, at most, on their way over so many lanes: in two directions; in places, in lanes, and one that is read or written.
-pub(crate) fn slices_under_way(lanes: usize) -> usize {
-    2 * lanes * (PLACES + WAITING + 1)
+/// Slices in host memory, at most, on their way over so many connections: in two directions; in places, in connections, and one that is read or written.
+pub(crate) fn slices_under_way(connections: usize) -> usize {
+    2 * connections * (PLACES + WAITING + 1)
 }
 
-/// Time after which a direction without parcels sends an empty message.
+/// Time after which a direction without slices sends an empty message.
 const BEAT: Duration = Duration::from_secs(5);
 /// Kind of the empty message.
 const NOTHING: u8 = 0;
 
-/// Bytes of a parcel before its slice: bucket and round.
+/// Bytes of a message before its slice: bucket and round.
 const LABEL_BYTES: usize = 12;
 
-/// Content of a lane.
+/// Content of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LaneKind {
+pub(crate) enum SliceKind {
     Gradients = 1,
     Weights = 2,
 }
@@ -59,46 +59,46 @@ impl SliceBuffers {
 
 /// A slice under way.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Parcel {
+pub(crate) struct SliceMessage {
     pub(crate) bucket: u32,
     /// Of gradients the round, counted from the first step; of weights the version or the fetch, in one count.
     pub(crate) round: u64,
     pub(crate) bytes: Arc<Vec<u8>>,
 }
 
-/// A lane for one kind, to and from one rank.
-pub(crate) struct ParcelLane {
-    out: SyncSender<Parcel>,
-    arrived: Receiver<Parcel>,
-    next: Option<Parcel>,
+/// A connection for one kind, to and from one rank.
+pub(crate) struct SliceConnection {
+    out: SyncSender<SliceMessage>,
+    arrived: Receiver<SliceMessage>,
+    next: Option<SliceMessage>,
 }
 
-/// The lanes to and from one rank of another process.
-pub(crate) struct RankLanes {
-    pub(crate) grads: ParcelLane,
-    /// To and from a namesake alone.
-    pub(crate) weights: Option<ParcelLane>,
+/// The connections to and from one rank of another process.
+pub(crate) struct RankConnections {
+    pub(crate) grads: SliceConnection,
+    /// To and from an inter-node peer alone.
+    pub(crate) weights: Option<SliceConnection>,
 }
 
-impl LaneKind {
+impl SliceKind {
     /// Its name, for people.
     pub(super) fn name(self) -> &'static str {
         if self == Self::Gradients { "gradients" } else { "weights" }
     }
 }
 
-impl Parcel {
-    fn write(&self, out: &mut impl Write, kind: LaneKind, seal: &mut Seal) -> io::Result<()> {
+impl SliceMessage {
+    fn write(&self, out: &mut impl Write, kind: SliceKind, seal: &mut Seal) -> io::Result<()> {
         let mut label = [0; LABEL_BYTES];
         label[..4].copy_from_slice(&self.bucket.to_le_bytes());
         label[4..].copy_from_slice(&self.round.to_le_bytes());
         seal.write(out, kind as u8, &label, &self.bytes)
     }
 
-    /// Reads a parcel of `kind` with at most `most` bytes into one of `buffers`; nothing where the peer sent the message of a direction without parcels.
+    /// Reads a message of `kind` with at most `most` bytes into one of `buffers`; nothing where the peer sent the message of a direction without slices.
     fn read(
         input: &mut impl Read,
-        (kind, most): (LaneKind, usize),
+        (kind, most): (SliceKind, usize),
         seal: &mut Seal,
         buffers: &mut SliceBuffers,
     ) -> io::Result<Option<Self>> {
@@ -120,17 +120,17 @@ fn parse_label([a, b, c, d, round @ ..]: [u8; LABEL_BYTES]) -> (u32, u64) {
     (u32::from_le_bytes([a, b, c, d]), u64::from_le_bytes(round))
 }
 
-/// Name of a damaged parcel in an error. Its label may be damaged as well.
+/// Name of a damaged message in an error. Its label may be damaged as well.
 fn name_by_label(label: &[u8]) -> String {
     let (bucket, round) = parse_label(label.try_into().expect("a label of a parcel"));
     format!("bucket {bucket} of round {round}")
 }
 
-/// Writes each parcel of `leaving` until the lane is dropped.
-fn send(leaving: &Receiver<Parcel>, out: &mut impl Write, (kind, mut seal): (LaneKind, Seal), bell: &Doorbell) -> io::Result<()> {
+/// Writes each message of `leaving` until the connection is dropped.
+fn send(leaving: &Receiver<SliceMessage>, out: &mut impl Write, (kind, mut seal): (SliceKind, Seal), bell: &Doorbell) -> io::Result<()> {
     loop {
         match leaving.recv_timeout(BEAT) {
-            Ok(parcel) => parcel.write(out, kind, &mut seal)?,
+            Ok(message) => message.write(out, kind, &mut seal)?,
             Err(RecvTimeoutError::Timeout) => seal.write(out, NOTHING, &[], &[])?,
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
@@ -139,38 +139,38 @@ fn send(leaving: &Receiver<Parcel>, out: &mut impl Write, (kind, mut seal): (Lan
     }
 }
 
-/// Passes each received parcel to `arriving` until the lane is dropped.
+/// Passes each received message to `arriving` until the connection is dropped.
 fn receive(
-    arriving: &SyncSender<Parcel>,
+    arriving: &SyncSender<SliceMessage>,
     input: &mut impl Read,
-    what: (LaneKind, usize),
+    what: (SliceKind, usize),
     mut seal: Seal,
     bell: &Doorbell,
 ) -> io::Result<()> {
     let mut buffers = SliceBuffers::default();
     loop {
-        let Some(parcel) = Parcel::read(input, what, &mut seal, &mut buffers)? else { continue };
+        let Some(message) = SliceMessage::read(input, what, &mut seal, &mut buffers)? else { continue };
         // Nobody takes it any more when the driver has ended.
-        if arriving.send(parcel).is_err() {
+        if arriving.send(message).is_err() {
             return Ok(());
         }
         bell.ring();
     }
 }
 
-impl ParcelLane {
-    /// A lane over `connection` for parcels of a kind, of at most so many bytes. `bell` rings when a place is free or a parcel has come; `lose`
-    /// receives the error that ends the lane.
+impl SliceConnection {
+    /// A connection over `connection` for messages of a kind, of at most so many bytes. `bell` rings when a place is free or a message has come; `lose`
+    /// receives the error that ends the connection.
     ///
     /// # Errors
     /// Errors of the system, which has no thread or socket left.
     pub(crate) fn start(
         connection: SealedConnection,
-        (kind, most): (LaneKind, usize),
+        (kind, most): (SliceKind, usize),
         bell: Arc<Doorbell>,
         lose: impl Fn(&io::Error) + Clone + Send + 'static,
     ) -> io::Result<Self> {
-        let ((out, leaving), (arriving, arrived)) = (mpsc::sync_channel::<Parcel>(WAITING), mpsc::sync_channel(WAITING));
+        let ((out, leaving), (arriving, arrived)) = (mpsc::sync_channel::<SliceMessage>(WAITING), mpsc::sync_channel(WAITING));
         let ((mut input, opens), (output, seals)) = connection.split()?;
         let mut output = BufWriter::new(output);
         let (own_bell, own_lose) = (bell.clone(), lose.clone());
@@ -181,13 +181,13 @@ impl ParcelLane {
         Ok(Self { out, arrived, next: None })
     }
 
-    /// Queues a parcel if the lane has a free place; returns whether it had. The error of a lane that has ended is on the board.
-    pub(crate) fn try_send(&self, parcel: &Parcel) -> bool {
-        self.out.try_send(parcel.clone()).is_ok()
+    /// Queues a message if the connection has a free place; returns whether it had. The error of a connection that has ended is in the progress counters.
+    pub(crate) fn try_send(&self, message: &SliceMessage) -> bool {
+        self.out.try_send(message.clone()).is_ok()
     }
 
-    /// The parcel that came first of those that nobody has taken.
-    pub(crate) fn first(&mut self) -> Option<&Parcel> {
+    /// The first message that has arrived and is not taken.
+    pub(crate) fn first(&mut self) -> Option<&SliceMessage> {
         if self.next.is_none() {
             self.next = self.arrived.try_recv().ok();
         }
@@ -195,7 +195,7 @@ impl ParcelLane {
     }
 
     /// Takes it.
-    pub(crate) fn take(&mut self) -> Option<Parcel> {
+    pub(crate) fn take(&mut self) -> Option<SliceMessage> {
         self.next.take()
     }
 }
@@ -212,16 +212,16 @@ mod tests {
     proptest! {
         #[test]
         fn parcels_read_back_and_noise_takes_no_more_memory_than_a_slice(bucket: u32, round: u64, bytes: Vec<u8>, most in 0usize..200) {
-            let (parcel, kind) = (Parcel { bucket, round, bytes: Arc::new(bytes) }, LaneKind::Weights);
+            let (message, kind) = (SliceMessage { bucket, round, bytes: Arc::new(bytes) }, SliceKind::Weights);
             let mut wire = Vec::new();
-            parcel.write(&mut wire, kind, &mut Seal::default()).unwrap();
-            let read = |wire: &[u8], what| Parcel::read(&mut &*wire, what, &mut Seal::default(), &mut SliceBuffers::default());
-            if parcel.bytes.len() <= most {
-                prop_assert_eq!(read(&wire, (kind, most)).unwrap(), Some(parcel));
+            message.write(&mut wire, kind, &mut Seal::default()).unwrap();
+            let read = |wire: &[u8], what| SliceMessage::read(&mut &*wire, what, &mut Seal::default(), &mut SliceBuffers::default());
+            if message.bytes.len() <= most {
+                prop_assert_eq!(read(&wire, (kind, most)).unwrap(), Some(message));
             } else {
                 prop_assert_eq!(read(&wire, (kind, most)).unwrap_err().kind(), ErrorKind::InvalidData);
             }
-            prop_assert_eq!(read(&wire, (LaneKind::Gradients, 200)).unwrap_err().kind(), ErrorKind::InvalidData);
+            prop_assert_eq!(read(&wire, (SliceKind::Gradients, 200)).unwrap_err().kind(), ErrorKind::InvalidData);
             for end in 0..wire.len() {
                 prop_assert!(read(&wire[..end], (kind, usize::MAX)).is_err());
             }
@@ -268,22 +268,22 @@ mod tests {
     fn a_lane_keeps_the_order_and_holds_back_who_sends_too_much() {
         let ((one, other), (told, lost)) = (pair(), mpsc::channel());
         let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
-        let lane = |stream| {
-            ParcelLane::start(SealedConnection::bare(stream), (LaneKind::Gradients, 1 << 20), Arc::default(), lose.clone()).unwrap()
+        let connection = |stream| {
+            SliceConnection::start(SealedConnection::bare(stream), (SliceKind::Gradients, 1 << 20), Arc::default(), lose.clone()).unwrap()
         };
-        let (sends, mut takes) = (lane(one.try_clone().unwrap()), lane(other));
-        let parcel = |round| Parcel { bucket: 3, round, bytes: Arc::new(vec![round as u8; 1 << 20]) };
+        let (sends, mut takes) = (connection(one.try_clone().unwrap()), connection(other));
+        let message = |round| SliceMessage { bucket: 3, round, bytes: Arc::new(vec![round as u8; 1 << 20]) };
         // Buffers of the system hold some; then there is no place.
         let mut sent = 0;
         let mut since = Instant::now();
         while since.elapsed() < Duration::from_millis(300) {
-            if sends.try_send(&parcel(sent)) {
+            if sends.try_send(&message(sent)) {
                 (sent, since) = (sent + 1, Instant::now());
             }
             assert!(sent < 100, "nothing holds it back");
         }
         for round in 0..sent {
-            assert_eq!(within(|| takes.first().cloned()), parcel(round));
+            assert_eq!(within(|| takes.first().cloned()), message(round));
             takes.take();
         }
         one.shutdown(std::net::Shutdown::Both).unwrap();
@@ -291,17 +291,17 @@ mod tests {
         assert_eq!(kind, ErrorKind::UnexpectedEof, "{why}");
     }
 
-    /// The receiver notices a lost parcel even where none follows: the number of the next empty message is wrong.
+    /// The receiver notices a lost message even where none follows: the number of the next empty message is wrong.
     #[test]
     fn a_parcel_that_is_damaged_or_lost_ends_the_lane_before_anybody_takes_it() {
-        let parcel = Parcel { bucket: 3, round: 5, bytes: Arc::new(vec![7; 1000]) };
+        let message = SliceMessage { bucket: 3, round: 5, bytes: Arc::new(vec![7; 1000]) };
         let mut seal = Seal::default();
         let mut next = |write: &dyn Fn(&mut Vec<u8>, &mut Seal)| {
             let mut wire = Vec::new();
             write(&mut wire, &mut seal);
             wire
         };
-        let first = next(&|wire, seal| parcel.write(wire, LaneKind::Gradients, seal).unwrap());
+        let first = next(&|wire, seal| message.write(wire, SliceKind::Gradients, seal).unwrap());
         let nothing = next(&|wire, seal| seal.write(wire, NOTHING, &[], &[]).unwrap());
         let mut damaged = first.clone();
         damaged[500] ^= 4;
@@ -311,10 +311,11 @@ mod tests {
         ] {
             let ((mut one, other), (told, lost)) = (pair(), mpsc::channel());
             let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
-            let mut lane = ParcelLane::start(SealedConnection::bare(other), (LaneKind::Gradients, 1000), Arc::default(), lose).unwrap();
+            let mut connection =
+                SliceConnection::start(SealedConnection::bare(other), (SliceKind::Gradients, 1000), Arc::default(), lose).unwrap();
             one.write_all(wire).unwrap();
             assert_eq!(lost.recv_timeout(Duration::from_secs(10)).unwrap(), (ErrorKind::InvalidData, words.to_string()));
-            assert_eq!(lane.first(), None);
+            assert_eq!(connection.first(), None);
         }
     }
 }
