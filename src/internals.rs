@@ -149,7 +149,7 @@ pub mod planner {
 }
 
 pub mod probe {
-    pub use crate::probe::copies::Way;
+    pub use crate::probe::copies::CopyDirection;
     pub use crate::probe::grouped::upload_bounds;
     pub use crate::probe::product::{Product, fill};
     pub use crate::probe::samples::Samples;
@@ -157,7 +157,7 @@ pub mod probe {
     pub use crate::probe::timer::Timer;
     pub use crate::probe::workers::{Workers, memory_policy};
     pub mod kernels {
-        pub use crate::probe::kernels::{Small, measure};
+        pub use crate::probe::kernels::{SmallKernels, measure};
     }
 }
 

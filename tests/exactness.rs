@@ -272,8 +272,8 @@ const CASES: u32 = 80;
 /// cases than the default.
 #[test]
 fn every_way_gives_the_bits_of_the_synchronous_step() {
-    let asked: Option<u32> = std::env::var("SUPEROFFLOAD_CASES").ok().map(|n| n.parse().unwrap());
-    let cases_run = asked.unwrap_or(CASES);
+    let requested: Option<u32> = std::env::var("SUPEROFFLOAD_CASES").ok().map(|n| n.parse().unwrap());
+    let cases_run = requested.unwrap_or(CASES);
     let config = ProptestConfig { cases: cases_run, failure_persistence: None, ..ProptestConfig::default() };
     let (compared, counts) = (Cell::new(0u64), Cell::new(Counts::default()));
     let outcome = TestRunner::new(config).run(&(cases(), prop::collection::vec(ways(), 3)), |(case, ways)| {

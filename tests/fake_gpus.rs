@@ -246,8 +246,8 @@ fn a_suite_of_portable_kernels_trains_by_these_too() {
     };
     assert!(suite(&[]).stderr.contains("kernels for Hopper alone"), "this driver sees which are taken");
     let portable = suite(&["--portable"]);
-    let told = [&portable.stdout, &portable.stderr].map(|text| text.contains("kernels for Hopper alone"));
-    assert!(portable.stdout.contains(", portable kernels") && told == [false; 2], "{portable:?}");
+    let message = [&portable.stdout, &portable.stderr].map(|text| text.contains("kernels for Hopper alone"));
+    assert!(portable.stdout.contains(", portable kernels") && message == [false; 2], "{portable:?}");
     assert!(portable.stdout.contains("FAILED training/losses"), "nothing is computed here: {portable:?}");
 }
 
@@ -282,10 +282,10 @@ fn a_run_that_goes_on_under_another_library_says_so() {
     }
     let workspace = Workspace::new();
     let go_on = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
-    let told = "cuBLASLt was \"130100\" and is \"130200\": from here on bits may differ from those of a run without the change";
-    let said = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
-        .map(|(version, steps)| go_on(version, steps).stderr.contains(told));
-    assert_eq!(said, [false, false, true, false]);
+    let message = "cuBLASLt was \"130100\" and is \"130200\": from here on bits may differ from those of a run without the change";
+    let value = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
+        .map(|(version, steps)| go_on(version, steps).stderr.contains(message));
+    assert_eq!(value, [false, false, true, false]);
 }
 
 /// The driver checks that freed objects are not used and that nothing leaks.
@@ -512,8 +512,8 @@ fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
             .refused(1, &["use --transport nccl: process 0 on ", "open libnccl.so.2", "pip install 'nvidia-nccl-cu13'", "--transport tcp"]);
     }
     let outcomes = train_as_two([&[]; 2], &[]);
-    let told = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
-    assert!(outcomes.iter().all(told), "{outcomes:?}");
+    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
+    assert!(outcomes.iter().all(message), "{outcomes:?}");
     let old = &[("FAKE_NCCL", "22602")][..];
     for outcome in train_by_nccl([&[], old], &["--transport=nccl"]) {
         outcome.refused(1, &["process 1 on ", "libnccl.so.2 is NCCL 2.26.2, and 2.27 is the oldest that works"]);

@@ -352,8 +352,8 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     assert_eq!(ended.code, 0, "{ended:?}");
     let waits = workspace.metrics("out").iter().filter_map(|line| line["exposed_peer_ms"].as_f64()).fold(0.0, f64::max);
     // This holds even if the rank was waiting for rank 0 when it was stopped.
-    let told = " ms for other ranks (rank 0, the longest)\n  slow          rank 1: ";
-    assert!(waits > 2900.0 && ended.stdout.contains(told), "{ended:?}");
+    let message = " ms for other ranks (rank 0, the longest)\n  slow          rank 1: ";
+    assert!(waits > 2900.0 && ended.stdout.contains(message), "{ended:?}");
 }
 
 /// Whether a stopped thread has ended. A traced thread is only removed after its tracer has reaped it.

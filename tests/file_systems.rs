@@ -46,8 +46,8 @@ fn a_file_system_without_fsync_of_directories_is_told_of_once_and_saves_the_same
         let out = format!("r-{errno}");
         let trained = run(workspace.train(&out, &[]).env("LD_PRELOAD", &library).env("DIRECTORY_SYNC", errno.to_string()));
         assert_eq!(trained.digest(), alone.digest());
-        let told = format!("{}: this file system has no fsync of directories (", workspace.path(&out).display());
-        assert_eq!(trained.stdout.lines().filter(|line| line.starts_with(&told)).count(), 1, "{trained:?}");
+        let message = format!("{}: this file system has no fsync of directories (", workspace.path(&out).display());
+        assert_eq!(trained.stdout.lines().filter(|line| line.starts_with(&message)).count(), 1, "{trained:?}");
         assert!(trained.stderr.is_empty(), "{trained:?}");
         let mut export = program(&["export"]);
         export.arg(workspace.path(&out)).arg(workspace.path(&format!("model-{errno}")));
@@ -97,6 +97,6 @@ fn a_step_that_passes_over_the_data_several_times_says_so() {
     let workspace = Workspace::new();
     workspace.write("data.txt", "one line of text or two");
     let trained = run(&mut workspace.train("r", &["--gradient-accumulation-steps=16", "--max-steps=1"]));
-    let told = "\na step takes 32 sequences, the data has 1: each step passes over the data at least 32 times\n";
-    assert!(trained.code == 0 && trained.stdout.contains(told), "{trained:?}");
+    let message = "\na step takes 32 sequences, the data has 1: each step passes over the data at least 32 times\n";
+    assert!(trained.code == 0 && trained.stdout.contains(message), "{trained:?}");
 }

@@ -22,7 +22,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
 }
 
 /// The output line about packing.
-fn told(outcome: &Outcome) -> &str {
+fn message(outcome: &Outcome) -> &str {
     let line = outcome.stdout.lines().find(|line| line.contains("packing "));
     line.unwrap_or_else(|| panic!("{outcome:?}"))
 }
@@ -40,7 +40,7 @@ fn packed_documents_are_trained_and_a_resume_is_exact() {
         assert_eq!(run(&mut workspace.resume(&resumed, &flags)).digest(), whole.digest(), "{packing}");
         digests.push(whole.digest().to_string());
         if packing != "wrapped" {
-            let line = told(&whole);
+            let line = message(&whole);
             assert!(line.contains(" documents in ") && line.contains(" % padding") && line.contains("row and split"), "{line}");
         }
     }
@@ -72,10 +72,10 @@ fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherw
             let flags = [&[data.as_str(), &template, "--eos-token=0", "--max-steps=3"], flags].concat();
             train(&workspace, &format!("{kind}-{nth}"), &flags)
         };
-        let (asked, auto) = (of("asked", &["--packing", packing]), of("auto", &[]));
-        let said = format!("--packing auto is {packing}: ");
-        assert!(auto.stdout.contains(&said) && !asked.stdout.contains("--packing auto"), "{data}: {said:?} is not in {auto:?}");
-        assert_eq!(auto.digest(), asked.digest(), "{data}");
+        let (requested, auto) = (of("asked", &["--packing", packing]), of("auto", &[]));
+        let output = format!("--packing auto is {packing}: ");
+        assert!(auto.stdout.contains(&output) && !requested.stdout.contains("--packing auto"), "{data}: {output:?} is not in {auto:?}");
+        assert_eq!(auto.digest(), requested.digest(), "{data}");
         assert_eq!(workspace.metrics_and_facts(&format!("auto-{nth}"))[0]["facts"]["settings"]["packing"], packing, "{data}");
     }
     let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
@@ -146,7 +146,7 @@ fn documents_that_share_rows_give_the_loss_and_the_norm_of_each_alone() {
             (format!("--per-device-train-batch-size={rows}"), format!("--gradient-accumulation-steps={accumulation}"));
         let out = format!("{packing}{rows}");
         let outcome = train(&workspace, &out, &[&data, "--packing", packing, &rows, &accumulation, "--dtype=float32", "--max-steps=1"]);
-        assert!(told(&outcome).contains("10 documents in "), "{outcome:?}");
+        assert!(message(&outcome).contains("10 documents in "), "{outcome:?}");
         let line = workspace.metrics(&out).remove(0);
         (line["loss"].as_f64().unwrap(), line["grad_norm"].as_f64().unwrap())
     };
@@ -238,6 +238,6 @@ fn arithmetic_is_told_for_documents_and_not_for_rows() {
     let (matrices, heads) = (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 256 * 32, 32);
     let all: usize = lengths.iter().map(|length| 6 * length * (matrices + length * heads)).sum();
     let rows = facts["data_counts"]["rows"].as_f64().unwrap();
-    let told = facts["flops_per_step"].as_f64().unwrap();
-    assert!((told / (2.0 * all as f64 / rows) - 1.0).abs() < 1e-9, "{told} for {all} in {rows} rows");
+    let message = facts["flops_per_step"].as_f64().unwrap();
+    assert!((message / (2.0 * all as f64 / rows) - 1.0).abs() < 1e-9, "{message} for {all} in {rows} rows");
 }

@@ -44,8 +44,8 @@ fn demo(out: &Path, until: u64) -> String {
 /// minutes.
 #[test]
 fn the_sample_run_is_the_run() {
-    let asked = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
-    let until = asked.unwrap_or(if emulator().is_some() { 1 } else { 10 });
+    let requested = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
+    let until = requested.unwrap_or(if emulator().is_some() { 1 } else { 10 });
     let readme = text_of("README.md");
     let sample = steps(&readme);
     assert_eq!(sample.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 10, 100, 200, 300]);
@@ -112,13 +112,13 @@ fn what_fits_is_what_the_planner_says() {
     let rows = fits(&text_of("docs/guide/what-fits.md"));
     assert_eq!(rows.len(), 21);
     let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");
-    let asked = match all {
+    let requested = match all {
         // With fewer techniques plans differ. An emulator takes minutes for one.
         _ if emulator().is_some() || !cfg!(feature = "repartition") => 0,
         true => rows.len(),
         false => 1,
     };
-    for row in rows.iter().take(asked) {
+    for row in rows.iter().take(requested) {
         assert_eq!(&fit(&row[0], &row[1]), row, "docs/guide/what-fits.md: {} on {}", row[0], row[1]);
     }
 }

@@ -99,8 +99,8 @@ fn every_section_and_number_is_that_of_the_metrics() {
     assert_eq!((steps.len() as u64, evals.len()), (STEPS, 3));
     let sum = |key: &str| steps.iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
     let loss = |line: &Value, key: &str| short(line[key].as_f64().unwrap());
-    let said = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
-    assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {said}")), "{said}");
+    let output = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
+    assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {output}")), "{output}");
     let tokens_trained: f64 =
         steps.iter().map(|line| (line["tokens_per_second"].as_f64().unwrap() * line["step_ms"].as_f64().unwrap() / 1e3).round()).sum();
     let tokens = if tokens_trained >= 1000.0 {
@@ -140,15 +140,15 @@ fn every_section_and_number_is_that_of_the_metrics() {
         let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
         assert!((2..=STEPS).contains(&step), "{what}{step}");
     }
-    let said = |attribute: &str| -> Vec<f64> {
+    let output = |attribute: &str| -> Vec<f64> {
         let text = page.split_once(&format!(" {attribute}=\"")).unwrap().1.split_once('"').unwrap().0;
         text.split(' ').map(|number| number.parse().unwrap()).collect()
     };
-    let (by_step, ms_by_step, means) = (said("data-tokens"), said("data-ms"), said("data-means"));
+    let (by_step, ms_by_step, means) = (output("data-tokens"), output("data-ms"), output("data-means"));
     assert_eq!(by_step.last().unwrap().to_string(), tokens_trained.to_string());
     assert!((ms_by_step.last().unwrap() - sum("step_ms")).abs() < 0.1 && ms_by_step.len() == 2 * steps.len(), "{ms_by_step:?}");
     let expected = steps.iter().flat_map(|line| [line["step"].as_f64().unwrap(), line["loss"].as_f64().unwrap(), 1.0]);
-    assert!(means.iter().zip(expected).all(|(said, is)| (said / is - 1.0).abs() < 1e-4) && means.len() == 3 * steps.len(), "{means:?}");
+    assert!(means.iter().zip(expected).all(|(output, is)| (output / is - 1.0).abs() < 1e-4) && means.len() == 3 * steps.len(), "{means:?}");
     let counts = &workspace.metrics_and_facts("plain")[0]["facts"]["data_counts"];
     let rows = format!("<td>{} of 16 tokens</td>", counts["rows"]);
     assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");
@@ -239,8 +239,8 @@ fn the_largest_page_is_below_two_megabytes() {
 /// Writes seven conversations to `chat.jsonl`, on which the run `chat` trains two steps.
 fn chatted() -> Workspace {
     let workspace = Workspace::new();
-    let said = |role: &str, content: String| json!({"role": role, "content": content});
-    let line = |n: usize| json!({"messages": [said("user", format!("<b>quagga{n}</b> &\t?")), said("assistant", format!("okapi{n}"))]});
+    let output = |role: &str, content: String| json!({"role": role, "content": content});
+    let line = |n: usize| json!({"messages": [output("user", format!("<b>quagga{n}</b> &\t?")), output("assistant", format!("okapi{n}"))]});
     let lines: Vec<String> = (0..7).map(|n| line(n).to_string()).collect();
     let data = format!("--data={}", workspace.write("chat.jsonl", lines.join("\n")).display());
     let template = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}";

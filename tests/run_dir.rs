@@ -299,10 +299,10 @@ fn a_file_system_without_locks_is_told_of_once_and_trains_the_same() {
     assert!(built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed")).status.success());
     let alone = run(&mut workspace.train("alone", &[]));
     let unlocked = run(workspace.train("unlocked", &[]).env("LD_PRELOAD", &library));
-    let told = format!(
+    let message = format!(
         "warning: {}: this file system has no locks; two runs in it would destroy each other",
         workspace.path("unlocked").display()
     );
-    assert_eq!(unlocked.stderr.lines().filter(|line| *line == told).count(), 1, "{unlocked:?}");
+    assert_eq!(unlocked.stderr.lines().filter(|line| *line == message).count(), 1, "{unlocked:?}");
     assert_eq!(unlocked.digest(), alone.digest());
 }

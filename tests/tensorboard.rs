@@ -90,10 +90,10 @@ fn tensorboard_reads_what_the_metrics_say() {
     let output = Command::new(&python).arg(script).arg(workspace.path("out/tb")).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let read: Vec<(u64, f32)> = serde_json::from_slice(&output.stdout).unwrap();
-    let told = workspace.metrics("out");
-    let told: Vec<_> = told.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap() as f32)).collect();
-    assert_eq!(read, told);
+    let message = workspace.metrics("out");
+    let message: Vec<_> = message.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap() as f32)).collect();
+    assert_eq!(read, message);
     let version = Command::new(python).args(["-c", "import tensorboard; print(tensorboard.__version__)"]).output().unwrap().stdout;
     let version = String::from_utf8(version).unwrap().trim().to_string();
-    record("tensorboard", json!({"tensorboard": version, "losses": told.len(), "resumed": true, "equal": true}));
+    record("tensorboard", json!({"tensorboard": version, "losses": message.len(), "resumed": true, "equal": true}));
 }

@@ -19,7 +19,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
 #[test]
 fn a_step_is_cut_as_the_flags_would_and_a_resume_keeps_it() {
     let workspace = workspace();
-    for (asked, cut, words) in [
+    for (requested, cut, words) in [
         (&["--tokens-per-step=64"][..], &["--per-device-train-batch-size=4"][..], "1 x 4 x 16 = 64 tokens"),
         (
             &["--tokens-per-step=64", "--gradient-accumulation-steps=2"],
@@ -28,11 +28,11 @@ fn a_step_is_cut_as_the_flags_would_and_a_resume_keeps_it() {
         ),
         (&["--tokens-per-step=64", "--gpus=2"], &["--per-device-train-batch-size=2", "--gpus=2"], "2 ranks x 1 x 2 x 16 = 64 tokens"),
     ] {
-        let whole = train(&workspace, "whole", asked);
+        let whole = train(&workspace, "whole", requested);
         assert!(whole.stdout.contains(words), "{whole:?}");
-        assert_eq!(whole.digest(), train(&workspace, "cut", cut).digest(), "{asked:?}");
+        assert_eq!(whole.digest(), train(&workspace, "cut", cut).digest(), "{requested:?}");
         workspace.copy_checkpoints("whole", "resumed", &[6]);
-        let resumed = run(&mut workspace.resume("resumed", asked));
+        let resumed = run(&mut workspace.resume("resumed", requested));
         assert!(resumed.digest() == whole.digest() && resumed.stderr.is_empty(), "{resumed:?}");
         ["whole", "cut", "resumed"].iter().for_each(|out| fs::remove_dir_all(workspace.path(out)).unwrap());
     }

@@ -271,8 +271,8 @@ fn a_run_touches_the_published_lines_only_to_record_them() {
     let (lines, picture, out) = ("fig-00_test/results/lines.jsonl", "fig-00_test/figure.svg", folder.path("out"));
     let before = [lines, picture].map(|name| fs::read(folder.path(name)).unwrap());
     folder.write("fig-00_test/config.toml", &CONFIG.replace("batch = 1", "batch = 2"));
-    let said = folder.run(&["run", "fig-00", "--out", out.to_str().unwrap()]).unwrap().text;
-    assert!(said.contains("2 lines of 2 calls") && said.contains("out/fig-00_test"), "{said}");
+    let message = folder.run(&["run", "fig-00", "--out", out.to_str().unwrap()]).unwrap().text;
+    assert!(message.contains("2 lines of 2 calls") && message.contains("out/fig-00_test"), "{message}");
     assert_eq!([lines, picture].map(|name| fs::read(folder.path(name)).unwrap()), before);
     assert_ne!(fs::read(out.join(lines)).unwrap(), before[0], "the new lines are there");
     folder.write("fig-00_test/config.toml", CONFIG);
@@ -301,11 +301,11 @@ fn the_list_is_as_wide_as_the_terminal() {
 fn only_what_needs_it_is_run() {
     let folder = Folder::new();
     let out = folder.path("out");
-    let said = |args: &[&str]| folder.run(&[&["run", "fig-00", "--out", out.to_str().unwrap()], args].concat()).unwrap().text;
-    assert!(said(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
+    let message = |args: &[&str]| folder.run(&[&["run", "fig-00", "--out", out.to_str().unwrap()], args].concat()).unwrap().text;
+    assert!(message(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
     folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
-    assert!(said(&[]).contains("lines.jsonl needs gpu"));
-    assert!(said(&["--with", "gpu"]).contains("2 lines of 2 calls") && said(&["--only", "gpu"]).contains("2 lines of 2 calls"));
+    assert!(message(&[]).contains("lines.jsonl needs gpu"));
+    assert!(message(&["--with", "gpu"]).contains("2 lines of 2 calls") && message(&["--only", "gpu"]).contains("2 lines of 2 calls"));
 }
 
 #[test]

@@ -55,12 +55,12 @@ impl StepOptions {
         if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
             return Err(Error::usage("--documents: only rows of --packing bfd hold documents that are kept apart"));
         }
-        match self.train.said().into_iter().find(|said| MEANINGLESS.contains(said)) {
+        match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given)) {
             None => Ok(()),
             Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
-            Some(said) => Err(Error::usage(format!(
+            Some(given) => Err(Error::usage(format!(
                 "--{}: bench step runs random tokens through random weights, --steps of them, and saves nothing",
-                flag_name(said)
+                flag_name(given)
             ))),
         }
     }

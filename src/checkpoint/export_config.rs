@@ -59,8 +59,8 @@ mod tests {
         let both = with_old_names(json!({"rope_parameters": two}));
         let old = json!({"rope_type": "linear", "factor": 8.0});
         assert_eq!(both, json!({"rope_parameters": two, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": old}));
-        for said in [json!({"rope_theta": 1e4}), json!({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}), json!({})] {
-            assert_eq!(with_old_names(said.clone()), said);
+        for text in [json!({"rope_theta": 1e4}), json!({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}), json!({})] {
+            assert_eq!(with_old_names(text.clone()), text);
         }
     }
 }

@@ -727,7 +727,7 @@ fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
         (2, f32::INFINITY, "v of norm is inf at element 5"),
         (2, -1e-30, "v of norm is -1e-30 at element 5"),
     ];
-    for (step, (part, value, said)) in (1..).zip(cases) {
+    for (step, (part, value, text)) in (1..).zip(cases) {
         let mut parts = [0, 1, 2].map(|_| vec![0.25f32; 13]);
         let read = |parts: &[Vec<f32>; 3]| {
             let tensor = ("norm".to_string(), vec![13], parts.clone());
@@ -741,6 +741,6 @@ fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
         read(&parts).unwrap();
         parts[part][5] = value;
         let message = read(&parts).unwrap_err().to_string();
-        assert!(message.contains(&format!("checkpoint-{step}: {said}")), "{message}");
+        assert!(message.contains(&format!("checkpoint-{step}: {text}")), "{message}");
     }
 }

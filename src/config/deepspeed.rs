@@ -184,8 +184,8 @@ impl<'a> KeyReader<'a> {
     /// Batch sizes, as DeepSpeed completes and checks them.
     fn batch(&mut self) -> Understood<()> {
         let (micro_key, steps_key) = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps");
-        let micro = self.upper.per_device_train_batch_size.map_or_else(|| self.count(micro_key), |said| Ok(Some(said)))?;
-        let steps = self.upper.gradient_accumulation_steps.map_or_else(|| self.count(steps_key), |said| Ok(Some(said)))?;
+        let micro = self.upper.per_device_train_batch_size.map_or_else(|| self.count(micro_key), |given| Ok(Some(given)))?;
+        let steps = self.upper.gradient_accumulation_steps.map_or_else(|| self.count(steps_key), |given| Ok(Some(given)))?;
         let Some(batch) = self.count("train_batch_size")? else { return Ok(()) };
         let world = match self.upper.gpus {
             None => 1,
@@ -259,7 +259,7 @@ impl<'a> KeyReader<'a> {
 
     fn optimizer(&mut self) -> Understood<()> {
         let name = self.word("optimizer.type");
-        let decay = self.upper.weight_decay.map_or_else(|| self.number("optimizer.params.weight_decay"), |said| Ok(Some(said)))?;
+        let decay = self.upper.weight_decay.map_or_else(|| self.number("optimizer.params.weight_decay"), |given| Ok(Some(given)))?;
         let has_l2 = self.truth("optimizer.params.adam_w_mode")? == Some(false) && name.as_deref() == Some("adam");
         match name.as_deref() {
             None | Some("adamw") => {}
@@ -408,7 +408,7 @@ impl<'a> KeyReader<'a> {
 
     /// The table with the outcome of each key, one line per key.
     fn table(&self) -> String {
-        let said = self.upper.said();
+        let given = self.upper.explicit_flags();
         let width = |of: fn(&KeyRow) -> &str| self.rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0);
         let (keys, values) = (width(|row| &row.path), width(|row| &row.value));
         let mut table = String::new();
@@ -417,7 +417,7 @@ impl<'a> KeyReader<'a> {
             for (i, set) in self.sets.iter().enumerate().filter(|(_, set)| set.from == row.path) {
                 let later = self.sets[i + 1..].iter().find(|later| later.flag == set.flag);
                 let verdict = match later {
-                    _ if said.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is said elsewhere", set.flag),
+                    _ if given.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is said elsewhere", set.flag),
                     Some(later) => format!("not used: {} wins, as in DeepSpeed", later.from),
                     None => format!("used: --{} {}", set.flag, DocumentNode { at: set.at, value: set.value.clone() }.text()),
                 };

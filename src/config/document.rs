@@ -159,8 +159,8 @@ impl Document {
     /// A line that names the place of the value of the wrong type.
     pub(super) fn setting<T: de::DeserializeOwned>(&self, name: &str, node: DocumentNode) -> Parsed<T> {
         let at = node.at;
-        let said = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
-        said.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
+        let given = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
+        given.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
     }
 
     /// An error of one line with the place of the `message` and the offending text.

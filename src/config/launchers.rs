@@ -79,11 +79,11 @@ impl Launched {
         Ok(None)
     }
 
-    fn check(&self, flag: &str, said: Option<usize>, told: LauncherNumber) -> Result<()> {
-        match said {
-            Some(said) if said != told.number => Err(Error::usage(format!(
-                "{flag} {said} contradicts {}={} of {}; leave the flag out, or unset the variable",
-                told.variable, told.number, self.launcher
+    fn check(&self, flag: &str, given: Option<usize>, message: LauncherNumber) -> Result<()> {
+        match given {
+            Some(given) if given != message.number => Err(Error::usage(format!(
+                "{flag} {given} contradicts {}={} of {}; leave the flag out, or unset the variable",
+                message.variable, message.number, self.launcher
             ))),
             _ => Ok(()),
         }

@@ -157,9 +157,9 @@ mod tests {
     fn every_flag_is_a_setting_that_goes_round_or_is_refused_by_name() {
         for flag in flags().into_iter().filter(|flag| !["config", "deepspeed"].contains(&flag.get_id().as_str())) {
             let (name, _) = sample(&flag);
-            let said = sample_options(&flag);
-            assert_eq!(said.said(), [flag.get_id().as_str()]);
-            let settings = match Settings::resolve(said.over(command_line(&["--data", "corpus.txt"]).unwrap())) {
+            let given = sample_options(&flag);
+            assert_eq!(given.explicit_flags(), [flag.get_id().as_str()]);
+            let settings = match Settings::resolve(given.over(command_line(&["--data", "corpus.txt"]).unwrap())) {
                 Ok(settings) => settings,
                 Err(refused) => {
                     assert!(refused.to_string().contains(&name), "--{name}: {refused}");
@@ -305,8 +305,8 @@ mod tests {
 
     #[test]
     fn the_help_names_the_settings_of_the_built_in_model() {
-        let said: Vec<_> = TrainOptions::DEMO_FLAGS.split(' ').collect();
-        assert_eq!(resolve(&[&said[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
+        let given: Vec<_> = TrainOptions::DEMO_FLAGS.split(' ').collect();
+        assert_eq!(resolve(&[&given[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
     }
 
     #[test]

@@ -27,7 +27,7 @@ impl Settings {
         let steps = said_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
         let split = |steps: usize| {
             let batch = sequences / steps;
-            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|said| said == batch);
+            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|given| given == batch);
             let parts = steps * groups * self.sequence_ranks;
             let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.shares());
             let split = || Self { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(steps), ..self.clone() };
@@ -43,10 +43,10 @@ impl Settings {
             ("--gradient-accumulation-steps", self.gradient_accumulation_steps),
             ("--gradient-shares", self.gradient_shares),
         ];
-        let said: Vec<_> = flags.into_iter().filter_map(|(flag, said)| Some(format!("{flag} {}", said?))).collect();
-        let why = match said.is_empty() {
+        let given: Vec<_> = flags.into_iter().filter_map(|(flag, given)| Some(format!("{flag} {}", given?))).collect();
+        let why = match given.is_empty() {
             true => format!("into 1 to {OPEN_MAX} micro-batches of at most {MICRO_BATCH_TOKENS_MAX} tokens"),
-            false => format!("as asked for by {}", said.join(" and ")),
+            false => format!("as asked for by {}", given.join(" and ")),
         };
         Error::usage(format!("--tokens-per-step {tokens}: {sequences} sequences on each GPU cannot be cut {why}"))
     }

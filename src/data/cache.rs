@@ -313,7 +313,7 @@ mod tests {
 
     struct Case {
         dir: tempfile::TempDir,
-        said: RefCell<String>,
+        text: RefCell<String>,
     }
 
     impl Case {
@@ -321,7 +321,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             fs::write(dir.path().join("a.txt"), "abc".repeat(1000)).unwrap();
             fs::create_dir(dir.path().join("run")).unwrap();
-            Self { dir, said: RefCell::default() }
+            Self { dir, text: RefCell::default() }
         }
 
         fn path(&self, name: &str) -> PathBuf {
@@ -330,9 +330,9 @@ mod tests {
 
         /// Opens `a.txt` with a cache at `cache`, as a run of its own: nothing is known to be checked.
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
-            self.said.take();
-            let emit = |news: ProgressEvent<'_>| match news {
-                ProgressEvent::Note(line) | ProgressEvent::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
+            self.text.take();
+            let emit = |event: ProgressEvent<'_>| match event {
+                ProgressEvent::Note(line) | ProgressEvent::Warn(line) => *self.text.borrow_mut() += &format!("{line}\n"),
                 ProgressEvent::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);
@@ -342,7 +342,7 @@ mod tests {
 
         fn good(&self, cache: &str) -> String {
             assert_eq!(self.open(cache, &StopFlag::default()).unwrap().source_ends, [3000]);
-            self.said.take()
+            self.text.take()
         }
 
         fn names(&self, dir: &str) -> Vec<String> {
@@ -373,8 +373,8 @@ mod tests {
         case.good("cache");
         let folder = case.path("cache").join(&case.names("cache")[0]);
         fs::write(folder.join("tokens.u32"), "0".repeat(12_000)).unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("tokens.u32: damaged: the checksum of block 0 differs; the text is prepared again"), "{said}");
+        let text = case.good("cache");
+        assert!(text.contains("tokens.u32: damaged: the checksum of block 0 differs; the text is prepared again"), "{text}");
         assert_eq!(case.good("cache"), "");
     }
 
@@ -382,8 +382,8 @@ mod tests {
     fn a_cache_that_cannot_be_written_is_replaced_by_the_runs_directory() {
         let case = Case::new();
         fs::write(case.path("cache"), "a file").unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("cache") && said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
+        let text = case.good("cache");
+        assert!(text.contains("cache") && text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
         assert_eq!(case.good("cache"), "", "found again");
     }
 
@@ -426,8 +426,8 @@ mod tests {
             fs::write(path.join("thesis.tex"), "mine").unwrap();
         };
         for place in [&folder, &tmp] {
-            let said = leave(&|| foreign(place));
-            assert!(said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
+            let text = leave(&|| foreign(place));
+            assert!(text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
             assert_eq!(fs::read_to_string(place.join("thesis.tex")).unwrap(), "mine");
             fs::remove_dir_all(place).unwrap();
             fs::create_dir_all(&folder).unwrap();
@@ -435,8 +435,8 @@ mod tests {
         fs::remove_dir_all(case.path("run/.superoffload")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         std::os::unix::fs::symlink(case.path("run"), &folder).unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {said}");
+        let text = case.good("cache");
+        assert!(text.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {text}");
         fs::remove_file(&folder).unwrap();
         for at in 0..3 {
             let _ = fs::remove_dir_all(case.path("run/.superoffload"));
@@ -444,7 +444,7 @@ mod tests {
             disk::faults::arm(Some((at, disk::faults::Mode::Error)));
             let opened = case.open("cache", &StopFlag::default());
             disk::faults::disarm();
-            assert!(opened.is_ok() && case.said.take().contains("No space left on device (os error 28): prepared text is kept beside"));
+            assert!(opened.is_ok() && case.text.take().contains("No space left on device (os error 28): prepared text is kept beside"));
             assert!(!folder.exists());
         }
     }
@@ -462,7 +462,7 @@ mod tests {
         };
         let lock = hold();
         let stop = StopFlag::default();
-        stop.ask();
+        stop.request();
         assert_eq!(case.open("cache", &stop).err().unwrap().exit_code(), 75);
         let winner = std::thread::spawn({
             let (cache, key) = (cache.clone(), key.clone());
@@ -480,9 +480,9 @@ mod tests {
     fn a_stop_removes_what_was_begun() {
         let case = Case::new();
         let stop = StopFlag::default();
-        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |news| {
-            if let ProgressEvent::Progress { .. } = news {
-                stop.ask();
+        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |event| {
+            if let ProgressEvent::Progress { .. } = event {
+                stop.request();
             }
         });
         preparation.in_memory_bytes_max = 0;

@@ -105,7 +105,7 @@ impl HeldOut {
             all += 1;
             Ok(())
         })?;
-        let (mut smallest, documents) = (Smallest::new(split.of(all, bounds.documents())?), bounds.documents());
+        let (mut smallest, documents) = (SmallestDigests::new(split.of(all, bounds.documents())?), bounds.documents());
         bounds.for_each_record(preparation, |record| {
             smallest.add(digest(stream, seed, record.tokens())?, record.numbers());
             Ok(())
@@ -195,14 +195,14 @@ impl Side<'_> {
 }
 
 /// The records of the smallest digests. Those of equal digests come together or not at all, so that there may be more than `wanted`.
-struct Smallest {
+struct SmallestDigests {
     wanted: u64,
     count: u64,
     /// Numbers of their documents.
     by_digest: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
-impl Smallest {
+impl SmallestDigests {
     fn new(wanted: u64) -> Self {
         Self { wanted, count: 0, by_digest: BTreeMap::new() }
     }

@@ -225,7 +225,7 @@ impl Tokenizer {
                 return works.iter().enumerate().map(answer).collect();
             }
         };
-        let answer = sandbox.ask(&request(works), stop).map_err(|ended| wrong(&self.kind, ended, &refuse))?;
+        let answer = sandbox.request(&request(works), stop).map_err(|ended| wrong(&self.kind, ended, &refuse))?;
         let done = answered(&answer, works.len()).ok_or_else(unreadable)?;
         done.map_err(|(item, cause)| refuse(item, cause))
     }

@@ -199,23 +199,23 @@ impl World {
         let early = if self.coordinator.is_speculating() { self.coordinator.layout.early() } else { 0..0 };
         for bucket in early.clone().rev() {
             self.computing.push_back((Hop::HeadBackward, bucket));
-            self.tell(Event::HeadGradReady(bucket));
+            self.handle(Event::HeadGradReady(bucket));
         }
         for bucket in 0..buckets {
             if bucket == early.start {
-                early.clone().for_each(|bucket| self.tell(Event::RowsBegin(bucket)));
+                early.clone().for_each(|bucket| self.handle(Event::RowsBegin(bucket)));
             }
             if self.coordinator.is_offloaded(bucket) {
                 self.computing.push_back((Hop::Backward, bucket));
             }
-            self.tell(Event::GradReady(bucket));
+            self.handle(Event::GradReady(bucket));
         }
         self.coordinator.handle(Event::Validated(verdict));
         self.run_commands();
         self.dawdle();
     }
 
-    fn tell(&mut self, event: Event) {
+    fn handle(&mut self, event: Event) {
         self.coordinator.handle(event);
         self.run_commands();
         self.dawdle();

@@ -521,9 +521,9 @@ mod tests {
     fn the_thread_looks_by_itself_and_ends_with_its_owner() {
         let driver_state = Arc::new(DriverState::new(1, Arc::default(), Arc::default()));
         let stalled = Arc::new(AtomicBool::new(false));
-        let heard = stalled.clone();
+        let received = stalled.clone();
         driver_state.set_activity(DriverActivity::Data, 0);
-        let on_alarm = Box::new(move |alarm| heard.store(matches!(alarm, Alarm::Stall(_)), Ordering::Relaxed));
+        let on_alarm = Box::new(move |alarm| received.store(matches!(alarm, Alarm::Stall(_)), Ordering::Relaxed));
         let dog = Watchdog::start(Watched::alone(driver_state.clone()), Duration::from_millis(80), on_alarm).unwrap();
         while !stalled.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(5));

@@ -111,7 +111,7 @@ pub(super) enum Source {
 /// The streamed weights, and the events that order their copies and kernels.
 #[derive(Debug)]
 pub(super) struct WeightFlow {
-    ring: WeightRing,
+    weight_ring: WeightRing,
     source: Source,
     /// The flat weights; the first part of their address range is the ring.
     weights: DeviceSlice,
@@ -139,7 +139,7 @@ impl WeightFlow {
         let mut events = || weight_ring.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
         let (prefetch_buffer, shelf_free) = (PrefetchBuffer::new(spare, weight_ring.modules.len()), dev.event()?);
-        Ok(Self { ring: weight_ring, source, weights, prefetch_buffer: prefetch_buffer, prefetch_buffer_free: shelf_free, used, fetched })
+        Ok(Self { weight_ring, source, weights, prefetch_buffer: prefetch_buffer, prefetch_buffer_free: shelf_free, used, fetched })
     }
 
     /// Opens the prefetch buffer at the beginning of a step. All earlier uses of its memory are enqueued, except copies to the host.
@@ -158,7 +158,7 @@ impl WeightFlow {
 
     /// Whether the weights of `module` are on the device, in the ring or in the prefetch buffer.
     pub(super) fn has(&self, module: usize) -> bool {
-        self.ring.has(module) || self.awaits_room(module)
+        self.weight_ring.has(module) || self.awaits_room(module)
     }
 
     /// Whether the weights of `module` are in the prefetch buffer. They are copied into the ring before they are used.
@@ -180,7 +180,7 @@ impl WeightFlow {
 
     /// The streamed flat range of `module`; empty if nothing of it is streamed, or if there is no such module.
     pub(super) fn streamed(&self, module: usize) -> Range<usize> {
-        self.ring.modules.get(module).map_or(0..0, |(range, _)| range.clone())
+        self.weight_ring.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
     /// Whether `module` has to be fetched. If so, later copies of its weights wait for the last use of the modules that they overwrite.
@@ -188,13 +188,13 @@ impl WeightFlow {
         if self.streamed(module).is_empty() || self.has(module) {
             return Ok(false);
         }
-        self.ring.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
+        self.weight_ring.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
         Ok(true)
     }
 
     /// Whether `module` is present or can be fetched without overwriting usable weights.
     pub(super) fn has_room(&self, module: usize) -> bool {
-        self.ring.has_room(module)
+        self.weight_ring.has_room(module)
     }
 
     fn stream(&self) -> Stream {
@@ -215,7 +215,7 @@ impl WeightFlow {
             Source::Ranks => exchange.fetch(dev, self.weights, range).map(|()| 0)?,
         };
         dev.record(self.fetched[module], self.stream())?;
-        self.ring.put(module);
+        self.weight_ring.put(module);
         Ok(bytes)
     }
 
@@ -226,9 +226,9 @@ impl WeightFlow {
             dev.wait(Stream::Compute, self.fetched[module])?;
             let range = self.streamed(module);
             dev.launch(Cast { stream: Stream::Compute, src, dst: self.weights.slice(range.start, range.len()) })?;
-            self.ring.put_in_turn(module);
+            self.weight_ring.put_in_turn(module);
         }
-        let (range, held) = &mut self.ring.modules[module];
+        let (range, held) = &mut self.weight_ring.modules[module];
         if *held == RingContent::Fetched {
             exchange.place_own(dev, self.weights, range)?;
             *held = RingContent::Fresh;
@@ -243,12 +243,12 @@ impl WeightFlow {
 
     /// Marks weights as stale that are about to be overwritten in the source; this step no longer needs them.
     pub(super) fn forget(&mut self, flat: &Range<usize>) {
-        self.ring.forget(flat);
+        self.weight_ring.forget(flat);
     }
 
     /// Marks all weights as stale, because all are about to change.
     pub(super) fn forget_all(&mut self) {
-        self.ring.forget(&(0..usize::MAX));
+        self.weight_ring.forget(&(0..usize::MAX));
     }
 
     /// The part of a slice that the host sends to its own location on the device, because it is not streamed.
@@ -256,7 +256,7 @@ impl WeightFlow {
         if let Source::Ranks = self.source {
             return flat.clone();
         }
-        flat.start.max(self.ring.ring.ringed_elems).min(flat.end)..flat.end
+        flat.start.max(self.weight_ring.ring.ringed_elems).min(flat.end)..flat.end
     }
 }
 

@@ -82,10 +82,10 @@ fn mask(topology: &Topology, usable: &UsableCpus) -> Option<String> {
 /// # Errors
 /// `Usage` if more threads are requested than can run; `Resource` if the automatic choice would be many times slower than the machine while
 /// a GPU waits for it.
-pub(crate) fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
+pub(crate) fn check_threads(topology: &Topology, requested: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
     let Some(usable) = topology.usable_cpus() else { return Ok(None) };
     let (count, online, reasons) = (usable.count(), usable.online, reasons(topology).join("; "));
-    match asked {
+    match requested {
         Some(threads) if threads > count => {
             let why = if reasons.is_empty() { "it has no more".into() } else { reasons };
             Err(Error::usage(format!(

@@ -308,10 +308,10 @@ impl Rates {
 
     /// A line about the assumed rate of expert products; `None` if it was measured.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
-        let said = |share: f64| {
+        let text = |share: f64| {
             format!("products of experts at {:.0} % of the rate of single ones, assumed: {} does not say", 100.0 * share, self.profile)
         };
-        self.grouped.assumed_share().map(said)
+        self.grouped.assumed_share().map(text)
     }
 
     /// Seconds of a copy of `bytes` to the host, without concurrent load.

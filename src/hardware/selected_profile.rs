@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn several_gpus_get_the_profile_of_as_many_or_are_told_whose_it_is() {
-        for (gpu, gpus, profile, told) in [
+        for (gpu, gpus, profile, message) in [
             ("NVIDIA H200", 1, "h200-pcie5", None),
             ("NVIDIA H200", 2, "h200-x2", None),
             ("NVIDIA H200", 3, "h200-x4", Some("what each of 4 gets")),
@@ -228,7 +228,7 @@ mod tests {
             assert!(selected.to_string().contains(profile), "{selected}");
             let line = selected.unknown_together(gpus);
             assert!(
-                line.as_deref().map_or(told.is_none(), |line| told.is_some_and(|told| line.contains(told))),
+                line.as_deref().map_or(message.is_none(), |line| message.is_some_and(|message| line.contains(message))),
                 "{gpus} x {gpu}: {line:?}"
             );
         }

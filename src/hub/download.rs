@@ -71,7 +71,7 @@ impl Download<'_> {
             fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
         }
         let (blobs, locks) = (Dir::open(&repo.join("blobs"))?, Dir::open(&locks)?);
-        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), pause: self.pause, said: Mutex::default() };
+        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), pause: self.pause, messages: Mutex::default() };
         let (fetcher, name) = (Arc::new(fetcher), *name);
         self.fetch_all(&fetcher, &files, &listing.commit)?;
         let _lock = fetcher.lock(&format!("{}.lock", listing.commit))?;
@@ -134,8 +134,8 @@ impl Download<'_> {
             }
             thread::sleep(PROGRESS_INTERVAL);
             is_done = threads.iter().all(JoinHandle::is_finished);
-            let said = std::mem::take(&mut *fetcher.said.lock().unwrap_or_else(PoisonError::into_inner));
-            said.iter().for_each(|line| emit(ProgressEvent::Note(line)));
+            let messages = std::mem::take(&mut *fetcher.messages.lock().unwrap_or_else(PoisonError::into_inner));
+            messages.iter().for_each(|line| emit(ProgressEvent::Note(line)));
             emit(ProgressEvent::Progress { what: "downloading", done: queue.here(), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -230,8 +230,8 @@ fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
 /// Checks that the hub lists the requested commit, if the revision is a commit. Any commit is valid for a branch or tag.
 fn expect_commit(name: &HubName, commit: &str) -> std::result::Result<(), String> {
     match name.revision.as_str() {
-        asked if is_commit(asked) && asked != commit => {
-            Err(format!("its list of files is of commit {commit} where commit {asked} was asked for"))
+        received if is_commit(received) && received != commit => {
+            Err(format!("its list of files is of commit {commit} where commit {received} was asked for"))
         }
         _ => Ok(()),
     }

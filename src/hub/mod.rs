@@ -165,9 +165,9 @@ mod tests {
             error.to_string()
         };
         let cause = format!("no such directory, and not in the Hugging Face cache {}; ", dir.path().display());
-        let told =
+        let message =
             format!("--model meta-llama/Llama-3.1-8B: {cause}download it: hf download meta-llama/Llama-3.1-8B (HF_HUB_OFFLINE is set)");
-        assert_eq!(refused("meta-llama/Llama-3.1-8B"), told);
+        assert_eq!(refused("meta-llama/Llama-3.1-8B"), message);
         assert!(refused("a/b@v1").contains("download it: hf download a/b --revision v1"));
         let commit = "a".repeat(40);
         let (snapshot, by_commit) = (dir.path().join("models--a--b/snapshots").join(&commit), format!("a/b@{commit}"));

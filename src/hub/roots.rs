@@ -98,13 +98,13 @@ mod tests {
 
     /// Forwards one request and its whole answer.
     fn forward(mut client: impl Read + Write, plain: SocketAddr) -> io::Result<()> {
-        let (mut asked, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
-        while !asked.ends_with(b"\r\n\r\n") {
+        let (mut received, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
+        while !received.ends_with(b"\r\n\r\n") {
             client.read_exact(&mut byte)?;
-            asked.extend(byte);
+            received.extend(byte);
         }
         let mut hub = TcpStream::connect(plain)?;
-        hub.write_all(&asked)?;
+        hub.write_all(&received)?;
         hub.read_to_end(&mut answer)?;
         client.write_all(&answer)?;
         client.flush()
@@ -127,8 +127,8 @@ mod tests {
         for trusted in [trusted(&[]).unwrap(), Trusted::built_in()] {
             let from = trusted.origin.clone();
             let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
-            let told = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
-            assert!(cause.contains(&told) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
+            let message = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
+            assert!(cause.contains(&message) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
         }
     }
 

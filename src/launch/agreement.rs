@@ -92,23 +92,23 @@ pub(crate) struct Proposal {
 
 impl ProcessGroup {
     /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
-    /// process if another process has ended and this one does not react. `tell` receives lines for the user.
+    /// process if another process has ended and this one does not react. `log` receives lines for the user.
     ///
     /// # Errors
     /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`ProcessInfo::among`].
-    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
+    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, log: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let meeting = ProcessRendezvous { address, process, processes, ranks, token: token(settings, tell)?, limit };
+        let meeting = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
         let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
-        tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
+        log(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
-        let links = Links::meet(&meeting, own, (stop, tell), last_resort)?;
-        tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
+        let links = Links::meet(&meeting, own, (stop, log), last_resort)?;
+        log(&format!("all {processes} processes are here: {}", links.names().join(", ")));
         let all = links
             .resources_by_process()
             .iter()
@@ -116,7 +116,7 @@ impl ProcessGroup {
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(json)?;
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
-        process_info.notes.iter().for_each(|note| tell(note));
+        process_info.notes.iter().for_each(|note| log(note));
         Ok(Self { links, process_info, machine })
     }
 
@@ -259,20 +259,20 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
 }
 
 /// Reads the run token. Warns if other users may read it or could guess it.
-fn token(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Result<RunToken> {
+fn token(settings: &Settings, log: &mut dyn FnMut(&str)) -> Result<RunToken> {
     let (token, source) = match &settings.run_token_file {
         Some(file) => {
             let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
             let mode = fs::metadata(file).map_err(|e| Error::io("look at", file, e))?.mode();
             if mode & OTHERS_READ != 0 {
                 let path = printable(file.display());
-                tell(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
+                log(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
             }
             (RunToken::new(&bytes, file.display())?, printable(file.display()))
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| tell(&format!("warning: {source}: the run token may be guessed: {why}")));
+    token.weakness().iter().for_each(|why| log(&format!("warning: {source}: the run token may be guessed: {why}")));
     Ok(token)
 }
 
@@ -285,9 +285,9 @@ fn token_of_variable() -> Result<RunToken> {
 
 /// Settings and program version, which must be equal in all processes.
 fn shared_settings(settings: &Settings) -> Result<Map<String, Value>> {
-    let told = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
-    let told = told.as_object().cloned().unwrap_or_default();
-    let shared = told.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
+    let message = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
+    let message = message.as_object().cloned().unwrap_or_default();
+    let shared = message.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
     let program = ("the program".to_string(), env!("SUPEROFFLOAD_LONG_VERSION").into());
     Ok([program].into_iter().chain(shared.map(|(name, value)| (format!("--{}", name.replace('_', "-")), value))).collect())
 }
@@ -303,11 +303,12 @@ mod tests {
     #[test]
     fn a_fact_that_only_one_process_has_is_a_difference() {
         let facts = |values: &[&str]| values.iter().map(|value| ("product".to_string(), value.to_string())).collect::<Vec<_>>();
-        let told = |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
-        assert_eq!(told(&["a", "b"], &["a", "b"]), None);
-        assert_eq!(told(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
-        assert_eq!(told(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
-        assert_eq!(told(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
+        let message =
+            |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
+        assert_eq!(message(&["a", "b"], &["a", "b"]), None);
+        assert_eq!(message(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
+        assert_eq!(message(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
+        assert_eq!(message(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
     }
 
     /// A process does not check its own cuBLASLt: it follows process 0.
@@ -316,10 +317,10 @@ mod tests {
         let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
         let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
         let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
-        for (asked, says) in
+        for (requested, says) in
             [(ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt), (ExpertProductsChoice::Own, ExpertProductsChoice::Own)]
         {
-            let settings = Settings { expert_products: asked, ..Settings::demo() };
+            let settings = Settings { expert_products: requested, ..Settings::demo() };
             let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
             let sent = serde_json::to_string(&Proposal::new(&plan, &shape, &settings, String::new())).unwrap();
             let proposal: Proposal = serde_json::from_str(&sent).unwrap();

@@ -123,15 +123,15 @@ impl ProcessInfo {
 ///
 /// # Errors
 /// `Resource` with the obstacle, if NCCL was requested and is not available.
-fn transport(all: &[HostResources], names: &[String], asked: Transport) -> Result<(Transport, Option<String>)> {
+fn transport(all: &[HostResources], names: &[String], requested: Transport) -> Result<(Transport, Option<String>)> {
     let lacking = all.iter().zip(names).find_map(|(one, name)| Some(format!("{name}: {}", one.nccl.as_ref().err()?)));
     let releases: Vec<&String> = all.iter().filter_map(|one| one.nccl.as_ref().ok()).collect();
     let other = releases.iter().position(|release| *release != releases[0]);
     let differs = || other.map(|other| format!("{} has NCCL {}, {} has {}", names[0], releases[0], names[other], releases[other]));
     match lacking.or_else(differs) {
-        _ if asked == Transport::Tcp => Ok((Transport::Tcp, None)),
+        _ if requested == Transport::Tcp => Ok((Transport::Tcp, None)),
         None => Ok((Transport::Nccl, Some(format!("gradients and weights pass from GPU to GPU by NCCL {}", releases[0])))),
-        Some(why) if asked == Transport::Auto => Ok((Transport::Tcp, Some(format!("gradients and weights pass over TCP: {why}")))),
+        Some(why) if requested == Transport::Auto => Ok((Transport::Tcp, Some(format!("gradients and weights pass over TCP: {why}")))),
         Some(why) => Err(Error::resource("use --transport nccl", format!("{why}; or say --transport tcp, which is slower"))),
     }
 }
@@ -221,8 +221,8 @@ mod tests {
     fn each_process_has_the_gpu_of_its_place_on_its_machine() {
         assert_eq!(pci_of_each(&[on("a", &[0, 1]), on("a", &[0, 1]), on("b", &[3, 4])]).unwrap(), ["0F", "1F", "3F"]);
         // The local rank of a launcher has priority.
-        let told = |local, machine: &str| HostResources { local: Some(local), ..on(machine, &[0, 1]) };
-        assert_eq!(pci_of_each(&[told(1, "a"), told(0, "a")]).unwrap(), ["1F", "0F"]);
+        let message = |local, machine: &str| HostResources { local: Some(local), ..on(machine, &[0, 1]) };
+        assert_eq!(pci_of_each(&[message(1, "a"), message(0, "a")]).unwrap(), ["1F", "0F"]);
         // A process that sees one GPU takes it.
         let alone = [on("a", &[5]), on("a", &[2])];
         assert_eq!(pci_of_each(&alone).unwrap(), ["5F", "2F"]);
@@ -239,8 +239,8 @@ mod tests {
         };
         let (sees_four, sees_two) = (|machine: &str| on(machine, &[0, 1, 2, 3]), |machine: &str| on(machine, &[4, 5]));
         assert_eq!(of_each(&[sees_four("a"), sees_four("a"), sees_two("b")]).unwrap(), [[0, 1], [2, 3], [0, 1]]);
-        let told = |local| HostResources { local: Some(local), ..sees_four("a") };
-        assert_eq!(of_each(&[told(1), told(0)]).unwrap(), [[2, 3], [0, 1]]);
+        let message = |local| HostResources { local: Some(local), ..sees_four("a") };
+        assert_eq!(of_each(&[message(1), message(0)]).unwrap(), [[2, 3], [0, 1]]);
         let second = ProcessInfo::among(&[sees_four("a"), sees_four("a")], &names(2), 1, &settings).unwrap();
         assert_eq!(second.notes[0], "process 1 takes GPU 2 (0000:2F:00.0), GPU 3 (0000:3F:00.0), 2 for each process of its machine");
         let few = of_each(&[on("a", &[0, 1, 2]), on("a", &[0, 1, 2])]).unwrap_err().to_string();
@@ -257,8 +257,8 @@ mod tests {
         // Another process sees the same single GPU.
         let one = refused(&[on("a", &[0]), on("a", &[0])]);
         assert!(one.contains("process 0 on a sees GPUs: 1, and processes on its machine are 2") && one.contains("CUDA_VISIBLE_DEVICES"));
-        let told = HostResources { local: Some(0), ..on("a", &[0, 1]) };
-        assert!(refused(&[told.clone(), told]).contains("--processes 2"));
+        let message = HostResources { local: Some(0), ..on("a", &[0, 1]) };
+        assert!(refused(&[message.clone(), message]).contains("--processes 2"));
     }
 
     #[test]
@@ -304,8 +304,8 @@ mod tests {
             (selected.machine.host_bytes, selected.machine.cpus, selected.warning)
         };
         assert_eq!(chosen(&[on("a", &[]), on("b", &[])]), (6 << 20, 7, None));
-        let told = "--threads 7: processes of this machine divide its CPUs, of which this one has 3; say --threads 3".to_string();
-        assert_eq!(chosen(&[on("a", &[]), on("a", &[])]), (3 << 20, 3, Some(told)));
+        let message = "--threads 7: processes of this machine divide its CPUs, of which this one has 3; say --threads 3".to_string();
+        assert_eq!(chosen(&[on("a", &[]), on("a", &[])]), (3 << 20, 3, Some(message)));
     }
 
     #[test]
@@ -332,12 +332,12 @@ mod tests {
         }
         // Without GPUs there is no note about NCCL, unless NCCL was requested.
         let without = HostResources { gpus: Err("no driver".into()), nccl: Err("it has no GPU".into()), ..on("a", &[]) };
-        let asked = |transport| {
+        let requested = |transport| {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
             ProcessInfo::among(&[without.clone(), without.clone()], &names(2), 0, &settings)
                 .map(|process_info| (process_info.transport, process_info.notes))
         };
-        assert_eq!(asked(Transport::Auto).unwrap(), (Transport::Tcp, vec!["no GPU: no driver".to_string()]));
-        assert!(asked(Transport::Nccl).unwrap_err().to_string().contains("process 0 on a: it has no GPU"));
+        assert_eq!(requested(Transport::Auto).unwrap(), (Transport::Tcp, vec!["no GPU: no driver".to_string()]));
+        assert!(requested(Transport::Nccl).unwrap_err().to_string().contains("process 0 on a: it has no GPU"));
     }
 }

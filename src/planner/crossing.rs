@@ -9,9 +9,9 @@ use crate::model::tensors::TensorTable;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Crossing {
     /// Bytes from ranks of the same process.
-    pub(crate) near: usize,
+    pub(crate) intra_node: usize,
     /// Bytes from ranks of other processes.
-    pub(crate) far: usize,
+    pub(crate) inter_node: usize,
     /// Whether NCCL exchanges data between processes, during which devices compute nothing. Otherwise the data passes through host memory
     /// while devices compute.
     pub(crate) by_nccl: bool,
@@ -34,17 +34,17 @@ impl Crossing {
         // A slice of weights enters each process once and is then copied between its ranks.
         let near = (local_ranks - 1) * (rounds * slices * slice_bytes + processes * (slice_bytes + again_bytes));
         let far = (processes - 1) * ((rounds * senders + 1) * slice_bytes + if rings.fully_sharded { again_bytes } else { 0 });
-        Self { near, far, by_nccl }
+        Self { intra_node: near, inter_node: far, by_nccl }
     }
 
     /// Seconds to receive data from ranks of the same process.
     pub(super) fn near_s(self, rates: &Rates) -> f64 {
-        self.near as f64 / rates.peer_bytes_per_s
+        self.intra_node as f64 / rates.peer_bytes_per_s
     }
 
     /// Seconds to receive data from other processes.
     pub(crate) fn far_s(self, rates: &Rates) -> f64 {
-        self.far as f64 / self.far_bytes_per_s(rates)
+        self.inter_node as f64 / self.far_bytes_per_s(rates)
     }
 
     fn far_bytes_per_s(self, rates: &Rates) -> f64 {
@@ -56,7 +56,7 @@ impl Crossing {
         let (how, when) = if self.by_nccl { ("by NCCL", "while nothing is computed") } else { ("over TCP", "beside products") };
         format!(
             "{:.2} GB a step to and from each GPU {how}, {:.0} ms at {:.1} GB/s, {when}",
-            self.far as f64 / 1e9,
+            self.inter_node as f64 / 1e9,
             self.far_s(rates) * 1e3,
             self.far_bytes_per_s(rates) / 1e9
         )

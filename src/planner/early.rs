@@ -14,9 +14,9 @@ use std::ops::Range;
 ///
 /// # Errors
 /// `Usage` if early rows are requested and impossible.
-pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &TensorTable) -> Result<Range<usize>> {
+pub(super) fn early_table(requested: EarlyRows, workload: &Workload<'_>, table: &TensorTable) -> Result<Range<usize>> {
     let obstacle = obstacle(workload);
-    match (asked, obstacle) {
+    match (requested, obstacle) {
         (EarlyRows::On, Some(obstacle)) => Err(Error::usage(format!("--early-rows on: {obstacle}"))),
         (EarlyRows::Auto, None) if !pays(workload) => Ok(0..0),
         (EarlyRows::On | EarlyRows::Auto, None) => Ok(embedding(table)),
@@ -28,8 +28,8 @@ pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &Ten
 ///
 /// # Errors
 /// `Usage` if early rows are requested but no bucket of the plan leaves early.
-pub(super) fn check_early(asked: EarlyRows, layout: &BucketLayout) -> Result<()> {
-    if asked != EarlyRows::On || !layout.early().is_empty() {
+pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result<()> {
+    if requested != EarlyRows::On || !layout.early().is_empty() {
         return Ok(());
     }
     Err(Error::usage(

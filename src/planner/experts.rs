@@ -107,8 +107,8 @@ mod tests {
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
         assert!(elsewhere.by == ExpertProducts::Own && elsewhere.note.unwrap().contains("nobody measured cuBLASLt's there"));
         // If cuBLASLt is requested and missing, the device reports it later.
-        let asked = of(ExpertProductsChoice::Cublaslt, old());
-        assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) });
+        let requested = of(ExpertProductsChoice::Cublaslt, old());
+        assert_eq!(requested, ExpertEngine { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) });
     }
 
     #[test]

@@ -555,11 +555,11 @@ fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
-    let asked = settings.resident_buckets;
-    match asked {
+    let requested = settings.resident_buckets;
+    match requested {
         _ if settings.strategy == Strategy::NoOffload => Ok(Residency::Exactly(usize::MAX)),
         ResidentBuckets::All | ResidentBuckets::Count(1..) if !techniques.repartition => {
-            Err(Error::usage(format!("--resident-buckets {asked} needs --strategy superoffload with the technique repartition")))
+            Err(Error::usage(format!("--resident-buckets {requested} needs --strategy superoffload with the technique repartition")))
         }
         ResidentBuckets::All => Ok(Residency::Exactly(usize::MAX)),
         ResidentBuckets::Count(count) => Ok(Residency::Exactly(count)),

@@ -96,7 +96,7 @@ impl<'a> Predictor<'a> {
         let sums_s = self.passing_sums_s(layout, rings);
         let crossing_s = |elems: f64| kept_s + sums_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         // Transfers through host memory are two consecutive hops.
-        let hops_s = if crossing.by_nccl { 0.0 } else { 2.0 * crossing.far as f64 / rates.both_ways_bytes_per_s };
+        let hops_s = if crossing.by_nccl { 0.0 } else { 2.0 * crossing.inter_node as f64 / rates.both_ways_bytes_per_s };
         let beside_peers_s = hops_s + if rates.peer_route == PeerRoute::Own { 0.0 } else { near_s };
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);

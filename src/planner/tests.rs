@@ -165,14 +165,14 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let flat = TensorTable::new(&llama_8b()).flat_elems() as f64;
     let host = |plan: &Plan| plan.balances()[1].needed as f64;
     assert!((host(&one) / host(&two) / 2.0 - 1.0).abs() < 0.1 && (host(&one) / flat - 14.0).abs() < 1.0, "{one}\n{two}");
-    let told = two.to_string();
+    let output = two.to_string();
     // Each of the four sends an eighth of the gradients, and the inter-node peer sends weights.
     assert!(
-        told.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
-        "{told}"
+        output.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
+        "{output}"
     );
-    assert!(told.contains("  peers       330.0 GB/s from each other") && told.contains("NCCL's buffers         1.0 GiB"), "{told}");
-    assert!(told.contains("  host, of each process"), "{told}");
+    assert!(output.contains("  peers       330.0 GB/s from each other") && output.contains("NCCL's buffers         1.0 GiB"), "{output}");
+    assert!(output.contains("  host, of each process"), "{output}");
 }
 
 /// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and those of its inter-node peers.
@@ -195,8 +195,8 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
         // Three quarters of the streamed weights are fetched once more, except the part that the ring still holds.
-        let again = (auto.crossing.near - replicated.crossing.near) as f64 / (0.75 * streamed as f64);
-        assert!(auto.crossing.far == replicated.crossing.far && (0.9..1.0).contains(&again), "{again}");
+        let again = (auto.crossing.intra_node - replicated.crossing.intra_node) as f64 / (0.75 * streamed as f64);
+        assert!(auto.crossing.inter_node == replicated.crossing.inter_node && (0.9..1.0).contains(&again), "{again}");
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
@@ -342,8 +342,8 @@ fn what_was_asked_for_is_what_happens() {
         (ActivationsChoice::HostAttention, LayerPolicy::HostAttention),
         (ActivationsChoice::Host, LayerPolicy::Host),
     ] {
-        let asked = Settings { activations, ..settings() };
-        assert!(plan(&llama_8b(), &asked).layer_policies.iter().all(|p| *p == policy));
+        let requested = Settings { activations, ..settings() };
+        assert!(plan(&llama_8b(), &requested).layer_policies.iter().all(|p| *p == policy));
         let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
         assert_eq!(demo.layer_policies, [policy; 6]);
     }
@@ -644,10 +644,10 @@ fn streaming_can_be_asked_for_and_refused() {
     if !FLOW {
         return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
     }
-    let asked = fitting(&qwen3_4b(), &flow(settings()));
-    let streamed = asked.weight_ring.unwrap().ringed_elems;
+    let requested = fitting(&qwen3_4b(), &flow(settings()));
+    let streamed = requested.weight_ring.unwrap().ringed_elems;
     // The pool steps streamed buckets. The tied embedding, which is also the output matrix, may be resident.
-    assert!(asked.layout.offloaded_elems() >= streamed && (resident(&asked) > 0) == REPARTITION, "{asked}");
+    assert!(requested.layout.offloaded_elems() >= streamed && (resident(&requested) > 0) == REPARTITION, "{requested}");
     let few = Settings { resident_buckets: ResidentBuckets::Count(100), ..settings() };
     if REPARTITION {
         assert!((1..streamed).contains(&fitting(&qwen3_4b(), &flow(few)).weight_ring.unwrap().ringed_elems));

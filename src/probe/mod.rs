@@ -394,13 +394,13 @@ mod tests {
     fn gpus_of_several_models_are_measured_alone_unless_they_are_asked_for() {
         let gpu = |index: usize, model: &str| GpuId { index, pci: String::new(), model: model.into() };
         let mixed = || vec![gpu(0, "H200"), gpu(1, "H200"), gpu(2, "H100")];
-        let (mut heard, mut joint_probe) = (Vec::new(), Vec::new());
+        let (mut messages, mut joint_probe) = (Vec::new(), Vec::new());
         for gpus in [None, Some(GpuCount::Count(2)), Some(GpuCount::All)] {
             let options = ProbeOptions { gpus, ..of_the_cpu() };
-            joint_probe.push(options.joint_probe(mixed(), &mut |line| heard.push(line.to_string())).map(|gpus| gpus.len()).ok());
+            joint_probe.push(options.joint_probe(mixed(), &mut |line| messages.push(line.to_string())).map(|gpus| gpus.len()).ok());
         }
         assert_eq!(joint_probe, [Some(0), Some(2), None]);
-        assert!(heard.len() == 1 && heard[0].contains("GPU 2 () is a H100"), "{heard:?}");
+        assert!(messages.len() == 1 && messages[0].contains("GPU 2 () is a H100"), "{messages:?}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! ranks.
 #![allow(unsafe_code)]
 
-use super::copies::{Copies, Way};
+use super::copies::{Copies, CopyDirection};
 use super::samples::{Samples, sourced};
 use super::states::States;
 use super::work_done::WorkDone;
@@ -30,7 +30,7 @@ const TURNS: usize = 3;
 /// An operation that a rank keeps running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LoadLane {
-    Link(Way),
+    Link(CopyDirection),
     Pull,
     Adam,
 }
@@ -50,9 +50,9 @@ impl LoadLane {
 /// Concurrent operations on every device, in the order of [`Together`].
 const LOADS: [&[LoadLane]; 5] = [
     &[LoadLane::Pull],
-    &[LoadLane::Link(Way::ToHost)],
-    &[LoadLane::Link(Way::ToDevice)],
-    &[LoadLane::Link(Way::ToHost), LoadLane::Link(Way::ToDevice)],
+    &[LoadLane::Link(CopyDirection::ToHost)],
+    &[LoadLane::Link(CopyDirection::ToDevice)],
+    &[LoadLane::Link(CopyDirection::ToHost), LoadLane::Link(CopyDirection::ToDevice)],
     &[LoadLane::Adam],
 ];
 

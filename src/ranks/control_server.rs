@@ -47,7 +47,7 @@ impl ConnectedProcess {
                     self.hello = Some(serde_json::from_slice(&notice.tail).map_err(nonsense)?);
                 }
                 Topic::Ready => self.is_ready = true,
-                Topic::Stop => stop.ask(),
+                Topic::Stop => stop.request(),
                 topic => {
                     return Err(Error::format(format!("the words of process {process}"), format!("{topic:?} makes no sense there")).into());
                 }
@@ -118,7 +118,7 @@ impl ControlServer {
     }
 
     /// Sends `words` as JSON to all connected processes. Failed connections are detected by the next [`ControlServer::serve`].
-    pub(super) fn answer(&mut self, words: &impl Serialize) {
+    pub(super) fn broadcast_json(&mut self, words: &impl Serialize) {
         let text = serde_json::to_string(words).unwrap_or_default();
         self.broadcast(&Notice::new(Topic::Agreement, &[]).with_text(&text));
     }

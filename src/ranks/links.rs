@@ -145,7 +145,7 @@ impl SharedLinks {
         self.silent[process].store(0, Ordering::Relaxed);
         match notice.topic {
             Topic::Alive => {}
-            Topic::Stop => stop.ask(),
+            Topic::Stop => stop.request(),
             Topic::Agreement => self.open().agreements.push_back(notice.text()),
             Topic::Over => self.part(process, &notice.text(), stop),
             Topic::Failed => self.lose(process, &notice.text()),
@@ -185,7 +185,7 @@ impl SharedLinks {
             (None, Some((lost, why))) if lost < self.names.len() => self.lose(lost, &why),
             _ if self.process == 0 && self.open().over.is_none() => {
                 if end.interrupted {
-                    stop.ask();
+                    stop.request();
                 }
                 self.lose(process, if end.interrupted { "it was interrupted" } else { "it ended before the run was over" });
             }

@@ -38,7 +38,7 @@ fn after_the_last_gave_up(lost: usize, processes: usize) -> Vec<(Links, StopFlag
 }
 
 /// The error that ends a process, within a few seconds.
-fn told(links: &Links) -> Option<String> {
+fn message(links: &Links) -> Option<String> {
     let state = links.common.open();
     drop(links.common.changed.wait_timeout_while(state, PARTING_PATIENCE, |state| state.failure.is_none()));
     links.common.cause(&links.common.open()).map(|error| error.to_string())
@@ -47,14 +47,14 @@ fn told(links: &Links) -> Option<String> {
 #[test]
 fn a_process_that_stood_still_hears_that_another_has_given_it_up() {
     let all = after_the_last_gave_up(0, 2);
-    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
 fn who_ends_for_another_names_it() {
     let all = after_the_last_gave_up(1, 3);
-    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
-    assert_eq!(told(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
+    assert_eq!(message(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn process_0_does_not_wait_for_who_was_interrupted_before_it() {
     let (interrupted, _) = all.pop().unwrap();
     interrupted.close(EndOfRun { interrupted: true, ..EndOfRun::default() });
     let (first, stop) = &all[0];
-    assert_eq!(told(first).unwrap(), "process 1 on here: it was interrupted");
+    assert_eq!(message(first).unwrap(), "process 1 on here: it was interrupted");
     assert!(stop.is_set());
 }
 

@@ -87,13 +87,13 @@ impl Outbox for RecordingOutbox {
 #[test]
 fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
     let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
-    let (told, heard) = std::sync::mpsc::channel();
+    let (message, received) = std::sync::mpsc::channel();
     let names = || vec!["process 0 on a".to_string(), "process 1 on b".to_string()];
     let progress = |process| {
-        ProgressCounters::linked(sizes, RemoteProcesses { process, names: names(), outbox: Arc::new(RecordingOutbox(told.clone())) })
+        ProgressCounters::linked(sizes, RemoteProcesses { process, names: names(), outbox: Arc::new(RecordingOutbox(message.clone())) })
     };
     let (first, second) = (progress(0), progress(1));
-    let pass = |from: usize, to: &ProgressCounters| heard.try_iter().map(|(_, notice)| to.receive(from, &notice).unwrap()).count();
+    let pass = |from: usize, to: &ProgressCounters| received.try_iter().map(|(_, notice)| to.receive(from, &notice).unwrap()).count();
     second.publish_written(1);
     second.publish_settled(1, 2, 7);
     second.write_partials(1, &[0.5, -0.0]);
@@ -129,10 +129,13 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
 #[test]
 fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
     let sizes = CounterSizes { ranks: 4, buckets: 3, mail_words: 2, ..CounterSizes::default() };
-    let (told, heard) = std::sync::mpsc::channel();
+    let (message, received) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
     let progress = [0, 1].map(|process| {
-        ProgressCounters::linked(sizes, RemoteProcesses { process, names: names.clone(), outbox: Arc::new(RecordingOutbox(told.clone())) })
+        ProgressCounters::linked(
+            sizes,
+            RemoteProcesses { process, names: names.clone(), outbox: Arc::new(RecordingOutbox(message.clone())) },
+        )
     });
     let [first, second] = &progress;
     assert_eq!([first.local_ranks(), second.local_ranks()], [0..2, 2..4]);
@@ -144,7 +147,7 @@ fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
     second.publish_relayed(3);
     second.publish_pulled(2);
     assert_eq!((second.relayed_to_all(), second.all_pulled(1), first.relayed_to_all()), (1, true, 0));
-    let notices: Vec<_> = heard.try_iter().collect();
+    let notices: Vec<_> = received.try_iter().collect();
     assert_eq!(notices.len(), 4, "what is carried is nobody else's business");
     for (_, notice) in notices {
         first.receive(1, &notice).unwrap();
@@ -154,21 +157,21 @@ fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
     // Rank 1 addresses rank 0 alone.
     first.post(1, 0, [7]);
     first.post(0, 0, [8]);
-    assert_eq!(Vec::from_iter(heard.try_iter().map(|(to, _)| to)), [Audience::First, Audience::All]);
+    assert_eq!(Vec::from_iter(received.try_iter().map(|(to, _)| to)), [Audience::First, Audience::All]);
     second.fail(3, "no memory");
     assert_eq!(second.failure().unwrap().to_string(), "process 1 on b: rank 3: no memory");
-    assert_eq!(heard.try_recv().unwrap().1.text(), "rank 3: no memory");
+    assert_eq!(received.try_recv().unwrap().1.text(), "rank 3: no memory");
     // A rank that has finished its work ends only its own process.
     first.leave(0);
-    assert!(first.has_failed() && heard.try_recv().is_err());
+    assert!(first.has_failed() && received.try_recv().is_err());
 }
 
 #[test]
 fn what_makes_no_sense_is_not_taken() {
     let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
-    let (told, _heard) = std::sync::mpsc::channel();
+    let (message, _heard) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
-    let progress = ProgressCounters::linked(sizes, RemoteProcesses { process: 0, names, outbox: Arc::new(RecordingOutbox(told)) });
+    let progress = ProgressCounters::linked(sizes, RemoteProcesses { process: 0, names, outbox: Arc::new(RecordingOutbox(message)) });
     let words = |count: usize| vec![0; 4 * count];
     for (from, topic, numbers, tail) in [
         (1, Topic::Written, &[0][..], vec![]),

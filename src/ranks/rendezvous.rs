@@ -71,7 +71,7 @@ struct RendezvousDeadline<'a> {
     stop: &'a StopFlag,
     deadline: Instant,
     /// Prints a line.
-    tell: &'a mut dyn FnMut(&str),
+    log: &'a mut dyn FnMut(&str),
 }
 
 impl RendezvousDeadline<'_> {
@@ -97,13 +97,13 @@ impl ProcessRendezvous {
         self.failed(format_args!("{why}; --rendezvous-limit {} is over", self.limit.as_secs()))
     }
 
-    /// Connects to the other processes and checks that their facts equal those of `own`. Progress messages go to `tell`.
+    /// Connects to the other processes and checks that their facts equal those of `own`. Progress messages go to `log`.
     ///
     /// # Errors
     /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the
     /// difference; `Interrupted`.
-    pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, tell: &mut dyn FnMut(&str)) -> Result<Mesh> {
-        let mut patience = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, tell };
+    pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, log: &mut dyn FnMut(&str)) -> Result<Mesh> {
+        let mut patience = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, log };
         if self.process == 0 { self.receive(&own, &mut patience) } else { self.join(&own, &mut patience) }
     }
 
@@ -119,14 +119,14 @@ impl ProcessRendezvous {
                     return Ok(Mesh { all, connections: complete(slots) });
                 }
                 Err(RendezvousError::Again(why)) => {
-                    (patience.tell)(&format!("{why}; all begin again"));
+                    (patience.log)(&format!("{why}; all begin again"));
                     control.clear();
                 }
                 Err(RendezvousError::Over(error)) => {
                     match &error {
                         Error::Interrupted(_) => control.broadcast(&Notice::new(Topic::Stop, &[])),
-                        Error::Usage(why) => control.answer(&RendezvousReply::Refused(why.clone())),
-                        error => control.answer(&RendezvousReply::Ended(error.to_string())),
+                        Error::Usage(why) => control.broadcast_json(&RendezvousReply::Refused(why.clone())),
+                        error => control.broadcast_json(&RendezvousReply::Ended(error.to_string())),
                     }
                     control.close();
                     return Err(error);
@@ -145,7 +145,7 @@ impl ProcessRendezvous {
             match HandshakeServer::at(port, &self.token) {
                 Ok(server) => {
                     let address = server.address().map_err(|e| failed(&e))?;
-                    (patience.tell)(&format!("listening at {address}: all addresses of this machine"));
+                    (patience.log)(&format!("listening at {address}: all addresses of this machine"));
                     return Ok(server);
                 }
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
@@ -153,7 +153,7 @@ impl ProcessRendezvous {
                     patience
                         .look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
                     if !std::mem::replace(&mut is_told, true) {
-                        (patience.tell)(&format!("port {port} is another program's: trying again for {limit} s"));
+                        (patience.log)(&format!("port {port} is another program's: trying again for {limit} s"));
                     }
                 }
                 Err(e) => return Err(failed(&e)),
@@ -174,7 +174,7 @@ impl ProcessRendezvous {
             let gone = self.look_after(None, (&mut *server, &mut *control), patience)?;
             // A process that requested a stop of the run does not come back.
             for gone in gone.iter().filter(|_| !patience.stop.is_set()) {
-                (patience.tell)(&format!("{gone}; it may come again"));
+                (patience.log)(&format!("{gone}; it may come again"));
             }
         }
         let mut all: Vec<HelloMessage> = [own.clone()].into_iter().chain(control.hellos()).collect();
@@ -183,7 +183,7 @@ impl ProcessRendezvous {
         }
         all.iter_mut().for_each(|hello| hello.facts.clear());
         let round = u64::from_le_bytes(*nonce().first_chunk().expect("a nonce is longer"));
-        control.answer(&RendezvousReply::Welcome(round, all.clone()));
+        control.broadcast_json(&RendezvousReply::Welcome(round, all.clone()));
         let mut slots = self.slots();
         let channels = Channel::all(self.ranks);
         loop {
@@ -243,7 +243,7 @@ impl ProcessRendezvous {
                 Err(RendezvousError::Over(error)) => return Err(error),
                 Err(RendezvousError::Again(why)) => {
                     patience.look(|| self.late(&why))?;
-                    (patience.tell)(&format!("{why}; trying again"));
+                    (patience.log)(&format!("{why}; trying again"));
                     thread::sleep(PERIOD);
                 }
             }
@@ -307,7 +307,7 @@ impl ProcessRendezvous {
         patience.look(|| self.late("not all processes have come"))?;
         let notice = line.next().map_err(lost)?;
         if notice.as_ref().is_some_and(|notice| notice.topic == Topic::Stop) {
-            patience.stop.ask();
+            patience.stop.request();
         }
         Ok(notice)
     }
@@ -415,7 +415,7 @@ impl ProcessRendezvous {
         claim: Claim,
         mut watching: impl FnMut() -> std::result::Result<(), RendezvousError>,
     ) -> std::result::Result<io::Result<SealedConnection>, RendezvousError> {
-        let (tells, told) = mpsc::channel();
+        let (tells, message) = mpsc::channel();
         let (address, token) = (address.to_owned(), self.token.clone());
         // The receiver is gone once this process stops.
         let body = move || _ = tells.send(connect(&address, &token, claim));
@@ -423,7 +423,7 @@ impl ProcessRendezvous {
             return Ok(Err(error));
         }
         loop {
-            match told.recv_timeout(PERIOD) {
+            match message.recv_timeout(PERIOD) {
                 Ok(tried) => return Ok(tried),
                 Err(RecvTimeoutError::Timeout) => watching()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(Err(io::Error::other("the thread that connects has ended"))),

@@ -84,9 +84,9 @@ fn what_differs_is_told_to_all_with_both_values() {
     let facts = |seed: u64| json!({"program": "0.1.0", "processes": 3, "seed": seed});
     let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
     for outcome in outcomes {
-        let told = outcome.err().unwrap();
-        assert_eq!(told.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
-        assert_eq!(told.exit_code(), 2);
+        let message = outcome.err().unwrap();
+        assert_eq!(message.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
+        assert_eq!(message.exit_code(), 2);
     }
 }
 
@@ -97,7 +97,7 @@ fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
         let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(HelloMessage::default(), &stop, &mut |_| ()));
         let refused = meeting(&address, 1, 2, "another-token-is-this").meet(HelloMessage::default(), &StopFlag::default(), &mut |_| ());
         assert!(refused.err().unwrap().to_string().contains("has another run token"));
-        stop.ask();
+        stop.request();
         assert_eq!(waiting.join().unwrap().err().unwrap().exit_code(), 75);
     });
 }
@@ -124,7 +124,7 @@ impl ThreadedProcess {
     }
 
     /// Waits for a line that contains `words`.
-    fn says(&self, words: &str) {
+    fn expect_line(&self, words: &str) {
         let end = Instant::now() + Duration::from_secs(30);
         let found = std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok());
         assert!({ found }.any(|line| line.contains(words)), "no line says {words:?}");
@@ -158,7 +158,7 @@ fn visitor(address: &str, process: u32) -> ControlConnection {
 fn process_0_listens_at_all_addresses_whatever_its_name_means_there() {
     let address = free_address();
     let first = ThreadedProcess::start(&format!("127.0.1.1:{}", port_of(&address)), 0, 3);
-    first.says("all addresses of this machine");
+    first.expect_line("all addresses of this machine");
     let [second, third] = [1, 2].map(|process| ThreadedProcess::start(&address, process, 3));
     let mesh = third.mesh();
     assert_eq!(mesh.connections.iter().flatten().count(), 2);
@@ -178,7 +178,7 @@ fn a_port_in_use_is_tried_again() {
     let address = free_address();
     let other = TcpListener::bind(&address).unwrap();
     let first = ThreadedProcess::start(&address, 0, 2);
-    first.says("is another program's: trying again for 60 s");
+    first.expect_line("is another program's: trying again for 60 s");
     drop(other);
     let second = ThreadedProcess::start(&address, 1, 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
@@ -227,14 +227,14 @@ fn a_process_that_dies_before_the_run_begins_may_come_again() {
     let address = free_address();
     let first = ThreadedProcess::start(&address, 0, 3);
     drop(visitor(&address, 1));
-    first.says("process 1 on here is gone before the run began");
+    first.expect_line("process 1 on here is gone before the run began");
     let second = ThreadedProcess::start(&address, 1, 3);
     let mut dying = visitor(&address, 2);
     let answered = std::iter::repeat_with(|| dying.next().unwrap()).flatten().next();
     assert_eq!(answered.map(|notice| notice.topic), Some(Topic::Agreement));
     drop(dying);
-    first.says("; all begin again");
-    second.says("process 0 is gone before the run began");
+    first.expect_line("; all begin again");
+    second.expect_line("process 0 is gone before the run began");
     let third = ThreadedProcess::start(&address, 2, 3);
     for process in [first, second, third] {
         let mesh = process.mesh();
@@ -269,10 +269,10 @@ fn a_stop_ends_every_wait_and_all_that_wait_there() {
     thread::sleep(Duration::from_millis(700));
     let begin = Instant::now();
     for process in waiting {
-        process.stop.ask();
+        process.stop.request();
         assert_eq!(process.error().exit_code(), 75);
     }
-    second.stop.ask();
+    second.stop.request();
     assert_eq!([second.error().exit_code(), first.error().exit_code()], [75; 2], "process 0 is told");
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     drop(silent_door);

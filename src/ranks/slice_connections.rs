@@ -266,8 +266,8 @@ mod tests {
 
     #[test]
     fn a_lane_keeps_the_order_and_holds_back_who_sends_too_much() {
-        let ((one, other), (told, lost)) = (pair(), mpsc::channel());
-        let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
+        let ((one, other), (text, lost)) = (pair(), mpsc::channel());
+        let lose = move |why: &io::Error| _ = text.send((why.kind(), why.to_string()));
         let connection = |stream| {
             SliceConnection::start(SealedConnection::bare(stream), (SliceKind::Gradients, 1 << 20), Arc::default(), lose.clone()).unwrap()
         };
@@ -309,8 +309,8 @@ mod tests {
             (&damaged, "the CRC-32C of the body of message 0, bucket 3 of round 5, differs"),
             (&nothing, "message 1 came in place of message 0"),
         ] {
-            let ((mut one, other), (told, lost)) = (pair(), mpsc::channel());
-            let lose = move |why: &io::Error| _ = told.send((why.kind(), why.to_string()));
+            let ((mut one, other), (text, lost)) = (pair(), mpsc::channel());
+            let lose = move |why: &io::Error| _ = text.send((why.kind(), why.to_string()));
             let mut connection =
                 SliceConnection::start(SealedConnection::bare(other), (SliceKind::Gradients, 1000), Arc::default(), lose).unwrap();
             one.write_all(wire).unwrap();

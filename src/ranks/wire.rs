@@ -252,12 +252,12 @@ mod tests {
     #[test]
     fn errors_say_which_message_and_what_is_wrong_with_it() {
         let messages = sent(7, &[vec![1; 9], vec![2; 9], vec![3; 9]]);
-        let told = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
-        assert_eq!(told(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");
+        let text = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
+        assert_eq!(text(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");
         let (mut head, mut body) = (messages[0].clone(), messages[0].clone());
         head[0] ^= 0x80;
         body[HEAD_BYTES] ^= 1;
-        assert_eq!(told(&head), "the CRC-32C of the head of message 0 differs");
-        assert_eq!(told(&body), "the CRC-32C of the body of message 0, x, differs");
+        assert_eq!(text(&head), "the CRC-32C of the head of message 0 differs");
+        assert_eq!(text(&body), "the CRC-32C of the body of message 0, x, differs");
     }
 }

@@ -34,7 +34,7 @@ pub(crate) mod setup;
 mod skips;
 pub(crate) mod text;
 
-use crate::checkpoint::parts::MeetingPlace;
+use crate::checkpoint::parts::SharedFolderMarker;
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
@@ -77,11 +77,11 @@ fn lead(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFl
     }
     let demo = process_group.is_none().then(|| Demo::of(settings)).flatten();
     if let Some(demo) = &demo {
-        demo.tell(None, stop, observer);
+        demo.log(None, stop, observer);
     }
     let summary = train_alone(settings, process_group, stop, observer)?;
     if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_here > 0)) {
-        demo.tell(Some(checkpoint), stop, observer);
+        demo.log(Some(checkpoint), stop, observer);
     }
     Ok(summary)
 }
@@ -92,7 +92,7 @@ fn train_alone(settings: &Settings, process_group: Option<&ProcessGroup>, stop: 
     let (launcher, settings) = process_group.map_or_else(|| Launcher::new(settings), |process_group| process_group.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
     let Some(run_dir) = run_dir else {
-        prepared.tell(observer);
+        prepared.log(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });
     };
     let (plan, shape) = prepared.blueprint();
@@ -109,7 +109,7 @@ struct Training<'a> {
     prepared: PreparedRun<'a>,
     run_dir: RunDir,
     /// Of several processes, until all have their engines.
-    meeting_place: Option<MeetingPlace>,
+    meeting_place: Option<SharedFolderMarker>,
     stop: &'a StopFlag,
     observer: &'a mut dyn Observer,
 }
@@ -175,14 +175,14 @@ pub(crate) mod tests {
             per_device_train_batch_size: 1,
             ..Settings::demo()
         };
-        let mut heard = RecordingObserver::default();
+        let mut messages = RecordingObserver::default();
         arm(settings.output_dir.clone());
-        let summary = train(&settings, &StopFlag::default(), &mut heard);
+        let summary = train(&settings, &StopFlag::default(), &mut messages);
         let accesses = faults::disarm();
         let summary = summary.unwrap();
         assert!(summary.failure.is_none(), "{summary}: {:?}", summary.failure);
         checkpoint::verify(&settings.output_dir.join("checkpoint-4")).unwrap();
-        (heard.0, summary.step, accesses)
+        (messages.0, summary.step, accesses)
     }
 
     #[test]
@@ -193,8 +193,8 @@ pub(crate) mod tests {
         let rename = accesses.iter().position(|(what, path)| *what == "rename" && is_tmp(path)).unwrap();
         assert!(rename - first > 8, "{accesses:?}");
         for (at, access) in accesses.iter().enumerate().take(rename + 1).skip(first) {
-            let (heard, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
-            assert!(heard.iter().any(|line| line.contains("was removed during the run")), "{access:?}: {heard:?}");
+            let (messages, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
+            assert!(messages.iter().any(|line| line.contains("was removed during the run")), "{access:?}: {messages:?}");
         }
     }
 
@@ -207,9 +207,10 @@ pub(crate) mod tests {
         let (quiet, _, accesses) = four_steps(None);
         // The version, and four steps.
         let [.., second, _, _] = writes(&accesses)[..] else { panic!("{accesses:?}") };
-        let of_events = |heard: &[String]| heard.iter().filter(|line| line.starts_with("no events for TensorBoard from here on")).count();
-        let (heard, step, accesses) = four_steps(Some(second));
-        assert_eq!((of_events(&quiet), of_events(&heard), step, heard.len()), (0, 1, 4, quiet.len() + 1), "{heard:?}");
+        let of_events =
+            |messages: &[String]| messages.iter().filter(|line| line.starts_with("no events for TensorBoard from here on")).count();
+        let (messages, step, accesses) = four_steps(Some(second));
+        assert_eq!((of_events(&quiet), of_events(&messages), step, messages.len()), (0, 1, 4, quiet.len() + 1), "{messages:?}");
         assert_eq!(writes(&accesses).len(), 3, "the version, a step, and one that failed");
     }
 }

@@ -48,9 +48,9 @@ fn set_end_tokens(files: &mut [ModelFile], token: &str) -> Result<()> {
     let mut is_named = false;
     for name in BY_TEXT {
         change(files, name, |config| {
-            let Some(said) = config.get("eos_token").filter(|said| !said.is_null()) else { return false };
+            let Some(text) = config.get("eos_token").filter(|text| !text.is_null()) else { return false };
             is_named = true;
-            let is_said = said.as_str().or(said["content"].as_str()) == Some(token);
+            let is_said = text.as_str().or(text["content"].as_str()) == Some(token);
             if !is_said {
                 config.insert("eos_token".into(), token.into());
             }

@@ -75,21 +75,21 @@ fn a_new_run_is_refused_at_each_name_and_one_that_goes_on_gives_it_another() {
             drop(Records::at(tmp.path()).unwrap());
         }
         make(&path(name));
-        let (before, dir, mut heard) = (listing(tmp.path()), Dir::open(tmp.path()).unwrap(), RecordingObserver::default());
+        let (before, dir, mut messages) = (listing(tmp.path()), Dir::open(tmp.path()).unwrap(), RecordingObserver::default());
         let fresh = Settings { output_dir: tmp.path().into(), ..Settings::default() };
-        for refused in [claim(&dir, &fresh, &mut heard), check(&dir, &fresh)] {
+        for refused in [claim(&dir, &fresh, &mut messages), check(&dir, &fresh)] {
             let refused = refused.unwrap_err();
             let words = [path(name).display().to_string(), "--output-dir".into(), "--resume-from-checkpoint auto".into()];
             assert!(refused.exit_code() == 2 && words.iter().all(|word| refused.to_string().contains(word)), "{refused}");
         }
-        assert_eq!((listing(tmp.path()), heard.0.len()), (before.clone(), 0));
+        assert_eq!((listing(tmp.path()), messages.0.len()), (before.clone(), 0));
         if name == "checkpoint-8" {
             continue;
         }
         let resumed = Settings { resume_from_checkpoint: Some(Resume::Auto), ..fresh };
         check(&dir, &resumed).unwrap();
-        claim(&dir, &resumed, &mut heard).unwrap();
-        let [line] = heard.0.try_into().unwrap();
+        claim(&dir, &resumed, &mut messages).unwrap();
+        let [line] = messages.0.try_into().unwrap();
         assert!(line.starts_with(path(name).to_str().unwrap()) && line.ends_with(".foreign-1"), "{line}");
         let moved: BTreeMap<_, _> = before.into_iter().map(|(at, content)| (renamed(at, &path(name)), content)).collect();
         assert_eq!(listing(tmp.path()), moved);

@@ -2,7 +2,7 @@
 
 use super::observer::{Observer, Summary};
 use super::text;
-use crate::checkpoint::parts::{self, MeetingPlace};
+use crate::checkpoint::parts::{self, SharedFolderMarker};
 use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
@@ -27,11 +27,11 @@ use std::time::Duration;
 /// Errors of [`ProcessGroup::meet`].
 pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<ProcessGroup> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
-    let mut tell = |line: &str| match line.strip_prefix("warning: ") {
+    let mut log = |line: &str| match line.strip_prefix("warning: ") {
         Some(warning) => observer.warn(warning),
         None => observer.note(line),
     };
-    ProcessGroup::meet(settings, stop, last_resort, &mut tell)
+    ProcessGroup::meet(settings, stop, last_resort, &mut log)
 }
 
 /// Process 0 sends its plan to the others. They find the returned place in their output directories, which are this `output_dir`; it is not
@@ -44,8 +44,8 @@ pub(super) fn propose(
     blueprint: (&Plan, &ModelShape),
     settings: &Settings,
     output_dir: &Dir,
-) -> Result<MeetingPlace> {
-    let (place, sign) = MeetingPlace::create(output_dir)?;
+) -> Result<SharedFolderMarker> {
+    let (place, sign) = SharedFolderMarker::create(output_dir)?;
     process_group.propose(blueprint, settings, sign)?;
     Ok(place)
 }
@@ -57,7 +57,7 @@ pub(super) fn propose(
 pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     // Data comes from process 0.
     let without_data = Settings { data: Vec::new(), eval_data: Vec::new(), ..settings.clone() };
-    let found = text::find_sources(&without_data, false, stop, &mut |news| super::setup::hear(observer, news))?;
+    let found = text::find_sources(&without_data, false, stop, &mut |event| super::setup::forward_progress(observer, event))?;
     let settings = Settings { model: found.model, ..settings.clone() };
     let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
@@ -68,7 +68,7 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
         Ok(planned) => planned,
         Err(end) => return ended(links, end),
     };
-    MeetingPlace::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
+    SharedFolderMarker::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
     let own_name = &links.names()[links.process()];
     let notes = try_writing(&settings, &proposal.meeting_place, parts::part_bytes(&plan, links.process()), links.process());
     notes.map_err(|error| cannot_write(&settings, own_name, &error))?.iter().for_each(|line| observer.note(line));
@@ -87,7 +87,7 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
 /// Checks that `process` can write its parts of checkpoints, of `bytes` each; returns a warning about limits of the file system.
 fn try_writing(settings: &Settings, meeting_place: &str, bytes: u64, process: usize) -> Result<Option<String>> {
     check_file_size("write a part of a checkpoint", bytes)?;
-    MeetingPlace::try_writing(&settings.output_dir, meeting_place, process)
+    SharedFolderMarker::try_writing(&settings.output_dir, meeting_place, process)
 }
 
 /// An error of this process, called `own_name`, before the first step, which would else end the first save.

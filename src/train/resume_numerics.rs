@@ -90,8 +90,8 @@ pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, obser
         gradient_accumulation_steps: Some(accumulation),
         loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
         expert_products: match settings.expert_products {
-            asked if is_allowed || !on_gpu => asked,
-            asked => expert_products(asked, recorded(loaded, EXPERT_PRODUCTS))
+            requested if is_allowed || !on_gpu => requested,
+            requested => expert_products(requested, recorded(loaded, EXPERT_PRODUCTS))
                 .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{EXPERT_PRODUCTS}: {e}")))?,
         },
         ..settings.clone()
@@ -123,12 +123,12 @@ fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Erro
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
     let shares = then.gradient_shares;
     let shares = if shares == 1 { "1 gradient share".into() } else { format!("{shares} gradient shares") };
-    let said = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
+    let text = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
     let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
         Some(flags) => format!("say {flags} to cut steps otherwise, or use fewer devices"),
         None => "use fewer devices".into(),
     };
-    Error::usage(format!("{said}; {remedy}"))
+    Error::usage(format!("{text}; {remedy}"))
 }
 
 fn in_words(micro_batches: usize) -> String {
@@ -142,7 +142,7 @@ fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String
         let open = Settings { gradient_shares: Some(shares), gradient_group: group, ..settings.clone() };
         let steps = match settings.gradient_accumulation_steps {
             None if settings.tokens_per_step.is_some() => open.splits().ok()?.first()?.gradient_accumulation_steps?,
-            said => said.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
+            text => text.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
         };
         let cut = Settings { gradient_accumulation_steps: Some(steps), ..open };
         cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {shares}"))
@@ -191,12 +191,12 @@ fn recorded<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
     loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
 }
 
-/// Kernels of expert products: the same as `then`, unless `asked` selects others. Older checkpoints used the program's own kernels.
-fn expert_products(asked: ExpertProductsChoice, then: Option<&Value>) -> serde_json::Result<ExpertProductsChoice> {
-    match (asked, then) {
+/// Kernels of expert products: the same as `then`, unless `requested` selects others. Older checkpoints used the program's own kernels.
+fn expert_products(requested: ExpertProductsChoice, then: Option<&Value>) -> serde_json::Result<ExpertProductsChoice> {
+    match (requested, then) {
         (ExpertProductsChoice::Auto, Some(then)) => ExpertProducts::deserialize(then).map(ExpertProductsChoice::from),
         (ExpertProductsChoice::Auto, None) => Ok(ExpertProductsChoice::Own),
-        (asked, _) => Ok(asked),
+        (requested, _) => Ok(requested),
     }
 }
 
@@ -214,28 +214,28 @@ mod tests {
 
     #[test]
     fn a_run_goes_on_with_who_multiplied_by_experts_unless_another_is_asked_for() {
-        let asked = |asked, then: Option<Value>| expert_products(asked, then.as_ref());
+        let requested = |requested, then: Option<Value>| expert_products(requested, then.as_ref());
         let (auto, own, cublaslt) = (ExpertProductsChoice::Auto, ExpertProductsChoice::Own, ExpertProductsChoice::Cublaslt);
-        assert_eq!(asked(auto, Some(json!(ExpertProducts::Cublaslt))).unwrap(), cublaslt);
-        assert_eq!(asked(auto, Some(json!(ExpertProducts::Own))).unwrap(), own);
-        assert_eq!(asked(auto, None).unwrap(), own, "a checkpoint of before");
-        assert_eq!(asked(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
-        assert!(asked(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+        assert_eq!(requested(auto, Some(json!(ExpertProducts::Cublaslt))).unwrap(), cublaslt);
+        assert_eq!(requested(auto, Some(json!(ExpertProducts::Own))).unwrap(), own);
+        assert_eq!(requested(auto, None).unwrap(), own, "a checkpoint of before");
+        assert_eq!(requested(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
+        assert!(requested(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
     }
 
     #[test]
     fn another_driver_is_told_and_kept_and_no_change_is_not() {
-        let (mut run, mut heard) = (Run::new(), RecordingObserver::default());
+        let (mut run, mut messages) = (Run::new(), RecordingObserver::default());
         let on = |driver: &str, cudnn: Option<&str>| {
             let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));
             [("GPU", "NVIDIA H200".to_string()), ("driver", driver.to_string())].into_iter().chain(cudnn).collect::<Vec<_>>()
         };
         // An older checkpoint has no versions; plain attention needs no cuDNN.
         for versions in [on("580.65", None), on("580.65", Some("91600")), on("580.82", Some("91700")), on("580.82", None), Vec::new()] {
-            record_versions(versions, &mut run, &mut heard);
+            record_versions(versions, &mut run, &mut messages);
         }
-        let told = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on bits may differ";
-        assert!(heard.0.len() == 1 && heard.0[0].starts_with(told), "{:?}", heard.0);
+        let message = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on bits may differ";
+        assert!(messages.0.len() == 1 && messages.0[0].starts_with(message), "{:?}", messages.0);
         assert_eq!(run[COMPUTED_WITH], json!({}));
     }
 }

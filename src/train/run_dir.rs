@@ -100,8 +100,8 @@ impl RunDir {
         if free >= checkpoint_bytes {
             return Ok(());
         }
-        let said = |bytes| format!("{} ({bytes} bytes)", Bytes(bytes));
-        let cause = format!("it takes {}, {} are free; make room, or name another --output-dir", said(checkpoint_bytes), said(free));
+        let text = |bytes| format!("{} ({bytes} bytes)", Bytes(bytes));
+        let cause = format!("it takes {}, {} are free; make room, or name another --output-dir", text(checkpoint_bytes), text(free));
         Err(Error::resource(format_args!("find room for a checkpoint in {}", self.path().display()), cause))
     }
 
@@ -162,9 +162,9 @@ mod tests {
     use std::path::PathBuf;
 
     fn open(path: PathBuf, trace: Option<PathBuf>) -> Result<RunDir> {
-        let mut heard = RecordingObserver::default();
-        let opened = RunDir::open(&Settings { output_dir: path, trace, ..Settings::default() }, &mut heard);
-        assert_eq!(heard.0, [""; 0]);
+        let mut messages = RecordingObserver::default();
+        let opened = RunDir::open(&Settings { output_dir: path, trace, ..Settings::default() }, &mut messages);
+        assert_eq!(messages.0, [""; 0]);
         opened
     }
 

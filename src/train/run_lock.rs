@@ -50,8 +50,8 @@ impl RunLock {
             }
             // It may have been removed after it was opened: then it locks nothing.
             if dir.holds(LOCK.pattern, &file)? {
-                let said = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
-                said.map_err(|e| Error::io("write", dir.join(LOCK.pattern), e))?;
+                let text = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
+                text.map_err(|e| Error::io("write", dir.join(LOCK.pattern), e))?;
                 return Ok(Self { file, supported: lock == Lock::Held });
             }
         }

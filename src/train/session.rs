@@ -10,7 +10,7 @@ use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::observer::Observer;
 use super::prompts::Prompts;
-use super::replanner::{Next, Replanner};
+use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use crate::checkpoint::engine_state::{self, for_each_piece};
@@ -147,10 +147,10 @@ impl<D: Kernels> Session<D> {
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
-        let (metrics, told) = MetricsFile::open(run_dir.dir(), step, &facts)?;
-        told.iter().for_each(|line| observer.warn(line));
+        let (metrics, message) = MetricsFile::open(run_dir.dir(), step, &facts)?;
+        message.iter().for_each(|line| observer.warn(line));
         let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
-        let events = wanted.and_then(|events| heard(events, observer));
+        let events = wanted.and_then(|events| or_warn(events, observer));
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
@@ -212,7 +212,7 @@ impl<D: Kernels> Session<D> {
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
-        self.events = self.events.take().and_then(|mut events| heard(events.write(&metrics).map(|()| events), observer));
+        self.events = self.events.take().and_then(|mut events| or_warn(events.write(&metrics).map(|()| events), observer));
         let skipped = report.verdict == Verdict::SkipNonFinite;
         let before = if skipped { self.last_saved() } else { None };
         self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
@@ -239,9 +239,9 @@ impl<D: Kernels> Session<D> {
         let steps = (self.engine.train_step(), self.schedule.max_steps);
         let next = self.replanner.next((&self.plan, self.engine.shape()), steps, report, time);
         let (plan, words) = match next {
-            Ok(Next::Move(plan, words)) if !self.is_done() => (plan, words),
-            Ok(Next::Move(..) | Next::Stay) => return Ok(()),
-            Ok(Next::Note(words)) => {
+            Ok(ReplanStep::Move(plan, words)) if !self.is_done() => (plan, words),
+            Ok(ReplanStep::Move(..) | ReplanStep::Stay) => return Ok(()),
+            Ok(ReplanStep::Note(words)) => {
                 observer.note(&format!("step {}: {words}", steps.0));
                 return Ok(());
             }
@@ -310,7 +310,7 @@ impl<D: Kernels> Session<D> {
         self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());
         observer.note(&metrics.to_string());
-        self.events = self.events.take().and_then(|mut events| heard(events.write_evaluation(&metrics).map(|()| events), observer));
+        self.events = self.events.take().and_then(|mut events| or_warn(events.write_evaluation(&metrics).map(|()| events), observer));
         let samples = self.write_samples(stop, observer)?;
         let lost = || Some(format!("the evaluation after step {}", metrics.step));
         self.metrics.write(&EvalLine { metrics, samples }).inspect_err(|_| self.lost = lost())
@@ -469,7 +469,7 @@ impl<D: Kernels> Session<D> {
 }
 
 /// Events that can be written; otherwise `observer` gets a warning, and training continues without them.
-fn heard(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
+fn or_warn(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
     events.map_err(|error| observer.warn(&format!("no events for TensorBoard from here on: {error}"))).ok()
 }
 

@@ -75,11 +75,11 @@ pub(super) struct PreparedRun<'a> {
 /// # Errors
 /// Errors of [`text::find_sources`].
 pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
-    text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
+    text::find_sources(settings, with_weights, stop, &mut |event| forward_progress(observer, event))
 }
 
-pub(super) fn hear(observer: &mut dyn Observer, news: ProgressEvent<'_>) {
-    match news {
+pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent<'_>) {
+    match event {
         ProgressEvent::Note(line) => observer.note(line),
         ProgressEvent::Warn(line) => observer.warn(line),
         ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
@@ -170,7 +170,7 @@ impl PreparedRun<'_> {
     }
 
     /// Reports the prepared run.
-    pub(super) fn tell(&self, observer: &mut dyn Observer) {
+    pub(super) fn log(&self, observer: &mut dyn Observer) {
         observer.note(&format!("model   {}", describe_model(&self.settings, &self.source.shape)));
         observer.note(&format!("data    {}", self.data));
         observer.note(&self.plan.to_string());
@@ -281,7 +281,7 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let emit = |news: ProgressEvent<'_>| hear(observer, news);
+    let emit = |event: ProgressEvent<'_>| forward_progress(observer, event);
     let preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
     let mut preparation = preparation.knowing(mem::take(known));
     let rules = settings.row_rules();

@@ -166,9 +166,9 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
     let (dir, end_of_text) = (settings.model.as_deref(), settings.eos_token.as_deref());
     let files = known.find_files(&settings.data)?;
     if !files.is_empty() && !files.iter().any(|file| files::is_text(file)) {
-        let asked = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
+        let requested = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
         let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
-        return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
+        return if requested { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
     }
     let (TokenizerChoice::Auto, Some(dir)) = (settings.tokenizer, dir) else {
         return Tokenizer::bytes_with(end_of_text, settings.add_bos, rules);
@@ -240,8 +240,8 @@ mod tests {
             tokenizer(settings, &shape(vocab), None, &KnownSources::default()).map(|(tokenizer, _)| tokenizer.to_string())
         };
         assert_eq!(display(&settings(dir.path()), 256).unwrap(), "bytes (256 ids)");
-        let asked = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
-        assert_eq!(display(&asked, 300).unwrap(), "bytes (256 ids, end of text 299)");
+        let requested = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
+        assert_eq!(display(&requested, 300).unwrap(), "bytes (256 ids, end of text 299)");
         let ids = Settings::resolve(options(dir.path(), "ids.bin")).unwrap();
         assert_eq!(display(&ids, 300).unwrap(), "none: the data are token ids");
         for (odd, word) in [

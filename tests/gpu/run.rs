@@ -109,12 +109,12 @@ impl Request {
     ///
     /// # Errors
     /// `Usage` if the settings are invalid, which is checked without a GPU, too.
-    fn said(&self) -> Result<String> {
+    fn output(&self) -> Result<String> {
         let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
         let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
-        let said: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
-        toml::from_str::<TrainOptions>(&said).map_err(Error::usage)?;
-        Ok(said)
+        let output: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
+        toml::from_str::<TrainOptions>(&output).map_err(Error::usage)?;
+        Ok(output)
     }
 
     /// Whether cuBLASLt computes expert products on the GPU: as requested, or as in training.
@@ -141,7 +141,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     if request.lose_gpu {
         return lose_gpu().map(|()| report);
     }
-    let said = request.said()?;
+    let output = request.output()?;
     if request.wants(Tested::Cpu) {
         // More threads than cores and than the reference has; then streams that run in any order that events permit.
         cpu(&mut report, request, 5, Schedule::Threads)?;
@@ -149,7 +149,7 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     }
     let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
     match gpu {
-        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &said)?,
+        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &output)?,
         Ok(()) => {}
         Err(why) if request.require_gpu => return Err(why),
         Err(why) => report.say(&format!("cuda: skipped ({why})")),

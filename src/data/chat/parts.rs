@@ -24,14 +24,14 @@ impl PartRoles {
 
 fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, role: &str) -> Result<bool, String> {
     let part = |text: &str| json!({"type": "text", "text": text});
-    let asked = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
+    let requested = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
     let user = json!({"role": "user", "content": "a"});
     let call = json!({"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}});
     let messages = match role {
-        "system" => vec![asked, user],
-        "user" => vec![asked],
-        "assistant" => vec![user, asked],
-        _ => vec![user, json!({"role": "assistant", "content": "", "tool_calls": [call]}), asked],
+        "system" => vec![requested, user],
+        "user" => vec![requested],
+        "assistant" => vec![user, requested],
+        _ => vec![user, json!({"role": "assistant", "content": "", "tool_calls": [call]}), requested],
     };
     let text = template.renderings(&messages, None)?.given(variables)?.whole()?.text;
     let between = text.split_once(ASKED[0]).and_then(|(_, rest)| rest.split_once(ASKED[1]));

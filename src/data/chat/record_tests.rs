@@ -98,9 +98,13 @@ fn each_mark_that_leaves_an_answer_out_does_so() {
 
 #[test]
 fn a_mark_that_has_a_question_trained_is_told() {
-    let asked =
+    let requested =
         json!({"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b", "train": true}]});
-    assert!(remarks(PLAIN, &asked).starts_with("`train` of a message of role \"user\" is not read: "), "{}", remarks(PLAIN, &asked));
+    assert!(
+        remarks(PLAIN, &requested).starts_with("`train` of a message of role \"user\" is not read: "),
+        "{}",
+        remarks(PLAIN, &requested)
+    );
 }
 
 #[test]
@@ -158,9 +162,9 @@ fn an_empty_system_is_no_turn() {
     assert_eq!(samples(PLAIN, &shared).unwrap(), ["<user>a;<assistant>[b;]"]);
     let alpaca = json!({"system": "", "instruction": "a", "output": "b"});
     assert_eq!(samples(PLAIN, &alpaca).unwrap(), ["<user>a;<assistant>[b;]"]);
-    let said =
+    let message =
         json!({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
-    assert_eq!(samples(PLAIN, &said).unwrap(), ["<system>;<user>a;<assistant>[b;]"], "a turn that the record has");
+    assert_eq!(samples(PLAIN, &message).unwrap(), ["<system>;<user>a;<assistant>[b;]"], "a turn that the record has");
 }
 
 #[test]
@@ -231,8 +235,8 @@ fn messages_of_which_the_template_writes_nothing_are_told() {
     let turn = |role: &str, content: &str| json!({"role": role, "content": content});
     let record =
         json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("tool_response", "result"), turn("assistant", "good")]});
-    let said = |role: &str| format!("the chat template writes nothing of a message of role \"{role}\"");
-    assert_eq!(remarks(known, &record), [said("developer"), said("tool_response")].join("\n"));
+    let message = |role: &str| format!("the chat template writes nothing of a message of role \"{role}\"");
+    assert_eq!(remarks(known, &record), [message("developer"), message("tool_response")].join("\n"));
     let written = json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("assistant", "good")]});
     assert_eq!(samples(PLAIN, &written).unwrap(), ["<developer>be good;<user>a;<assistant>[good;]"]);
     let called = json!({"messages": [turn("user", "a"), turn("tool_call", "{}"), turn("tool", "c"), turn("assistant", "good")]});

@@ -318,7 +318,7 @@ fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
         let stop = stop.clone();
         move || {
             std::thread::sleep(Duration::from_millis(30));
-            stop.ask();
+            stop.request();
         }
     });
     let began = std::time::Instant::now();

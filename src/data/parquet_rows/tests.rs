@@ -77,8 +77,8 @@ fn gzip_is_read_and_another_compression_is_refused_with_the_command_that_convert
     for (case, name) in [("brotli", "BROTLI"), ("lz4", "LZ4_RAW")] {
         let path = golden("parquet").join(case).with_extension("parquet");
         let refused = records(&path).unwrap_err().to_string();
-        let told = format!("row group 0: column text: compressed by {name}: Snappy, gzip, Zstandard and no compression are read");
-        assert!(refused.contains(&told) && refused.ends_with(&format!("'{}', compression='zstd')\"", path.display())), "{refused}");
+        let output = format!("row group 0: column text: compressed by {name}: Snappy, gzip, Zstandard and no compression are read");
+        assert!(refused.contains(&output) && refused.ends_with(&format!("'{}', compression='zstd')\"", path.display())), "{refused}");
     }
 }
 

@@ -43,7 +43,7 @@ fn adder() -> Sandbox {
 }
 
 fn ask(sandbox: &Sandbox, request: &[u8]) -> Result<Vec<u8>, Ended> {
-    sandbox.ask(request, &StopFlag::default())
+    sandbox.request(request, &StopFlag::default())
 }
 
 fn is_alive(pid: i32) -> bool {
@@ -131,9 +131,9 @@ fn no_process_is_left_when_a_sandbox_ends_or_is_stopped() {
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(50));
-            stop.ask();
+            stop.request();
         });
-        assert!(matches!(sandbox.ask(b"time", &stop), Err(Ended::Stopped)));
+        assert!(matches!(sandbox.request(b"time", &stop), Err(Ended::Stopped)));
     });
     assert!(began.elapsed() < Duration::from_secs(4), "it waits for the answer");
     drop(sandbox);

@@ -139,13 +139,13 @@ impl Nccl {
         }
         // SAFETY: every code has a text; the communicator may be null.
         let texts = unsafe { [(self.error_string)(status), (self.last_error)(comm)] };
-        let said = texts.map(|text| match text.is_null() {
+        let message = texts.map(|text| match text.is_null() {
             true => String::new(),
             // SAFETY: NCCL's texts end in NUL, and the text is copied before this thread's next call.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         });
         let remedy = "NCCL_DEBUG=INFO tells more; --transport tcp does without NCCL";
-        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", said[0], said[1].trim())))
+        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", message[0], message[1].trim())))
     }
 }
 

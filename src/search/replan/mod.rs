@@ -29,7 +29,7 @@ const MOVED_BYTES_PER_S: f64 = 4e9;
 
 /// Inputs of a replanning search.
 #[derive(Clone, Debug)]
-pub(crate) struct Question {
+pub(crate) struct ReplanRequest {
     pub(crate) settings: Settings,
     pub(crate) shape: ModelShape,
     /// The present plan, with the rates that it was made for.
@@ -42,16 +42,16 @@ pub(crate) struct Question {
 
 /// The result of a replanning search.
 #[derive(Clone, Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ReplanAnswer {
     /// The expected rates under the plan that the run has afterwards.
     pub(crate) assumed: ObservedRates,
     /// Another plan, if it pays off.
-    pub(crate) change: Option<Change>,
+    pub(crate) change: Option<PlanChange>,
 }
 
 /// Another plan and the reason for it.
 #[derive(Clone, Debug)]
-pub(crate) struct Change {
+pub(crate) struct PlanChange {
     pub(crate) plan: Plan,
     from: Plan,
     why: String,
@@ -60,16 +60,16 @@ pub(crate) struct Change {
     after_ms: f64,
 }
 
-impl Question {
+impl ReplanRequest {
     /// Searches for a better plan.
     ///
     /// # Errors
     /// `Resource` if nothing can be simulated.
-    pub(crate) fn answer(&self) -> Result<Answer> {
+    pub(crate) fn answer(&self) -> Result<ReplanAnswer> {
         if self.assumed.is_none() {
             let assumed = self.simulate(&self.plan.machine, super::STEPS)?;
             if !self.observed_rates.has_left(&assumed) {
-                return Ok(Answer { assumed, change: None });
+                return Ok(ReplanAnswer { assumed, change: None });
             }
         }
         let (machine, steps) = (&self.plan.machine, self.observed_rates.steps());
@@ -85,11 +85,11 @@ impl Question {
         };
         let best = best.filter(|best| self.pays(&best.plan, assumed.step_s, best.mean_s()));
         let Some((best, plan)) = best.and_then(|best| self.planned(best, &machine)) else {
-            return Ok(Answer { assumed, change: None });
+            return Ok(ReplanAnswer { assumed, change: None });
         };
         let (why, after_s) = (self.why(&by_profile), best.mean_s());
-        let change = Change { from: self.plan.clone(), why, before_ms: assumed.step_s * 1e3, after_ms: after_s * 1e3, plan };
-        Ok(Answer { assumed: ObservedRates::of(&best.outcome), change: Some(change) })
+        let change = PlanChange { from: self.plan.clone(), why, before_ms: assumed.step_s * 1e3, after_ms: after_s * 1e3, plan };
+        Ok(ReplanAnswer { assumed: ObservedRates::of(&best.outcome), change: Some(change) })
     }
 
     /// The candidate with a plan that includes the run's timeline, if that fits.
@@ -136,7 +136,7 @@ fn move_s(from: &Plan, to: &Plan) -> f64 {
     (parts / to.ranks as f64 + weights) / MOVED_BYTES_PER_S
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for PlanChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let resident = |plan: &Plan| plan.layout.count() - plan.layout.offloaded();
         let of = |plan: &Plan| {

@@ -2,7 +2,7 @@
 //! steps are as fast as predicted.
 
 use super::observed_rates::{ObservedRates, RecentSteps, WINDOW};
-use super::{Change, Question};
+use super::{PlanChange, ReplanRequest};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Technique};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -84,9 +84,9 @@ impl SimulatedRun {
         (plan, dev, Pool::Simulated(pool))
     }
 
-    fn question(&self, plan: &Plan, observed_rates: ObservedRates, assumed: Option<ObservedRates>, steps_left: u64) -> Question {
+    fn question(&self, plan: &Plan, observed_rates: ObservedRates, assumed: Option<ObservedRates>, steps_left: u64) -> ReplanRequest {
         let (settings, shape) = (self.settings.clone(), self.shape.clone());
-        Question { settings, shape, plan: plan.clone(), observed_rates, assumed, steps_left }
+        ReplanRequest { settings, shape, plan: plan.clone(), observed_rates, assumed, steps_left }
     }
 }
 
@@ -117,7 +117,7 @@ fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> ObservedRates {
 const EVERY_TENTH: &str = "every-10";
 
 /// Replans a run that measures `rates`. Returns its mean step before and after.
-fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> (f64, f64, Change) {
+fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> (f64, f64, PlanChange) {
     let clip = clip.parse().unwrap();
     let mut engine = run.start(plan, rates);
     let observed_rates = watch(&mut engine, clip);
@@ -128,8 +128,8 @@ fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> 
     let observed_rates = watch(&mut engine, clip);
     let after_s = observed_rates.step_s;
     assert!(!observed_rates.has_left(&answer.assumed), "it would ask again: {observed_rates:?} is not {:?}", answer.assumed);
-    let said = [change.before_ms / 1e3 / before_s, change.after_ms / 1e3 / after_s];
-    assert!(said.iter().all(|said| (0.95..1.05).contains(said)), "{change}, but it was {before_s:.3} -> {after_s:.3} s");
+    let text = [change.before_ms / 1e3 / before_s, change.after_ms / 1e3 / after_s];
+    assert!(text.iter().all(|text| (0.95..1.05).contains(text)), "{change}, but it was {before_s:.3} -> {after_s:.3} s");
     // A second search does not change the plan again.
     let again = run.question(engine.plan(), observed_rates, Some(answer.assumed), 1000).answer().unwrap();
     assert!(again.change.is_none(), "{}, and then {}", change, again.change.unwrap());
@@ -199,8 +199,8 @@ fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     if std::env::var_os("SUPEROFFLOAD_RECORD").is_some() {
         fs::write(&path, format!("{line}\n")).unwrap();
     }
-    let told: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    for (told, now) in told["step_ms"].as_array().unwrap().iter().zip(step_ms) {
-        assert!((told.as_f64().unwrap() / now - 1.0).abs() < 0.03, "the line says {told} ms, and it is {now}: {line}");
+    let message: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    for (message, now) in message["step_ms"].as_array().unwrap().iter().zip(step_ms) {
+        assert!((message.as_f64().unwrap() / now - 1.0).abs() < 0.03, "the line says {message} ms, and it is {now}: {line}");
     }
 }

@@ -13,7 +13,7 @@ const LEFT_OUT: &str = "default";
 const OUTPUT_DIR: &str = "output_dir";
 
 /// A setting with its default and the value of each run; `None` if a run's value is unknown.
-pub(super) struct AskedSetting {
+pub(super) struct RequestedSetting {
     pub(super) flag: String,
     pub(super) default: String,
     pub(super) values: Vec<Option<String>>,
@@ -30,7 +30,7 @@ fn settings(run: &PastRun) -> Option<&Map<String, Value>> {
 }
 
 /// Settings that differ from the default in one of `runs`, or that differ between runs.
-pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
+pub(super) fn unusual(runs: &[PastRun]) -> Vec<RequestedSetting> {
     let defaults: Vec<_> = runs.iter().map(defaults).collect();
     let keys: BTreeSet<_> = runs.iter().filter_map(settings).flat_map(Map::keys).collect();
     let is_unusual = |key: &str| {
@@ -38,16 +38,16 @@ pub(super) fn unusual(runs: &[PastRun]) -> Vec<AskedSetting> {
         let first = runs.iter().find_map(|run| settings(run)?.get(key));
         known.any(|(value, default)| value != default || Some(value) != first)
     };
-    let asked = |key: &str| {
+    let requested = |key: &str| {
         let words = |value: &Value| written(named(key, value).1);
         let default = defaults.first().and_then(|all| all.get(key)).map(words);
         let left_out = || default.is_none().then(|| LEFT_OUT.into());
         let value = |run| settings(run)?.get(key).map(words).or_else(left_out);
         let sample = runs.iter().find_map(|run| settings(run)?.get(key)).unwrap_or(&Value::Null);
         let values = runs.iter().map(value).collect();
-        AskedSetting { flag: named(key, sample).0, default: default.unwrap_or_else(|| LEFT_OUT.into()), values }
+        RequestedSetting { flag: named(key, sample).0, default: default.unwrap_or_else(|| LEFT_OUT.into()), values }
     };
-    keys.into_iter().filter(|key| is_unusual(key)).map(|key| asked(key)).collect()
+    keys.into_iter().filter(|key| is_unusual(key)).map(|key| requested(key)).collect()
 }
 
 /// Settings of a resume, which a fresh run does not need.
@@ -59,10 +59,10 @@ pub(super) fn command(run: &PastRun) -> Option<String> {
     let (settings, defaults) = (settings(run)?, defaults(run));
     let is_said = |key: &str, value: &Value| defaults.get(key) != Some(value) && !value.is_null() && !Settings::is_file_only(key);
     let is_of_a_start = |key: &str| key != OUTPUT_DIR && !OF_A_RESUME.contains(&key);
-    let said = settings.iter().filter(|(key, value)| is_said(key, value) && is_of_a_start(key)).map(|(key, value)| argument(key, value));
+    let text = settings.iter().filter(|(key, value)| is_said(key, value) && is_of_a_start(key)).map(|(key, value)| argument(key, value));
     let before = settings.get(OUTPUT_DIR).and_then(Value::as_str).unwrap_or("run").trim_end_matches('/');
     let fresh = argument(OUTPUT_DIR, &format!("{before}-again").into());
-    Some(["superoffload train".into(), fresh].into_iter().chain(said).collect::<Vec<_>>().join(" \\\n  "))
+    Some(["superoffload train".into(), fresh].into_iter().chain(text).collect::<Vec<_>>().join(" \\\n  "))
 }
 
 fn argument(key: &str, value: &Value) -> String {
