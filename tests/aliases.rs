@@ -66,7 +66,7 @@ fn yaml_and_json_train_as_toml_does() {
 }
 
 #[test]
-fn what_has_no_use_here_is_told_and_changes_no_bit() {
+fn options_without_effect_are_logged_and_change_no_bit() {
     let workspace = Workspace::new();
     let offload = serde_json::json!({"device": "cpu", "ratio": 0.4});
     let config = serde_json::json!({"zero_optimization": {"stage": 2, "offload_optimizer": offload}, "gradient_clipping": 1.0});
@@ -81,7 +81,7 @@ fn what_has_no_use_here_is_told_and_changes_no_bit() {
 }
 
 #[test]
-fn what_cannot_be_had_names_the_flag_to_use() {
+fn unsupported_options_name_the_flag_to_use() {
     let workspace = Workspace::new();
     for (flags, words) in [
         (&["--optim", "lion"][..], &["--optim lion", "adamw_torch"][..]),

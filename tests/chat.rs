@@ -25,7 +25,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[String], more: &[&str]) -> c
 }
 
 #[test]
-fn chats_are_trained_by_their_answers_and_a_resume_keeps_what_that_means() {
+fn chats_are_trained_by_their_answers_and_a_resume_keeps_their_boundaries() {
     let workspace = Workspace::new();
     let flags = chats(&workspace, "that is");
     let whole = train(&workspace, "whole", &flags, &[]);
@@ -133,7 +133,7 @@ fn no_process_outlives_a_program_that_is_killed() {
 
 /// Plain text never goes through a template, be it broken or changed.
 #[test]
-fn a_chat_template_says_nothing_of_plain_text() {
+fn a_chat_template_does_not_affect_plain_text() {
     let workspace = Workspace::new();
     workspace.write("model/chat_template.jinja", "{% for %}");
     let lines = (0..60).map(|n| format!("{{\"text\": \"line {n} of a document\"}}")).collect::<Vec<_>>().join("\n");

@@ -135,7 +135,7 @@ fn models_that_are_not_there_or_not_ready_are_answered_with_the_way_to_get_them(
 }
 
 #[test]
-fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
+fn the_tokens_around_documents_are_logged_and_kept_by_a_resumed_run() {
     let workspace = Workspace::new();
     let begin = json!({"type": "RobertaProcessing", "cls": ["w1", 1], "sep": ["w2", 2], "trim_offsets": true, "add_prefix_space": false});
     workspace.write("model/tokenizer.json", words(256, begin));
@@ -156,7 +156,7 @@ fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
 }
 
 #[test]
-fn an_export_has_the_format_that_was_asked_for_and_the_models_code() {
+fn an_export_has_the_requested_format_and_the_models_code() {
     let workspace = Workspace::new();
     workspace.write("model/config.json", config(&json!({"torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "configuration_x.X"}})));
     for name in ["configuration_x.py", "chat_template.jinja", "LICENSE"] {
@@ -256,7 +256,7 @@ fn weights_that_lie_are_refused() {
 }
 
 #[test]
-fn a_run_says_what_it_will_do_and_what_it_did() {
+fn a_run_logs_its_plan_and_its_results() {
     let workspace = Workspace::new();
     workspace.settings("without = ['adaptive']");
     let printed = run(&mut workspace.train("out", &["--per-device-train-batch-size", "8"]));
@@ -391,7 +391,7 @@ fn the_other_commands_and_every_help_answer() {
 }
 
 #[test]
-fn doctor_says_the_same_in_json() {
+fn doctor_prints_the_same_facts_in_json() {
     let found: Value = serde_json::from_str(&run(&mut program(&["doctor", "--json"])).stdout).unwrap();
     assert_eq!(found["program"]["version"], env!("CARGO_PKG_VERSION"));
     let features: Vec<_> = found["program"]["features"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
@@ -406,7 +406,7 @@ fn doctor_says_the_same_in_json() {
 }
 
 #[test]
-fn a_person_tests_devices_with_the_program_alone() {
+fn a_user_tests_devices_with_the_program_alone() {
     let selftest = |args: &[&str]| run(program(&["selftest"]).args(args).env("CUDA_VISIBLE_DEVICES", ""));
     let done = selftest(&["--json", "--device", "cpu", "--seed", "3", "kernels/swiglu", "training/losses in float32"]);
     let result: Value = serde_json::from_str(&done.stdout).unwrap();
@@ -454,7 +454,7 @@ fn full() -> Stdio {
 }
 
 #[test]
-fn output_that_nobody_takes_ends_no_training_and_panics_nowhere() {
+fn unread_output_ends_no_training_and_never_panics() {
     let workspace = Workspace::new();
     let quiet = run(workspace.train("out", &["--digest=false"]).stdout(full()));
     assert!(quiet.code == 0 && quiet.stderr.starts_with("\ndone at step 12 of 12") && !quiet.stderr.contains("step      3"), "{quiet:?}");
@@ -496,7 +496,7 @@ fn bench_step_answers_with_one_json_line_or_appends_it() {
 }
 
 #[test]
-fn a_probe_measures_what_is_there_and_writes_a_profile() {
+fn a_probe_measures_the_machine_and_writes_a_profile() {
     let workspace = Workspace::new();
     let out = workspace.write("my-box.toml", "what was there before, and longer".repeat(1000));
     let probe = |flags: &[&str]| {

@@ -70,7 +70,7 @@ fn examples_convert_and_run() {
 }
 
 #[test]
-fn examples_that_cannot_run_say_why_in_one_go() {
+fn examples_that_cannot_run_print_all_reasons_at_once() {
     let workspace = workspace();
     for (name, words) in [
         ("axolotl-lora.yml", &["load_in_8bit", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "optimizer"][..]),

@@ -179,7 +179,7 @@ fn answer(n: u64) -> String {
 }
 
 #[test]
-fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_may_have_moved() {
+fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
     let workspace = Workspace::new();
     let (path, eval) = (workspace.path("small.jsonl"), workspace.path("eval.jsonl"));
     let write = || {

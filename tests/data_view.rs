@@ -23,7 +23,7 @@ fn view(flags: &[String], more: &[&str]) -> crate::program::Outcome {
 }
 
 #[test]
-fn what_is_trained_is_marked_and_counted_as_training_counts() {
+fn trained_tokens_are_marked_and_counted_as_in_training() {
     let workspace = Workspace::new();
     let flags = chats(&workspace);
     let seen = view(&flags, &["-n", "2", "--packing=bfd", "--eval-split=10"]);
@@ -68,7 +68,7 @@ fn data_of_every_kind_is_shown_or_refused_as_training_would() {
 }
 
 #[test]
-fn a_dry_run_tells_data_and_plan_and_writes_nothing() {
+fn a_dry_run_shows_data_and_plan_and_writes_nothing() {
     let workspace = Workspace::new();
     let flags = chats(&workspace);
     let data = format!("--data={}", flags[0]);

@@ -19,7 +19,7 @@ fn text_of(file: &str) -> String {
 }
 
 #[test]
-fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_interruptions() {
+fn the_job_of_kubernetes_runs_a_valid_command_and_ignores_interruptions() {
     let job: Value = serde_saphyr::from_str(&text_of("packaging/deploy/job.yaml")).unwrap();
     let (pod, container) = (&job["spec"]["template"]["spec"], &job["spec"]["template"]["spec"]["containers"][0]);
     let args: Vec<_> = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
@@ -37,7 +37,7 @@ fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_inter
 }
 
 #[test]
-fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
+fn a_signalled_slurm_job_is_queued_again_and_resumes() {
     if emulator().is_some() {
         return;
     }

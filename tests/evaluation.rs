@@ -74,7 +74,7 @@ fn a_resumed_run_evaluates_where_the_whole_one_did() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_before_training() {
+fn invalid_evaluations_are_refused_before_training() {
     let workspace = Workspace::new();
     let empty = workspace.write("empty.txt", "").to_str().unwrap().to_string();
     let (missing, short) = ("--eval-data=nowhere.txt".to_string(), format!("--eval-data={empty}"));
@@ -144,7 +144,7 @@ fn the_best_checkpoint_outlives_the_rotation_and_is_exported() {
 }
 
 #[test]
-fn a_run_whose_loss_does_not_fall_ends_early_and_knows_it_when_it_is_resumed() {
+fn a_run_with_a_constant_loss_ends_early_also_after_a_resume() {
     let workspace = Workspace::new();
     let data = format!("--eval-data={}", eval_text(&workspace));
     let flags = [&data, "--eval-steps=2", "--save-steps=2", "--early-stopping-patience=2", "--early-stopping-threshold=9"];

@@ -603,7 +603,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
 
 #[cfg(feature = "stv")]
 #[test]
-fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
+fn the_papers_inverse_rollback_is_not_exact_and_documented_so() {
     let toml = |rollback: &str| {
         format!(
             "rollback = \"{rollback}\"\nwithout = [\"adaptive\"]\nadversary = 5\ndevice = \"cpu\"\nbucket-mib = 0.0078125\nslots = 2\n\

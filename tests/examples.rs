@@ -33,7 +33,7 @@ fn short(loss: &Value) -> String {
 }
 
 #[test]
-fn examples_train_to_the_losses_that_are_told() {
+fn examples_train_to_the_documented_losses() {
     let message = fs::read_to_string(example("README.md")).unwrap();
     for name in EXAMPLES {
         let dir = tempfile::tempdir().unwrap();
@@ -48,7 +48,7 @@ fn examples_train_to_the_losses_that_are_told() {
 
 /// The GPU run is not repeated. The test reads its committed log.
 #[test]
-fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
+fn the_run_on_a_gpu_is_shown_as_in_its_log() {
     let [message, log] = ["README.md", "metrics.jsonl"].map(|name| fs::read_to_string(example("gpu-chat").join(name)).unwrap());
     let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let evaluated: Vec<_> = lines.filter(|line| line.get("eval_loss").is_some()).collect();

@@ -112,7 +112,7 @@ fn number(outcome: &Outcome, before: &str, behind: &str) -> usize {
 
 /// A rank that fills a launch queue would block in the driver, and its memory could not be pulled.
 #[test]
-fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
+fn a_step_of_many_layers_fills_no_queue_where_peers_read_the_gpu() {
     if is_emulated() {
         return;
     }
@@ -276,7 +276,7 @@ fn models_with_experts_start_and_end_on_gpus() {
 }
 
 #[test]
-fn a_run_that_goes_on_under_another_library_says_so() {
+fn a_run_that_resumes_under_another_library_logs_it() {
     if is_emulated() {
         return;
     }
@@ -290,7 +290,7 @@ fn a_run_that_goes_on_under_another_library_says_so() {
 
 /// The driver checks that freed objects are not used and that nothing leaks.
 #[test]
-fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
+fn a_gpu_uses_no_returned_memory_after_a_plan_changes() {
     if is_emulated() {
         return;
     }
@@ -378,7 +378,7 @@ fn keeps_the_old_plan_without_memory(gpus: &str) {
 }
 
 #[test]
-fn where_there_is_no_link_gradients_pass_through_host_memory_and_a_person_is_told() {
+fn without_a_link_gradients_pass_through_host_memory_with_a_warning() {
     if is_emulated() {
         return;
     }
@@ -503,7 +503,7 @@ fn slices_pass_by_nccl_in_one_order_where_all_have_it() {
 }
 
 #[test]
-fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
+fn missing_or_failing_nccl_is_reported_with_a_remedy() {
     if is_emulated() {
         return;
     }
@@ -545,7 +545,7 @@ fn a_communicator_of_nccl_that_never_ends_keeps_no_process_and_hides_no_cause() 
 
 /// Code 46, which the driver returns if another process has exclusive use of the GPU, at each call that finds and opens a GPU.
 #[test]
-fn a_gpu_that_another_process_has_is_told_by_the_drivers_code() {
+fn a_gpu_in_use_by_another_process_is_recognized_by_the_drivers_code() {
     if is_emulated() {
         return;
     }

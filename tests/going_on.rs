@@ -107,7 +107,7 @@ fn an_interrupted_run_ends_with_the_command_that_goes_on_with_it() {
 }
 
 #[test]
-fn a_start_and_a_dry_run_tell_passes_and_records_that_pass_too_often_are_a_warning() {
+fn a_start_and_a_dry_run_show_passes_and_too_many_passes_are_a_warning() {
     let workspace = Workspace::new();
     let records: String = (0..6).map(|n| format!("{{\"prompt\": \"p{n}\", \"completion\": \"c{n}\"}}\n")).collect();
     workspace.write("records.jsonl", records);

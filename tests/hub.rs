@@ -153,7 +153,7 @@ mod download {
     }
 
     #[test]
-    fn a_signal_ends_a_wait_for_a_hub_that_is_silent_behind_its_head() {
+    fn a_signal_ends_a_wait_for_a_hub_that_stalls_after_its_header() {
         interrupted_at_the_list(|reply| Reply { silence: PAUSE, ..reply.cut(0) });
     }
 

@@ -105,7 +105,7 @@ fn a_process_whose_files_may_not_grow_is_named_before_the_first_step() {
 
 /// One process may enter the directory but not write to it, as with another user.
 #[test]
-fn a_process_that_cannot_write_is_named_before_the_first_step_with_what_helps() {
+fn a_process_that_cannot_write_is_named_before_the_first_step_with_a_remedy() {
     if !nix::unistd::geteuid().is_root() {
         return;
     }

@@ -4,7 +4,7 @@ use crate::program::{CONFIG, Workspace, program, run};
 use serde_json::json;
 
 #[test]
-fn a_run_that_was_finished_says_so_and_has_one_digest_by_either_name() {
+fn a_finished_run_logs_it_and_has_one_digest_by_either_name() {
     let workspace = Workspace::new();
     let first = run(&mut workspace.train("out", &["--max-steps", "4"]));
     let digest = first.digest();
@@ -43,7 +43,7 @@ fn rotary_models_go_beyond_their_positions_with_a_warning_and_learned_ones_do_no
 }
 
 #[test]
-fn a_cpu_run_speaks_of_one_memory_and_counts_small_models_in_millions() {
+fn a_cpu_run_shows_one_memory_and_counts_small_models_in_millions() {
     let workspace = Workspace::new();
     let printed = run(&mut workspace.train("out", &["--max-steps", "1"])).stdout;
     assert!(printed.contains("host memory, compute") && printed.contains("host memory, optimizer"), "{printed}");

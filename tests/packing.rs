@@ -54,7 +54,7 @@ fn of_kind(workspace: &Workspace, name: &str, record: impl Fn(String, String) ->
 }
 
 #[test]
-fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherwise() {
+fn answers_stay_whole_and_text_is_cut_unless_a_flag_changes_it() {
     let workspace = Workspace::new();
     let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
@@ -90,7 +90,7 @@ fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherw
 }
 
 #[test]
-fn a_resume_keeps_the_rows_of_its_checkpoint_where_nobody_says_more() {
+fn a_resume_keeps_the_rows_of_its_checkpoint_by_default() {
     let workspace = Workspace::new();
     let data = of_kind(&workspace, "pairs.jsonl", |q, a| json!({"prompt": q, "completion": a}));
     for packing in ["wrapped", "off", "auto"] {
@@ -124,7 +124,7 @@ fn a_plan_is_of_the_rows_that_training_would_choose() {
 
 /// No two of these documents fit in a row of 16.
 #[test]
-fn one_document_a_row_is_the_same_run_whether_others_could_have_joined_it() {
+fn one_document_a_row_is_the_same_run_with_and_without_packing() {
     let workspace = Workspace::new();
     for dtype in ["float32", "bfloat16"] {
         let data = records(&workspace, &[9, 16, 12, 10, 15, 11, 13, 9, 20]);
@@ -203,7 +203,7 @@ fn other_rows_than_the_checkpoints_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_refused_before_training() {
+fn unpackable_data_is_refused_before_training() {
     let workspace = Workspace::new();
     let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
     train(&workspace, "out", &[&ids, "--packing=bfd"]).refused(2, &["--packing bfd", "ids.u16.bin", "--packing wrapped"]);
@@ -229,7 +229,7 @@ fn other_programs_names_are_understood() {
 
 /// Attention within 5 tokens needs fewer FLOPs than within the 16 of a row, and padding needs none.
 #[test]
-fn arithmetic_is_told_for_documents_and_not_for_rows() {
+fn arithmetic_is_counted_for_documents_and_not_for_rows() {
     let workspace = Workspace::new();
     let lengths = [5, 9, 5, 2, 14, 5, 9, 7];
     let flags = [&*records(&workspace, &lengths), "--packing=bfd", "--max-steps=1"];

@@ -154,7 +154,7 @@ fn formats_faults_and_places_do_not_change_that() {
 
 /// Streams run in any order that events permit. Slices are sent after they are written, and not overwritten before.
 #[test]
-fn slices_wait_for_what_they_are_made_of() {
+fn slices_wait_for_their_inputs() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &["--dtype=float32"]);
     for seed in crate::sweep::sweep(16..20, 1..100) {
@@ -362,7 +362,7 @@ fn processes_without_one_output_directory_are_refused_before_the_first_step() {
 }
 
 #[test]
-fn launchers_say_which_process_this_is() {
+fn launchers_number_this_process() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &[]);
     let job = free_port().to_string();
@@ -427,7 +427,7 @@ fn processes_that_differ_are_refused_with_both_values() {
 }
 
 #[test]
-fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
+fn options_unsupported_in_several_processes_are_refused_with_a_remedy() {
     let workspace = Workspace::new();
     for (flags, words) in [
         (&["--processes=2", "--process=0"][..], &["--processes 2", "--rendezvous HOST:PORT"][..]),

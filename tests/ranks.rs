@@ -142,7 +142,7 @@ fn devices_that_keep_parts_of_the_weights_train_to_the_same_bits() {
 }
 
 #[test]
-fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
+fn options_unsupported_on_several_devices_are_refused_with_a_remedy() {
     let workspace = Workspace::new();
     let instead_of_flow: &[&str] =
         if cfg!(feature = "weight-flow") { &["--weights flow", "--weights sharded"] } else { &["--weights flow"] };
@@ -186,7 +186,7 @@ impl UseEngine for Faulty {
 }
 
 #[test]
-fn nobody_waits_for_a_rank_that_is_gone() {
+fn no_rank_waits_for_a_lost_rank() {
     let shape = tiny_llama(2, 32, 64, true);
     let lines =
         "gpus = 3\ndevice = 'cpu'\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nbucket-mib = 0.046875\nthreads = 2";
@@ -314,7 +314,7 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
 
 /// A hanging rank is reported whatever rank 0 does meanwhile, also between steps.
 #[test]
-fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
+fn a_stall_report_names_the_rank_that_all_wait_for() {
     let workspace = Workspace::new();
     let eval_data = format!("--eval-data={}", workspace.path("data.txt").display());
     for (phase, step, waits) in [

@@ -65,7 +65,7 @@ fn the_sample_run_is_the_run() {
 }
 
 #[test]
-fn the_help_of_train_says_how_the_built_in_model_runs() {
+fn the_help_of_train_explains_the_built_in_model() {
     let help = run(&mut program(&["train", "--help"])).stdout;
     let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
@@ -108,7 +108,7 @@ fn fit(model: &str, machine: &str) -> [String; 5] {
 
 /// Compares one row. `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
 #[test]
-fn what_fits_is_what_the_planner_says() {
+fn the_table_of_fitting_models_matches_the_planner() {
     let rows = fits(&text_of("docs/guide/what-fits.md"));
     assert_eq!(rows.len(), 21);
     let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");

@@ -94,7 +94,7 @@ fn ids_need_no_tokenizer_and_text_does() {
 }
 
 #[test]
-fn what_decides_something_elsewhere_is_told_once() {
+fn foreign_decisive_fields_are_warned_of_once() {
     let workspace = Workspace::new();
     let template = format!("--chat-template={}", workspace.write("chat.jinja", TEMPLATE).display());
     let mut records = chats();

@@ -181,7 +181,7 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
 }
 
 #[test]
-fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
+fn an_invalid_timeline_is_reported_and_the_rest_is_shown() {
     let workspace = trained();
     let trace = workspace.path("plain/trace.json");
     fs::remove_file(&trace).unwrap();
@@ -193,7 +193,7 @@ fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
 }
 
 #[test]
-fn memory_is_told_as_planned_and_as_seen() {
+fn memory_is_reported_as_planned_and_as_measured() {
     let workspace = Workspace::new();
     let (memory, machine) = (json!({"device_bytes": {"weights": 3_u64 << 30}}), json!({"gpu": {"memory_used_bytes": 5_u64 << 30}}));
     let facts = json!({"facts": {"from_step": 0, "memory": memory, "machine": machine}});
@@ -250,7 +250,7 @@ fn chatted() -> Workspace {
 }
 
 #[test]
-fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() {
+fn text_of_the_data_is_on_the_page_only_on_request() {
     let workspace = chatted();
     let without = page(&workspace, &["chat"]);
     assert!(!["quagga", "okapi", "No samples"].iter().any(|word| without.contains(word)) && without.contains("holds no training data"));
@@ -263,7 +263,7 @@ fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() 
 }
 
 #[test]
-fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
+fn unavailable_samples_are_one_line_and_the_rest_is_shown() {
     let workspace = chatted();
     // As on another machine: another location, and no model directory.
     copy_dir(&workspace.path("chat"), &workspace.path("elsewhere"));
@@ -300,7 +300,7 @@ fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
 }
 
 #[test]
-fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
+fn folders_without_a_run_or_a_report_are_refused_in_one_line() {
     let workspace = Workspace::new();
     workspace.write("mine.html", "<!doctype html>\n<p>mine");
     fs::create_dir(workspace.path("empty")).unwrap();
@@ -406,7 +406,7 @@ fn a_browser_draws_the_page_and_has_no_complaint() {
 
 /// Routers with tied logits select the first experts. With different weights, experts differ.
 #[test]
-fn the_load_of_experts_is_told_of_models_that_have_some() {
+fn the_load_of_experts_is_shown_for_models_with_experts() {
     let workspace = Workspace::new();
     let train = |name: &str, std: f64, flags: &[&str]| {
         let config = serde_json::json!({

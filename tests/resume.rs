@@ -385,7 +385,7 @@ fn a_fresh_run_does_not_overwrite_an_earlier_one() {
 }
 
 #[test]
-fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_told() {
+fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_logged() {
     let workspace = Workspace::new();
     run(&mut workspace.train("part", &["--max-steps", "4"]));
     run(&mut workspace.resume("part", &["--seed", "7"])).refused(2, &["seed was 42", "is 7"]);

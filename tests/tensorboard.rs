@@ -80,7 +80,7 @@ fn events_are_left_out_on_request_and_replace_nothing_foreign() {
 /// result.
 #[test]
 #[ignore = "needs a Python with tensorboard 2.21 in SUPEROFFLOAD_PYTHON"]
-fn tensorboard_reads_what_the_metrics_say() {
+fn tensorboard_reads_the_values_of_the_metrics() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &[])).digest();
     fs::remove_dir_all(workspace.path("out/checkpoint-12")).unwrap();

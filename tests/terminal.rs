@@ -57,7 +57,7 @@ impl Evil {
 }
 
 #[test]
-fn what_is_foreign_in_a_line_is_shown_and_not_obeyed() {
+fn foreign_control_characters_are_shown_escaped() {
     let evil = Evil::new();
     let flags = evil.flags();
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();

@@ -39,7 +39,7 @@ fn a_step_is_cut_as_the_flags_would_and_a_resume_keeps_it() {
 }
 
 #[test]
-fn a_run_that_goes_on_with_other_tokens_is_told_or_refused() {
+fn a_run_that_resumes_with_other_tokens_is_warned_or_refused() {
     let workspace = workspace();
     let cut = ["--gradient-accumulation-steps=2", "--max-steps=2"];
     train(&workspace, "out", &[&cut[..], &["--tokens-per-step=64"]].concat()).digest();
@@ -57,7 +57,7 @@ fn a_run_that_goes_on_with_other_tokens_is_told_or_refused() {
 }
 
 #[test]
-fn what_contradicts_is_refused() {
+fn contradicting_batch_sizes_are_refused() {
     let workspace = workspace();
     let flags = ["--tokens-per-step=64", "--per-device-train-batch-size=3"];
     train(&workspace, "out", &flags).refused(2, &["--tokens-per-step 64", "--per-device-train-batch-size 3"]);

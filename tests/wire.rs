@@ -152,7 +152,7 @@ fn a_process_that_ends_is_named_once_by_all_others() {
 }
 
 #[test]
-fn the_wait_for_others_has_a_limit_and_a_signal_ends_it_in_all() {
+fn the_wait_for_peers_has_a_limit_and_a_signal_ends_it_in_all() {
     let workspace = Workspace::new();
     let late = run(&mut member(&workspace, "late", [0, 2], free_port(), &["--rendezvous-limit=1"]));
     late.refused(1, &["there came no process [1]", "--rendezvous-limit 1 is over"]);
@@ -171,7 +171,7 @@ fn the_wait_for_others_has_a_limit_and_a_signal_ends_it_in_all() {
 }
 
 #[test]
-fn a_token_that_others_may_know_is_a_warning_and_a_short_one_is_refused_whatever_its_bytes_are() {
+fn a_readable_token_is_a_warning_and_a_short_one_is_refused() {
     let workspace = Workspace::new();
     let alone = |command: &mut Command| run(command.env_remove(TOKEN.0));
     let by_file = |bytes: &[u8], mode: u32| {

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_nobody_waits_for_are_refused_and_nothing_is_taken_for_them() {
+    fn unreasonably_long_runs_are_refused_before_any_allocation() {
         for flag in ["--steps", "--warmup"] {
             for count in [100_001, 1 << 32, 1 << 63, u64::MAX] {
                 let refused = parse(&[&format!("{flag}={count}")]).check().unwrap_err().to_string();

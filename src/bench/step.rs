@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_a_step_become_micro_batches_of_the_size_that_was_said() {
+    fn tokens_of_a_step_become_micro_batches_of_the_requested_size() {
         let line = line("never", TrainOptions { tokens_per_step: Some(96), ..TrainOptions::default() });
         assert_eq!((&line["tokens_per_step"], &line["settings"]["gradient_accumulation_steps"]), (&96.into(), &3.into()));
     }
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn clipping_happens_as_often_as_was_asked() {
+    fn clipping_happens_at_the_requested_rate() {
         // Steps 2 to 6 are timed.
         for (clip, clipped) in [("never", 0), ("always", 5), ("every-2", 3), ("every-5", 1)] {
             let line = line(clip, TrainOptions::default());
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeline_tells_how_fast_copies_are() {
+    fn a_timeline_shows_the_speed_of_copies() {
         let dir = tempfile::tempdir().unwrap();
         let trace = dir.path().join("trace.json");
         let line = line("never", TrainOptions { trace: Some(trace.clone()), ..TrainOptions::default() });
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_plan_recomputes_counts_for_the_device_alone() {
+    fn recomputed_flops_count_for_the_device_alone() {
         let line = line("never", TrainOptions { activations: Some(ActivationsChoice::RecomputeBlock), ..TrainOptions::default() });
         assert_eq!((&line["plan"]["recomputed_layers"], &line["plan"]["layer_policies"]["recompute-block"]), (&2.into(), &2.into()));
         assert!(line["speed"]["hardware_flops"].as_f64() > line["speed"]["model_flops"].as_f64());

@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn new_names_are_said_in_old_ones_too_and_old_ones_stay() {
+    fn new_names_are_also_written_under_old_ones_and_old_ones_stay() {
         let default = json!({"rope_theta": 5e5, "rope_type": "default"});
         let flat = with_old_names(json!({"rope_parameters": default}));
         assert_eq!(flat, json!({"rope_parameters": default, "rope_theta": 5e5}));

@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_people_use_is_allowed() {
+    fn common_settings_are_allowed() {
         for args in [
             ["--learning-rate", "0"],
             ["--learning-rate", "1"],

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_on_a_machine_is_what_the_launcher_that_started_it_says() {
+    fn the_local_rank_comes_from_the_launcher_that_started_the_process() {
         for (launched, name) in [(&TORCH[..], "LOCAL_RANK"), (&MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (&SLURM, "SLURM_LOCALID")] {
             let local = |variables: &[(&str, &str)]| {
                 local_process(&|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_name_both_and_what_is_missing_is_named() {
+    fn contradictions_name_both_sides_and_missing_settings_are_named() {
         for (flags, variables, words) in [
             (&["--processes=2"][..], &TORCH[..], "--processes 2 contradicts WORLD_SIZE=4 of torchrun"),
             (&["--processes=1"], &SLURM, "--processes 1 contradicts SLURM_STEP_NUM_TASKS=4 of Slurm"),

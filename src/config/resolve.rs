@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cpu_refuses_what_needs_a_gpu() {
+    fn the_cpu_refuses_gpu_options() {
         for (flag, value) in
             [("--memory", "unified"), ("--attention", "cudnn"), ("--expert-products", "cublaslt"), ("--hbm-limit", "2.0 GiB")]
         {
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn unified_memory_is_for_what_the_gpu_steps_after_the_verdict() {
+    fn unified_memory_holds_states_that_the_gpu_steps_after_the_verdict() {
         for other in ["--strategy=zero-offload", "--strategy=no-offload", "--rollback=inverse"] {
             let message = resolve(&["--device=cuda", "--memory=unified", other]).unwrap_err().to_string();
             assert!(message.starts_with("--memory unified: allowed is only with --strategy superoffload"), "{message}");

@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ways_that_agree_with_what_was_said_the_largest_micro_batch_first() {
+    fn all_divisions_that_agree_with_the_settings_the_largest_micro_batch_first() {
         assert_eq!(splits(&["--tokens-per-step=192"]).unwrap(), [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--gpus=2"]).unwrap(), [(6, 1), (3, 2), (2, 3), (1, 6)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--gradient-shares=4"]).unwrap(), [(3, 4), (1, 12)]);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_cannot_be_cut_are_refused_with_what_they_do_not_fit_to() {
+    fn indivisible_tokens_per_step_are_refused_with_their_divisor() {
         let refused = [
             (&["--tokens-per-step=0"][..], "at least 1"),
             (&["--tokens-per-step=9223372036854775807"], "at most"),

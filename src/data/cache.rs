@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_go_and_what_others_write_or_nobody_here_made_stays() {
+    fn own_leftovers_go_and_foreign_or_active_files_stay() {
         let case = Case::new();
         case.good("cache");
         let (key, cache) = (case.names("cache").remove(0), Dir::open(&case.path("cache")).unwrap());
@@ -410,7 +410,7 @@ mod tests {
 
     /// In a cache that several users share, files of another user cannot be removed; the disk's quota may be used up.
     #[test]
-    fn what_a_cache_does_not_allow_is_done_beside_the_run() {
+    fn data_is_prepared_beside_the_run_where_the_cache_is_not_writable() {
         let case = Case::new();
         case.good("cache");
         let folder = case.path("cache").join(&case.names("cache")[0]);
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_removes_what_was_begun() {
+    fn a_stop_removes_partial_output() {
         let case = Case::new();
         let stop = StopFlag::default();
         let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |event| {

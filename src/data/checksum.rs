@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_before_the_end_is_kept() {
+    fn bytes_read_before_the_end_are_kept() {
         let dir = model_dir(&[("a", "one"), ("b", "two")]);
         let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path());
         let mut stop_at_b = |file: &Path, _| if file.ends_with("b") { Err(Error::usage("stopped")) } else { Ok(()) };

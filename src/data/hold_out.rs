@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_held_out_is_refused_with_what_to_do() {
+    fn impossible_eval_splits_are_refused_with_a_remedy() {
         let dir = tempfile::tempdir().unwrap();
         let path = lines(&dir, &["one".into(), "two".into(), "two".into()]);
         let refused = |how: &str, path: &PathBuf| split(path, RowRules::wrapped(1), how, 1, None).err().unwrap().to_string();

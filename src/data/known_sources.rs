@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_changed_or_is_no_text_has_no_stand_in() {
+    fn changed_files_and_files_without_text_have_no_stand_in() {
         type Change = fn(&[PathBuf; 3]);
         let changes: [Change; 3] = [|_| {}, |files| fs::write(&files[0], "12345").unwrap(), |files| fs::remove_file(&files[1]).unwrap()];
         let knows = changes.map(|change| {
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn how_records_are_read_is_known_where_all_is_as_it_was_and_asked_for_in_the_same_words() {
+    fn record_rules_are_reused_where_files_and_settings_are_unchanged() {
         let dir = tempfile::tempdir().unwrap();
         let files = kept(dir.path());
         let requested = |lists: &[&[PathBuf]], rules: &RecordRules| KnownSources::load(dir.path()).has_answers(lists, rules);

@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_longer_than_a_row_is_split_truncated_or_dropped() {
+    fn overlong_documents_are_split_truncated_or_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let text = texts(&dir, &["abcd", "efghijklm"]);
         let record = records(&dir, &[json!({"input_ids": [1, 2, 3, 4, 5, 6]}), json!({"input_ids": [7, 8, 9, 10]})]);
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_no_larger_than_the_plan_was_told() {
+    fn the_table_is_no_larger_than_planned() {
         let wrapped = RowRules::wrapped(8);
         assert_eq!((wrapped.table_bytes(1 << 40), wrapped.rows_max(80, 8)), (0, 11));
         let packed = rules(8, Packing::Bfd);

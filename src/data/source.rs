@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_part_of_many_is_passed_over_and_told() {
+    fn an_empty_part_of_many_is_skipped_and_logged() {
         let dir = model_dir(&[]);
         let golden = |name: &str| std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet").join(name)).unwrap();
         let (text, no_rows) = (golden("binary.parquet"), golden("no_rows.parquet"));
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_regular_file_is_refused_at_once() {
+    fn irregular_files_are_refused_at_once() {
         let dir = model_dir(&[]);
         for name in ["pipe.txt", "pipe.jsonl"] {
             let path = dir.path().join(name);
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_data_takes_is_known_from_its_sizes() {
+    fn disk_use_of_data_follows_from_its_sizes() {
         let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
         let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], &KnownSources::default(), RowRules::wrapped(2), shuffle, None);
         assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));

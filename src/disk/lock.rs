@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_without_locks_is_told_from_one_that_fails() {
+    fn a_file_system_without_locks_is_distinguished_from_a_failing_one() {
         let text = |errno| judge(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
         for errno in [libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS, libc::EBADF, libc::EINVAL] {
             assert_eq!(text(errno).unwrap(), Lock::Unsupported);

@@ -277,7 +277,7 @@ mod tests {
     use crate::bucket::slot::Slot;
 
     #[test]
-    fn every_word_belongs_to_its_place() {
+    fn every_description_has_the_index_of_its_activity() {
         assert!(DriverActivity::ALL.iter().enumerate().all(|(place, (activity, _))| *activity as usize == place));
         let marks = (0..).take(DriverEvent::OF_STEPS.len() + 2 * Hop::ALL.len());
         assert!(marks.clone().all(|code| DriverEvent::of(code).code() == code));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_events_are_kept_and_buckets_know_what_they_wait_for() {
+    fn the_last_events_are_kept_and_buckets_have_their_pending_hop() {
         let driver_state = DriverState::new(3, Arc::default(), Arc::default());
         (0..300).for_each(|step| driver_state.record(DriverEvent::Step, step));
         driver_state.event(Event::GradReady(1), 300);

@@ -145,7 +145,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_number_of_ranks_adds_as_the_definition_says(ranks in 1usize..=8, rounds in 1usize..5, nth in 0usize..16) {
+        fn any_number_of_ranks_adds_by_the_definition(ranks in 1usize..=8, rounds in 1usize..5, nth in 0usize..16) {
             let shares = ranks * rounds;
             let groups: Vec<usize> = (1..=shares).filter(|group| shares.is_multiple_of(*group)).collect();
             let group = groups[nth % groups.len()];

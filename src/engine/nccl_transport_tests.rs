@@ -274,7 +274,7 @@ fn even(settings: &Settings, machine: &Machine) -> (Plan, ModelShape) {
 }
 
 #[test]
-fn every_class_of_a_plan_for_several_processes_is_what_each_rank_takes() {
+fn every_memory_class_of_a_plan_for_several_processes_matches_allocations() {
     let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
     let machine = Machine { device, ..Machine::cpu(2) };
     let all = [WeightsChoice::Replicated, WeightsChoice::Sharded, WeightsChoice::FullySharded];
@@ -313,7 +313,7 @@ fn the_sum_of_a_group_leaves_its_process_once() {
 
 /// Streams and pools of each process run in a random order that their events allow.
 #[test]
-fn what_a_process_does_first_does_not_decide_the_order_of_swaps() {
+fn the_order_of_swaps_is_independent_of_a_process_s_first_operation() {
     for seed in crate::sweep::sweep(0..4, 0..64) {
         let without = if seed % 2 == 0 { vec![Technique::DeadlineOrder] } else { Vec::new() };
         let settings =
@@ -337,7 +337,7 @@ fn the_failure_of_one_ends_all_that_wait_for_it() {
 
 /// Slices have equal length, so only the hash of exchanges detects a wrong order.
 #[test]
-fn processes_that_swap_in_another_order_end_and_say_so() {
+fn processes_that_swap_in_another_order_end_with_an_error() {
     let settings = settings(2);
     let (plan, shape) = (plan(&settings), shape(&settings));
     assert_eq!(plan.layout.range(0).len(), plan.layout.range(1).len());

@@ -238,7 +238,7 @@ mod tests {
 
     /// Orders arrive over the network, so invalid numbers must not cause a panic or an allocation.
     #[test]
-    fn an_order_about_what_does_not_exist_is_an_error() {
+    fn an_order_for_a_missing_range_is_an_error() {
         let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());
         assert_eq!(of(1, 60, 40), Ok((StatePart::ALL[1], 60..100)));
         let none = StatePart::ALL.len() as u64;

@@ -232,7 +232,7 @@ fn run(case: Case) {
 
 /// A peer may never publish after a failure, so a poll must return the failure.
 #[test]
-fn after_a_failure_nobody_waits_for_what_ranks_publish() {
+fn after_a_failure_no_rank_waits_for_publications() {
     let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2, ring: 0 };
     let progress =
         Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..CounterSizes::default() }, None));
@@ -249,7 +249,7 @@ fn after_a_failure_nobody_waits_for_what_ranks_publish() {
 
 /// A driver that blocked on a full launch queue would not run its event loop, and its pool would be idle.
 #[test]
-fn what_has_no_room_waits_while_the_driver_serves() {
+fn a_pull_without_room_waits_while_the_driver_polls() {
     run(Case { seed: 1, ranks: 3, rounds: 2, blocks: 96, bucket_blocks: 3, ring: 0 });
 }
 
@@ -257,7 +257,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_ranks_pull_is_what_was_written_for_it(
+    fn ranks_pull_the_gradients_written_for_them(
         seed in any::<u32>(), ranks in 1usize..5, rounds in 1usize..4, blocks in 1usize..14, bucket_blocks in 1usize..5, ring in 0usize..4,
     ) {
         let bucket_blocks = bucket_blocks.max(ranks);

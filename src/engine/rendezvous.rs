@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_refusal_is_told_until_another_plan_is_announced() {
+    fn the_first_refusal_is_reported_until_another_plan_is_announced() {
         let rendezvous: Rendezvous<()> = Rendezvous::new(2);
         assert!(rendezvous.refusal().is_none() && !rendezvous.is_full());
         rendezvous.refuse(1, "no memory".into());

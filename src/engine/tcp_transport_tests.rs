@@ -147,7 +147,7 @@ fn gradients_leave_in_their_order_and_may_be_overwritten_when_all_have() {
 }
 
 #[test]
-fn what_is_overwritten_after_leave_was_given_has_left_as_it_was() {
+fn a_slice_overwritten_after_permission_was_sent_unchanged() {
     for seed in 0..20 {
         let mut pair = Pair::new(seed);
         pair.write(0, 1, 0, 1.5);
@@ -210,7 +210,7 @@ fn weights_are_taken_in_any_order_and_not_before_their_version() {
 
 /// Fetched weights are transferred again with each fetch, and slices of a later fetch wait for it.
 #[test]
-fn fetched_weights_come_in_the_round_of_their_fetch_and_no_others_do() {
+fn fetched_weights_arrive_in_the_round_of_their_fetch_only() {
     let mut pair = Pair::new(5);
     pair.tcp.next_version();
     let flat = pair.tcp.slices.layout().range(5).start..pair.tcp.slices.layout().range(6).end;

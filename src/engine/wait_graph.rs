@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sums_waits_for_gradients_and_who_has_summed_for_pulls() {
+    fn a_summing_rank_waits_for_gradients_and_a_summed_one_for_pulls() {
         let progress = progress();
         // In the second round of four buckets: rank 2 is one bucket behind, and rank 1 has all of its sums but one.
         [7, 7, 6].into_iter().enumerate().for_each(|(rank, buckets)| write(&progress, rank, buckets));
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gathers_waits_for_the_last_bucket_that_is_missing() {
+    fn a_gathering_rank_waits_for_the_last_missing_bucket() {
         let progress = progress();
         [(0, 3, 2), (1, 3, 2), (2, 3, 2), (0, 2, 2), (2, 2, 2), (0, 1, 2)]
             .into_iter()
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn who_hands_over_waits_for_those_of_its_sequences() {
+    fn a_rank_that_hands_over_waits_for_its_sequence_group() {
         let progress =
             ProgressCounters::new(CounterSizes { ranks: 4, buckets: 4, partials: 4, shares: 4, ..CounterSizes::default() }, None);
         (0..3).for_each(|rank| progress.publish_handed(rank));

@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_without_progress_is_told_once_with_what_everything_waits_for() {
+    fn a_driver_without_progress_is_reported_once_with_all_waits() {
         let mut watch = watch(LIMIT);
         let driver_state = watch.watched.ranks[0].clone();
         driver_state.record(DriverEvent::Step, 17);
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_ranks_the_late_one_is_told_first_and_whom_the_others_wait_for() {
+    fn a_stall_report_names_the_late_rank_first_and_the_ranks_that_wait() {
         let driver_state: Vec<_> = (0..3).map(|_| Arc::new(DriverState::new(4, Arc::default(), Arc::default()))).collect();
         let progress =
             Arc::new(ProgressCounters::new(CounterSizes { ranks: 3, buckets: 4, partials: 4, shares: 3, ..CounterSizes::default() }, None));
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn any_event_is_progress_and_what_is_no_step_is_not_watched() {
+    fn any_event_is_progress_and_only_steps_are_watched() {
         let mut watch = watch(LIMIT);
         let driver_state = watch.watched.ranks[0].clone();
         driver_state.set_activity(DriverActivity::Else, 0);

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_writes_anew_is_stale_and_still_in_the_way_of_itself() {
+    fn weights_that_the_host_rewrites_are_stale_and_still_occupy_the_ring() {
         let mut w = weight_ring(&[4, 4, 4], 8);
         (0..2).for_each(|module| w.put(module));
         w.forget(&(2..4));
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_wait_for_what_the_compute_stream_has_overwritten() {
+    fn copies_wait_for_overwrites_on_the_compute_stream() {
         let mut w = weight_ring(&[1, 4, 4, 4], 9);
         [3, 2].into_iter().for_each(|module| w.put(module));
         w.put_in_turn(1);
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_lies_in_the_ring_streams() {
+    fn only_weights_in_the_ring_stream() {
         let table = TensorTable::new(&ModelShape::demo());
         let (layer, embed) = (table.module_range(Module::Layer(0)), table.module_range(Module::Embed));
         let ring = RingShape { ringed_elems: embed.start - 100, period_elems: 2 * layer.len() };
@@ -332,7 +332,7 @@ mod tests {
     proptest! {
         /// Compares with a ring that records the owner of every element.
         #[test]
-        fn the_window_knows_what_every_element_of_the_ring_holds(
+        fn the_ring_tracks_the_content_of_every_element(
             lens in prop::collection::vec(1usize..12, 1..9), slack in 0usize..12, walk in prop::collection::vec(0usize..9, 0..40),
         ) {
             let period = lens.iter().max().unwrap() + slack;

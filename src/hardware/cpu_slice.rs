@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpus_node_is_what_its_pci_device_says() {
+    fn a_gpus_node_is_that_of_its_pci_device() {
         let dir = tree(&[
             ("sys/bus/pci/devices/0000:0f:00.0/vendor", "0x10de\n"),
             ("sys/bus/pci/devices/0000:0f:00.0/class", "0x030200\n"),
@@ -136,7 +136,7 @@ mod tests {
         }
 
         #[test]
-        fn who_is_at_home_has_no_guests((topology, homes) in machines()) {
+        fn local_cpus_are_not_lent_to_ranks_of_another_node((topology, homes) in machines()) {
             let on = |node: usize| topology.cpus.iter().filter(|cpu| cpu.numa_node == Some(node)).map(|cpu| cpu.id).collect::<CpuList>();
             let at = |node: usize| homes.iter().filter(|home| **home == Some(node)).count();
             if homes.iter().all(|home| home.is_some_and(|node| on(node).len() >= at(node))) {

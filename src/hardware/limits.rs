@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_than_cpus_are_refused_with_what_would_help() {
+    fn more_threads_than_cpus_are_refused_with_a_remedy() {
         let error = check_threads(&on(&grace(), "0-15"), Some(17), true).unwrap_err();
         let message = "--threads 17: 16 of this machine's 72 CPUs can be used (only 16 of 72 CPUs are allowed (0-15): start without \
             taskset or numactl); or say --threads 16";

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn several_gpus_get_the_profile_of_as_many_or_are_told_whose_it_is() {
+    fn several_gpus_get_a_matching_profile_or_a_note_about_its_machine() {
         for (gpu, gpus, profile, message) in [
             ("NVIDIA H200", 1, "h200-pcie5", None),
             ("NVIDIA H200", 2, "h200-x2", None),
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_named_is_taken_if_it_has_a_gpu_and_this_is_not_measured() {
+    fn a_named_profile_is_used_if_it_has_a_gpu_and_the_machine_is_not_measured() {
         let selected = |hardware: &str| SelectedProfile::of(Path::new(hardware), Ok(key("NVIDIA H200")), 1);
         let named = selected("gb200").unwrap();
         assert!(named.profile.name == "gb200" && named.to_string().starts_with("gb200: NVIDIA GB200"), "{named}");
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_taken_if_it_can_be_read_and_has_a_gpu() {
+    fn a_kept_profile_is_used_if_it_is_readable_and_has_a_gpu() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("kept.toml");
         let kept = || SelectedProfile::kept(file.clone());

@@ -148,7 +148,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(
+        fn written_values_read_back(
             value in proptest::num::f64::POSITIVE, points in prop::collection::vec((proptest::num::f64::POSITIVE, 0.0..1e19), 0..4), source in "\\PC*",
         ) {
             let others = vec![Other { value: Points(points.clone()), source: source.clone() }];

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_pages_that_are_not_there_are_an_error_that_says_how_to_get_them() {
+    fn missing_reserved_pages_are_an_error_with_the_remedy() {
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         topology.huge_pages[0].total = Some(0);
         let error = MemoryPolicy::new(&topology, HugePagesChoice::Explicit, &[], 1).unwrap_err().to_string();

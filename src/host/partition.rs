@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_prepared_group_it_is_only_said() {
+    fn a_missing_prepared_group_is_only_a_message() {
         let dir = tree(&["p0"]);
         assert_eq!(auto(dir.path()), "no group superoffload-adam is prepared");
         assert_eq!(auto(&dir.path().join("info")), "not mounted");

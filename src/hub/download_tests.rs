@@ -148,7 +148,7 @@ fn but(
 }
 
 #[test]
-fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
+fn downloaded_files_have_the_cache_layout_of_python() {
     let case = Case::new();
     let received = case.good(|received, _| repo().answer(received));
     assert_eq!((received.len(), received[0].authorization.as_deref()), (1, Some("Bearer hf_secret")));
@@ -167,7 +167,7 @@ fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
 }
 
 #[test]
-fn what_breaks_off_is_resumed_where_it_stopped() {
+fn a_broken_download_resumes_at_its_last_byte() {
     let received = Case::new().good(but(|received, reply, _| if received.range.is_none() { reply.cut(500_000) } else { reply }));
     assert_eq!(received.last().unwrap().range.as_deref(), Some("bytes=500000-"));
     // As many requests as needed.
@@ -213,7 +213,7 @@ fn a_large_file_comes_in_four_ranges() {
 }
 
 #[test]
-fn what_a_download_in_ranges_leaves_is_gone_on_with() {
+fn a_download_in_ranges_continues_from_its_partial_file() {
     let case = Case::in_parts();
     let (partial, least) = (case.partial(), [100_000, 100_000, 100_000, 225_000]);
     // The first permanent failure of a range ends the download, so no range may fail before each part has its bytes. Until then a retry
@@ -247,7 +247,7 @@ fn a_beginning_that_another_program_left_is_gone_on_with() {
 }
 
 #[test]
-fn a_hub_without_ranges_sends_a_large_file_as_one_and_that_is_said() {
+fn a_hub_without_ranges_sends_a_large_file_as_one_with_a_message() {
     let whole = || Reply::ok(repo().bytes(WEIGHTS).to_vec());
     let case = Case::in_parts();
     case.good(but(move |_, _, _| whole()));
@@ -294,7 +294,7 @@ fn ranges_that_lie_are_refused() {
 }
 
 #[test]
-fn what_was_left_and_is_not_of_the_file_is_begun_anew() {
+fn a_partial_file_of_another_file_is_started_again() {
     for left in [b"something else".to_vec(), vec![0; 900_000], vec![0; 1_000_000]] {
         let case = Case::new();
         fs::create_dir_all(case.path("blobs")).unwrap();
@@ -321,7 +321,7 @@ fn wrong_bytes_and_lengths_are_refused() {
 }
 
 #[test]
-fn a_token_goes_to_the_hub_and_to_nobody_else() {
+fn a_token_goes_to_the_hub_only() {
     let elsewhere = HubServer::start(|received, _| {
         repo().answer(&ReceivedRequest { path: format!("/org/tiny/resolve/{COMMIT}/{WEIGHTS}"), ..received.clone() })
     });
@@ -401,7 +401,7 @@ fn a_file_that_comes_too_slowly_is_given_up_in_whatever_attempts_it_comes() {
 }
 
 #[test]
-fn a_commit_that_was_asked_for_is_the_one_that_comes() {
+fn a_requested_commit_is_the_downloaded_one() {
     let received = "a".repeat(40);
     let case = Case { name: HubName::model(&format!("org/tiny@{received}")).unwrap(), ..Case::new() };
     let message = case.refused(|received, _| repo().answer(received));
@@ -478,7 +478,7 @@ fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
 }
 
 #[test]
-fn a_stop_is_heard_and_what_came_is_kept() {
+fn a_stop_ends_the_download_and_received_bytes_are_kept() {
     let case = Case::new();
     let stop = case.stop.clone();
     let answer = but(move |_, reply, _| {

@@ -145,7 +145,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_directory_wins_then_the_cache_and_what_is_neither_is_told() {
+    fn a_directory_wins_then_the_cache_and_missing_names_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let offline = |name: &str| match name {
             "HF_HUB_CACHE" => Some(dir.path().into()),

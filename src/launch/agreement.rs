@@ -313,7 +313,7 @@ mod tests {
 
     /// A process does not check its own cuBLASLt: it follows process 0.
     #[test]
-    fn whoever_multiplies_by_experts_in_process_0_does_so_in_all() {
+    fn expert_products_of_process_0_apply_to_all() {
         let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
         let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
         let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_one_process_is_a_setting_and_the_rest_is_compared() {
+    fn settings_of_one_process_are_exempt_and_the_rest_is_compared() {
         for name in OF_ONE_PROCESS {
             assert!(KEYS.iter().any(|key| key.name == name), "{name}");
         }

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn where_cpus_are_fewer_than_ranks_nobody_is_pinned() {
+    fn no_thread_is_pinned_where_cpus_are_fewer_than_ranks() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(8, 7, &topology);
         let shares = of(&plan, &topology, &[None; 8]);
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_has_what_the_machine_has() {
+    fn one_rank_has_the_whole_machine() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(1, 6, &topology);
         let [share] = &of(&plan, &topology, &[None])[..] else { panic!("one") };

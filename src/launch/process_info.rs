@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_one_machine_divide_its_memory_and_hear_of_threads_that_are_too_many() {
+    fn processes_of_one_machine_divide_its_memory_and_reject_too_many_threads() {
         let topology = Topology::read(two_sockets().path(), Process { address_room_bytes: Some(6 << 20), ..Process::default() });
         let settings = Settings { threads: Some(7), ..asking(DeviceChoice::Cpu) };
         let chosen = |all: &[HostResources]| {
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn nccl_carries_slices_where_all_have_one_release_and_else_a_person_hears_why() {
+    fn nccl_is_used_where_all_have_one_release_and_otherwise_the_reason_is_logged() {
         let with =
             |nccl: std::result::Result<&str, &str>| HostResources { nccl: nccl.map(Into::into).map_err(Into::into), ..on("a", &[0, 1]) };
         let chosen = |transport, nccl: [std::result::Result<&str, &str>; 2]| -> std::result::Result<_, String> {

@@ -632,7 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_is_what_gets_allocated() {
+    fn allocations_match_the_plan() {
         let plan = ActivationPlan::new(pair(&ModelShape::demo(), &[Keep; 6])).unwrap();
         let mut requested = Vec::new();
         let activations = plan.lay_out(&mut |name, elems, dtype| {
@@ -655,7 +655,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_do_not_keep_share_the_part_after_those_that_do() {
+    fn recomputing_layers_share_the_part_after_keeping_layers() {
         let policies = [RecomputeBlock, Keep, Host, RecomputeCheap, Host, Host];
         let layers = addressed(&demo(1, Dtype::Float32, &policies)).layers;
         let parts = |of: fn(&LayerActivations) -> DeviceSlice| -> Vec<u64> {

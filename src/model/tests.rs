@@ -453,7 +453,7 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
 /// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies run as early as events
 /// allow, or so late, behind many unrelated copies, that a pass with a missing wait reads old data.
 #[test]
-fn what_a_layer_keeps_changes_no_bit() {
+fn kept_activations_change_no_bit() {
     for family in ["gpt2", "llama", "qwen3", "qwen3_moe"] {
         let shape = deep(family);
         let kept = two_steps::<f32>(&shape, &[Keep; 7], Schedule::Threads, 0);
@@ -479,7 +479,7 @@ fn a_device_gets_ready_by_one_layer_of_each_kind() {
 }
 
 #[test]
-fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
+fn kept_activations_change_no_bit_of_a_narrow_format() {
     for family in ["qwen3", "mixtral"] {
         let shape = deep(family);
         let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], Schedule::Threads, 0);
@@ -491,7 +491,7 @@ fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
 
 /// An MLP in tiles of five of twelve tokens: with biases, with gates, with a norm after it or a factor, beside experts.
 #[test]
-fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() {
+fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_kept_activations() {
     for family in ["gpt2", "llama", "gemma2", "granite", "qwen3_moe"] {
         let shape = deep(family);
         let steps = |policies: &[LayerPolicy], seed, mlp_tile| {

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_what_the_machine_has_and_says_why() {
+    fn auto_uses_the_machine_s_devices_and_shows_the_reason() {
         let of = |choice, layouts| engine(choice, &olmoe(), Dtype::Bfloat16, &gpu(layouts)).unwrap();
         let old = || GroupedLayouts::Unusable("cuBLASLt is 13.1".into());
         let auto = of(ExpertProductsChoice::Auto, old());
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn elsewhere_it_is_cublaslt_where_a_profile_says_how_fast_that_is() {
+    fn other_gpus_use_cublaslt_where_a_profile_has_its_rate() {
         let by = |profile: &str| {
             let machine = Machine::of(&crate::hardware::profile::Profile::load(profile).unwrap());
             engine(ExpertProductsChoice::Auto, &olmoe(), Dtype::Bfloat16, &machine).unwrap().by
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_are_made_at_the_rate_of_whoever_multiplies() {
+    fn plans_use_the_rate_of_the_product_implementation() {
         let device = crate::memory::DeviceMemory::Own { bytes: 1 << 40, addressing: crate::memory::Addressing::Separate };
         let machine = Machine { device, ..gpu(GroupedLayouts::Usable) };
         let settings = Settings { per_device_train_batch_size: 8, seq_length: 4096, ..Settings::demo() };

@@ -743,7 +743,7 @@ mod tests {
     }
 
     #[test]
-    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_what_is_lent() {
+    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_the_lent_memory() {
         for (moments, bytes) in [(Moments::Float32, 14), (Moments::Bfloat16, 10)] {
             expect_offloaded_bytes(moments, bytes);
         }
@@ -760,7 +760,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_off_cannot_be_asked_for() {
+    fn disabled_techniques_cannot_be_requested() {
         let refused = |settings: Settings| plan(settings).unwrap_err().to_string();
         let off = |t| Settings { without: vec![t], ..Settings::demo() };
         assert!(refused(Settings { rollback: Rollback::Inverse, ..off(Technique::Stv) }).contains("stv"));

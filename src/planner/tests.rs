@@ -144,7 +144,7 @@ fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
 }
 
 #[test]
-fn more_machines_than_a_profile_knows_are_refused_with_what_to_do() {
+fn more_machines_than_a_profile_knows_are_refused_with_a_remedy() {
     let on = |name: &str, processes| Machine::of_run(&Profile::load(name).unwrap(), &Settings { processes, ..settings() });
     let unknown = on("h200-x2", 2).unwrap_err().to_string();
     assert!(unknown.starts_with("--processes 2: the hardware profile h200-x2 does not say") && unknown.contains("`network`"), "{unknown}");
@@ -274,7 +274,7 @@ const REPARTITION: bool = cfg!(feature = "repartition");
 const FLOW: bool = cfg!(feature = "weight-flow");
 
 #[test]
-fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
+fn a_4b_model_stays_on_the_device_and_the_plan_shows_it() {
     let plan = fitting(&qwen3_4b(), &settings());
     assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
     assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
@@ -334,7 +334,7 @@ fn a_14b_model_fits_both_memories() {
 }
 
 #[test]
-fn what_was_asked_for_is_what_happens() {
+fn requested_settings_are_planned() {
     for (activations, policy) in [
         (ActivationsChoice::Keep, LayerPolicy::Keep),
         (ActivationsChoice::RecomputeCheap, LayerPolicy::RecomputeCheap),
@@ -495,7 +495,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
 
 /// 19 billion parameters on one H200: 16 bytes per parameter exceed both memories, 12 bytes fit.
 #[test]
-fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
+fn a_model_whose_states_fit_only_in_16_bits_gets_this_advice() {
     if !REPARTITION {
         return;
     }
@@ -638,7 +638,7 @@ fn sums_stay_on_the_device_while_they_fit() {
 }
 
 #[test]
-fn streaming_can_be_asked_for_and_refused() {
+fn streaming_can_be_requested_and_refused() {
     let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };
     let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), &h200(), false).unwrap_err().to_string();
     if !FLOW {
@@ -701,7 +701,7 @@ fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
 }
 
 #[test]
-fn the_cpu_device_refuses_what_needs_a_gpu() {
+fn the_cpu_device_refuses_gpu_options() {
     for (settings, flag) in [
         (Settings { memory: HostMemoryKind::Unified, ..Settings::demo() }, "--memory unified"),
         (Settings { attention: AttentionChoice::Cudnn, ..Settings::demo() }, "--attention cudnn"),

@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_several_models_are_measured_alone_unless_they_are_asked_for() {
+    fn gpus_of_several_models_are_measured_alone_unless_requested() {
         let gpu = |index: usize, model: &str| GpuId { index, pci: String::new(), model: model.into() };
         let mixed = || vec![gpu(0, "H200"), gpu(1, "H200"), gpu(2, "H100")];
         let (mut messages, mut joint_probe) = (Vec::new(), Vec::new());
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simulated_machine_is_measured_as_its_profile_says() {
+    fn a_simulated_machine_is_measured_as_in_its_profile() {
         let profile = Profile::load("h200-pcie5").unwrap();
         let (machine, rates) = (Machine::of(&profile), Rates::of(&profile));
         let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_there_whole_or_as_before() {
+    fn a_written_profile_is_complete_or_unchanged() {
         let dir = tempfile::tempdir().unwrap();
         let kept = dir.path().join("cache").join("kept.toml");
         let files = || std::fs::read_dir(kept.parent().unwrap()).unwrap().map(|file| file.unwrap().file_name()).collect::<Vec<_>>();

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simulated_machine_shares_as_its_rates_say() {
+    fn a_simulated_machine_shares_by_its_rates() {
         let mut rates = round_rates();
         (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
         let states = States::leaked(&topology());

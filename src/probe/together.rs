@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn simulated_gpus_are_measured_as_their_profile_says() {
+    fn simulated_gpus_are_measured_as_in_their_profile() {
         let (profile, topology) = (Profile::load("h200-x2").unwrap(), small_machine());
         let machine = Machine::of_several(&profile, 2).unwrap();
         let make = |_: &RankPart| {

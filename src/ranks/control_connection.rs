@@ -193,7 +193,7 @@ mod tests {
 
     /// One peer sends a byte at a time and then stops.
     #[test]
-    fn a_side_that_is_silent_drips_or_closes_is_gone_and_one_that_lives_is_not() {
+    fn a_silent_slow_or_closed_peer_is_lost_and_a_live_one_is_not() {
         let [(mut silent, _kept), (mut dripping, mut drips), (mut alive, mut beats), (mut closed, closes)] = [(); 4].map(|()| line());
         drop(closes);
         assert_eq!(within_a_moment(|| closed.next().err()).kind(), ErrorKind::UnexpectedEof);

@@ -173,7 +173,7 @@ mod tests {
 
     /// Half of the strangers send nothing, the others one byte. They are more than the limit.
     #[test]
-    fn a_thousand_slow_strangers_keep_nobody_out() {
+    fn a_thousand_slow_connections_do_not_block_a_peer() {
         let (_, descriptors) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         setrlimit(Resource::RLIMIT_NOFILE, descriptors.min(1 << 14), descriptors).unwrap();
         let (mut server, token, port) = server();

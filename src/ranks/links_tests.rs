@@ -45,20 +45,20 @@ fn message(links: &Links) -> Option<String> {
 }
 
 #[test]
-fn a_process_that_stood_still_hears_that_another_has_given_it_up() {
+fn a_stopped_process_learns_that_another_gave_it_up() {
     let all = after_the_last_gave_up(0, 2);
     assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
-fn who_ends_for_another_names_it() {
+fn a_process_that_ends_for_another_names_it() {
     let all = after_the_last_gave_up(1, 3);
     assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
     assert_eq!(message(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
-fn process_0_does_not_wait_for_who_was_interrupted_before_it() {
+fn process_0_does_not_wait_for_processes_interrupted_before_it() {
     let mut all = meet(2);
     let (interrupted, _) = all.pop().unwrap();
     interrupted.close(EndOfRun { interrupted: true, ..EndOfRun::default() });
@@ -68,7 +68,7 @@ fn process_0_does_not_wait_for_who_was_interrupted_before_it() {
 }
 
 #[test]
-fn who_follows_to_the_end_is_no_loss() {
+fn a_process_that_follows_to_the_end_is_no_loss() {
     let mut all = meet(2);
     let ((follower, _), (first, _)) = (all.pop().unwrap(), all.pop().unwrap());
     let common = first.common.clone();

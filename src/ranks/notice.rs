@@ -202,7 +202,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(topic in 0..Topic::ALL.len(), numbers: [u64; NUMBERS_MAX], tail: Vec<u8>, rest: Vec<u8>) {
+        fn written_values_read_back(topic in 0..Topic::ALL.len(), numbers: [u64; NUMBERS_MAX], tail: Vec<u8>, rest: Vec<u8>) {
             let (topic, count) = Topic::ALL[topic];
             let notice = Notice::new(topic, &numbers[..count]).with(tail);
             let mut bytes = Vec::new();

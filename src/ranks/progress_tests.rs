@@ -10,7 +10,7 @@ fn progress(ranks: usize) -> ProgressCounters {
 }
 
 #[test]
-fn what_all_have_told_is_what_the_last_has_told() {
+fn reports_of_all_ranks_equal_the_last_report() {
     let progress = progress(3);
     for rank in [2, 0] {
         progress.publish_written(rank);
@@ -36,7 +36,7 @@ fn what_all_have_told_is_what_the_last_has_told() {
 }
 
 #[test]
-fn a_publication_has_a_time_for_all_others() {
+fn a_publication_has_a_time_for_all_peers() {
     let (progress, before) = (progress(2), now_ns());
     progress.publish_written(1);
     let at = progress.published_ns(0);
@@ -44,7 +44,7 @@ fn a_publication_has_a_time_for_all_others() {
 }
 
 #[test]
-fn mirror_images_have_published_what_rank_0_has() {
+fn mirrored_ranks_have_the_publications_of_rank_0() {
     let progress = ProgressCounters::mirrored(
         CounterSizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..CounterSizes::default() },
         3,
@@ -85,7 +85,7 @@ impl Outbox for RecordingOutbox {
 }
 
 #[test]
-fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
+fn publications_of_a_rank_reach_the_counters_of_other_processes() {
     let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
     let (message, received) = std::sync::mpsc::channel();
     let names = || vec!["process 0 on a".to_string(), "process 1 on b".to_string()];
@@ -127,7 +127,7 @@ fn a_board_tells_the_others_what_its_rank_publishes_and_they_have_it() {
 
 /// Two processes of two ranks each.
 #[test]
-fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
+fn ranks_of_a_process_meet_locally_and_communicate_as_one_process() {
     let sizes = CounterSizes { ranks: 4, buckets: 3, mail_words: 2, ..CounterSizes::default() };
     let (message, received) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
@@ -167,7 +167,7 @@ fn ranks_of_a_process_meet_here_and_speak_as_one_process_to_others() {
 }
 
 #[test]
-fn what_makes_no_sense_is_not_taken() {
+fn invalid_notices_are_not_applied() {
     let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
     let (message, _heard) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
@@ -194,7 +194,7 @@ fn what_makes_no_sense_is_not_taken() {
 }
 
 #[test]
-fn the_first_failure_is_the_one_that_is_told() {
+fn the_first_failure_is_reported() {
     let progress = progress(3);
     assert!(progress.failure().is_none());
     progress.fail(1, "no memory");

@@ -80,7 +80,7 @@ fn each_two_of_four_processes_are_connected_while_strangers_come() {
 }
 
 #[test]
-fn what_differs_is_told_to_all_with_both_values() {
+fn all_processes_receive_a_difference_with_both_values() {
     let facts = |seed: u64| json!({"program": "0.1.0", "processes": 3, "seed": seed});
     let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
     for outcome in outcomes {
@@ -91,7 +91,7 @@ fn what_differs_is_told_to_all_with_both_values() {
 }
 
 #[test]
-fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
+fn a_peer_with_another_token_gets_an_error_and_a_stop_ends_the_wait() {
     let (address, stop) = (free_address(), StopFlag::default());
     thread::scope(|scope| {
         let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(HelloMessage::default(), &stop, &mut |_| ()));
@@ -209,7 +209,7 @@ fn a_connection_that_leads_to_itself_is_none() {
 }
 
 #[test]
-fn the_limit_names_who_is_missing_to_all() {
+fn the_time_limit_names_missing_processes_in_all() {
     let address = free_address();
     let limit = Duration::from_secs(2);
     let first = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&address, 0, 3, TOKEN) });

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_slice_serves_again_when_nobody_uses_the_slice() {
+    fn memory_of_an_unused_slice_is_reused() {
         let mut buffers = SliceBuffers::default();
         let mut next = |byte: u8, length| {
             buffers.fill(length, |bytes| {
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_keeps_the_order_and_holds_back_who_sends_too_much() {
+    fn a_connection_keeps_the_order_and_blocks_a_sender_that_is_ahead() {
         let ((one, other), (text, lost)) = (pair(), mpsc::channel());
         let lose = move |why: &io::Error| _ = text.send((why.kind(), why.to_string()));
         let connection = |stream| {
@@ -293,7 +293,7 @@ mod tests {
 
     /// The receiver notices a lost message even where none follows: the number of the next empty message is wrong.
     #[test]
-    fn a_parcel_that_is_damaged_or_lost_ends_the_lane_before_anybody_takes_it() {
+    fn a_damaged_or_lost_message_ends_the_connection_before_it_is_taken() {
         let message = SliceMessage { bucket: 3, round: 5, bytes: Arc::new(vec![7; 1000]) };
         let mut seal = Seal::default();
         let mut next = |write: &dyn Fn(&mut Vec<u8>, &mut Seal)| {

@@ -111,13 +111,13 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_runs_and_the_seed_says_which() {
+    fn one_rank_runs_and_the_seed_chooses_it() {
         assert_eq!(turns(1), turns(1));
         assert_ne!(turns(1), turns(2));
     }
 
     #[test]
-    fn when_nobody_has_anything_to_do_that_is_said() {
+    fn idle_ranks_are_reported_as_a_deadlock() {
         let turn_token = TurnToken::new(3, bells(1));
         assert!(turn_token.pass_idle(0));
         turn_token.pass(0);

@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_which_message_and_what_is_wrong_with_it() {
+    fn errors_name_the_message_and_its_fault() {
         let messages = sent(7, &[vec![1; 9], vec![2; 9], vec![3; 9]]);
         let text = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
         assert_eq!(text(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");

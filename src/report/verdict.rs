@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sentence_says_what_bound_the_run() {
+    fn the_sentence_names_the_bottleneck_of_the_run() {
         let history = |exposed_ms| History {
             steps: 4,
             last_step: 4,

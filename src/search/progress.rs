@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_search_says_how_far_it_is_and_a_short_one_says_nothing() {
+    fn a_long_search_logs_its_progress_and_a_short_one_is_silent() {
         let told_in = |takes: Duration, interval: Duration| {
             let mut lines = Vec::new();
             let found = with_progress_every(interval, &mut |line| lines.push(line.to_string()), || {

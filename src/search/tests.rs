@@ -282,7 +282,7 @@ fn products_of_experts_take_their_own_rate() {
 /// total. The sums slow products down during the whole of a step with copies, so they are 3 % higher when every state is on the CPUs. They
 /// ignore gradient rings, so with the 14 B model fewer states stay on the GPUs and they are 3 % lower.
 #[test]
-fn several_gpus_take_as_long_as_arithmetic_says() {
+fn the_time_of_several_gpus_follows_from_arithmetic() {
     use ActivationsChoice::{Keep, RecomputeCheap};
     use ResidentBuckets::{Auto, Count};
     let steps = [
@@ -344,7 +344,7 @@ fn a_plan_is_good_for_clipped_steps_too() {
 }
 
 #[test]
-fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
+fn a_search_without_results_is_refused_with_a_plan_that_would_fit() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 40, (*Rates::assumed()).clone()));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 64, ..Settings::default() };
     let refusal = rank(&settings, &shape, &machine).unwrap_err();
@@ -352,7 +352,7 @@ fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
 }
 
 #[test]
-fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
+fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings =
@@ -392,7 +392,7 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
 /// A model of one layer cannot stream weights, which is rejected. This must not limit a model of twelve layers.
 #[cfg(feature = "weight-flow")]
 #[test]
-fn limits_are_not_those_of_what_streams_nothing() {
+fn limits_differ_from_those_without_streaming() {
     let shape = ModelShape { max_positions: 1536, ..model("qwen3-4b", 12) };
     let machine = h200(140, 126, (*Rates::assumed()).clone());
     let settings = Settings { weights: WeightsChoice::Flow, seq_length: 512, ..Settings::default() };
@@ -675,7 +675,7 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
 /// Two H200 with 251 GiB of host memory; the byte count alone predicted 31.8 B parameters on both. A single GPU, which has the whole host,
 /// streams its weights from there.
 #[test]
-fn the_largest_model_is_told_by_gpus() {
+fn the_largest_model_is_shown_by_gpus() {
     let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
     let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
     let largest = LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-x2").unwrap());

@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_run_of_the_built_in_model_alone_tells_what_it_writes() {
+    fn only_the_whole_run_of_the_built_in_model_lists_its_files() {
         let settings = Settings { device: DeviceChoice::Cpu, threads: Some(1), ..Settings::demo() };
         let mut notes = Notes(Vec::new());
         Demo::of(&settings).unwrap().log(None, &StopFlag::default(), &mut notes);

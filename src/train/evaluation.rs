@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sequence_comes_once_and_what_is_left_of_a_batch_counts_for_nothing() {
+    fn every_sequence_comes_once_and_the_rest_of_a_batch_does_not_count() {
         let evaluation = evaluation(EvalStrategy::Steps);
         let (mut once, mut firsts, mut counted) = (evaluation.sequences(), Vec::new(), 0);
         while !once.is_over() {

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_told_as_passes_and_minutes() {
+    fn steps_are_shown_as_passes_and_minutes() {
         for (extent, words) in [
             (extent(1, 14, 37, Some(1500)), "steps 1 to 14: 3.0 passes over 37 rows, about 21 s"),
             (extent(1, 37, 37, None), "steps 1 to 37: 8 passes over 37 rows"),

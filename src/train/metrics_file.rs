@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_beside_stays_and_a_pipe_in_its_place_is_no_wait() {
+    fn files_beside_the_log_stay_and_a_pipe_in_its_place_does_not_block() {
         let (tmp, dir, path) = dir();
         let (victim, beside) = (tmp.path().join("victim"), tmp.path().join(format!(".metrics.jsonl.tmp-{}", std::process::id())));
         fs::write(&victim, "mine").unwrap();

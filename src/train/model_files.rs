@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_stop_generation_already_stay_and_others_come_first() {
+    fn existing_stop_ids_stay_and_new_ones_come_first() {
         for (config, generation, want) in [
             (json!({"eos_token_id": 2}), json!({"eos_token_id": 0}), (json!(2), json!([2, 0]))),
             (json!({"eos_token_id": [1, 2]}), json!({"eos_token_id": [3, 2]}), (json!([1, 2]), json!([3, 2]))),

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_for_which_all_others_wait_is_slow() {
+    fn a_rank_that_all_peers_wait_for_is_slow() {
         let message = |waited_ms: &[u64]| {
             let waited_ns: Vec<u64> = waited_ms.iter().map(|ms| ms * 1_000_000).collect();
             PeerWaits::new(&waited_ns, Duration::from_secs(1)).to_string()

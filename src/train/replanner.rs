@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_move_that_gained_is_told_and_one_that_did_not_is_taken_back() {
+    fn a_gaining_plan_change_is_logged_and_a_losing_one_is_reverted() {
         let looked = SETTLING_STEPS + WINDOW as u64;
         let (ReplanStep::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
         assert_eq!((words.as_str(), step), ("the plan gained 25.0 %: 1000 -> 800 ms a step, measured", looked));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn random_places_are_those_of_the_seed_and_the_step() {
+    fn random_positions_depend_on_the_seed_and_the_step() {
         let (settings, shape) = (Settings { seed: 3, ..Settings::demo() }, ModelShape::demo());
         let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         let drawn = |step| match draw(&settings, &plan, &shape, step) {

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unchanged_run_goes_on_without_a_word() {
+    fn an_unchanged_run_resumes_silently() {
         let dir = tempfile::tempdir().unwrap();
         let (accepted, messages) = resumed(&checkpoint(dir.path()), &[], SEQUENCES, run());
         let accepted = accepted.unwrap();
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn each_setting_is_compared_as_the_table_says() {
+    fn each_setting_is_compared_by_the_table() {
         let dir = tempfile::tempdir().unwrap();
         let path = checkpoint(dir.path());
         let honest = true_manifest(&path);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_that_says_nothing_of_packing_has_rows_of_one_stream() {
+    fn a_checkpoint_without_packing_has_rows_of_one_stream() {
         let dir = tempfile::tempdir().unwrap();
         let path = checkpoint(dir.path());
         let mut older = true_manifest(&path);

@@ -213,7 +213,7 @@ mod tests {
     use crate::train::tests::RecordingObserver;
 
     #[test]
-    fn a_run_goes_on_with_who_multiplied_by_experts_unless_another_is_asked_for() {
+    fn a_run_resumes_with_its_expert_products_unless_others_are_requested() {
         let requested = |requested, then: Option<Value>| expert_products(requested, then.as_ref());
         let (auto, own, cublaslt) = (ExpertProductsChoice::Auto, ExpertProductsChoice::Own, ExpertProductsChoice::Cublaslt);
         assert_eq!(requested(auto, Some(json!(ExpertProducts::Cublaslt))).unwrap(), cublaslt);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn another_driver_is_told_and_kept_and_no_change_is_not() {
+    fn another_driver_is_logged_and_recorded_and_an_unchanged_one_is_not() {
         let (mut run, mut messages) = (Run::new(), RecordingObserver::default());
         let on = |driver: &str, cudnn: Option<&str>| {
             let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));

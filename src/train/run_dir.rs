@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn room_for_a_checkpoint_is_asked_for() {
+    fn room_for_a_checkpoint_is_required() {
         let tmp = tempfile::tempdir().unwrap();
         let run = open(tmp.path().into(), None).unwrap();
         run.expect_room(1).unwrap();

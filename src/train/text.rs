@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_a_tokenizer_is_an_error_that_names_what_there_is_and_the_command() {
+    fn text_without_a_tokenizer_is_an_error_that_names_files_and_the_command() {
         let command = ["AutoTokenizer.from_pretrained('", "save_pretrained('", "--tokenizer bytes"];
         for (files, found) in [
             (&[TEXT, ("tokenizer.model", "")][..], "only tokenizer.model"),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_for_256_ids_or_when_asked_for_and_token_files_need_nothing() {
+    fn bytes_need_256_ids_or_a_flag_and_token_files_need_nothing() {
         let dir = model_dir(&[TEXT, ("ids.bin", "abcd")]);
         let display = |settings: &Settings, vocab| {
             tokenizer(settings, &shape(vocab), None, &KnownSources::default()).map(|(tokenizer, _)| tokenizer.to_string())

@@ -82,7 +82,7 @@ fn the_face_is_small_and_documented() {
 }
 
 #[test]
-fn each_complaint_about_the_face_is_heard() {
+fn each_fault_of_the_pages_is_detected() {
     let messages = |lib: &str, text: &str| complaints(lib, &[text.to_owned()]);
     assert_eq!(
         messages("//! [`A`]\nmod a;\n#[doc(hidden)]\npub mod internals;\npub use a::A;", "impl A {\n    /// Words.\n    pub fn f() {}\n}"),

@@ -175,7 +175,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn each_name_is_refused_or_told_and_an_empty_value_is_neither() {
+    fn each_name_is_refused_or_logged_and_an_empty_value_is_neither() {
         for ForeignName { place, name, verdict, source, .. } in NAMES {
             let of = |value: Value| match place {
                 Column => of_columns(json!({*name: value}).as_object().unwrap(), |_| false),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_column_that_is_read_and_a_mask_of_ones_are_not_told() {
+    fn columns_that_are_read_and_masks_of_ones_cause_no_warning() {
         let columns = json!({"label": 1, "attention_mask": [1, 1]});
         assert_eq!(of_columns(columns.as_object().unwrap(), |name| name == "label"), Ok(vec![]));
         let padded = json!({"attention_mask": [1, 0]});

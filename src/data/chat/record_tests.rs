@@ -97,7 +97,7 @@ fn each_mark_that_leaves_an_answer_out_does_so() {
 }
 
 #[test]
-fn a_mark_that_has_a_question_trained_is_told() {
+fn a_mark_that_trains_a_question_is_warned_of() {
     let requested =
         json!({"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b", "train": true}]});
     assert!(
@@ -206,7 +206,7 @@ fn variables_of_a_record_go_before_those_of_the_flag() {
 }
 
 #[test]
-fn names_that_mean_something_elsewhere_are_refused_or_told() {
+fn names_of_other_programs_are_refused_or_logged() {
     let answer = json!({"role": "assistant", "content": "b"});
     let with = |column: &str, value: Value| {
         let mut record = chat(&answer);
@@ -229,7 +229,7 @@ fn names_that_mean_something_elsewhere_are_refused_or_told() {
 }
 
 #[test]
-fn messages_of_which_the_template_writes_nothing_are_told() {
+fn messages_that_the_template_drops_are_warned_of() {
     let known = "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<{{ m.role }}>{{ m.content }};{% endif %}{% endfor %}\
         {% if add_generation_prompt %}<assistant>{% endif %}";
     let turn = |role: &str, content: &str| json!({"role": role, "content": content});

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn products_in_fp8_take_what_every_device_takes() {
+    fn products_in_fp8_use_shapes_of_every_device() {
         let mut harness = Harness::new();
         let [a, b] = [(); 2].map(|()| harness.0.alloc("factor", 32 * 16, Dtype::Float8E4m3).unwrap());
         let (c, scales) = (harness.with(Dtype::Bfloat16, &[bf16::ONE; 16 * 16 + 1]), harness.floats(&[1.0; 8]));

@@ -255,7 +255,7 @@ fn fused_and_transposed_weights_take_their_original_form() {
 const LM_HEAD: &str = "lm_head.weight";
 
 #[test]
-fn shards_keep_their_limit_and_the_index_says_where_everything_is() {
+fn shards_keep_their_limit_and_the_index_locates_every_tensor() {
     let (_dir, out, model) = exported("LlamaForCausalLM", sharded(6000));
     let index: Value = serde_json::from_slice(&fs::read(out.join(INDEX)).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], model.table.params() * 4);
@@ -276,7 +276,7 @@ fn shards_keep_their_limit_and_the_index_says_where_everything_is() {
 }
 
 #[test]
-fn the_dtype_is_the_configurations_or_the_callers_and_the_configuration_says_which() {
+fn the_dtype_is_the_configurations_or_the_callers_and_the_export_records_it() {
     let cases = [
         (json!({"torch_dtype": "bfloat16"}), None, Dtype::Bfloat16, json!({"torch_dtype": "bfloat16"})),
         (json!({"dtype": "float16"}), None, Dtype::Float16, json!({"dtype": "float16"})),

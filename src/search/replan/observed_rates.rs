@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_the_plan_by_more_than_a_tenth_has_left_it() {
+    fn a_deviation_of_more_than_a_tenth_leaves_the_plan() {
         let has_left = |change: fn(&mut ObservedRates)| {
             let mut observed_rates = PACE;
             change(&mut observed_rates);
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_follow_what_was_seen() {
+    fn rates_follow_observations() {
         let (rates, workers) = (round_rates(), 1);
         let seen = ObservedRates { adam_bytes_per_s: Some(4e9), device_s: 1.5, ..PACE };
         let slower = seen.rates(&PACE, &rates);

@@ -164,7 +164,7 @@ fn a_run_that_goes_as_assumed_or_is_nearly_over_keeps_its_plan() {
 }
 
 #[test]
-fn what_a_person_asked_for_stays() {
+fn explicit_settings_survive_a_replan() {
     let (resident_buckets, activations) = (ResidentBuckets::Count(4), ActivationsChoice::RecomputeBlock);
     let run = SimulatedRun::new(Settings { resident_buckets, activations, ..Settings::default() });
     let plan = run.plan();

@@ -124,7 +124,7 @@ fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
 }
 
 #[test]
-fn a_move_whose_steps_are_clipped_otherwise_than_those_before_is_told_without_a_gain() {
+fn a_plan_change_with_another_clip_rate_is_logged_without_a_gain() {
     let (run, plan) = SimulatedRun::plain();
     let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     watched.go(ANSWERED, "always");

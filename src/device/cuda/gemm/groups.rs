@@ -176,7 +176,7 @@ mod tests {
     use crate::device::MatmulLayout;
 
     #[test]
-    fn old_libraries_and_other_gpus_are_told_what_is_needed() {
+    fn old_libraries_and_other_gpus_are_refused_with_the_requirement() {
         assert_eq!([obstacle(130_800, 9), obstacle(131_000, 10)], [None, None]);
         let text = |version, generation| obstacle(version, generation).unwrap();
         assert!(text(130_799, 9).starts_with("cuBLASLt does it from 130800 on, and faster, this is 130799"), "{}", text(130_799, 9));
