@@ -41,7 +41,7 @@ pub mod data {
 }
 
 pub mod device {
-    pub use crate::device::cpu::{CpuDevice, Schedule};
+    pub use crate::device::cpu::{CpuDevice, StreamOrder};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
         AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
@@ -92,7 +92,7 @@ pub mod hardware {
 pub mod host {
     pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
-    pub use crate::host::homes::Homes;
+    pub use crate::host::homes::WorkerNodes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]
     pub use crate::host::partition::join_optimizer;

@@ -79,10 +79,10 @@ const RULES: [Rule; 7] = [
         allowed_in: &["src/main.rs", "paper-figures", "microbench"],
         why: "only a main.rs talks to a person",
     },
-    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's queue of one producer and one consumer,
-    // the pool's generation and the team's gate, all of them atomics; a waiter spins and then parks. Nor is there a lock
-    // below, in the allocator: tests/alloc.rs. Ranks meet in the rendezvous between two steps alone; downloads and text are done before the first.
-    // Links and slice connections belong to threads of sockets: a driver only tries a channel, and no thread holds the lock while it waits for a socket.
+    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's queue of one producer and one consumer, the pool's
+    // generation and the team's gate, all of them atomics; a waiter spins and then parks. Nor is there a lock below, in the allocator:
+    // tests/alloc.rs. Ranks meet in the rendezvous between two steps alone; downloads and text are done before the first. Links and slice
+    // connections belong to threads of sockets: a driver only tries a channel, and no thread holds the lock while it waits for a socket.
     Rule {
         words: &["Mutex", "RwLock", "Condvar", "LazyLock", "ReentrantLock"],
         allowed_in: &[

@@ -107,14 +107,14 @@ impl Settings {
 
     /// Gradient shares of a step. Gradients of a share's micro-batches are accumulated in --dtype, and the shares are summed in float32.
     /// Ranks that share sequences have a share each: their parts of the same micro-batches.
-    pub(crate) fn shares(&self) -> usize {
+    pub(crate) fn partial_sums(&self) -> usize {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
     /// Number of consecutive shares with a sum that is rounded to --dtype before all sums are added. It is 1 without such groups, and when
     /// one group would hold all shares.
     pub(crate) fn group(&self) -> usize {
-        self.gradient_group.filter(|group| *group < self.shares()).unwrap_or(1)
+        self.gradient_group.filter(|group| *group < self.partial_sums()).unwrap_or(1)
     }
 
     /// Groups of ranks that share sequences. Each group computes different micro-batches.
@@ -124,7 +124,7 @@ impl Settings {
 
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self) -> usize {
-        let one_a_share = self.shares() / self.sequence_ranks.max(1);
+        let one_a_share = self.partial_sums() / self.sequence_ranks.max(1);
         self.gradient_accumulation_steps.map_or(one_a_share, |steps| steps.saturating_mul(self.groups()))
     }
 
@@ -250,10 +250,10 @@ mod tests {
         assert!(all.all_gpus);
         let counted = all.on_gpus(4).unwrap();
         assert_eq!(counted, resolve(&["--gpus=4"]).unwrap(), "in checkpoints and records a number");
-        assert_eq!((counted.shares(), counted.micro_batches()), (4, 4));
+        assert_eq!((counted.partial_sums(), counted.micro_batches()), (4, 4));
         assert_eq!(resolve(&["--gpus=2"]).unwrap().on_gpus(4).unwrap().gpus, 2);
-        let shares = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
-        assert!(shares.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
+        let partial_sums = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
+        assert!(partial_sums.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
         let accumulating = resolve(&["--gpus=all", "--gradient-shares=8", "--gradient-accumulation-steps=2"]).unwrap();
         assert_eq!(accumulating.on_gpus(4).unwrap().micro_batches(), 8);
         let on_cpus = resolve(&["--gpus=all", "--device=cpu"]).unwrap_err().to_string();

@@ -29,7 +29,7 @@ impl Settings {
             let batch = sequences / steps;
             let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|given| given == batch);
             let parts = steps * groups * self.sequence_ranks;
-            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.shares());
+            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.partial_sums());
             let split = || Self { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(steps), ..self.clone() };
             (is_exact && is_allowed).then(split)
         };

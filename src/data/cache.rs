@@ -9,7 +9,7 @@ use super::chat::record::RULES_VERSION;
 use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::files::kind;
-use super::known_sources::{KnownSources, StandIn};
+use super::known_sources::{CachedTokens, KnownSources};
 use super::preparation::Preparation;
 use super::prepared::{FOLDER, FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, files_in, open};
 use super::source::{bytes_of, tokenize, usual_bytes_of};
@@ -92,7 +92,7 @@ fn stand_in(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Option<Prepared>> {
-    let Some(StandIn { folder, dir, why }) = preparation.known.stand_in(texts) else { return Ok(None) };
+    let Some(CachedTokens { folder, dir, why }) = preparation.known.stand_in(texts) else { return Ok(None) };
     let name = folder.file_name().unwrap_or_default().to_owned();
     let (key, mut cause) = (name.to_string_lossy(), None);
     let origin = PreparedFrom::new(&key, tokenizer, texts);

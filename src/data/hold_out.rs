@@ -2,11 +2,11 @@
 //!
 //! The tokens of a record decide: records are held out in the order of their tokens' digests under the seed, smallest first. So copies of
 //! a record stay together, and so do all samples of a record. A record that shares a document with a held-out record is held out, too
-//! ([`super::same_text`]): no text is both learned and evaluated on.
+//! ([`super::duplicate_text`]): no text is both learned and evaluated on.
 
 use super::bounds::Bounds;
+use super::duplicate_text::DuplicateText;
 use super::preparation::Preparation;
-use super::same_text::SameText;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -113,7 +113,7 @@ impl HeldOut {
         let mut chosen = smallest.records();
         // Records of one document each that are trained whole are equal in all or in nothing.
         if all != documents || untrained > 0 {
-            chosen = SameText { stream, bounds, preparation }.with_equal(chosen)?;
+            chosen = DuplicateText { stream, bounds, preparation }.with_equal(chosen)?;
         }
         let mut held_out = Self { records: chosen, tokens: 0, untrained: 0 };
         let (records, unit) = (held_out.records.len(), unit(all, documents));

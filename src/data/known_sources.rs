@@ -82,7 +82,7 @@ struct MissingFile {
 }
 
 /// Where the tokens of text lie of which a file is missing.
-pub(super) struct StandIn {
+pub(super) struct CachedTokens {
     /// As they were kept.
     pub(super) folder: PathBuf,
     /// The run that they were kept for.
@@ -154,14 +154,14 @@ impl KnownSources {
     }
 
     /// Prepared tokens that replace `texts`, if one of `texts` is missing.
-    pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<StandIn> {
+    pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<CachedTokens> {
         let before = self.before.iter().find(|before| !before.missing.is_empty() && before.texts().eq(texts.iter().copied()))?;
         let (first, folder) = (&before.missing.values().next()?.why, before.list.folder.clone()?);
         let why = match before.missing.len() - 1 {
             0 => first.to_string(),
             more => format!("{first}, and so with {more} more"),
         };
-        Some(StandIn { folder, dir: self.dir.clone(), why })
+        Some(CachedTokens { folder, dir: self.dir.clone(), why })
     }
 
     /// Adds the fingerprints of the `files` that `paths` name, and the folder of the tokens of their text.
@@ -242,7 +242,7 @@ mod tests {
         assert_eq!(known.find_files(&files).unwrap(), files);
         let missing = known.missing(&files[2]).unwrap();
         assert_eq!((missing.bytes, missing.sha256.as_str()), (4, "cc"));
-        let StandIn { folder, why, .. } = known.stand_in(&[&files[0], &files[2]]).unwrap();
+        let CachedTokens { folder, why, .. } = known.stand_in(&[&files[0], &files[2]]).unwrap();
         assert!(folder == dir.path().join("folder") && why.contains("c.jsonl: No such file") && !why.contains("more"), "{why}");
         assert!(known.stand_in(&[&files[2]]).is_none(), "other text");
         assert!(known.find_files(&files[2..]).is_err(), "nobody knows of it alone");

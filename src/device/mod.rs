@@ -234,8 +234,8 @@ pub(crate) trait Peers: Device {
     /// `Resource` when a peer still has the handle.
     fn reclaim(&mut self) -> Result<()>;
 
-    /// Connects this device to its peers; `peer_handles` are the handles of all ranks, by rank. Starts the streams beyond [`Stream::ALL`] unless
-    /// they already run. From now on waits of this device fail when another rank has failed.
+    /// Connects this device to its peers; `peer_handles` are the handles of all ranks, by rank. Starts the streams beyond [`Stream::ALL`]
+    /// unless they already run. From now on waits of this device fail when another rank has failed.
     ///
     /// # Errors
     /// `Resource` when a stream cannot start.

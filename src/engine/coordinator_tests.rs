@@ -171,7 +171,7 @@ impl World {
         }
     }
 
-    fn dawdle(&mut self) {
+    fn delay_randomly(&mut self) {
         while !self.rng.next_u32().is_multiple_of(3) && self.advance() {}
     }
 
@@ -192,7 +192,7 @@ impl World {
             if self.streamed_weights && bucket < self.params.len() && !self.coordinator.layout.early().contains(&bucket) {
                 assert_eq!(self.params[bucket], want, "what is streamed of bucket {bucket} before step {}", self.step + 1);
             }
-            self.dawdle();
+            self.delay_randomly();
         }
         self.step = expected.len() as u64 + 1;
         self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
@@ -212,13 +212,13 @@ impl World {
         }
         self.coordinator.handle(Event::Validated(verdict));
         self.run_commands();
-        self.dawdle();
+        self.delay_randomly();
     }
 
     fn handle(&mut self, event: Event) {
         self.coordinator.handle(event);
         self.run_commands();
-        self.dawdle();
+        self.delay_randomly();
     }
 
     fn flush(&mut self) {

@@ -5,7 +5,7 @@ use super::route::Hop;
 use super::verdict::Verdict;
 use crate::device::Stream;
 use crate::host::doorbell::Doorbell;
-use crate::host::pulse::Pulse;
+use crate::host::heartbeats::Heartbeats;
 use crate::trace::now_ns;
 use std::array;
 use std::sync::Arc;
@@ -158,12 +158,12 @@ pub(crate) struct DriverState {
     /// By stream, the first pending hop that the driver waits for (its number plus 1) and its bucket; 0 means none.
     streams: [AtomicU64; Stream::WITH_PEERS.len()],
     bell: Arc<Doorbell>,
-    pub workers: Arc<Pulse>,
+    pub workers: Arc<Heartbeats>,
 }
 
 impl DriverState {
     /// State of an engine with `buckets` buckets. Its driver waits on `bell`.
-    pub(super) fn new(buckets: usize, bell: Arc<Doorbell>, workers: Arc<Pulse>) -> Self {
+    pub(super) fn new(buckets: usize, bell: Arc<Doorbell>, workers: Arc<Heartbeats>) -> Self {
         Self {
             activity: AtomicU64::new(0),
             records: array::from_fn(|_| EventRecord::default()),

@@ -53,20 +53,21 @@ impl<D: Kernels> Engine<D> {
     /// its first micro-batch to host memory.
     pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
-        let per_share = self.plan.micro_batches_of_share();
+        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         for micro_step in 0..micro_steps {
             self.upload_batch(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
-            let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
+            let micro =
+                MicroStep { first: micro_step % per_partial_sum == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
             let places = if micro_step == 0 { places } else { &[] };
             self.with_weights(Module::Head, Pass::Forward, |engine| {
                 engine.model.head(&mut engine.dev, micro, false)?;
                 engine.send_logits(places)
             })?;
             self.module_enqueued()?;
-            if (micro_step + 1).is_multiple_of(per_share) {
-                self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_share)?;
+            if (micro_step + 1).is_multiple_of(per_partial_sum) {
+                self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_partial_sum)?;
             }
         }
         self.dev.record(self.compute_tail, Stream::Compute)?;

@@ -2,11 +2,11 @@
 //! each rank receives new weights from their owners. The driver calls these methods in its loop and from `pump`. Methods poll, unless their
 //! documentation says that they wait. [`SingleRank`] is the implementation for one device, `peer_exchange.rs` for several ranks.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use super::driver_state::DriverState;
 pub(crate) use super::order::Order;
 use super::rendezvous::RankMemory;
-use super::sums::ShareSums;
+use super::sums::PartialSums;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
@@ -145,7 +145,7 @@ pub(crate) trait Exchange<D: Kernels> {
     }
 
     /// Adds the next partial sums of the norm, in the local order.
-    fn add_partials(&mut self, partials: &[f32]);
+    fn add_norm_partials(&mut self, norm_partials: &[f32]);
 
     /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its shares.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
@@ -379,10 +379,10 @@ pub(crate) trait Exchange<D: Kernels> {
 pub(crate) struct SingleRank {
     slices: Slices,
     /// Sums of the shares' gradients so far, if a step has several shares.
-    sums: Option<ShareSums>,
-    shares: usize,
+    sums: Option<PartialSums>,
+    partial_sums: usize,
     /// Index of the current share.
-    share: usize,
+    partial_sum: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
     /// Sum of the shares' losses that were published last.
@@ -393,12 +393,12 @@ impl SingleRank {
     /// # Errors
     /// `Resource` when memory for sums is needed and not available.
     pub(super) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
-        let sums = (plan.shares > 1).then(|| ShareSums::new(plan, sides));
+        let sums = (plan.partial_sums > 1).then(|| PartialSums::new(plan, sides));
         Ok(Self {
             slices: Slices::new(plan.layout.clone(), 0, 1),
             sums: sums.transpose()?,
-            shares: plan.shares,
-            share: 0,
+            partial_sums: plan.partial_sums,
+            partial_sum: 0,
             norm_sq: NormSq(0.0),
             reported: None,
             losses: 0.0,
@@ -425,13 +425,13 @@ impl<D: Kernels> Exchange<D> for SingleRank {
     }
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
-        let (range, share) = (self.slices.global(bucket), self.share);
-        let last = share + 1 == self.shares;
+        let (range, partial_sum) = (self.slices.global(bucket), self.partial_sum);
+        let last = partial_sum + 1 == self.partial_sums;
         if let Some(sums) = &mut self.sums {
-            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, share)?;
+            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, partial_sum)?;
         }
         if range.end == self.slices.elems() {
-            self.share = (share + 1) % self.shares;
+            self.partial_sum = (partial_sum + 1) % self.partial_sums;
         }
         Ok(last)
     }
@@ -441,11 +441,11 @@ impl<D: Kernels> Exchange<D> for SingleRank {
     }
 
     fn crossed(&mut self) -> [u64; 2] {
-        self.sums.as_mut().map_or([0; 2], ShareSums::crossed)
+        self.sums.as_mut().map_or([0; 2], PartialSums::crossed)
     }
 
-    fn add_partials(&mut self, partials: &[f32]) {
-        self.norm_sq = norm::fold(self.norm_sq, partials);
+    fn add_norm_partials(&mut self, norm_partials: &[f32]) {
+        self.norm_sq = norm::fold(self.norm_sq, norm_partials);
     }
 
     fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {

@@ -1,7 +1,7 @@
 //! The engine: the fields that it owns, its start and its end. One thread, the driver, runs it. Its work is in `step.rs`, `hops.rs`,
 //! `exposed.rs` and `state_io.rs`.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
 use super::driver_state::DriverState;
@@ -11,9 +11,9 @@ use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
-use super::report::Report;
 use super::scratch::StepScratch;
 use super::step_job::StepJob;
+use super::step_results::StepResults;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
 use super::watchdog::Watched;
@@ -73,7 +73,7 @@ pub struct Engine<D: Kernels> {
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
-    pub(super) report: Report,
+    pub(super) report: StepResults,
     /// Host memory that logits are copied to, once somebody asks for them.
     pub(super) logits: Option<PinnedSlice>,
     pub(super) expert_rows: ExpertRows,
@@ -83,7 +83,7 @@ pub struct Engine<D: Kernels> {
     pub(super) transfers: Transfers,
     pub(super) exchange: Box<dyn Exchange<D>>,
     /// [`Coordinator::settlings`] when this rank last published final weights; `None` after a new version of them began.
-    pub(super) settlings_told: Option<u64>,
+    pub(super) settlings_reported: Option<u64>,
     /// The bucket of the pool's job.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
@@ -141,14 +141,14 @@ impl<D: Kernels> Engine<D> {
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
-        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
-        let report = Report::new(slices.elems(), plan.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
+        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce_buffer)?;
+        let report = StepResults::new(slices.elems(), plan.partial_sums / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
-            settlings_told: None,
+            settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
@@ -165,7 +165,7 @@ impl<D: Kernels> Engine<D> {
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
-            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.pulse())),
+            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.heartbeats())),
             plan,
             dev,
             pool,

@@ -1,7 +1,7 @@
 //! Counts the rows of each expert in a step. The routers' choices are copied from the device after each forward pass, in one small copy,
 //! and are read when the step's loss has arrived. No thread waits for them.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};

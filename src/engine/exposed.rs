@@ -24,30 +24,30 @@ impl<D: Kernels> Engine<D> {
         waited
     }
 
-    /// Waits for other ranks until `ready`. `doing` describes the wait; `bucket` is its bucket, if it has one.
+    /// Waits for other ranks until `ready`. `activity` describes the wait; `bucket` is its bucket, if it has one.
     pub(super) fn wait_for_peers(
         &mut self,
-        doing: DriverActivity,
+        activity: DriverActivity,
         bucket: usize,
         ready: impl FnMut(&mut Self) -> Result<bool>,
     ) -> Result<()> {
         if self.exchange.slices().ranks() == 1 {
-            return self.block_until(doing, bucket, ready);
+            return self.block_until(activity, bucket, ready);
         }
-        self.wait_exposed(doing, bucket, "await ranks", ready)
+        self.wait_exposed(activity, bucket, "await ranks", ready)
     }
 
     fn wait_exposed(
         &mut self,
-        doing: DriverActivity,
+        activity: DriverActivity,
         bucket: usize,
         span: &'static str,
         mut ready: impl FnMut(&mut Self) -> Result<bool>,
     ) -> Result<()> {
         let (start, mut idle_since) = (self.dev.now_ns(), None);
         self.dev.record(self.compute_tail, Stream::Compute)?;
-        self.block_until(doing, bucket, |engine| {
-            engine.count_exposed(doing, bucket, &mut idle_since)?;
+        self.block_until(activity, bucket, |engine| {
+            engine.count_exposed(activity, bucket, &mut idle_since)?;
             ready(engine)
         })?;
         self.driver_span(span, bucket as u32, start);
@@ -56,13 +56,13 @@ impl<D: Kernels> Engine<D> {
 
     /// While the compute stream is idle, adds the time to the current cause. For peers the time ends at the peer's publication: the delay
     /// from then until this thread sees it is this rank's own.
-    fn count_exposed(&mut self, doing: DriverActivity, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
+    fn count_exposed(&mut self, activity: DriverActivity, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
         if idle_since.is_none() && !self.dev.is_done(self.compute_tail)? {
             return Ok(());
         }
         let now = self.dev.now_ns();
         let since = idle_since.replace(now).unwrap_or(now);
-        let (exposed, until) = match doing {
+        let (exposed, until) = match activity {
             DriverActivity::Params | DriverActivity::Gradient if self.coordinator.waits_for_link(bucket) => {
                 (&mut self.exposed.transfer_ns, now)
             }

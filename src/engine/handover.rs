@@ -20,7 +20,7 @@ use std::ops::Range;
 /// State of one rank's activation exchanges.
 pub(super) struct Handovers {
     /// The ranks that share sequences with this one, itself included.
-    group: Range<usize>,
+    sequence_group: Range<usize>,
     /// Alternating events: the activations are written.
     events: [EventId; 2],
     /// Number of published exchanges.
@@ -34,7 +34,7 @@ impl Handovers {
     /// Errors of the device.
     pub(super) fn new<D: Device>(dev: &mut D, rank: usize, sequence_ranks: usize) -> Result<Self> {
         let first = rank / sequence_ranks * sequence_ranks;
-        Ok(Self { group: first..first + sequence_ranks, events: [dev.event()?, dev.event()?], published: 0 })
+        Ok(Self { sequence_group: first..first + sequence_ranks, events: [dev.event()?, dev.event()?], published: 0 })
     }
 
     /// The two events, for the peers.
@@ -52,7 +52,7 @@ impl Handovers {
 
     /// Whether all ranks of the group have published as many exchanges.
     pub(super) fn is_there(&self, progress: &ProgressCounters) -> bool {
-        self.group.clone().all(|rank| progress.handed(rank) >= self.published)
+        self.sequence_group.clone().all(|rank| progress.handed(rank) >= self.published)
     }
 
     /// Enqueues the pulls of the last published activations from `ranks`, indexed by rank.
@@ -63,11 +63,11 @@ impl Handovers {
         model: &Model,
         (what, layer): (Handover, usize),
     ) -> Result<()> {
-        let first = self.group.start;
+        let first = self.sequence_group.start;
         let own = first + model.activations.sequence.rank;
         if what.is_new() {
             let last = turn(self.published - 1);
-            let mut others = self.group.clone().filter(|rank| *rank != own);
+            let mut others = self.sequence_group.clone().filter(|rank| *rank != own);
             others.try_for_each(|rank| dev.wait_for(Stream::Compute, rank, ranks[rank].handed[last]))?;
         }
         let shared =

@@ -91,8 +91,8 @@ impl<D: Kernels> Engine<D> {
     /// Publishes buckets with newly final weights, if a peer waits for any.
     fn settle_owed(&mut self) {
         let settlings = Some(self.coordinator.settlings());
-        let is_news = self.settlings_told != settlings && self.exchange.is_owing();
-        self.settlings_told = settlings;
+        let is_news = self.settlings_reported != settlings && self.exchange.is_owing();
+        self.settlings_reported = settlings;
         let buckets = if is_news { self.plan.layout.count() } else { 0 };
         for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {

@@ -2,7 +2,7 @@
 //! this file follows a bucket through both.
 
 mod all_ranks;
-mod bounce;
+mod bounce_buffer;
 pub(crate) mod coordinator;
 pub(crate) mod counters;
 pub(crate) mod driver_state;
@@ -13,7 +13,7 @@ pub(crate) mod executor;
 pub(crate) mod expert_rows;
 mod exposed;
 mod fault_injector;
-mod groups;
+mod gradient_groups;
 mod handover;
 mod hops;
 mod late_rows;
@@ -28,7 +28,6 @@ pub(crate) mod pool;
 mod prefetch_buffer;
 pub(crate) mod rendezvous;
 mod replan;
-mod report;
 mod route;
 mod scratch;
 mod shards;
@@ -36,6 +35,7 @@ mod state_io;
 mod states;
 mod step;
 pub(crate) mod step_job;
+mod step_results;
 mod sums;
 pub(crate) mod tcp_transport;
 mod transfers;

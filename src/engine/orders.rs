@@ -1,6 +1,6 @@
 //! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use super::driver_state::DriverActivity;
 use super::exchange::{Exchange, Order, OrderWords};
 use super::executor::{Engine, StepData};
@@ -57,8 +57,8 @@ impl<D: Kernels> Engine<D> {
 
 #[expect(private_bounds, reason = "ranks are this crate's own")]
 impl<D: Kernels + Peers> Engine<D> {
-    /// Like [`Engine::new`], for the rank of `context`, on that rank's own thread, with its doorbell. Returns when all ranks have arrived: the
-    /// local ranks in `rendezvous`, and ranks of other processes over `transport`.
+    /// Like [`Engine::new`], for the rank of `context`, on that rank's own thread, with its doorbell. Returns when all ranks have arrived:
+    /// the local ranks in `rendezvous`, and ranks of other processes over `transport`.
     ///
     /// # Errors
     /// As [`Engine::new`]; the failure that ended another rank.
@@ -173,7 +173,7 @@ impl<D: Kernels + Peers> Engine<D> {
             }
             // `follow_and_save` executes this order itself.
             Order::Save => Ok(()),
-            Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
+            Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_placement(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
@@ -195,7 +195,7 @@ impl<D: Kernels + Peers> Engine<D> {
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];
                     self.expect_no_job();
-                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, local, &mut piece)?;
+                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, local, &mut piece)?;
                     self.exchange.post(flat.start - start, &piece);
                 }
                 Ok(())

@@ -1,7 +1,7 @@
-//! Exchange between several ranks: each rank publishes its recorded events in the progress counters ([`ProgressCounters`]), and its peers copy from
-//! its memory. Gradients of ranks of other processes arrive by [`TcpTransport`] (TCP) or [`NcclTransport`] (NCCL). So do weights: a rank exchanges them
-//! with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the other local ranks, which
-//! pull them from it.
+//! Exchange between several ranks: each rank publishes its recorded events in the progress counters ([`ProgressCounters`]), and its peers
+//! copy from its memory. Gradients of ranks of other processes arrive by [`TcpTransport`] (TCP) or [`NcclTransport`] (NCCL). So do weights:
+//! a rank exchanges them with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the
+//! other local ranks, which pull them from it.
 //!
 //! If the local ranks compute a whole group of shares in each round, its sum is computed within the process first: each rank pulls the
 //! slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the process,
@@ -10,10 +10,10 @@
 //! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect. So a rank records an event before it
 //! publishes it, and its peers enqueue a wait only afterwards.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use super::driver_state::DriverState;
 use super::exchange::{Exchange, Order, OrderWords};
-use super::groups::Addition;
+use super::gradient_groups::PartialSumChain;
 use super::handover::Handovers;
 use super::nccl_transport::NcclTransport;
 use super::rendezvous::{RankHandles, RankMemory, Rendezvous, check_same_bits};
@@ -78,12 +78,12 @@ pub(crate) struct PeerExchange<C> {
     /// fp32 sums so far of the elements that this rank owns, if a step has several rounds, and the number of sums of each element.
     sums: DeviceSlice,
     kept_sums: usize,
-    addition: Addition,
+    addition: PartialSumChain,
     /// Groups are first summed within this process.
     is_grouped: bool,
     rounds: u64,
     /// Micro-batches of a share, ranks with a part of each micro-batch, and words of a part.
-    per_share: usize,
+    per_partial_sum: usize,
     sequence_ranks: usize,
     batch_words: usize,
     room: Vec<i32>,
@@ -97,7 +97,7 @@ pub(crate) struct PeerExchange<C> {
     /// Steps with a known outcome.
     steps: u64,
     /// Partial sums of the norm received in this step.
-    partials: usize,
+    norm_partials: usize,
     /// On rank 0: the norm folded so far in this step, and the bucket and rank of the next slice to fold.
     norm_sq: NormSq,
     folded: (usize, usize),
@@ -207,7 +207,7 @@ impl<C> PeerExchange<C> {
             lease,
             written,
             gathered,
-            relayed: relayed,
+            relayed,
             pulled,
             last_summed: summed[0],
             summed,
@@ -217,10 +217,10 @@ impl<C> PeerExchange<C> {
             staging: dev.alloc("peers' gradients", (ranks - 1) * slices.slice_elems(), plan.dtype)?,
             sums: dev.alloc("gradient sums", slices.elems() * kept_sums, Dtype::Float32)?,
             kept_sums,
-            addition: Addition::of(plan),
+            addition: PartialSumChain::of(plan),
             is_grouped: plan.sums_within(),
-            rounds: (plan.shares / ranks) as u64,
-            per_share: plan.micro_batches_of_share(),
+            rounds: (plan.partial_sums / ranks) as u64,
+            per_partial_sum: plan.micro_batches_per_partial_sum(),
             sequence_ranks: plan.sequence_ranks,
             batch_words: plan.batch_words(),
             room: if context.rank == 0 { vec![0; whole_words] } else { Vec::new() },
@@ -232,7 +232,7 @@ impl<C> PeerExchange<C> {
             buckets_summed: 0,
             buckets_reported: 0,
             steps: 0,
-            partials: 0,
+            norm_partials: 0,
             norm_sq: NormSq(0.0),
             folded: (0, 0),
             version: 0,
@@ -242,7 +242,7 @@ impl<C> PeerExchange<C> {
             ungathered: 0,
             slices,
             context,
-            rendezvous: rendezvous,
+            rendezvous,
             meetings: 0,
         })
     }
@@ -266,17 +266,17 @@ impl<C> PeerExchange<C> {
     /// consecutive.
     fn part_of_rank(&self, part: usize) -> (usize, usize) {
         let (micro_batch, place) = (part / self.sequence_ranks, part % self.sequence_ranks);
-        let (share, within) = (micro_batch / self.per_share * self.sequence_ranks + place, micro_batch % self.per_share);
+        let (partial_sum, within) = (micro_batch / self.per_partial_sum * self.sequence_ranks + place, micro_batch % self.per_partial_sum);
         let ranks = self.context.progress.ranks();
-        (share % ranks, share / ranks * self.per_share + within)
+        (partial_sum % ranks, partial_sum / ranks * self.per_partial_sum + within)
     }
 
     /// The part at index `place` of this rank's memory.
     fn part_at(&self, place: usize) -> usize {
-        let (round, within) = (place / self.per_share, place % self.per_share);
-        let share = round * self.context.progress.ranks() + self.context.rank;
-        let micro_batch = share / self.sequence_ranks * self.per_share + within;
-        micro_batch * self.sequence_ranks + share % self.sequence_ranks
+        let (round, within) = (place / self.per_partial_sum, place % self.per_partial_sum);
+        let partial_sum = round * self.context.progress.ranks() + self.context.rank;
+        let micro_batch = partial_sum / self.sequence_ranks * self.per_partial_sum + within;
+        micro_batch * self.sequence_ranks + partial_sum % self.sequence_ranks
     }
 
     /// Waits for progress counters outside of a step's event loop.
@@ -376,18 +376,7 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
         let (relayed, fetched, handed) = (self.relayed.clone(), self.fetched, self.handovers.events());
         self.rendezvous.enter(
             self.context.rank,
-            RankHandles {
-                device: peer_handle,
-                memory,
-                written,
-                pulled,
-                stepped,
-                relayed: relayed,
-                fetched,
-                handed,
-                driver: driver_state,
-                products,
-            },
+            RankHandles { device: peer_handle, memory, written, pulled, stepped, relayed, fetched, handed, driver: driver_state, products },
         );
     }
 
@@ -487,16 +476,16 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
         }
     }
 
-    fn add_partials(&mut self, partials: &[f32]) {
-        let local = self.partials * BLOCK..(self.partials + partials.len()) * BLOCK;
-        let mut rest = partials;
+    fn add_norm_partials(&mut self, norm_partials: &[f32]) {
+        let local = self.norm_partials * BLOCK..(self.norm_partials + norm_partials.len()) * BLOCK;
+        let mut rest = norm_partials;
         for (flat, _) in self.slices.pieces(local) {
             let (these, others) = rest.split_at(flat.len() / BLOCK);
-            self.context.progress.write_partials(flat.start / BLOCK, these);
+            self.context.progress.write_norm_partials(flat.start / BLOCK, these);
             rest = others;
         }
-        self.partials += partials.len();
-        self.context.progress.publish_partials(self.context.rank, partials.len());
+        self.norm_partials += norm_partials.len();
+        self.context.progress.publish_norm_partials(self.context.rank, norm_partials.len());
     }
 
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]) {
@@ -522,7 +511,7 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
             }
         }
         let outcome = self.context.progress.outcome(step)?;
-        (self.steps, self.partials, self.norm_sq, self.folded) = (self.steps + 1, 0, NormSq(0.0), (0, 0));
+        (self.steps, self.norm_partials, self.norm_sq, self.folded) = (self.steps + 1, 0, NormSq(0.0), (0, 0));
         Some(outcome)
     }
 
@@ -748,15 +737,15 @@ impl<C> PeerExchange<C> {
             let (bucket, rank) = self.folded;
             let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
             let needed = self.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
-            let published = self.context.progress.published_partials(rank);
+            let published = self.context.progress.published_norm_partials(rank);
             if published.is_some_and(|published| published < needed) {
                 return;
             }
             let flat = if published.is_some() { theirs.global(bucket) } else { 0..0 };
             for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
-                let partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
-                self.context.progress.read_partials(start / BLOCK, partials);
-                self.norm_sq = norm::fold(self.norm_sq, partials);
+                let norm_partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
+                self.context.progress.read_norm_partials(start / BLOCK, norm_partials);
+                self.norm_sq = norm::fold(self.norm_sq, norm_partials);
             }
             self.folded = if rank + 1 == ranks { (bucket + 1, 0) } else { (bucket, rank + 1) };
         }

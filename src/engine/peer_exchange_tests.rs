@@ -4,7 +4,7 @@
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, ROOM_OPS, Schedule};
+use crate::device::cpu::{CpuDevice, ROOM_OPS, StreamOrder};
 use crate::device::{Device, Launch, Poke};
 use crate::host::pinned::{HostMemory, PinnedSlice, RING_GRAIN_BYTES};
 use crate::launch::open;
@@ -31,8 +31,8 @@ const STEPS: u64 = 3;
 type Card = <CpuDevice as Peers>::PeerHandle;
 
 /// Not integers, so that the order of a sum is visible.
-fn gradient(step: u64, share: usize, bucket: usize) -> f32 {
-    (step * 4096 + share as u64 * 256 + bucket as u64) as f32 * 0.1
+fn gradient(step: u64, partial_sum: usize, bucket: usize) -> f32 {
+    (step * 4096 + partial_sum as u64 * 256 + bucket as u64) as f32 * 0.1
 }
 
 fn weight(step: u64, owner: usize, bucket: usize) -> f32 {
@@ -48,12 +48,12 @@ fn plan(case: Case) -> Plan {
     let settings = Settings { seq_length: 8, per_device_train_batch_size: 1, ..Settings::demo() };
     let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
     let layout = BucketLayout::new(case.blocks * BLOCK, case.bucket_blocks * BLOCK, Tier::Device);
-    let shares = case.ranks * case.rounds;
+    let partial_sums = case.ranks * case.rounds;
     // A single rank keeps no slices of sums.
     let is_ringed = case.ranks > 1 && (1..layout.count()).contains(&case.ring);
     let ring = RingShape { ringed_elems: layout.flat_elems(), period_elems: case.ring * layout.bucket_elems() };
     let grad_ring = is_ringed.then_some(ring);
-    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, shares, grad_accum_steps: shares, grad_ring, ..plan }
+    Plan { layout, dtype: Dtype::Float32, ranks: case.ranks, partial_sums, grad_accum_steps: partial_sums, grad_ring, ..plan }
 }
 
 /// Not used by these tests.
@@ -75,7 +75,7 @@ struct Rank {
 impl Rank {
     fn join(case: Case, context: &RankContext, rendezvous: &Arc<Rendezvous<Card>>) -> Result<Self> {
         let plan = plan(case);
-        let schedule = Schedule::Adversary { seed: case.seed + context.rank as u64 };
+        let schedule = StreamOrder::Adversary { seed: case.seed + context.rank as u64 };
         let mut dev = open::cpu(1, schedule, context.progress.bell(context.rank), 0)?;
         let mut exchange = PeerExchange::new(&mut dev, &plan, context.clone(), rendezvous.clone(), PeerTransport::Memory)?;
         let mut flat = |ring| Lease::default().alloc_flat(&mut dev, "flat", plan.layout.flat_elems(), Dtype::Float32, ring);
@@ -135,7 +135,7 @@ impl Rank {
         }
         self.until(|rank| Ok(Exchange::<CpuDevice>::is_summed(&rank.exchange)))?;
         assert_eq!(std::mem::take(&mut self.sums), Vec::from_iter(0..count), "each bucket once, in order");
-        let want = |bucket| (0..case.ranks * case.rounds).map(|share| gradient(step, share, bucket)).sum();
+        let want = |bucket| (0..case.ranks * case.rounds).map(|partial_sum| gradient(step, partial_sum, bucket)).sum();
         for bucket in (0..count).filter(|&bucket| !own.global(bucket).is_empty()) {
             let (flat, local) = (own.global(bucket), own.local(bucket));
             let sum = Exchange::<CpuDevice>::own_grads(&self.exchange, self.grads, &flat, local.start);
@@ -179,17 +179,17 @@ impl Rank {
         let own = exchange.slices.pieces(0..exchange.slices.elems()).flat_map(|(flat, _)| flat.step_by(BLOCK));
         let blocks: Vec<f32> = own.map(|start| partial(start / BLOCK)).collect();
         let losses = vec![1.0; exchange.rounds as usize];
-        Exchange::<CpuDevice>::add_partials(exchange, &blocks);
+        Exchange::<CpuDevice>::add_norm_partials(exchange, &blocks);
         Exchange::<CpuDevice>::report(exchange, step, false, &losses);
         let mut found = None;
         self.until(|rank| {
             found = Exchange::<CpuDevice>::outcome(&mut rank.exchange, step);
             Ok(found.is_some())
         })?;
-        let shares = self.exchange.rounds as usize * self.exchange.context.progress.ranks();
+        let partial_sums = self.exchange.rounds as usize * self.exchange.context.progress.ranks();
         let all: Vec<f32> = (0..self.exchange.slices.layout().flat_elems() / BLOCK).map(partial).collect();
         let norm_sq = norm::fold(NormSq(0.0), &all).0;
-        assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: shares as f32 }));
+        assert_eq!(found, Some(StepOutcome { norm_sq, nonfinite: false, loss: partial_sums as f32 }));
         Exchange::<CpuDevice>::next_version(&mut self.exchange);
         Ok(())
     }
@@ -197,8 +197,8 @@ impl Rank {
 
 fn run(case: Case) {
     let layout = plan(case).layout;
-    let (partials, shares) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
-    let sizes = CounterSizes { ranks: case.ranks, buckets: layout.count(), partials, shares, ..CounterSizes::default() };
+    let (norm_partials, partial_sums) = (layout.flat_elems() / BLOCK, case.ranks * case.rounds);
+    let sizes = CounterSizes { ranks: case.ranks, buckets: layout.count(), norm_partials, partial_sums, ..CounterSizes::default() };
     let progress = Arc::new(ProgressCounters::new(sizes, Some(case.seed)));
     let rendezvous = Arc::new(Rendezvous::new(case.ranks));
     let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -234,10 +234,12 @@ fn run(case: Case) {
 #[test]
 fn after_a_failure_no_rank_waits_for_publications() {
     let case = Case { seed: 0, ranks: 2, rounds: 1, blocks: 2, bucket_blocks: 2, ring: 0 };
-    let progress =
-        Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, buckets: 1, partials: 2, shares: 2, ..CounterSizes::default() }, None));
+    let progress = Arc::new(ProgressCounters::new(
+        CounterSizes { ranks: 2, buckets: 1, norm_partials: 2, partial_sums: 2, ..CounterSizes::default() },
+        None,
+    ));
     let context = RankContext { progress: progress.clone(), rank: 0 };
-    let mut dev = open::cpu(1, Schedule::Threads, progress.bell(0), 0).unwrap();
+    let mut dev = open::cpu(1, StreamOrder::Threads, progress.bell(0), 0).unwrap();
     let mut exchange: PeerExchange<Card> =
         PeerExchange::new(&mut dev, &plan(case), context, Arc::new(Rendezvous::new(2)), PeerTransport::Memory).unwrap();
     let grads = dev.alloc("flat", 2 * BLOCK, Dtype::Float32).unwrap();

@@ -60,7 +60,7 @@ impl<D: Kernels> Engine<D> {
         parts.try_for_each(|(flat, local)| {
             self.memory.states.write(
                 (&mut self.dev, &mut self.host),
-                &self.memory.bounce,
+                &self.memory.bounce_buffer,
                 part,
                 local,
                 &source[flat.start - start..flat.end - start],
@@ -94,7 +94,7 @@ impl<D: Kernels> Engine<D> {
         parts.try_for_each(|(flat, local)| {
             self.memory.states.read(
                 (&mut self.dev, &mut self.host),
-                &self.memory.bounce,
+                &self.memory.bounce_buffer,
                 part,
                 local,
                 &mut out[flat.start - start..flat.end - start],
@@ -114,7 +114,7 @@ impl<D: Kernels> Engine<D> {
     pub(crate) fn read_slices(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
         self.inject(FaultPhase::Read)?;
         self.expect_no_job();
-        self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, start, out)
+        self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, out)
     }
 
     /// Lets every rank save its slices in its own process. `words` are passed to the code that saves; `own` saves this rank's slices.
@@ -224,7 +224,7 @@ impl<D: Kernels> Engine<D> {
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
-        self.memory.bounce.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
+        self.memory.bounce_buffer.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
         if let Some(cap) = self.model.shape.logit_softcap {
             values.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
         }

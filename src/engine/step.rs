@@ -118,12 +118,12 @@ impl<D: Kernels> Engine<D> {
         // The loss is a mean over micro-batches, each of which balances its own experts.
         let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
         let layers = self.model.shape.layers.len();
-        let per_share = self.plan.micro_batches_of_share();
+        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         // Micro-batches of this rank: one share a round.
         let accum = self.plan.micro_batches_of_rank();
         for micro_step in 0..accum {
-            let first = micro_step % per_share == 0;
-            let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
+            let first = micro_step % per_partial_sum == 0;
+            let whole = (micro_step + 1).is_multiple_of(per_partial_sum).then_some(micro_step / per_partial_sum);
             self.upload_batch(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             if let Some(bounds) = self.model.expert_bounds() {
@@ -144,8 +144,8 @@ impl<D: Kernels> Engine<D> {
                 self.head_grads_ready(micro_step)?;
             }
             (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, micro, whole))?;
-            if let Some(share) = whole {
-                self.report_share(share)?;
+            if let Some(partial_sum) = whole {
+                self.report_partial_sum(partial_sum)?;
             }
         }
         self.validate(learning_rate)
@@ -179,7 +179,7 @@ impl<D: Kernels> Engine<D> {
 
     fn backward(&mut self, module: Module, micro: MicroStep, whole: Option<usize>) -> Result<()> {
         self.wait_for_ring(module, whole)?;
-        let ends = module == Module::Embed && whole.is_some_and(|share| self.is_last(share));
+        let ends = module == Module::Embed && whole.is_some_and(|partial_sum| self.is_last(partial_sum));
         if ends {
             self.rows_begin()?;
         }
@@ -284,7 +284,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Whether share `round` of this rank is the last of a step.
     fn is_last(&self, round: usize) -> bool {
-        (round + 1) * self.exchange.slices().ranks() == self.plan.shares
+        (round + 1) * self.exchange.slices().ranks() == self.plan.partial_sums
     }
 
     /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
@@ -334,12 +334,12 @@ impl<D: Kernels> Engine<D> {
     /// The gradients of `module` are enqueued. If they complete the share `whole`, this reports all buckets that end within the module's
     /// flat range.
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
-        if let Some(share) = whole {
+        if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
             let layout = &self.plan.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
-            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, share))?;
+            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, partial_sum))?;
         }
         self.module_enqueued()
     }
@@ -368,9 +368,9 @@ impl<D: Kernels> Engine<D> {
     /// Writes injected values over the gradient of a bucket, if a test has any.
     pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
         let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
-        let share = round * slices.ranks() + slices.rank();
+        let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
-        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)
+        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, partial_sum)
     }
 
     /// The step's gradient of this rank's slice of `bucket` is enqueued.
@@ -383,10 +383,10 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Reports a share of this rank. The last share completes the step's report.
-    fn report_share(&mut self, share: usize) -> Result<()> {
+    fn report_partial_sum(&mut self, partial_sum: usize) -> Result<()> {
         let loss = self.model.activations.loss;
-        if !self.is_last(share) {
-            return self.report.add_loss(&mut self.dev, loss, share);
+        if !self.is_last(partial_sum) {
+            return self.report.add_loss(&mut self.dev, loss, partial_sum);
         }
         if !self.exchange.is_summed() {
             self.wait_for_peers(DriverActivity::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
@@ -434,7 +434,7 @@ impl<D: Kernels> Engine<D> {
     /// Begins the next version of the weights: the weights of every bucket will change.
     pub(super) fn next_version(&mut self) {
         self.exchange.next_version();
-        self.settlings_told = None;
+        self.settlings_reported = None;
         if let Some(flow) = self.flow.as_mut().filter(|_| !self.plan.streams_from_host()) {
             flow.forget_all();
         }

@@ -1,7 +1,7 @@
-//! Slices exchanged with ranks of other processes over TCP, through host memory and [`slice_connections`](crate::ranks::slice_connections). It replaces the pulls
-//! between ranks of one process. Gradients of shares go from each rank to each rank of the other processes. Sums of groups and weights go
-//! to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls [`TcpTransport::serve`]
-//! meanwhile.
+//! Slices exchanged with ranks of other processes over TCP, through host memory and [`slice_connections`](crate::ranks::slice_connections).
+//! It replaces the pulls between ranks of one process. Gradients of shares go from each rank to each rank of the other processes. Sums of
+//! groups and weights go to the inter-node peers only, from which the other local ranks pull weights. Nothing here blocks; every wait calls
+//! [`TcpTransport::serve`] meanwhile.
 //!
 //! Gradients arrive in the order of buckets and rounds; any other order is an error. New weights are sent as they become final and accepted
 //! in any order, so no slice blocks another one. Weights that cross with each fetch arrive in the order of fetches, which the plan
@@ -200,7 +200,7 @@ impl TcpTransport {
             grads_copied: dev.event()?,
             missing: vec![0; slices.layout().count()],
             slices: slices.clone(),
-            connections: connections,
+            connections,
             grads_with,
             host,
             memory: None,

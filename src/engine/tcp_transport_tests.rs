@@ -3,7 +3,7 @@
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Launch, Peers, Poke};
 use crate::dtype::Dtype;
 use crate::engine::shards::Shards;
@@ -39,13 +39,13 @@ impl Pair {
         let plan = Plan::new(&settings, &ModelShape::demo(), &Machine::cpu(1), false).unwrap();
         let layout = BucketLayout::new(2 * SLICE_BLOCKS * BUCKETS * BLOCK, 2 * SLICE_BLOCKS * BLOCK, Tier::Device);
         let (plan, slices) = (Plan { layout: layout.clone(), dtype: Dtype::Float32, ..plan }, Slices::new(layout.clone(), 0, 2));
-        let mut dev = open::cpu(1, Schedule::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
+        let mut dev = open::cpu(1, StreamOrder::Adversary { seed }, Arc::new(Doorbell::default()), 0).unwrap();
         let [(grads, others), (weights, of_others)] = [SliceKind::Gradients, SliceKind::Weights].map(connections);
         let tcp = TcpTransport::new(&mut dev, &plan, &slices, vec![None, Some(RankConnections { grads, weights: Some(weights) })]).unwrap();
         let flat = [(); 2].map(|()| dev.alloc("flat", layout.flat_elems(), Dtype::Float32).unwrap());
         let (peer_handle, progress) =
             (dev.peer_handle(), Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, ..CounterSizes::default() }, None)));
-        dev.admit(RankContext { progress: progress, rank: 0 }, vec![peer_handle.clone(), peer_handle]).unwrap();
+        dev.admit(RankContext { progress, rank: 0 }, vec![peer_handle.clone(), peer_handle]).unwrap();
         let event = dev.event().unwrap();
         let mut pair = Self { dev, tcp, flat, event, others: [others, of_others], host: HostMemory::default() };
         let [grads, weights] = flat;

@@ -130,7 +130,7 @@ mod tests {
     const RANKS: usize = 3;
 
     fn progress() -> ProgressCounters {
-        ProgressCounters::new(CounterSizes { ranks: RANKS, buckets: 4, partials: 4, shares: 3, ..CounterSizes::default() }, None)
+        ProgressCounters::new(CounterSizes { ranks: RANKS, buckets: 4, norm_partials: 4, partial_sums: 3, ..CounterSizes::default() }, None)
     }
 
     /// The description of the publication that each rank waits for in the state `activity`.
@@ -189,8 +189,10 @@ mod tests {
 
     #[test]
     fn a_rank_that_hands_over_waits_for_its_sequence_group() {
-        let progress =
-            ProgressCounters::new(CounterSizes { ranks: 4, buckets: 4, partials: 4, shares: 4, ..CounterSizes::default() }, None);
+        let progress = ProgressCounters::new(
+            CounterSizes { ranks: 4, buckets: 4, norm_partials: 4, partial_sums: 4, ..CounterSizes::default() },
+            None,
+        );
         (0..3).for_each(|rank| progress.publish_handed(rank));
         progress.publish_handed(0);
         let waits =

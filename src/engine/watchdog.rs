@@ -251,12 +251,12 @@ impl Watch {
 
 /// The bucket of `worker`, if the worker has made no progress for exactly `limit` polls.
 fn stalled_bucket(driver_state: &DriverState, worker: usize, still: &mut StallCounter, limit: u32) -> Option<u64> {
-    let pulse = &driver_state.workers;
-    let Some((job, bucket)) = pulse.owes(worker) else {
+    let heartbeats = &driver_state.workers;
+    let Some((job, bucket)) = heartbeats.owes(worker) else {
         still.looks = 0;
         return None;
     };
-    (still.look(pulse.pieces(worker).wrapping_add(job)) == limit).then_some(bucket)
+    (still.look(heartbeats.pieces(worker).wrapping_add(job)) == limit).then_some(bucket)
 }
 
 /// Description of a driver's current activity.
@@ -313,7 +313,7 @@ mod tests {
     use super::*;
     use crate::engine::order::Order;
     use crate::host::doorbell::Doorbell;
-    use crate::host::homes::Homes;
+    use crate::host::homes::WorkerNodes;
     use crate::host::pool::{Call, Threads};
     use crate::ranks::notice::{Audience, Notice, Outbox};
     use crate::ranks::progress::{CounterSizes, RemoteProcesses};
@@ -368,8 +368,10 @@ mod tests {
     #[test]
     fn a_stall_report_names_the_late_rank_first_and_the_ranks_that_wait() {
         let driver_state: Vec<_> = (0..3).map(|_| Arc::new(DriverState::new(4, Arc::default(), Arc::default()))).collect();
-        let progress =
-            Arc::new(ProgressCounters::new(CounterSizes { ranks: 3, buckets: 4, partials: 4, shares: 3, ..CounterSizes::default() }, None));
+        let progress = Arc::new(ProgressCounters::new(
+            CounterSizes { ranks: 3, buckets: 4, norm_partials: 4, partial_sums: 3, ..CounterSizes::default() },
+            None,
+        ));
         let watched = Watched { ranks: driver_state.clone(), progress: Some(progress.clone()) };
         let mut watch = Watch::new(watched, LIMIT);
         // Rank 1 saves, or is outside of a step for another reason; peers that wait for it are not reported.
@@ -483,12 +485,15 @@ mod tests {
     #[test]
     fn a_worker_that_stands_still_is_named_with_its_bucket() {
         let (bell, go) = (Arc::new(Doorbell::default()), Arc::new(AtomicBool::new(false)));
-        let mut pool = Threads::start(2, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
+        let mut pool = Threads::start(2, WorkerNodes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
         // The other rank has no workers.
         let idle = Arc::new(DriverState::new(8, Arc::default(), Arc::default()));
-        let progress =
-            Arc::new(ProgressCounters::new(CounterSizes { ranks: 2, buckets: 8, partials: 0, shares: 2, ..CounterSizes::default() }, None));
-        let watched = Watched { ranks: vec![idle, Arc::new(DriverState::new(8, bell.clone(), pool.pulse()))], progress: Some(progress) };
+        let progress = Arc::new(ProgressCounters::new(
+            CounterSizes { ranks: 2, buckets: 8, norm_partials: 0, partial_sums: 2, ..CounterSizes::default() },
+            None,
+        ));
+        let watched =
+            Watched { ranks: vec![idle, Arc::new(DriverState::new(8, bell.clone(), pool.heartbeats()))], progress: Some(progress) };
         let mut watch = Watch::new(watched, Duration::ZERO);
         assert!(look(&mut watch, 100).is_none(), "idle");
         let release = Release(go.clone());
@@ -499,11 +504,12 @@ mod tests {
             }
         };
         pool.submit(Call { label: ("stuck", 7), pieces: 2, run });
-        let stuck = |pulse: &crate::host::pulse::Pulse| (0..2).filter(|&worker| pulse.owes(worker).is_some()).count() == 1;
-        while !(stuck(&pool.pulse()) && (0..2).map(|worker| pool.pulse().pieces(worker)).sum::<u64>() == 2) {
+        let stuck =
+            |heartbeats: &crate::host::heartbeats::Heartbeats| (0..2).filter(|&worker| heartbeats.owes(worker).is_some()).count() == 1;
+        while !(stuck(&pool.heartbeats()) && (0..2).map(|worker| pool.heartbeats().pieces(worker)).sum::<u64>() == 2) {
             std::thread::yield_now();
         }
-        let worker = (0..2).find(|&worker| pool.pulse().owes(worker).is_some()).unwrap();
+        let worker = (0..2).find(|&worker| pool.heartbeats().owes(worker).is_some()).unwrap();
         let (looks, alarm) = look(&mut watch, 100).unwrap();
         let Alarm::Worker(line) = alarm else { panic!("{alarm:?}") };
         assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} of rank 1 has stood still for 30s in bucket 7")));

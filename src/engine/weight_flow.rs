@@ -139,7 +139,7 @@ impl WeightFlow {
         let mut events = || weight_ring.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
         let (prefetch_buffer, shelf_free) = (PrefetchBuffer::new(spare, weight_ring.modules.len()), dev.event()?);
-        Ok(Self { weight_ring, source, weights, prefetch_buffer: prefetch_buffer, prefetch_buffer_free: shelf_free, used, fetched })
+        Ok(Self { weight_ring, source, weights, prefetch_buffer, prefetch_buffer_free: shelf_free, used, fetched })
     }
 
     /// Opens the prefetch buffer at the beginning of a step. All earlier uses of its memory are enqueued, except copies to the host.

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::topology::{HugePages, Topology};
-use crate::host::homes::Homes;
+use crate::host::homes::WorkerNodes;
 use crate::host::room;
 use crate::units::Bytes;
 use clap::ValueEnum;
@@ -113,8 +113,8 @@ impl MemoryPolicy {
     }
 
     /// The memory nodes of the workers; there is one worker for each toucher.
-    pub fn homes(&self) -> Homes {
-        Homes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
+    pub fn homes(&self) -> WorkerNodes {
+        WorkerNodes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
     }
 
     /// Alignment of a block of `bytes`.

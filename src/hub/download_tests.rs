@@ -9,7 +9,7 @@ use super::client::{HubClient, WaitLimits};
 use super::download::Download;
 use super::name::HubName;
 use super::parts::LARGE_BYTES;
-use super::roots::Trusted;
+use super::roots::TrustRoots;
 use crate::error::Result;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
@@ -111,7 +111,7 @@ impl Case {
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,
         };
-        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), self.patience)?)
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), TrustRoots::built_in(), self.patience)?)
     }
 
     /// Downloads from a hub with these answers, and expects success. Returns the requests for the weights.

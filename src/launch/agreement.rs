@@ -95,19 +95,20 @@ impl ProcessGroup {
     /// process if another process has ended and this one does not react. `log` receives lines for the user.
     ///
     /// # Errors
-    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`ProcessInfo::among`].
+    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of
+    /// [`ProcessInfo::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, log: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let meeting = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
+        let rendezvous = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
         let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
-        log(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
+        log(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address));
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
-        let links = Links::meet(&meeting, own, (stop, log), last_resort)?;
+        let links = Links::meet(&rendezvous, own, (stop, log), last_resort)?;
         log(&format!("all {processes} processes are here: {}", links.names().join(", ")));
         let all = links
             .resources_by_process()
@@ -201,14 +202,27 @@ impl Proposal {
 /// Facts on which result bits, or the sizes of transferred slices, depend.
 fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
     let Plan {
-        dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, group, ranks, loss_tile, hyper, ..
+        dtype,
+        link_dtype,
+        moments,
+        rules,
+        layout,
+        batch,
+        seq_length,
+        grad_accum_steps,
+        partial_sums,
+        gradient_group,
+        ranks,
+        loss_tile,
+        hyper,
+        ..
     } = plan;
     let model = hex(Sha256::digest(format!("{shape:?}")));
     let facts = [
         ("model", model[..16].to_string()),
         ("buckets", cut(layout)),
         ("devices", ranks.to_string()),
-        ("gradient shares", format!("{shares} of {grad_accum_steps} micro-batches, in groups of {group}")),
+        ("gradient shares", format!("{partial_sums} of {grad_accum_steps} micro-batches, in groups of {gradient_group}")),
         ("micro-batch", format!("{batch} x {seq_length}")),
         ("rows with several documents", plan.separates_documents.to_string()),
         ("loss tile", format!("{} x {}", loss_tile.rows, loss_tile.vocab)),

@@ -34,8 +34,8 @@ pub(crate) fn whole(plan: &Plan, topology: &Topology) -> CpuSlice {
 
 /// The shares of the ranks of this process on the machine of `topology`. `homes` are the NUMA nodes near the ranks' GPUs.
 pub(crate) fn of(plan: &Plan, topology: &Topology, homes: &[Option<usize>]) -> Vec<CpuSlice> {
-    let share = |place| slice_of(plan, topology, topology.cpu_slice(place, homes), (place, homes.len()));
-    (0..homes.len()).map(share).collect()
+    let cpu_slice = |place| slice_of(plan, topology, topology.cpu_slice(place, homes), (place, homes.len()));
+    (0..homes.len()).map(cpu_slice).collect()
 }
 
 /// The share of rank `place` of `ranks` ranks. Threads are divided in proportion to CPUs, so that each driver thread has a CPU, too.
@@ -78,13 +78,13 @@ mod tests {
     #[test]
     fn a_rank_on_a_node_has_its_workers_and_its_memory_there() {
         let topology = Topology::read(two_sockets().path(), Process::default());
-        let shares = of(&plan(2, 5, &topology), &topology, &[Some(1), Some(0)]);
-        let of_each = |of: &dyn Fn(&CpuSlice) -> Vec<usize>| shares.iter().map(of).collect::<Vec<_>>();
-        assert_eq!(of_each(&|share| share.plan.host_memory.nodes.clone()), [[1], [0]]);
-        assert_eq!(of_each(&|share| vec![share.plan.threads, share.plan.host_memory.touchers.len()]), [[2, 2], [2, 2]]);
+        let cpu_slices = of(&plan(2, 5, &topology), &topology, &[Some(1), Some(0)]);
+        let of_each = |of: &dyn Fn(&CpuSlice) -> Vec<usize>| cpu_slices.iter().map(of).collect::<Vec<_>>();
+        assert_eq!(of_each(&|cpu_slice| cpu_slice.plan.host_memory.nodes.clone()), [[1], [0]]);
+        assert_eq!(of_each(&|cpu_slice| vec![cpu_slice.plan.threads, cpu_slice.plan.host_memory.touchers.len()]), [[2, 2], [2, 2]]);
         if cfg!(feature = "mpam") {
-            assert_eq!(of_each(&|share| share.placement.as_ref().unwrap().workers.clone()), [[3, 6], [1, 4]]);
-            assert_eq!(of_each(&|share| share.placement.as_ref().unwrap().others.as_slice().to_vec()), [vec![2], vec![0, 5]]);
+            assert_eq!(of_each(&|cpu_slice| cpu_slice.placement.as_ref().unwrap().workers.clone()), [[3, 6], [1, 4]]);
+            assert_eq!(of_each(&|cpu_slice| cpu_slice.placement.as_ref().unwrap().others.as_slice().to_vec()), [vec![2], vec![0, 5]]);
         }
     }
 
@@ -92,17 +92,17 @@ mod tests {
     fn no_thread_is_pinned_where_cpus_are_fewer_than_ranks() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(8, 7, &topology);
-        let shares = of(&plan, &topology, &[None; 8]);
-        assert!(shares.iter().all(|share| share.placement.is_none() && share.plan.threads == 1));
-        assert!(shares.iter().all(|share| share.plan.host_memory == plan.host_memory));
+        let cpu_slices = of(&plan, &topology, &[None; 8]);
+        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.placement.is_none() && cpu_slice.plan.threads == 1));
+        assert!(cpu_slices.iter().all(|cpu_slice| cpu_slice.plan.host_memory == plan.host_memory));
     }
 
     #[test]
     fn one_rank_has_the_whole_machine() {
         let topology = Topology::read(two_sockets().path(), Process::default());
         let plan = plan(1, 6, &topology);
-        let [share] = &of(&plan, &topology, &[None])[..] else { panic!("one") };
-        assert_eq!(share.plan.threads, 6);
-        assert_eq!(share.placement, Placement::on(&topology, 6).filter(|_| plan.techniques.mpam));
+        let [cpu_slice] = &of(&plan, &topology, &[None])[..] else { panic!("one") };
+        assert_eq!(cpu_slice.plan.threads, 6);
+        assert_eq!(cpu_slice.placement, Placement::on(&topology, 6).filter(|_| plan.techniques.mpam));
     }
 }

@@ -8,7 +8,7 @@ use super::process_info::ProcessInfo;
 use super::ranks::{self, LocalRanks};
 use crate::config::options::Technique;
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{DeviceKind, Engines, Kernels};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
@@ -127,9 +127,9 @@ impl Launcher {
 /// # Errors
 /// `Resource` if memory or threads are not available.
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
-    let (share, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
-    let (dev, pool) = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
-    Engine::new(share.plan, shape.clone(), dev, pool, bell)
+    let (cpu_slice, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (cpu_device(&cpu_slice.plan, &bell)?, cpu_pool(&cpu_slice, &bell)?);
+    Engine::new(cpu_slice.plan, shape.clone(), dev, pool, bell)
 }
 
 /// Creates the engines of `plan` on this machine's CPU, one per rank, and runs `user` with the engine of rank 0.
@@ -140,20 +140,20 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);
     }
-    let shares = cpu_slice::of(plan, topology, &vec![None; plan.ranks]);
-    let make = |share: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    ranks::run(LocalRanks::here(plan), shape, &shares, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
+    let cpu_slices = cpu_slice::of(plan, topology, &vec![None; plan.ranks]);
+    let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
+    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
 }
 
 /// Creates the CPU device of `plan`.
 pub(crate) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
-    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
+    let schedule = plan.adversary.map_or(StreamOrder::Threads, |seed| StreamOrder::Adversary { seed });
     open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
 }
 
 /// Creates the pool that runs the optimizer's jobs beside a CPU device.
-pub(crate) fn cpu_pool(share: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
-    if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
+pub(crate) fn cpu_pool(cpu_slice: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    if cpu_slice.plan.adversary.is_some() { Ok(Pool::stepped(cpu_slice.plan.trace_spans)) } else { worker_threads(cpu_slice, bell) }
 }
 
 /// Creates the engine on this machine's first GPU. `portable` selects kernels that run on every GPU since Ampere.
@@ -161,9 +161,9 @@ pub(crate) fn cpu_pool(share: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<St
 /// # Errors
 /// `Resource` if there is no GPU, if one of NVIDIA's libraries is missing, or if memory or threads are not available.
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool) -> Result<Engine<GpuDevice>> {
-    let (share, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
-    let (dev, pool) = (gpu_device(&share.plan, 0, portable)?, worker_threads(&share, &bell)?);
-    Engine::new(share.plan, shape.clone(), dev, pool, bell)
+    let (cpu_slice, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (gpu_device(&cpu_slice.plan, 0, portable)?, worker_threads(&cpu_slice, &bell)?);
+    Engine::new(cpu_slice.plan, shape.clone(), dev, pool, bell)
 }
 
 /// Creates the engines of `plan` on this machine's first GPUs, one per rank, and runs `user` with the engine of rank 0. See [`gpu_engine`]
@@ -176,10 +176,12 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.ranks == 1 {
         return user.run(gpu_engine(plan, shape, topology, portable)?);
     }
-    let shares = cpu_slice::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
-    let make = |share: &CpuSlice, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank, portable)?, worker_threads(share, bell)?));
-    let follow = |engine: &mut Engine<GpuDevice>, context: &RankContext| engine.follow(|| shares[context.rank].keep_off_workers());
-    ranks::run(LocalRanks::here(plan), shape, &shares, make, |engine, _| user.run(engine), follow)
+    let cpu_slices = cpu_slice::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
+    let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, rank| {
+        Ok((gpu_device(&cpu_slice.plan, rank, portable)?, worker_threads(cpu_slice, bell)?))
+    };
+    let follow = |engine: &mut Engine<GpuDevice>, context: &RankContext| engine.follow(|| cpu_slices[context.rank].keep_off_workers());
+    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), follow)
 }
 
 /// Opens the visible GPU `ordinal`.

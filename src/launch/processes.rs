@@ -61,7 +61,7 @@ impl ThisProcess<'_> {
         let followed = match self.launch.chosen.machine.kind {
             DeviceKind::Cpu => self.on_cpus(followers, |engine, context| follow_watched(engine, context, followers, watch, || Ok(()))),
             DeviceKind::Gpu => {
-                let settle_down = || self.shares()[0].keep_off_workers();
+                let settle_down = || self.cpu_slices()[0].keep_off_workers();
                 self.on_gpus(followers, |engine, context| follow_watched(engine, context, followers, watch, settle_down))
             }
         };
@@ -69,16 +69,16 @@ impl ThisProcess<'_> {
     }
 
     fn on_cpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(Engine<CpuDevice>, &RankContext) -> Result<T>) -> Result<T> {
-        let make = |share: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+        let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
         self.run(make, lead, |engine, _| followers.run(engine, || Ok(())))
     }
 
     fn on_gpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(Engine<GpuDevice>, &RankContext) -> Result<T>) -> Result<T> {
         let gpus = &self.launch.chosen.gpus;
-        let make = |share: &CpuSlice, bell: &Arc<Doorbell>, place: usize| {
-            Ok((gpu_device(&share.plan, gpus[place].index, false)?, worker_threads(share, bell)?))
+        let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, place: usize| {
+            Ok((gpu_device(&cpu_slice.plan, gpus[place].index, false)?, worker_threads(cpu_slice, bell)?))
         };
-        self.run(make, lead, |engine, share| followers.run(engine, || share.keep_off_workers()))
+        self.run(make, lead, |engine, cpu_slice| followers.run(engine, || cpu_slice.keep_off_workers()))
     }
 
     /// Runs the ranks of this process after the rendezvous of all processes. `make` creates the device and the pool of a rank from its
@@ -89,13 +89,13 @@ impl ThisProcess<'_> {
         lead: impl FnOnce(Engine<D>, &RankContext) -> Result<T>,
         follow: impl Fn(&mut Engine<D>, &CpuSlice) -> Result<()> + Sync,
     ) -> Result<T> {
-        let (local_ranks, shares) = (self.meet()?, self.shares());
+        let (local_ranks, cpu_slices) = (self.meet()?, self.cpu_slices());
         let first = local_ranks.progress.local_ranks().start;
         let lead = |engine: Engine<D>, context: &RankContext| {
             expect_same_libraries(self.links, &engine).inspect_err(|error| context.fail(error))?;
             lead(engine, context)
         };
-        ranks::run(local_ranks, self.shape, &shares, make, lead, |engine, context| follow(engine, &shares[context.rank - first]))
+        ranks::run(local_ranks, self.shape, &cpu_slices, make, lead, |engine, context| follow(engine, &cpu_slices[context.rank - first]))
     }
 
     /// Connects the progress counters to the other processes, and each rank of this process to the ranks of other processes.
@@ -120,7 +120,7 @@ impl ThisProcess<'_> {
     }
 
     /// Divides the resources of this process among its ranks.
-    fn shares(self) -> Vec<CpuSlice> {
+    fn cpu_slices(self) -> Vec<CpuSlice> {
         let ranks = self.plan.ranks / self.plan.processes;
         let adversary = self.plan.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
         let near = gpu::homes(&self.launch.chosen.gpus, &self.launch.topology);

@@ -38,17 +38,17 @@ impl LocalRanks {
 pub(crate) fn run<D: Kernels + Peers, T>(
     LocalRanks { progress, reaches }: LocalRanks,
     shape: &ModelShape,
-    shares: &[CpuSlice],
+    cpu_slices: &[CpuSlice],
     make: impl Fn(&CpuSlice, &Arc<Doorbell>, usize) -> Result<(D, Pool<StepJob>)> + Sync,
     lead: impl FnOnce(Engine<D>, &RankContext) -> Result<T>,
     follow: impl Fn(&mut Engine<D>, &RankContext) -> Result<()> + Sync,
 ) -> Result<T> {
-    let (local_ranks, rendezvous) = (progress.local_ranks(), Arc::new(Rendezvous::new(shares.len())));
+    let (local_ranks, rendezvous) = (progress.local_ranks(), Arc::new(Rendezvous::new(cpu_slices.len())));
     let join = |context: &RankContext, transport: PeerTransport| -> Result<Engine<D>> {
         let place = context.rank - local_ranks.start;
-        let share = &shares[place];
-        let (dev, pool) = make(share, &progress.bell(context.rank), place)?;
-        Engine::join((share.plan.clone(), shape.clone()), (dev, pool), context, &rendezvous, transport)
+        let cpu_slice = &cpu_slices[place];
+        let (dev, pool) = make(cpu_slice, &progress.bell(context.rank), place)?;
+        Engine::join((cpu_slice.plan.clone(), shape.clone()), (dev, pool), context, &rendezvous, transport)
     };
     std::thread::scope(|scope| {
         let mut seats = local_ranks.clone().map(|rank| Leave(RankContext { progress: progress.clone(), rank })).zip(reaches);
@@ -110,8 +110,8 @@ mod tests {
 
     /// Runs steps until a rank fails.
     fn endless(plan: &Plan, shape: &ModelShape, follow: impl Fn(&mut Engine<CpuDevice>, &RankContext) -> Result<()> + Sync) -> Error {
-        let shares = cpu_slice::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
-        let make = |share: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
+        let cpu_slices = cpu_slice::of(plan, &Topology::this_machine(), &vec![None; plan.ranks]);
+        let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
         let lead = |mut engine: Engine<CpuDevice>, _: &RankContext| -> Result<()> {
             engine.init_state(1, 1)?;
             engine.send_weights()?;
@@ -119,7 +119,7 @@ mod tests {
                 engine.step(1e-3, &mut Zeros)?;
             }
         };
-        run(LocalRanks::here(plan), shape, &shares, make, lead, follow).unwrap_err()
+        run(LocalRanks::here(plan), shape, &cpu_slices, make, lead, follow).unwrap_err()
     }
 
     /// Rank 1 fails at a random moment, in any phase of a step: all ranks end at once, and rank 0 reports the error of rank 1.

@@ -114,9 +114,9 @@ pub(crate) struct Workload<'a> {
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
     /// Gradient shares of a step.
-    pub shares: usize,
+    pub partial_sums: usize,
     /// Consecutive gradient shares that are summed and rounded as a group; 1 without rounding.
-    pub(crate) group: usize,
+    pub(crate) gradient_group: usize,
     /// Devices that train together. The plan covers all of them.
     pub ranks: usize,
     /// Devices that share each sequence.
@@ -169,7 +169,9 @@ impl Workload<'_> {
     /// starts when its last gradient is written. `None` with gradient accumulation in place, without savings, or if the device shares the
     /// host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares) > 1 || self.machine.device == DeviceMemory::Shared {
+        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums) > 1
+            || self.machine.device == DeviceMemory::Shared
+        {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
@@ -181,7 +183,7 @@ impl Workload<'_> {
 
     /// Whether gradient sums can be stored on the host: there are sums, on a single device with its own memory.
     pub(super) fn may_sum_on_host(&self) -> bool {
-        self.shares > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
+        self.partial_sums > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
     }
 
     /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
@@ -253,7 +255,7 @@ impl Workload<'_> {
         let shard_elems = ranks * slices_each * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
-        let sum_bytes = 4 * kept_sums((self.shares, self.group), ranks);
+        let sum_bytes = 4 * kept_sums((self.partial_sums, self.gradient_group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
         let pulled = (ranks - 1) * longest * self.dtype.bytes();
         let mut classes = vec![
@@ -317,9 +319,9 @@ impl Workload<'_> {
     /// transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.grad_accum_steps * self.sequence_ranks;
-        let (partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
+        let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
         let rows = if layout.early().is_empty() { 0 } else { batch::distinct(self.batch * self.seq_length, self.shape.vocab) };
-        4 * (self.batch_words() + partials + self.shares + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
+        4 * (self.batch_words() + norm_partials + self.partial_sums + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.
@@ -330,16 +332,17 @@ impl Workload<'_> {
 
     /// Bytes of the progress counters of all processes; 0 with one rank.
     fn counter_bytes(&self, layout: &BucketLayout) -> usize {
-        let steps = (self.shares, self.batch_words(), self.shape.experts());
+        let steps = (self.partial_sums, self.batch_words(), self.shape.experts());
         if self.ranks == 1 { 0 } else { self.processes * counter_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a connection for
-    /// weights to each inter-node peer. For gradients it has a connection to every rank of another process, or to the inter-node peers alone if groups are
-    /// summed within a process.
+    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a connection
+    /// for weights to each inter-node peer. For gradients it has a connection to every rank of another process, or to the inter-node peers
+    /// alone if groups are summed within a process.
     fn under_way_bytes(&self, longest: usize) -> usize {
         let (inter_node_peers, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
-        let connections = inter_node_peers + if sums_within(self.group, (self.ranks, self.processes)) { inter_node_peers } else { others };
+        let connections =
+            inter_node_peers + if sums_within(self.gradient_group, (self.ranks, self.processes)) { inter_node_peers } else { others };
         if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(connections) * longest * self.dtype.bytes() }
     }
 
@@ -374,8 +377,8 @@ pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize)
 
 /// fp32 sums kept per element if `ranks` ranks add a gradient share each in every round: one of whole groups, and one of an incomplete
 /// group.
-pub(crate) fn kept_sums((shares, group): (usize, usize), ranks: usize) -> usize {
-    if shares == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
+pub(crate) fn kept_sums((partial_sums, group): (usize, usize), ranks: usize) -> usize {
+    if partial_sums == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
 }
 
 /// Whether each of several processes sums a whole group in each round.
@@ -389,15 +392,19 @@ pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2]
     [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
 }
 
-/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient shares, the
-/// words of its micro-batches, and the experts of all layers.
-pub(super) fn counter_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> CounterSizes {
+/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
+/// shares, the words of its micro-batches, and the experts of all layers.
+pub(super) fn counter_sizes(
+    layout: &BucketLayout,
+    ranks: usize,
+    (partial_sums, batch_words, experts): (usize, usize, usize),
+) -> CounterSizes {
     let flat = layout.flat_elems();
     CounterSizes {
         ranks,
         buckets: layout.count(),
-        partials: flat / BLOCK,
-        shares,
+        norm_partials: flat / BLOCK,
+        partial_sums,
         experts,
         mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
         on_gpus: false,

@@ -42,7 +42,9 @@ fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     match workload {
         Workload { shape, .. } if !shape.tied => Some("the model's output matrix is not its embedding"),
         Workload { ranks: 2.., .. } => Some("cannot be combined with several --gpus: a gradient is whole when all have added theirs"),
-        Workload { shares: 2.., .. } => Some("cannot be combined with several --gradient-shares: a gradient is whole when all are added"),
+        Workload { partial_sums: 2.., .. } => {
+            Some("cannot be combined with several --gradient-shares: a gradient is whole when all are added")
+        }
         Workload { rules, .. } if rules.policy != Policy::Deferred => {
             Some("needs --strategy superoffload with the technique stv and --rollback deferred: rows are stepped before the verdict")
         }

@@ -175,7 +175,8 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     assert!(output.contains("  host, of each process"), "{output}");
 }
 
-/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and those of its inter-node peers.
+/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and those of its inter-node
+/// peers.
 #[test]
 fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));
@@ -195,8 +196,8 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
         // Three quarters of the streamed weights are fetched once more, except the part that the ring still holds.
-        let again = (auto.crossing.intra_node - replicated.crossing.intra_node) as f64 / (0.75 * streamed as f64);
-        assert!(auto.crossing.inter_node == replicated.crossing.inter_node && (0.9..1.0).contains(&again), "{again}");
+        let again = (auto.peer_traffic.intra_node - replicated.peer_traffic.intra_node) as f64 / (0.75 * streamed as f64);
+        assert!(auto.peer_traffic.inter_node == replicated.peer_traffic.inter_node && (0.9..1.0).contains(&again), "{again}");
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();

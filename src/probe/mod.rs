@@ -33,7 +33,7 @@ pub(crate) mod workers;
 
 use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
-use crate::device::cpu::Schedule;
+use crate::device::cpu::StreamOrder;
 use crate::device::{Attention, DeviceKind, Engines, ExpertProducts, Kernels};
 use crate::dtype::Dtype;
 use crate::engine::pool::Pool;
@@ -163,7 +163,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let (device, sections) = match (chosen.machine.kind, chosen.machine.device) {
         (DeviceKind::Cpu, _) => {
             let bell = Arc::new(Doorbell::default());
-            let mut dev = open::cpu(cpus, Schedule::Threads, bell.clone(), 0)?;
+            let mut dev = open::cpu(cpus, StreamOrder::Threads, bell.clone(), 0)?;
             log(&format_args!("cpus: matrix products, attention, memory, launches"));
             let mut timer = Timer::new(&mut dev)?;
             let arithmetic = Arithmetic::measure(&mut timer, ProbeSizes::CPUS, 0.4 * time_s)?;
@@ -416,7 +416,7 @@ mod tests {
         let mut memory = HostMemory::default();
         let states = States::leaked(&topology);
         let pool = Workers::new(&topology, 1).unwrap().pool;
-        let mut dev = open::cpu(1, Schedule::Threads, Default::default(), 0).unwrap();
+        let mut dev = open::cpu(1, StreamOrder::Threads, Default::default(), 0).unwrap();
         let context = ProbeContext { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (sizes, mut logged) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
         let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| logged += 1).unwrap();

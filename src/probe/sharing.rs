@@ -104,7 +104,7 @@ fn is_over(is_done: &Result<bool>) -> bool {
 mod tests {
     use super::*;
     use crate::device::DeviceKind;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
     use crate::device::sim::SimDevice;
     use crate::dtype::Dtype;
     use crate::hardware::rates::tests::round_rates;
@@ -135,7 +135,7 @@ mod tests {
     fn this_machines_cores_are_shared() {
         let (topology, bell) = (topology(), Arc::new(Doorbell::default()));
         let states = States::leaked(&topology);
-        let mut dev = crate::launch::open::cpu(1, Schedule::Threads, bell.clone(), 0).unwrap();
+        let mut dev = crate::launch::open::cpu(1, StreamOrder::Threads, bell.clone(), 0).unwrap();
         let product = Product::new(&mut dev, Dtype::Bfloat16, 128).unwrap();
         let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;
         let mut sharers = Sharers { product, states: &states, pool, bell };

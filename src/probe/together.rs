@@ -157,7 +157,7 @@ impl JointProbe<'_> {
     }
 
     /// CPUs and memory of the rank of `context`.
-    fn part(&self, RankContext { progress: progress, rank }: &RankContext) -> RankPart {
+    fn part(&self, RankContext { progress, rank }: &RankContext) -> RankPart {
         let ranks = self.homes.len();
         let workers = |topology: &Topology| workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()));
         let own = self.topology.cpu_slice(*rank, self.homes);
@@ -180,7 +180,7 @@ impl Meetings<'_> {
     /// # Errors
     /// The failure of another rank.
     fn next(&mut self) -> Result<()> {
-        let RankContext { progress: progress, rank } = self.context;
+        let RankContext { progress, rank } = self.context;
         progress.publish_written(*rank);
         let are_here = || progress.all_written(self.count);
         progress.bell(*rank).wait_until(|| are_here() || progress.has_failed());
@@ -275,7 +275,7 @@ impl<D: Peers> RankAtWork<'_, D> {
 mod tests {
     use super::*;
     use crate::device::cpu::CpuDevice;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
     use crate::device::sim::SimDevice;
     use crate::hardware::profile::Profile;
     use crate::launch::open;
@@ -293,7 +293,7 @@ mod tests {
     }
 
     fn on_cpus(part: &RankPart) -> Result<Equipment<CpuDevice>> {
-        let dev = open::cpu(1, Schedule::Threads, part.bell.clone(), 0)?;
+        let dev = open::cpu(1, StreamOrder::Threads, part.bell.clone(), 0)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     }
 

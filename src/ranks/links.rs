@@ -229,7 +229,7 @@ impl Links {
             resources: mesh.all.into_iter().map(|hello| hello.resources).collect(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
-            outgoing: outgoing,
+            outgoing,
         });
         let mut links =
             Self { common, stop: stop.clone(), sockets: Vec::new(), writers: Vec::new(), monitor: None, connections: Mutex::default() };
@@ -372,8 +372,8 @@ impl Links {
         end.failure.map(|why| self.common.error_of(of, &why))
     }
 
-    /// Creates the progress counters of this process with `make`, and the slice connections of each of its ranks, by rank. A message has at most
-    /// `parcel_bytes`.
+    /// Creates the progress counters of this process with `make`, and the slice connections of each of its ranks, by rank. A message has at
+    /// most `parcel_bytes`.
     ///
     /// # Errors
     /// `Resource` if a thread cannot start; the failure of another process.

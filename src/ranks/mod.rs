@@ -1,6 +1,6 @@
-//! Ranks: devices that train together. Each rank of a process has a thread. Ranks publish their progress in [`progress`] counters; in tests a
-//! [`turn_token`] chooses the rank that runs. Several processes have progress counters each, with [`links`] between them. Ranks with the same index in
-//! their processes are *inter-node peers*.
+//! Ranks: devices that train together. Each rank of a process has a thread. Ranks publish their progress in [`progress`] counters; in tests
+//! a [`turn_token`] chooses the rank that runs. Several processes have progress counters each, with [`links`] between them. Ranks with the
+//! same index in their processes are *inter-node peers*.
 
 mod control_connection;
 mod control_server;

@@ -4,7 +4,8 @@
 //! Counters only grow, from the first step to the last. They are published with release and read with acquire, so a rank that has read a
 //! counter also sees every write before its publication, for example that an event was recorded.
 //!
-//! Each process of a run has its own counters. It sends the publications of its own ranks to the other processes, which apply them in order.
+//! Each process of a run has its own counters. It sends the publications of its own ranks to the other processes, which apply them in
+//! order.
 
 use super::notice::{Audience, Notice, Outbox, TAIL_MAX, Topic};
 use super::turn_token::TurnToken;
@@ -43,13 +44,13 @@ struct RankCounters {
     pulled: AtomicU64,
     /// Buckets of weights whose slices arrived from the inter-node peers, counted over all versions. The event of each arrival is recorded.
     relayed: AtomicU64,
-    /// Half fetches of modules, two for each module: first the inter-node peers' slices of the weights arrived, then the rank pulled the slices of
-    /// its process's other ranks. The event of each half is recorded.
+    /// Half fetches of modules, two for each module: first the inter-node peers' slices of the weights arrived, then the rank pulled the
+    /// slices of its process's other ranks. The event of each half is recorded.
     fetched: AtomicU64,
     /// For each bucket, the number of final versions of its weights. The event of the writing operation is recorded.
     settled: Box<[AtomicU64]>,
     /// Partial sums of the norm that the rank has published.
-    partials: AtomicU64,
+    norm_partials: AtomicU64,
     /// The last step whose losses and non-finite flag the rank has published.
     reported: AtomicU64,
     nonfinite: AtomicBool,
@@ -82,7 +83,7 @@ pub(crate) struct ProgressCounters {
     entries: Vec<RankCounters>,
     bells: Vec<Arc<Doorbell>>,
     /// Partial sums of the norm of all ranks, in flat order, as bits.
-    partials: Box<[AtomicU32]>,
+    norm_partials: Box<[AtomicU32]>,
     /// Loss of each gradient share, as bits.
     losses: Box<[AtomicU32]>,
     /// Norm, loss and non-finite flag of the step `outcome_step`.
@@ -110,9 +111,9 @@ pub struct CounterSizes {
     /// Number of buckets.
     pub buckets: usize,
     /// Number of partial sums of the norm.
-    pub partials: usize,
+    pub norm_partials: usize,
     /// Number of gradient shares of a step.
-    pub shares: usize,
+    pub partial_sums: usize,
     /// Number of experts of all layers together.
     pub experts: usize,
     /// Number of words in the mail.
@@ -124,7 +125,7 @@ pub struct CounterSizes {
 impl CounterSizes {
     /// Bytes of the arrays whose length depends on the model.
     pub fn bytes(&self) -> usize {
-        4 * (self.partials + self.shares + self.mail_words) + 8 * self.ranks * (self.buckets + self.experts)
+        4 * (self.norm_partials + self.partial_sums + self.mail_words) + 8 * self.ranks * (self.buckets + self.experts)
     }
 }
 
@@ -160,7 +161,7 @@ impl ProgressCounters {
     pub(crate) fn linked(sizes: CounterSizes, remote: RemoteProcesses) -> Self {
         let each = sizes.ranks / remote.names.len();
         let local_ranks = remote.process * each..(remote.process + 1) * each;
-        Self { local_ranks: local_ranks, remote: Some(remote), ..Self::with_entries(sizes.ranks, sizes, None) }
+        Self { local_ranks, remote: Some(remote), ..Self::with_entries(sizes.ranks, sizes, None) }
     }
 
     fn with_entries(entries: usize, sizes: CounterSizes, adversary: Option<u64>) -> Self {
@@ -172,7 +173,7 @@ impl ProgressCounters {
             relayed: AtomicU64::new(0),
             fetched: AtomicU64::new(0),
             settled: zeros(sizes.buckets),
-            partials: AtomicU64::new(0),
+            norm_partials: AtomicU64::new(0),
             reported: AtomicU64::new(0),
             nonfinite: AtomicBool::new(false),
             amounts: Default::default(),
@@ -186,8 +187,8 @@ impl ProgressCounters {
             entries: (0..entries).map(|_| entry()).collect(),
             turn_token: adversary.map(|seed| TurnToken::new(seed, bells.clone())),
             bells,
-            partials: zeros(sizes.partials),
-            losses: zeros(sizes.shares),
+            norm_partials: zeros(sizes.norm_partials),
+            losses: zeros(sizes.partial_sums),
             outcome: Default::default(),
             outcome_step: AtomicU64::new(0),
             orders: AtomicU64::new(0),
@@ -326,8 +327,8 @@ impl ProgressCounters {
         self.local_ranks().all(|rank| self.pulled(rank) >= count)
     }
 
-    /// Publishes that the inter-node peers' slices of one more bucket of weights have arrived at `rank`. The ranks of its process pull them from
-    /// there. The event must be recorded.
+    /// Publishes that the inter-node peers' slices of one more bucket of weights have arrived at `rank`. The ranks of its process pull them
+    /// from there. The event must be recorded.
     pub(crate) fn publish_relayed(&self, rank: usize) {
         self.entry(rank).relayed.fetch_add(1, Ordering::Release);
         self.wake_peers(rank);
@@ -367,8 +368,8 @@ impl ProgressCounters {
     }
 
     /// Writes partial sums of the norm, from index `start` on.
-    pub(crate) fn write_partials(&self, start: usize, values: &[f32]) {
-        self.partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
+    pub(crate) fn write_norm_partials(&self, start: usize, values: &[f32]) {
+        self.norm_partials[start..].iter().zip(values).for_each(|(word, value)| word.store(value.to_bits(), Ordering::Relaxed));
         if self.remote.is_some() {
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             self.notify_in_pieces(Audience::First, start, (bytes, 4), |first| Notice::new(Topic::Partials, &[first]));
@@ -376,28 +377,28 @@ impl ProgressCounters {
     }
 
     /// Publishes `count` more partial sums of `rank`.
-    pub(crate) fn publish_partials(&self, rank: usize, count: usize) {
-        self.entry(rank).partials.fetch_add(count as u64, Ordering::Release);
+    pub(crate) fn publish_norm_partials(&self, rank: usize, count: usize) {
+        self.entry(rank).norm_partials.fetch_add(count as u64, Ordering::Release);
         self.notify(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
         self.wake_peers(rank);
     }
 
     /// Number of partial sums that `rank` has published, over all steps. `None` for the ranks that mirrored counters lack: they compute
     /// none, and their partial sums are zero.
-    pub(crate) fn published_partials(&self, rank: usize) -> Option<u64> {
-        self.entries.get(rank).map(|entry| entry.partials.load(Ordering::Acquire))
+    pub(crate) fn published_norm_partials(&self, rank: usize) -> Option<u64> {
+        self.entries.get(rank).map(|entry| entry.norm_partials.load(Ordering::Acquire))
     }
 
     /// Reads partial sums from index `start` on.
-    pub(crate) fn read_partials(&self, start: usize, values: &mut [f32]) {
-        let words = &self.partials[start..start + values.len()];
+    pub(crate) fn read_norm_partials(&self, start: usize, values: &mut [f32]) {
+        let words = &self.norm_partials[start..start + values.len()];
         values.iter_mut().zip(words).for_each(|(value, word)| *value = f32::from_bits(word.load(Ordering::Relaxed)));
     }
 
-    /// Writes the loss of `share`.
-    pub(crate) fn write_loss(&self, share: usize, loss: f32) {
-        self.losses[share].store(loss.to_bits(), Ordering::Relaxed);
-        let notice = || Notice::new(Topic::Loss, &[share as u64, u64::from(loss.to_bits())]);
+    /// Writes the loss of `partial_sum`.
+    pub(crate) fn write_loss(&self, partial_sum: usize, loss: f32) {
+        self.losses[partial_sum].store(loss.to_bits(), Ordering::Relaxed);
+        let notice = || Notice::new(Topic::Loss, &[partial_sum as u64, u64::from(loss.to_bits())]);
         self.remote.iter().for_each(|remote| remote.outbox.send(Audience::First, notice()));
     }
 
@@ -488,7 +489,8 @@ impl ProgressCounters {
         self.entry(rank).amounts.iter().map(|amount| amount.load(Ordering::Relaxed))
     }
 
-    /// Writes the rows of each expert on `rank` in a step. As with [`ProgressCounters::write_amounts`], [`ProgressCounters::publish_done`] publishes them.
+    /// Writes the rows of each expert on `rank` in a step. As with [`ProgressCounters::write_amounts`], [`ProgressCounters::publish_done`]
+    /// publishes them.
     pub(crate) fn write_expert_rows(&self, rank: usize, rows: &[u64]) {
         self.entry(rank).expert_rows.iter().zip(rows).for_each(|(place, rows)| place.store(*rows, Ordering::Relaxed));
         if self.remote.is_some() {
@@ -628,13 +630,13 @@ impl ProgressCounters {
         let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
         let is_possible = match (notice.topic, notice.numbers()) {
             (Topic::Settled, [of, bucket, _]) => is_theirs(of) && *bucket < self.buckets(),
-            (Topic::PartialsTold, [of, count]) => is_theirs(of) && *count <= self.partials.len() as u64,
+            (Topic::PartialsTold, [of, count]) => is_theirs(of) && *count <= self.norm_partials.len() as u64,
             (Topic::ExpertRows, [of, first]) => {
                 is_theirs(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
             }
-            (Topic::Partials, [first]) => fits(&self.partials, *first, notice.words().len()),
+            (Topic::Partials, [first]) => fits(&self.norm_partials, *first, notice.words().len()),
             (Topic::Mail, [first]) => fits(&self.mail, *first, notice.words().len()),
-            (Topic::Loss, [share, bits]) => *share < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
+            (Topic::Loss, [partial_sum, bits]) => *partial_sum < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
             (Topic::Outcome | Topic::Order, _) => process == 0,
             (_, [of, ..]) => is_theirs(of),
             _ => false,
@@ -653,17 +655,17 @@ impl ProgressCounters {
             (Topic::Written, _) => self.publish_written(rank),
             (Topic::Pulled, _) => self.publish_pulled(rank),
             (Topic::Settled, [_, bucket, version]) => self.publish_settled(rank, *bucket as usize, *version),
-            (Topic::PartialsTold, [_, count]) => self.publish_partials(rank, *count as usize),
+            (Topic::PartialsTold, [_, count]) => self.publish_norm_partials(rank, *count as usize),
             (Topic::Reported, [_, nonfinite, step]) => self.publish_report(rank, *nonfinite != 0, *step),
             (Topic::Done, _) => self.publish_done(rank),
             (Topic::Met, _) => self.publish_met(rank),
             (Topic::Failed, _) => self.fail(rank, &notice.text()),
             (Topic::Outcome, [step, norm, loss, flag]) => self.put_outcome(*step, [*norm, *loss, *flag]),
             (Topic::Order, [number, a, b, c, d, e, f]) => self.put_order(*number, [*a, *b, *c, *d, *e, *f]),
-            (Topic::Loss, [share, bits]) => self.losses[*share as usize].store(*bits as u32, Ordering::Relaxed),
+            (Topic::Loss, [partial_sum, bits]) => self.losses[*partial_sum as usize].store(*bits as u32, Ordering::Relaxed),
             (Topic::Amounts, _) => store_long(&self.entry(rank).amounts, notice),
             (Topic::ExpertRows, [_, first]) => store_long(&self.entry(rank).expert_rows[*first as usize..], notice),
-            (Topic::Partials, [first]) => store(&self.partials[*first as usize..], notice),
+            (Topic::Partials, [first]) => store(&self.norm_partials[*first as usize..], notice),
             (Topic::Mail, [first]) => store(&self.mail[*first as usize..], notice),
             // The caller filters out all other topics.
             _ => {}

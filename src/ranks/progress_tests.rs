@@ -4,7 +4,15 @@ use super::*;
 
 fn progress(ranks: usize) -> ProgressCounters {
     ProgressCounters::new(
-        CounterSizes { ranks, buckets: 3, partials: 4, shares: 2, mail_words: 5, on_gpus: ranks == 3, ..CounterSizes::default() },
+        CounterSizes {
+            ranks,
+            buckets: 3,
+            norm_partials: 4,
+            partial_sums: 2,
+            mail_words: 5,
+            on_gpus: ranks == 3,
+            ..CounterSizes::default()
+        },
         None,
     )
 }
@@ -46,19 +54,19 @@ fn a_publication_has_a_time_for_all_peers() {
 #[test]
 fn mirrored_ranks_have_the_publications_of_rank_0() {
     let progress = ProgressCounters::mirrored(
-        CounterSizes { ranks: 3, buckets: 3, partials: 4, shares: 3, mail_words: 5, ..CounterSizes::default() },
+        CounterSizes { ranks: 3, buckets: 3, norm_partials: 4, partial_sums: 3, mail_words: 5, ..CounterSizes::default() },
         3,
     );
     assert!(progress.ranks() == 3 && !progress.all_written(0) && !progress.all_pulled(1) && progress.settled(2, 1) == 0);
     progress.publish_written(0);
     progress.publish_pulled(0);
     progress.publish_settled(0, 1, 4);
-    progress.publish_partials(0, 2);
+    progress.publish_norm_partials(0, 2);
     progress.publish_report(0, false, 1);
     progress.give_order(1, [0; ORDER_WORDS]);
     assert!(progress.all_written(0) && !progress.all_written(1) && progress.all_pulled(1) && progress.all_done());
     assert_eq!([0, 2].map(|rank| (progress.settled(rank, 1), progress.settled(rank, 0))), [(4, 0); 2]);
-    assert_eq!([0, 2].map(|rank| progress.published_partials(rank)), [Some(2), None]);
+    assert_eq!([0, 2].map(|rank| progress.published_norm_partials(rank)), [Some(2), None]);
     assert_eq!(progress.reports(1), Some((false, 0.0)));
     assert_eq!(progress.published_ns(0), 0);
 }
@@ -86,7 +94,7 @@ impl Outbox for RecordingOutbox {
 
 #[test]
 fn publications_of_a_rank_reach_the_counters_of_other_processes() {
-    let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
+    let sizes = CounterSizes { ranks: 2, buckets: 3, norm_partials: 4, partial_sums: 2, experts: 2, mail_words: 5, on_gpus: false };
     let (message, received) = std::sync::mpsc::channel();
     let names = || vec!["process 0 on a".to_string(), "process 1 on b".to_string()];
     let progress = |process| {
@@ -96,8 +104,8 @@ fn publications_of_a_rank_reach_the_counters_of_other_processes() {
     let pass = |from: usize, to: &ProgressCounters| received.try_iter().map(|(_, notice)| to.receive(from, &notice).unwrap()).count();
     second.publish_written(1);
     second.publish_settled(1, 2, 7);
-    second.write_partials(1, &[0.5, -0.0]);
-    second.publish_partials(1, 2);
+    second.write_norm_partials(1, &[0.5, -0.0]);
+    second.publish_norm_partials(1, 2);
     second.write_loss(1, 2.5);
     second.publish_report(1, true, 3);
     second.write_amounts(1, (10..10 + AMOUNTS as u64).map(|amount| amount << 32));
@@ -105,10 +113,10 @@ fn publications_of_a_rank_reach_the_counters_of_other_processes() {
     second.post(1, 4, [9]);
     second.publish_met(1);
     assert_eq!(pass(1, &first), 10);
-    assert_eq!((first.written(1), first.settled(1, 2), first.published_partials(1), first.reported(1)), (1, 7, Some(2), 3));
-    let mut partials = [0.0; 2];
-    first.read_partials(1, &mut partials);
-    assert_eq!(partials.map(f32::to_bits), [0.5f32.to_bits(), (-0.0f32).to_bits()]);
+    assert_eq!((first.written(1), first.settled(1, 2), first.published_norm_partials(1), first.reported(1)), (1, 7, Some(2), 3));
+    let mut norm_partials = [0.0; 2];
+    first.read_norm_partials(1, &mut norm_partials);
+    assert_eq!(norm_partials.map(f32::to_bits), [0.5f32.to_bits(), (-0.0f32).to_bits()]);
     first.publish_report(0, false, 3);
     assert_eq!(first.reports(3), Some((true, 2.5)));
     assert!(first.amounts(1).eq(second.amounts(1)) && first.expert_rows(1).eq([3, 4]) && first.mail(4).eq([9]));
@@ -168,7 +176,7 @@ fn ranks_of_a_process_meet_locally_and_communicate_as_one_process() {
 
 #[test]
 fn invalid_notices_are_not_applied() {
-    let sizes = CounterSizes { ranks: 2, buckets: 3, partials: 4, shares: 2, experts: 2, mail_words: 5, on_gpus: false };
+    let sizes = CounterSizes { ranks: 2, buckets: 3, norm_partials: 4, partial_sums: 2, experts: 2, mail_words: 5, on_gpus: false };
     let (message, _heard) = std::sync::mpsc::channel();
     let names = ["process 0 on a", "process 1 on b"].map(String::from).to_vec();
     let progress = ProgressCounters::linked(sizes, RemoteProcesses { process: 0, names, outbox: Arc::new(RecordingOutbox(message)) });

@@ -103,15 +103,15 @@ impl ProcessRendezvous {
     /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the
     /// difference; `Interrupted`.
     pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, log: &mut dyn FnMut(&str)) -> Result<Mesh> {
-        let mut patience = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, log };
-        if self.process == 0 { self.receive(&own, &mut patience) } else { self.join(&own, &mut patience) }
+        let mut wait = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, log };
+        if self.process == 0 { self.receive(&own, &mut wait) } else { self.join(&own, &mut wait) }
     }
 
     /// The rendezvous in process 0, to which all other processes connect.
-    fn receive(&self, own: &HelloMessage, patience: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
-        let (mut server, mut control) = (self.listen(patience)?, ControlServer::new(self.processes));
+    fn receive(&self, own: &HelloMessage, wait: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
+        let (mut server, mut control) = (self.listen(wait)?, ControlServer::new(self.processes));
         loop {
-            match self.gather(own, (&mut server, &mut control), patience) {
+            match self.gather(own, (&mut server, &mut control), wait) {
                 Ok((all, mut slots)) => {
                     for (slots, control) in slots.iter_mut().skip(1).zip(control.into_connections().map_err(|e| self.failed(e))?) {
                         slots[0] = Some(control);
@@ -119,7 +119,7 @@ impl ProcessRendezvous {
                     return Ok(Mesh { all, connections: complete(slots) });
                 }
                 Err(RendezvousError::Again(why)) => {
-                    (patience.log)(&format!("{why}; all begin again"));
+                    (wait.log)(&format!("{why}; all begin again"));
                     control.clear();
                 }
                 Err(RendezvousError::Over(error)) => {
@@ -136,7 +136,7 @@ impl ProcessRendezvous {
     }
 
     /// A listener on the port of the rendezvous. Waits while another program has the port.
-    fn listen(&self, patience: &mut RendezvousDeadline<'_>) -> Result<HandshakeServer> {
+    fn listen(&self, wait: &mut RendezvousDeadline<'_>) -> Result<HandshakeServer> {
         let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
         let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
         let failed = |e: &dyn Display| Error::resource(format!("listen at port {port}"), e);
@@ -145,15 +145,14 @@ impl ProcessRendezvous {
             match HandshakeServer::at(port, &self.token) {
                 Ok(server) => {
                     let address = server.address().map_err(|e| failed(&e))?;
-                    (patience.log)(&format!("listening at {address}: all addresses of this machine"));
+                    (wait.log)(&format!("listening at {address}: all addresses of this machine"));
                     return Ok(server);
                 }
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                     let limit = self.limit.as_secs();
-                    patience
-                        .look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
+                    wait.look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
                     if !std::mem::replace(&mut is_told, true) {
-                        (patience.log)(&format!("port {port} is another program's: trying again for {limit} s"));
+                        (wait.log)(&format!("port {port} is another program's: trying again for {limit} s"));
                     }
                 }
                 Err(e) => return Err(failed(&e)),
@@ -168,13 +167,13 @@ impl ProcessRendezvous {
         &self,
         own: &HelloMessage,
         (server, control): (&mut HandshakeServer, &mut ControlServer),
-        patience: &mut RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
         while !control.missing().is_empty() {
-            let gone = self.look_after(None, (&mut *server, &mut *control), patience)?;
+            let gone = self.look_after(None, (&mut *server, &mut *control), wait)?;
             // A process that requested a stop of the run does not come back.
-            for gone in gone.iter().filter(|_| !patience.stop.is_set()) {
-                (patience.log)(&format!("{gone}; it may come again"));
+            for gone in gone.iter().filter(|_| !wait.stop.is_set()) {
+                (wait.log)(&format!("{gone}; it may come again"));
             }
         }
         let mut all: Vec<HelloMessage> = [own.clone()].into_iter().chain(control.hellos()).collect();
@@ -187,7 +186,7 @@ impl ProcessRendezvous {
         let mut slots = self.slots();
         let channels = Channel::all(self.ranks);
         loop {
-            if let Some(gone) = self.look_after(Some((round, &mut slots)), (&mut *server, &mut *control), patience)?.into_iter().next() {
+            if let Some(gone) = self.look_after(Some((round, &mut slots)), (&mut *server, &mut *control), wait)?.into_iter().next() {
                 return Err(RendezvousError::Again(gone));
             }
             let is_whole =
@@ -205,9 +204,9 @@ impl ProcessRendezvous {
         &self,
         round: Option<(u64, &mut Slots)>,
         (server, control): (&mut HandshakeServer, &mut ControlServer),
-        patience: &RendezvousDeadline<'_>,
+        wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<Vec<String>, RendezvousError> {
-        patience.look(|| {
+        wait.look(|| {
             let dropped = match server.dropped() {
                 0 => String::new(),
                 count => format!("; {count} connections without the run token were dropped"),
@@ -231,19 +230,19 @@ impl ProcessRendezvous {
                 _ => {}
             }
         }
-        control.serve(patience.stop)
+        control.serve(wait.stop)
     }
 
     /// The rendezvous in a later process, which connects to all processes with a smaller index and accepts connections from the others.
-    fn join(&self, own: &HelloMessage, patience: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
+    fn join(&self, own: &HelloMessage, wait: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
         let mut server = HandshakeServer::at(0, &self.token).map_err(|e| Error::resource("listen for the other processes", e))?;
         loop {
-            match self.visit(own, &mut server, patience) {
+            match self.visit(own, &mut server, wait) {
                 Ok(mesh) => return Ok(mesh),
                 Err(RendezvousError::Over(error)) => return Err(error),
                 Err(RendezvousError::Again(why)) => {
-                    patience.look(|| self.late(&why))?;
-                    (patience.log)(&format!("{why}; trying again"));
+                    wait.look(|| self.late(&why))?;
+                    (wait.log)(&format!("{why}; trying again"));
                     thread::sleep(PERIOD);
                 }
             }
@@ -255,15 +254,14 @@ impl ProcessRendezvous {
         &self,
         own: &HelloMessage,
         server: &mut HandshakeServer,
-        patience: &mut RendezvousDeadline<'_>,
+        wait: &mut RendezvousDeadline<'_>,
     ) -> std::result::Result<Mesh, RendezvousError> {
-        let control = self.reach_first(patience)?;
+        let control = self.reach_first(wait)?;
         let failed = |e: io::Error| RendezvousError::from(Error::resource("listen for the other processes", e));
         let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), server.address()?.port()));
         let (here, first, port) = addresses().map_err(failed)?;
         let mut line = ControlConnection::new(control).map_err(failed)?;
-        let outcome =
-            self.meet_over(&mut line, &HelloMessage { address: Some((here, port).into()), ..own.clone() }, first, server, patience);
+        let outcome = self.meet_over(&mut line, &HelloMessage { address: Some((here, port).into()), ..own.clone() }, first, server, wait);
         if let Err(RendezvousError::Over(Error::Interrupted(_))) = &outcome {
             // If process 0 does not receive the stop request, it detects the loss of this process.
             let _ = line.send(&Notice::new(Topic::Stop, &[]));
@@ -280,19 +278,19 @@ impl ProcessRendezvous {
         own: &HelloMessage,
         first: IpAddr,
         server: &mut HandshakeServer,
-        patience: &RendezvousDeadline<'_>,
+        wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
         let text = serde_json::to_string(own).map_err(|e| Error::format("what this process has", e))?;
         line.send(&Notice::new(Topic::Agreement, &[]).with_text(&text)).map_err(lost)?;
         let (round, all) = loop {
-            match self.listen_to(line, patience)? {
+            match self.listen_to(line, wait)? {
                 Some(Notice { topic: Topic::Agreement, tail, .. }) => break self.welcome(&tail)?,
                 _ => thread::sleep(PERIOD / 10),
             }
         };
-        let slots = self.connect_all(round, (&all, first), (line, server), patience)?;
+        let slots = self.connect_all(round, (&all, first), (line, server), wait)?;
         line.send(&Notice::new(Topic::Ready, &[])).map_err(lost)?;
-        while !self.may_begin(line, patience)? {
+        while !self.may_begin(line, wait)? {
             thread::sleep(PERIOD / 10);
         }
         Ok((all, slots))
@@ -302,19 +300,19 @@ impl ProcessRendezvous {
     fn listen_to(
         &self,
         line: &mut ControlConnection,
-        patience: &RendezvousDeadline<'_>,
+        wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<Option<Notice>, RendezvousError> {
-        patience.look(|| self.late("not all processes have come"))?;
+        wait.look(|| self.late("not all processes have come"))?;
         let notice = line.next().map_err(lost)?;
         if notice.as_ref().is_some_and(|notice| notice.topic == Topic::Stop) {
-            patience.stop.request();
+            wait.stop.request();
         }
         Ok(notice)
     }
 
     /// Whether process 0 has announced that the run begins, after its reply to the hello message.
-    fn may_begin(&self, line: &mut ControlConnection, patience: &RendezvousDeadline<'_>) -> std::result::Result<bool, RendezvousError> {
-        match self.listen_to(line, patience)? {
+    fn may_begin(&self, line: &mut ControlConnection, wait: &RendezvousDeadline<'_>) -> std::result::Result<bool, RendezvousError> {
+        match self.listen_to(line, wait)? {
             Some(Notice { topic: Topic::Agreement, tail, .. }) => {
                 self.welcome(&tail)?;
                 Err(self.failed("process 0 says twice who is there").into())
@@ -334,17 +332,17 @@ impl ProcessRendezvous {
     }
 
     /// Opens the control connection to process 0, retrying until process 0 listens.
-    fn reach_first(&self, patience: &RendezvousDeadline<'_>) -> std::result::Result<SealedConnection, RendezvousError> {
+    fn reach_first(&self, wait: &RendezvousDeadline<'_>) -> std::result::Result<SealedConnection, RendezvousError> {
         let (claim, mut refusals) = (self.claim(Channel::CONTROL, 0), 0);
         loop {
             let why = match self.dial(&self.address, claim, || {
-                patience.look(|| self.unreachable_error(&self.address, "it takes too long")).map_err(RendezvousError::Over)
+                wait.look(|| self.unreachable_error(&self.address, "it takes too long")).map_err(RendezvousError::Over)
             })? {
                 Ok(connection) => return Ok(connection),
                 Err(why) => why,
             };
             self.count_refusal(&why, &self.address, &mut refusals)?;
-            patience.look(|| self.unreachable_error(&self.address, &why))?;
+            wait.look(|| self.unreachable_error(&self.address, &why))?;
             thread::sleep(PERIOD);
         }
     }
@@ -373,7 +371,7 @@ impl ProcessRendezvous {
         round: u64,
         (all, first): (&[HelloMessage], IpAddr),
         (line, server): (&mut ControlConnection, &mut HandshakeServer),
-        patience: &RendezvousDeadline<'_>,
+        wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<Slots, RendezvousError> {
         let (channels, mut slots, mut refusals) = (Channel::all(self.ranks), self.slots(), 0);
         let to = |process: usize| channels.iter().skip(usize::from(process == 0)).map(move |channel| (process, *channel));
@@ -382,16 +380,16 @@ impl ProcessRendezvous {
         loop {
             // If process 0 starts again, it closes connections of this round right after admitting them. Only a message on this line
             // announces it.
-            self.may_begin(line, patience)?;
+            self.may_begin(line, wait)?;
             let wants = |slots: &Slots| (0..self.process).flat_map(to).find(|&slot| is_open(slots, slot) != Some(true));
             if let Some((process, channel)) = wants(&slots) {
                 let address = if process == 0 { self.address.clone() } else { reachable(all[process].address, first) };
-                let tried = self.dial(&address, self.claim(channel, round), || self.may_begin(line, patience).map(drop))?;
+                let tried = self.dial(&address, self.claim(channel, round), || self.may_begin(line, wait).map(drop))?;
                 match tried {
                     Ok(connection) => slots[process][channel.place()] = Some(connection),
                     Err(why) => {
                         self.count_refusal(&why, &address, &mut refusals)?;
-                        patience.look(|| self.unreachable_error(&address, &why))?;
+                        wait.look(|| self.unreachable_error(&address, &why))?;
                         thread::sleep(PERIOD);
                     }
                 }

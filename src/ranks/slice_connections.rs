@@ -1,8 +1,8 @@
-//! Connections between two ranks of two processes, which carry slices of gradients and of weights. Each kind has a TCP connection of its own, so that slices
-//! delay no control message, and a thread for each direction, so that no driver thread blocks on a socket. A slice for which a connection has no place waits at
-//! its sender: the flow control of TCP is the only one. A direction without slices sends an empty message from time to time, so that the receiver notices
-//! a lost slice by the number of the message that follows. Slices reuse the host memory of earlier slices: memory that is fresh from the system costs a
-//! page fault for every 4 KiB, which takes longer than the copy.
+//! Connections between two ranks of two processes, which carry slices of gradients and of weights. Each kind has a TCP connection of its
+//! own, so that slices delay no control message, and a thread for each direction, so that no driver thread blocks on a socket. A slice for
+//! which a connection has no place waits at its sender: the flow control of TCP is the only one. A direction without slices sends an empty
+//! message from time to time, so that the receiver notices a lost slice by the number of the message that follows. Slices reuse the host
+//! memory of earlier slices: memory that is fresh from the system costs a page fault for every 4 KiB, which takes longer than the copy.
 
 use super::wire::{Seal, SealedConnection, damage};
 use crate::host::doorbell::Doorbell;
@@ -17,7 +17,8 @@ pub(crate) const PLACES: usize = 2;
 /// Messages that wait at each end of a direction.
 const WAITING: usize = 2;
 
-/// Slices in host memory, at most, on their way over so many connections: in two directions; in places, in connections, and one that is read or written.
+/// Slices in host memory, at most, on their way over so many connections: in two directions; in places, in connections, and one that is
+/// read or written.
 pub(crate) fn slices_under_way(connections: usize) -> usize {
     2 * connections * (PLACES + WAITING + 1)
 }
@@ -95,7 +96,8 @@ impl SliceMessage {
         seal.write(out, kind as u8, &label, &self.bytes)
     }
 
-    /// Reads a message of `kind` with at most `most` bytes into one of `buffers`; nothing where the peer sent the message of a direction without slices.
+    /// Reads a message of `kind` with at most `most` bytes into one of `buffers`; nothing where the peer sent the message of a direction
+    /// without slices.
     fn read(
         input: &mut impl Read,
         (kind, most): (SliceKind, usize),
@@ -159,8 +161,8 @@ fn receive(
 }
 
 impl SliceConnection {
-    /// A connection over `connection` for messages of a kind, of at most so many bytes. `bell` rings when a place is free or a message has come; `lose`
-    /// receives the error that ends the connection.
+    /// A connection over `connection` for messages of a kind, of at most so many bytes. `bell` rings when a place is free or a message has
+    /// come; `lose` receives the error that ends the connection.
     ///
     /// # Errors
     /// Errors of the system, which has no thread or socket left.
@@ -181,7 +183,8 @@ impl SliceConnection {
         Ok(Self { out, arrived, next: None })
     }
 
-    /// Queues a message if the connection has a free place; returns whether it had. The error of a connection that has ended is in the progress counters.
+    /// Queues a message if the connection has a free place; returns whether it had. The error of a connection that has ended is in the
+    /// progress counters.
     pub(crate) fn try_send(&self, message: &SliceMessage) -> bool {
         self.out.try_send(message.clone()).is_ok()
     }

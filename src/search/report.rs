@@ -192,7 +192,7 @@ fn busy(candidate: &Candidate) -> Vec<BusyFractions> {
         BusyFractions { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
         BusyFractions { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
     ];
-    let network = candidate.plan.crossing.far_s(rates) * 1e3 / step_ms;
+    let network = candidate.plan.peer_traffic.far_s(rates) * 1e3 / step_ms;
     busy.extend((candidate.plan.processes > 1).then_some(BusyFractions { what: "the network", share: network }));
     busy.sort_by(|a, b| b.share.total_cmp(&a.share));
     busy

@@ -40,7 +40,7 @@ fn on_four_nodes_with(
     let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
     let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
     let (plan, outcome) = step(&settings, &shape, &profile);
-    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.crossing.inter_node as f64)
+    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.peer_traffic.inter_node as f64)
 }
 
 /// The bytes match the protocol: gradients from six ranks of other nodes, or sums of groups from three inter-node peers, and weights from

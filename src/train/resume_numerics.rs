@@ -50,11 +50,11 @@ pub(super) fn record(plan: &Plan, run: &mut Run) {
         "computed_on": computed_on,
         MATMUL: matmul,
         SEQUENCE_RANKS: plan.sequence_ranks,
-        GRADIENT_GROUP: plan.group,
+        GRADIENT_GROUP: plan.gradient_group,
     });
     run.insert(RunPart::Numerics.name().into(), numerics);
     run.insert(RunPart::Moments.name().into(), json!(plan.moments));
-    run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.shares }));
+    run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.partial_sums }));
 }
 
 /// Writes `versions` of the device into the record of its run, and reports those that differ from the checkpoint's. A machine
@@ -108,7 +108,7 @@ fn is_cut_as_said(settings: &Settings) -> bool {
 
 /// Reports where steps are cut otherwise than the checkpoint's.
 fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
-    let (now, shares) = (kept.micro_batches(), kept.shares());
+    let (now, shares) = (kept.micro_batches(), kept.partial_sums());
     if then.micro_batches != now {
         observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
     }

@@ -4,7 +4,7 @@ mod ending;
 
 use super::evaluation::{Evaluation, Progress};
 use super::event_file::EventFile;
-use super::facts_line::{FactsLine, Surroundings};
+use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
@@ -15,7 +15,7 @@ use super::run_dir::RunDir;
 use super::skips::Skips;
 use crate::checkpoint::engine_state::{self, for_each_piece};
 use crate::checkpoint::parts;
-use crate::checkpoint::{SavedLossScale, Scheduler, Spared, TrainerState, Writer};
+use crate::checkpoint::{RetainedCheckpoints, SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
@@ -79,7 +79,7 @@ impl StepWork {
 }
 
 /// The contents of every checkpoint of a run besides its state.
-pub(super) struct Companions {
+pub(super) struct CheckpointContents {
     pub(super) settings: Settings,
     /// The files that an export needs besides the weights.
     pub(super) model_files: Vec<(String, Vec<u8>)>,
@@ -90,7 +90,7 @@ pub(super) struct Companions {
     /// Prompts that the model is sampled after at evaluations.
     pub(super) prompts: Option<Prompts>,
     /// Facts of the first line of `metrics.jsonl` that the session does not know.
-    pub(super) about: Surroundings,
+    pub(super) about: RunDescription,
 }
 
 /// A run between two steps.
@@ -139,11 +139,11 @@ impl<D: Kernels> Session<D> {
         loader: Loader,
         evaluation: Option<Evaluation>,
         schedule: LrSchedule,
-        companions: Companions,
+        contents: CheckpointContents,
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let Companions { settings, model_files, run, plan, prompts, about } = companions;
+        let CheckpointContents { settings, model_files, run, plan, prompts, about } = contents;
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
@@ -258,7 +258,7 @@ impl<D: Kernels> Session<D> {
         match kept {
             None => {
                 observer.note(&format!("step {}: another plan in {:.1} s: {words}", steps.0, self.replanned.as_secs_f64()));
-                self.plan = self.plan.with_places_of(plan);
+                self.plan = self.plan.with_placement_of(plan);
             }
             Some(error) => {
                 observer.warn(&format!("step {}: the plan stays, and no other is looked for from here on: {error}", steps.0));
@@ -418,7 +418,7 @@ impl<D: Kernels> Session<D> {
         let writer = self.write_state(run)?;
         self.metrics.sync().unwrap_or_else(|error| observer.warn(&error.to_string()));
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
-        let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
+        let spared = RetainedCheckpoints { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
         let saved = writer.finish(&self.model_files, limit, spared)?;
         self.progress.saved(step);
         saved.warnings.iter().for_each(|line| observer.warn(line));

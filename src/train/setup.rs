@@ -2,11 +2,11 @@
 
 use super::evaluation::Evaluation;
 use super::extent::RunExtent;
-use super::facts_line::Surroundings;
+use super::facts_line::RunDescription;
 use super::observer::{Observer, RunFacts};
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
-use super::session::{Companions, Session};
+use super::session::{CheckpointContents, Session};
 use super::{identity, model_files, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
@@ -249,7 +249,7 @@ impl PreparedRun<'_> {
             warmup_steps: settings.warmup(max_steps),
             max_steps,
         };
-        let about = Surroundings {
+        let about = RunDescription {
             machine: MachineFacts::new(&launch.topology),
             device: facts.device,
             model: model_place(&settings),
@@ -258,8 +258,8 @@ impl PreparedRun<'_> {
             max_steps,
             matmul_flops: facts.matmul_flops,
         };
-        let companions = Companions { settings, model_files: source.files, run, plan, prompts, about };
-        Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
+        let contents = CheckpointContents { settings, model_files: source.files, run, plan, prompts, about };
+        Session::new(engine, loader, evaluation, schedule, contents, run_dir, observer)
     }
 }
 

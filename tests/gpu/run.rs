@@ -14,7 +14,7 @@ use super::training::{self, Subject};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, Schedule};
+use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, StreamOrder};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -144,8 +144,8 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     let output = request.output()?;
     if request.wants(Tested::Cpu) {
         // More threads than cores and than the reference has; then streams that run in any order that events permit.
-        cpu(&mut report, request, 5, Schedule::Threads)?;
-        cpu(&mut report, request, 3, Schedule::Adversary { seed: 3 })?;
+        cpu(&mut report, request, 5, StreamOrder::Threads)?;
+        cpu(&mut report, request, 3, StreamOrder::Adversary { seed: 3 })?;
     }
     let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
     match gpu {
@@ -248,11 +248,11 @@ fn find_gpu() -> Result<()> {
     Err(Error::Unsupported("this build has no CUDA device".into()))
 }
 
-fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, schedule: Schedule) -> Result<()> {
+fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, schedule: StreamOrder) -> Result<()> {
     let lines = format!("device = \"cpu\"\nthreads = {threads}\n");
     let settings = match schedule {
-        Schedule::Threads => lines,
-        Schedule::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
+        StreamOrder::Threads => lines,
+        StreamOrder::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
     };
     let subject = Subject {
         engine: &cpu_engine,
@@ -265,7 +265,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
     };
     let open = |_| cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;
-    if schedule != Schedule::Threads {
+    if schedule != StreamOrder::Threads {
         // tests/exactness.rs runs the adversary on up to four devices.
         return Ok(());
     }
@@ -284,7 +284,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
     Ok(())
 }
 
-fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
+fn cpu_device(threads: usize, schedule: StreamOrder) -> Result<Box<dyn Kernels>> {
     // SAFETY: the cases wait for their enqueued work, and a harness drops its device before the memory of its copies.
     Ok(Box::new(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }?))
 }
@@ -300,7 +300,7 @@ fn conform<D: Kernels, W: Write>(
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
     // The reference is slow at the sizes of real workloads.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
-    let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
+    let reference = Harness::new(cpu_device(threads, StreamOrder::Threads)?, bytes)?;
     let own = Harness::new(open(ExpertProducts::Own)?, bytes)?;
     let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };

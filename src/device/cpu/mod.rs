@@ -37,7 +37,7 @@ use stream::{Op, OpQueue, Point, Task};
 
 /// Threads and order in which operations run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Schedule {
+pub enum StreamOrder {
     /// One thread per stream.
     Threads,
     /// The driver's thread, in a random order that events allow.
@@ -143,7 +143,7 @@ impl CpuDevice {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub unsafe fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
+    pub unsafe fn new(threads: usize, schedule: StreamOrder, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let queues = Stream::WITH_PEERS.map(|_| OpQueue::new());
         let shared = Arc::new(StreamsShared {
@@ -157,8 +157,8 @@ impl CpuDevice {
         });
         let recorders = Stream::recorders(trace_spans);
         let runner = match schedule {
-            Schedule::Adversary { seed } => Runner::Adversary(Adversary::new(seed, recorders.into())),
-            Schedule::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
+            StreamOrder::Adversary { seed } => Runner::Adversary(Adversary::new(seed, recorders.into())),
+            StreamOrder::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
         };
         Ok(Self {
             memory: HostMemory::default(),
@@ -183,12 +183,12 @@ impl CpuDevice {
         let queue = stream as usize;
         self.run_until(|shared| !shared.queues[queue].is_full())?;
         self.shared.queues[queue].push(op);
-        self.dawdle()
+        self.delay_randomly()
     }
 
     /// Lets the adversary run operations after an enqueue, so that streams lag behind the driver by a random amount. Some seeds run
     /// operations as soon as they are enqueued, some only when the driver has to wait, most something between.
-    fn dawdle(&mut self) -> Result<()> {
+    fn delay_randomly(&mut self) -> Result<()> {
         while let Runner::Adversary(adversary) = &mut self.runner {
             let may_run = |stream: usize| Some(stream) != adversary.starved && self.shared.can_run(stream);
             if !((0..self.shared.queues.len()).any(may_run) && adversary.is_eager()) {

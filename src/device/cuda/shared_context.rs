@@ -1,8 +1,8 @@
 //! Memory and events that GPUs of one process share.
 //!
-//! All ranks hold a reference to each GPU's [`SharedContext`] memory, events and context, and a rank drops its references only after its own streams
-//! have ended. Memory, events and contexts are therefore never freed while another rank may use them. Operations wait only for points that
-//! were recorded earlier, so the streams always end.
+//! All ranks hold a reference to each GPU's [`SharedContext`] memory, events and context, and a rank drops its references only after its
+//! own streams have ended. Memory, events and contexts are therefore never freed while another rank may use them. Operations wait only for
+//! points that were recorded earlier, so the streams always end.
 
 use super::backlog::Backlog;
 use super::driver::RawEvent;
@@ -75,7 +75,8 @@ pub(super) fn may_read(gpu: sys::CUdevice, other: sys::CUdevice) -> Result<bool>
     Ok(may != 0)
 }
 
-/// Enables access of `gpu`, whose context is current, to the memory of the GPU of `shared_context`; false when the two GPUs have no direct link.
+/// Enables access of `gpu`, whose context is current, to the memory of the GPU of `shared_context`; false when the two GPUs have no direct
+/// link.
 pub(super) fn open_link(gpu: sys::CUdevice, shared_context: &SharedContext) -> Result<bool> {
     const ALREADY_ENABLED: u32 = 704;
     if !may_read(gpu, shared_context.gpu)? {

@@ -3,7 +3,7 @@
 use super::{InterNode, PeerExchange};
 use crate::device::{Device, DeviceSlice, Kernels, PARTS_MAX, Peers, Stream};
 use crate::engine::exchange::Exchange;
-use crate::engine::groups::KeptSums;
+use crate::engine::gradient_groups::KeptSums;
 use crate::engine::tcp_transport::TcpTransport;
 use crate::error::Result;
 use std::ops::Range;

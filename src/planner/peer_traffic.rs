@@ -7,7 +7,7 @@ use crate::model::tensors::TensorTable;
 
 /// Bytes of gradients and weights that one rank receives in a step. It sends equally many.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Crossing {
+pub struct PeerTraffic {
     /// Bytes from ranks of the same process.
     pub(crate) intra_node: usize,
     /// Bytes from ranks of other processes.
@@ -17,24 +17,25 @@ pub struct Crossing {
     pub(crate) by_nccl: bool,
 }
 
-impl Crossing {
+impl PeerTraffic {
     /// The exchange of a step of `workload` with the tensors of `table`. In each round a rank receives the gradients of its slice from all
-    /// other ranks, or only from its inter-node peers if groups are summed within processes. New weights of a slice come from the inter-node peers. All
-    /// other weights come from ranks of the same process, once, or again with each fetch.
+    /// other ranks, or only from its inter-node peers if groups are summed within processes. New weights of a slice come from the
+    /// inter-node peers. All other weights come from ranks of the same process, once, or again with each fetch.
     pub(super) fn of(workload: &Workload, table: &TensorTable, rings: Rings) -> Self {
-        let Workload { shares, group, ranks, processes, dtype, by_nccl, .. } = *workload;
-        let (rounds, local_ranks, slice_bytes) = (shares / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
+        let Workload { partial_sums, gradient_group: group, ranks, processes, dtype, by_nccl, .. } = *workload;
+        let (rounds, local_ranks, slice_bytes) = (partial_sums / ranks, ranks / processes, table.flat_elems() / ranks * dtype.bytes());
         let again = rings.weights.map_or(0, |ring| {
             let micro_batches = micro_batches_each(workload.grad_accum_steps, workload.sequence_ranks, ranks);
             fetched_elems(table, ring, micro_batches) - ring.ringed_elems
         });
         let again_bytes = again / ranks * dtype.bytes();
-        // For gradients: the slices that a rank pulls (its own, or also those of its inter-node peers), and the senders in each other process.
+        // For gradients: the slices that a rank pulls (its own, or also those of its inter-node peers), and the senders in each other
+        // process.
         let (slices, senders) = if sums_within(group, (ranks, processes)) { (processes, 1) } else { (1, local_ranks) };
         // A slice of weights enters each process once and is then copied between its ranks.
         let near = (local_ranks - 1) * (rounds * slices * slice_bytes + processes * (slice_bytes + again_bytes));
-        let far = (processes - 1) * ((rounds * senders + 1) * slice_bytes + if rings.fully_sharded { again_bytes } else { 0 });
-        Self { intra_node: near, inter_node: far, by_nccl }
+        let inter_node = (processes - 1) * ((rounds * senders + 1) * slice_bytes + if rings.fully_sharded { again_bytes } else { 0 });
+        Self { intra_node: near, inter_node, by_nccl }
     }
 
     /// Seconds to receive data from ranks of the same process.

@@ -15,13 +15,13 @@ const ID_BITS: i32 = i32::MAX;
 type TextDigest = [u8; 32];
 
 /// Finds such records among those of `stream`, which begin and end at `bounds`.
-pub(super) struct SameText<'a> {
+pub(super) struct DuplicateText<'a> {
     pub(super) stream: &'a TokenStream,
     pub(super) bounds: &'a Bounds,
     pub(super) preparation: &'a Preparation<'a>,
 }
 
-impl SameText<'_> {
+impl DuplicateText<'_> {
     /// `chosen`, ascending, with all records that have a document in common with one of them, or with one of those, and so on. A record is
     /// given by the numbers of its documents.
     ///

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Jobs submitted to the workers of a pool, and the progress of each worker.
 #[derive(Debug, Default)]
-pub(crate) struct Pulse {
+pub(crate) struct Heartbeats {
     /// Number of submitted jobs, and the span index of the last one, which is its bucket.
     jobs: AtomicU64,
     index: AtomicU64,
@@ -21,7 +21,7 @@ struct Worker {
     pieces: AtomicU64,
 }
 
-impl Pulse {
+impl Heartbeats {
     /// Heartbeats of `workers` that have not started any job.
     pub(super) fn new(workers: usize) -> Self {
         Self { workers: (0..workers).map(|_| Worker::default()).collect(), ..Self::default() }

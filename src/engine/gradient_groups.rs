@@ -8,11 +8,11 @@ use crate::planner::plan::Plan;
 
 /// Order in which the shares of a step are added.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Addition {
+pub(super) struct PartialSumChain {
     /// Shares of a step.
-    shares: usize,
+    partial_sums: usize,
     /// Number of consecutive shares in a group. The sum of a group is rounded.
-    group: usize,
+    gradient_group: usize,
 }
 
 /// fp32 sums of a slice that are stored between two rounds: the sum of whole groups, and the sum of the shares of an incomplete group. Sums
@@ -31,20 +31,20 @@ impl KeptSums {
     }
 }
 
-impl Addition {
+impl PartialSumChain {
     /// The addition of the shares of `plan`.
     pub(super) fn of(plan: &Plan) -> Self {
-        Self { shares: plan.shares, group: plan.group }
+        Self { partial_sums: plan.partial_sums, gradient_group: plan.gradient_group }
     }
 
     /// The addition of the sums of its groups.
     pub(super) fn of_groups(self) -> Self {
-        Self { shares: self.shares / self.group, group: 1 }
+        Self { partial_sums: self.partial_sums / self.gradient_group, gradient_group: 1 }
     }
 
     /// The addition of the shares of one group.
     pub(super) fn of_one_group(self) -> Self {
-        Self { shares: self.group, group: 1 }
+        Self { partial_sums: self.gradient_group, gradient_group: 1 }
     }
 
     /// On `stream`, adds `parts`, the gradients of the shares from `first` on. The parts are overwritten. After the last share, `out`
@@ -60,11 +60,11 @@ impl Addition {
         let (mut groups, mut whole) = ([out; PARTS_MAX], 0);
         let mut rest = parts;
         while let Some(&place) = rest.first() {
-            let within = (first + parts.len() - rest.len()) % self.group;
-            let (these, others) = rest.split_at((self.group - within).min(rest.len()));
-            let is_whole = within + these.len() == self.group;
+            let within = (first + parts.len() - rest.len()) % self.gradient_group;
+            let (these, others) = rest.split_at((self.gradient_group - within).min(rest.len()));
+            let is_whole = within + these.len() == self.gradient_group;
             let sum = if is_whole { place } else { kept.group.unwrap_or(place) };
-            if self.group > 1 {
+            if self.gradient_group > 1 {
                 dev.launch(SumSlices::new(stream, these, kept.group.filter(|_| within > 0), sum))?;
             }
             groups[whole] = sum;
@@ -74,9 +74,9 @@ impl Addition {
         if whole == 0 {
             return Ok(());
         }
-        let is_last = first + parts.len() == self.shares;
+        let is_last = first + parts.len() == self.partial_sums;
         let sum = kept.total.filter(|_| !is_last).unwrap_or(out);
-        dev.launch(SumSlices::new(stream, &groups[..whole], kept.total.filter(|_| first >= self.group), sum))
+        dev.launch(SumSlices::new(stream, &groups[..whole], kept.total.filter(|_| first >= self.gradient_group), sum))
     }
 }
 
@@ -84,7 +84,7 @@ impl Addition {
 mod tests {
     use super::*;
     use crate::device::Device;
-    use crate::device::cpu::{CpuDevice, Schedule};
+    use crate::device::cpu::{CpuDevice, StreamOrder};
     use crate::dtype::Dtype;
     use crate::host::doorbell::Doorbell;
     use crate::host::pinned::HostMemory;
@@ -97,14 +97,17 @@ mod tests {
     const ELEMS: usize = 64;
 
     /// Values of different magnitudes, so that every rounding and every change of order is visible.
-    fn gradient(share: usize, at: usize) -> bf16 {
-        bf16::from_f32([1.0, 3e-3, 1.7, -0.99][(share * 3 + at) % 4] * (1.0 + (share + at) as f32 / 7.0))
+    fn gradient(partial_sum: usize, at: usize) -> bf16 {
+        bf16::from_f32([1.0, 3e-3, 1.7, -0.99][(partial_sum * 3 + at) % 4] * (1.0 + (partial_sum + at) as f32 / 7.0))
     }
 
     /// The sum according to the definition.
-    fn expected(shares: usize, group: usize, at: usize) -> bf16 {
+    fn expected(partial_sums: usize, group: usize, at: usize) -> bf16 {
         let chain = |parts: &mut dyn Iterator<Item = bf16>| bf16::from_f32(parts.map(bf16::to_f32).reduce(|sum, part| sum + part).unwrap());
-        chain(&mut (0..shares / group).map(|nth| chain(&mut (nth * group..(nth + 1) * group).map(|share| gradient(share, at)))))
+        chain(
+            &mut (0..partial_sums / group)
+                .map(|nth| chain(&mut (nth * group..(nth + 1) * group).map(|partial_sum| gradient(partial_sum, at)))),
+        )
     }
 
     struct Bench {
@@ -127,13 +130,13 @@ mod tests {
             self.host.lend::<bf16>(to).to_vec()
         }
 
-        /// The sum of `shares` in groups of `group`, with `ranks` parts in each round.
-        fn sum(&mut self, shares: usize, group: usize, ranks: usize) -> Vec<bf16> {
-            let addition = Addition { shares, group };
-            let memory = self.dev.alloc("kept", kept_sums((shares, group), ranks) * ELEMS, Dtype::Float32).unwrap();
+        /// The sum of `partial_sums` in groups of `group`, with `ranks` parts in each round.
+        fn sum(&mut self, partial_sums: usize, group: usize, ranks: usize) -> Vec<bf16> {
+            let addition = PartialSumChain { partial_sums, gradient_group: group };
+            let memory = self.dev.alloc("kept", kept_sums((partial_sums, group), ranks) * ELEMS, Dtype::Float32).unwrap();
             let parts: Vec<_> = (0..ranks).map(|_| self.dev.alloc("part", ELEMS, Dtype::Bfloat16).unwrap()).collect();
             let out = self.dev.alloc("out", ELEMS, Dtype::Bfloat16).unwrap();
-            for first in (0..shares).step_by(ranks) {
+            for first in (0..partial_sums).step_by(ranks) {
                 for (nth, part) in parts.iter().enumerate() {
                     self.put(*part, &std::array::from_fn::<_, ELEMS, _>(|at| gradient(first + nth, at)));
                 }
@@ -146,13 +149,13 @@ mod tests {
     proptest! {
         #[test]
         fn any_number_of_ranks_adds_by_the_definition(ranks in 1usize..=8, rounds in 1usize..5, nth in 0usize..16) {
-            let shares = ranks * rounds;
-            let groups: Vec<usize> = (1..=shares).filter(|group| shares.is_multiple_of(*group)).collect();
+            let partial_sums = ranks * rounds;
+            let groups: Vec<usize> = (1..=partial_sums).filter(|group| partial_sums.is_multiple_of(*group)).collect();
             let group = groups[nth % groups.len()];
-            let dev = open::cpu(1, Schedule::Threads, Arc::new(Doorbell::default()), 0).unwrap();
-            let sum = Bench { dev, host: HostMemory::default() }.sum(shares, group, ranks);
-            let want: Vec<_> = (0..ELEMS).map(|at| expected(shares, group, at)).collect();
-            prop_assert_eq!(sum, want, "{} shares in groups of {} on {} ranks", shares, group, ranks);
+            let dev = open::cpu(1, StreamOrder::Threads, Arc::new(Doorbell::default()), 0).unwrap();
+            let sum = Bench { dev, host: HostMemory::default() }.sum(partial_sums, group, ranks);
+            let want: Vec<_> = (0..ELEMS).map(|at| expected(partial_sums, group, at)).collect();
+            prop_assert_eq!(sum, want, "{} shares in groups of {} on {} ranks", partial_sums, group, ranks);
         }
     }
 

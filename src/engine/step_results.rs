@@ -15,8 +15,8 @@ use std::ops::Range;
 const COPIES: usize = 16;
 
 /// Memory of a report, and its progress in this step.
-pub(super) struct Report {
-    partials: DeviceSlice,
+pub(super) struct StepResults {
+    norm_partials: DeviceSlice,
     nonfinite: DeviceSlice,
     host_partials: PinnedSlice,
     host_nonfinite: PinnedSlice,
@@ -31,15 +31,15 @@ pub(super) struct Report {
     arrived: usize,
 }
 
-impl Report {
-    pub(super) fn new<D: Device>(elems: usize, shares: usize, stream: Stream, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
+impl StepResults {
+    pub(super) fn new<D: Device>(elems: usize, partial_sums: usize, stream: Stream, dev: &mut D, host: &mut HostMemory) -> Result<Self> {
         let blocks = elems / BLOCK;
         let report = Self {
-            partials: dev.alloc("norm partials", blocks, Dtype::Float32)?,
+            norm_partials: dev.alloc("norm partials", blocks, Dtype::Float32)?,
             nonfinite: dev.alloc("non-finite flag", 1, Dtype::Int32)?,
             host_partials: host.alloc("norm partials", blocks * 4)?,
             host_nonfinite: host.alloc("non-finite flag", 4)?,
-            host_losses: host.alloc("losses", shares * 4)?,
+            host_losses: host.alloc("losses", partial_sums * 4)?,
             copied: (0..=COPIES).map(|_| dev.event()).collect::<Result<_>>()?,
             ends: Vec::with_capacity(COPIES + 1),
             stream,
@@ -63,18 +63,18 @@ impl Report {
     /// Enqueues the sums of squares of the gradients `grads` of a local range, after they are written. Ranges must arrive in order.
     pub(super) fn add<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, range: &Range<usize>) -> Result<()> {
         let (start, end) = (range.start / BLOCK, range.end / BLOCK);
-        let partials = self.partials.slice(start, end - start);
+        let partials = self.norm_partials.slice(start, end - start);
         dev.launch(GradNormPartials { stream: self.stream, grads, partials, nonfinite: self.nonfinite })?;
-        let is_last = end == self.partials.elems();
-        if !is_last && end - self.copied_to() >= self.partials.elems().div_ceil(COPIES) {
+        let is_last = end == self.norm_partials.elems();
+        if !is_last && end - self.copied_to() >= self.norm_partials.elems().div_ceil(COPIES) {
             self.copy_to(dev, end)?;
         }
         Ok(())
     }
 
-    /// Enqueues the copy of the loss of `share`. In a step, the last share's loss is copied by [`Report::end`].
-    pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, share: usize) -> Result<()> {
-        dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(share * 4, 4))
+    /// Enqueues the copy of the loss of `partial_sum`. In a step, the last share's loss is copied by [`Report::end`].
+    pub(super) fn add_loss<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice, partial_sum: usize) -> Result<()> {
+        dev.copy_d2h(Stream::Compute, loss, self.host_losses.slice(partial_sum * 4, 4))
     }
 
     /// The losses of this rank's shares, once they have arrived.
@@ -86,7 +86,7 @@ impl Report {
     pub(super) fn end<D: Device>(&mut self, dev: &mut D, loss: DeviceSlice) -> Result<()> {
         dev.copy_d2h(self.stream, self.nonfinite, self.host_nonfinite)?;
         dev.copy_d2h(self.stream, loss, self.host_losses.slice(self.host_losses.bytes() - 4, 4))?;
-        self.copy_to(dev, self.partials.elems())
+        self.copy_to(dev, self.norm_partials.elems())
     }
 
     /// Whether all of this step's report has been passed on.
@@ -101,7 +101,7 @@ impl Report {
     fn copy_to<D: Device>(&mut self, dev: &mut D, end: usize) -> Result<()> {
         let start = self.copied_to();
         let target = self.host_partials.slice(start * 4, (end - start) * 4);
-        dev.copy_d2h(self.stream, self.partials.slice(start, end - start), target)?;
+        dev.copy_d2h(self.stream, self.norm_partials.slice(start, end - start), target)?;
         dev.record(self.copied[self.ends.len()], self.stream)?;
         self.ends.push(end);
         Ok(())
@@ -113,9 +113,9 @@ impl Report {
         while self.arrived < self.ends.len() && dev.is_done(self.copied[self.arrived])? {
             let start = self.arrived.checked_sub(1).map_or(0, |before| self.ends[before]);
             let end = self.ends[self.arrived];
-            exchange.add_partials(host.lend(self.host_partials.slice(start * 4, (end - start) * 4)));
+            exchange.add_norm_partials(host.lend(self.host_partials.slice(start * 4, (end - start) * 4)));
             self.arrived += 1;
-            if end == self.partials.elems() {
+            if end == self.norm_partials.elems() {
                 exchange.report(step, host.lend::<i32>(self.host_nonfinite)[0] != 0, self.losses(host));
             }
         }

@@ -10,12 +10,12 @@ use std::ops::Range;
 /// Both sides of the link: the device, and the owner of host memory.
 pub(super) type Sides<'a, D> = (&'a mut D, &'a mut HostMemory);
 
-pub(super) struct Bounce {
+pub(super) struct BounceBuffer {
     buffer: PinnedSlice,
     bounced: EventId,
 }
 
-impl Bounce {
+impl BounceBuffer {
     pub(super) fn new<D: Device>((dev, host): Sides<'_, D>) -> Result<Self> {
         let buffer = host.alloc("bounce buffer", BOUNCE_ELEMS * 4)?;
         dev.pin(buffer)?;
@@ -116,8 +116,8 @@ mod tests {
         let on = (machine.kind, machine.device);
         let (mut dev, _pool) = SimDevice::new("h200", &Rates::of(&profile), on, (1, Isa::Scalar, Moments::Float32), 0);
         let mut host = HostMemory::new(MemoryPolicy::unbacked());
-        let bounce = Bounce::new((&mut dev, &mut host)).unwrap();
+        let bounce_buffer = BounceBuffer::new((&mut dev, &mut host)).unwrap();
         let target = dev.alloc("table", 8, Dtype::Float32).unwrap();
-        bounce.fill((&mut dev, &mut host), target, |elems, _| panic!("made elements {elems:?}")).unwrap();
+        bounce_buffer.fill((&mut dev, &mut host), target, |elems, _| panic!("made elements {elems:?}")).unwrap();
     }
 }
