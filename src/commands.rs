@@ -1,6 +1,6 @@
 //! The program's commands, one function each, for the command line and other front ends.
 //!
-//! `tell` receives lines for the user. A line that begins with `warning: ` reports a problem.
+//! `log` receives lines for the user. A line that begins with `warning: ` reports a problem.
 
 use crate::bench::options::StepOptions;
 use crate::bench::record::RecordFile;
@@ -28,10 +28,10 @@ use crate::hub::HubQuery;
 use crate::launch::context::check_context;
 use crate::launch::open;
 use crate::model::presets;
-use crate::news::News;
 use crate::optim::simd::Isa;
 use crate::planner::machine::Machine;
 use crate::probe::{self, ProbeOptions};
+use crate::progress_event::ProgressEvent;
 use crate::report::write_report;
 use crate::search::SearchQuery;
 use crate::search::progress;
@@ -99,13 +99,13 @@ pub fn under_launcher(options: TrainOptions) -> Result<TrainOptions> {
 }
 
 /// Translates flag names of Hugging Face, TRL, axolotl and LLaMA-Factory in `args`, the arguments of `command` with the program's name
-/// first. `tell` receives a line for each flag that has no effect here.
+/// first. `log` receives a line for each flag that has no effect here.
 ///
 /// # Errors
 /// `Usage` for a flag of another program that this program lacks, with the flag to use instead.
-pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMut(&dyn Display)) -> Result<Vec<OsString>> {
+pub fn respell(command: &clap::Command, args: Vec<OsString>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<OsString>> {
     let rewritten = aliases::rewrite(command, args)?;
-    rewritten.ignored.iter().for_each(|line| tell(&format_args!("ignored: {line}")));
+    rewritten.ignored.iter().for_each(|line| log(&format_args!("ignored: {line}")));
     Ok(rewritten.args)
 }
 
@@ -114,31 +114,31 @@ pub fn respell(command: &clap::Command, args: Vec<OsString>, tell: &mut dyn FnMu
 ///
 /// # Errors
 /// `Usage` for invalid options; `Resource` if no plan fits, with the smallest change that would help.
-pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
-    let profile = profile(&options, tell)?;
+pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
+    let profile = profile(&options, log)?;
     // Weights of a checkpoint need no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
-    let mut emit = |news: News<'_>| match news {
-        News::Note(line) | News::Warn(line) => tell(&line),
-        News::Progress { .. } => {}
+    let mut emit = |event: ProgressEvent<'_>| match event {
+        ProgressEvent::Note(line) | ProgressEvent::Warn(line) => log(&line),
+        ProgressEvent::Progress { .. } => {}
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
     let (settings, shape) = (Settings::resolve_over(Settings::default(), options)?, presets::shape("model", model)?);
-    check_context(&settings, &shape, model)?.iter().for_each(|line| tell(&format_args!("warning: {line}")));
-    let settings = packing::settle_for_plan(&settings, &mut |line| tell(&line));
+    check_context(&settings, &shape, model)?.iter().for_each(|line| log(&format_args!("warning: {line}")));
+    let settings = packing::settle_for_plan(&settings, &mut |line| log(&line));
     let machine = Machine::of_run(&profile, &settings)?;
     let query = SearchQuery::new(&settings, &shape, &machine);
-    progress::told(tell, || SearchReport::of(query, &model.display().to_string(), &profile))
+    progress::with_progress(log, || SearchReport::of(query, &model.display().to_string(), &profile))
 }
 
-/// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `tell` receives
+/// Converts the configuration of another trainer at `path` to TOML for this program, into the file `out` if it is set. `log` receives
 /// the table of its keys. Returns the configuration, or a command that uses it.
 ///
 /// # Errors
 /// `Usage` with every key that is not available here, for a file of no known program, and for an existing `out` with other content.
-pub fn convert_config(path: &Path, out: Option<&Path>, tell: &mut dyn FnMut(&dyn Display)) -> Result<String> {
+pub fn convert_config(path: &Path, out: Option<&Path>, log: &mut dyn FnMut(&dyn Display)) -> Result<String> {
     let converted = foreign::convert(path)?;
-    tell(&converted);
+    log(&converted);
     let text = converted.toml()?;
     let Some(out) = out else { return Ok(text.trim_end().into()) };
     ResultFile::open(out, &CONFIGURATION)?.write(|file| file.write_all(text.as_bytes()))?;
@@ -177,14 +177,14 @@ pub fn sample(options: &SampleOptions) -> Result<impl Display + use<>> {
 pub fn bench_step(
     options: StepOptions,
     on_alarm: Box<dyn Fn(Alarm) + Send>,
-    tell: &mut dyn FnMut(&dyn Display),
+    log: &mut dyn FnMut(&dyn Display),
 ) -> Result<Option<impl Display + Serialize + use<>>> {
     let out = options.out.clone().filter(|_| options.train.process.unwrap_or(0) == 0);
     let bench = StepBench::new(options)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
-    let Some(record) = bench.run(Some(Box::new(move |why| on_alarm(Alarm::Stall(why)))), tell)? else { return Ok(None) };
+    let Some(record) = bench.run(Some(Box::new(move |why| on_alarm(Alarm::Stall(why)))), log)? else { return Ok(None) };
     // Printed before the file is written, so a write error does not lose the measurements.
-    tell(&format_args!("\n{record}"));
+    log(&format_args!("\n{record}"));
     file.map_or(Ok(()), |mut file| file.append(&record))?;
     Ok(Some(record))
 }
@@ -193,12 +193,12 @@ pub fn bench_step(
 ///
 /// # Errors
 /// Errors of [`bench_step`]; `Resource` if the steps do not fit that machine, with a remedy.
-pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
+pub fn simulate(options: StepOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + Serialize + use<>> {
     let out = options.out.clone();
-    let profile = profile(&options.train, tell)?;
+    let profile = profile(&options.train, log)?;
     let simulation = Simulation::new(options, profile)?;
     let file = out.as_deref().map(RecordFile::open).transpose()?;
-    let record = progress::told(tell, || simulation.run())?;
+    let record = progress::with_progress(log, || simulation.run())?;
     file.map_or(Ok(()), |mut file| file.append(&record))?;
     Ok(record)
 }
@@ -207,12 +207,12 @@ pub fn simulate(options: StepOptions, tell: &mut dyn FnMut(&dyn Display)) -> Res
 ///
 /// # Errors
 /// `Usage` and `Io` for a file that cannot be written; errors of unavailable devices; `Resource` for an implausible measurement.
-pub fn probe(options: &ProbeOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
+pub fn probe(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
     let file = options.file()?;
-    let profile = probe::run(options, tell)?;
+    let profile = probe::run(options, log)?;
     // A write error does not lose the measurements.
-    file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| tell(&profile.table()))?;
-    profile.unsteady().into_iter().for_each(|line| tell(&line));
+    file.map_or(Ok(()), |file| file.write(&profile)).inspect_err(|_| log(&profile.table()))?;
+    profile.unsteady().into_iter().for_each(|line| log(&line));
     Ok(profile.table())
 }
 
@@ -228,9 +228,9 @@ pub fn doctor() -> impl Display + Serialize {
 ///
 /// # Errors
 /// `Format` if there is no good checkpoint; `Io` if it cannot be read.
-pub fn digest(dir: &Path, tell: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
+pub fn digest(dir: &Path, log: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf, String)> {
     let (checkpoint, warnings) = checkpoint::find(dir)?;
-    warnings.iter().for_each(|line| tell(&format_args!("warning: {line}")));
+    warnings.iter().for_each(|line| log(&format_args!("warning: {line}")));
     let digest = digest_checkpoint(&checkpoint)?;
     Ok((checkpoint, digest))
 }
@@ -239,7 +239,7 @@ pub fn digest(dir: &Path, tell: &mut dyn FnMut(&dyn Display)) -> Result<(PathBuf
 ///
 /// # Errors
 /// `Usage` for a shard size of 0; errors for a missing good checkpoint, a non-empty `out`, or a file that cannot be written.
-pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
+pub fn export(options: &ExportOptions, log: &mut dyn FnMut(&dyn Display)) -> Result<impl Display + use<>> {
     let dtype = match options.dtype {
         ExportDtype::Auto => None,
         ExportDtype::Float32 => Some(Dtype::Float32),
@@ -249,7 +249,7 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
     let max_shard_bytes = options.max_shard_mb.map_or(Ok(MAX_SHARD_BYTES), bytes)?;
     let (dir, damaged) = if options.best { find_best(&options.dir)? } else { (options.dir.clone(), Vec::new()) };
     let exported = export_checkpoint(&dir, &options.out, Options { dtype, max_shard_bytes })?;
-    damaged.iter().chain(&exported.warnings).for_each(|line| tell(&format_args!("warning: {line}")));
+    damaged.iter().chain(&exported.warnings).for_each(|line| log(&format_args!("warning: {line}")));
     Ok(format!("exported step {} of {} to {}", exported.step, exported.checkpoint.display(), options.out.display()))
 }
 
@@ -259,13 +259,13 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 /// The errors of training with the model, tokenizer and data.
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
     let mut notes = Vec::new();
-    let mut emit = |news: News<'_>| match news {
-        News::Note(line) => notes.push(line.to_string()),
-        News::Warn(line) => notes.push(format!("warning: {line}")),
-        News::Progress { .. } => {}
+    let mut emit = |event: ProgressEvent<'_>| match event {
+        ProgressEvent::Note(line) => notes.push(line.to_string()),
+        ProgressEvent::Warn(line) => notes.push(format!("warning: {line}")),
+        ProgressEvent::Progress { .. } => {}
     };
     let settings = &text::find_sources(settings, false, stop, &mut emit)?;
-    let settings = &packing::settle(settings, None, &mut |line| emit(News::Note(line)))?;
+    let settings = &packing::settle(settings, None, &mut |line| emit(ProgressEvent::Note(line)))?;
     let (shape, tokenizer, settings) = text::reader(settings, None)?;
     let (paths, split) = (&settings.data, settings.eval_split.map(|split| (split, settings.seed)));
     let request = ViewRequest { paths, rules: settings.row_rules(), split, shown, in_colour };

@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_is_told_what_binds_it() {
+    fn a_container_report_names_its_limits() {
         let root = container();
         let process = Process { affinity: CpuList::parse("8-11"), memlock_bytes: Some(8 << 20), ..Process::default() };
         let facts = facts_of(&Topology { perf_event_paranoid: Some(4), ..Topology::read(root.path(), process) });
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_machine_is_said_to_be_unknown() {
+    fn an_unknown_machine_is_shown_as_unknown() {
         let unknown = Topology::read(tree(&[]).path(), Process::default());
         let found = GpuReport {
             facts: Ok(GpuFacts::default()),

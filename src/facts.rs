@@ -253,7 +253,7 @@ impl PlanFacts {
             recomputed_layers: plan.layer_policies.iter().filter(|policy| policy.recomputes_block()).count(),
             attention: format!("{:?}", plan.attention),
             expert_products: plan.expert_products,
-            network_bytes: plan.crossing.far,
+            network_bytes: plan.peer_traffic.inter_node,
             predicted_step_ms: plan.simulated_step_ms.or(plan.predicted.map(|predicted| predicted.step_s * 1e3)),
         }
     }

@@ -41,7 +41,7 @@ pub mod data {
 }
 
 pub mod device {
-    pub use crate::device::cpu::{CpuDevice, Schedule};
+    pub use crate::device::cpu::{CpuDevice, StreamOrder};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
     pub use crate::device::{
         AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
@@ -92,7 +92,7 @@ pub mod hardware {
 pub mod host {
     pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
-    pub use crate::host::homes::Homes;
+    pub use crate::host::homes::WorkerNodes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]
     pub use crate::host::partition::join_optimizer;
@@ -149,7 +149,7 @@ pub mod planner {
 }
 
 pub mod probe {
-    pub use crate::probe::copies::Way;
+    pub use crate::probe::copies::CopyDirection;
     pub use crate::probe::grouped::upload_bounds;
     pub use crate::probe::product::{Product, fill};
     pub use crate::probe::samples::Samples;
@@ -157,7 +157,7 @@ pub mod probe {
     pub use crate::probe::timer::Timer;
     pub use crate::probe::workers::{Workers, memory_policy};
     pub mod kernels {
-        pub use crate::probe::kernels::{Small, measure};
+        pub use crate::probe::kernels::{SmallKernels, measure};
     }
 }
 

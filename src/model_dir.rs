@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_directory_is_refused() {
+    fn non_directories_are_refused() {
         for path in ["/no/where", "../model", "org/name", "a/b/c"] {
             assert!(matches!(ModelDir::open(Path::new(path)), Err(Error::Io { .. })), "{path}");
         }

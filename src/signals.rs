@@ -69,12 +69,12 @@ impl StopSignal {
     }
 }
 
-/// Whether the run was asked to stop, by a signal or by another process of the run. A request of another process does not count as the
+/// Whether the run was requested to stop, by a signal or by another process of the run. A request of another process does not count as the
 /// first of two signals.
 #[derive(Clone, Debug, Default)]
 pub struct StopFlag {
     signalled: Arc<AtomicBool>,
-    asked: Arc<AtomicBool>,
+    requested: Arc<AtomicBool>,
 }
 
 impl StopFlag {
@@ -104,13 +104,13 @@ impl StopFlag {
     }
 
     /// Requests a stop.
-    pub(crate) fn ask(&self) {
-        self.asked.store(true, Ordering::Relaxed);
+    pub(crate) fn request(&self) {
+        self.requested.store(true, Ordering::Relaxed);
     }
 
     /// Whether a stop was requested.
     pub(crate) fn is_set(&self) -> bool {
-        self.signalled.load(Ordering::Relaxed) || self.asked.load(Ordering::Relaxed)
+        self.signalled.load(Ordering::Relaxed) || self.requested.load(Ordering::Relaxed)
     }
 }
 

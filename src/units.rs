@@ -164,7 +164,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_printed_reads_back_to_a_twentieth_of_its_unit(n in 0u64..1 << 60) {
+        fn printed_sizes_read_back_to_a_twentieth_of_their_unit(n in 0u64..1 << 60) {
             let Bytes(back) = Bytes(n).to_string().parse().unwrap();
             let unit = (0..BYTE_UNITS.len()).map(|i| 1u64 << (10 * i)).rfind(|&unit| unit <= n).unwrap_or(1);
             prop_assert!(back.abs_diff(n) as f64 <= 0.0501 * unit as f64, "{n} -> {back}");

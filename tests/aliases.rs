@@ -66,7 +66,7 @@ fn yaml_and_json_train_as_toml_does() {
 }
 
 #[test]
-fn what_has_no_use_here_is_told_and_changes_no_bit() {
+fn options_without_effect_are_logged_and_change_no_bit() {
     let workspace = Workspace::new();
     let offload = serde_json::json!({"device": "cpu", "ratio": 0.4});
     let config = serde_json::json!({"zero_optimization": {"stage": 2, "offload_optimizer": offload}, "gradient_clipping": 1.0});
@@ -74,14 +74,14 @@ fn what_has_no_use_here_is_told_and_changes_no_bit() {
     let flags = ["--deepspeed", config.to_str().unwrap(), "--eval-data", data.to_str().unwrap(), "--max-steps=2"];
     let printed = run(&mut workspace.train("out", &[&flags[..], &["--per_device_eval_batch_size", "4"]].concat()));
     assert_eq!(printed.digest(), run(&mut workspace.train("without", &flags)).digest());
-    let told = "ignored: --per-device-eval-batch-size (an evaluation takes the micro-batches of a step)";
-    assert!(printed.stderr.lines().any(|line| line == told), "{printed:?}");
-    let told = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state lies on the host");
-    assert!(printed.stdout.lines().chain(printed.stderr.lines()).any(told), "{printed:?}");
+    let message = "ignored: --per-device-eval-batch-size (an evaluation takes the micro-batches of a step)";
+    assert!(printed.stderr.lines().any(|line| line == message), "{printed:?}");
+    let message = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state lies on the host");
+    assert!(printed.stdout.lines().chain(printed.stderr.lines()).any(message), "{printed:?}");
 }
 
 #[test]
-fn what_cannot_be_had_names_the_flag_to_use() {
+fn unsupported_options_name_the_flag_to_use() {
     let workspace = Workspace::new();
     for (flags, words) in [
         (&["--optim", "lion"][..], &["--optim lion", "adamw_torch"][..]),

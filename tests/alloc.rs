@@ -177,7 +177,7 @@ impl UseEngine for Watch {
         let found = first_allocation(|| {
             for _ in 0..STEPS {
                 train(&mut engine, 1);
-                dog.look();
+                dog.poll_now();
             }
         });
         drop(dog);

@@ -20,7 +20,7 @@ fn turn(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-fn asked(question: &str) -> Value {
+fn requested(question: &str) -> Value {
     json!({"messages": [turn("user", question), turn("assistant", "yes.")]})
 }
 
@@ -39,30 +39,30 @@ fn train(workspace: &Workspace, bad: &str, large: bool) -> Outcome {
 fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
     let workspace = Workspace::new();
     let long = "x".repeat(10 << 20);
-    let said = |messages: Value| json!({"messages": messages}).to_string();
-    let said_by = |key: &str, value: Value| said(json!([turn("user", "a"), {"role": "assistant", "content": "b", key: value}]));
+    let output = |messages: Value| json!({"messages": messages}).to_string();
+    let said_by = |key: &str, value: Value| output(json!([turn("user", "a"), {"role": "assistant", "content": "b", key: value}]));
     let alternating = |count: usize, words: &str, thinking: &str| {
         let answer = json!({"role": "assistant", "content": words, "thinking": thinking});
-        said(json!((0..count).flat_map(|_| [turn("user", words), answer.clone()]).collect::<Vec<_>>()))
+        output(json!((0..count).flat_map(|_| [turn("user", words), answer.clone()]).collect::<Vec<_>>()))
     };
     let cases = [
-        (said(json!([turn("user", "a"), turn("user", "b")])), "roles must alternate"),
-        (said(json!([])), "`messages` is empty"),
-        (said(json!([turn("user", "a"), "b"])), "message 1 of `messages` has neither role and content nor from and value"),
+        (output(json!([turn("user", "a"), turn("user", "b")])), "roles must alternate"),
+        (output(json!([])), "`messages` is empty"),
+        (output(json!([turn("user", "a"), "b"])), "message 1 of `messages` has neither role and content nor from and value"),
         (
-            said(json!([turn("user", "a"), {"role": "assistant", "content": 4}])),
+            output(json!([turn("user", "a"), {"role": "assistant", "content": 4}])),
             "message 1 of `messages` has content that is neither text nor parts",
         ),
-        (said(json!([{"role": "user", "content": {"text": "a"}}])), "message 0 of `messages` has content that is neither text nor parts"),
-        (said(json!("[]")), "`messages` is not a list of messages"),
-        (said(json!([turn("user", "a"), {"role": "assistant", "content": null}])), "the chat template"),
+        (output(json!([{"role": "user", "content": {"text": "a"}}])), "message 0 of `messages` has content that is neither text nor parts"),
+        (output(json!("[]")), "`messages` is not a list of messages"),
+        (output(json!([turn("user", "a"), {"role": "assistant", "content": null}])), "the chat template"),
         (
-            said(json!([{"role": "user", "content": [{"type": "image"}]}])),
+            output(json!([{"role": "user", "content": [{"type": "image"}]}])),
             "message 0 of `messages` has a part of type \"image\": only text",
         ),
-        (asked("loop").to_string(), "loops for ever"),
-        (asked("grow").to_string(), "makes too much text"),
-        (asked(&long).to_string(), "at most 4194304 go through a chat template"),
+        (requested("loop").to_string(), "loops for ever"),
+        (requested("grow").to_string(), "makes too much text"),
+        (requested(&long).to_string(), "at most 4194304 go through a chat template"),
         (alternating(400, &"word ".repeat(40), "hm"), "its answers come to more than 16777216 bytes of text"),
         (alternating(5000, "word", ""), "the chat template takes too long for 10000 messages"),
         (said_by("train", json!("false")), "message 1 of `messages` has train \"false\": true or false says whether it is trained"),
@@ -88,7 +88,7 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
 #[test]
 fn a_template_that_names_a_file_is_refused() {
     let workspace = Workspace::new();
-    let data = format!("--data={}", workspace.write("chat.jsonl", asked("why?").to_string()).display());
+    let data = format!("--data={}", workspace.write("chat.jsonl", requested("why?").to_string()).display());
     for (tag, cause) in [("include '/etc/passwd'", "unknown statement include"), ("import 'x' as 1", "unknown statement import")] {
         let template = format!("--chat-template={}", workspace.write("chat.jinja", format!("{{% {tag} %}}")).display());
         run(&mut workspace.train("out", &[&data, &template])).refused(1, &["chat.jinja", cause]);
@@ -99,14 +99,14 @@ fn a_template_that_names_a_file_is_refused() {
 #[test]
 fn a_template_that_has_prompts_trained_is_refused_at_the_first_record() {
     let workspace = Workspace::new();
-    let lines = (0..40).map(|n| asked(&format!("why {n}?")).to_string()).collect::<Vec<_>>().join("\n");
+    let lines = (0..40).map(|n| requested(&format!("why {n}?")).to_string()).collect::<Vec<_>>().join("\n");
     let data = format!("--data={}", workspace.write("chat.jsonl", lines).display());
     let all = format!("{{% generation %}}{TEMPLATE}{{% endgeneration %}}");
     let counts = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}{{ messages|length }}");
     for template in [counts, all] {
         let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
-        let told = ["chat.jsonl: line 1: what comes before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
-        run(&mut workspace.train("out", &[&data, &template])).refused(1, &told);
+        let message = ["chat.jsonl: line 1: what comes before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
+        run(&mut workspace.train("out", &[&data, &template])).refused(1, &message);
         let outcome = run(&mut workspace.train("all", &[&data, &template, "--train-on=all", "--max-steps=1"]));
         assert!(outcome.code == 0 && outcome.stdout.contains("(100.0 % trained)"), "{outcome:?}");
     }
@@ -119,12 +119,12 @@ fn a_record_that_begins_with_an_answer_is_trained_from_its_question_on() {
     for large in [false, true] {
         let outcome = train(&workspace, &greeted, large);
         outcome.digest();
-        let told = format!(
+        let message = format!(
             "chat.jsonl: line {}: begins with an answer that nothing asks for, as 1 of {} records do; such answers are not trained",
             BEFORE + 1,
             2 * BEFORE + 1
         );
-        assert!(outcome.stderr.contains(&told), "{told:?} is not in {outcome:?}");
+        assert!(outcome.stderr.contains(&message), "{message:?} is not in {outcome:?}");
     }
 }
 
@@ -135,8 +135,8 @@ fn a_record_without_an_answer_is_counted_and_left_out() {
     for large in [false, true] {
         let outcome = train(&workspace, &unanswered, large);
         outcome.digest();
-        let told =
+        let message =
             format!("chat.jsonl: line {}: no token is trained, as in 1 of {} records; they are left out", BEFORE + 1, 2 * BEFORE + 1);
-        assert!(outcome.stderr.contains(&told), "{told:?} is not in {outcome:?}");
+        assert!(outcome.stderr.contains(&message), "{message:?} is not in {outcome:?}");
     }
 }

@@ -102,7 +102,7 @@ fn shapes() -> [ModelShape; 3] {
 
 /// The order of the tokens is fixed, so every sum has the same terms in the same order.
 #[test]
-fn documents_that_share_a_row_are_to_the_bit_what_they_are_in_rows_of_their_own() {
+fn documents_that_share_a_row_equal_documents_in_separate_rows_to_the_bit() {
     let documents: Vec<Document> = (0..16).map(|seed| Document::new(seed, 4, seed as usize % 4)).collect();
     let rows = |in_a_row: usize| Rows::new(documents.chunks(in_a_row).map(<[Document]>::to_vec).collect());
     for shape in shapes() {
@@ -173,7 +173,7 @@ fn the_loss_is_the_mean_over_the_targets_that_count() {
 
 /// No counted target depends on the last tokens of the row. They may have any value, and so may the marker of ignored targets.
 #[test]
-fn what_does_not_count_leaves_no_trace() {
+fn padding_leaves_no_trace() {
     for shape in shapes() {
         for dtype in ["float32", "bfloat16", "float16"] {
             let run = |tail: i32, none: i32| {

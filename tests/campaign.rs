@@ -8,14 +8,14 @@ use std::process::Command;
 
 /// Appends `result` (an object) to `tests/campaigns/<name>.jsonl`.
 pub(crate) fn record(name: &str, result: Value) {
-    let said = |program: &str, args: &[&str]| {
+    let text = |program: &str, args: &[&str]| {
         let output = Command::new(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
         String::from_utf8(output.stdout).unwrap().trim().to_string()
     };
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap();
     let cpu = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or_default();
     let mut line = json!({
-        "date": said("date", &["-u", "+%F"]), "commit": said("git", &["rev-parse", "HEAD"]),
+        "date": text("date", &["-u", "+%F"]), "commit": text("git", &["rev-parse", "HEAD"]),
         "profile": if cfg!(debug_assertions) { "dev" } else { "release" },
         "cpu": cpu.trim_start_matches([':', ' ', '\t']), "cores": std::thread::available_parallelism().unwrap().get(),
     });

@@ -25,7 +25,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[String], more: &[&str]) -> c
 }
 
 #[test]
-fn chats_are_trained_by_their_answers_and_a_resume_keeps_what_that_means() {
+fn chats_are_trained_by_their_answers_and_a_resume_keeps_their_boundaries() {
     let workspace = Workspace::new();
     let flags = chats(&workspace, "that is");
     let whole = train(&workspace, "whole", &flags, &[]);
@@ -60,8 +60,8 @@ fn chats_without_an_answer_or_a_template_are_refused() {
     let flags = chats(&workspace, "that is");
     let without = &flags[..1];
     train(&workspace, "out", without, &[]).refused(1, &["chat.jsonl", "line 1", "--chat-template"]);
-    let asked = (0..40).map(|_| "{\"messages\": [{\"role\": \"user\", \"content\": \"hello?\"}]}").collect::<Vec<_>>().join("\n");
-    workspace.write("chat.jsonl", asked);
+    let requested = (0..40).map(|_| "{\"messages\": [{\"role\": \"user\", \"content\": \"hello?\"}]}").collect::<Vec<_>>().join("\n");
+    workspace.write("chat.jsonl", requested);
     train(&workspace, "out", &flags, &[]).refused(1, &["chat.jsonl", "line 1", "no token is trained", "40 of 40"]);
     assert!(workspace.names("out", "checkpoint-").is_empty());
 }
@@ -79,7 +79,7 @@ fn a_template_that_works_without_end_ends_the_program() {
     let memory_or_time = ["1.0 GiB of memory", "5 s of CPU time"]
         .map(|limit| format!("line 1: rendering one conversation by the chat template takes more than {limit}"));
     let memory_or_time = memory_or_time.each_ref().map(String::as_str);
-    for (x, next, told) in [
+    for (x, next, message) in [
         ("[1, 2]", "ns.x + ns.x", &memory_or_time[..]),
         ("'ab'", "ns.x + ns.x", &["ran out of fuel"]),
         ("'a'", "ns, 'a' ~ ns.x", &["takes more than 64.0 MiB of stack"]),
@@ -87,8 +87,8 @@ fn a_template_that_works_without_end_ends_the_program() {
         workspace.write("chat.jinja", repeated(x, next) + TEMPLATE);
         let outcome = train(&workspace, "out", &flags, &[]);
         assert_eq!(outcome.stderr.matches("error: ").count(), 1, "{outcome:?}");
-        let told = told.iter().find(|words| outcome.stderr.contains(**words)).unwrap_or(&told[0]);
-        outcome.refused(1, &[*told]);
+        let message = message.iter().find(|words| outcome.stderr.contains(**words)).unwrap_or(&message[0]);
+        outcome.refused(1, &[*message]);
     }
 }
 
@@ -133,7 +133,7 @@ fn no_process_outlives_a_program_that_is_killed() {
 
 /// Plain text never goes through a template, be it broken or changed.
 #[test]
-fn a_chat_template_says_nothing_of_plain_text() {
+fn a_chat_template_does_not_affect_plain_text() {
     let workspace = Workspace::new();
     workspace.write("model/chat_template.jinja", "{% for %}");
     let lines = (0..60).map(|n| format!("{{\"text\": \"line {n} of a document\"}}")).collect::<Vec<_>>().join("\n");

@@ -135,7 +135,7 @@ fn models_that_are_not_there_or_not_ready_are_answered_with_the_way_to_get_them(
 }
 
 #[test]
-fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
+fn the_tokens_around_documents_are_logged_and_kept_by_a_resumed_run() {
     let workspace = Workspace::new();
     let begin = json!({"type": "RobertaProcessing", "cls": ["w1", 1], "sep": ["w2", 2], "trim_offsets": true, "add_prefix_space": false});
     workspace.write("model/tokenizer.json", words(256, begin));
@@ -144,8 +144,8 @@ fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
     let with = |steps, more: &[&'static str]| [&["--data", data.to_str().unwrap(), "--max-steps", steps], more].concat();
     // 60 documents of four tokens, with a separator token between documents.
     let first = run(&mut workspace.train("out", &with("2", &["--eos-token", "w2"])));
-    let said = "data    299 tokens, 18 sequences of 16";
-    assert!(first.stdout.contains(said) && first.stdout.contains("(256 ids, end of text 2, each document begins with 1)"), "{first:?}");
+    let output = "data    299 tokens, 18 sequences of 16";
+    assert!(first.stdout.contains(output) && first.stdout.contains("(256 ids, end of text 2, each document begins with 1)"), "{first:?}");
     assert!(first.stderr.is_empty(), "{first:?}");
     let on = run(&mut workspace.resume("out", &with("4", &[])));
     assert!(on.code == 0 && on.stdout.contains("end of text 2, each document begins with 1)"), "{on:?}");
@@ -156,7 +156,7 @@ fn the_tokens_around_documents_are_said_and_kept_by_a_resumed_run() {
 }
 
 #[test]
-fn an_export_has_the_format_that_was_asked_for_and_the_models_code() {
+fn an_export_has_the_requested_format_and_the_models_code() {
     let workspace = Workspace::new();
     workspace.write("model/config.json", config(&json!({"torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "configuration_x.X"}})));
     for name in ["configuration_x.py", "chat_template.jinja", "LICENSE"] {
@@ -164,13 +164,13 @@ fn an_export_has_the_format_that_was_asked_for_and_the_models_code() {
     }
     run(&mut workspace.train("out", &["--max-steps", "1"])).digest();
     fs::remove_dir_all(workspace.path("model")).unwrap();
-    for (dtype, said, bytes) in [("auto", "bfloat16", 2), ("bfloat16", "bfloat16", 2), ("float32", "float32", 4)] {
+    for (dtype, output, bytes) in [("auto", "bfloat16", 2), ("bfloat16", "bfloat16", 2), ("float32", "float32", 4)] {
         let out = workspace.path(dtype);
         assert_eq!(run(program(&["export", "--dtype", dtype]).arg(workspace.path("out")).arg(&out)).code, 0);
         let config: Value = serde_json::from_str(&fs::read_to_string(out.join("config.json")).unwrap()).unwrap();
         let weights = fs::metadata(out.join("model.safetensors")).unwrap().len();
         let params = 256 * 32 + 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 3 * 32;
-        assert_eq!((config["torch_dtype"].as_str(), weights / params), (Some(said), bytes), "{weights}");
+        assert_eq!((config["torch_dtype"].as_str(), weights / params), (Some(output), bytes), "{weights}");
         assert_eq!(workspace.names(dtype, "")[..3], ["LICENSE", "chat_template.jinja", "config.json"]);
         assert_eq!(fs::read_to_string(out.join("configuration_x.py")).unwrap(), "configuration_x.py");
     }
@@ -256,7 +256,7 @@ fn weights_that_lie_are_refused() {
 }
 
 #[test]
-fn a_run_says_what_it_will_do_and_what_it_did() {
+fn a_run_logs_its_plan_and_its_results() {
     let workspace = Workspace::new();
     workspace.settings("without = ['adaptive']");
     let printed = run(&mut workspace.train("out", &["--per-device-train-batch-size", "8"]));
@@ -317,8 +317,8 @@ fn a_run_says_what_it_will_do_and_what_it_did() {
 fn exported_weights_train_on(workspace: &Workspace, digest: &str) {
     let (out, exported) = (workspace.path("out"), workspace.path("exported"));
     let export = || run(program(&["export"]).arg(&out).arg(&exported));
-    let said = export();
-    assert!(said.code == 0 && said.stdout.contains("exported step 12"), "{said:?}");
+    let output = export();
+    assert!(output.code == 0 && output.stdout.contains("exported step 12"), "{output:?}");
     export().refused(2, &["exported", "not empty"]);
     run(program(&["export"]).arg(workspace.path("model")).arg(workspace.path("x"))).refused(1, &["model", "no good checkpoint"]);
     let model = exported.to_str().unwrap();
@@ -391,7 +391,7 @@ fn the_other_commands_and_every_help_answer() {
 }
 
 #[test]
-fn doctor_says_the_same_in_json() {
+fn doctor_prints_the_same_facts_in_json() {
     let found: Value = serde_json::from_str(&run(&mut program(&["doctor", "--json"])).stdout).unwrap();
     assert_eq!(found["program"]["version"], env!("CARGO_PKG_VERSION"));
     let features: Vec<_> = found["program"]["features"].as_array().unwrap().iter().map(|name| name.as_str().unwrap()).collect();
@@ -406,7 +406,7 @@ fn doctor_says_the_same_in_json() {
 }
 
 #[test]
-fn a_person_tests_devices_with_the_program_alone() {
+fn a_user_tests_devices_with_the_program_alone() {
     let selftest = |args: &[&str]| run(program(&["selftest"]).args(args).env("CUDA_VISIBLE_DEVICES", ""));
     let done = selftest(&["--json", "--device", "cpu", "--seed", "3", "kernels/swiglu", "training/losses in float32"]);
     let result: Value = serde_json::from_str(&done.stdout).unwrap();
@@ -415,8 +415,8 @@ fn a_person_tests_devices_with_the_program_alone() {
     assert!(done.code == 0 && has("kernels/swiglu") && has("training/losses"), "{done:?}");
     assert_eq!((&result["passed"], &result["failed"], &result["seed"]), (&json!(cases.len()), &json!(0), &json!(3)), "{result}");
     assert!(done.stderr.contains(" passed, 0 failed"), "{done:?}");
-    let told = selftest(&["--device", "cpu", "--verbose", "kernels/swiglu"]);
-    assert!(told.code == 0 && told.stdout.contains("ok kernels/swiglu") && told.stderr.is_empty(), "{told:?}");
+    let message = selftest(&["--device", "cpu", "--verbose", "kernels/swiglu"]);
+    assert!(message.code == 0 && message.stdout.contains("ok kernels/swiglu") && message.stderr.is_empty(), "{message:?}");
     let gpu = selftest(&["--device", "cuda", "--require-gpu"]);
     gpu.refused(1, &["GPU"]);
     selftest(&["--device", "cpu", "kernels/no such"]).refused(2, &["no case"]);
@@ -454,7 +454,7 @@ fn full() -> Stdio {
 }
 
 #[test]
-fn output_that_nobody_takes_ends_no_training_and_panics_nowhere() {
+fn unread_output_ends_no_training_and_never_panics() {
     let workspace = Workspace::new();
     let quiet = run(workspace.train("out", &["--digest=false"]).stdout(full()));
     assert!(quiet.code == 0 && quiet.stderr.starts_with("\ndone at step 12 of 12") && !quiet.stderr.contains("step      3"), "{quiet:?}");
@@ -496,7 +496,7 @@ fn bench_step_answers_with_one_json_line_or_appends_it() {
 }
 
 #[test]
-fn a_probe_measures_what_is_there_and_writes_a_profile() {
+fn a_probe_measures_the_machine_and_writes_a_profile() {
     let workspace = Workspace::new();
     let out = workspace.write("my-box.toml", "what was there before, and longer".repeat(1000));
     let probe = |flags: &[&str]| {

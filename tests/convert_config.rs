@@ -34,7 +34,7 @@ fn dry_run(workspace: &Workspace, file: &Path) -> Outcome {
 #[test]
 fn examples_convert_and_run() {
     let workspace = workspace();
-    for (name, trainer, told) in [
+    for (name, trainer, message) in [
         (
             "axolotl-full.yml",
             "axolotl",
@@ -61,8 +61,8 @@ fn examples_convert_and_run() {
         let converted = convert(&file, &out);
         assert_eq!(converted.code, 0, "{name}: {converted:?}");
         let table = converted.stderr.split_whitespace().collect::<Vec<_>>().join(" ");
-        let told = told.iter().map(|words| words.split_whitespace().collect::<Vec<_>>().join(" "));
-        told.for_each(|words| assert!(table.contains(&words), "{words:?} is not in the table of {name}: {converted:?}"));
+        let message = message.iter().map(|words| words.split_whitespace().collect::<Vec<_>>().join(" "));
+        message.for_each(|words| assert!(table.contains(&words), "{words:?} is not in the table of {name}: {converted:?}"));
         assert!(converted.stderr.contains(&format!("a configuration of {trainer}")), "{converted:?}");
         let ran = dry_run(&workspace, &out);
         assert!(ran.code == 0 && ran.stdout.contains("would be trained"), "{name}: {ran:?}\n{}", fs::read_to_string(&out).unwrap());
@@ -70,7 +70,7 @@ fn examples_convert_and_run() {
 }
 
 #[test]
-fn examples_that_cannot_run_say_why_in_one_go() {
+fn examples_that_cannot_run_print_all_reasons_at_once() {
     let workspace = workspace();
     for (name, words) in [
         ("axolotl-lora.yml", &["load_in_8bit", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "optimizer"][..]),

@@ -156,9 +156,9 @@ fn a_resume_reads_no_data_that_is_as_it_was_and_goes_on_without() {
     for (steps, what, cause) in [(8, "", "No such file"), (10, "a pipe", "not a regular file"), (12, "a directory", "not a regular file")] {
         replaced_by(&path, what);
         let outcome = resumed(steps);
-        let told: Vec<_> = outcome.stdout.lines().filter(|line| line.contains("large.jsonl") && line.contains(cause)).collect();
-        let [told] = told[..] else { panic!("{what}: {outcome:?}") };
-        assert!(told.contains("training goes on with the tokens that were made of it, in ") && told.contains("/cache/"), "{told}");
+        let message: Vec<_> = outcome.stdout.lines().filter(|line| line.contains("large.jsonl") && line.contains(cause)).collect();
+        let [message] = message[..] else { panic!("{what}: {outcome:?}") };
+        assert!(message.contains("training goes on with the tokens that were made of it, in ") && message.contains("/cache/"), "{message}");
         if steps == 12 {
             assert_eq!(outcome.digest(), digest);
         }
@@ -179,7 +179,7 @@ fn answer(n: u64) -> String {
 }
 
 #[test]
-fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_may_have_moved() {
+fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
     let workspace = Workspace::new();
     let (path, eval) = (workspace.path("small.jsonl"), workspace.path("eval.jsonl"));
     let write = || {
@@ -206,10 +206,10 @@ fn small_data_and_what_is_evaluated_on_may_be_gone_from_all_ranks_and_the_run_ma
     let moved = go_on("moved", &auto);
     assert_eq!((moved.digest(), evaluated("moved")), (digest.as_str(), evaluated("whole")));
     for name in ["small.jsonl", "eval.jsonl"] {
-        let told = |line: &&str| {
+        let message = |line: &&str| {
             line.contains(name) && line.contains("training goes on with the tokens") && line.contains("/moved/.superoffload/tokens/")
         };
-        assert_eq!(moved.stdout.lines().filter(told).count(), 1, "{moved:?}");
+        assert_eq!(moved.stdout.lines().filter(message).count(), 1, "{moved:?}");
     }
     go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13", "--allow-changed=data"]).refused(1, &["small.jsonl: No such file"]);
     // What is back is taken for what it is.
@@ -287,9 +287,9 @@ fn without_a_home_prepared_text_lies_beside_the_run() {
 
 #[test]
 fn memory_does_not_grow_with_the_text() {
-    for (told, peak) in peaks(&Workspace::new(), 12 * MIB) {
+    for (message, peak) in peaks(&Workspace::new(), 12 * MIB) {
         // Nine million tokens of four bytes.
-        assert!(peak > MIB && peak < WITHOUT_DATA + 32 * MIB, "{peak} bytes for 12 MiB: {told}");
+        assert!(peak > MIB && peak < WITHOUT_DATA + 32 * MIB, "{peak} bytes for 12 MiB: {message}");
     }
 }
 
@@ -320,9 +320,9 @@ fn peaks(workspace: &Workspace, bytes: u64) -> Vec<(String, u64)> {
 #[test]
 #[ignore = "takes minutes, and 6 GB of disk"]
 fn a_gigabyte_of_each_kind_is_prepared_within_300_mb() {
-    for (told, peak) in peaks(&Workspace::new(), 1_000_000_000) {
-        let _ = writeln!(std::io::stdout(), "{told}");
-        assert!(peak < WITHOUT_DATA + 300_000_000, "{told}");
+    for (message, peak) in peaks(&Workspace::new(), 1_000_000_000) {
+        let _ = writeln!(std::io::stdout(), "{message}");
+        assert!(peak < WITHOUT_DATA + 300_000_000, "{message}");
     }
 }
 
@@ -344,10 +344,10 @@ fn a_signal_ends_the_preparation_at_once_and_leaves_nothing() {
     add_tokenizer(&workspace);
     let text = write_text(&workspace, "large.txt", 60 * MIB);
     let (child, mut lines) = start_preparing(&workspace, &text);
-    let asked = Instant::now();
+    let requested = Instant::now();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let outcome: Outcome = child.wait_with_output().unwrap().into();
-    assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+    assert!(requested.elapsed() < Duration::from_secs(2), "{:?}", requested.elapsed());
     let mut last = String::new();
     lines.read_line(&mut last).unwrap();
     assert_eq!((outcome.code, last.trim()), (75, "interrupted while data was being read: nothing was trained"), "{outcome:?}");

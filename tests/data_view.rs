@@ -7,11 +7,11 @@ const TEMPLATE: &str = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\
 
 /// Writes two hundred conversations of two forms, one without an answer. Returns the flags that train on them.
 fn chats(workspace: &Workspace) -> Vec<String> {
-    let said = |role: &str, content: &str| json!({"role": role, "content": content});
-    let answered = json!({"messages": [said("user", "one \u{1b}[31mand two?"), said("assistant", "thr\u{e4}\u{e4}")]});
-    let unanswered = json!({"messages": [said("user", "hello?")]});
-    let longer = json!({"messages": [said("user", "a"), said("assistant", "b"), said("user", "c"), {"role": "assistant", "content": "d", "train": false}]});
-    let rest = (0..197).map(|n| json!({"messages": [said("user", &format!("{n}?")), said("assistant", &format!("{}!", n + 1))]}));
+    let output = |role: &str, content: &str| json!({"role": role, "content": content});
+    let answered = json!({"messages": [output("user", "one \u{1b}[31mand two?"), output("assistant", "thr\u{e4}\u{e4}")]});
+    let unanswered = json!({"messages": [output("user", "hello?")]});
+    let longer = json!({"messages": [output("user", "a"), output("assistant", "b"), output("user", "c"), {"role": "assistant", "content": "d", "train": false}]});
+    let rest = (0..197).map(|n| json!({"messages": [output("user", &format!("{n}?")), output("assistant", &format!("{}!", n + 1))]}));
     let lines: Vec<String> = [answered, longer, unanswered].into_iter().chain(rest).map(|line| line.to_string()).collect();
     let data = workspace.write("chat.jsonl", lines.join("\n"));
     let template = workspace.write("chat.jinja", TEMPLATE);
@@ -23,7 +23,7 @@ fn view(flags: &[String], more: &[&str]) -> crate::program::Outcome {
 }
 
 #[test]
-fn what_is_trained_is_marked_and_counted_as_training_counts() {
+fn trained_tokens_are_marked_and_counted_as_in_training() {
     let workspace = Workspace::new();
     let flags = chats(&workspace);
     let seen = view(&flags, &["-n", "2", "--packing=bfd", "--eval-split=10"]);
@@ -39,8 +39,8 @@ fn what_is_trained_is_marked_and_counted_as_training_counts() {
     let outcome = run(&mut workspace.train("out", &[&trained, &flags[1], "--packing=bfd", "--eval-split=10"]));
     outcome.digest();
     let share = 100.0 * json["trained_tokens"].as_f64().unwrap() / json["tokens"].as_f64().unwrap();
-    let told = format!("{} tokens ({share:.1} % trained), {} sequences of 16", json["tokens"], json["sequences"]);
-    assert!(outcome.stdout.contains(&told), "{told:?} is not in {outcome:?}");
+    let message = format!("{} tokens ({share:.1} % trained), {} sequences of 16", json["tokens"], json["sequences"]);
+    assert!(outcome.stdout.contains(&message), "{message:?} is not in {outcome:?}");
     assert_eq!((json["lengths"]["documents"].as_u64(), json["first"].as_array().map(Vec::len)), (Some(199), Some(3)));
     assert!(json["notes"].as_array().unwrap().iter().any(|note| note.as_str().unwrap().contains("packing bfd: ")), "{json}");
 }
@@ -68,7 +68,7 @@ fn data_of_every_kind_is_shown_or_refused_as_training_would() {
 }
 
 #[test]
-fn a_dry_run_tells_data_and_plan_and_writes_nothing() {
+fn a_dry_run_shows_data_and_plan_and_writes_nothing() {
     let workspace = Workspace::new();
     let flags = chats(&workspace);
     let data = format!("--data={}", flags[0]);

@@ -19,7 +19,7 @@ fn text_of(file: &str) -> String {
 }
 
 #[test]
-fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_interruptions() {
+fn the_job_of_kubernetes_runs_a_valid_command_and_ignores_interruptions() {
     let job: Value = serde_saphyr::from_str(&text_of("packaging/deploy/job.yaml")).unwrap();
     let (pod, container) = (&job["spec"]["template"]["spec"], &job["spec"]["template"]["spec"]["containers"][0]);
     let args: Vec<_> = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
@@ -37,7 +37,7 @@ fn the_job_of_kubernetes_runs_what_the_program_understands_and_ignores_its_inter
 }
 
 #[test]
-fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
+fn a_signalled_slurm_job_is_queued_again_and_resumes() {
     if emulator().is_some() {
         return;
     }
@@ -50,11 +50,11 @@ fn the_job_of_slurm_that_is_told_to_end_is_queued_again_and_goes_on() {
         let mut job = Command::new("bash");
         job.arg(script).arg(&settings).env("SUPEROFFLOAD", env!("CARGO_BIN_EXE_superoffload")).env("REQUEUE", "echo requeued");
         let mut job = job.stdout(std::process::Stdio::piped()).spawn().unwrap();
-        let mut said = BufReader::new(job.stdout.take().unwrap());
-        let begins = said.by_ref().lines().map(Result::unwrap).find(|line| line.starts_with("step "));
+        let mut output = BufReader::new(job.stdout.take().unwrap());
+        let begins = output.by_ref().lines().map(Result::unwrap).find(|line| line.starts_with("step "));
         kill(Pid::from_raw(job.id() as i32), Signal::SIGTERM).unwrap();
         let mut rest = String::new();
-        said.read_to_string(&mut rest).unwrap();
+        output.read_to_string(&mut rest).unwrap();
         assert!(begins.is_some() && job.wait().unwrap().success() && rest.ends_with(": queued again\nrequeued\n"), "{rest}");
         let steps = workspace.names("out", "checkpoint-").into_iter().filter_map(|name| name["checkpoint-".len()..].parse::<u64>().ok());
         let newest = steps.max().unwrap_or(0);
@@ -120,7 +120,7 @@ fn images_install_the_wheel_that_is_released() {
         let dist = workspace.path("dist").display().to_string();
         let mut shell = Command::new("bash");
         shell.arg("-euc").arg(format!("pip() {{ echo \"$@\"; }}\n{}", command.replace("/dist", &dist))).env("CUDA", "cu12");
-        let asked = format!("install --no-cache-dir {dist}/{}[cu12]\n", wheel.replace("x86_64", machine.stdout.trim()));
-        assert_eq!(run(&mut shell).stdout, asked, "{command}");
+        let requested = format!("install --no-cache-dir {dist}/{}[cu12]\n", wheel.replace("x86_64", machine.stdout.trim()));
+        assert_eq!(run(&mut shell).stdout, requested, "{command}");
     }
 }

@@ -95,7 +95,7 @@ fn every_command_that_is_shown_ends_well() {
 }
 
 #[test]
-fn what_runs_elsewhere_is_shown() {
+fn commands_that_run_elsewhere_are_shown() {
     let all: Vec<String> = documents().iter().flat_map(|document| commands(document)).collect();
     let unshown = ELSEWHERE.iter().find(|elsewhere| !all.iter().any(|command| command.starts_with(**elsewhere)));
     assert_eq!(unshown, None);

@@ -33,8 +33,8 @@ fn training_does_not_notice_that_it_is_evaluated() {
         assert_eq!(line["eval_tokens"].as_u64().unwrap() % 16, 0, "{line}");
     }
     assert!(loss(0) > 5.0 && loss(3) < loss(0), "bytes of a fresh model cost ln 256 each, and learning helps: {found:?}");
-    let told = format!("evaluation    loss {:.4}", loss(3));
-    assert!(outcome.stdout.contains(&told) && outcome.stdout.contains("eval      5  loss "), "{outcome:?}");
+    let message = format!("evaluation    loss {:.4}", loss(3));
+    assert!(outcome.stdout.contains(&message) && outcome.stdout.contains("eval      5  loss "), "{outcome:?}");
     // The data is not exhausted within these steps, but the last step is always evaluated.
     run(&mut workspace.train("epochs", &[&data, "--eval-strategy=epoch"])).digest();
     assert_eq!(steps(&evaluations(&workspace, "epochs")).last(), Some(&12));
@@ -74,7 +74,7 @@ fn a_resumed_run_evaluates_where_the_whole_one_did() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_before_training() {
+fn invalid_evaluations_are_refused_before_training() {
     let workspace = Workspace::new();
     let empty = workspace.write("empty.txt", "").to_str().unwrap().to_string();
     let (missing, short) = ("--eval-data=nowhere.txt".to_string(), format!("--eval-data={empty}"));
@@ -144,7 +144,7 @@ fn the_best_checkpoint_outlives_the_rotation_and_is_exported() {
 }
 
 #[test]
-fn a_run_whose_loss_does_not_fall_ends_early_and_knows_it_when_it_is_resumed() {
+fn a_run_with_a_constant_loss_ends_early_also_after_a_resume() {
     let workspace = Workspace::new();
     let data = format!("--eval-data={}", eval_text(&workspace));
     let flags = [&data, "--eval-steps=2", "--save-steps=2", "--early-stopping-patience=2", "--early-stopping-threshold=9"];

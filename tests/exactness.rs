@@ -272,8 +272,8 @@ const CASES: u32 = 80;
 /// cases than the default.
 #[test]
 fn every_way_gives_the_bits_of_the_synchronous_step() {
-    let asked: Option<u32> = std::env::var("SUPEROFFLOAD_CASES").ok().map(|n| n.parse().unwrap());
-    let cases_run = asked.unwrap_or(CASES);
+    let requested: Option<u32> = std::env::var("SUPEROFFLOAD_CASES").ok().map(|n| n.parse().unwrap());
+    let cases_run = requested.unwrap_or(CASES);
     let config = ProptestConfig { cases: cases_run, failure_persistence: None, ..ProptestConfig::default() };
     let (compared, counts) = (Cell::new(0u64), Cell::new(Counts::default()));
     let outcome = TestRunner::new(config).run(&(cases(), prop::collection::vec(ways(), 3)), |(case, ways)| {
@@ -603,7 +603,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
 
 #[cfg(feature = "stv")]
 #[test]
-fn the_papers_inverse_rollback_is_not_exact_and_says_so() {
+fn the_papers_inverse_rollback_is_not_exact_and_documented_so() {
     let toml = |rollback: &str| {
         format!(
             "rollback = \"{rollback}\"\nwithout = [\"adaptive\"]\nadversary = 5\ndevice = \"cpu\"\nbucket-mib = 0.0078125\nslots = 2\n\

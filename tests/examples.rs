@@ -33,8 +33,8 @@ fn short(loss: &Value) -> String {
 }
 
 #[test]
-fn examples_train_to_the_losses_that_are_told() {
-    let told = fs::read_to_string(example("README.md")).unwrap();
+fn examples_train_to_the_documented_losses() {
+    let message = fs::read_to_string(example("README.md")).unwrap();
     for name in EXAMPLES {
         let dir = tempfile::tempdir().unwrap();
         let outcome = train(name, dir.path(), &[]);
@@ -42,14 +42,14 @@ fn examples_train_to_the_losses_that_are_told() {
         let losses = losses(dir.path());
         let (first, last) = (short(&losses[0]), short(losses.last().unwrap()));
         let row = format!("| [{name}]({name}/config.yaml) | {} | {first} | {last} |", losses.len());
-        assert!(told.contains(&row), "examples/README.md does not have the row {row}");
+        assert!(message.contains(&row), "examples/README.md does not have the row {row}");
     }
 }
 
 /// The GPU run is not repeated. The test reads its committed log.
 #[test]
-fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
-    let [told, log] = ["README.md", "metrics.jsonl"].map(|name| fs::read_to_string(example("gpu-chat").join(name)).unwrap());
+fn the_run_on_a_gpu_is_shown_as_in_its_log() {
+    let [message, log] = ["README.md", "metrics.jsonl"].map(|name| fs::read_to_string(example("gpu-chat").join(name)).unwrap());
     let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let evaluated: Vec<_> = lines.filter(|line| line.get("eval_loss").is_some()).collect();
     assert!(evaluated.windows(2).all(|two| two[1]["eval_loss"].as_f64() < two[0]["eval_loss"].as_f64()), "it falls at every evaluation");
@@ -59,8 +59,8 @@ fn the_run_on_a_gpu_is_told_as_its_log_has_it() {
         cells.collect::<Vec<_>>().join(" | ")
     };
     assert!(
-        told.contains(&format!("step | {} |", of("step"))) && told.contains(&format!("conversations | {} |", of("eval_loss"))),
-        "{told}"
+        message.contains(&format!("step | {} |", of("step"))) && message.contains(&format!("conversations | {} |", of("eval_loss"))),
+        "{message}"
     );
 }
 

@@ -71,14 +71,14 @@ fn an_export_has_the_tensors_that_transformers_saved() {
     for golden in &goldens {
         let family = golden.file_name().unwrap().to_str().unwrap();
         run(workspace.train(family, &still).arg("--model").arg(golden)).digest();
-        let (saved, said) = (tensors(golden), config(golden));
-        assert!(said["architectures"].is_array() && said["model_type"].is_string(), "{family}: {said}");
+        let (saved, output) = (tensors(golden), config(golden));
+        assert!(output["architectures"].is_array() && output["model_type"].is_string(), "{family}: {output}");
         for (dtype, want) in [("bfloat16", &rounded(&saved)), ("auto", &saved)] {
             let (at, out) = (format!("{family} as {dtype}"), workspace.path(&format!("{family}-{dtype}")));
             let outcome = run(program(&["export", "--dtype", dtype]).arg(workspace.path(family)).arg(&out));
             assert_eq!(outcome.code, 0, "{at}: {outcome:?}");
             assert_same(&tensors(&out), want, &at);
-            assert_eq!(config(&out), said, "{at}");
+            assert_eq!(config(&out), output, "{at}");
         }
     }
 }

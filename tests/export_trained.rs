@@ -97,7 +97,7 @@ fn a_template_writes_the_end_of_text_in_use() {
 }
 
 #[test]
-fn what_says_so_already_stays_byte_for_byte_and_additional_templates_come_along() {
+fn a_correct_configuration_stays_byte_for_byte_and_additional_templates_are_copied() {
     let workspace = workspace(&llama());
     workspace.write("model/chat_template.jinja", CHATML);
     workspace.write("model/additional_chat_templates/rag.jinja", RAG);

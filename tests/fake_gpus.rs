@@ -112,7 +112,7 @@ fn number(outcome: &Outcome, before: &str, behind: &str) -> usize {
 
 /// A rank that fills a launch queue would block in the driver, and its memory could not be pulled.
 #[test]
-fn a_step_of_many_layers_fills_no_queue_where_others_read_the_gpu() {
+fn a_step_of_many_layers_fills_no_queue_where_peers_read_the_gpu() {
     if is_emulated() {
         return;
     }
@@ -246,8 +246,8 @@ fn a_suite_of_portable_kernels_trains_by_these_too() {
     };
     assert!(suite(&[]).stderr.contains("kernels for Hopper alone"), "this driver sees which are taken");
     let portable = suite(&["--portable"]);
-    let told = [&portable.stdout, &portable.stderr].map(|text| text.contains("kernels for Hopper alone"));
-    assert!(portable.stdout.contains(", portable kernels") && told == [false; 2], "{portable:?}");
+    let message = [&portable.stdout, &portable.stderr].map(|text| text.contains("kernels for Hopper alone"));
+    assert!(portable.stdout.contains(", portable kernels") && message == [false; 2], "{portable:?}");
     assert!(portable.stdout.contains("FAILED training/losses"), "nothing is computed here: {portable:?}");
 }
 
@@ -276,21 +276,21 @@ fn models_with_experts_start_and_end_on_gpus() {
 }
 
 #[test]
-fn a_run_that_goes_on_under_another_library_says_so() {
+fn a_run_that_resumes_under_another_library_logs_it() {
     if is_emulated() {
         return;
     }
     let workspace = Workspace::new();
     let go_on = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
-    let told = "cuBLASLt was \"130100\" and is \"130200\": from here on bits may differ from those of a run without the change";
-    let said = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
-        .map(|(version, steps)| go_on(version, steps).stderr.contains(told));
-    assert_eq!(said, [false, false, true, false]);
+    let message = "cuBLASLt was \"130100\" and is \"130200\": from here on bits may differ from those of a run without the change";
+    let value = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
+        .map(|(version, steps)| go_on(version, steps).stderr.contains(message));
+    assert_eq!(value, [false, false, true, false]);
 }
 
 /// The driver checks that freed objects are not used and that nothing leaks.
 #[test]
-fn a_gpu_whose_plan_changes_uses_nothing_that_it_gave_back() {
+fn a_gpu_uses_no_returned_memory_after_a_plan_changes() {
     if is_emulated() {
         return;
     }
@@ -378,7 +378,7 @@ fn keeps_the_old_plan_without_memory(gpus: &str) {
 }
 
 #[test]
-fn where_there_is_no_link_gradients_pass_through_host_memory_and_a_person_is_told() {
+fn without_a_link_gradients_pass_through_host_memory_with_a_warning() {
     if is_emulated() {
         return;
     }
@@ -503,7 +503,7 @@ fn slices_pass_by_nccl_in_one_order_where_all_have_it() {
 }
 
 #[test]
-fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
+fn missing_or_failing_nccl_is_reported_with_a_remedy() {
     if is_emulated() {
         return;
     }
@@ -512,8 +512,8 @@ fn nccl_that_lacks_or_fails_is_told_with_what_helps() {
             .refused(1, &["use --transport nccl: process 0 on ", "open libnccl.so.2", "pip install 'nvidia-nccl-cu13'", "--transport tcp"]);
     }
     let outcomes = train_as_two([&[]; 2], &[]);
-    let told = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
-    assert!(outcomes.iter().all(told), "{outcomes:?}");
+    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
+    assert!(outcomes.iter().all(message), "{outcomes:?}");
     let old = &[("FAKE_NCCL", "22602")][..];
     for outcome in train_by_nccl([&[], old], &["--transport=nccl"]) {
         outcome.refused(1, &["process 1 on ", "libnccl.so.2 is NCCL 2.26.2, and 2.27 is the oldest that works"]);
@@ -545,7 +545,7 @@ fn a_communicator_of_nccl_that_never_ends_keeps_no_process_and_hides_no_cause() 
 
 /// Code 46, which the driver returns if another process has exclusive use of the GPU, at each call that finds and opens a GPU.
 #[test]
-fn a_gpu_that_another_process_has_is_told_by_the_drivers_code() {
+fn a_gpu_in_use_by_another_process_is_recognized_by_the_drivers_code() {
     if is_emulated() {
         return;
     }

@@ -166,7 +166,7 @@ fn a_full_log_disk_ends_the_run_after_a_save() {
 }
 
 #[test]
-fn a_save_that_fails_as_well_is_told_and_so_are_the_steps_that_are_lost() {
+fn a_second_failed_save_is_reported_with_the_lost_steps() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &["--max-steps", "2"]));
     let log = workspace.path("out/metrics.jsonl");
@@ -194,7 +194,7 @@ fn a_timeline_that_cannot_be_written_is_lost_and_nothing_else() {
 }
 
 #[test]
-fn a_run_that_only_skips_ends_and_keeps_what_was_saved_before() {
+fn a_run_that_only_skips_ends_and_keeps_its_last_save() {
     let workspace = Workspace::new();
     let skips: Vec<_> = (5..=40).map(|step| format!("{{step = {step}, element = 3, value = 'nan'}}")).collect();
     workspace.settings(&format!("inject = [{}]\nsave-total-limit = 1", skips.join(", ")));
@@ -237,7 +237,7 @@ fn a_hang_up_that_was_ignored_at_the_start_stays_ignored() {
 }
 
 #[test]
-fn the_summary_goes_to_standard_error_when_nobody_reads_the_other() {
+fn the_summary_goes_to_standard_error_when_standard_output_is_closed() {
     let workspace = Workspace::new();
     let mut child = workspace.train("out", &["--max-steps", "100000"]).spawn().unwrap();
     await_line(&mut child, "step      3");
@@ -304,7 +304,7 @@ fn a_worker_that_stands_still_is_named_and_the_run_ends_with_an_account() {
 }
 
 #[test]
-fn a_stream_that_stands_still_ends_the_run_with_what_it_owes() {
+fn a_stalled_stream_ends_the_run_and_names_its_pending_operations() {
     if emulator().is_some() {
         return;
     }
@@ -336,7 +336,7 @@ fn of_several_ranks_the_one_that_stands_still_is_named_first() {
 /// Rank 1 stops for three seconds, longer than all short waits of a busy machine together. Rank 0 has nothing to compute for that time, and
 /// the report names both.
 #[test]
-fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
+fn a_slow_rank_is_logged_with_the_time_its_peers_waited() {
     if emulator().is_some() {
         return;
     }
@@ -352,8 +352,8 @@ fn a_slow_rank_is_told_with_the_time_for_which_others_waited() {
     assert_eq!(ended.code, 0, "{ended:?}");
     let waits = workspace.metrics("out").iter().filter_map(|line| line["exposed_peer_ms"].as_f64()).fold(0.0, f64::max);
     // This holds even if the rank was waiting for rank 0 when it was stopped.
-    let told = " ms for other ranks (rank 0, the longest)\n  slow          rank 1: ";
-    assert!(waits > 2900.0 && ended.stdout.contains(told), "{ended:?}");
+    let message = " ms for other ranks (rank 0, the longest)\n  slow          rank 1: ";
+    assert!(waits > 2900.0 && ended.stdout.contains(message), "{ended:?}");
 }
 
 /// Whether a stopped thread has ended. A traced thread is only removed after its tracer has reaped it.

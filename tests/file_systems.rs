@@ -38,7 +38,7 @@ fn refusals(workspace: &Workspace) -> Option<std::path::PathBuf> {
 }
 
 #[test]
-fn a_file_system_without_fsync_of_directories_is_told_of_once_and_saves_the_same() {
+fn a_file_system_without_fsync_of_directories_is_warned_of_once_and_saves_the_same() {
     let workspace = Workspace::new();
     let Some(library) = refusals(&workspace) else { return };
     let alone = run(&mut workspace.train("alone", &[]));
@@ -46,8 +46,8 @@ fn a_file_system_without_fsync_of_directories_is_told_of_once_and_saves_the_same
         let out = format!("r-{errno}");
         let trained = run(workspace.train(&out, &[]).env("LD_PRELOAD", &library).env("DIRECTORY_SYNC", errno.to_string()));
         assert_eq!(trained.digest(), alone.digest());
-        let told = format!("{}: this file system has no fsync of directories (", workspace.path(&out).display());
-        assert_eq!(trained.stdout.lines().filter(|line| line.starts_with(&told)).count(), 1, "{trained:?}");
+        let message = format!("{}: this file system has no fsync of directories (", workspace.path(&out).display());
+        assert_eq!(trained.stdout.lines().filter(|line| line.starts_with(&message)).count(), 1, "{trained:?}");
         assert!(trained.stderr.is_empty(), "{trained:?}");
         let mut export = program(&["export"]);
         export.arg(workspace.path(&out)).arg(workspace.path(&format!("model-{errno}")));
@@ -73,7 +73,7 @@ fn a_lock_that_is_refused_as_invalid_is_a_file_system_without_locks() {
 
 /// With error 0 the call succeeds and does nothing.
 #[test]
-fn where_threads_cannot_be_pinned_one_warning_says_so_and_the_run_goes_on() {
+fn unpinnable_threads_cause_one_warning_and_the_run_continues() {
     let workspace = Workspace::new();
     let Some(library) = refusals(&workspace) else { return };
     let alone = run(&mut workspace.train("alone", &[]));
@@ -93,10 +93,10 @@ fn where_threads_cannot_be_pinned_one_warning_says_so_and_the_run_goes_on() {
 }
 
 #[test]
-fn a_step_that_passes_over_the_data_several_times_says_so() {
+fn a_step_that_passes_over_the_data_several_times_is_warned_of() {
     let workspace = Workspace::new();
     workspace.write("data.txt", "one line of text or two");
     let trained = run(&mut workspace.train("r", &["--gradient-accumulation-steps=16", "--max-steps=1"]));
-    let told = "\na step takes 32 sequences, the data has 1: each step passes over the data at least 32 times\n";
-    assert!(trained.code == 0 && trained.stdout.contains(told), "{trained:?}");
+    let message = "\na step takes 32 sequences, the data has 1: each step passes over the data at least 32 times\n";
+    assert!(trained.code == 0 && trained.stdout.contains(message), "{trained:?}");
 }

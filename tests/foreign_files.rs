@@ -177,7 +177,7 @@ fn a_run_that_goes_on_among_foreign_things_keeps_all_of_them() {
 }
 
 #[test]
-fn what_somebody_puts_into_the_program_s_folders_outlives_rotation_new_runs_and_resumes() {
+fn foreign_files_in_output_folders_outlive_rotation_new_runs_and_resumes() {
     let home = Home::new();
     run(&mut home.workspace.train("out", &["--max-steps", "6"])).digest();
     for folder in ["checkpoint-2", "checkpoint-4/model", "checkpoint-6", "tb", ".superoffload", ".superoffload/tokens", "previous-1"] {

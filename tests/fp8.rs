@@ -149,7 +149,7 @@ fn a_run_is_resumed_in_fp8_and_in_nothing_else_unasked() {
 }
 
 #[test]
-fn what_cannot_be_computed_in_fp8_is_refused_with_the_reason() {
+fn unsupported_fp8_products_are_refused_with_the_reason() {
     let workspace = Workspace::new();
     let refused = |flags: &[&str]| {
         let outcome = run(&mut workspace.train("refused", &[&["--matmul-dtype", "fp8"], flags].concat()));

@@ -107,18 +107,18 @@ fn an_interrupted_run_ends_with_the_command_that_goes_on_with_it() {
 }
 
 #[test]
-fn a_start_and_a_dry_run_tell_passes_and_records_that_pass_too_often_are_a_warning() {
+fn a_start_and_a_dry_run_show_passes_and_too_many_passes_are_a_warning() {
     let workspace = Workspace::new();
     let records: String = (0..6).map(|n| format!("{{\"prompt\": \"p{n}\", \"completion\": \"c{n}\"}}\n")).collect();
     workspace.write("records.jsonl", records);
-    let told = |flags: &[&str]| run(train_on(&workspace, "records.jsonl", &["--output-dir=out", "--packing=off"]).args(flags));
-    let dry = told(&["--dry-run", "--max-steps=9"]);
+    let message = |flags: &[&str]| run(train_on(&workspace, "records.jsonl", &["--output-dir=out", "--packing=off"]).args(flags));
+    let dry = message(&["--dry-run", "--max-steps=9"]);
     assert!(dry.stdout.contains("\nsteps 1 to 9 would be trained: 3 passes over 6 rows\n"), "{dry:?}");
     assert!(!dry.stderr.contains("passes"), "{dry:?}");
-    let often = told(&["--dry-run", "--max-steps=63"]);
+    let often = message(&["--dry-run", "--max-steps=63"]);
     let warning = "warning: the run makes 21 passes over 6 rows of records; --num-train-epochs 3 trains each record three times";
     assert!(often.stderr.contains(warning), "{often:?}");
-    let started = told(&["--max-steps=2"]);
+    let started = message(&["--max-steps=2"]);
     assert!(started.stdout.contains("\ntraining steps 1 to 2: 0.7 passes over 6 rows"), "{started:?}");
     let text = run(&mut train_from_within(&workspace, &["--output-dir=text", "--dry-run", "--max-steps=10000"]));
     assert!(text.stdout.contains(" passes over ") && !text.stderr.contains("passes"), "running text may pass often: {text:?}");
@@ -165,8 +165,8 @@ fn a_model_has_one_flag_in_plan_simulate_and_bench() {
     let machine = ["--hardware=h200-pcie5", "--seq-length=512", "--per-device-train-batch-size=1"];
     let (model, config) = ("--model=gpt-5b", "--model-config=gpt-5b");
     for flags in [["plan", config], ["simulate", model]] {
-        let said = run(program(&flags).args(machine));
-        assert_eq!(said.code, 0, "{flags:?}: {said:?}");
+        let output = run(program(&flags).args(machine));
+        assert_eq!(output.code, 0, "{flags:?}: {output:?}");
     }
     for flag in [model, config, "--model_config=gpt-5b", "--model_name_or_path=gpt-5b"] {
         let bench = run(&mut program(&["bench", "step", flag, "--device=cpu", "--seq-length=2048"]));

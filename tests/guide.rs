@@ -51,8 +51,8 @@ fn commands_are_understood() {
     let mut count = 0;
     for name in chapters() {
         for command in commands(&read(&chapter(&name))) {
-            let said = complaint(&command);
-            assert!(said.contains("unexpected argument '--no-such-flag'"), "{name}: {command}: {said}");
+            let message = complaint(&command);
+            assert!(message.contains("unexpected argument '--no-such-flag'"), "{name}: {command}: {message}");
             count += 1;
         }
     }

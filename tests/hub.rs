@@ -62,7 +62,7 @@ fn data_and_plan_take_the_name_and_a_directory_wins_over_the_cache() {
 #[cfg(feature = "hub")]
 mod download {
     use super::*;
-    use crate::hub_server::{Asked, Drip, HubRepo, HubServer, Reply};
+    use crate::hub_server::{Drip, HubRepo, HubServer, ReceivedRequest, Reply};
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
     use std::sync::mpsc;
@@ -85,13 +85,13 @@ mod download {
     fn a_model_is_downloaded_once_and_trained() {
         let workspace = Workspace::new();
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec()), ("evil.py", b"import os".to_vec())]);
-        let server = HubServer::start(move |asked, _| repo.answer(asked));
+        let server = HubServer::start(move |received, _| repo.answer(received));
         let trained = run(&mut train(&workspace, &server.endpoint(), "org/tiny"));
         assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[])).digest());
         assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
         assert!(!format!("{trained:?}").contains("hf_secret"), "{trained:?}");
         let again = run(&mut train(&workspace, "http://127.0.0.1:1", "org/tiny"));
-        assert_eq!((again.digest(), server.asked().len()), (trained.digest(), 2), "the second run asks nobody");
+        assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
         run(&mut train(&workspace, "http://127.0.0.1:1", "org/other"))
             .refused(1, &["download org/other, which is not here, from http://127.0.0.1:1: "]);
     }
@@ -103,8 +103,11 @@ mod download {
         let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet/labels.parquet");
         let bytes = std::fs::read(&file).unwrap();
         let repo = HubRepo::new(vec![("default/train/0000.parquet", bytes.clone()), ("default/test/0000.parquet", bytes)]);
-        let server = HubServer::start(move |asked, _| {
-            repo.answer(&Asked { path: asked.path.replace("/datasets/", "/").replace("/api/", "/api/models/"), ..asked.clone() })
+        let server = HubServer::start(move |received, _| {
+            repo.answer(&ReceivedRequest {
+                path: received.path.replace("/datasets/", "/").replace("/api/", "/api/models/"),
+                ..received.clone()
+            })
         });
         let by_name = |endpoint: &str, name: &str| {
             let mut command = workspace.train("out", &[&format!("--data={name}"), "--tokenizer=bytes"]);
@@ -115,17 +118,17 @@ mod download {
         assert_eq!(trained.digest(), run(&mut workspace.train("by-path", &[&data, "--tokenizer=bytes"])).digest());
         assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
         let again = by_name("http://127.0.0.1:1", "org/tiny:default:train");
-        assert_eq!((again.digest(), server.asked().len()), (trained.digest(), 2), "the second run asks nobody");
+        assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
         by_name("http://127.0.0.1:1", "org/tiny:default:test").refused(1, &["download org/tiny:default:test, which is not here, from "]);
         by_name("http://127.0.0.1:1", "org/tiny.jsonl").refused(1, &["read org/tiny.jsonl: No such file"]);
     }
 
     /// Asserts that a run ends soon as interrupted if it is asked to stop while the hub answers the file list with `wrong`.
     fn interrupted_at_the_list(wrong: fn(Reply) -> Reply) {
-        let (workspace, (asked, is_asked)) = (Workspace::new(), mpsc::channel());
+        let (workspace, (received, is_asked)) = (Workspace::new(), mpsc::channel());
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
         let server = HubServer::start(move |request, _| {
-            asked.send(()).unwrap();
+            received.send(()).unwrap();
             wrong(repo.answer(request))
         });
         let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();
@@ -150,7 +153,7 @@ mod download {
     }
 
     #[test]
-    fn a_signal_ends_a_wait_for_a_hub_that_is_silent_behind_its_head() {
+    fn a_signal_ends_a_wait_for_a_hub_that_stalls_after_its_header() {
         interrupted_at_the_list(|reply| Reply { silence: PAUSE, ..reply.cut(0) });
     }
 
@@ -158,9 +161,9 @@ mod download {
     fn a_signal_ends_a_download_that_stands_still() {
         let workspace = Workspace::new();
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
-        let server = HubServer::start(move |asked, before| match before {
-            0 => repo.answer(asked),
-            _ => Reply { silence: Duration::from_secs(60), ..repo.answer(asked).cut(10) },
+        let server = HubServer::start(move |received, before| match before {
+            0 => repo.answer(received),
+            _ => Reply { silence: Duration::from_secs(60), ..repo.answer(received).cut(10) },
         });
         let began = Instant::now();
         let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();

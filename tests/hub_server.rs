@@ -14,7 +14,7 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 /// A request of a client.
 #[derive(Clone, Debug, Default)]
-pub struct Asked {
+pub struct ReceivedRequest {
     pub path: String,
     pub authorization: Option<String>,
     pub range: Option<String>,
@@ -40,7 +40,7 @@ pub enum Drip {
 pub struct HubServer {
     pub address: SocketAddr,
     is_over: Arc<AtomicBool>,
-    thread: JoinHandle<Vec<Asked>>,
+    thread: JoinHandle<Vec<ReceivedRequest>>,
 }
 
 /// Files of `org/tiny`, and the hub's list of them.
@@ -81,20 +81,20 @@ impl Reply {
 
 impl HubServer {
     /// Starts a server. `answer` receives each request and the number of earlier requests.
-    pub fn start(answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Self {
+    pub fn start(answer: impl Fn(&ReceivedRequest, usize) -> Reply + Send + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let (address, is_over) = (listener.local_addr().unwrap(), Arc::new(AtomicBool::new(false)));
         let over = is_over.clone();
         let thread = thread::spawn(move || {
-            let mut asked = Vec::new();
+            let mut received = Vec::new();
             while !over.load(Ordering::Relaxed) {
                 match listener.accept() {
-                    Ok((stream, _)) => asked.extend(serve(stream, |request| answer(request, asked.len()))),
+                    Ok((stream, _)) => received.extend(serve(stream, |request| answer(request, received.len()))),
                     Err(_) => thread::sleep(Duration::from_millis(2)),
                 }
             }
-            asked
+            received
         });
         Self { address, is_over, thread }
     }
@@ -104,27 +104,27 @@ impl HubServer {
     }
 
     /// Stops the server and returns its requests.
-    pub fn asked(self) -> Vec<Asked> {
+    pub fn received(self) -> Vec<ReceivedRequest> {
         self.is_over.store(true, Ordering::Relaxed);
         self.thread.join().unwrap()
     }
 }
 
 /// Serves one request and closes the connection.
-fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Asked> {
+fn serve(stream: TcpStream, answer: impl FnOnce(&ReceivedRequest) -> Reply) -> Option<ReceivedRequest> {
     stream.set_nonblocking(false).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
     let mut lines = BufReader::new(&stream).lines();
-    let mut asked = Asked { path: lines.next()?.ok()?.split(' ').nth(1)?.into(), ..Asked::default() };
+    let mut received = ReceivedRequest { path: lines.next()?.ok()?.split(' ').nth(1)?.into(), ..ReceivedRequest::default() };
     for line in lines.map_while(Result::ok).take_while(|line| !line.is_empty()) {
         let (name, value) = line.split_once(": ")?;
         match name.to_ascii_lowercase().as_str() {
-            "authorization" => asked.authorization = Some(value.into()),
-            "range" => asked.range = Some(value.into()),
+            "authorization" => received.authorization = Some(value.into()),
+            "range" => received.range = Some(value.into()),
             _ => {}
         }
     }
-    let Reply { head, body, silence, drip } = answer(&asked);
+    let Reply { head, body, silence, drip } = answer(&received);
     let head = format!("{head}\r\nConnection: close\r\n\r\n").into_bytes();
     let (at_once, pause) = match drip {
         None => (head.len() + body.len(), Duration::ZERO),
@@ -145,7 +145,7 @@ fn serve(stream: TcpStream, answer: impl FnOnce(&Asked) -> Reply) -> Option<Aske
             drop(stream);
         });
     }
-    Some(asked)
+    Some(received)
 }
 
 impl HubRepo {
@@ -175,13 +175,13 @@ impl HubRepo {
     }
 
     /// The correct reply of a hub.
-    pub fn answer(&self, asked: &Asked) -> Reply {
-        if asked.path.starts_with("/api/models/org/tiny/revision/") {
+    pub fn answer(&self, received: &ReceivedRequest) -> Reply {
+        if received.path.starts_with("/api/models/org/tiny/revision/") {
             return Reply::ok(self.listing.to_string().into_bytes());
         }
-        let name = asked.path.strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/"));
+        let name = received.path.strip_prefix(&format!("/org/tiny/resolve/{COMMIT}/"));
         let Some((_, bytes)) = self.files.iter().find(|(file, _)| Some(*file) == name) else { return Reply::status(404) };
-        let Some(range) = &asked.range else { return Reply::ok(bytes.clone()) };
+        let Some(range) = &received.range else { return Reply::ok(bytes.clone()) };
         let (from, last) = range.trim_start_matches("bytes=").split_once('-').unwrap();
         let (from, all): (usize, _) = (from.parse().unwrap(), bytes.len());
         let end = last.parse().map_or(all, |last: usize| last + 1);

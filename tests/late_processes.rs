@@ -28,8 +28,8 @@ fn a_process_that_saves_or_evaluates_for_longer_than_the_stall_limit_is_waited_f
             let outcomes = ends(start(&workspace, &out, 2, &flags));
             assert_eq!(outcomes[0].digest(), whole, "{out}");
             assert_eq!((outcomes[1].code, outcomes[1].stderr.as_str()), (0, ""), "{out}");
-            let told = outcomes[0].stderr.contains(&format!(" {words}; this process has waited for it for 1s\n"));
-            assert_eq!(told, victim == 1, "{out}: {outcomes:?}");
+            let message = outcomes[0].stderr.contains(&format!(" {words}; this process has waited for it for 1s\n"));
+            assert_eq!(message, victim == 1, "{out}: {outcomes:?}");
             assert!(victim == 0 || outcomes[0].stderr.starts_with("warning: process 1 on "), "{out}: {outcomes:?}");
         }
     }
@@ -40,12 +40,12 @@ fn a_signal_while_another_process_is_slow_saves_and_exits_with_75() {
     let workspace = Workspace::new();
     let long: &[&str] = &["--stall-limit=1", "--max-steps=60", "--save-steps=3"];
     let whole = digest_of_one(&workspace, "whole", 1, long);
-    for told in [0, 1] {
-        let out = format!("told-{told}");
+    for message in [0, 1] {
+        let out = format!("told-{message}");
         slow(&workspace, 1, 4, "read");
         let mut children = start(&workspace, &out, 2, long);
         await_line(&mut children[0], "step      3");
-        send(&children[told], Signal::SIGTERM);
+        send(&children[message], Signal::SIGTERM);
         let outcomes = ends(children);
         assert!(outcomes.iter().all(|outcome| outcome.code == 75), "{outcomes:?}");
         let steps = workspace.metrics(&out).len();
@@ -105,7 +105,7 @@ fn a_process_whose_files_may_not_grow_is_named_before_the_first_step() {
 
 /// One process may enter the directory but not write to it, as with another user.
 #[test]
-fn a_process_that_cannot_write_is_named_before_the_first_step_with_what_helps() {
+fn a_process_that_cannot_write_is_named_before_the_first_step_with_a_remedy() {
     if !nix::unistd::geteuid().is_root() {
         return;
     }

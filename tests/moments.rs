@@ -16,13 +16,13 @@ fn tenths(metrics: &[Value]) -> Vec<f64> {
 /// model, or the model of the flags, from that many seeds and records the result. Otherwise a tiny model is trained from one seed.
 #[test]
 fn packed_moments_learn_as_those_in_float32_do() {
-    let asked: Option<u64> = std::env::var("SUPEROFFLOAD_SEEDS").ok().map(|n| n.parse().unwrap());
+    let requested: Option<u64> = std::env::var("SUPEROFFLOAD_SEEDS").ok().map(|n| n.parse().unwrap());
     let flags = std::env::var("SUPEROFFLOAD_FLAGS").unwrap_or_default();
-    let (workspace, seeds) = (Workspace::new(), asked.unwrap_or(1));
+    let (workspace, seeds) = (Workspace::new(), requested.unwrap_or(1));
     let train = |moments: &str, seed: u64| {
         let (out, seed) = (format!("{moments}-{seed}"), seed.to_string());
         let own = ["--moments", moments, "--seed", &seed, "--save-steps", "1000000"];
-        let outcome = if asked.is_some() {
+        let outcome = if requested.is_some() {
             run(program(&["train", "--output-dir"]).arg(workspace.path(&out)).args(own).args(flags.split_whitespace()))
         } else {
             run(&mut workspace.train(&out, &[&own[..], &["--max-steps", "60", "--learning-rate", "3e-3"]].concat()))
@@ -34,7 +34,7 @@ fn packed_moments_learn_as_those_in_float32_do() {
     let last = |losses: &Vec<f64>| *losses.last().unwrap();
     let mean = |of: &dyn Fn(&[Vec<f64>; 2]) -> f64| runs.iter().map(of).sum::<f64>() / seeds as f64;
     let [wide, packed] = [0, 1].map(|at| mean(&|pair| last(&pair[at])));
-    if asked.is_some() {
+    if requested.is_some() {
         let pairs = runs.iter().zip(1..).map(|([wide, packed], seed): (_, u64)| json!({"seed": seed, "float32": wide, "bfloat16": packed}));
         let spread = mean(&|pair| (last(&pair[0]) - wide).powi(2)).sqrt();
         record(

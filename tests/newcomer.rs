@@ -4,7 +4,7 @@ use crate::program::{CONFIG, Workspace, program, run};
 use serde_json::json;
 
 #[test]
-fn a_run_that_was_finished_says_so_and_has_one_digest_by_either_name() {
+fn a_finished_run_logs_it_and_has_one_digest_by_either_name() {
     let workspace = Workspace::new();
     let first = run(&mut workspace.train("out", &["--max-steps", "4"]));
     let digest = first.digest();
@@ -43,7 +43,7 @@ fn rotary_models_go_beyond_their_positions_with_a_warning_and_learned_ones_do_no
 }
 
 #[test]
-fn a_cpu_run_speaks_of_one_memory_and_counts_small_models_in_millions() {
+fn a_cpu_run_shows_one_memory_and_counts_small_models_in_millions() {
     let workspace = Workspace::new();
     let printed = run(&mut workspace.train("out", &["--max-steps", "1"])).stdout;
     assert!(printed.contains("host memory, compute") && printed.contains("host memory, optimizer"), "{printed}");
@@ -51,8 +51,8 @@ fn a_cpu_run_speaks_of_one_memory_and_counts_small_models_in_millions() {
     let config = workspace.path("model/config.json");
     let mut bench =
         program(&["bench", "step", "--device=cpu", "--seq_length=8", "--threads=1", "--warmup=0", "--steps=1", "--model-config"]);
-    let said = run(bench.arg(&config)).stderr;
-    assert!(said.contains(" k parameters on") && !said.contains("0.000 B"), "{said}");
+    let output = run(bench.arg(&config)).stderr;
+    assert!(output.contains(" k parameters on") && !output.contains("0.000 B"), "{output}");
 }
 
 #[test]
@@ -64,6 +64,6 @@ fn a_file_that_is_no_profile_is_refused_in_one_line() {
     run(&mut program(&["plan", "--model", "llama-8b", "--hardware", "/dev/null"])).refused(1, &["/dev/null"]);
     run(&mut program(&["plan", "--model", "llama-9b", "--hardware", "gb200"])).refused(2, &["--model llama-9b", "llama-8b"]);
     let planned = |init: &[&str]| run(program(&["plan", "--model", "qwen3-4b", "--hardware", "h200-pcie5"]).args(init));
-    let (told, plain) = (planned(&["--init", "checkpoint"]), planned(&[]));
-    assert!(told.code == 0 && told.stdout == plain.stdout, "weights of a checkpoint need no other memory: {told:?}");
+    let (message, plain) = (planned(&["--init", "checkpoint"]), planned(&[]));
+    assert!(message.code == 0 && message.stdout == plain.stdout, "weights of a checkpoint need no other memory: {message:?}");
 }

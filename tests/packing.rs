@@ -22,7 +22,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
 }
 
 /// The output line about packing.
-fn told(outcome: &Outcome) -> &str {
+fn message(outcome: &Outcome) -> &str {
     let line = outcome.stdout.lines().find(|line| line.contains("packing "));
     line.unwrap_or_else(|| panic!("{outcome:?}"))
 }
@@ -40,7 +40,7 @@ fn packed_documents_are_trained_and_a_resume_is_exact() {
         assert_eq!(run(&mut workspace.resume(&resumed, &flags)).digest(), whole.digest(), "{packing}");
         digests.push(whole.digest().to_string());
         if packing != "wrapped" {
-            let line = told(&whole);
+            let line = message(&whole);
             assert!(line.contains(" documents in ") && line.contains(" % padding") && line.contains("row and split"), "{line}");
         }
     }
@@ -54,7 +54,7 @@ fn of_kind(workspace: &Workspace, name: &str, record: impl Fn(String, String) ->
 }
 
 #[test]
-fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherwise() {
+fn answers_stay_whole_and_text_is_cut_unless_a_flag_changes_it() {
     let workspace = Workspace::new();
     let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
     let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
@@ -72,10 +72,10 @@ fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherw
             let flags = [&[data.as_str(), &template, "--eos-token=0", "--max-steps=3"], flags].concat();
             train(&workspace, &format!("{kind}-{nth}"), &flags)
         };
-        let (asked, auto) = (of("asked", &["--packing", packing]), of("auto", &[]));
-        let said = format!("--packing auto is {packing}: ");
-        assert!(auto.stdout.contains(&said) && !asked.stdout.contains("--packing auto"), "{data}: {said:?} is not in {auto:?}");
-        assert_eq!(auto.digest(), asked.digest(), "{data}");
+        let (requested, auto) = (of("asked", &["--packing", packing]), of("auto", &[]));
+        let output = format!("--packing auto is {packing}: ");
+        assert!(auto.stdout.contains(&output) && !requested.stdout.contains("--packing auto"), "{data}: {output:?} is not in {auto:?}");
+        assert_eq!(auto.digest(), requested.digest(), "{data}");
         assert_eq!(workspace.metrics_and_facts(&format!("auto-{nth}"))[0]["facts"]["settings"]["packing"], packing, "{data}");
     }
     let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
@@ -90,7 +90,7 @@ fn what_answers_a_prompt_stays_whole_and_text_is_cut_unless_somebody_says_otherw
 }
 
 #[test]
-fn a_resume_keeps_the_rows_of_its_checkpoint_where_nobody_says_more() {
+fn a_resume_keeps_the_rows_of_its_checkpoint_by_default() {
     let workspace = Workspace::new();
     let data = of_kind(&workspace, "pairs.jsonl", |q, a| json!({"prompt": q, "completion": a}));
     for packing in ["wrapped", "off", "auto"] {
@@ -124,7 +124,7 @@ fn a_plan_is_of_the_rows_that_training_would_choose() {
 
 /// No two of these documents fit in a row of 16.
 #[test]
-fn one_document_a_row_is_the_same_run_whether_others_could_have_joined_it() {
+fn one_document_a_row_is_the_same_run_with_and_without_packing() {
     let workspace = Workspace::new();
     for dtype in ["float32", "bfloat16"] {
         let data = records(&workspace, &[9, 16, 12, 10, 15, 11, 13, 9, 20]);
@@ -146,7 +146,7 @@ fn documents_that_share_rows_give_the_loss_and_the_norm_of_each_alone() {
             (format!("--per-device-train-batch-size={rows}"), format!("--gradient-accumulation-steps={accumulation}"));
         let out = format!("{packing}{rows}");
         let outcome = train(&workspace, &out, &[&data, "--packing", packing, &rows, &accumulation, "--dtype=float32", "--max-steps=1"]);
-        assert!(told(&outcome).contains("10 documents in "), "{outcome:?}");
+        assert!(message(&outcome).contains("10 documents in "), "{outcome:?}");
         let line = workspace.metrics(&out).remove(0);
         (line["loss"].as_f64().unwrap(), line["grad_norm"].as_f64().unwrap())
     };
@@ -203,7 +203,7 @@ fn other_rows_than_the_checkpoints_are_refused() {
 }
 
 #[test]
-fn what_cannot_be_packed_is_refused_before_training() {
+fn unpackable_data_is_refused_before_training() {
     let workspace = Workspace::new();
     let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
     train(&workspace, "out", &[&ids, "--packing=bfd"]).refused(2, &["--packing bfd", "ids.u16.bin", "--packing wrapped"]);
@@ -229,7 +229,7 @@ fn other_programs_names_are_understood() {
 
 /// Attention within 5 tokens needs fewer FLOPs than within the 16 of a row, and padding needs none.
 #[test]
-fn arithmetic_is_told_for_documents_and_not_for_rows() {
+fn arithmetic_is_counted_for_documents_and_not_for_rows() {
     let workspace = Workspace::new();
     let lengths = [5, 9, 5, 2, 14, 5, 9, 7];
     let flags = [&*records(&workspace, &lengths), "--packing=bfd", "--max-steps=1"];
@@ -238,6 +238,6 @@ fn arithmetic_is_told_for_documents_and_not_for_rows() {
     let (matrices, heads) = (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 256 * 32, 32);
     let all: usize = lengths.iter().map(|length| 6 * length * (matrices + length * heads)).sum();
     let rows = facts["data_counts"]["rows"].as_f64().unwrap();
-    let told = facts["flops_per_step"].as_f64().unwrap();
-    assert!((told / (2.0 * all as f64 / rows) - 1.0).abs() < 1e-9, "{told} for {all} in {rows} rows");
+    let message = facts["flops_per_step"].as_f64().unwrap();
+    assert!((message / (2.0 * all as f64 / rows) - 1.0).abs() < 1e-9, "{message} for {all} in {rows} rows");
 }

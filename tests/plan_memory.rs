@@ -24,7 +24,7 @@ fn compare(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
 }
 
 #[test]
-fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
+fn every_memory_class_of_a_plan_for_cpus_matches_allocations() {
     let common = "seq-length = 16\nper-device-train-batch-size = 3\nbucket-mib = 0.03125\n";
     let strategies = ["superoffload", "zero-offload", "no-offload"].map(|name| format!("{common}strategy = \"{name}\"\n"));
     let (demo, small, experts) = (ModelShape::demo(), tiny_llama(6, 64, 300, false), tiny_moe(6, 64, 300, false));
@@ -54,7 +54,7 @@ fn every_class_of_a_plan_for_cpus_is_what_is_taken() {
 
 /// GPU plans on the CPU device, which can run them: rings with larger chunks, and paged states.
 #[test]
-fn every_class_of_a_plan_for_a_gpu_is_what_is_taken() {
+fn every_memory_class_of_a_plan_for_a_gpu_matches_allocations() {
     let gpu = |mib: u64| {
         let device = DeviceMemory::Own { bytes: mib << 20, addressing: Addressing::Managed };
         Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) }
@@ -108,7 +108,7 @@ fn planned_as_taken(toml: &str, shape: &ModelShape, machine: &Machine) -> Plan {
 }
 
 #[test]
-fn every_class_of_a_plan_for_several_gpus_is_what_each_takes() {
+fn every_memory_class_of_a_plan_for_several_gpus_matches_allocations() {
     let device = DeviceMemory::Own { bytes: 4 << 30, addressing: Addressing::Managed };
     let machine = Machine { kind: DeviceKind::Gpu, device, ..Machine::cpu(8) };
     // The last bucket also has equally many blocks for each rank.

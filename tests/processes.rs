@@ -41,7 +41,7 @@ where
 {
     let accumulation = format!("--gradient-accumulation-steps={}", 12 / ranks);
     let name = |flag: &str| flag.split('=').next().map(str::to_string);
-    let open = CUT.iter().filter(|flag| more.iter().all(|said| name(said) != name(flag)));
+    let open = CUT.iter().filter(|flag| more.iter().all(|output| name(output) != name(flag)));
     open.chain(more).map(ToString::to_string).chain([accumulation]).collect()
 }
 
@@ -154,7 +154,7 @@ fn formats_faults_and_places_do_not_change_that() {
 
 /// Streams run in any order that events permit. Slices are sent after they are written, and not overwritten before.
 #[test]
-fn slices_wait_for_what_they_are_made_of() {
+fn slices_wait_for_their_inputs() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &["--dtype=float32"]);
     for seed in crate::sweep::sweep(16..20, 1..100) {
@@ -362,7 +362,7 @@ fn processes_without_one_output_directory_are_refused_before_the_first_step() {
 }
 
 #[test]
-fn launchers_say_which_process_this_is() {
+fn launchers_number_this_process() {
     let workspace = Workspace::new();
     let whole = digest_of_one(&workspace, "one", 1, &[]);
     let job = free_port().to_string();
@@ -427,7 +427,7 @@ fn processes_that_differ_are_refused_with_both_values() {
 }
 
 #[test]
-fn what_several_processes_cannot_do_is_refused_with_a_way_out() {
+fn options_unsupported_in_several_processes_are_refused_with_a_remedy() {
     let workspace = Workspace::new();
     for (flags, words) in [
         (&["--processes=2", "--process=0"][..], &["--processes 2", "--rendezvous HOST:PORT"][..]),
@@ -482,8 +482,8 @@ fn a_bench_of_several_processes_is_one_line_with_the_digest_of_one() {
     // Differing processes are rejected as in training.
     let other = bench(&["--processes=2", &rendezvous, "--process=1", "--seed=8"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     for outcome in ends(vec![of("--process=0"), other.unwrap()]) {
-        let told = "error: --seed: 42 for process 0 on ";
-        assert!(outcome.code == 2 && outcome.stderr.contains(told) && outcome.stdout.is_empty(), "{outcome:?}");
+        let message = "error: --seed: 42 for process 0 on ";
+        assert!(outcome.code == 2 && outcome.stderr.contains(message) && outcome.stdout.is_empty(), "{outcome:?}");
     }
 }
 
@@ -558,11 +558,11 @@ fn a_signal_to_any_process_saves_at_one_step_and_all_exit_with_75() {
     let workspace = Workspace::new();
     let long: &[&str] = &["--max-steps=400", "--save-steps=1000"];
     let whole = digest_of_one(&workspace, "whole", 1, long);
-    for (told, ranks) in [(0, 1), (1, 1), (1, 2)] {
-        let out = format!("told-{told}-{ranks}");
+    for (message, ranks) in [(0, 1), (1, 1), (1, 2)] {
+        let out = format!("told-{message}-{ranks}");
         let mut children = start_in(&workspace, &out, [2, ranks], long);
         await_line(&mut children[0], "step      3");
-        send(&children[told], Signal::SIGTERM);
+        send(&children[message], Signal::SIGTERM);
         let outcomes = ends(children);
         assert!(outcomes.iter().all(|outcome| outcome.code == 75 && outcome.stderr.is_empty()), "{outcomes:?}");
         let steps = workspace.metrics(&out).len();

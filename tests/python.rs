@@ -98,8 +98,8 @@ fn done(command: &mut Process) -> Outcome {
 /// The Python on `PATH` as an absolute path, if the package supports its version.
 fn system_python() -> Option<PathBuf> {
     let ask = "import sys; assert sys.version_info >= (3, 10); print(sys.executable)";
-    let said = Process::new("python3").args(["-c", ask]).output().ok().filter(|said| said.status.success())?;
-    Some(String::from_utf8(said.stdout).unwrap().trim().into())
+    let text = Process::new("python3").args(["-c", ask]).output().ok().filter(|text| text.status.success())?;
+    Some(String::from_utf8(text.stdout).unwrap().trim().into())
 }
 
 /// Skips the test of the wheel if a requirement is missing. In CI, which has all of them, this is a failure.
@@ -126,7 +126,7 @@ fn the_wheel_in_a_bare_environment_trains_the_demo_and_passes_the_packages_tests
     let demo = ["train", "--device=cpu", "--max-steps=1", "--digest", "--output-dir=run"];
     assert_eq!(done(clean(&path("superoffload"), home, &demo).current_dir(home)).digest().len(), 64);
     let tests = ["-W", "ignore", "-m", "unittest", "discover", "-s", "packaging/python/tests", "-p", "test_superoffload.py"];
-    let said = done(&mut clean(&path("python"), home, &tests)).stderr;
-    let ran = said.lines().find_map(|line| line.strip_prefix("Ran ")?.split(' ').next()?.parse::<usize>().ok());
-    assert!(ran > Some(15), "{said}");
+    let text = done(&mut clean(&path("python"), home, &tests)).stderr;
+    let ran = text.lines().find_map(|line| line.strip_prefix("Ran ")?.split(' ').next()?.parse::<usize>().ok());
+    assert!(ran > Some(15), "{text}");
 }

@@ -142,7 +142,7 @@ fn devices_that_keep_parts_of_the_weights_train_to_the_same_bits() {
 }
 
 #[test]
-fn what_several_devices_cannot_do_is_refused_with_a_way_out() {
+fn options_unsupported_on_several_devices_are_refused_with_a_remedy() {
     let workspace = Workspace::new();
     let instead_of_flow: &[&str] =
         if cfg!(feature = "weight-flow") { &["--weights flow", "--weights sharded"] } else { &["--weights flow"] };
@@ -186,7 +186,7 @@ impl UseEngine for Faulty {
 }
 
 #[test]
-fn nobody_waits_for_a_rank_that_is_gone() {
+fn no_rank_waits_for_a_lost_rank() {
     let shape = tiny_llama(2, 32, 64, true);
     let lines =
         "gpus = 3\ndevice = 'cpu'\nseq-length = 8\nper-device-train-batch-size = 2\nmax-steps = 9\nbucket-mib = 0.046875\nthreads = 2";
@@ -264,23 +264,23 @@ fn a_rank_that_fails_in_any_phase_ends_all_and_is_named() {
         for rank in [1, 2] {
             for kind in ["error", "panic"] {
                 let fault = format!("{{rank = {rank}, step = {step}, phase = '{phase}', kind = '{kind}'}}");
-                let told = ends_with(&fault, (nth % 2 == 1).then_some(nth)).to_string();
+                let message = ends_with(&fault, (nth % 2 == 1).then_some(nth)).to_string();
                 let words = match kind {
                     "error" => format!("of step {step}: it was to fail (faults)"),
                     _ => "it panicked; see the message above".into(),
                 };
-                assert!(told.starts_with(&format!("rank {rank}: ")) && told.ends_with(&words), "{fault}: {told}");
+                assert!(message.starts_with(&format!("rank {rank}: ")) && message.ends_with(&words), "{fault}: {message}");
                 let named: String = phase.split('-').collect();
-                assert!(kind == "panic" || told.to_lowercase().contains(&format!("rank {rank}: {named} of")), "{fault}: {told}");
+                assert!(kind == "panic" || message.to_lowercase().contains(&format!("rank {rank}: {named} of")), "{fault}: {message}");
             }
         }
     }
     // Rank 0 leads on the caller's thread. Its error has its name, too, also when it writes state, sends weights, evaluates or reads.
     let outside_steps = [("write", 1), ("gather", 1), ("module", 1), ("read", 2)];
     for (phase, step) in outside_steps.into_iter().chain(["module", "sum", "optimize", "verdict", "flush"].map(|phase| (phase, 2))) {
-        let told = ends_with(&format!("{{rank = 0, step = {step}, phase = '{phase}'}}"), None).to_string();
+        let message = ends_with(&format!("{{rank = 0, step = {step}, phase = '{phase}'}}"), None).to_string();
         let words = format!("of step {step}: it was to fail (faults)");
-        assert!(told.starts_with("rank 0: ") && told.ends_with(&words), "{phase}: {told}");
+        assert!(message.starts_with("rank 0: ") && message.ends_with(&words), "{phase}: {message}");
     }
 }
 
@@ -314,7 +314,7 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
 
 /// A hanging rank is reported whatever rank 0 does meanwhile, also between steps.
 #[test]
-fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
+fn a_stall_report_names_the_rank_that_all_wait_for() {
     let workspace = Workspace::new();
     let eval_data = format!("--eval-data={}", workspace.path("data.txt").display());
     for (phase, step, waits) in [
@@ -328,9 +328,9 @@ fn whom_all_wait_for_is_told_where_a_rank_stands_still() {
         let flags = gpus(2, &["--stall-limit=1", &eval_data, "--eval-on-start"]);
         let train = workspace.train(phase, &flags.iter().map(String::as_str).collect::<Vec<_>>());
         let stalled = run(Command::new("timeout").arg("60").arg(train.get_program()).args(train.get_args()));
-        let told: Vec<&str> = stalled.stderr.lines().take(3).collect();
-        assert!(stalled.code == 1 && told[0].starts_with("error: no progress for 1s"), "{phase}: {told:?}");
-        assert!(told[1].starts_with("  rank 1        ") && told[2] == format!("  rank 0        {waits}"), "{phase}: {told:?}");
+        let message: Vec<&str> = stalled.stderr.lines().take(3).collect();
+        assert!(stalled.code == 1 && message[0].starts_with("error: no progress for 1s"), "{phase}: {message:?}");
+        assert!(message[1].starts_with("  rank 1        ") && message[2] == format!("  rank 0        {waits}"), "{phase}: {message:?}");
         assert_eq!(workspace.names(phase, "checkpoint-").len(), usize::from(!["read", "module"].contains(&phase)));
     }
 }

@@ -8,10 +8,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The files with the mutated code.
-const FILES: [&str; 4] = ["src/engine/pulls.rs", "src/engine/pulls/gradients.rs", "src/engine/pulls/weights.rs", "src/engine/rails.rs"];
+const FILES: [&str; 4] = [
+    "src/engine/peer_exchange.rs",
+    "src/engine/peer_exchange/gradients.rs",
+    "src/engine/peer_exchange/weights.rs",
+    "src/engine/nccl_transport.rs",
+];
 
 /// The tests that must detect the mutants.
-const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::pulls::", "engine::rails::"];
+const TESTS: [&str; 5] = ["test", "--lib", "--", "engine::peer_exchange::", "engine::nccl_transport::"];
 
 /// A mutant: replaced text and its replacement, in whichever of the files contains it.
 struct Mutant {
@@ -26,10 +31,10 @@ const MUTANTS: [Mutant; 16] = [
         changes: &[
             (
                 "        dev.record(written, Stream::Compute)?;\n",
-                "        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n        dev.record(written, Stream::Compute)?;\n",
+                "        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n        dev.record(written, Stream::Compute)?;\n",
             ),
             (
-                "        self.buckets_written += 1;\n        self.seat.board.publish_written(self.seat.rank);\n        self.seat.pass()?;\n",
+                "        self.buckets_written += 1;\n        self.context.progress.publish_written(self.context.rank);\n        self.context.pass()?;\n",
                 "        self.buckets_written += 1;\n",
             ),
         ],
@@ -48,8 +53,8 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "weights are gathered that are not settled",
         changes: &[(
-            "self.seat.board.settled(rank, bucket) >= self.version)",
-            "self.seat.board.settled(rank, bucket) + 1 >= self.version)",
+            "self.context.progress.settled(rank, bucket) >= self.version)",
+            "self.context.progress.settled(rank, bucket) + 1 >= self.version)",
         )],
     },
     Mutant {
@@ -68,10 +73,10 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "no wait before gradients are overwritten",
         changes: &[
-            ("self.buckets_summed < needed || !self.seat.board.all_pulled(needed) {\n", "self.buckets_summed < needed {\n"),
+            ("self.buckets_summed < needed || !self.context.progress.all_pulled(needed) {\n", "self.buckets_summed < needed {\n"),
             (
-                "        mates.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;\n",
-                "        mates.next();\n",
+                "        local_ranks.try_for_each(|mate| dev.wait_for(Stream::Compute, mate, self.peers[mate].pulled[bucket]))?;\n",
+                "        local_ranks.next();\n",
             ),
         ],
     },
@@ -92,13 +97,13 @@ const MUTANTS: [Mutant; 16] = [
     Mutant {
         name: "ranks see two verdicts",
         changes: &[(
-            "        let outcome = self.seat.board.outcome(step)?;\n",
-            "        let mut outcome = self.seat.board.outcome(step)?;\n        outcome.norm_sq *= 1.0 + self.seat.rank as f64;\n",
+            "        let outcome = self.context.progress.outcome(step)?;\n",
+            "        let mut outcome = self.context.progress.outcome(step)?;\n        outcome.norm_sq *= 1.0 + self.context.rank as f64;\n",
         )],
     },
     Mutant {
         name: "weights are pulled before they have come to who carries them",
-        changes: &[("if carrier == owner { there.stepped[bucket] } else { there.carried[bucket] }", "there.stepped[bucket]")],
+        changes: &[("if relay == owner { there.stepped[bucket] } else { there.relayed[bucket] }", "there.stepped[bucket]")],
     },
     Mutant {
         name: "weights of another process are swapped into flat places, whoever keeps them",
@@ -113,7 +118,7 @@ const MUTANTS: [Mutant; 16] = [
     },
     Mutant {
         name: "a module is pulled before its slices have come from other processes",
-        changes: &[("Ok(self.seat.board.all_fetched(2 * self.fetches - 1))", "Ok(true)")],
+        changes: &[("Ok(self.context.progress.all_fetched(2 * self.fetches - 1))", "Ok(true)")],
     },
     Mutant {
         name: "a swap overwrites what is not summed",

@@ -44,8 +44,8 @@ fn demo(out: &Path, until: u64) -> String {
 /// minutes.
 #[test]
 fn the_sample_run_is_the_run() {
-    let asked = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
-    let until = asked.unwrap_or(if emulator().is_some() { 1 } else { 10 });
+    let requested = std::env::var("SUPEROFFLOAD_SAMPLE_STEPS").ok().map(|steps| steps.parse().unwrap());
+    let until = requested.unwrap_or(if emulator().is_some() { 1 } else { 10 });
     let readme = text_of("README.md");
     let sample = steps(&readme);
     assert_eq!(sample.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 10, 100, 200, 300]);
@@ -65,7 +65,7 @@ fn the_sample_run_is_the_run() {
 }
 
 #[test]
-fn the_help_of_train_says_how_the_built_in_model_runs() {
+fn the_help_of_train_explains_the_built_in_model() {
     let help = run(&mut program(&["train", "--help"])).stdout;
     let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
@@ -108,17 +108,17 @@ fn fit(model: &str, machine: &str) -> [String; 5] {
 
 /// Compares one row. `SUPEROFFLOAD_FITS=all cargo test --release --test main what_fits` compares all.
 #[test]
-fn what_fits_is_what_the_planner_says() {
+fn the_table_of_fitting_models_matches_the_planner() {
     let rows = fits(&text_of("docs/guide/what-fits.md"));
     assert_eq!(rows.len(), 21);
     let all = std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all");
-    let asked = match all {
+    let requested = match all {
         // With fewer techniques plans differ. An emulator takes minutes for one.
         _ if emulator().is_some() || !cfg!(feature = "repartition") => 0,
         true => rows.len(),
         false => 1,
     };
-    for row in rows.iter().take(asked) {
+    for row in rows.iter().take(requested) {
         assert_eq!(&fit(&row[0], &row[1]), row, "docs/guide/what-fits.md: {} on {}", row[0], row[1]);
     }
 }

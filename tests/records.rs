@@ -94,7 +94,7 @@ fn ids_need_no_tokenizer_and_text_does() {
 }
 
 #[test]
-fn what_decides_something_elsewhere_is_told_once() {
+fn foreign_decisive_fields_are_warned_of_once() {
     let workspace = Workspace::new();
     let template = format!("--chat-template={}", workspace.write("chat.jinja", TEMPLATE).display());
     let mut records = chats();
@@ -106,11 +106,11 @@ fn what_decides_something_elsewhere_is_told_once() {
     }
     let outcome = train(&workspace, "told", &records, &[&template, "--seq-length=64"]);
     assert_eq!(outcome.code, 0, "{outcome:?}");
-    for told in [
+    for message in [
         "told.jsonl: line 1: column `label` (of TRL, ms-swift) is not read: answers that are not wanted are trained as all others (in 40 of 40 records)",
         "told.jsonl: line 1: the chat template writes nothing of a message of role \"developer\" (in 40 of 40 records)",
     ] {
-        assert_eq!(outcome.stderr.matches(told).count(), 1, "{told}\n{outcome:?}");
+        assert_eq!(outcome.stderr.matches(message).count(), 1, "{message}\n{outcome:?}");
     }
     assert!(!outcome.stderr.contains("score"), "{outcome:?}");
 }

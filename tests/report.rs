@@ -99,8 +99,8 @@ fn every_section_and_number_is_that_of_the_metrics() {
     assert_eq!((steps.len() as u64, evals.len()), (STEPS, 3));
     let sum = |key: &str| steps.iter().map(|line| line[key].as_f64().unwrap()).sum::<f64>();
     let loss = |line: &Value, key: &str| short(line[key].as_f64().unwrap());
-    let said = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
-    assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {said}")), "{said}");
+    let output = format!("the loss went from {} to {}", loss(&steps[0], "loss"), loss(&steps[11], "loss"));
+    assert!(page.contains(&format!("Finished: all {STEPS} steps are done; {output}")), "{output}");
     let tokens_trained: f64 =
         steps.iter().map(|line| (line["tokens_per_second"].as_f64().unwrap() * line["step_ms"].as_f64().unwrap() / 1e3).round()).sum();
     let tokens = if tokens_trained >= 1000.0 {
@@ -140,15 +140,15 @@ fn every_section_and_number_is_that_of_the_metrics() {
         let step = page.split_once(what).unwrap().1.split_once(", ").unwrap().0.parse::<u64>().unwrap();
         assert!((2..=STEPS).contains(&step), "{what}{step}");
     }
-    let said = |attribute: &str| -> Vec<f64> {
+    let output = |attribute: &str| -> Vec<f64> {
         let text = page.split_once(&format!(" {attribute}=\"")).unwrap().1.split_once('"').unwrap().0;
         text.split(' ').map(|number| number.parse().unwrap()).collect()
     };
-    let (by_step, ms_by_step, means) = (said("data-tokens"), said("data-ms"), said("data-means"));
+    let (by_step, ms_by_step, means) = (output("data-tokens"), output("data-ms"), output("data-means"));
     assert_eq!(by_step.last().unwrap().to_string(), tokens_trained.to_string());
     assert!((ms_by_step.last().unwrap() - sum("step_ms")).abs() < 0.1 && ms_by_step.len() == 2 * steps.len(), "{ms_by_step:?}");
     let expected = steps.iter().flat_map(|line| [line["step"].as_f64().unwrap(), line["loss"].as_f64().unwrap(), 1.0]);
-    assert!(means.iter().zip(expected).all(|(said, is)| (said / is - 1.0).abs() < 1e-4) && means.len() == 3 * steps.len(), "{means:?}");
+    assert!(means.iter().zip(expected).all(|(output, is)| (output / is - 1.0).abs() < 1e-4) && means.len() == 3 * steps.len(), "{means:?}");
     let counts = &workspace.metrics_and_facts("plain")[0]["facts"]["data_counts"];
     let rows = format!("<td>{} of 16 tokens</td>", counts["rows"]);
     assert!(page.contains(&rows) && page.contains("<td>0 (0.0 %)</td>") && counts["padding"] == 0, "{counts}");
@@ -181,7 +181,7 @@ fn several_runs_are_drawn_over_each_other_and_differences_are_shown() {
 }
 
 #[test]
-fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
+fn an_invalid_timeline_is_reported_and_the_rest_is_shown() {
     let workspace = trained();
     let trace = workspace.path("plain/trace.json");
     fs::remove_file(&trace).unwrap();
@@ -193,7 +193,7 @@ fn a_timeline_that_is_none_is_told_and_keeps_nothing_else_back() {
 }
 
 #[test]
-fn memory_is_told_as_planned_and_as_seen() {
+fn memory_is_reported_as_planned_and_as_measured() {
     let workspace = Workspace::new();
     let (memory, machine) = (json!({"device_bytes": {"weights": 3_u64 << 30}}), json!({"gpu": {"memory_used_bytes": 5_u64 << 30}}));
     let facts = json!({"facts": {"from_step": 0, "memory": memory, "machine": machine}});
@@ -239,8 +239,8 @@ fn the_largest_page_is_below_two_megabytes() {
 /// Writes seven conversations to `chat.jsonl`, on which the run `chat` trains two steps.
 fn chatted() -> Workspace {
     let workspace = Workspace::new();
-    let said = |role: &str, content: String| json!({"role": role, "content": content});
-    let line = |n: usize| json!({"messages": [said("user", format!("<b>quagga{n}</b> &\t?")), said("assistant", format!("okapi{n}"))]});
+    let output = |role: &str, content: String| json!({"role": role, "content": content});
+    let line = |n: usize| json!({"messages": [output("user", format!("<b>quagga{n}</b> &\t?")), output("assistant", format!("okapi{n}"))]});
     let lines: Vec<String> = (0..7).map(|n| line(n).to_string()).collect();
     let data = format!("--data={}", workspace.write("chat.jsonl", lines.join("\n")).display());
     let template = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}";
@@ -250,7 +250,7 @@ fn chatted() -> Workspace {
 }
 
 #[test]
-fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() {
+fn text_of_the_data_is_on_the_page_only_on_request() {
     let workspace = chatted();
     let without = page(&workspace, &["chat"]);
     assert!(!["quagga", "okapi", "No samples"].iter().any(|word| without.contains(word)) && without.contains("holds no training data"));
@@ -263,7 +263,7 @@ fn text_of_the_data_is_on_the_page_where_somebody_asked_for_it_and_never_else() 
 }
 
 #[test]
-fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
+fn unavailable_samples_are_one_line_and_the_rest_is_shown() {
     let workspace = chatted();
     // As on another machine: another location, and no model directory.
     copy_dir(&workspace.path("chat"), &workspace.path("elsewhere"));
@@ -300,7 +300,7 @@ fn samples_that_cannot_be_had_are_told_in_a_line_and_keep_nothing_back() {
 }
 
 #[test]
-fn what_is_no_run_and_what_is_no_report_is_refused_in_one_line() {
+fn folders_without_a_run_or_a_report_are_refused_in_one_line() {
     let workspace = Workspace::new();
     workspace.write("mine.html", "<!doctype html>\n<p>mine");
     fs::create_dir(workspace.path("empty")).unwrap();
@@ -406,7 +406,7 @@ fn a_browser_draws_the_page_and_has_no_complaint() {
 
 /// Routers with tied logits select the first experts. With different weights, experts differ.
 #[test]
-fn the_load_of_experts_is_told_of_models_that_have_some() {
+fn the_load_of_experts_is_shown_for_models_with_experts() {
     let workspace = Workspace::new();
     let train = |name: &str, std: f64, flags: &[&str]| {
         let config = serde_json::json!({

@@ -114,8 +114,8 @@ const KILLS: u64 = 12;
 /// than the default.
 #[test]
 fn kill_9_at_any_moment_loses_nothing() {
-    let asked: Option<u64> = std::env::var("SUPEROFFLOAD_KILLS").ok().map(|n| n.parse().unwrap());
-    let (kills, seed) = (asked.unwrap_or(KILLS), 20260);
+    let requested: Option<u64> = std::env::var("SUPEROFFLOAD_KILLS").ok().map(|n| n.parse().unwrap());
+    let (kills, seed) = (requested.unwrap_or(KILLS), 20260);
     let workspace = Workspace::new();
     let start = Instant::now();
     let digest = reference(&workspace, &[]);
@@ -301,13 +301,13 @@ fn a_resume_on_other_devices_is_advised_all_flags_at_once() {
     ];
     for (nth, (flags, advised)) in cases.into_iter().enumerate() {
         resume(&format!("refused-{nth}"), flags).refused(2, &["the checkpoint's steps have 1 micro-batch in 1 gradient share", advised]);
-        let said: Vec<&str> = flags.iter().copied().filter(|flag| !flag.starts_with("--gradient")).chain(advised.split(' ')).collect();
-        let goes_on = resume(&format!("advised-{nth}"), &said);
+        let output: Vec<&str> = flags.iter().copied().filter(|flag| !flag.starts_with("--gradient")).chain(advised.split(' ')).collect();
+        let goes_on = resume(&format!("advised-{nth}"), &output);
         goes_on.digest();
         let devices = flags[0].trim_start_matches("--gpus=").parse::<usize>().unwrap();
         let steps = advised.split(' ').nth(1).unwrap().parse::<usize>().unwrap();
-        let told = format!("warning: the checkpoint's steps have 1 micro-batch, and those from here on have {}\n", devices * steps);
-        assert!(goes_on.stderr.contains(&told), "{goes_on:?}");
+        let message = format!("warning: the checkpoint's steps have 1 micro-batch, and those from here on have {}\n", devices * steps);
+        assert!(goes_on.stderr.contains(&message), "{goes_on:?}");
     }
 }
 
@@ -385,7 +385,7 @@ fn a_fresh_run_does_not_overwrite_an_earlier_one() {
 }
 
 #[test]
-fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_told() {
+fn a_checkpoint_is_continued_on_the_same_data_only_and_changes_are_logged() {
     let workspace = Workspace::new();
     run(&mut workspace.train("part", &["--max-steps", "4"]));
     run(&mut workspace.resume("part", &["--seed", "7"])).refused(2, &["seed was 42", "is 7"]);
@@ -476,8 +476,8 @@ fn a_signal_in_any_phase_saves_and_the_run_goes_on() {
             send(&child, signal);
             let ended: Outcome = child.wait_with_output().unwrap().into();
             assert_eq!(ended.code, 75, "{out}: {ended:?}");
-            let said = ended.stdout.contains("interrupted at step") || phase == "start" && ended.stdout.contains("interrupted while ");
-            assert!(ended.stderr.is_empty() && said, "{ended:?}");
+            let output = ended.stdout.contains("interrupted at step") || phase == "start" && ended.stdout.contains("interrupted while ");
+            assert!(ended.stderr.is_empty() && output, "{ended:?}");
             let steps = if ended.stdout.contains("interrupted while ") { 0 } else { workspace.metrics(&out).len() };
             assert!(steps == 0 || workspace.path(&format!("{out}/checkpoint-{steps}")).is_dir(), "{out}: no checkpoint of {steps}");
             assert_eq!(run(&mut workspace.resume(&out, &[])).digest(), digest, "{out}");

@@ -87,7 +87,7 @@ fn a_checkpoint_without_shares_and_numerics_is_continued_as_one_share() {
 
 /// Numerics that the plan chooses are taken from the checkpoint. Those that the run cannot reproduce are rejected.
 #[test]
-fn numerics_are_kept_or_refused_unless_others_are_allowed() {
+fn numerics_are_kept_or_refused_unless_changes_are_allowed() {
     let workspace = Workspace::new();
     whole(&workspace);
     let checkpoint = workspace.path("whole/checkpoint-6");

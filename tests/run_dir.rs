@@ -104,7 +104,7 @@ fn a_killed_run_leaves_its_directory_free_and_auto_goes_on() {
 }
 
 #[test]
-fn what_a_killed_save_left_goes_though_its_process_seems_to_live() {
+fn leftovers_of_a_killed_save_go_though_its_process_seems_to_live() {
     let workspace = Workspace::new();
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let mut first = workspace.train("r", &[]).spawn().unwrap();
@@ -211,7 +211,7 @@ fn a_timeline_that_finds_no_place_at_the_very_end_is_a_warning_as_all_steps_are_
 }
 
 #[test]
-fn metrics_that_somebody_removes_are_written_again() {
+fn removed_metrics_are_written_again() {
     let workspace = Workspace::new();
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let child = stopped(&workspace, "r", &[]);
@@ -223,7 +223,7 @@ fn metrics_that_somebody_removes_are_written_again() {
 }
 
 #[test]
-fn a_directory_that_somebody_removes_is_made_again_with_what_comes_after() {
+fn a_removed_directory_is_created_again_with_later_files() {
     let workspace = Workspace::new();
     let digest = run(&mut workspace.train("alone", &[])).digest().to_string();
     let child = stopped(&workspace, "r", &[]);
@@ -288,7 +288,7 @@ fn a_killed_export_leaves_nothing_for_long_and_a_link_is_refused() {
 
 /// A network file system without a lock service.
 #[test]
-fn a_file_system_without_locks_is_told_of_once_and_trains_the_same() {
+fn a_file_system_without_locks_is_warned_of_once_and_trains_the_same() {
     if emulator().is_some() {
         return;
     }
@@ -299,10 +299,10 @@ fn a_file_system_without_locks_is_told_of_once_and_trains_the_same() {
     assert!(built.unwrap_or_else(|e| panic!("cc: {e}; a C compiler is needed")).status.success());
     let alone = run(&mut workspace.train("alone", &[]));
     let unlocked = run(workspace.train("unlocked", &[]).env("LD_PRELOAD", &library));
-    let told = format!(
+    let message = format!(
         "warning: {}: this file system has no locks; two runs in it would destroy each other",
         workspace.path("unlocked").display()
     );
-    assert_eq!(unlocked.stderr.lines().filter(|line| *line == told).count(), 1, "{unlocked:?}");
+    assert_eq!(unlocked.stderr.lines().filter(|line| *line == message).count(), 1, "{unlocked:?}");
     assert_eq!(unlocked.digest(), alone.digest());
 }

@@ -69,7 +69,7 @@ fn a_prompt_goes_through_the_runs_chat_template_and_an_answer_ends() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_options_are_refused() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &["--max-steps=1"])).digest();
     let out = workspace.path("out");

@@ -9,16 +9,16 @@ fn conforms(choice: &[&str]) {
 }
 
 #[test]
-fn kernels_compute_what_the_reference_does() {
+fn kernels_match_the_reference() {
     conforms(&["kernels/"]);
 }
 
 #[test]
-fn what_is_said_of_a_gpu_is_spelled_as_settings_are() {
+fn facts_of_a_gpu_are_spelled_as_settings() {
     conforms(&["--cuda-libraries", "/opt/nvidia", "--attention", "plain", "--expert-products", "own", "kernels/alloc"]);
 }
 
 #[test]
-fn trainings_on_one_device_and_several_and_what_fails_there_conform() {
+fn runs_on_one_device_and_several_and_their_failures_conform() {
     conforms(&["--skip", "kernels/"]);
 }

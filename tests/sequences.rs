@@ -135,7 +135,7 @@ fn largest(values: &[f32]) -> f32 {
 /// exact one, times the sum of their magnitudes, which is assumed to be at most 8 times the largest element of a gradient. In bfloat16 the
 /// partial gradient of each rank is rounded as well, and so is that of attention if several ranks share a key head.
 #[test]
-fn several_ranks_of_a_sequence_compute_what_one_does() {
+fn several_ranks_of_a_sequence_match_one_rank() {
     for (nth, (name, heads)) in FAMILIES.into_iter().enumerate() {
         let shape = golden(name, heads);
         for (dtype, unit) in [("float32", 2f32.powi(-24)), ("bfloat16", 2f32.powi(-9))] {
@@ -323,7 +323,7 @@ fn two_and_four_devices_that_share_sequences_train_to_the_same_bits_and_files() 
 }
 
 #[test]
-fn a_run_goes_on_with_as_many_ranks_of_a_sequence_and_not_with_others() {
+fn a_run_resumes_with_the_same_sequence_ranks_only() {
     let workspace = Workspace::new();
     let whole = run(&mut workspace.train("whole", &flags("--gpus=2", &[]))).digest().to_string();
     workspace.copy_checkpoints("whole", "resumed", &[6]);
@@ -366,7 +366,7 @@ fn ranks_that_cannot_share_sequences_so_are_refused_with_a_way_out() {
 }
 
 #[test]
-fn a_rank_that_fails_where_activations_are_handed_over_ends_all_and_one_that_stands_still_is_told() {
+fn a_rank_that_fails_at_a_handover_ends_all_and_a_stalled_one_is_reported() {
     let workspace = Workspace::new();
     for (rank, kind) in [(1, "error"), (3, "panic"), (0, "error"), (2, "hang")] {
         workspace.settings(&format!("faults = [{{rank = {rank}, step = 2, phase = 'hand-over', kind = '{kind}'}}]"));

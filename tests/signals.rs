@@ -62,7 +62,7 @@ fn a_warning_of_a_batch_system_is_neither_the_first_nor_the_second_of_two_signal
 }
 
 #[test]
-fn signals_that_are_not_named_do_what_they_do_to_any_program() {
+fn unnamed_signals_keep_their_default_action() {
     let workspace = Workspace::new();
     for (flag, kept, other) in [("TERM", Signal::SIGTERM, Signal::SIGUSR1), ("sigusr1,XCPU", Signal::SIGUSR1, Signal::SIGTERM)] {
         let flags = ["--max-steps=100000", "--save-steps=100000", "--stop-signals", flag];

@@ -79,15 +79,15 @@ const RULES: [Rule; 7] = [
         allowed_in: &["src/main.rs", "paper-figures", "microbench"],
         why: "only a main.rs talks to a person",
     },
-    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's queue of one producer and one consumer,
-    // the pool's generation and the team's gate, all of them atomics; a waiter spins and then parks. Nor is there a lock
-    // below, in the allocator: tests/alloc.rs. Ranks come to the hall between two steps alone; downloads and text are done before the first.
-    // Links and lanes belong to threads of sockets: a driver only tries a channel, and no thread holds the lock while it waits for a socket.
+    // No lock in the step: threads meet only in a `Doorbell`'s counters, a stream's queue of one producer and one consumer, the pool's
+    // generation and the team's gate, all of them atomics; a waiter spins and then parks. Nor is there a lock below, in the allocator:
+    // tests/alloc.rs. Ranks meet in the rendezvous between two steps alone; downloads and text are done before the first. Links and slice
+    // connections belong to threads of sockets: a driver only tries a channel, and no thread holds the lock while it waits for a socket.
     Rule {
         words: &["Mutex", "RwLock", "Condvar", "LazyLock", "ReentrantLock"],
         allowed_in: &[
             "tests/alloc.rs",
-            "src/engine/hall.rs",
+            "src/engine/rendezvous.rs",
             "src/ranks/links.rs",
             "src/hub",
             "src/data/pipeline.rs",
@@ -108,11 +108,11 @@ const RULES: [Rule; 7] = [
             "src/search/progress.rs",
             "tests/hub.rs",
             "src/ranks/links.rs",
-            "src/ranks/lanes.rs",
-            "src/ranks/doorkeeper.rs",
+            "src/ranks/slice_connections.rs",
+            "src/ranks/handshake_server.rs",
             "src/ranks/rendezvous.rs",
             "src/ranks/rendezvous_tests.rs",
-            "src/ranks/board_tests.rs",
+            "src/ranks/progress_tests.rs",
         ],
         why: "a channel blocks: never within a step",
     },

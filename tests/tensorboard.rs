@@ -80,7 +80,7 @@ fn events_are_left_out_on_request_and_replace_nothing_foreign() {
 /// result.
 #[test]
 #[ignore = "needs a Python with tensorboard 2.21 in SUPEROFFLOAD_PYTHON"]
-fn tensorboard_reads_what_the_metrics_say() {
+fn tensorboard_reads_the_values_of_the_metrics() {
     let workspace = Workspace::new();
     run(&mut workspace.train("out", &[])).digest();
     fs::remove_dir_all(workspace.path("out/checkpoint-12")).unwrap();
@@ -90,10 +90,10 @@ fn tensorboard_reads_what_the_metrics_say() {
     let output = Command::new(&python).arg(script).arg(workspace.path("out/tb")).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let read: Vec<(u64, f32)> = serde_json::from_slice(&output.stdout).unwrap();
-    let told = workspace.metrics("out");
-    let told: Vec<_> = told.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap() as f32)).collect();
-    assert_eq!(read, told);
+    let message = workspace.metrics("out");
+    let message: Vec<_> = message.iter().map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap() as f32)).collect();
+    assert_eq!(read, message);
     let version = Command::new(python).args(["-c", "import tensorboard; print(tensorboard.__version__)"]).output().unwrap().stdout;
     let version = String::from_utf8(version).unwrap().trim().to_string();
-    record("tensorboard", json!({"tensorboard": version, "losses": told.len(), "resumed": true, "equal": true}));
+    record("tensorboard", json!({"tensorboard": version, "losses": message.len(), "resumed": true, "equal": true}));
 }

@@ -30,9 +30,9 @@ impl Evil {
     /// Runs the command, and checks that its output contains no control characters.
     fn shown(&self, command: &mut Command) -> Outcome {
         let outcome = run(command.current_dir(self.0.path("")));
-        for said in [&outcome.stdout, &outcome.stderr] {
-            assert!(!said.contains(OBEYED), "{command:?}: {said:?}");
-            assert!(said.chars().all(|c| matches!(c, '\n' | '\t') || !c.is_control()), "{command:?}: {said:?}");
+        for output in [&outcome.stdout, &outcome.stderr] {
+            assert!(!output.contains(OBEYED), "{command:?}: {output:?}");
+            assert!(output.chars().all(|c| matches!(c, '\n' | '\t') || !c.is_control()), "{command:?}: {output:?}");
         }
         outcome
     }
@@ -57,7 +57,7 @@ impl Evil {
 }
 
 #[test]
-fn what_is_foreign_in_a_line_is_shown_and_not_obeyed() {
+fn foreign_control_characters_are_shown_escaped() {
     let evil = Evil::new();
     let flags = evil.flags();
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
@@ -128,13 +128,13 @@ fn plan_simulate_and_bench_show_names_of_models_and_profiles() {
     let measured = ["bench", "step", &shape, "--device=cpu", "--threads=1", "--seq-length=16", "--steps=1", "--warmup=0"];
     for command in [&["plan", &named, &hardware][..], &["simulate", &shape, &hardware]] {
         for json in [&[][..], &["--json"]] {
-            let said = evil.says(&[command, json, &settled].concat());
-            assert_eq!(said.code, 0, "{said:?}");
-            assert!(json.is_empty() || serde_json::from_str::<Value>(&said.stdout).is_ok(), "{said:?}");
+            let output = evil.says(&[command, json, &settled].concat());
+            assert_eq!(output.code, 0, "{output:?}");
+            assert!(json.is_empty() || serde_json::from_str::<Value>(&output.stdout).is_ok(), "{output:?}");
         }
     }
-    let said = evil.says(&measured);
-    assert!(said.code == 0 && serde_json::from_str::<Value>(&said.stdout).is_ok(), "{said:?}");
+    let output = evil.says(&measured);
+    assert!(output.code == 0 && serde_json::from_str::<Value>(&output.stdout).is_ok(), "{output:?}");
     for args in [&["plan", EVIL][..], &["plan", "--model", EVIL, &hardware], &["simulate", "--model-config", EVIL, "--hardware", EVIL]] {
         evil.says(args);
     }

@@ -19,7 +19,7 @@ fn train(workspace: &Workspace, out: &str, flags: &[&str]) -> Outcome {
 #[test]
 fn a_step_is_cut_as_the_flags_would_and_a_resume_keeps_it() {
     let workspace = workspace();
-    for (asked, cut, words) in [
+    for (requested, cut, words) in [
         (&["--tokens-per-step=64"][..], &["--per-device-train-batch-size=4"][..], "1 x 4 x 16 = 64 tokens"),
         (
             &["--tokens-per-step=64", "--gradient-accumulation-steps=2"],
@@ -28,18 +28,18 @@ fn a_step_is_cut_as_the_flags_would_and_a_resume_keeps_it() {
         ),
         (&["--tokens-per-step=64", "--gpus=2"], &["--per-device-train-batch-size=2", "--gpus=2"], "2 ranks x 1 x 2 x 16 = 64 tokens"),
     ] {
-        let whole = train(&workspace, "whole", asked);
+        let whole = train(&workspace, "whole", requested);
         assert!(whole.stdout.contains(words), "{whole:?}");
-        assert_eq!(whole.digest(), train(&workspace, "cut", cut).digest(), "{asked:?}");
+        assert_eq!(whole.digest(), train(&workspace, "cut", cut).digest(), "{requested:?}");
         workspace.copy_checkpoints("whole", "resumed", &[6]);
-        let resumed = run(&mut workspace.resume("resumed", asked));
+        let resumed = run(&mut workspace.resume("resumed", requested));
         assert!(resumed.digest() == whole.digest() && resumed.stderr.is_empty(), "{resumed:?}");
         ["whole", "cut", "resumed"].iter().for_each(|out| fs::remove_dir_all(workspace.path(out)).unwrap());
     }
 }
 
 #[test]
-fn a_run_that_goes_on_with_other_tokens_is_told_or_refused() {
+fn a_run_that_resumes_with_other_tokens_is_warned_or_refused() {
     let workspace = workspace();
     let cut = ["--gradient-accumulation-steps=2", "--max-steps=2"];
     train(&workspace, "out", &[&cut[..], &["--tokens-per-step=64"]].concat()).digest();
@@ -57,7 +57,7 @@ fn a_run_that_goes_on_with_other_tokens_is_told_or_refused() {
 }
 
 #[test]
-fn what_contradicts_is_refused() {
+fn contradicting_batch_sizes_are_refused() {
     let workspace = workspace();
     let flags = ["--tokens-per-step=64", "--per-device-train-batch-size=3"];
     train(&workspace, "out", &flags).refused(2, &["--tokens-per-step 64", "--per-device-train-batch-size 3"]);

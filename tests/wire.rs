@@ -52,17 +52,21 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
     let [first, second] =
         [0, 1].map(|process| member(workspace, &out, [process, 2], ports[process], &["--rendezvous-limit=30"]).spawn().unwrap());
     let (first, second) = (end(first), end(second));
-    let told = || format!("{plot:?}: {first:?}, {second:?}");
-    assert!([&first, &second].iter().all(|outcome| [0, 1].contains(&outcome.code) && !outcome.stderr.contains("panicked")), "{}", told());
-    assert!(proxy.has_struck(), "there is no such message: {}", told());
+    let message = || format!("{plot:?}: {first:?}, {second:?}");
+    assert!(
+        [&first, &second].iter().all(|outcome| [0, 1].contains(&outcome.code) && !outcome.stderr.contains("panicked")),
+        "{}",
+        message()
+    );
+    assert!(proxy.has_struck(), "there is no such message: {}", message());
     if first.code == 0 {
         assert_eq!(first.digest(), whole, "{plot:?}");
     }
     let all_well = first.code == 0 && second.code == 0;
     let may_heal = matches!(plot.phase, Phase::Handshake | Phase::Rendezvous | Phase::Alive | Phase::End);
     match plot.harm {
-        Harm::Delay => assert!(all_well, "{}", told()),
-        _ => assert!(!all_well || may_heal, "nobody noticed: {}", told()),
+        Harm::Delay => assert!(all_well, "{}", message()),
+        _ => assert!(!all_well || may_heal, "nobody noticed: {}", message()),
     }
     if matches!(plot.phase, Phase::Gradients | Phase::Weights | Phase::Notices | Phase::Orders) && plot.harm == Harm::Flip {
         let what = match plot.phase {
@@ -72,10 +76,10 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
         };
         for (outcome, other) in [&first, &second].into_iter().zip([1, 0]) {
             let is_named = outcome.stderr.contains("process 0 on ") || outcome.stderr.contains("process 1 on ");
-            assert!(outcome.code == 1 && is_named, "of process {other}: {}", told());
+            assert!(outcome.code == 1 && is_named, "of process {other}: {}", message());
         }
         let words = format!("{what} of it came damaged after step ");
-        assert!(first.stderr.contains(&words) && second.stderr.contains(&words), "{}", told());
+        assert!(first.stderr.contains(&words) && second.stderr.contains(&words), "{}", message());
     }
     let resumed = one(workspace, &out, 1, &["--resume-from-checkpoint=auto"]).output().unwrap();
     assert_eq!(Outcome::from(resumed).digest(), whole, "{plot:?}: the last checkpoint is good");
@@ -148,7 +152,7 @@ fn a_process_that_ends_is_named_once_by_all_others() {
 }
 
 #[test]
-fn the_wait_for_others_has_a_limit_and_a_signal_ends_it_in_all() {
+fn the_wait_for_peers_has_a_limit_and_a_signal_ends_it_in_all() {
     let workspace = Workspace::new();
     let late = run(&mut member(&workspace, "late", [0, 2], free_port(), &["--rendezvous-limit=1"]));
     late.refused(1, &["there came no process [1]", "--rendezvous-limit 1 is over"]);
@@ -167,7 +171,7 @@ fn the_wait_for_others_has_a_limit_and_a_signal_ends_it_in_all() {
 }
 
 #[test]
-fn a_token_that_others_may_know_is_a_warning_and_a_short_one_is_refused_whatever_its_bytes_are() {
+fn a_readable_token_is_a_warning_and_a_short_one_is_refused() {
     let workspace = Workspace::new();
     let alone = |command: &mut Command| run(command.env_remove(TOKEN.0));
     let by_file = |bytes: &[u8], mode: u32| {

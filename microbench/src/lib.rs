@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn traffic_is_what_the_formats_say() {
+    fn traffic_follows_from_the_formats() {
         let bytes = |pass: Pass| pass.bytes_per_param(Dtype::Bfloat16, Dtype::Bfloat16);
         assert_eq!(Pass::ALL.map(bytes), [28, 16, 26, 30, 26, 6]);
         assert_eq!(Pass::CommitThenSpeculate.bytes_per_param(Dtype::Float32, Dtype::Bfloat16), 34);

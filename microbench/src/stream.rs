@@ -154,7 +154,7 @@ mod tests {
     use superoffload::internals::optim::Isa;
 
     #[test]
-    fn every_kernel_writes_what_is_verified() {
+    fn every_kernel_writes_its_verified_ranges() {
         let mut host = HostMemory::default();
         // SAFETY: `host` lives until the end of the test, and jobs run one after the other.
         let arrays = unsafe { Arrays::new(&mut host, PIECE_ELEMS + 24) }.unwrap();

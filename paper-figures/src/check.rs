@@ -152,8 +152,8 @@ fn no_worse(figure: &Figure, rule: &NoWorse) -> Result<Option<String>> {
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let spread = others.iter().copied().fold(f64::MIN, f64::max) - others.iter().copied().fold(f64::MAX, f64::min);
     let worse = mean(&ours) - mean(&others);
-    let said = || format!("not so: {}: {} is {worse:.5} above, and the spread is {spread:.5}", rule.claim, rule.path);
-    Ok((worse > spread).then(said))
+    let text = || format!("not so: {}: {} is {worse:.5} above, and the spread is {spread:.5}", rule.claim, rule.path);
+    Ok((worse > spread).then(text))
 }
 
 /// Finds the first line that has no matching line in `like`, or that differs from its matching line.

@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_cannot_be_checked() {
+    fn refuses_uncheckable_settings() {
         assert!(cause("typo = 1\n").contains("unknown field"));
         assert!(cause(&format!("{RUN}flags = {{ a = 1 }}\necho = {{}}\n")).ends_with("nothing says where a line echoes a"));
         assert!(cause(&format!("{RUN}flags = {{}}\necho = {{}}\nquick = {{ z = 1 }}\n")).ends_with("quick sets z, which is no flag of it"));

@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_or_replaces_what_a_file_holds() {
+    fn keeps_or_replaces_the_content_of_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("results/a.jsonl");
         assert!(read(&path).unwrap().is_empty());

@@ -203,13 +203,13 @@ type Recording<'a> = (bool, Option<&'a Path>);
 
 fn run_one(args: &Args, figure: &Figure, place: Recording, choice: &Choice) -> Result<String> {
     let (figure, record) = (writable(args, figure, place)?, place.0);
-    let said = run::run(&figure, &programs(args)?, choice)?.join("\n");
+    let message = run::run(&figure, &programs(args)?, choice)?.join("\n");
     if record {
-        return Ok(format!("{said}\nnow: plot {}, table, check\n", figure.id));
+        return Ok(format!("{message}\nnow: plot {}, table, check\n", figure.id));
     }
     plot::write(&figure)?;
     let folder = figure.output_path("");
-    Ok(format!("{said}\nlines and picture are in {}; --record replaces the published ones\n", folder.display()))
+    Ok(format!("{message}\nlines and picture are in {}; --record replaces the published ones\n", folder.display()))
 }
 
 fn show(figure: &Figure) -> Result<String> {
@@ -267,15 +267,15 @@ fn kick_the_tires(args: &Args, figures: Vec<Figure>, out: Option<&Path>, with: &
         std::fs::remove_dir_all(&out).map_err(|source| Error::Io { path: out.clone(), source })?;
     }
     let choice = Choice { is_quick: true, with: with.into(), only: None };
-    let (mut said, mut wrong) = (Vec::new(), Vec::new());
+    let (mut message, mut wrong) = (Vec::new(), Vec::new());
     for figure in figures {
         let figure = figure.with_scratch(&out);
-        said.extend(run::run(&figure, &programs(args)?, &choice)?);
+        message.extend(run::run(&figure, &programs(args)?, &choice)?);
         plot::write(&figure)?;
         wrong.extend(check::check(&figure, true)?);
     }
     let output = Output::complaints(&wrong);
-    Ok(Output { text: format!("{}\n{}", said.join("\n"), output.text), ..output })
+    Ok(Output { text: format!("{}\n{}", message.join("\n"), output.text), ..output })
 }
 
 /// A broken pipe (for example of `| head`) is not an error.

@@ -120,8 +120,8 @@ fn output(command: &mut Command) -> Result<String> {
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(failed(command, said.trim().lines().next_back().unwrap_or("it said nothing").into()))
+    let message = String::from_utf8_lossy(&output.stderr);
+    Err(failed(command, message.trim().lines().next_back().unwrap_or("it said nothing").into()))
 }
 
 /// Runs a program and returns its JSON lines.

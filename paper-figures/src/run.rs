@@ -39,22 +39,22 @@ impl Choice {
 /// An error if a program fails or if no line of its output repeats the values of its flags.
 pub fn run(figure: &Figure, programs: &Programs, choice: &Choice) -> Result<Vec<String>> {
     let mut unfinished = Unfinished::open(figure.output_path("unfinished.jsonl"))?;
-    let (mut said, mut results) = (Vec::new(), Vec::new());
+    let (mut message, mut results) = (Vec::new(), Vec::new());
     for run in &figure.config.run {
         if let Some(objection) = choice.objection(run) {
-            said.push(format!("{}: {} {objection}", figure.id, run.out));
+            message.push(format!("{}: {} {objection}", figure.id, run.out));
             continue;
         }
         let combinations = run.combinations(choice.is_quick);
         let lines = sweep(figure, run, &combinations, programs, &mut unfinished)?;
-        said.push(format!("{}: {} of {} in {}", figure.id, plural(lines.len(), "line"), plural(combinations.len(), "call"), run.out));
+        message.push(format!("{}: {} of {} in {}", figure.id, plural(lines.len(), "line"), plural(combinations.len(), "call"), run.out));
         results.push((run, lines));
     }
     for (run, lines) in results {
         lines::write(&figure.output_path(&run.out), &lines, run.append && figure.scratch.is_none())?;
     }
     unfinished.end()?;
-    Ok(said)
+    Ok(message)
 }
 
 fn plural(number: usize, what: &str) -> String {

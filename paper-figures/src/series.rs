@@ -92,8 +92,8 @@ fn rows(table: &Table) -> Vec<Value> {
 fn point(series: &Series, line: &Value) -> Option<Point> {
     let x = lines::number(line, &series.x).map(|x| x * series.x_scale);
     let paths = if series.label.is_empty() { &series.x } else { &series.label };
-    let said = paths.split(' ').map(|path| lines::field(line, path).map(said)).collect::<Option<Vec<_>>>()?.join(" ");
-    let label = series.labels.get(&said).cloned().unwrap_or(said);
+    let message = paths.split(' ').map(|path| lines::field(line, path).map(message)).collect::<Option<Vec<_>>>()?.join(" ");
+    let label = series.labels.get(&message).cloned().unwrap_or(message);
     let over = series.over.as_ref().map_or(Some(1.0), |path| lines::number(line, path))?;
     let counted = if series.full_attention { attention_in_full(line)? } else { 1.0 };
     Some(Point { label, x, y: lines::number(line, &series.y)? * counted * series.y_scale / over + series.y_offset })
@@ -107,7 +107,7 @@ fn attention_in_full(line: &Value) -> Option<f64> {
     Some(1.0 + half / gpus / lines::number(line, "speed.model_flops")?)
 }
 
-fn said(place: &Value) -> String {
+fn message(place: &Value) -> String {
     place.as_f64().map_or_else(|| lines::text(place), |number| number.to_string())
 }
 

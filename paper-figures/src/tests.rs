@@ -96,7 +96,7 @@ fn a_good_figure_passes() {
 }
 
 #[test]
-fn a_figure_without_data_fails_unless_it_says_what_it_waits_for() {
+fn a_figure_without_data_fails_unless_it_names_its_missing_input() {
     let folder = Folder::new();
     let config = |pending: &str| CONFIG.replace("minutes = 0", &format!("minutes = 0\npending = \"{pending}\""));
     folder.write("fig-00_test/config.toml", &config("a GPU"));
@@ -220,7 +220,7 @@ fn a_picture_or_a_table_of_other_lines_fails() {
 }
 
 #[test]
-fn kicking_the_tires_leaves_what_is_committed() {
+fn kicking_the_tires_leaves_committed_results() {
     let folder = Folder::new();
     let out = folder.path("out");
     let before = fs::read_to_string(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
@@ -271,8 +271,8 @@ fn a_run_touches_the_published_lines_only_to_record_them() {
     let (lines, picture, out) = ("fig-00_test/results/lines.jsonl", "fig-00_test/figure.svg", folder.path("out"));
     let before = [lines, picture].map(|name| fs::read(folder.path(name)).unwrap());
     folder.write("fig-00_test/config.toml", &CONFIG.replace("batch = 1", "batch = 2"));
-    let said = folder.run(&["run", "fig-00", "--out", out.to_str().unwrap()]).unwrap().text;
-    assert!(said.contains("2 lines of 2 calls") && said.contains("out/fig-00_test"), "{said}");
+    let message = folder.run(&["run", "fig-00", "--out", out.to_str().unwrap()]).unwrap().text;
+    assert!(message.contains("2 lines of 2 calls") && message.contains("out/fig-00_test"), "{message}");
     assert_eq!([lines, picture].map(|name| fs::read(folder.path(name)).unwrap()), before);
     assert_ne!(fs::read(out.join(lines)).unwrap(), before[0], "the new lines are there");
     folder.write("fig-00_test/config.toml", CONFIG);
@@ -280,7 +280,7 @@ fn a_run_touches_the_published_lines_only_to_record_them() {
 }
 
 #[test]
-fn what_has_no_commit_is_not_recorded() {
+fn runs_without_a_commit_are_not_recorded() {
     let folder = Folder::new();
     let before = fs::read(folder.path("fig-00_test/results/lines.jsonl")).unwrap();
     folder.write("superoffload", "#!/bin/sh\necho superoffload 0.1.0\n");
@@ -298,18 +298,18 @@ fn the_list_is_as_wide_as_the_terminal() {
 }
 
 #[test]
-fn only_what_needs_it_is_run() {
+fn only_affected_figures_are_run() {
     let folder = Folder::new();
     let out = folder.path("out");
-    let said = |args: &[&str]| folder.run(&[&["run", "fig-00", "--out", out.to_str().unwrap()], args].concat()).unwrap().text;
-    assert!(said(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
+    let message = |args: &[&str]| folder.run(&[&["run", "fig-00", "--out", out.to_str().unwrap()], args].concat()).unwrap().text;
+    assert!(message(&["--only", "gpu"]).contains("lines.jsonl does not need gpu"));
     folder.write("fig-00_test/config.toml", &CONFIG.replace("quick", "needs = \"gpu\"\nquick"));
-    assert!(said(&[]).contains("lines.jsonl needs gpu"));
-    assert!(said(&["--with", "gpu"]).contains("2 lines of 2 calls") && said(&["--only", "gpu"]).contains("2 lines of 2 calls"));
+    assert!(message(&[]).contains("lines.jsonl needs gpu"));
+    assert!(message(&["--with", "gpu"]).contains("2 lines of 2 calls") && message(&["--only", "gpu"]).contains("2 lines of 2 calls"));
 }
 
 #[test]
-fn what_is_not_there_is_said() {
+fn missing_files_are_errors() {
     let folder = Folder::new();
     let error = |args: &[&str]| folder.run(args).err().unwrap();
     assert_eq!(error(&["show", "fig-99"]).to_string(), "no figure fig-99: there are fig-00");
@@ -325,7 +325,7 @@ fn what_is_not_there_is_said() {
 }
 
 #[test]
-fn what_is_committed_is_right() {
+fn committed_results_are_right() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR"));
     let output = run_in(dir, &["check"]).unwrap();
     assert!(output.is_good, "{}", output.text);

@@ -50,7 +50,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_refused() {
+    fn non_numbers_are_refused() {
         let all = "batch = 4\nseq-length = 1024\npeak-tflops = 700\n";
         assert_eq!(line(&flags(all)).unwrap_err(), "bandwidth-gbps is no positive number");
         assert!(line(&flags(&format!("{all}bandwidth-gbps = -1\n"))).is_err());

@@ -130,13 +130,13 @@ mod tests {
     }
 
     #[test]
-    fn writes_what_the_machine_can_have() {
+    fn writes_supported_values_only() {
         assert_eq!(command(" MB: 2364= 20\n L3:36=00f", &info(1, false)).unwrap(), "MB:2364=20\nL3:36=f\n");
         assert_eq!(command("L3:36=f0f", &info(4, true)).unwrap(), "L3:36=f0f\n");
     }
 
     #[test]
-    fn refuses_what_the_kernel_would_and_says_more() {
+    fn refuses_the_kernel_s_refusals_with_more_detail() {
         for (wanted, cause) in [
             ("L3:0=f", "L3:0=f: there is no domain 0, only 36, 2364"),
             ("L3:36=0", "L3:36=0: mask 0 is not within fff"),

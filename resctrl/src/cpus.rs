@@ -112,7 +112,7 @@ mod tests {
         }
 
         #[test]
-        fn reads_back_what_it_prints(cpus in prop::collection::vec(0u32..300, 0..40)) {
+        fn printed_values_read_back(cpus in prop::collection::vec(0u32..300, 0..40)) {
             let set: CpuSet = cpus.into_iter().collect();
             prop_assert_eq!(set.to_string().parse::<CpuSet>().unwrap(), set);
         }

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn one_holder_at_a_time_and_the_second_learns_who() {
+    fn one_holder_at_a_time_and_the_second_gets_its_name() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("journal");
         let mut first = Journal::open(&path).unwrap();

@@ -128,7 +128,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn reads_back_what_it_writes_and_never_escapes(text in "[a-z./_\\-]{0,12}|p0/mon_groups/[a-z./]{0,3}") {
+        fn written_paths_read_back_and_never_escape(text in "[a-z./_\\-]{0,12}|p0/mon_groups/[a-z./]{0,3}") {
             if let Ok(path) = GroupPath::try_from(text.clone()) {
                 prop_assert!(path.below(Path::new("/r")).components().all(|part| part.as_os_str() != ".."));
                 prop_assert_eq!(String::from(path), text);

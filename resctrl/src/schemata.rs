@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_what_it_does_not_know() {
+    fn keeps_unknown_entries() {
         assert_eq!(printed("L3_MAX:1=80%\nL3:uninitialized\n"), "L3_MAX:1=80% L3:uninitialized");
     }
 
@@ -165,7 +165,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn never_panics_and_prints_what_it_reads_back(text in "([A-Z3]{0,4}[: ]([0-9]{1,3}=[0-9a-f]{0,3}[;, ]?){0,3}\n?){0,3}") {
+        fn never_panics_and_prints_parseable_output(text in "([A-Z3]{0,4}[: ]([0-9]{1,3}=[0-9a-f]{0,3}[;, ]?){0,3}\n?){0,3}") {
             if let Ok(parsed) = Schemata::parse(&text) {
                 let lines: Vec<_> = parsed.lines.iter().map(Line::to_string).collect();
                 prop_assert_eq!(Schemata::parse(&lines.join("\n")).unwrap(), parsed);

@@ -109,7 +109,7 @@ fn everything_is_as_it_was_after_a_drop() {
 }
 
 #[test]
-fn what_is_kept_stays_until_it_is_asked_for() {
+fn kept_groups_stay_until_their_removal_is_requested() {
     let machine = Shared::new(&[]);
     let before = machine.tree();
     let (mut session, _) = machine.session(usize::MAX);
@@ -126,7 +126,7 @@ fn what_is_kept_stays_until_it_is_asked_for() {
 }
 
 #[test]
-fn out_of_closids_is_said_and_leaves_nothing() {
+fn out_of_closids_is_an_error_and_leaves_nothing() {
     let machine = Shared::new(&[]);
     let before = machine.tree();
     let (mut session, _) = machine.session(usize::MAX);

@@ -106,11 +106,11 @@ fn run(args: &[&str], root: &Path) -> (i32, String) {
 #[test]
 fn the_program_shows_a_tree() {
     let dir = unpack("grace.txt");
-    let (status, said) = run(&["status"], dir.path());
-    assert_eq!(status, 0, "{said}");
-    assert!(said.starts_with("journal: nothing to undo\nL3 cbm_mask fff min_cbm_bits 1 num_closids 40, L3_MON"), "{said}");
-    assert!(said.contains("superoffload-adam: MB:36=19 L3:36=f MB_HLIM:36=0, cpus 7-71, 0 tasks\n"), "{said}");
-    assert!(said.contains("/ mon_L3_36 llc_occupancy: 117440512\n/ mon_L3_36 mbm_local_bytes: unavailable\n"), "{said}");
+    let (status, message) = run(&["status"], dir.path());
+    assert_eq!(status, 0, "{message}");
+    assert!(message.starts_with("journal: nothing to undo\nL3 cbm_mask fff min_cbm_bits 1 num_closids 40, L3_MON"), "{message}");
+    assert!(message.contains("superoffload-adam: MB:36=19 L3:36=f MB_HLIM:36=0, cpus 7-71, 0 tasks\n"), "{message}");
+    assert!(message.contains("/ mon_L3_36 llc_occupancy: 117440512\n/ mon_L3_36 mbm_local_bytes: unavailable\n"), "{message}");
 }
 
 #[test]
@@ -123,9 +123,9 @@ fn each_condition_has_its_exit_status_and_one_line() {
         (&["prepare", "--profile", "papre"], dir.path(), 2, "neither a file nor one of paper, cache-only"),
         (&["prepare", "--profile", "paper", "--user", "nobody-of-that-name"], dir.path(), 2, "no such user"),
     ] {
-        let (code, said) = run(args, root);
-        let line = said.lines().last().unwrap();
-        assert!(code == status && line.contains(words) && line.starts_with("superoffload-resctrl: "), "{code} {said}");
+        let (code, message) = run(args, root);
+        let line = message.lines().last().unwrap();
+        assert!(code == status && line.contains(words) && line.starts_with("superoffload-resctrl: "), "{code} {message}");
     }
     assert_eq!(run(&["restore"], dir.path()), (0, "nothing to undo\n".into()));
 }

@@ -21,11 +21,11 @@ pub(crate) fn matmul_flops<D: Kernels>(dev: &mut D, dtype: Dtype, n: usize, time
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
 
     #[test]
     fn a_product_has_a_speed() {
-        let mut dev = crate::launch::open::cpu(1, Schedule::Threads, Default::default(), 0).unwrap();
+        let mut dev = crate::launch::open::cpu(1, StreamOrder::Threads, Default::default(), 0).unwrap();
         let flops = matmul_flops(&mut dev, Dtype::Bfloat16, 96, Duration::from_millis(5)).unwrap();
         assert!(flops.is_finite() && flops > 1e6, "{flops}");
     }

@@ -79,8 +79,8 @@ fn numeric() -> &'static [String] {
 }
 
 /// Parses and checks flags, plans with them and, if the step is small, simulates it. Any error is accepted; a panic is not.
-fn judge(said: &[String]) {
-    let args = ["step"].into_iter().chain(CLOSED).map(String::from).chain([model()]).chain(said.iter().cloned());
+fn judge(message: &[String]) {
+    let args = ["step"].into_iter().chain(CLOSED).map(String::from).chain([model()]).chain(message.iter().cloned());
     let Ok(matches) = command().try_get_matches_from(args) else { return };
     let options = StepOptions::from_arg_matches(&matches).unwrap();
     let train = TrainOptions { data: Some(vec!["corpus.txt".into()]), ..options.train.clone() };
@@ -117,13 +117,13 @@ proptest! {
 
     #[test]
     fn numbers_of_any_size_together_are_refused_or_run(
-        said in prop::collection::vec((prop::sample::select(numeric()), prop_oneof![
+        message in prop::collection::vec((prop::sample::select(numeric()), prop_oneof![
             prop::sample::select(&EDGES[..]).prop_map(String::from),
             any::<u64>().prop_map(|n| n.to_string()),
             (0u32..64).prop_map(|power| (1u64 << power).to_string()),
         ]), 1..5),
     ) {
-        judge(&said.iter().map(|(flag, value)| format!("--{flag}={value}")).collect::<Vec<_>>());
+        judge(&message.iter().map(|(flag, value)| format!("--{flag}={value}")).collect::<Vec<_>>());
     }
 
     #[test]

@@ -55,12 +55,12 @@ impl StepOptions {
         if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
             return Err(Error::usage("--documents: only rows of --packing bfd hold documents that are kept apart"));
         }
-        match self.train.said().into_iter().find(|said| MEANINGLESS.contains(said)) {
+        match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given)) {
             None => Ok(()),
             Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
-            Some(said) => Err(Error::usage(format!(
+            Some(given) => Err(Error::usage(format!(
                 "--{}: bench step runs random tokens through random weights, --steps of them, and saves nothing",
-                flag_name(said)
+                flag_name(given)
             ))),
         }
     }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_nobody_waits_for_are_refused_and_nothing_is_taken_for_them() {
+    fn unreasonably_long_runs_are_refused_before_any_allocation() {
         for flag in ["--steps", "--warmup"] {
             for count in [100_001, 1 << 32, 1 << 63, u64::MAX] {
                 let refused = parse(&[&format!("{flag}={count}")]).check().unwrap_err().to_string();

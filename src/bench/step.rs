@@ -11,7 +11,7 @@ use crate::facts::{BuildFacts, MachineFacts, ModelFacts, PlanFacts};
 use crate::hardware::gpu::{GpuSamples, Sampler};
 use crate::hardware::parse::meminfo_bytes;
 use crate::host::perf::{WORKER_ROLE, WorkerCounters};
-use crate::launch::agreement::Party;
+use crate::launch::agreement::ProcessGroup;
 use crate::launch::context::check_context;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::gpu;
@@ -79,18 +79,23 @@ impl StepBench {
         if self.settings.processes == 1 {
             return self.lead(None, log).map(Some);
         }
-        let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
-        let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
+        let process_group = ProcessGroup::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
+        let outcome = if self.settings.process == 0 {
+            self.lead(Some(&process_group), log).map(Some)
+        } else {
+            self.follow(&process_group).map(|()| None)
+        };
         // A process other than process 0 that ends because another one failed does not report that failure again.
         let failure = outcome.as_ref().err().filter(|error| self.settings.process == 0 || !matches!(error, Error::Rank { .. }));
-        let end = failure.map_or_else(EndOfRun::default, |error| party.links.end_by(error));
-        party.links.close(end);
+        let end = failure.map_or_else(EndOfRun::default, |error| process_group.links.end_by(error));
+        process_group.links.close(end);
         outcome
     }
 
     /// Times the steps of a single process, or of process 0 of several.
-    fn lead(&self, party: Option<&Party>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
-        let (launch, settings) = party.map_or_else(|| Launcher::new(&self.settings), |party| party.launcher(&self.settings))?;
+    fn lead(&self, process_group: Option<&ProcessGroup>, log: &mut dyn FnMut(&dyn Display)) -> Result<StepRecord> {
+        let (launch, settings) =
+            process_group.map_or_else(|| Launcher::new(&self.settings), |process_group| process_group.launcher(&self.settings))?;
         let chosen = &launch.chosen;
         chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
         chosen.peers.iter().for_each(|line| log(line));
@@ -101,24 +106,24 @@ impl StepBench {
         log(&plan);
         let matmul_flops = chosen.gpus.first().map(|gpu| matmul_ceiling(&plan, gpu.index)).transpose()?;
         let user = Measurement { bench: self, launch: &launch, settings: &settings, plan: &plan, matmul_flops, log };
-        let Some(party) = party else { return launch.engine(&plan, &self.shape, user) };
-        party.propose((&plan, &self.shape), &settings, String::new())?;
-        ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links }.lead(user, &Stepping)
+        let Some(process_group) = process_group else { return launch.engine(&plan, &self.shape, user) };
+        process_group.propose((&plan, &self.shape), &settings, String::new())?;
+        ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links }.lead(user, &Stepping)
     }
 
     /// Runs the orders of process 0 until the benchmark ends.
-    fn follow(&self, party: &Party) -> Result<()> {
-        let end = match party.plan(&self.settings, &self.shape)? {
+    fn follow(&self, process_group: &ProcessGroup) -> Result<()> {
+        let end = match process_group.plan(&self.settings, &self.shape)? {
             Ok((launch, plan, _)) => {
-                let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &party.links };
+                let this = ThisProcess { launch: &launch, plan: &plan, shape: &self.shape, links: &process_group.links };
                 match this.follow(&Stepping, |_| Ok(None)) {
-                    Error::Rank { .. } => party.links.end_of_run()?,
+                    Error::Rank { .. } => process_group.links.end_of_run()?,
                     own => return Err(own),
                 }
             }
             Err(end) => end,
         };
-        party.links.failure_of(end).map_or(Ok(()), Err)
+        process_group.links.failure_of(end).map_or(Ok(()), Err)
     }
 }
 
@@ -248,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_a_step_become_micro_batches_of_the_size_that_was_said() {
+    fn tokens_of_a_step_become_micro_batches_of_the_requested_size() {
         let line = line("never", TrainOptions { tokens_per_step: Some(96), ..TrainOptions::default() });
         assert_eq!((&line["tokens_per_step"], &line["settings"]["gradient_accumulation_steps"]), (&96.into(), &3.into()));
     }
@@ -307,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn clipping_happens_as_often_as_was_asked() {
+    fn clipping_happens_at_the_requested_rate() {
         // Steps 2 to 6 are timed.
         for (clip, clipped) in [("never", 0), ("always", 5), ("every-2", 3), ("every-5", 1)] {
             let line = line(clip, TrainOptions::default());
@@ -319,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeline_tells_how_fast_copies_are() {
+    fn a_timeline_shows_the_speed_of_copies() {
         let dir = tempfile::tempdir().unwrap();
         let trace = dir.path().join("trace.json");
         let line = line("never", TrainOptions { trace: Some(trace.clone()), ..TrainOptions::default() });
@@ -331,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_plan_recomputes_counts_for_the_device_alone() {
+    fn recomputed_flops_count_for_the_device_alone() {
         let line = line("never", TrainOptions { activations: Some(ActivationsChoice::RecomputeBlock), ..TrainOptions::default() });
         assert_eq!((&line["plan"]["recomputed_layers"], &line["plan"]["layer_policies"]["recompute-block"]), (&2.into(), &2.into()));
         assert!(line["speed"]["hardware_flops"].as_f64() > line["speed"]["model_flops"].as_f64());

@@ -69,7 +69,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_checkpoint_keeps_what_evaluations_came_to_and_nonsense_is_none() {
+    fn a_checkpoint_keeps_results_of_evaluations_and_invalid_ones_are_none() {
         let all = Evaluations { lowest: Some(1.25), without_improvement: 2, is_due: true, best: Some(Best { step: 40, eval_loss: 1.25 }) };
         let run = all.kept_in(Map::from_iter([("other".to_string(), json!(1))]));
         assert_eq!((Evaluations::of(&run), &run["other"]), (all, &json!(1)));

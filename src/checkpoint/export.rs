@@ -113,13 +113,13 @@ impl Config {
     fn resolve_dtype(&mut self, wanted: Option<Dtype>) -> Result<Dtype> {
         let mut keys = vec!["dtype", "torch_dtype"];
         keys.retain(|&key| self.map.get(key).is_some_and(|value| !value.is_null()));
-        let said = match (wanted, keys.first()) {
+        let message = match (wanted, keys.first()) {
             (Some(dtype), _) => Value::from(dtype.to_string()),
             (None, Some(&key)) => self.map[key].clone(),
             (None, None) => Value::from("float32"),
         };
-        let known = serde_json::from_value(said.clone()).ok().filter(|dtype: &Dtype| *dtype != Dtype::Int32 && !dtype.is_fp8());
-        let dtype: Dtype = known.ok_or_else(|| Error::Unsupported(format!("{}: weights of dtype {said}", self.path.display())))?;
+        let known = serde_json::from_value(message.clone()).ok().filter(|dtype: &Dtype| *dtype != Dtype::Int32 && !dtype.is_fp8());
+        let dtype: Dtype = known.ok_or_else(|| Error::Unsupported(format!("{}: weights of dtype {message}", self.path.display())))?;
         // Every version of transformers reads the older name.
         for key in if keys.is_empty() { vec!["torch_dtype"] } else { keys } {
             self.map.insert(key.into(), Value::from(dtype.to_string()));

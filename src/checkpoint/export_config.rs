@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn new_names_are_said_in_old_ones_too_and_old_ones_stay() {
+    fn new_names_are_also_written_under_old_ones_and_old_ones_stay() {
         let default = json!({"rope_theta": 5e5, "rope_type": "default"});
         let flat = with_old_names(json!({"rope_parameters": default}));
         assert_eq!(flat, json!({"rope_parameters": default, "rope_theta": 5e5}));
@@ -59,8 +59,8 @@ mod tests {
         let both = with_old_names(json!({"rope_parameters": two}));
         let old = json!({"rope_type": "linear", "factor": 8.0});
         assert_eq!(both, json!({"rope_parameters": two, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": old}));
-        for said in [json!({"rope_theta": 1e4}), json!({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}), json!({})] {
-            assert_eq!(with_old_names(said.clone()), said);
+        for text in [json!({"rope_theta": 1e4}), json!({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}), json!({})] {
+            assert_eq!(with_old_names(text.clone()), text);
         }
     }
 }

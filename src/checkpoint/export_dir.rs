@@ -101,7 +101,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     #[test]
-    fn what_a_killed_export_left_goes_and_what_is_being_written_stays() {
+    fn leftovers_of_a_killed_export_go_and_a_running_export_stays() {
         let tmp = tempfile::tempdir().unwrap();
         let path = |name: &str| tmp.path().join(name);
         let out = path("out");
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_be_overwritten_is_refused() {
+    fn an_export_over_existing_files_is_refused() {
         let tmp = tempfile::tempdir().unwrap();
         let path = |name: &str| tmp.path().join(name);
         fs::create_dir_all(path("full/x")).unwrap();

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_put_into_a_checkpoint_outlives_it() {
+    fn foreign_files_in_a_checkpoint_outlive_it() {
         let tmp = tempfile::tempdir().unwrap();
         let (dir, path) = (Dir::open(tmp.path()).unwrap(), tmp.path().join("checkpoint-4"));
         fs::create_dir_all(path.join("model")).unwrap();

@@ -74,9 +74,9 @@ pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
 
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when
 /// remains of dead runs do.
-pub(crate) struct MeetingPlace(TmpDir);
+pub(crate) struct SharedFolderMarker(TmpDir);
 
-impl MeetingPlace {
+impl SharedFolderMarker {
     /// Creates a meeting place in `output_dir`; returns it with the name by which other processes find it.
     ///
     /// # Errors

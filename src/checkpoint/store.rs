@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// Checkpoints that are kept beside the newest.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Spared {
+pub(crate) struct RetainedCheckpoints {
     /// The newest of those before this step.
     pub(crate) newest_before: Option<u64>,
     /// The best by evaluation.
@@ -178,7 +178,7 @@ fn make_way(output_dir: &Dir, step: u64, target: &str, warnings: &mut Vec<String
 
 /// Removes the oldest complete checkpoints until `limit` are left, never `newest_step`, the one just saved.
 /// Incomplete ones are neither counted nor touched, nor are the spared, links, and those that their owner may not write.
-pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spared: Spared, warnings: &mut Vec<String>) {
+pub(super) fn prune(output_dir: &Dir, newest_step: u64, limit: NonZeroUsize, spared: RetainedCheckpoints, warnings: &mut Vec<String>) {
     let entries = match entries(output_dir) {
         Ok(entries) => entries,
         Err(e) => return warnings.push(e.to_string()),

@@ -36,7 +36,7 @@ fn the_rest_of_a_removal_gives_way_to_the_whole_copy() {
 }
 
 #[test]
-fn a_checkpoint_that_its_owner_protects_is_kept_under_its_name_without_a_word() {
+fn a_checkpoint_that_its_owner_protects_is_kept_silently() {
     let dir = tempfile::tempdir().unwrap();
     for step in [1, 2, 3] {
         save_step(dir.path(), step, &small(step), None).unwrap();
@@ -49,7 +49,7 @@ fn a_checkpoint_that_its_owner_protects_is_kept_under_its_name_without_a_word() 
 }
 
 #[test]
-fn nothing_is_published_whose_files_somebody_removed_or_replaced() {
+fn checkpoints_with_removed_or_replaced_files_are_not_published() {
     for (damage, is_replaced) in
         ["state.bin", "trainer_state.json", "model/config.json"].into_iter().flat_map(|file| [(file, false), (file, true)])
     {

@@ -325,7 +325,7 @@ fn fail_at(step: u64, at: usize, mode: Mode) -> Option<(tempfile::TempDir, crate
 }
 
 #[test]
-fn a_save_that_fails_anywhere_says_so_in_one_line_and_leaves_everything_else() {
+fn a_failed_save_is_one_error_line_and_leaves_all_other_files() {
     for step in [2, 3] {
         let mut failures = 0;
         while let Some((dir, result)) = fail_at(step, failures, Mode::Error) {
@@ -372,7 +372,7 @@ fn a_run_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint_and_the_next_one_
 }
 
 #[test]
-fn what_is_hidden_is_a_dead_runs_whatever_process_has_its_id_now() {
+fn a_hidden_checkpoint_of_a_dead_run_is_recognized_after_its_pid_is_reused() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     save_step(dir.path(), 4, &small(4), None).unwrap();
@@ -406,7 +406,7 @@ fn a_checkpoint_that_was_moved_aside_is_kept_until_another_one_has_its_name() {
 }
 
 #[test]
-fn whatever_has_a_checkpoints_name_gives_way_to_it() {
+fn an_entry_with_a_checkpoints_name_gives_way_to_it() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     fs::write(path("target"), "mine").unwrap();
@@ -557,7 +557,7 @@ fn packed_moments_are_stored_as_they_are_and_have_a_format_of_their_own() {
 }
 
 #[test]
-fn a_manifest_keeps_what_a_run_says_of_itself_also_what_is_unknown() {
+fn a_manifest_keeps_all_facts_of_a_run_including_unknown_ones() {
     let dir = tempfile::tempdir().unwrap();
     let run = json!({"model": {"rope_theta": 1e4}, "of a later version": [1, {"x": null}]});
     let mut writer = Writer::create(&crate::disk::Dir::open(dir.path()).unwrap(), trainer(4), run.as_object().unwrap().clone()).unwrap();
@@ -568,7 +568,7 @@ fn a_manifest_keeps_what_a_run_says_of_itself_also_what_is_unknown() {
 }
 
 #[test]
-fn format_1_is_read_and_says_nothing_of_its_run() {
+fn format_1_is_read_without_facts_of_its_run() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/checkpoint-format-1/checkpoint-2");
     let manifest = verify(&path).unwrap();
     assert_eq!((manifest.format_version, manifest.trainer.step, manifest.run.len()), (1, 2, 0));
@@ -592,7 +592,7 @@ fn a_newer_format_is_named_and_not_passed_over() {
 }
 
 #[test]
-fn what_cannot_be_read_is_no_damage() {
+fn an_unreadable_checkpoint_does_not_count_as_damaged() {
     let of_system = |code| Error::io("read", "/proc/self/status", std::io::Error::from_raw_os_error(code));
     for (code, name) in [(5, "EIO"), (13, "EACCES"), (116, "ESTALE"), (12, "ENOMEM"), (2, "ENOENT of a name that is listed")] {
         assert!(!is_damage(&of_system(code)), "{name}");
@@ -727,7 +727,7 @@ fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
         (2, f32::INFINITY, "v of norm is inf at element 5"),
         (2, -1e-30, "v of norm is -1e-30 at element 5"),
     ];
-    for (step, (part, value, said)) in (1..).zip(cases) {
+    for (step, (part, value, text)) in (1..).zip(cases) {
         let mut parts = [0, 1, 2].map(|_| vec![0.25f32; 13]);
         let read = |parts: &[Vec<f32>; 3]| {
             let tensor = ("norm".to_string(), vec![13], parts.clone());
@@ -741,6 +741,6 @@ fn a_state_that_no_training_goes_on_from_is_refused_with_tensor_and_element() {
         read(&parts).unwrap();
         parts[part][5] = value;
         let message = read(&parts).unwrap_err().to_string();
-        assert!(message.contains(&format!("checkpoint-{step}: {said}")), "{message}");
+        assert!(message.contains(&format!("checkpoint-{step}: {text}")), "{message}");
     }
 }

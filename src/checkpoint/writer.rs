@@ -3,7 +3,7 @@
 use super::format::{FileEntry, MANIFEST, MODEL, Manifest, STATE, TensorEntry, TrainerState};
 use super::state_file::StateWriter;
 use super::state_parts::{StateParts, file_name};
-use super::store::{self, HiddenRole, Spared};
+use super::store::{self, HiddenRole, RetainedCheckpoints};
 use super::written::Written;
 use crate::disk::{Dir, FileId, TmpDir};
 use crate::error::Result;
@@ -106,7 +106,12 @@ impl Writer {
     ///
     /// # Errors
     /// The first operation that failed; checkpoints that were there before are as they were.
-    pub(crate) fn finish(mut self, model_files: &[(String, Vec<u8>)], total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
+    pub(crate) fn finish(
+        mut self,
+        model_files: &[(String, Vec<u8>)],
+        total_limit: Option<NonZeroUsize>,
+        spared: RetainedCheckpoints,
+    ) -> Result<Saved> {
         self.complete(model_files)?;
         self.publish(total_limit, spared)
     }
@@ -124,7 +129,7 @@ impl Writer {
         Ok(())
     }
 
-    pub(super) fn publish(mut self, total_limit: Option<NonZeroUsize>, spared: Spared) -> Result<Saved> {
+    pub(super) fn publish(mut self, total_limit: Option<NonZeroUsize>, spared: RetainedCheckpoints) -> Result<Saved> {
         let step = self.manifest.trainer.step;
         let path = store::publish(step, &mut self.tmp, &self.written, &mut self.warnings)?;
         if let Some(limit) = total_limit {

@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn what_means_nothing_is_said_and_takes_its_value_along() {
+    fn options_without_meaning_are_logged_and_consume_their_value() {
         let odd = rewritten(&["--dataloader_num_workers", "4", "--tf32", "--seed", "1", "--ddp_timeout=9", "--bf16", "false"]).unwrap();
         assert_eq!(odd.args[2..], ["--seed", "1"]);
         let names: Vec<_> = odd.ignored.iter().map(|line| line.split(' ').next().unwrap()).collect();
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_had_is_answered_with_what_to_use() {
+    fn unsupported_names_are_answered_with_a_replacement() {
         for (args, words) in [
             (&["--optim", "adafactor"][..], &["--optim adafactor", "adamw_torch"][..]),
             (&["--optim", "adamw_8bit"], &["32 bits"]),

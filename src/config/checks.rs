@@ -86,7 +86,7 @@ impl Settings {
             ("sequence-ranks", self.sequence_ranks as u64),
             ("per-device-train-batch-size", self.per_device_train_batch_size as u64),
             ("gradient-accumulation-steps", self.gradient_accumulation_steps.unwrap_or(1) as u64),
-            ("gradient-shares", self.shares() as u64),
+            ("gradient-shares", self.partial_sums() as u64),
             ("gradient-group", self.gradient_group.unwrap_or(1) as u64),
             ("seq-length", self.seq_length as u64),
             ("logging-steps", self.logging_steps),
@@ -161,7 +161,7 @@ impl Settings {
         if self.all_gpus {
             return Ok(());
         }
-        let (shares, micro_batches) = (self.shares(), self.micro_batches());
+        let (shares, micro_batches) = (self.partial_sums(), self.micro_batches());
         let parts = micro_batches.saturating_mul(self.sequence_ranks);
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
         let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_people_use_is_allowed() {
+    fn common_settings_are_allowed() {
         for args in [
             ["--learning-rate", "0"],
             ["--learning-rate", "1"],

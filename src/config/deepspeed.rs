@@ -109,7 +109,7 @@ impl<'a> KeyReader<'a> {
     }
 
     /// The node at `path`, unless it is absent or `"auto"`.
-    fn said(&self, path: &str) -> Option<&'a DocumentNode> {
+    fn node_at(&self, path: &str) -> Option<&'a DocumentNode> {
         self.values.get(path).copied().filter(|node| !is_auto(node))
     }
 
@@ -122,12 +122,12 @@ impl<'a> KeyReader<'a> {
             NodeValue::Truth(truth) => Ok(truth),
             _ => Err(format!("{}: {path} {}: expected true or false", node.at, node.text())),
         };
-        self.said(path).map(read).transpose()
+        self.node_at(path).map(read).transpose()
     }
 
     /// The word at `path`, in lower case.
     fn word(&self, path: &str) -> Option<String> {
-        self.said(path).map(|node| node.text().to_lowercase())
+        self.node_at(path).map(|node| node.text().to_lowercase())
     }
 
     fn refuse<T>(&self, path: &str, why: &str) -> Understood<T> {
@@ -137,7 +137,7 @@ impl<'a> KeyReader<'a> {
     }
 
     fn number(&self, path: &str) -> Understood<Option<f64>> {
-        match self.said(path).map(|node| &node.value) {
+        match self.node_at(path).map(|node| &node.value) {
             None => Ok(None),
             Some(NodeValue::Integer(number)) => Ok(Some(*number as f64)),
             Some(NodeValue::Float(number)) => Ok(Some(*number)),
@@ -184,8 +184,8 @@ impl<'a> KeyReader<'a> {
     /// Batch sizes, as DeepSpeed completes and checks them.
     fn batch(&mut self) -> Understood<()> {
         let (micro_key, steps_key) = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps");
-        let micro = self.upper.per_device_train_batch_size.map_or_else(|| self.count(micro_key), |said| Ok(Some(said)))?;
-        let steps = self.upper.gradient_accumulation_steps.map_or_else(|| self.count(steps_key), |said| Ok(Some(said)))?;
+        let micro = self.upper.per_device_train_batch_size.map_or_else(|| self.count(micro_key), |given| Ok(Some(given)))?;
+        let steps = self.upper.gradient_accumulation_steps.map_or_else(|| self.count(steps_key), |given| Ok(Some(given)))?;
         let Some(batch) = self.count("train_batch_size")? else { return Ok(()) };
         let world = match self.upper.gpus {
             None => 1,
@@ -219,7 +219,7 @@ impl<'a> KeyReader<'a> {
         for (key, flag, size) in
             [(micro_key, "per-device-train-batch-size", all_micro), (steps_key, "gradient-accumulation-steps", all_steps)]
         {
-            if self.said(key).is_none() {
+            if self.node_at(key).is_none() {
                 self.set("train_batch_size", flag, NodeValue::Integer(size as i128));
             }
         }
@@ -259,7 +259,7 @@ impl<'a> KeyReader<'a> {
 
     fn optimizer(&mut self) -> Understood<()> {
         let name = self.word("optimizer.type");
-        let decay = self.upper.weight_decay.map_or_else(|| self.number("optimizer.params.weight_decay"), |said| Ok(Some(said)))?;
+        let decay = self.upper.weight_decay.map_or_else(|| self.number("optimizer.params.weight_decay"), |given| Ok(Some(given)))?;
         let has_l2 = self.truth("optimizer.params.adam_w_mode")? == Some(false) && name.as_deref() == Some("adam");
         match name.as_deref() {
             None | Some("adamw") => {}
@@ -271,7 +271,7 @@ impl<'a> KeyReader<'a> {
         }
         self.fate("optimizer.type", "used: AdamW");
         let betas = "optimizer.params.betas";
-        match self.said(betas).map(|node| &node.value) {
+        match self.node_at(betas).map(|node| &node.value) {
             None => {}
             Some(NodeValue::List(two)) if two.len() == 2 => {
                 self.set_node(betas, "adam-beta1", &two[0])?;
@@ -280,7 +280,7 @@ impl<'a> KeyReader<'a> {
             Some(_) => return self.refuse(betas, "expected two numbers"),
         }
         let lr = "optimizer.params.lr";
-        match self.said(lr) {
+        match self.node_at(lr) {
             Some(node) => self.set_node(lr, "learning-rate", node)?,
             None if self.has("optimizer.") && !self.values.contains_key(lr) => {
                 self.absent(lr, None);
@@ -310,7 +310,7 @@ impl<'a> KeyReader<'a> {
             self.set(steps, "warmup-steps", NodeValue::Integer(WARMUP_DEFAULT));
         }
         let rate = "scheduler.params.warmup_max_lr";
-        match self.said(rate) {
+        match self.node_at(rate) {
             Some(node) if has_rate => self.set_node(rate, "learning-rate", node)?,
             None if has_rate && !self.values.contains_key(rate) => {
                 self.absent(rate, None);
@@ -328,7 +328,7 @@ impl<'a> KeyReader<'a> {
             None => {}
         }
         let total = "scheduler.params.total_num_steps";
-        match self.said(total) {
+        match self.node_at(total) {
             Some(_) if kind == "constant" => self.fate(total, "ignored: the rate stays"),
             Some(_) if self.upper.max_steps.or(self.upper.num_train_epochs.map(|_| 0)).is_some() => {
                 self.fate(total, "not used: the rate falls over the run's own steps, which are said elsewhere");
@@ -408,7 +408,7 @@ impl<'a> KeyReader<'a> {
 
     /// The table with the outcome of each key, one line per key.
     fn table(&self) -> String {
-        let said = self.upper.said();
+        let given = self.upper.explicit_flags();
         let width = |of: fn(&KeyRow) -> &str| self.rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0);
         let (keys, values) = (width(|row| &row.path), width(|row| &row.value));
         let mut table = String::new();
@@ -417,7 +417,7 @@ impl<'a> KeyReader<'a> {
             for (i, set) in self.sets.iter().enumerate().filter(|(_, set)| set.from == row.path) {
                 let later = self.sets[i + 1..].iter().find(|later| later.flag == set.flag);
                 let verdict = match later {
-                    _ if said.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is said elsewhere", set.flag),
+                    _ if given.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is said elsewhere", set.flag),
                     Some(later) => format!("not used: {} wins, as in DeepSpeed", later.from),
                     None => format!("used: --{} {}", set.flag, DocumentNode { at: set.at, value: set.value.clone() }.text()),
                 };

@@ -129,7 +129,7 @@ fn deepspeeds_superoffload_is_superoffload() {
 }
 
 #[test]
-fn what_deepspeed_does_by_default_is_done_and_told() {
+fn defaults_of_deepspeed_are_applied_and_logged() {
     let expected = ["--dtype=float32", "--max-grad-norm=0", "--learning-rate=1e-3", "--lr-scheduler-type=cosine", "--warmup-steps=1000"];
     let config = json!({"optimizer": {"type": "Adam", "params": {}}, "scheduler": {"type": "WarmupCosineLR"}});
     // An empty group has no keys: DeepSpeed's own rate holds because the type is there.
@@ -169,7 +169,7 @@ fn batch_sizes_are_completed_and_checked_as_deepspeed_does() {
 }
 
 #[test]
-fn what_cannot_be_had_is_refused_by_place_and_key() {
+fn unsupported_keys_are_refused_by_line_and_key() {
     for (config, words) in [
         (json!({"gradient_cliping": 1}), &["line 1, column 2", "unknown key `gradient_cliping`", "`gradient_clipping`"][..]),
         (json!({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}), &["`zero_optimization.offload_optimizer.device`"]),
@@ -240,7 +240,7 @@ proptest! {
 }
 
 #[test]
-fn a_share_of_the_states_is_told_to_be_so_or_to_have_no_use() {
+fn partial_residency_of_states_is_logged_or_warned_of() {
     let fate = |ratio: serde_json::Value, speculates: bool| {
         let offload = json!({"device": "cpu", "super_offload": speculates, "ratio": ratio});
         read(&json!({"zero_optimization": {"offload_optimizer": offload}}), &[]).map(|(_, table)| {

@@ -91,7 +91,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn changes_are_told_in_flags() {
+    fn changes_are_shown_as_flags() {
         let steps = |n: u64| json!({"steps": n});
         assert_eq!(changed("train_length", &steps(60), &steps(90)), "--max-steps was 60 before and is 90 from here on");
         let mixed = changed("train_length", &steps(60), &json!({"epochs": 3.0}));

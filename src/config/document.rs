@@ -159,8 +159,8 @@ impl Document {
     /// A line that names the place of the value of the wrong type.
     pub(super) fn setting<T: de::DeserializeOwned>(&self, name: &str, node: DocumentNode) -> Parsed<T> {
         let at = node.at;
-        let said = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
-        said.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
+        let given = T::deserialize(de::value::MapDeserializer::new([(name, node)].into_iter()));
+        given.map_err(|cause: de::value::Error| self.at(at, &format!("`{name}`: {cause}")))
     }
 
     /// An error of one line with the place of the `message` and the offending text.
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hostile_is_refused_in_one_line() {
+    fn hostile_documents_are_refused_in_one_line() {
         let bomb = (0..9).fold("a0: &a0 [x]\n".to_string(), |text, i| {
             text + &format!("a{}: &a{} [{}]\n", i + 1, i + 1, vec![format!("*a{i}"); 9].join(","))
         });
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn the_extension_says_how_a_file_is_written() {
+    fn the_extension_determines_the_format_of_a_file() {
         let of = |name: &str| Syntax::of(Path::new(name));
         assert_eq!((of("a.toml").unwrap(), of("a.YML").unwrap(), of("b.yaml").unwrap()), (Syntax::Toml, Syntax::Yaml, Syntax::Yaml));
         assert_eq!(of("c.json").unwrap(), Syntax::Json);

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_other_programs_mean_here_what_they_mean_on_the_command_line() {
+    fn names_of_other_programs_have_the_meaning_of_their_flags() {
         let text = "model_name_or_path = 'm'\nbf16 = true\nfp16 = false\nwarmup_steps = 0.1\nmax_seq_length = 8\ndataset = ['a', 'b']\n\
             strategy = 'zero_offload'\noptim = 'adamw_torch'\ntf32 = true\nlr_scheduler_type = 'constant_with_warmup'\nreport_to = ['none']";
         let read = parse(text).unwrap();

@@ -16,7 +16,7 @@ type ReadVariable<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// A number from the environment, and the name of its variable.
 #[derive(Clone, Copy)]
-struct Told {
+struct LauncherNumber {
     variable: &'static str,
     number: usize,
 }
@@ -24,10 +24,10 @@ struct Told {
 /// Process numbers and rendezvous address from a launcher's environment.
 struct Launched {
     launcher: &'static str,
-    processes: Told,
-    process: Told,
+    processes: LauncherNumber,
+    process: LauncherNumber,
     /// Local rank: index among the processes of this machine, if the launcher sets it.
-    local: Option<Told>,
+    local: Option<LauncherNumber>,
     /// Rendezvous address, or the missing variable.
     address: std::result::Result<String, &'static str>,
 }
@@ -79,11 +79,11 @@ impl Launched {
         Ok(None)
     }
 
-    fn check(&self, flag: &str, said: Option<usize>, told: Told) -> Result<()> {
-        match said {
-            Some(said) if said != told.number => Err(Error::usage(format!(
-                "{flag} {said} contradicts {}={} of {}; leave the flag out, or unset the variable",
-                told.variable, told.number, self.launcher
+    fn check(&self, flag: &str, given: Option<usize>, message: LauncherNumber) -> Result<()> {
+        match given {
+            Some(given) if given != message.number => Err(Error::usage(format!(
+                "{flag} {given} contradicts {}={} of {}; leave the flag out, or unset the variable",
+                message.variable, message.number, self.launcher
             ))),
             _ => Ok(()),
         }
@@ -91,10 +91,10 @@ impl Launched {
 }
 
 /// The number in the variable `name`, if it is set.
-fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<Told>> {
+fn number(variable: ReadVariable<'_>, name: &'static str) -> Result<Option<LauncherNumber>> {
     let Some(text) = variable(name) else { return Ok(None) };
     let number = text.trim().parse().map_err(|_| Error::usage(format!("{name}={text:?}: not a number")))?;
-    Ok(Some(Told { variable: name, number }))
+    Ok(Some(LauncherNumber { variable: name, number }))
 }
 
 /// Processes of torchrun, and of launchers that set the same variables. The store of torchrun's agent listens on `MASTER_PORT`, so that
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_on_a_machine_is_what_the_launcher_that_started_it_says() {
+    fn the_local_rank_comes_from_the_launcher_that_started_the_process() {
         for (launched, name) in [(&TORCH[..], "LOCAL_RANK"), (&MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (&SLURM, "SLURM_LOCALID")] {
             let local = |variables: &[(&str, &str)]| {
                 local_process(&|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()))
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_name_both_and_what_is_missing_is_named() {
+    fn contradictions_name_both_sides_and_missing_settings_are_named() {
         for (flags, variables, words) in [
             (&["--processes=2"][..], &TORCH[..], "--processes 2 contradicts WORLD_SIZE=4 of torchrun"),
             (&["--processes=1"], &SLURM, "--processes 1 contradicts SLURM_STEP_NUM_TASKS=4 of Slurm"),

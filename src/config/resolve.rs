@@ -107,14 +107,14 @@ impl Settings {
 
     /// Gradient shares of a step. Gradients of a share's micro-batches are accumulated in --dtype, and the shares are summed in float32.
     /// Ranks that share sequences have a share each: their parts of the same micro-batches.
-    pub(crate) fn shares(&self) -> usize {
+    pub(crate) fn partial_sums(&self) -> usize {
         self.gradient_shares.unwrap_or(self.ranks())
     }
 
     /// Number of consecutive shares with a sum that is rounded to --dtype before all sums are added. It is 1 without such groups, and when
     /// one group would hold all shares.
     pub(crate) fn group(&self) -> usize {
-        self.gradient_group.filter(|group| *group < self.shares()).unwrap_or(1)
+        self.gradient_group.filter(|group| *group < self.partial_sums()).unwrap_or(1)
     }
 
     /// Groups of ranks that share sequences. Each group computes different micro-batches.
@@ -124,7 +124,7 @@ impl Settings {
 
     /// Micro-batches of a step, on all GPUs together.
     pub(crate) fn micro_batches(&self) -> usize {
-        let one_a_share = self.shares() / self.sequence_ranks.max(1);
+        let one_a_share = self.partial_sums() / self.sequence_ranks.max(1);
         self.gradient_accumulation_steps.map_or(one_a_share, |steps| steps.saturating_mul(self.groups()))
     }
 
@@ -157,9 +157,9 @@ mod tests {
     fn every_flag_is_a_setting_that_goes_round_or_is_refused_by_name() {
         for flag in flags().into_iter().filter(|flag| !["config", "deepspeed"].contains(&flag.get_id().as_str())) {
             let (name, _) = sample(&flag);
-            let said = sample_options(&flag);
-            assert_eq!(said.said(), [flag.get_id().as_str()]);
-            let settings = match Settings::resolve(said.over(command_line(&["--data", "corpus.txt"]).unwrap())) {
+            let given = sample_options(&flag);
+            assert_eq!(given.explicit_flags(), [flag.get_id().as_str()]);
+            let settings = match Settings::resolve(given.over(command_line(&["--data", "corpus.txt"]).unwrap())) {
                 Ok(settings) => settings,
                 Err(refused) => {
                     assert!(refused.to_string().contains(&name), "--{name}: {refused}");
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cpu_refuses_what_needs_a_gpu() {
+    fn the_cpu_refuses_gpu_options() {
         for (flag, value) in
             [("--memory", "unified"), ("--attention", "cudnn"), ("--expert-products", "cublaslt"), ("--hbm-limit", "2.0 GiB")]
         {
@@ -250,10 +250,10 @@ mod tests {
         assert!(all.all_gpus);
         let counted = all.on_gpus(4).unwrap();
         assert_eq!(counted, resolve(&["--gpus=4"]).unwrap(), "in checkpoints and records a number");
-        assert_eq!((counted.shares(), counted.micro_batches()), (4, 4));
+        assert_eq!((counted.partial_sums(), counted.micro_batches()), (4, 4));
         assert_eq!(resolve(&["--gpus=2"]).unwrap().on_gpus(4).unwrap().gpus, 2);
-        let shares = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
-        assert!(shares.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
+        let partial_sums = resolve(&["--gpus=all", "--gradient-shares=3", "--gradient-accumulation-steps=3"]).unwrap();
+        assert!(partial_sums.on_gpus(2).unwrap_err().to_string().contains("a multiple of --gpus 2"));
         let accumulating = resolve(&["--gpus=all", "--gradient-shares=8", "--gradient-accumulation-steps=2"]).unwrap();
         assert_eq!(accumulating.on_gpus(4).unwrap().micro_batches(), 8);
         let on_cpus = resolve(&["--gpus=all", "--device=cpu"]).unwrap_err().to_string();
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn unified_memory_is_for_what_the_gpu_steps_after_the_verdict() {
+    fn unified_memory_holds_states_that_the_gpu_steps_after_the_verdict() {
         for other in ["--strategy=zero-offload", "--strategy=no-offload", "--rollback=inverse"] {
             let message = resolve(&["--device=cuda", "--memory=unified", other]).unwrap_err().to_string();
             assert!(message.starts_with("--memory unified: allowed is only with --strategy superoffload"), "{message}");
@@ -305,8 +305,8 @@ mod tests {
 
     #[test]
     fn the_help_names_the_settings_of_the_built_in_model() {
-        let said: Vec<_> = TrainOptions::DEMO_FLAGS.split(' ').collect();
-        assert_eq!(resolve(&[&said[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
+        let given: Vec<_> = TrainOptions::DEMO_FLAGS.split(' ').collect();
+        assert_eq!(resolve(&[&given[..], &["--data=x"]].concat()).unwrap(), Settings { data: vec!["x".into()], ..Settings::demo() });
     }
 
     #[test]

@@ -171,13 +171,13 @@ macro_rules! settings {
             }
 
             /// The field names of the options that are set.
-            pub fn said(&self) -> Vec<&'static str> {
-                let said = [$(
+            pub fn explicit_flags(&self) -> Vec<&'static str> {
+                let given = [$(
                     $($(self.$part.is_some().then_some(stringify!($part)),)*)?
                     $(self.$name.is_some().then_some(stringify!($name)),)*
                     $($(self.$file.is_some().then_some(stringify!($file)),)*)?
                 )*];
-                said.into_iter().flatten().collect()
+                given.into_iter().flatten().collect()
             }
         }
 
@@ -248,8 +248,8 @@ macro_rules! settings {
             /// Takes the value of each given option that has a setting of the same name.
             pub(super) fn take(&mut self, options: TrainOptions) {
                 $(
-                    $(if let Some(said) = options.$name { self.$name = said.into() })*
-                    $($(if let Some(said) = options.$file { self.$file = said })*)?
+                    $(if let Some(given) = options.$name { self.$name = given.into() })*
+                    $($(if let Some(given) = options.$file { self.$file = given })*)?
                 )*
             }
 
@@ -680,7 +680,7 @@ pub(crate) mod tests {
         assert_eq!(options.without, Some(vec![Technique::Stv, Technique::Mpam]));
         assert_eq!(options.resident_buckets, Some(ResidentBuckets::Auto));
         assert_eq!(command_line(&["--resident-buckets=all"]).unwrap().resident_buckets, Some(ResidentBuckets::All));
-        let gpus = |said: &str| command_line(&[&format!("--gpus={said}")]).unwrap().gpus;
+        let gpus = |given: &str| command_line(&[&format!("--gpus={given}")]).unwrap().gpus;
         assert_eq!((gpus("all"), gpus("4")), (Some(GpuCount::All), Some(GpuCount::Count(4))));
         assert!(command_line(&["--gpus=some"]).unwrap_err().to_string().contains("a number of GPUs or `all`"));
         assert_eq!(command_line(&["--hbm-limit=80GiB"]).unwrap().hbm_limit, Some(Bytes(80 << 30)));

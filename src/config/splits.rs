@@ -27,9 +27,9 @@ impl Settings {
         let steps = said_steps.map_or(1..=sequences.min(OPEN_MAX), |steps| steps..=steps);
         let split = |steps: usize| {
             let batch = sequences / steps;
-            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|said| said == batch);
+            let is_exact = sequences.is_multiple_of(steps) && said_batch.is_none_or(|given| given == batch);
             let parts = steps * groups * self.sequence_ranks;
-            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.shares());
+            let is_allowed = batch * seq_length <= MICRO_BATCH_TOKENS_MAX && parts.is_multiple_of(self.partial_sums());
             let split = || Self { per_device_train_batch_size: batch, gradient_accumulation_steps: Some(steps), ..self.clone() };
             (is_exact && is_allowed).then(split)
         };
@@ -43,10 +43,10 @@ impl Settings {
             ("--gradient-accumulation-steps", self.gradient_accumulation_steps),
             ("--gradient-shares", self.gradient_shares),
         ];
-        let said: Vec<_> = flags.into_iter().filter_map(|(flag, said)| Some(format!("{flag} {}", said?))).collect();
-        let why = match said.is_empty() {
+        let given: Vec<_> = flags.into_iter().filter_map(|(flag, given)| Some(format!("{flag} {}", given?))).collect();
+        let why = match given.is_empty() {
             true => format!("into 1 to {OPEN_MAX} micro-batches of at most {MICRO_BATCH_TOKENS_MAX} tokens"),
-            false => format!("as asked for by {}", said.join(" and ")),
+            false => format!("as asked for by {}", given.join(" and ")),
         };
         Error::usage(format!("--tokens-per-step {tokens}: {sequences} sequences on each GPU cannot be cut {why}"))
     }
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ways_that_agree_with_what_was_said_the_largest_micro_batch_first() {
+    fn all_divisions_that_agree_with_the_settings_the_largest_micro_batch_first() {
         assert_eq!(splits(&["--tokens-per-step=192"]).unwrap(), [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--gpus=2"]).unwrap(), [(6, 1), (3, 2), (2, 3), (1, 6)]);
         assert_eq!(splits(&["--tokens-per-step=192", "--gradient-shares=4"]).unwrap(), [(3, 4), (1, 12)]);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_cannot_be_cut_are_refused_with_what_they_do_not_fit_to() {
+    fn indivisible_tokens_per_step_are_refused_with_their_divisor() {
         let refused = [
             (&["--tokens-per-step=0"][..], "at least 1"),
             (&["--tokens-per-step=9223372036854775807"], "at most"),

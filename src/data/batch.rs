@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_one_document_each_until_somebody_says_otherwise() {
+    fn rows_are_one_document_each_by_default() {
         let mut memory = vec![7; 4 * 6];
         let batch = Batch::new(&mut memory, 3, true);
         assert_eq!((&batch.positions[..], batch.documents.as_deref()), (&[0, 1, 2, 0, 1, 2][..], Some(&[0; 6][..])));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn only_targets_from_0_on_count_and_what_reaches_outside_is_named() {
+    fn only_targets_from_0_on_count_and_out_of_range_ones_are_named() {
         let checked = |change: fn(&mut Batch<'_>)| {
             let mut memory = vec![0; 4 * 6];
             let mut batch = Batch::new(&mut memory, 3, true);

@@ -9,7 +9,7 @@ use super::chat::record::RULES_VERSION;
 use super::checked::CheckedFiles;
 use super::checksum::hex;
 use super::files::kind;
-use super::known_sources::{KnownSources, StandIn};
+use super::known_sources::{CachedTokens, KnownSources};
 use super::preparation::Preparation;
 use super::prepared::{FOLDER, FORMAT_VERSION, FolderWriter, Prepared, PreparedFrom, files_in, open};
 use super::source::{bytes_of, tokenize, usual_bytes_of};
@@ -92,7 +92,7 @@ fn stand_in(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Option<Prepared>> {
-    let Some(StandIn { folder, dir, why }) = preparation.known.stand_in(texts) else { return Ok(None) };
+    let Some(CachedTokens { folder, dir, why }) = preparation.known.stand_in(texts) else { return Ok(None) };
     let name = folder.file_name().unwrap_or_default().to_owned();
     let (key, mut cause) = (name.to_string_lossy(), None);
     let origin = PreparedFrom::new(&key, tokenizer, texts);
@@ -306,14 +306,14 @@ fn check_room(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool
 mod tests {
     use super::*;
     use crate::disk;
-    use crate::news::News;
+    use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use std::cell::RefCell;
     use std::path::PathBuf;
 
     struct Case {
         dir: tempfile::TempDir,
-        said: RefCell<String>,
+        text: RefCell<String>,
     }
 
     impl Case {
@@ -321,7 +321,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             fs::write(dir.path().join("a.txt"), "abc".repeat(1000)).unwrap();
             fs::create_dir(dir.path().join("run")).unwrap();
-            Self { dir, said: RefCell::default() }
+            Self { dir, text: RefCell::default() }
         }
 
         fn path(&self, name: &str) -> PathBuf {
@@ -330,10 +330,10 @@ mod tests {
 
         /// Opens `a.txt` with a cache at `cache`, as a run of its own: nothing is known to be checked.
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
-            self.said.take();
-            let emit = |news: News<'_>| match news {
-                News::Note(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
-                News::Progress { .. } => {}
+            self.text.take();
+            let emit = |event: ProgressEvent<'_>| match event {
+                ProgressEvent::Note(line) | ProgressEvent::Warn(line) => *self.text.borrow_mut() += &format!("{line}\n"),
+                ProgressEvent::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);
             preparation.in_memory_bytes_max = 0;
@@ -342,7 +342,7 @@ mod tests {
 
         fn good(&self, cache: &str) -> String {
             assert_eq!(self.open(cache, &StopFlag::default()).unwrap().source_ends, [3000]);
-            self.said.take()
+            self.text.take()
         }
 
         fn names(&self, dir: &str) -> Vec<String> {
@@ -373,8 +373,8 @@ mod tests {
         case.good("cache");
         let folder = case.path("cache").join(&case.names("cache")[0]);
         fs::write(folder.join("tokens.u32"), "0".repeat(12_000)).unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("tokens.u32: damaged: the checksum of block 0 differs; the text is prepared again"), "{said}");
+        let text = case.good("cache");
+        assert!(text.contains("tokens.u32: damaged: the checksum of block 0 differs; the text is prepared again"), "{text}");
         assert_eq!(case.good("cache"), "");
     }
 
@@ -382,13 +382,13 @@ mod tests {
     fn a_cache_that_cannot_be_written_is_replaced_by_the_runs_directory() {
         let case = Case::new();
         fs::write(case.path("cache"), "a file").unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("cache") && said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
+        let text = case.good("cache");
+        assert!(text.contains("cache") && text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
         assert_eq!(case.good("cache"), "", "found again");
     }
 
     #[test]
-    fn leftovers_go_and_what_others_write_or_nobody_here_made_stays() {
+    fn own_leftovers_go_and_foreign_or_active_files_stay() {
         let case = Case::new();
         case.good("cache");
         let (key, cache) = (case.names("cache").remove(0), Dir::open(&case.path("cache")).unwrap());
@@ -410,7 +410,7 @@ mod tests {
 
     /// In a cache that several users share, files of another user cannot be removed; the disk's quota may be used up.
     #[test]
-    fn what_a_cache_does_not_allow_is_done_beside_the_run() {
+    fn data_is_prepared_beside_the_run_where_the_cache_is_not_writable() {
         let case = Case::new();
         case.good("cache");
         let folder = case.path("cache").join(&case.names("cache")[0]);
@@ -426,8 +426,8 @@ mod tests {
             fs::write(path.join("thesis.tex"), "mine").unwrap();
         };
         for place in [&folder, &tmp] {
-            let said = leave(&|| foreign(place));
-            assert!(said.contains("kept beside the run") && said.contains("/run/.superoffload/prepared/"), "{said}");
+            let text = leave(&|| foreign(place));
+            assert!(text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
             assert_eq!(fs::read_to_string(place.join("thesis.tex")).unwrap(), "mine");
             fs::remove_dir_all(place).unwrap();
             fs::create_dir_all(&folder).unwrap();
@@ -435,8 +435,8 @@ mod tests {
         fs::remove_dir_all(case.path("run/.superoffload")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         std::os::unix::fs::symlink(case.path("run"), &folder).unwrap();
-        let said = case.good("cache");
-        assert!(said.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {said}");
+        let text = case.good("cache");
+        assert!(text.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {text}");
         fs::remove_file(&folder).unwrap();
         for at in 0..3 {
             let _ = fs::remove_dir_all(case.path("run/.superoffload"));
@@ -444,7 +444,7 @@ mod tests {
             disk::faults::arm(Some((at, disk::faults::Mode::Error)));
             let opened = case.open("cache", &StopFlag::default());
             disk::faults::disarm();
-            assert!(opened.is_ok() && case.said.take().contains("No space left on device (os error 28): prepared text is kept beside"));
+            assert!(opened.is_ok() && case.text.take().contains("No space left on device (os error 28): prepared text is kept beside"));
             assert!(!folder.exists());
         }
     }
@@ -462,7 +462,7 @@ mod tests {
         };
         let lock = hold();
         let stop = StopFlag::default();
-        stop.ask();
+        stop.request();
         assert_eq!(case.open("cache", &stop).err().unwrap().exit_code(), 75);
         let winner = std::thread::spawn({
             let (cache, key) = (cache.clone(), key.clone());
@@ -477,12 +477,12 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_removes_what_was_begun() {
+    fn a_stop_removes_partial_output() {
         let case = Case::new();
         let stop = StopFlag::default();
-        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |news| {
-            if let News::Progress { .. } = news {
-                stop.ask();
+        let mut preparation = Preparation::new(&stop, Some(case.path("cache")), Some(case.path("run")), |event| {
+            if let ProgressEvent::Progress { .. } = event {
+                stop.request();
             }
         });
         preparation.in_memory_bytes_max = 0;

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_checked_of_one_file_is_kept_when_another_is_until_it_changes() {
+    fn the_check_of_a_file_is_kept_until_the_file_changes() {
         let dir = tempfile::tempdir().unwrap();
         let runs = |name: &str| {
             let (path, mut ran) = (dir.path().join(name), false);

@@ -148,13 +148,13 @@ mod tests {
         assert_eq!(sum("none"), sha256(b""));
         let long: Vec<u8> = (0..2 * PIECE_BYTES + 5).map(|i| (i % 251) as u8).collect();
         fs::write(dir.path().join("long"), &long).unwrap();
-        let mut heard = vec![];
+        let mut messages = vec![];
         let read = Fingerprint::read(&dir.path().join("long"), &mut |bytes| {
-            heard.push(bytes as usize);
+            messages.push(bytes as usize);
             Ok(())
         });
         assert_eq!(read.unwrap().sha256, sha256(&long));
-        assert_eq!(heard, [PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 5]);
+        assert_eq!(messages, [PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 5]);
     }
 
     #[test]
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_before_the_end_is_kept() {
+    fn bytes_read_before_the_end_are_kept() {
         let dir = model_dir(&[("a", "one"), ("b", "two")]);
         let (files, kept) = ([dir.path().join("a"), dir.path().join("b")], dir.path());
         let mut stop_at_b = |file: &Path, _| if file.ends_with("b") { Err(Error::usage("stopped")) } else { Ok(()) };

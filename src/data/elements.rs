@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_array_is_refused() {
+    fn non_arrays_are_refused() {
         for (text, cause) in [
             ("{\"text\": 1}", "x.json: not an array of records; lines of records are .jsonl"),
             ("[{\"a\": 1}, {\"b\"", "x.json: ends within record 2"),

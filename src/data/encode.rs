@@ -33,7 +33,7 @@ enum EncodeWork {
 
 type EncodeBatch = Vec<EncodeWork>;
 
-struct Reading {
+struct ReadProgress {
     place: DocumentPosition,
     pending: String,
     /// Where `pending` begins in the document.
@@ -51,7 +51,7 @@ pub(super) struct Encoder<'a> {
     queue: WorkQueue<EncodeBatch, Result<Vec<Encoded>>>,
     batch: EncodeBatch,
     batch_bytes: usize,
-    reading: Option<Reading>,
+    reading: Option<ReadProgress>,
 }
 
 /// The ids of all that `read` gives to an encoder, in `documents`: on all CPUs, until `stop` is set.
@@ -106,7 +106,7 @@ impl<'a> Encoder<'a> {
 
     /// A document begins; the one before has ended.
     pub(super) fn begin(&mut self, place: DocumentPosition) {
-        self.reading = Some(Reading { place, pending: String::new(), start: 0, cut: 0, is_first: true });
+        self.reading = Some(ReadProgress { place, pending: String::new(), start: 0, cut: 0, is_first: true });
     }
 
     /// The next text of the document.
@@ -128,7 +128,7 @@ impl<'a> Encoder<'a> {
 
     /// The document ends.
     pub(super) fn end(&mut self) -> Result<()> {
-        let Some(Reading { place, pending: text, start, cut, is_first }) = self.reading.take() else { return Ok(()) };
+        let Some(ReadProgress { place, pending: text, start, cut, is_first }) = self.reading.take() else { return Ok(()) };
         self.add(EncodeWork::Piece(EncodeJob { place, text, start, cut, is_first, is_last: true }))
     }
 
@@ -160,7 +160,7 @@ impl<'a> Encoder<'a> {
 }
 
 fn encode_batch(batch: EncodeBatch, tokenizer: &Tokenizer, stop: &StopFlag) -> Result<Vec<Encoded>> {
-    let works: Vec<TextWork<'_>> = batch.iter().map(|work| work.asked(tokenizer.is_bytes())).collect();
+    let works: Vec<TextWork<'_>> = batch.iter().map(|work| work.text_work(tokenizer.is_bytes())).collect();
     let done = tokenizer.run(&works, stop, |item, cause| batch[item].place().error(cause));
     // Work that ends early has no fault.
     if stop.is_set() {
@@ -185,7 +185,7 @@ impl EncodeWork {
     }
 
     /// The request. Bytes have their places without being asked.
-    fn asked(&self, is_bytes: bool) -> TextWork<'_> {
+    fn text_work(&self, is_bytes: bool) -> TextWork<'_> {
         match self {
             Self::Piece(job) if is_bytes || job.is_whole() => TextWork::Text(&job.text),
             Self::Piece(job) => TextWork::Part(&job.text),
@@ -212,7 +212,7 @@ impl EncodeJob {
     }
 }
 
-impl Reading {
+impl ReadProgress {
     /// The next piece, once all its text is there. Cuts depend on the document alone, not on how it was pushed.
     fn next_piece(&mut self, sizes: PieceSizes) -> Option<EncodeJob> {
         let target = (self.cut - self.start) as usize + sizes.piece;
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn a_set_flag_ends_it() {
         let (bytes, stop) = (Tokenizer::bytes(), StopFlag::default());
-        stop.ask();
+        stop.request();
         let ended = super::encode(&bytes, Documents::new(Vec::new(), 256, None, &[]), &stop, |encoder| {
             encoder.begin(place());
             encoder.push("abc")?;

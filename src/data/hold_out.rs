@@ -2,11 +2,11 @@
 //!
 //! The tokens of a record decide: records are held out in the order of their tokens' digests under the seed, smallest first. So copies of
 //! a record stay together, and so do all samples of a record. A record that shares a document with a held-out record is held out, too
-//! ([`super::same_text`]): no text is both learned and evaluated on.
+//! ([`super::duplicate_text`]): no text is both learned and evaluated on.
 
 use super::bounds::Bounds;
+use super::duplicate_text::DuplicateText;
 use super::preparation::Preparation;
-use super::same_text::SameText;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
@@ -105,7 +105,7 @@ impl HeldOut {
             all += 1;
             Ok(())
         })?;
-        let (mut smallest, documents) = (Smallest::new(split.of(all, bounds.documents())?), bounds.documents());
+        let (mut smallest, documents) = (SmallestDigests::new(split.of(all, bounds.documents())?), bounds.documents());
         bounds.for_each_record(preparation, |record| {
             smallest.add(digest(stream, seed, record.tokens())?, record.numbers());
             Ok(())
@@ -113,7 +113,7 @@ impl HeldOut {
         let mut chosen = smallest.records();
         // Records of one document each that are trained whole are equal in all or in nothing.
         if all != documents || untrained > 0 {
-            chosen = SameText { stream, bounds, preparation }.with_equal(chosen)?;
+            chosen = DuplicateText { stream, bounds, preparation }.with_equal(chosen)?;
         }
         let mut held_out = Self { records: chosen, tokens: 0, untrained: 0 };
         let (records, unit) = (held_out.records.len(), unit(all, documents));
@@ -195,14 +195,14 @@ impl Side<'_> {
 }
 
 /// The records of the smallest digests. Those of equal digests come together or not at all, so that there may be more than `wanted`.
-struct Smallest {
+struct SmallestDigests {
     wanted: u64,
     count: u64,
     /// Numbers of their documents.
     by_digest: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
-impl Smallest {
+impl SmallestDigests {
     fn new(wanted: u64) -> Self {
         Self { wanted, count: 0, by_digest: BTreeMap::new() }
     }
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_held_out_is_refused_with_what_to_do() {
+    fn impossible_eval_splits_are_refused_with_a_remedy() {
         let dir = tempfile::tempdir().unwrap();
         let path = lines(&dir, &["one".into(), "two".into(), "two".into()]);
         let refused = |how: &str, path: &PathBuf| split(path, RowRules::wrapped(1), how, 1, None).err().unwrap().to_string();

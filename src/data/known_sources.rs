@@ -29,7 +29,7 @@ pub(crate) struct KnownSources {
     /// Where the run was, of which something is known.
     dir: PathBuf,
     /// Of a run before, as far as it still holds.
-    before: Vec<Before>,
+    before: Vec<UnchangedSources>,
     rules: Option<KnownRules>,
     /// Of this one.
     now: Vec<SourceList>,
@@ -71,7 +71,7 @@ pub(super) struct KeptText {
 }
 
 /// A list of files of which none has changed; some may be missing.
-struct Before {
+struct UnchangedSources {
     list: SourceList,
     missing: BTreeMap<PathBuf, MissingFile>,
 }
@@ -82,7 +82,7 @@ struct MissingFile {
 }
 
 /// Where the tokens of text lie of which a file is missing.
-pub(super) struct StandIn {
+pub(super) struct CachedTokens {
     /// As they were kept.
     pub(super) folder: PathBuf,
     /// The run that they were kept for.
@@ -91,7 +91,7 @@ pub(super) struct StandIn {
     pub(super) why: String,
 }
 
-impl Before {
+impl UnchangedSources {
     /// `list`, unless one of its files has changed or there are more now. Token files are read where they are: none may be missing.
     fn of(list: SourceList) -> Option<Self> {
         let mut missing = BTreeMap::new();
@@ -118,7 +118,7 @@ impl KnownSources {
     pub(crate) fn load(dir: &Path) -> Self {
         let Some(KeptSources { rules, lists }) = SOURCES.read(dir) else { return Self::default() };
         let all = lists.len();
-        let before: Vec<_> = lists.into_iter().filter_map(Before::of).collect();
+        let before: Vec<_> = lists.into_iter().filter_map(UnchangedSources::of).collect();
         let rules = (before.len() == all).then_some(rules);
         Self { dir: dir.into(), rules, before, now: Vec::new() }
     }
@@ -142,8 +142,8 @@ impl KnownSources {
     /// Whether a record may go through a chat template, if that is known of all that `lists` name, read by `rules`.
     pub(crate) fn has_answers(&self, lists: &[&[PathBuf]], rules: &RecordRules) -> Option<bool> {
         let known = self.rules.as_ref().filter(|known| (known.format, &known.columns) == (rules.format, &rules.columns))?;
-        let asked = lists.iter().filter(|paths| !paths.is_empty());
-        let is_known = asked.clone().all(|paths| self.before(paths).is_some()) && asked.count() == self.before.len();
+        let requested = lists.iter().filter(|paths| !paths.is_empty());
+        let is_known = requested.clone().all(|paths| self.before(paths).is_some()) && requested.count() == self.before.len();
         is_known.then_some(known.has_answers)
     }
 
@@ -154,14 +154,14 @@ impl KnownSources {
     }
 
     /// Prepared tokens that replace `texts`, if one of `texts` is missing.
-    pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<StandIn> {
+    pub(super) fn stand_in(&self, texts: &[&Path]) -> Option<CachedTokens> {
         let before = self.before.iter().find(|before| !before.missing.is_empty() && before.texts().eq(texts.iter().copied()))?;
         let (first, folder) = (&before.missing.values().next()?.why, before.list.folder.clone()?);
         let why = match before.missing.len() - 1 {
             0 => first.to_string(),
             more => format!("{first}, and so with {more} more"),
         };
-        Some(StandIn { folder, dir: self.dir.clone(), why })
+        Some(CachedTokens { folder, dir: self.dir.clone(), why })
     }
 
     /// Adds the fingerprints of the `files` that `paths` name, and the folder of the tokens of their text.
@@ -205,7 +205,7 @@ impl KnownSources {
     }
 
     /// The recorded list of the files that `paths` name.
-    fn before(&self, paths: &[PathBuf]) -> Option<&Before> {
+    fn before(&self, paths: &[PathBuf]) -> Option<&UnchangedSources> {
         let named = || paths.iter().map(absolute);
         self.before.iter().find(|before| before.list.named.iter().cloned().eq(named()))
     }
@@ -242,14 +242,14 @@ mod tests {
         assert_eq!(known.find_files(&files).unwrap(), files);
         let missing = known.missing(&files[2]).unwrap();
         assert_eq!((missing.bytes, missing.sha256.as_str()), (4, "cc"));
-        let StandIn { folder, why, .. } = known.stand_in(&[&files[0], &files[2]]).unwrap();
+        let CachedTokens { folder, why, .. } = known.stand_in(&[&files[0], &files[2]]).unwrap();
         assert!(folder == dir.path().join("folder") && why.contains("c.jsonl: No such file") && !why.contains("more"), "{why}");
         assert!(known.stand_in(&[&files[2]]).is_none(), "other text");
         assert!(known.find_files(&files[2..]).is_err(), "nobody knows of it alone");
     }
 
     #[test]
-    fn what_has_changed_or_is_no_text_has_no_stand_in() {
+    fn changed_files_and_files_without_text_have_no_stand_in() {
         type Change = fn(&[PathBuf; 3]);
         let changes: [Change; 3] = [|_| {}, |files| fs::write(&files[0], "12345").unwrap(), |files| fs::remove_file(&files[1]).unwrap()];
         let knows = changes.map(|change| {
@@ -263,16 +263,16 @@ mod tests {
     }
 
     #[test]
-    fn how_records_are_read_is_known_where_all_is_as_it_was_and_asked_for_in_the_same_words() {
+    fn record_rules_are_reused_where_files_and_settings_are_unchanged() {
         let dir = tempfile::tempdir().unwrap();
         let files = kept(dir.path());
-        let asked = |lists: &[&[PathBuf]], rules: &RecordRules| KnownSources::load(dir.path()).has_answers(lists, rules);
+        let requested = |lists: &[&[PathBuf]], rules: &RecordRules| KnownSources::load(dir.path()).has_answers(lists, rules);
         let rules = RecordRules::default();
-        assert_eq!(asked(&[&files, &[]], &rules), Some(false));
-        assert_eq!(asked(&[&files[1..], &[]], &rules), None);
-        assert_eq!(asked(&[&files, &files], &rules), None);
-        assert_eq!(asked(&[&files], &RecordRules { format: DataFormat::Text, ..RecordRules::default() }), None);
+        assert_eq!(requested(&[&files, &[]], &rules), Some(false));
+        assert_eq!(requested(&[&files[1..], &[]], &rules), None);
+        assert_eq!(requested(&[&files, &files], &rules), None);
+        assert_eq!(requested(&[&files], &RecordRules { format: DataFormat::Text, ..RecordRules::default() }), None);
         fs::write(dir.path().join(".superoffload/data-sources.json"), "{").unwrap();
-        assert_eq!(asked(&[&files], &rules), None);
+        assert_eq!(requested(&[&files], &rules), None);
     }
 }

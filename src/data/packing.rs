@@ -487,7 +487,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_not_trained_has_no_target_and_sequences_of_it_are_left_out() {
+    fn untrained_tokens_have_no_target_and_sequences_of_them_are_left_out() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.jsonl");
         let line = "{\"input_ids\": [1, 2, 3, 4, 5, 6, 7], \"labels\": [1, 2, -100, -100, -100, -100, 7]}";

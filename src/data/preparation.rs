@@ -4,7 +4,7 @@ use super::known_sources::KnownSources;
 use super::stopped::interrupted;
 use crate::disk;
 use crate::error::Result;
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ pub(crate) const IN_MEMORY_BYTES_MAX: u64 = 4 << 20;
 /// The circumstances in which data is opened.
 pub struct Preparation<'a> {
     stop: StopFlag,
-    emit: Box<dyn FnMut(News<'_>) + 'a>,
+    emit: Box<dyn FnMut(ProgressEvent<'_>) + 'a>,
     pub(super) cache: Option<PathBuf>,
     pub(super) output_dir: Option<PathBuf>,
     pub(super) in_memory_bytes_max: u64,
@@ -39,7 +39,7 @@ impl Default for Preparation<'_> {
 impl<'a> Preparation<'a> {
     /// `emit` receives messages until `stop` is set. Prepared text is kept in `cache`, or below `output_dir` where `cache` cannot be
     /// written, or the text is small; `output_dir`, if there is one, exists and keeps which files were checked.
-    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: Option<PathBuf>, emit: impl FnMut(News<'_>) + 'a) -> Self {
+    pub fn new(stop: &StopFlag, cache: Option<PathBuf>, output_dir: Option<PathBuf>, emit: impl FnMut(ProgressEvent<'_>) + 'a) -> Self {
         Self { stop: stop.clone(), emit: Box::new(emit), cache, output_dir, ..Self::default() }
     }
 
@@ -54,15 +54,15 @@ impl<'a> Preparation<'a> {
     }
 
     pub(super) fn note(&mut self, line: impl AsRef<str>) {
-        (self.emit)(News::Note(line.as_ref()));
+        (self.emit)(ProgressEvent::Note(line.as_ref()));
     }
 
     pub(super) fn warn(&mut self, line: impl AsRef<str>) {
-        (self.emit)(News::Warn(line.as_ref()));
+        (self.emit)(ProgressEvent::Warn(line.as_ref()));
     }
 
     pub(super) fn progress(&mut self, what: &str, done: u64, all: u64) {
-        (self.emit)(News::Progress { what, done, all });
+        (self.emit)(ProgressEvent::Progress { what, done, all });
     }
 
     pub(super) fn stop(&self) -> &StopFlag {

@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_published_reads_back_and_any_damage_is_found() {
+    fn published_data_reads_back_and_any_damage_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let sources = [Path::new("a.txt"), Path::new("b.txt")];
         let origin = PreparedFrom { sources: &sources, ..ORIGIN("key") };

@@ -75,7 +75,7 @@ impl Counted {
     }
 
     /// The remark on the first record, where there is one: that it does something, `as` so many of `all` records do.
-    fn said(&self, all: u64, does: &str) -> Option<String> {
+    fn sentence(&self, all: u64, does: &str) -> Option<String> {
         let place = self.first.as_ref()?;
         Some(place.error(format_args!("{does}, as {} of {all} records do", self.records)).to_string())
     }
@@ -94,21 +94,21 @@ impl Remarks {
 
     /// The warnings, of `all` records; `end` is the name of the token that ends a text.
     pub(super) fn warnings(&self, all: u64, end: Option<&str>) -> Vec<String> {
-        let unasked = self.unasked.said(all, "begins with an answer that nothing asks for");
-        let unasked = unasked.map(|said| format!("{said}; such answers are not trained"));
-        let endless = self.endless.said(all, "has an answer after which no end token is trained").map(|said| {
+        let unasked = self.unasked.sentence(all, "begins with an answer that nothing asks for");
+        let unasked = unasked.map(|message| format!("{message}; such answers are not trained"));
+        let endless = self.endless.sentence(all, "has an answer after which no end token is trained").map(|message| {
             let end = end.map_or("its end token".into(), |end| format!("{end:?}"));
             let remedy = format!("--chat-template FILE names a template that writes {end} after each answer");
-            format!("{said}: the model does not learn to stop; {remedy}")
+            format!("{message}: the model does not learn to stop; {remedy}")
         });
         self.sentences.warnings(all).into_iter().chain(unasked).chain(endless).collect()
     }
 
     /// The notes, of `all` records.
     pub(super) fn notes(&self, all: u64) -> Vec<String> {
-        let crossed = self.crossed.said(all, "has a token that begins in the prompt and ends in the answer");
-        let crossed = crossed.map(|said| format!("{said}; such tokens are trained: {}", self.crossing));
-        let lost = self.loses_reasoning.said(all, "has reasoning that the chat template leaves out");
-        crossed.into_iter().chain(lost.map(|said| format!("{said}; it is not trained"))).collect()
+        let crossed = self.crossed.sentence(all, "has a token that begins in the prompt and ends in the answer");
+        let crossed = crossed.map(|message| format!("{message}; such tokens are trained: {}", self.crossing));
+        let lost = self.loses_reasoning.sentence(all, "has reasoning that the chat template leaves out");
+        crossed.into_iter().chain(lost.map(|message| format!("{message}; it is not trained"))).collect()
     }
 }

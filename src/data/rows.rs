@@ -343,7 +343,7 @@ mod tests {
     use crate::data::loader::{DataPosition, Loader};
     use crate::data::packing::Dataset;
     use crate::data::tokenizer::{AddBos, Tokenizer};
-    use crate::news::News;
+    use crate::progress_event::ProgressEvent;
     use crate::signals::StopFlag;
     use proptest::prelude::*;
     use serde_json::json;
@@ -375,17 +375,17 @@ mod tests {
 
     /// The data, and the messages to the user.
     fn open(paths: &[PathBuf], rules: RowRules) -> (Result<Dataset>, Vec<String>) {
-        let (tokenizer, mut heard) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
+        let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
         let dir = tempfile::tempdir().unwrap();
-        let hear = |news: News<'_>| {
-            if let News::Note(line) | News::Warn(line) = news {
-                heard.push(line.to_string());
+        let log = |event: ProgressEvent<'_>| {
+            if let ProgressEvent::Note(line) | ProgressEvent::Warn(line) = event {
+                messages.push(line.to_string());
             }
         };
-        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), hear);
+        let mut preparation = Preparation::new(&StopFlag::default(), None, Some(dir.path().into()), log);
         let dataset = Dataset::open(paths, &tokenizer, VOCAB, rules, &mut preparation);
         drop(preparation);
-        (dataset, heard)
+        (dataset, messages)
     }
 
     /// A token of a row: id, target, position, where its document begins.
@@ -408,7 +408,7 @@ mod tests {
     fn documents_keep_to_themselves_and_the_end_of_text_is_their_last_target() {
         let dir = tempfile::tempdir().unwrap();
         let path = texts(&dir, &["abc", "", "d", "efgh"]);
-        let (dataset, heard) = open(std::slice::from_ref(&path), rules(6, Packing::Bfd));
+        let (dataset, messages) = open(std::slice::from_ref(&path), rules(6, Packing::Bfd));
         let pad = |place, begin| [END, -1, place, begin];
         let [a, b, c, d] = [97, 98, 99, 100];
         let want = [
@@ -416,10 +416,10 @@ mod tests {
             vec![[d, END, 0, 0], [101, 102, 0, 1], [102, 103, 1, 1], [103, 104, 2, 1], [104, END, 3, 1], pad(0, 5)],
         ];
         assert_eq!(rows(dataset.unwrap()), want);
-        assert_eq!(heard, ["packing bfd: 3 documents in 2 rows, 33.3 % padding"]);
-        let (dataset, heard) = open(&[path], rules(6, Packing::Off));
+        assert_eq!(messages, ["packing bfd: 3 documents in 2 rows, 33.3 % padding"]);
+        let (dataset, messages) = open(&[path], rules(6, Packing::Off));
         assert_eq!(rows(dataset.unwrap()).iter().map(|row| row[0][0]).collect::<Vec<_>>(), [a, d, 101]);
-        assert_eq!(heard, ["packing off: 3 documents in 3 rows, 55.6 % padding"]);
+        assert_eq!(messages, ["packing off: 3 documents in 3 rows, 55.6 % padding"]);
     }
 
     #[test]
@@ -435,24 +435,24 @@ mod tests {
                 labelled(&[6, 7, 8, 9], &[-100, 7, -100, -100]),
             ],
         );
-        let (dataset, heard) = open(&[path], rules(4, Packing::Off));
+        let (dataset, messages) = open(&[path], rules(4, Packing::Off));
         let rows = rows(dataset.unwrap());
         let pairs: Vec<Vec<[i32; 2]>> = rows.iter().map(|row| row.iter().map(|cell| [cell[0], cell[1]]).collect()).collect();
         assert_eq!(pairs, [[[1, -1], [2, 3], [3, -1], [END, -1]], [[6, 7], [7, -1], [8, -1], [9, -1]]]);
         let odd = "; 1 longer than a row and truncated; 1 without a trained token in it and left out";
         let remedy = "; a larger --seq-length keeps more of them";
-        assert_eq!(heard, [format!("packing off: 2 documents in 2 rows, 12.5 % padding{odd}{remedy}")]);
+        assert_eq!(messages, [format!("packing off: 2 documents in 2 rows, 12.5 % padding{odd}{remedy}")]);
     }
 
     /// Ids and targets of the documents in one row each.
     fn cut(paths: &[PathBuf], overlong: Overlong) -> (Vec<Vec<[i32; 2]>>, String) {
-        let (dataset, heard) = open(paths, RowRules { overlong, ..rules(4, Packing::Off) });
+        let (dataset, messages) = open(paths, RowRules { overlong, ..rules(4, Packing::Off) });
         let filled = |row: Vec<Cell>| row.iter().map(|cell| [cell[0], cell[1]]).filter(|pair| *pair != [END, -1]).collect();
-        (rows(dataset.unwrap()).into_iter().map(filled).collect(), heard.concat())
+        (rows(dataset.unwrap()).into_iter().map(filled).collect(), messages.concat())
     }
 
     #[test]
-    fn what_is_longer_than_a_row_is_split_truncated_or_dropped() {
+    fn overlong_documents_are_split_truncated_or_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let text = texts(&dir, &["abcd", "efghijklm"]);
         let record = records(&dir, &[json!({"input_ids": [1, 2, 3, 4, 5, 6]}), json!({"input_ids": [7, 8, 9, 10]})]);
@@ -465,20 +465,23 @@ mod tests {
         ];
         let truncated = vec![[1, 2], [2, 3], [3, 4], [4, -1]];
         let last = vec![[7, 8], [8, 9], [9, 10], [10, -1]];
-        let (rows, heard) = cut(std::slice::from_ref(&text), Overlong::Auto);
-        assert!(rows == split && heard.contains("2 documents in 4 rows") && heard.ends_with("; 1 longer than a row and split"), "{heard}");
+        let (rows, messages) = cut(std::slice::from_ref(&text), Overlong::Auto);
+        assert!(
+            rows == split && messages.contains("2 documents in 4 rows") && messages.ends_with("; 1 longer than a row and split"),
+            "{messages}"
+        );
         assert_eq!(cut(std::slice::from_ref(&text), Overlong::Split).0, split);
         assert_eq!(cut(std::slice::from_ref(&text), Overlong::Truncate).0[1], [[101, 102], [102, 103], [103, 104], [104, -1]]);
-        let (rows, heard) = cut(std::slice::from_ref(&text), Overlong::Drop);
-        assert!(rows == [first] && heard.ends_with("; 1 longer than a row and left out"), "{heard}");
+        let (rows, messages) = cut(std::slice::from_ref(&text), Overlong::Drop);
+        assert!(rows == [first] && messages.ends_with("; 1 longer than a row and left out"), "{messages}");
         assert_eq!(cut(std::slice::from_ref(&record), Overlong::Auto).0, [truncated, last.clone()]);
         assert_eq!(cut(std::slice::from_ref(&record), Overlong::Split).0[1], [[5, 6], [6, -1]]);
         // Each file by its content.
-        let (rows, heard) = cut(&[text, record], Overlong::Auto);
+        let (rows, messages) = cut(&[text, record], Overlong::Auto);
         assert!(
             rows[..4] == split
                 && rows[5] == last
-                && heard.contains("row and split; 1 longer than a row and truncated; a larger --seq-length")
+                && messages.contains("row and split; 1 longer than a row and truncated; a larger --seq-length")
         );
     }
 
@@ -497,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_no_larger_than_the_plan_was_told() {
+    fn the_table_is_no_larger_than_planned() {
         let wrapped = RowRules::wrapped(8);
         assert_eq!((wrapped.table_bytes(1 << 40), wrapped.rows_max(80, 8)), (0, 11));
         let packed = rules(8, Packing::Bfd);

@@ -217,7 +217,7 @@ pub(super) fn tokenize<S: Sink + Send>(
             };
             let (file, holds) = read_file(encoder, place, &mut progress)?;
             done += file.bytes;
-            empty.extend((holds == Holds::Nothing).then_some((*path, file.bytes)));
+            empty.extend((holds == FolderContent::Nothing).then_some((*path, file.bytes)));
             read.push(file);
         }
         Ok(())
@@ -268,19 +268,23 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
 
 /// Whether a file holds documents.
 #[derive(PartialEq)]
-enum Holds {
+enum FolderContent {
     Documents,
     Nothing,
 }
 
-impl Holds {
+impl FolderContent {
     fn if_any(has_documents: bool) -> Self {
         if has_documents { Self::Documents } else { Self::Nothing }
     }
 }
 
 /// Reads the text file at `place`.
-fn read_file(encoder: &mut Encoder<'_>, place: DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
+fn read_file(
+    encoder: &mut Encoder<'_>,
+    place: DocumentPosition,
+    progress: &mut impl FnMut(u64) -> Result<()>,
+) -> Result<(Read, FolderContent)> {
     if kind(&place.path) == Some(SourceKind::Parquet) {
         return read_rows(encoder, &place, progress);
     }
@@ -298,12 +302,12 @@ fn read_document(
     reader: &mut TextReader,
     place: DocumentPosition,
     progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<Holds> {
-    let mut holds = Holds::Nothing;
+) -> Result<FolderContent> {
+    let mut holds = FolderContent::Nothing;
     while let Some(text) = reader.next()? {
-        if holds == Holds::Nothing {
+        if holds == FolderContent::Nothing {
             encoder.begin(place.clone());
-            holds = Holds::Documents;
+            holds = FolderContent::Documents;
         }
         encoder.push(text)?;
         progress(reader.offset())?;
@@ -317,7 +321,7 @@ fn read_records(
     place: &DocumentPosition,
     mut parts: impl RecordParts,
     progress: &mut impl FnMut(u64) -> Result<()>,
-) -> Result<Holds> {
+) -> Result<FolderContent> {
     let (mut format, mut is_empty) = (None, true);
     while let Some(block) = reader.next()? {
         is_empty = false;
@@ -327,18 +331,22 @@ fn read_records(
     if !is_empty {
         parts.finish(&place.path, |number, record| read_record(encoder, place, &mut format, number, record))?;
     }
-    Ok(Holds::if_any(format.is_some()))
+    Ok(FolderContent::if_any(format.is_some()))
 }
 
 /// Reads a parquet file.
-fn read_rows(encoder: &mut Encoder<'_>, place: &DocumentPosition, progress: &mut impl FnMut(u64) -> Result<()>) -> Result<(Read, Holds)> {
+fn read_rows(
+    encoder: &mut Encoder<'_>,
+    place: &DocumentPosition,
+    progress: &mut impl FnMut(u64) -> Result<()>,
+) -> Result<(Read, FolderContent)> {
     let (mut format, rules, stop) = (None, encoder.rules(), encoder.stop());
     for_each_row(&place.path, rules, stop, &mut |row, record, offset| {
         read_record(encoder, place, &mut format, row, record)?;
         progress(offset).map(|()| true)
     })?;
     let Fingerprint { bytes, sha256, .. } = Fingerprint::read(&place.path, &mut |_| progress(0))?;
-    Ok((Read { bytes, sha256 }, Holds::if_any(format.is_some())))
+    Ok((Read { bytes, sha256 }, FolderContent::if_any(format.is_some())))
 }
 
 /// Reads a record of a file; the first record determines `format`.
@@ -431,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_part_of_many_is_passed_over_and_told() {
+    fn an_empty_part_of_many_is_skipped_and_logged() {
         let dir = model_dir(&[]);
         let golden = |name: &str| std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/parquet").join(name)).unwrap();
         let (text, no_rows) = (golden("binary.parquet"), golden("no_rows.parquet"));
@@ -453,16 +461,16 @@ mod tests {
                 let paths = [dir.path().join(name), dir.path().join(full_name), dir.path().join(name)];
                 let texts: Vec<&Path> = paths.iter().map(|path| path.as_path()).collect();
                 let mut notes = Vec::new();
-                let mut preparation = Preparation::new(&StopFlag::default(), None, None, |news| {
-                    if let crate::news::News::Note(line) = news {
+                let mut preparation = Preparation::new(&StopFlag::default(), None, None, |event| {
+                    if let crate::progress_event::ProgressEvent::Note(line) = event {
                         notes.push(line.to_string());
                     }
                 });
                 let (totals, read) = tokenize(&texts, &Tokenizer::bytes(), 256, Vec::new(), &mut preparation).unwrap();
                 drop(preparation);
                 assert_eq!((read.len(), totals.source_ends), (3, vec![0, totals.tokens, totals.tokens]), "{name}");
-                let told = format!("{name}: holds no document, as 2 of 3 files do; they are passed over");
-                assert!(notes.len() == 1 && notes[0].ends_with(&told), "{notes:?}");
+                let output = format!("{name}: holds no document, as 2 of 3 files do; they are passed over");
+                assert!(notes.len() == 1 && notes[0].ends_with(&output), "{notes:?}");
                 let alone = tokenize(&texts[..1], &Tokenizer::bytes(), 256, Vec::new(), &mut Preparation::default()).err().unwrap();
                 assert!(alone.to_string().contains("the file is empty") || alone.to_string().contains("holds a document"), "{alone}");
                 assert_eq!(hold_records(&texts[..1], &RecordRules::default()).unwrap(), [false], "{name}");
@@ -514,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_regular_file_is_refused_at_once() {
+    fn irregular_files_are_refused_at_once() {
         let dir = model_dir(&[]);
         for name in ["pipe.txt", "pipe.jsonl"] {
             let path = dir.path().join(name);
@@ -525,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_data_takes_is_known_from_its_sizes() {
+    fn disk_use_of_data_follows_from_its_sizes() {
         let dir = model_dir(&[("a.txt", "12345678"), ("b.bin", "12345678")]);
         let of = |name: &str, shuffle| host_bytes(&[dir.path().join(name)], &KnownSources::default(), RowRules::wrapped(2), shuffle, None);
         assert_eq!((of("a.txt", false), of("a.txt", true), of("b.bin", false), of("b.bin", true)), (32, 32 + 16, 0, 8));

@@ -246,7 +246,7 @@ mod tests {
     fn a_set_flag_ends_the_check() {
         let (_dir, path) = written("a.bin", &[1; 4 * BLOCK_BYTES]);
         let stop = StopFlag::default();
-        stop.ask();
+        stop.request();
         let mut preparation = Preparation::new(&stop, None, Some("/".into()), |_| ());
         let stopped = TokenFile::open(&path, 1 << 20, &mut CheckedFiles::default(), &mut preparation);
         assert_eq!(stopped.err().unwrap().exit_code(), 75);

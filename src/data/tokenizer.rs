@@ -225,7 +225,7 @@ impl Tokenizer {
                 return works.iter().enumerate().map(answer).collect();
             }
         };
-        let answer = sandbox.ask(&request(works), stop).map_err(|ended| wrong(&self.kind, ended, &refuse))?;
+        let answer = sandbox.request(&request(works), stop).map_err(|ended| wrong(&self.kind, ended, &refuse))?;
         let done = answered(&answer, works.len()).ok_or_else(unreadable)?;
         done.map_err(|(item, cause)| refuse(item, cause))
     }
@@ -452,7 +452,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_identity_is_what_makes_tokens_and_not_where_it_lies() {
+    fn the_identity_covers_tokenization_and_not_the_location() {
         let identity = |files: &[(&str, &str)]| load(files).unwrap().identity();
         let words = identity(&[("tokenizer.json", WORDS)]);
         assert_eq!(words, identity(&[("tokenizer.json", WORDS)]));
@@ -497,7 +497,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn flags_win_over_files_and_name_what_is_unknown() {
+    fn flags_win_over_files_and_unknown_names_are_errors() {
         let dir = model_dir(&[("tokenizer.json", &with_bos(WORDS)), ("tokenizer_config.json", r#"{"eos_token": "z"}"#)]);
         let dir = ModelDir::open(dir.path()).unwrap();
         let load = |eos, bos| {
@@ -510,7 +510,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_token_before_documents_is_the_post_processors_or_asked_for() {
+    fn a_token_before_documents_comes_from_the_post_processor_or_a_flag() {
         let begin = |files: &[(&str, &str)], add| {
             let dir = model_dir(files);
             Tokenizer::load(&ModelDir::open(dir.path())?, None, add).map(|tokenizer| tokenizer.unwrap().begin_of_text().to_vec())

@@ -215,7 +215,7 @@ mod tests {
     use crate::data::remarks::RecordRemarks;
 
     #[test]
-    fn work_and_what_became_of_it_come_back_as_they_were() {
+    fn work_and_its_results_are_transferred_unchanged() {
         let works = [
             TextWork::Text("é"),
             TextWork::Record(DataFormat::Alpaca, "{}"),

@@ -20,7 +20,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::pinned::PinnedSlice;
 use crate::memory::{MemorySpace, RingShape};
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::trace::{self, Recorder};
 use std::path::PathBuf;
 
@@ -216,10 +216,10 @@ fn no_rail() -> Error {
 /// A device with peers of its kind in the same process: it waits for their events and reads their memory.
 pub(crate) trait Peers: Device {
     /// A handle through which peers access a device.
-    type Card: Clone + Send + Sync + 'static;
+    type PeerHandle: Clone + Send + Sync + 'static;
 
     /// The handle of this device for its peers. Peers cannot access memory that is allocated later.
-    fn card(&mut self) -> Self::Card;
+    fn peer_handle(&mut self) -> Self::PeerHandle;
 
     /// Waits until all enqueued operations have run, and drops the peers' handles.
     ///
@@ -232,14 +232,14 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// `Resource` when a peer still has the handle.
-    fn take_back(&mut self) -> Result<()>;
+    fn reclaim(&mut self) -> Result<()>;
 
-    /// Connects this device to its peers; `cards` are the handles of all ranks, by rank. Starts the streams beyond [`Stream::ALL`] unless
-    /// they already run. From now on waits of this device fail when another rank has failed.
+    /// Connects this device to its peers; `peer_handles` are the handles of all ranks, by rank. Starts the streams beyond [`Stream::ALL`]
+    /// unless they already run. From now on waits of this device fail when another rank has failed.
     ///
     /// # Errors
     /// `Resource` when a stream cannot start.
-    fn admit(&mut self, seat: Seat, cards: Vec<Self::Card>) -> Result<()>;
+    fn admit(&mut self, context: RankContext, peer_handles: Vec<Self::PeerHandle>) -> Result<()>;
 
     /// The part of [`Device::waited_ns`] that was spent on peers, or on this device's streams that pull from peers.
     fn waited_for_peers_ns(&self) -> u64;
@@ -266,7 +266,7 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// `Unsupported` if the device has no such connection; errors of the library; the failure of another rank.
-    fn connect(&mut self, key: &RailKey, libraries: &[PathBuf]) -> Result<()>;
+    fn connect(&mut self, key: &NcclUniqueId, libraries: &[PathBuf]) -> Result<()>;
 
     /// Sends slices of this device to devices of other processes and receives theirs, on [`Stream::Compute`]. The operation begins when all
     /// earlier ones have run, and ends when all peers have done their parts. All ranks make the same calls in the same order.

@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_nobody_is_refused() {
+    fn memory_without_an_owner_is_refused() {
         let mut allocated = Allocated::default();
         let at = |addr, elems| DeviceSlice::at(addr, elems, Dtype::Float32);
         for (addr, elems) in [(4096, 16), (256, 4), (1024, 8)] {

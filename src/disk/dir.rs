@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_without_fsync_of_directories_is_told_from_a_disk_that_fails() {
+    fn a_file_system_without_fsync_of_directories_is_distinguished_from_a_failing_disk() {
         let synced = |errno| refusal(Err(io::Error::from_raw_os_error(errno)));
         for errno in [libc::EINVAL, libc::ENOTSUP, libc::EBADF, libc::ENOSYS] {
             assert_eq!(synced(errno).unwrap().unwrap().raw_os_error(), Some(errno));
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_the_place_of_its_path_leads_nowhere() {
+    fn an_entry_that_replaces_the_path_has_no_effect() {
         let (tmp, outer) = dir();
         let mut dir = outer.create_dir("run").unwrap();
         fs::rename(tmp.path().join("run"), tmp.path().join("moved")).unwrap();

@@ -46,11 +46,11 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_without_locks_is_told_from_one_that_fails() {
-        let said = |errno| judge(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
+    fn a_file_system_without_locks_is_distinguished_from_a_failing_one() {
+        let text = |errno| judge(Err(TryLockError::Error(io::Error::from_raw_os_error(errno))));
         for errno in [libc::ENOLCK, libc::EOPNOTSUPP, libc::ENOSYS, libc::EBADF, libc::EINVAL] {
-            assert_eq!(said(errno).unwrap(), Lock::Unsupported);
+            assert_eq!(text(errno).unwrap(), Lock::Unsupported);
         }
-        assert_eq!(said(libc::EIO).unwrap_err().raw_os_error(), Some(libc::EIO));
+        assert_eq!(text(libc::EIO).unwrap_err().raw_os_error(), Some(libc::EIO));
     }
 }

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_listed_stays_and_so_does_what_a_link_leads_to() {
+    fn unlisted_files_and_targets_of_links_stay() {
         let tmp = tempfile::tempdir().unwrap();
         let (dir, path) = (Dir::open(tmp.path()).unwrap(), |name: &str| tmp.path().join(name));
         fs::create_dir_all(path("d/model")).unwrap();

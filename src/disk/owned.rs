@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replaced_file_is_whole_and_what_lies_beside_stays_unless_it_is_own() {
+    fn a_replaced_file_is_whole_and_foreign_files_beside_it_stay() {
         let tmp = tempfile::tempdir().unwrap();
         let (dir, path) = (Dir::open(tmp.path()).unwrap(), |name: String| tmp.path().join(name));
         let pid = std::process::id();

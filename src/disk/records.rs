@@ -30,7 +30,7 @@ pub(crate) struct RunRecord {
 
 /// The content of a record, after its mark.
 #[derive(Deserialize)]
-struct Noted<T> {
+struct ParsedRecord<T> {
     content: T,
 }
 
@@ -92,7 +92,7 @@ impl Records {
     fn read<T: DeserializeOwned>(&self, record: &RunRecord) -> Option<T> {
         let noted = read(&self.0, record.file.pattern, record.bytes_max)?;
         record.file.is_own(&self.0, record.file.pattern).ok().filter(|is_own| *is_own)?;
-        serde_json::from_slice::<Noted<T>>(&noted).ok().map(|noted| noted.content)
+        serde_json::from_slice::<ParsedRecord<T>>(&noted).ok().map(|noted| noted.content)
     }
 }
 

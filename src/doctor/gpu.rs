@@ -42,7 +42,7 @@ impl SeveralGpus {
         let homes = devices::homes(&self.gpus, topology);
         let rank = |(rank, gpu): (usize, &GpuId)| {
             let node = homes[rank].map_or("unknown memory node".into(), |node| format!("memory node {node}"));
-            let share = topology.share(rank, &homes).and_then(|share| share.usable_cpus());
+            let share = topology.cpu_slice(rank, &homes).and_then(|share| share.usable_cpus());
             let cpus = share.map_or("shared with all".into(), |usable| usable.affinity.to_string());
             format!("{gpu}: {}, {node}, CPUs {cpus} of --gpus all", gpu.model)
         };

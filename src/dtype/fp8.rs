@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_the_largest_number() {
+    fn too_large_numbers_saturate() {
         assert_eq!([464.0, f32::INFINITY, -1e30].map(|x| E4m3::from_f32(x).0), [0x7e, 0x7e, 0xfe]);
         assert_eq!([65536.0, f32::INFINITY, -1e30].map(|x| E5m2::from_f32(x).0), [0x7b, 0x7b, 0xfb]);
     }

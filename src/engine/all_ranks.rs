@@ -77,7 +77,7 @@ impl StepReport {
 mod tests {
     use super::*;
     use crate::engine::verdict::Verdict;
-    use crate::ranks::board::AMOUNTS;
+    use crate::ranks::progress::AMOUNTS;
     use crate::units::Norm;
 
     fn report(first: u64) -> StepReport {
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn amounts_are_added_and_of_times_the_longest_is_told_with_its_rank() {
+    fn amounts_are_added_and_the_longest_time_is_reported_with_its_rank() {
         let (mut all, mut theirs) = (report(100), report(1000));
         assert_eq!(theirs.amounts().count() + 1, AMOUNTS, "the board has a place for each, and for what the step came to");
         theirs.exposed.cpu_ns = 7;

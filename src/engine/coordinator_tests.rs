@@ -171,7 +171,7 @@ impl World {
         }
     }
 
-    fn dawdle(&mut self) {
+    fn delay_randomly(&mut self) {
         while !self.rng.next_u32().is_multiple_of(3) && self.advance() {}
     }
 
@@ -192,33 +192,33 @@ impl World {
             if self.streamed_weights && bucket < self.params.len() && !self.coordinator.layout.early().contains(&bucket) {
                 assert_eq!(self.params[bucket], want, "what is streamed of bucket {bucket} before step {}", self.step + 1);
             }
-            self.dawdle();
+            self.delay_randomly();
         }
         self.step = expected.len() as u64 + 1;
         self.coordinator.begin_step(Update { optimizer_step: self.step, learning_rate: 0.1, scale: 1.0 });
         let early = if self.coordinator.is_speculating() { self.coordinator.layout.early() } else { 0..0 };
         for bucket in early.clone().rev() {
             self.computing.push_back((Hop::HeadBackward, bucket));
-            self.tell(Event::HeadGradReady(bucket));
+            self.handle(Event::HeadGradReady(bucket));
         }
         for bucket in 0..buckets {
             if bucket == early.start {
-                early.clone().for_each(|bucket| self.tell(Event::RowsBegin(bucket)));
+                early.clone().for_each(|bucket| self.handle(Event::RowsBegin(bucket)));
             }
             if self.coordinator.is_offloaded(bucket) {
                 self.computing.push_back((Hop::Backward, bucket));
             }
-            self.tell(Event::GradReady(bucket));
+            self.handle(Event::GradReady(bucket));
         }
         self.coordinator.handle(Event::Validated(verdict));
         self.run_commands();
-        self.dawdle();
+        self.delay_randomly();
     }
 
-    fn tell(&mut self, event: Event) {
+    fn handle(&mut self, event: Event) {
         self.coordinator.handle(event);
         self.run_commands();
-        self.dawdle();
+        self.delay_randomly();
     }
 
     fn flush(&mut self) {
@@ -323,7 +323,7 @@ fn the_order_is_the_earliest_deadline_or_the_order_of_arrival() {
 /// A module completes several buckets at once, and the driver is modules ahead of the device.
 #[cfg(feature = "deadline-order")]
 #[test]
-fn slots_are_for_what_is_computed_and_then_for_what_will_be_next() {
+fn slots_go_to_computed_gradients_and_then_to_the_next_ones() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let mut c = Coordinator::new(BucketLayout::new(8 * BLOCK, BLOCK, Tier::Host), rules, staging);
@@ -464,7 +464,7 @@ fn rows_follow_when_they_are_computed_and_after_a_clip_the_whole_gradient_does()
 /// A bucket that has no slot when its late rows begin leaves later as one whole gradient.
 #[cfg(feature = "stv")]
 #[test]
-fn what_no_slot_has_taken_leaves_with_its_rows() {
+fn gradients_without_a_slot_leave_with_their_rows() {
     let rules = Rules { policy: Policy::Deferred, adaptive: false, deadline_order: true, early_commit: true };
     let staging = Staging { ringed_grads: false, grad_slots: 3, param_slots: 1, streamed_weights: false };
     let layout = BucketLayout::new(2 * BLOCK, BLOCK, Tier::Host).with_early(0..2 * BLOCK);
@@ -486,7 +486,7 @@ fn what_no_slot_has_taken_leaves_with_its_rows() {
 }
 
 #[test]
-fn other_places_keep_what_was_decided_and_none_are_taken_in_a_step() {
+fn a_new_placement_keeps_decisions_and_none_is_applied_in_a_step() {
     let (rules, layout) = (
         Rules { policy: Policy::ValidateFirst, adaptive: true, deadline_order: true, early_commit: true },
         BucketLayout::new(4 * BLOCK, BLOCK, Tier::Host),
@@ -561,7 +561,7 @@ fn every_invariant_is_missed_when_it_is_broken() {
 }
 
 #[test]
-fn what_is_broken_is_missed_at_the_next_event_or_with_many_buckets_a_few_later() {
+fn a_broken_invariant_is_detected_at_the_next_event_or_with_many_buckets_a_few_later() {
     let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: false, early_commit: false };
     let staging = Staging { ringed_grads: false, grad_slots: 5, param_slots: 2, streamed_weights: false };
     for (buckets, events) in [(4, 1), (64, 1), (65, 2), (300, 5)] {
@@ -575,7 +575,7 @@ fn what_is_broken_is_missed_at_the_next_event_or_with_many_buckets_a_few_later()
 }
 
 #[test]
-fn what_the_table_does_not_allow_does_not_happen() {
+fn transitions_outside_the_table_do_not_happen() {
     let wrong = [Event::GradReady(0), done(Hop::GradsOut, 0), done(Hop::GradsOut, 3), done(Hop::ParamsIn, 0), done(Hop::PageIn, 0)];
     for event in wrong {
         assert!(panics(|| in_a_step(Policy::Deferred).handle(event)), "{event:?}");
@@ -585,7 +585,7 @@ fn what_the_table_does_not_allow_does_not_happen() {
 }
 
 #[test]
-fn what_the_device_steps_is_begun_at_the_verdict_the_first_layers_first() {
+fn device_steps_begin_at_the_verdict_with_the_first_layers() {
     for (away, hops) in [(Tier::Device, vec![Hop::StepOnDevice]), (Tier::Unified, vec![Hop::PageIn, Hop::StepOnDevice, Hop::PageOut])] {
         let rules = Rules { policy: Policy::ValidateFirst, adaptive: false, deadline_order: true, early_commit: true };
         let staging = Staging { ringed_grads: false, grad_slots: 0, param_slots: 0, streamed_weights: false };

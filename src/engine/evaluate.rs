@@ -1,10 +1,10 @@
 //! Evaluation: forward passes between steps. It writes nothing that training reads.
 
 use super::counters::Exposed;
+use super::driver_state::DriverActivity;
 use super::exchange::Order;
 use super::executor::Engine;
 use super::step::Pass;
-use super::vitals::Doing;
 use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
 use crate::device::{Kernels, Stream};
@@ -52,30 +52,31 @@ impl<D: Kernels> Engine<D> {
     /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at `places` of
     /// its first micro-batch to host memory.
     pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
-        self.vitals.now(Doing::Enqueuing, 0);
-        let per_share = self.plan.micro_batches_of_share();
+        self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
+        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         for micro_step in 0..micro_steps {
             self.upload_batch(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             self.wait_for_params(Module::Head)?;
-            let micro = MicroStep { first: micro_step % per_share == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
+            let micro =
+                MicroStep { first: micro_step % per_partial_sum == 0, inv_targets: 1.0 / targets as f32, loss_scale: 1.0, balance: 0.0 };
             let places = if micro_step == 0 { places } else { &[] };
             self.with_weights(Module::Head, Pass::Forward, |engine| {
                 engine.model.head(&mut engine.dev, micro, false)?;
                 engine.send_logits(places)
             })?;
             self.module_enqueued()?;
-            if (micro_step + 1).is_multiple_of(per_share) {
-                self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_share)?;
+            if (micro_step + 1).is_multiple_of(per_partial_sum) {
+                self.report.add_loss(&mut self.dev, self.model.activations.loss, micro_step / per_partial_sum)?;
             }
         }
         self.dev.record(self.compute_tail, Stream::Compute)?;
-        self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(engine.compute_tail))?;
-        self.exchange.tell_losses(self.report.losses(&self.host));
+        self.block_until(DriverActivity::Device, 0, |engine| engine.dev.is_done(engine.compute_tail))?;
+        self.exchange.publish_losses(self.report.losses(&self.host));
         // Idle time of an evaluation does not belong to a step.
         self.count_waits_of_streams();
         self.exposed = Exposed::default();
-        self.vitals.now(Doing::Else, 0);
-        self.strike(FaultPhase::Evaluate)
+        self.driver_state.set_activity(DriverActivity::Else, 0);
+        self.inject(FaultPhase::Evaluate)
     }
 }

@@ -1,12 +1,12 @@
 //! Exchange between ranks: gradients are summed over the gradient shares of a step (parts of its micro-batches, `--gradient-shares`), and
 //! each rank receives new weights from their owners. The driver calls these methods in its loop and from `pump`. Methods poll, unless their
-//! documentation says that they wait. [`Alone`] is the implementation for one device, `pulls.rs` for several ranks.
+//! documentation says that they wait. [`SingleRank`] is the implementation for one device, `peer_exchange.rs` for several ranks.
 
-use super::bounce::Sides;
-use super::hall::RankMemory;
+use super::bounce_buffer::Sides;
+use super::driver_state::DriverState;
 pub(crate) use super::order::Order;
-use super::sums::ShareSums;
-use super::vitals::Vitals;
+use super::rendezvous::RankMemory;
+use super::sums::PartialSums;
 use super::watchdog::Watched;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
@@ -16,14 +16,14 @@ use crate::model::Model;
 use crate::model::sequence::Handover;
 use crate::optim::norm;
 use crate::planner::plan::Plan;
-use crate::ranks::board::{ORDER_WORDS, StepOutcome};
+use crate::ranks::progress::{ORDER_WORDS, StepOutcome};
 use crate::trace::Recorder;
 use crate::units::NormSq;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Arguments of an order.
-pub(crate) type Words = [u64; ORDER_WORDS];
+pub(crate) type OrderWords = [u64; ORDER_WORDS];
 
 /// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one share.
 pub(crate) trait Exchange<D: Kernels> {
@@ -67,13 +67,13 @@ pub(crate) trait Exchange<D: Kernels> {
 
     /// Publishes this rank's memory addresses and events to its peers. By bucket, `stepped` is the event after which this rank's slice of
     /// the weights is written.
-    fn introduce(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) {}
+    fn introduce(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<DriverState>) {}
 
     /// Reads the memory addresses and events that all peers have published.
     ///
     /// # Errors
     /// `Unsupported` when this rank would compute other bits than rank 0; errors of the device.
-    fn greet(&mut self, _dev: &mut D) -> Result<()> {
+    fn exchange_handles(&mut self, _dev: &mut D) -> Result<()> {
         Ok(())
     }
 
@@ -89,7 +89,7 @@ pub(crate) trait Exchange<D: Kernels> {
     ///
     /// # Errors
     /// Errors of the device; the failure that ended another rank.
-    fn meet_again(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<Vitals>) -> Result<()> {
+    fn meet_again(&mut self, _dev: &mut D, _memory: RankMemory, _stepped: Vec<EventId>, _vitals: &Arc<DriverState>) -> Result<()> {
         Ok(())
     }
 
@@ -145,7 +145,7 @@ pub(crate) trait Exchange<D: Kernels> {
     }
 
     /// Adds the next partial sums of the norm, in the local order.
-    fn add_partials(&mut self, partials: &[f32]);
+    fn add_norm_partials(&mut self, norm_partials: &[f32]);
 
     /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its shares.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
@@ -154,7 +154,7 @@ pub(crate) trait Exchange<D: Kernels> {
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
 
     /// Publishes the losses of this rank's shares outside of a step.
-    fn tell_losses(&mut self, losses: &[f32]);
+    fn publish_losses(&mut self, losses: &[f32]);
 
     /// Sum of the losses that were published last, in the order of shares. With several ranks, it is valid after all have completed their
     /// orders.
@@ -264,13 +264,13 @@ pub(crate) trait Exchange<D: Kernels> {
 
     /// Records `error` as the failure that ends all ranks, unless another rank failed before. Returns the first failure, with the name of
     /// its rank.
-    fn blame(&self, error: Error) -> Error {
+    fn attribute(&self, error: Error) -> Error {
         error
     }
 
-    /// The driver states of the local ranks, including this rank's `vitals`, and the progress counters, for the watchdog.
-    fn watched(&self, vitals: Arc<Vitals>) -> Watched {
-        Watched::alone(vitals)
+    /// The driver states of the local ranks, including this rank's `driver_state`, and the progress counters, for the watchdog.
+    fn watched(&self, driver_state: Arc<DriverState>) -> Watched {
+        Watched::alone(driver_state)
     }
 
     /// Nanoseconds so far in which the compute stream waited for peers.
@@ -317,7 +317,7 @@ pub(crate) trait Exchange<D: Kernels> {
     }
 
     /// On rank 0, issues an order to all other ranks, once they have completed the order before it.
-    fn lead(&mut self, _dev: &mut D, _order: Order, _words: Words) -> Result<()> {
+    fn give_order(&mut self, _dev: &mut D, _order: Order, _words: OrderWords) -> Result<()> {
         Ok(())
     }
 
@@ -330,12 +330,12 @@ pub(crate) trait Exchange<D: Kernels> {
     ///
     /// # Errors
     /// `Resource` on a single rank; the failure that ended another rank.
-    fn next_order(&mut self, _dev: &mut D, _seen: u64) -> Result<(Order, Words)> {
+    fn next_order(&mut self, _dev: &mut D, _seen: u64) -> Result<(Order, OrderWords)> {
         Err(Error::resource("wait for an order", "this rank is the only one"))
     }
 
     /// Publishes that this rank has completed its order.
-    fn obeyed(&self) {}
+    fn publish_done(&self) {}
 
     /// The plan that all ranks change to.
     fn announced(&self) -> Option<Plan> {
@@ -376,29 +376,29 @@ pub(crate) trait Exchange<D: Kernels> {
 
 /// Exchange of one device: its slices are the whole buckets, and it has no peers.
 #[derive(Debug)]
-pub(crate) struct Alone {
+pub(crate) struct SingleRank {
     slices: Slices,
     /// Sums of the shares' gradients so far, if a step has several shares.
-    sums: Option<ShareSums>,
-    shares: usize,
+    sums: Option<PartialSums>,
+    partial_sums: usize,
     /// Index of the current share.
-    share: usize,
+    partial_sum: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
     /// Sum of the shares' losses that were published last.
     losses: f64,
 }
 
-impl Alone {
+impl SingleRank {
     /// # Errors
     /// `Resource` when memory for sums is needed and not available.
     pub(super) fn new<D: Kernels>(sides: Sides<'_, D>, plan: &Plan) -> Result<Self> {
-        let sums = (plan.shares > 1).then(|| ShareSums::new(plan, sides));
+        let sums = (plan.partial_sums > 1).then(|| PartialSums::new(plan, sides));
         Ok(Self {
             slices: Slices::new(plan.layout.clone(), 0, 1),
             sums: sums.transpose()?,
-            shares: plan.shares,
-            share: 0,
+            partial_sums: plan.partial_sums,
+            partial_sum: 0,
             norm_sq: NormSq(0.0),
             reported: None,
             losses: 0.0,
@@ -406,7 +406,7 @@ impl Alone {
     }
 }
 
-impl<D: Kernels> Exchange<D> for Alone {
+impl<D: Kernels> Exchange<D> for SingleRank {
     fn sums_on(&self) -> Stream {
         Stream::Compute
     }
@@ -425,13 +425,13 @@ impl<D: Kernels> Exchange<D> for Alone {
     }
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
-        let (range, share) = (self.slices.global(bucket), self.share);
-        let last = share + 1 == self.shares;
+        let (range, partial_sum) = (self.slices.global(bucket), self.partial_sum);
+        let last = partial_sum + 1 == self.partial_sums;
         if let Some(sums) = &mut self.sums {
-            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, share)?;
+            sums.add(dev, grads.slice(range.start, range.len()), bucket, &range, partial_sum)?;
         }
         if range.end == self.slices.elems() {
-            self.share = (share + 1) % self.shares;
+            self.partial_sum = (partial_sum + 1) % self.partial_sums;
         }
         Ok(last)
     }
@@ -441,19 +441,19 @@ impl<D: Kernels> Exchange<D> for Alone {
     }
 
     fn crossed(&mut self) -> [u64; 2] {
-        self.sums.as_mut().map_or([0; 2], ShareSums::crossed)
+        self.sums.as_mut().map_or([0; 2], PartialSums::crossed)
     }
 
-    fn add_partials(&mut self, partials: &[f32]) {
-        self.norm_sq = norm::fold(self.norm_sq, partials);
+    fn add_norm_partials(&mut self, norm_partials: &[f32]) {
+        self.norm_sq = norm::fold(self.norm_sq, norm_partials);
     }
 
     fn report(&mut self, _step: u64, nonfinite: bool, losses: &[f32]) {
-        <Self as Exchange<D>>::tell_losses(self, losses);
+        <Self as Exchange<D>>::publish_losses(self, losses);
         self.reported = Some((nonfinite, self.losses as f32));
     }
 
-    fn tell_losses(&mut self, losses: &[f32]) {
+    fn publish_losses(&mut self, losses: &[f32]) {
         self.losses = losses.iter().map(|&loss| f64::from(loss)).sum();
     }
 

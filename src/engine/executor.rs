@@ -1,21 +1,21 @@
 //! The engine: the fields that it owns, its start and its end. One thread, the driver, runs it. Its work is in `step.rs`, `hops.rs`,
 //! `exposed.rs` and `state_io.rs`.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use super::coordinator::{Coordinator, Counts, Staging};
 use super::counters::{Counters, Exposed};
-use super::exchange::{Alone, Exchange, Order, Words};
+use super::driver_state::DriverState;
+use super::exchange::{Exchange, Order, OrderWords, SingleRank};
 use super::expert_rows::{ExpertLoad, ExpertRows};
 use super::fault_injector::FaultInjector;
 use super::loss_scale::LossScale;
 use super::memory::Memory;
 use super::pool::Pool;
-use super::report::Report;
 use super::scratch::StepScratch;
 use super::step_job::StepJob;
+use super::step_results::StepResults;
 use super::transfers::Transfers;
 use super::verdict::{SpeculationHistory, Verdict};
-use super::vitals::Vitals;
 use super::watchdog::Watched;
 use super::weight_flow::WeightFlow;
 use crate::device::{EventId, Kernels, ProductAlgorithm};
@@ -73,7 +73,7 @@ pub struct Engine<D: Kernels> {
     pub(super) host: HostMemory,
     pub(super) memory: Memory,
     pub(super) scratch: StepScratch,
-    pub(super) report: Report,
+    pub(super) report: StepResults,
     /// Host memory that logits are copied to, once somebody asks for them.
     pub(super) logits: Option<PinnedSlice>,
     pub(super) expert_rows: ExpertRows,
@@ -83,7 +83,7 @@ pub struct Engine<D: Kernels> {
     pub(super) transfers: Transfers,
     pub(super) exchange: Box<dyn Exchange<D>>,
     /// [`Coordinator::settlings`] when this rank last published final weights; `None` after a new version of them began.
-    pub(super) settlings_told: Option<u64>,
+    pub(super) settlings_reported: Option<u64>,
     /// The bucket of the pool's job.
     pub(super) in_pool: Option<usize>,
     pub(super) compute_tail: EventId,
@@ -91,7 +91,7 @@ pub struct Engine<D: Kernels> {
     pub(super) modules: [EventId; MODULES_AHEAD + 1],
     pub(super) modules_enqueued: usize,
     pub(super) bell: Arc<Doorbell>,
-    pub(super) vitals: Arc<Vitals>,
+    pub(super) driver_state: Arc<DriverState>,
     pub(super) fault_injector: Option<FaultInjector>,
     pub(super) recorder: Recorder,
     pub(super) optimizer_step: u64,
@@ -121,7 +121,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// `Resource` when memory or threads are not available.
     pub fn new(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>, bell: Arc<Doorbell>) -> Result<Self> {
-        Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(Alone::new(sides, plan)?)))
+        Self::assemble(plan, shape, dev, pool, bell, |sides, plan| Ok(Box::new(SingleRank::new(sides, plan)?)))
     }
 }
 
@@ -141,14 +141,14 @@ impl<D: Kernels> Engine<D> {
         let exchange = exchange((&mut dev, &mut host), &plan)?;
         let slices = exchange.slices();
         let memory = Memory::new(&plan, slices, (&mut dev, &mut host))?;
-        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce)?;
-        let report = Report::new(slices.elems(), plan.shares / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
+        let (scratch, model, flow) = StepScratch::take(&plan, &shape, slices, (&mut dev, &mut host), &memory.bounce_buffer)?;
+        let report = StepResults::new(slices.elems(), plan.partial_sums / slices.ranks(), exchange.sums_on(), &mut dev, &mut host)?;
         let expert_rows = ExpertRows::new(&shape, plan.micro_batches_of_rank(), (&mut dev, &mut host))?;
         model.prepare(&mut dev)?;
         Ok(Self {
             coordinator: Coordinator::new(plan.layout.clone(), plan.rules, staging(&plan)),
             transfers: Transfers::new(&mut dev, &plan.layout, plan.param_slots)?,
-            settlings_told: None,
+            settlings_reported: None,
             in_pool: None,
             compute_tail: dev.event()?,
             modules: [dev.event()?, dev.event()?, dev.event()?],
@@ -165,7 +165,7 @@ impl<D: Kernels> Engine<D> {
             exposed: Exposed::default(),
             counters: Counters::default(),
             counters_reported: Counters::default(),
-            vitals: Arc::new(Vitals::new(plan.layout.count(), bell.clone(), pool.pulse())),
+            driver_state: Arc::new(DriverState::new(plan.layout.count(), bell.clone(), pool.heartbeats())),
             plan,
             dev,
             pool,
@@ -202,7 +202,7 @@ impl<D: Kernels> Engine<D> {
 
     /// The driver states of the local ranks, and the progress counters, for a watchdog.
     pub fn watched(&self) -> Watched {
-        self.exchange.watched(self.vitals.clone())
+        self.exchange.watched(self.driver_state.clone())
     }
 
     pub fn now_ns(&self) -> u64 {
@@ -284,7 +284,7 @@ impl<D: Kernels> Engine<D> {
     /// # Errors
     /// An optimizer worker panicked; the failure that ended another rank.
     pub fn finish(mut self) -> Result<Vec<Recorder>> {
-        self.lead(Order::Finish, Words::default())?;
+        self.lead(Order::Finish, OrderWords::default())?;
         let tracks = self.end_threads()?;
         self.await_done()?;
         Ok(self.exchange.all_tracks(tracks))

@@ -1,7 +1,7 @@
 //! Counts the rows of each expert in a step. The routers' choices are copied from the device after each forward pass, in one small copy,
 //! and are read when the step's loss has arrived. No thread waits for them.
 
-use super::bounce::Sides;
+use super::bounce_buffer::Sides;
 use crate::device::{Device, DeviceSlice, Stream};
 use crate::error::Result;
 use crate::host::pinned::{HostMemory, PinnedSlice};
@@ -17,7 +17,7 @@ pub struct ExpertLoad {
     pub largest_over_mean: f64,
     /// Fraction of all layers' experts that had no row.
     #[serde(rename = "expert_unused_share")]
-    pub unused_share: f64,
+    pub unused_fraction: f64,
 }
 
 /// Rows of the experts of all layers; empty for a model without experts.
@@ -67,7 +67,7 @@ impl ExpertRows {
             rest = others;
         }
         let unused = self.rows.iter().filter(|&&rows| rows == 0).count();
-        let load = ExpertLoad { largest_over_mean, unused_share: unused as f64 / self.rows.len() as f64 };
+        let load = ExpertLoad { largest_over_mean, unused_fraction: unused as f64 / self.rows.len() as f64 };
         (unused < self.rows.len()).then_some(load)
     }
 }
@@ -92,9 +92,9 @@ mod tests {
         // Two layers, of two and of three experts; the element between their bounds is never written.
         let (rows, load) = counted(&[0..3, 4..8], &[&[0, 2, 8, -9, 0, 0, 1, 8], &[0, 0, 8, -9, 0, 0, 8, 8]]);
         assert_eq!(rows, [2, 14, 0, 9, 7]);
-        assert_eq!(load, Some(ExpertLoad { largest_over_mean: 14.0 / 8.0, unused_share: 0.2 }));
+        assert_eq!(load, Some(ExpertLoad { largest_over_mean: 14.0 / 8.0, unused_fraction: 0.2 }));
         let (_, even) = counted(&[0..3, 3..5], &[&[0, 4, 8, 0, 8]]);
-        assert_eq!(even, Some(ExpertLoad { largest_over_mean: 1.0, unused_share: 0.0 }));
+        assert_eq!(even, Some(ExpertLoad { largest_over_mean: 1.0, unused_fraction: 0.0 }));
     }
 
     #[test]

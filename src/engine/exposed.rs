@@ -1,7 +1,7 @@
 //! Waits for the inputs of the next computation, and measures the idle time of the device meanwhile.
 
+use super::driver_state::DriverActivity;
 use super::executor::Engine;
-use super::vitals::Doing;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 
@@ -10,7 +10,7 @@ impl<D: Kernels> Engine<D> {
         if self.coordinator.is_settled(bucket) {
             return Ok(());
         }
-        self.wait_exposed(Doing::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
+        self.wait_exposed(DriverActivity::Params, bucket, "await params", |engine| Ok(engine.coordinator.is_settled(bucket)))
     }
 
     /// Waits until the gradient of `bucket` has a slot on the host, so that its copy is enqueued.
@@ -19,30 +19,35 @@ impl<D: Kernels> Engine<D> {
             return Ok(());
         }
         self.coordinator.await_slot(true);
-        let waited = self.wait_exposed(Doing::Gradient, bucket, "await slot", |engine| Ok(engine.coordinator.is_copied(bucket)));
+        let waited = self.wait_exposed(DriverActivity::Gradient, bucket, "await slot", |engine| Ok(engine.coordinator.is_copied(bucket)));
         self.coordinator.await_slot(false);
         waited
     }
 
-    /// Waits for other ranks until `ready`. `doing` describes the wait; `bucket` is its bucket, if it has one.
-    pub(super) fn wait_for_peers(&mut self, doing: Doing, bucket: usize, ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
+    /// Waits for other ranks until `ready`. `activity` describes the wait; `bucket` is its bucket, if it has one.
+    pub(super) fn wait_for_peers(
+        &mut self,
+        activity: DriverActivity,
+        bucket: usize,
+        ready: impl FnMut(&mut Self) -> Result<bool>,
+    ) -> Result<()> {
         if self.exchange.slices().ranks() == 1 {
-            return self.block_until(doing, bucket, ready);
+            return self.block_until(activity, bucket, ready);
         }
-        self.wait_exposed(doing, bucket, "await ranks", ready)
+        self.wait_exposed(activity, bucket, "await ranks", ready)
     }
 
     fn wait_exposed(
         &mut self,
-        doing: Doing,
+        activity: DriverActivity,
         bucket: usize,
         span: &'static str,
         mut ready: impl FnMut(&mut Self) -> Result<bool>,
     ) -> Result<()> {
         let (start, mut idle_since) = (self.dev.now_ns(), None);
         self.dev.record(self.compute_tail, Stream::Compute)?;
-        self.block_until(doing, bucket, |engine| {
-            engine.count_exposed(doing, bucket, &mut idle_since)?;
+        self.block_until(activity, bucket, |engine| {
+            engine.count_exposed(activity, bucket, &mut idle_since)?;
             ready(engine)
         })?;
         self.driver_span(span, bucket as u32, start);
@@ -51,15 +56,17 @@ impl<D: Kernels> Engine<D> {
 
     /// While the compute stream is idle, adds the time to the current cause. For peers the time ends at the peer's publication: the delay
     /// from then until this thread sees it is this rank's own.
-    fn count_exposed(&mut self, doing: Doing, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
+    fn count_exposed(&mut self, activity: DriverActivity, bucket: usize, idle_since: &mut Option<u64>) -> Result<()> {
         if idle_since.is_none() && !self.dev.is_done(self.compute_tail)? {
             return Ok(());
         }
         let now = self.dev.now_ns();
         let since = idle_since.replace(now).unwrap_or(now);
-        let (exposed, until) = match doing {
-            Doing::Params | Doing::Gradient if self.coordinator.waits_for_link(bucket) => (&mut self.exposed.transfer_ns, now),
-            Doing::Params | Doing::Gradient => (&mut self.exposed.cpu_ns, now),
+        let (exposed, until) = match activity {
+            DriverActivity::Params | DriverActivity::Gradient if self.coordinator.waits_for_link(bucket) => {
+                (&mut self.exposed.transfer_ns, now)
+            }
+            DriverActivity::Params | DriverActivity::Gradient => (&mut self.exposed.cpu_ns, now),
             _ => (&mut self.exposed.peer_ns, Some(self.exchange.published_ns()).filter(|at| (since..now).contains(at)).unwrap_or(now)),
         };
         *exposed += until - since;

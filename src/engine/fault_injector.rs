@@ -32,7 +32,7 @@ impl FaultInjector {
     ///
     /// # Errors
     /// `Resource` that names phase and step.
-    pub(super) fn strike(&self, phase: FaultPhase, step: u64) -> Result<()> {
+    pub(super) fn inject(&self, phase: FaultPhase, step: u64) -> Result<()> {
         let Some(fault) = self.rank_faults.iter().find(|fault| (fault.step, fault.phase) == (step, phase)) else { return Ok(()) };
         match fault.kind {
             FaultKind::Error => Err(Error::resource(format!("{phase:?} of step {step}"), "it was to fail (faults)")),

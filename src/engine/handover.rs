@@ -5,22 +5,22 @@
 //! exchange, and exchanged memory is written again only after another exchange. No rank is more than one exchange ahead of a peer, since
 //! none proceeds before all have published. So two alternating events suffice, and a slower rank never waits for the later one.
 
+use super::driver_state::DriverActivity;
 use super::executor::Engine;
-use super::hall::Introduction;
-use super::vitals::Doing;
+use super::rendezvous::RankHandles;
 use crate::config::options::FaultPhase;
 use crate::device::{Device, EventId, Kernels, Peers, Stream};
 use crate::error::Result;
 use crate::model::Model;
 use crate::model::sequence::{Handover, PassRunner, SharedActivations};
-use crate::ranks::Seat;
-use crate::ranks::board::Board;
+use crate::ranks::RankContext;
+use crate::ranks::progress::ProgressCounters;
 use std::ops::Range;
 
 /// State of one rank's activation exchanges.
 pub(super) struct Handovers {
     /// The ranks that share sequences with this one, itself included.
-    group: Range<usize>,
+    sequence_group: Range<usize>,
     /// Alternating events: the activations are written.
     events: [EventId; 2],
     /// Number of published exchanges.
@@ -34,7 +34,7 @@ impl Handovers {
     /// Errors of the device.
     pub(super) fn new<D: Device>(dev: &mut D, rank: usize, sequence_ranks: usize) -> Result<Self> {
         let first = rank / sequence_ranks * sequence_ranks;
-        Ok(Self { group: first..first + sequence_ranks, events: [dev.event()?, dev.event()?], published: 0 })
+        Ok(Self { sequence_group: first..first + sequence_ranks, events: [dev.event()?, dev.event()?], published: 0 })
     }
 
     /// The two events, for the peers.
@@ -43,31 +43,31 @@ impl Handovers {
     }
 
     /// Records the event after this rank's activations and publishes it.
-    pub(super) fn publish<D: Device>(&mut self, dev: &mut D, seat: &Seat) -> Result<()> {
+    pub(super) fn publish<D: Device>(&mut self, dev: &mut D, context: &RankContext) -> Result<()> {
         dev.record(self.events[turn(self.published)], Stream::Compute)?;
         self.published += 1;
-        seat.board.publish_handed(seat.rank);
-        seat.pass()
+        context.progress.publish_handed(context.rank);
+        context.pass()
     }
 
     /// Whether all ranks of the group have published as many exchanges.
-    pub(super) fn is_there(&self, board: &Board) -> bool {
-        self.group.clone().all(|rank| board.handed(rank) >= self.published)
+    pub(super) fn is_there(&self, progress: &ProgressCounters) -> bool {
+        self.sequence_group.clone().all(|rank| progress.handed(rank) >= self.published)
     }
 
     /// Enqueues the pulls of the last published activations from `ranks`, indexed by rank.
     pub(super) fn pull<D: Kernels + Peers>(
         &self,
         dev: &mut D,
-        ranks: &[Introduction<D::Card>],
+        ranks: &[RankHandles<D::PeerHandle>],
         model: &Model,
         (what, layer): (Handover, usize),
     ) -> Result<()> {
-        let first = self.group.start;
+        let first = self.sequence_group.start;
         let own = first + model.activations.sequence.rank;
         if what.is_new() {
             let last = turn(self.published - 1);
-            let mut others = self.group.clone().filter(|rank| *rank != own);
+            let mut others = self.sequence_group.clone().filter(|rank| *rank != own);
             others.try_for_each(|rank| dev.wait_for(Stream::Compute, rank, ranks[rank].handed[last]))?;
         }
         let shared =
@@ -88,10 +88,10 @@ impl<D: Kernels> PassRunner for Engine<D> {
         if !self.model.shares_sequences() {
             return Ok(());
         }
-        self.strike(FaultPhase::HandOver)?;
+        self.inject(FaultPhase::HandOver)?;
         if what.is_new() {
             self.exchange.hand_over(&mut self.dev)?;
-            self.wait_for_peers(Doing::HandOver, self.plan.sequence_ranks, |engine| Ok(engine.exchange.is_handed_over()))?;
+            self.wait_for_peers(DriverActivity::HandOver, self.plan.sequence_ranks, |engine| Ok(engine.exchange.is_handed_over()))?;
         }
         self.exchange.take_over(&mut self.dev, &self.model, (what, layer))
     }

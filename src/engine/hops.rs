@@ -3,11 +3,11 @@
 #![allow(unsafe_code)]
 
 use super::coordinator::{Command, Event, Load, Update, Work};
+use super::driver_state::DriverActivity;
 use super::executor::Engine;
 use super::fault_injector::FaultInjector;
 use super::route::Hop;
 use super::step_job::StepJob;
-use super::vitals::Doing;
 use crate::bucket::slot::Slot;
 use crate::config::options::FaultPhase;
 use crate::device::{Adam, Cast, DeviceSlice, Kernels, Stream};
@@ -19,15 +19,20 @@ use crate::optim::adam::{AdamConsts, AdamHyper};
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
-    /// Runs the event loop until `ready`. `doing` describes the wait; `number` is its bucket, if it has one.
-    pub(super) fn block_until(&mut self, doing: Doing, number: usize, mut ready: impl FnMut(&mut Self) -> Result<bool>) -> Result<()> {
-        let before = self.vitals.doing();
-        self.vitals.now(doing, number as u64);
+    /// Runs the event loop until `ready`. `activity` describes the wait; `number` is its bucket, if it has one.
+    pub(super) fn block_until(
+        &mut self,
+        activity: DriverActivity,
+        number: usize,
+        mut ready: impl FnMut(&mut Self) -> Result<bool>,
+    ) -> Result<()> {
+        let before = self.driver_state.activity();
+        self.driver_state.set_activity(activity, number as u64);
         loop {
             let rung = self.bell.rings();
             let progressed = self.pump()?;
             if ready(self)? {
-                self.vitals.now(before.0, before.1);
+                self.driver_state.set_activity(before.0, before.1);
                 return Ok(());
             }
             if self.go_on()? || progressed {
@@ -41,8 +46,8 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Runs the injected fault of this phase, if a test has one.
-    pub(super) fn strike(&self, phase: FaultPhase) -> Result<()> {
-        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.strike(phase, self.train_step + 1))
+    pub(super) fn inject(&self, phase: FaultPhase) -> Result<()> {
+        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.train_step + 1))
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
@@ -62,13 +67,13 @@ impl<D: Kernels> Engine<D> {
         for stream in Stream::WITH_PEERS {
             while let Some((hop, bucket)) = self.transfers.poll(&mut self.dev, stream)? {
                 progressed = true;
-                self.vitals.front(stream, self.transfers.front(stream));
+                self.driver_state.set_pending(stream, self.transfers.front(stream));
                 self.notify(Event::Done { hop, bucket })?;
             }
         }
         while let Some(bucket) = self.exchange.poll(&mut self.dev, self.model.grads)? {
             progressed = true;
-            self.strike(FaultPhase::Sum)?;
+            self.inject(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
         self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.train_step + 1)?;
@@ -86,8 +91,8 @@ impl<D: Kernels> Engine<D> {
     /// Publishes buckets with newly final weights, if a peer waits for any.
     fn settle_owed(&mut self) {
         let settlings = Some(self.coordinator.settlings());
-        let is_news = self.settlings_told != settlings && self.exchange.is_owing();
-        self.settlings_told = settlings;
+        let is_news = self.settlings_reported != settlings && self.exchange.is_owing();
+        self.settlings_reported = settlings;
         let buckets = if is_news { self.plan.layout.count() } else { 0 };
         for bucket in (0..buckets).rev() {
             if self.exchange.is_owed(bucket) && self.coordinator.is_settled(bucket) {
@@ -97,14 +102,14 @@ impl<D: Kernels> Engine<D> {
     }
 
     pub(super) fn notify(&mut self, event: Event) -> Result<()> {
-        self.vitals.event(event, self.train_step + 1);
+        self.driver_state.event(event, self.train_step + 1);
         self.coordinator.handle(event);
         self.run_commands()
     }
 
     pub(super) fn run_commands(&mut self) -> Result<()> {
         while let Some(command) = self.coordinator.next_command() {
-            self.vitals.command(&command);
+            self.driver_state.command(&command);
             let Command::Start { hop, bucket, load } = command;
             self.start(hop, bucket, load)?;
         }
@@ -114,10 +119,10 @@ impl<D: Kernels> Engine<D> {
     fn start(&mut self, hop: Hop, bucket: usize, load: Load) -> Result<()> {
         let (flat, local) = (self.exchange.slices().global(bucket), self.exchange.slices().local(bucket));
         match hop {
-            Hop::GradsOut | Hop::RowsOut => self.strike(FaultPhase::GradsOut)?,
-            Hop::Optimize => self.strike(FaultPhase::Optimize)?,
-            Hop::ParamsIn | Hop::RowsIn => self.strike(FaultPhase::ParamsIn)?,
-            Hop::StepOnDevice => self.strike(FaultPhase::StepOnDevice)?,
+            Hop::GradsOut | Hop::RowsOut => self.inject(FaultPhase::GradsOut)?,
+            Hop::Optimize => self.inject(FaultPhase::Optimize)?,
+            Hop::ParamsIn | Hop::RowsIn => self.inject(FaultPhase::ParamsIn)?,
+            Hop::StepOnDevice => self.inject(FaultPhase::StepOnDevice)?,
             Hop::Backward | Hop::HeadBackward | Hop::PageIn | Hop::PageOut => {}
         }
         self.transfers.wait(&mut self.dev, hop, bucket)?;
@@ -126,7 +131,7 @@ impl<D: Kernels> Engine<D> {
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, (local, flat.start), work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
-                self.vitals.event(done, self.train_step + 1);
+                self.driver_state.event(done, self.train_step + 1);
                 self.coordinator.handle(done);
                 return Ok(());
             }
@@ -148,7 +153,7 @@ impl<D: Kernels> Engine<D> {
         let stream = if hop == Hop::Backward { Some(self.exchange.sums_on()) } else { hop.leg().stream };
         if let Some(stream) = stream {
             self.transfers.issue(&mut self.dev, stream, hop, bucket, slot)?;
-            self.vitals.front(stream, self.transfers.front(stream));
+            self.driver_state.set_pending(stream, self.transfers.front(stream));
         }
         Ok(())
     }

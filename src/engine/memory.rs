@@ -1,6 +1,6 @@
 //! Memory that lives as long as the engine: the state of all buckets, and buffers of the driver.
 
-use super::bounce::{Bounce, Sides};
+use super::bounce_buffer::{BounceBuffer, Sides};
 use super::states::{DeviceState, StateTiers};
 use crate::bucket::slices::Slices;
 use crate::device::Device;
@@ -15,7 +15,7 @@ pub(super) struct Memory {
     pub(super) states: StateTiers,
     /// All micro-batches of a step.
     batches: PinnedSlice,
-    pub(super) bounce: Bounce,
+    pub(super) bounce_buffer: BounceBuffer,
 }
 
 impl Memory {
@@ -23,7 +23,7 @@ impl Memory {
         let states = StateTiers::new(plan.moments, slices, (dev, host))?;
         let batches = host.alloc("batches", plan.micro_batches_of_rank() * batch_bytes(plan))?;
         dev.pin(batches)?;
-        Ok(Self { states, batches, bounce: Bounce::new((dev, host))? })
+        Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })
     }
 
     /// The memory of one micro-batch: a [`crate::data::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
@@ -52,7 +52,7 @@ impl Memory {
                 for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
                     let part = &mut room[..PIECE_ELEMS.min(flat.len() - piece)];
                     init_flat(table, seed, flat.start + piece, part, threads)?;
-                    self.bounce.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
+                    self.bounce_buffer.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
                 }
             }
         }

@@ -49,7 +49,7 @@ impl Order {
     }
 
     /// Description of a process that is executing this order.
-    pub(super) fn words(self) -> &'static str {
+    pub(super) fn description(self) -> &'static str {
         match self {
             Self::Step => "is in a step",
             Self::Flush => "is writing updates",

@@ -1,16 +1,16 @@
 //! Start of the ranks of one process, and the loop of ranks other than rank 0.
 
-use super::bounce::Sides;
-use super::exchange::{Exchange, Order, Words};
+use super::bounce_buffer::Sides;
+use super::driver_state::DriverActivity;
+use super::exchange::{Exchange, Order, OrderWords};
 use super::executor::{Engine, StepData};
-use super::hall::{Hall, RankMemory};
 use super::loss_scale::LossScale;
+use super::peer_exchange::{PeerExchange, PeerTransport};
 use super::pool::Pool;
-use super::pulls::{Pulls, Reach};
+use super::rendezvous::{RankMemory, Rendezvous};
 use super::route::Hop;
 use super::step_job::StepJob;
 use super::verdict::SpeculationHistory;
-use super::vitals::Doing;
 use crate::bucket::layout::Tier;
 use crate::config::options::FaultPhase;
 use crate::device::{EventId, Kernels, Peers};
@@ -18,8 +18,8 @@ use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
 use crate::optim::StatePart;
 use crate::planner::plan::Plan;
-use crate::ranks::board::Board;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::progress::ProgressCounters;
+use crate::ranks::{NcclUniqueId, RankContext};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,8 +28,8 @@ const THREADS_MAX: u64 = 1 << 13;
 
 impl<D: Kernels> Engine<D> {
     /// On rank 0, issues an order to all other ranks, once they have completed the order before it.
-    pub(super) fn lead(&mut self, order: Order, words: Words) -> Result<()> {
-        self.while_ordering(|exchange, dev| exchange.lead(dev, order, words))
+    pub(super) fn lead(&mut self, order: Order, words: OrderWords) -> Result<()> {
+        self.while_ordering(|exchange, dev| exchange.give_order(dev, order, words))
     }
 
     /// On rank 0, waits until all other ranks have completed their order.
@@ -47,42 +47,42 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn while_ordering(&mut self, wait: impl FnOnce(&mut dyn Exchange<D>, &mut D) -> Result<()>) -> Result<()> {
-        let (before, number) = self.vitals.doing();
-        self.vitals.now(Doing::Orders, 0);
+        let (before, number) = self.driver_state.activity();
+        self.driver_state.set_activity(DriverActivity::Orders, 0);
         let waited = wait(&mut *self.exchange, &mut self.dev);
-        self.vitals.now(before, number);
+        self.driver_state.set_activity(before, number);
         waited
     }
 }
 
 #[expect(private_bounds, reason = "ranks are this crate's own")]
 impl<D: Kernels + Peers> Engine<D> {
-    /// Like [`Engine::new`], for the rank of `seat`, on that rank's own thread, with its doorbell. Returns when all ranks have arrived: the
-    /// local ranks in `hall`, and ranks of other processes over `reach`.
+    /// Like [`Engine::new`], for the rank of `context`, on that rank's own thread, with its doorbell. Returns when all ranks have arrived:
+    /// the local ranks in `rendezvous`, and ranks of other processes over `transport`.
     ///
     /// # Errors
     /// As [`Engine::new`]; the failure that ended another rank.
     pub(crate) fn join(
         (plan, shape): (Plan, ModelShape),
         (dev, pool): (D, Pool<StepJob>),
-        seat: &Seat,
-        hall: &Arc<Hall<D::Card>>,
-        reach: Reach,
+        context: &RankContext,
+        rendezvous: &Arc<Rendezvous<D::PeerHandle>>,
+        transport: PeerTransport,
     ) -> Result<Self> {
-        let bell = seat.board.bell(seat.rank);
+        let bell = context.progress.bell(context.rank);
         let exchange = |(dev, _): Sides<'_, D>, plan: &Plan| -> Result<Box<dyn Exchange<D>>> {
-            Ok(Box::new(Pulls::new(dev, plan, seat.clone(), hall.clone(), reach)?))
+            Ok(Box::new(PeerExchange::new(dev, plan, context.clone(), rendezvous.clone(), transport)?))
         };
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
-        engine.strike(FaultPhase::Start)?;
+        engine.inject(FaultPhase::Start)?;
         engine.introduce();
-        (0..seat.board.ranks()).for_each(|rank| seat.board.bell(rank).ring());
-        bell.wait_until(|| hall.is_full() || seat.board.has_failed());
-        seat.check()?;
-        engine.exchange.greet(&mut engine.dev)?;
+        (0..context.progress.ranks()).for_each(|rank| context.progress.bell(rank).ring());
+        bell.wait_until(|| rendezvous.is_full() || context.progress.has_failed());
+        context.check()?;
+        engine.exchange.exchange_handles(&mut engine.dev)?;
         engine.exchange.connect(&mut engine.dev)?;
-        if let Some(baton) = seat.board.baton() {
-            baton.take(seat.rank);
+        if let Some(turn_token) = context.progress.turn_token() {
+            turn_token.take(context.rank);
         }
         Ok(engine)
     }
@@ -93,18 +93,19 @@ impl<D: Kernels + Peers> Engine<D> {
     /// # Errors
     /// As [`Engine::new`].
     pub(crate) fn mirrored(plan: Plan, shape: ModelShape, dev: D, pool: Pool<StepJob>) -> Result<Self> {
-        let reach = match (plan.processes, plan.by_nccl) {
-            (1, _) => Reach::Memory,
-            (_, true) => Reach::Rail(RailKey([0; 128])),
-            (_, false) => Reach::Images,
+        let transport = match (plan.processes, plan.by_nccl) {
+            (1, _) => PeerTransport::Memory,
+            (_, true) => PeerTransport::Nccl(NcclUniqueId([0; 128])),
+            (_, false) => PeerTransport::Images,
         };
-        let board = Board::mirrored(plan.board_sizes(), plan.ranks / plan.processes);
-        let seat = Seat { board: Arc::new(board), rank: 0 };
-        let (bell, hall) = (seat.board.bell(0), Arc::new(Hall::new(1)));
-        let mut engine =
-            Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| Ok(Box::new(Pulls::new(dev, plan, seat, hall, reach)?)))?;
+        let progress = ProgressCounters::mirrored(plan.board_sizes(), plan.ranks / plan.processes);
+        let context = RankContext { progress: Arc::new(progress), rank: 0 };
+        let (bell, rendezvous) = (context.progress.bell(0), Arc::new(Rendezvous::new(1)));
+        let mut engine = Self::assemble(plan, shape, dev, pool, bell, |(dev, _), plan| {
+            Ok(Box::new(PeerExchange::new(dev, plan, context, rendezvous, transport)?))
+        })?;
         engine.introduce();
-        engine.exchange.greet(&mut engine.dev)?;
+        engine.exchange.exchange_handles(&mut engine.dev)?;
         engine.exchange.connect(&mut engine.dev)?;
         Ok(engine)
     }
@@ -113,7 +114,7 @@ impl<D: Kernels + Peers> Engine<D> {
     fn introduce(&mut self) {
         let stepped = self.stepped();
         let memory = RankMemory::of(&self.model);
-        self.exchange.introduce(&mut self.dev, memory, stepped, &self.vitals);
+        self.exchange.introduce(&mut self.dev, memory, stepped, &self.driver_state);
     }
 
     /// Executes the orders of rank 0 until a rank ends. Calls `settle_down` once, after the state is initialized and before the first step
@@ -147,12 +148,12 @@ impl<D: Kernels + Peers> Engine<D> {
                 }
                 _ => self.obey_order(order, words)?,
             }
-            self.exchange.obeyed();
+            self.exchange.publish_done();
         }
         Ok(())
     }
 
-    fn obey_order(&mut self, order: Order, words: Words) -> Result<()> {
+    fn obey_order(&mut self, order: Order, words: OrderWords) -> Result<()> {
         match order {
             Order::Step => {
                 self.take_batches();
@@ -172,7 +173,7 @@ impl<D: Kernels + Peers> Engine<D> {
             }
             // `follow_and_save` executes this order itself.
             Order::Save => Ok(()),
-            Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_places(plan).map(drop)),
+            Order::Replan => self.exchange.announced().map_or(Ok(()), |plan| self.change_placement(plan).map(drop)),
             Order::Init => self.init_state(words[0], words[1].min(THREADS_MAX) as usize),
             Order::Send => self.send_weights(),
             Order::Resume => {
@@ -187,14 +188,14 @@ impl<D: Kernels + Peers> Engine<D> {
                 self.write_own(part, flat.start, &piece)
             }
             Order::Read => {
-                self.strike(FaultPhase::Read)?;
+                self.inject(FaultPhase::Read)?;
                 let (part, piece) = self.piece_of(words)?;
                 let start = piece.start;
                 let parts: Vec<_> = self.exchange.slices().owned(piece).collect();
                 for (flat, local) in parts {
                     let mut piece = vec![0.0; flat.len()];
                     self.expect_no_job();
-                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, local, &mut piece)?;
+                    self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, local, &mut piece)?;
                     self.exchange.post(flat.start - start, &piece);
                 }
                 Ok(())
@@ -206,7 +207,7 @@ impl<D: Kernels + Peers> Engine<D> {
     ///
     /// # Errors
     /// As [`piece_of`].
-    fn piece_of(&self, words: Words) -> Result<(StatePart, Range<usize>)> {
+    fn piece_of(&self, words: OrderWords) -> Result<(StatePart, Range<usize>)> {
         piece_of(words, self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
     }
 
@@ -223,7 +224,7 @@ impl<D: Kernels + Peers> Engine<D> {
 ///
 /// # Errors
 /// `Resource` when the part or the range does not exist, or the mail buffer is too small.
-fn piece_of([part, start, elems, ..]: Words, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
+fn piece_of([part, start, elems, ..]: OrderWords, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
     let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
     let known = usize::try_from(part).ok().and_then(|part| StatePart::ALL.get(part).copied());
     let wrong =
@@ -237,7 +238,7 @@ mod tests {
 
     /// Orders arrive over the network, so invalid numbers must not cause a panic or an allocation.
     #[test]
-    fn an_order_about_what_does_not_exist_is_an_error() {
+    fn an_order_for_a_missing_range_is_an_error() {
         let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());
         assert_eq!(of(1, 60, 40), Ok((StatePart::ALL[1], 60..100)));
         let none = StatePart::ALL.len() as u64;

@@ -2,8 +2,8 @@
 
 use crate::device::sim::SimPool;
 use crate::error::{Error, Result};
+use crate::host::heartbeats::Heartbeats;
 use crate::host::pool::{Job, Threads, run_alone};
-use crate::host::pulse::Pulse;
 use crate::trace::{Recorder, now_ns};
 use std::sync::Arc;
 
@@ -46,10 +46,10 @@ impl<J: Job> Pool<J> {
         }
     }
 
-    /// [`Threads::pulse`]; without workers if there are no threads.
-    pub(crate) fn pulse(&self) -> Arc<Pulse> {
+    /// [`Threads::heartbeats`]; without workers if there are no threads.
+    pub(crate) fn heartbeats(&self) -> Arc<Heartbeats> {
         match self {
-            Self::Threads(pool) => pool.pulse(),
+            Self::Threads(pool) => pool.heartbeats(),
             Self::Stepped(_) | Self::Simulated(_) => Arc::default(),
         }
     }

@@ -3,11 +3,11 @@
 //! memory holds nothing between steps. Either all ranks change plans at the same step, or none does.
 
 use super::counters::Exposed;
-use super::exchange::{Order, Words};
+use super::driver_state::DriverActivity;
+use super::exchange::{Order, OrderWords};
 use super::executor::{Engine, staging};
-use super::hall::RankMemory;
+use super::rendezvous::RankMemory;
 use super::scratch::StepScratch;
-use super::vitals::Doing;
 use crate::config::options::FaultPhase;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
@@ -29,36 +29,36 @@ impl<D: Kernels> Engine<D> {
         self.flush()?;
         self.await_done()?;
         self.exchange.announce(&plan);
-        self.lead(Order::Replan, Words::default())?;
-        let moved = self.change_places(plan);
+        self.lead(Order::Replan, OrderWords::default())?;
+        let moved = self.change_placement(plan);
         let kept = self.named(moved)?;
         self.send_weights()?;
         self.driver_span("replan", self.train_step as u32, start);
-        self.forget_the_move();
+        self.exclude_replan_from_report();
         Ok(kept)
     }
 
     /// Changes this rank to the placement of `plan`. No work may be pending; the weights must be sent afterwards.
-    pub(super) fn change_places(&mut self, plan: Plan) -> Result<Option<Error>> {
-        self.vitals.now(Doing::Moving, 0);
-        self.block_until(Doing::Moving, 0, |engine| Ok(engine.transfers.are_done()))?;
+    pub(super) fn change_placement(&mut self, plan: Plan) -> Result<Option<Error>> {
+        self.driver_state.set_activity(DriverActivity::Moving, 0);
+        self.block_until(DriverActivity::Moving, 0, |engine| Ok(engine.transfers.are_done()))?;
         self.exchange.leave(&mut self.dev)?;
-        let (old, new) = (self.plan.clone(), self.plan.with_places_of(plan));
+        let (old, new) = (self.plan.clone(), self.plan.with_placement_of(plan));
         let refusal = self.arrange(new).err();
-        self.strike(FaultPhase::Move)?;
+        self.inject(FaultPhase::Move)?;
         let kept = self.exchange.agree(refusal)?;
         if kept.is_some() {
             self.arrange(old)?;
         }
         let (memory, stepped) = (RankMemory::of(&self.model), self.stepped());
-        self.exchange.meet_again(&mut self.dev, memory, stepped, &self.vitals)?;
-        self.forget_the_move();
-        self.vitals.now(Doing::Else, 0);
+        self.exchange.meet_again(&mut self.dev, memory, stepped, &self.driver_state)?;
+        self.exclude_replan_from_report();
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         Ok(kept)
     }
 
     /// Excludes the bytes and times of the change from the next step's report.
-    fn forget_the_move(&mut self) {
+    fn exclude_replan_from_report(&mut self) {
         self.counters.adam_busy_ns = self.pool.busy_ns();
         self.counters_reported = self.counters;
         self.count_waits_of_streams();
@@ -67,15 +67,15 @@ impl<D: Kernels> Engine<D> {
 
     /// Moves memory to the placement of `plan`, from any state of allocation. After an error the scratch memory is missing.
     fn arrange(&mut self, plan: Plan) -> Result<()> {
-        let (exchange, (dev, host), bounce) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce);
+        let (exchange, (dev, host), bounce_buffer) = (&mut self.exchange, (&mut self.dev, &mut self.host), &self.memory.bounce_buffer);
         exchange.rearrange((dev, host), &plan.layout)?;
         self.scratch.give_back((dev, host))?;
         let (slices, states) = (exchange.slices(), &mut self.memory.states);
-        states.bring_to_host(slices, (dev, host), bounce)?;
-        states.send_to_device(slices, (dev, host), bounce)?;
+        states.bring_to_host(slices, (dev, host), bounce_buffer)?;
+        states.send_to_device(slices, (dev, host), bounce_buffer)?;
         exchange.take((dev, host), &plan)?;
         let shape = self.model.shape.clone();
-        (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, exchange.slices(), (dev, host), bounce)?;
+        (self.scratch, self.model, self.flow) = StepScratch::take(&plan, &shape, exchange.slices(), (dev, host), bounce_buffer)?;
         self.coordinator.rearrange(&plan.layout, staging(&plan));
         self.transfers.rearrange(dev, &plan.layout, plan.param_slots)?;
         self.plan = plan;

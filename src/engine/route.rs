@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_hop_has_a_row_and_what_it_waits_for_takes_turns_as_it_does() {
+    fn every_hop_has_a_row_and_its_predecessors_alternate_alike() {
         assert!(Hop::ALL.iter().enumerate().all(|(row, hop)| *hop as usize == row && !hop.leg().begun[0].is_empty()));
         let mut waits = Hop::ALL.into_iter().flat_map(|hop| hop.leg().after.iter().map(move |after| (hop.leg(), after.leg())));
         assert!(waits.all(|(hop, after)| after.window == hop.window && after.stream != hop.stream));
@@ -173,7 +173,7 @@ mod tests {
 
     /// Hops that are reported to the coordinator have descriptions; other hops have none and end without an event.
     #[test]
-    fn the_hops_of_a_route_are_told_of_or_enqueued() {
+    fn the_hops_of_a_route_are_reported_or_enqueued() {
         for (tier, early) in [(Tier::Host, false), (Tier::Host, true), (Tier::Unified, false), (Tier::Device, false)] {
             for hop in route(tier, early) {
                 let Leg { stream, what, done, .. } = hop.leg();

@@ -1,7 +1,7 @@
 //! Memory that depends on the plan and holds nothing between two steps: the model's flat weights (they are derived from the state),
 //! gradients, activations and slots. Another plan allocates it anew.
 
-use super::bounce::{Bounce, Sides};
+use super::bounce_buffer::{BounceBuffer, Sides};
 use super::late_rows::LateRows;
 use super::step_job::{Segment, SlotMemory, StepMemory};
 use super::weight_flow::{Source, WeightFlow};
@@ -42,10 +42,10 @@ impl StepScratch {
         shape: &ModelShape,
         slices: &Slices,
         (dev, host): Sides<'_, D>,
-        bounce: &Bounce,
+        bounce_buffer: &BounceBuffer,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let mut lease = Lease::default();
-        match Self::fill(plan, shape, slices, (dev, host), bounce, &mut lease) {
+        match Self::fill(plan, shape, slices, (dev, host), bounce_buffer, &mut lease) {
             Ok((scratch, model, flow)) => Ok((Self { lease, ..scratch }, model, flow)),
             Err(error) => lease.give_back(dev, host).and(Err(error)),
         }
@@ -56,7 +56,7 @@ impl StepScratch {
         shape: &ModelShape,
         slices: &Slices,
         (dev, host): Sides<'_, D>,
-        bounce: &Bounce,
+        bounce_buffer: &BounceBuffer,
         lease: &mut Lease,
     ) -> Result<(Self, Arc<Model>, Option<WeightFlow>)> {
         let (table, flat) = (TensorTable::new(shape), plan.layout.flat_elems());
@@ -66,7 +66,7 @@ impl StepScratch {
         activations.sequence = plan.sequence_rank(slices.rank());
         for (rope, target) in shape.ropes.iter().zip(&activations.rope_tables) {
             let table = RopeTable::new(rope, plan.seq_length);
-            bounce.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
+            bounce_buffer.fill((dev, host), *target, |elems, bytes| table.write(elems, bytemuck::cast_slice_mut(bytes)))?;
         }
         let casts = plan.device_casts() && plan.layout.offloaded() > 0;
         let mut staging = |name| lease.alloc(dev, name, if casts { slices.slice_elems() } else { 0 }, Dtype::Float32);

@@ -1,10 +1,10 @@
 //! Reads and writes state and weights from outside, between steps.
 
-use super::exchange::{Order, Words};
+use super::driver_state::DriverActivity;
+use super::exchange::{Order, OrderWords};
 use super::executor::Engine;
 use super::route::Hop;
 use super::step::Pass;
-use super::vitals::Doing;
 use crate::bucket::slices::Slices;
 use crate::config::options::FaultPhase;
 use crate::data::batch::Batches;
@@ -52,7 +52,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Like [`Engine::write_state`], for this rank's slices only.
     pub(super) fn write_own(&mut self, part: StatePart, start: usize, source: &[f32]) -> Result<()> {
-        self.strike(FaultPhase::Write)?;
+        self.inject(FaultPhase::Write)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
@@ -60,7 +60,7 @@ impl<D: Kernels> Engine<D> {
         parts.try_for_each(|(flat, local)| {
             self.memory.states.write(
                 (&mut self.dev, &mut self.host),
-                &self.memory.bounce,
+                &self.memory.bounce_buffer,
                 part,
                 local,
                 &source[flat.start - start..flat.end - start],
@@ -87,14 +87,14 @@ impl<D: Kernels> Engine<D> {
 
     /// Like [`Engine::read_state`], for this rank's slices only; the rest of `out` is unchanged.
     pub(super) fn read_own(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        self.strike(FaultPhase::Read)?;
+        self.inject(FaultPhase::Read)?;
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + out.len());
         parts.try_for_each(|(flat, local)| {
             self.memory.states.read(
                 (&mut self.dev, &mut self.host),
-                &self.memory.bounce,
+                &self.memory.bounce_buffer,
                 part,
                 local,
                 &mut out[flat.start - start..flat.end - start],
@@ -112,9 +112,9 @@ impl<D: Kernels> Engine<D> {
     /// # Panics
     /// As [`Engine::read_state`].
     pub(crate) fn read_slices(&mut self, part: StatePart, start: usize, out: &mut [f32]) -> Result<()> {
-        self.strike(FaultPhase::Read)?;
+        self.inject(FaultPhase::Read)?;
         self.expect_no_job();
-        self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce, part, start, out)
+        self.memory.states.read((&mut self.dev, &mut self.host), &self.memory.bounce_buffer, part, start, out)
     }
 
     /// Lets every rank save its slices in its own process. `words` are passed to the code that saves; `own` saves this rank's slices.
@@ -164,7 +164,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Computes the device's working weights from the state.
     pub fn send_weights(&mut self) -> Result<()> {
-        self.lead(Order::Send, Words::default())?;
+        self.lead(Order::Send, OrderWords::default())?;
         let sent = self.send_own_weights();
         self.named(sent)
     }
@@ -185,21 +185,21 @@ impl<D: Kernels> Engine<D> {
 
     /// Adds this rank's name to its failure, or returns the failure of the rank that failed first.
     pub(super) fn named<T>(&self, own: Result<T>) -> Result<T> {
-        own.map_err(|error| self.exchange.blame(error))
+        own.map_err(|error| self.exchange.attribute(error))
     }
 
     /// Writes every decided update into the state, so that it can be read.
     pub fn flush(&mut self) -> Result<()> {
-        self.lead(Order::Flush, Words::default())?;
-        self.vitals.now(Doing::Updates, 0);
+        self.lead(Order::Flush, OrderWords::default())?;
+        self.driver_state.set_activity(DriverActivity::Updates, 0);
         let flushed = self.write_updates();
-        self.vitals.now(Doing::Else, 0);
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         self.named(flushed)
     }
 
     fn write_updates(&mut self) -> Result<()> {
-        self.strike(FaultPhase::Flush)?;
-        self.block_until(Doing::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
+        self.inject(FaultPhase::Flush)?;
+        self.block_until(DriverActivity::Updates, 0, |engine| Ok(engine.coordinator.all_settled()))?;
         self.coordinator.flush();
         self.run_commands()?;
         self.wait_for_all_params()?;
@@ -224,7 +224,7 @@ impl<D: Kernels> Engine<D> {
         self.with_weights(Module::Head, Pass::Forward, |engine| engine.model.logits(&mut engine.dev, out))?;
         self.dev.launch(Cast { stream: Stream::Compute, src: out, dst: wide })?;
         let mut values = vec![0.0; elems];
-        self.memory.bounce.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
+        self.memory.bounce_buffer.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
         if let Some(cap) = self.model.shape.logit_softcap {
             values.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
         }

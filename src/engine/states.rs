@@ -1,7 +1,7 @@
 //! Optimizer state of one rank in its local order: the tier of each bucket, and moves between tiers. The host holds the first buckets, the
 //! device the last.
 
-use super::bounce::{Bounce, Sides};
+use super::bounce_buffer::{BounceBuffer, Sides};
 use crate::bucket::layout::Tier;
 use crate::bucket::slices::Slices;
 use crate::device::{Device, DeviceSlice};
@@ -98,7 +98,7 @@ impl StateTiers {
     pub(super) fn write<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
-        bounce: &Bounce,
+        bounce_buffer: &BounceBuffer,
         part: StatePart,
         start: usize,
         source: &[f32],
@@ -114,7 +114,7 @@ impl StateTiers {
         }
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let from = state.local.start - start;
-            bounce.fill((dev, host), state.arrays()[part as usize], |elems, to| store(from + elems.start, to))?;
+            bounce_buffer.fill((dev, host), state.arrays()[part as usize], |elems, to| store(from + elems.start, to))?;
         }
         Ok(())
     }
@@ -123,7 +123,7 @@ impl StateTiers {
     pub(super) fn read<D: Device>(
         &self,
         (dev, host): Sides<'_, D>,
-        bounce: &Bounce,
+        bounce_buffer: &BounceBuffer,
         part: StatePart,
         start: usize,
         out: &mut [f32],
@@ -139,7 +139,7 @@ impl StateTiers {
         for state in self.device.iter().filter_map(|state| state.part(&local)) {
             let memory = state.arrays()[part as usize];
             let out = &mut out[state.local.start - start..][..memory.elems()];
-            self.moments.load(part, out, |bytes| bounce.download((dev, host), memory, bytes))?;
+            self.moments.load(part, out, |bytes| bounce_buffer.download((dev, host), memory, bytes))?;
         }
         Ok(())
     }
@@ -148,7 +148,12 @@ impl StateTiers {
     ///
     /// # Errors
     /// `Resource` when host memory is not available; errors of the device. No bucket is moved then.
-    pub(super) fn bring_to_host<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
+    pub(super) fn bring_to_host<D: Device>(
+        &mut self,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<()> {
         let coming = self.host_elems()..slices.elems_in(Tier::Host).end;
         if coming.is_empty() {
             return Ok(());
@@ -159,7 +164,7 @@ impl StateTiers {
         for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
             let targets = piece.part(&state.local).expect("a part of what comes").arrays();
             for (source, target) in state.arrays().into_iter().zip(targets) {
-                bounce.to_host((dev, host), source, target)?;
+                bounce_buffer.to_host((dev, host), source, target)?;
             }
         }
         self.host.push(piece);
@@ -170,7 +175,12 @@ impl StateTiers {
     ///
     /// # Errors
     /// `Resource` when device memory is not available; errors of the device. No bucket is moved then.
-    pub(super) fn send_to_device<D: Device>(&mut self, slices: &Slices, (dev, host): Sides<'_, D>, bounce: &Bounce) -> Result<()> {
+    pub(super) fn send_to_device<D: Device>(
+        &mut self,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<()> {
         let kept = slices.elems_in(Tier::Host).end;
         let going = (0..slices.layout().count()).map(|bucket| slices.local(bucket));
         let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
@@ -182,7 +192,7 @@ impl StateTiers {
         let copied = taken.and_then(|()| {
             let arrays = |state: &DeviceState| self.on_host(&state.local).arrays().into_iter().zip(state.arrays()).collect::<Vec<_>>();
             let mut copies = sent.iter().flat_map(arrays);
-            copies.try_for_each(|(source, target)| bounce.to_device((dev, host), source, target))
+            copies.try_for_each(|(source, target)| bounce_buffer.to_device((dev, host), source, target))
         });
         if let Err(error) = copied {
             sent.iter().flat_map(DeviceState::arrays).try_for_each(|memory| dev.free(memory))?;

@@ -2,11 +2,11 @@
 
 use super::coordinator::{Counts, Event, Update};
 use super::counters::{Counters, Exposed};
+use super::driver_state::{DriverActivity, DriverEvent};
 use super::exchange::{Exchange, Order};
 use super::executor::{Engine, StepData, StepReport};
 use super::route::Hop;
 use super::verdict::Verdict;
-use super::vitals::{Doing, Mark};
 use crate::config::options::FaultPhase;
 use crate::data::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
@@ -15,7 +15,7 @@ use crate::model::MicroStep;
 use crate::model::tensors::Module;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
-use crate::ranks::board::StepOutcome;
+use crate::ranks::progress::StepOutcome;
 use crate::trace::STEP_SPAN;
 use crate::units::NormSq;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl<D: Kernels> Engine<D> {
     /// Errors of `batches`; `Resource` that names the step when a token, target, position or document is out of range, or when no target of
     /// the step counts. The engine is then in the state after the last step, which can be flushed and saved.
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
-        self.vitals.record(Mark::Step, self.train_step + 1);
+        self.driver_state.record(DriverEvent::Step, self.train_step + 1);
         match self.read_micro_batches(batches)? {
             0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
             targets => Ok(StepData { targets }),
@@ -55,9 +55,9 @@ impl<D: Kernels> Engine<D> {
     /// Reads the micro-batches of a step; returns the number of counted targets.
     pub(crate) fn read_micro_batches(&mut self, batches: &mut impl Batches) -> Result<usize> {
         self.await_done()?;
-        self.vitals.now(Doing::Data, 0);
+        self.driver_state.set_activity(DriverActivity::Data, 0);
         let targets: Result<usize> = (0..self.plan.grad_accum_steps).map(|micro_batch| self.deal(micro_batch, batches)).sum();
-        self.vitals.now(Doing::Else, 0);
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         targets
     }
 
@@ -103,11 +103,11 @@ impl<D: Kernels> Engine<D> {
     /// Runs the step of the data that was read last.
     pub(crate) fn run_step(&mut self, learning_rate: f64, data: StepData) -> Result<StepReport> {
         self.lead(Order::Step, [learning_rate.to_bits(), data.targets as u64, self.plan.max_grad_norm.to_bits(), 0, 0, 0])?;
-        self.vitals.now(Doing::Enqueuing, 0);
+        self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let start = self.dev.now_ns();
         let stepped = self.pass_and_validate(learning_rate, data);
         self.driver_span(STEP_SPAN, self.train_step as u32, start);
-        self.vitals.now(Doing::Else, 0);
+        self.driver_state.set_activity(DriverActivity::Else, 0);
         let own = self.named(stepped)?;
         self.of_all_ranks(own)
     }
@@ -118,12 +118,12 @@ impl<D: Kernels> Engine<D> {
         // The loss is a mean over micro-batches, each of which balances its own experts.
         let balance = (self.plan.router_aux_loss_coef / self.plan.grad_accum_steps as f64) as f32;
         let layers = self.model.shape.layers.len();
-        let per_share = self.plan.micro_batches_of_share();
+        let per_partial_sum = self.plan.micro_batches_per_partial_sum();
         // Micro-batches of this rank: one share a round.
         let accum = self.plan.micro_batches_of_rank();
         for micro_step in 0..accum {
-            let first = micro_step % per_share == 0;
-            let whole = (micro_step + 1).is_multiple_of(per_share).then_some(micro_step / per_share);
+            let first = micro_step % per_partial_sum == 0;
+            let whole = (micro_step + 1).is_multiple_of(per_partial_sum).then_some(micro_step / per_partial_sum);
             self.upload_batch(micro_step)?;
             self.forward_modules(micro_step == 0)?;
             if let Some(bounds) = self.model.expert_bounds() {
@@ -144,8 +144,8 @@ impl<D: Kernels> Engine<D> {
                 self.head_grads_ready(micro_step)?;
             }
             (0..layers).rev().map(Module::Layer).chain([Module::Embed]).try_for_each(|module| self.backward(module, micro, whole))?;
-            if let Some(share) = whole {
-                self.report_share(share)?;
+            if let Some(partial_sum) = whole {
+                self.report_partial_sum(partial_sum)?;
             }
         }
         self.validate(learning_rate)
@@ -155,12 +155,12 @@ impl<D: Kernels> Engine<D> {
     /// micro-batch of a step or evaluation.
     pub(super) fn forward_modules(&mut self, first: bool) -> Result<()> {
         if let Some(flow) = self.flow.as_mut().filter(|_| first) {
-            flow.open_shelf(&mut self.dev)?;
+            flow.open_prefetch_buffer(&mut self.dev)?;
         }
         let layers = (0..self.model.shape.layers.len()).map(Module::Layer);
         [Module::Embed].into_iter().chain(layers).try_for_each(|module| self.forward(module, first))?;
         if let Some(flow) = &mut self.flow {
-            flow.close_shelf();
+            flow.close_prefetch_buffer();
         }
         Ok(())
     }
@@ -179,7 +179,7 @@ impl<D: Kernels> Engine<D> {
 
     fn backward(&mut self, module: Module, micro: MicroStep, whole: Option<usize>) -> Result<()> {
         self.wait_for_ring(module, whole)?;
-        let ends = module == Module::Embed && whole.is_some_and(|share| self.is_last(share));
+        let ends = module == Module::Embed && whole.is_some_and(|partial_sum| self.is_last(partial_sum));
         if ends {
             self.rows_begin()?;
         }
@@ -237,7 +237,7 @@ impl<D: Kernels> Engine<D> {
             }
             // The head is not prefetched: it is computed when gradients are written.
             let may_wait = module != self.model.table.module_index(Module::Head) && self.coordinator.is_between_steps();
-            let is_shelved = if may_wait { flow.shelve(&mut self.dev, module)? } else { None };
+            let is_shelved = if may_wait { flow.prefetch(&mut self.dev, module)? } else { None };
             let Some(bytes) = is_shelved else { return Ok(()) };
             self.counters.h2d_bytes += bytes;
             is_full = true;
@@ -269,7 +269,7 @@ impl<D: Kernels> Engine<D> {
         if done(&mut *self.exchange, &mut self.dev)? {
             return Ok(());
         }
-        self.wait_for_peers(Doing::Gather, bucket, |engine| done(&mut *engine.exchange, &mut engine.dev))
+        self.wait_for_peers(DriverActivity::Gather, bucket, |engine| done(&mut *engine.exchange, &mut engine.dev))
     }
 
     /// Constant at compile time without the feature `weight-flow`.
@@ -279,12 +279,12 @@ impl<D: Kernels> Engine<D> {
 
     /// Waits until this round's gradients of `bucket` and the buckets before it may be overwritten: they are summed by all ranks.
     fn wait_for_sums(&mut self, bucket: usize) -> Result<()> {
-        self.wait_for_peers(Doing::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, bucket))
+        self.wait_for_peers(DriverActivity::Sums, bucket, |engine| engine.exchange.may_overwrite(&mut engine.dev, bucket))
     }
 
     /// Whether share `round` of this rank is the last of a step.
     fn is_last(&self, round: usize) -> bool {
-        (round + 1) * self.exchange.slices().ranks() == self.plan.shares
+        (round + 1) * self.exchange.slices().ranks() == self.plan.partial_sums
     }
 
     /// In a ring of gradients, waits until the gradients that `module` overwrites are summed, and in the last round also copied.
@@ -334,30 +334,30 @@ impl<D: Kernels> Engine<D> {
     /// The gradients of `module` are enqueued. If they complete the share `whole`, this reports all buckets that end within the module's
     /// flat range.
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
-        if let Some(share) = whole {
+        if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
             let layout = &self.plan.layout;
             let end = if module == Module::Embed { layout.flat_elems() } else { range.end };
             let before = layout.complete(range.start);
-            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, share))?;
+            (before..layout.complete(end)).try_for_each(|bucket| self.bucket_written(bucket, partial_sum))?;
         }
         self.module_enqueued()
     }
 
     /// Runs the event loop until the device is at most `MODULES_AHEAD` modules behind.
     pub(super) fn module_enqueued(&mut self) -> Result<()> {
-        self.strike(FaultPhase::Module)?;
+        self.inject(FaultPhase::Module)?;
         let modules = self.modules;
         self.dev.record(modules[self.modules_enqueued % modules.len()], Stream::Compute)?;
         self.modules_enqueued += 1;
-        self.vitals.record(Mark::Module, self.modules_enqueued as u64);
+        self.driver_state.record(DriverEvent::Module, self.modules_enqueued as u64);
         let oldest = modules[self.modules_enqueued % modules.len()];
-        self.block_until(Doing::Device, 0, |engine| engine.dev.is_done(oldest))
+        self.block_until(DriverActivity::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
     /// The gradient of `bucket` for one of this rank's shares is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
-        self.strike(FaultPhase::Backward)?;
+        self.inject(FaultPhase::Backward)?;
         self.spoil(bucket, round)?;
         let is_whole = self.exchange.written(&mut self.dev, self.model.grads, bucket)?;
         let [to_device, to_host] = self.exchange.crossed();
@@ -368,9 +368,9 @@ impl<D: Kernels> Engine<D> {
     /// Writes injected values over the gradient of a bucket, if a test has any.
     pub(super) fn spoil(&mut self, bucket: usize, round: usize) -> Result<()> {
         let (range, slices) = (self.plan.layout.range(bucket), self.exchange.slices());
-        let share = round * slices.ranks() + slices.rank();
+        let partial_sum = round * slices.ranks() + slices.rank();
         let Some(fault_injector) = &self.fault_injector else { return Ok(()) };
-        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, share)
+        fault_injector.spoil(&mut self.dev, self.model.grads, &range, self.train_step + 1, partial_sum)
     }
 
     /// The step's gradient of this rank's slice of `bucket` is enqueued.
@@ -383,13 +383,13 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Reports a share of this rank. The last share completes the step's report.
-    fn report_share(&mut self, share: usize) -> Result<()> {
+    fn report_partial_sum(&mut self, partial_sum: usize) -> Result<()> {
         let loss = self.model.activations.loss;
-        if !self.is_last(share) {
-            return self.report.add_loss(&mut self.dev, loss, share);
+        if !self.is_last(partial_sum) {
+            return self.report.add_loss(&mut self.dev, loss, partial_sum);
         }
         if !self.exchange.is_summed() {
-            self.wait_for_peers(Doing::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
+            self.wait_for_peers(DriverActivity::Sums, 0, |engine| Ok(engine.exchange.is_summed()))?;
         }
         self.report.end(&mut self.dev, loss)
     }
@@ -398,8 +398,8 @@ impl<D: Kernels> Engine<D> {
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
         let (step, mut found, mut told_at) = (self.train_step + 1, None, None);
-        self.strike(FaultPhase::Verdict)?;
-        self.block_until(Doing::Norm, 0, |engine| {
+        self.inject(FaultPhase::Verdict)?;
+        self.block_until(DriverActivity::Norm, 0, |engine| {
             found = found.or_else(|| engine.exchange.outcome(step));
             told_at = told_at.or_else(|| (found.is_none() && engine.report.is_told()).then(|| engine.dev.now_ns()));
             Ok(found.is_some())
@@ -410,7 +410,7 @@ impl<D: Kernels> Engine<D> {
         let Some(outcome) = found else { unreachable!("waited for it") };
         let mut out = self.judge(learning_rate, outcome);
         let validated = Event::Validated(out.verdict);
-        self.vitals.event(validated, self.train_step + 1);
+        self.driver_state.event(validated, self.train_step + 1);
         self.coordinator.handle(validated);
         let skipped = out.verdict == Verdict::SkipNonFinite;
         self.loss_scale.update(skipped);
@@ -434,7 +434,7 @@ impl<D: Kernels> Engine<D> {
     /// Begins the next version of the weights: the weights of every bucket will change.
     pub(super) fn next_version(&mut self) {
         self.exchange.next_version();
-        self.settlings_told = None;
+        self.settlings_reported = None;
         if let Some(flow) = self.flow.as_mut().filter(|_| !self.plan.streams_from_host()) {
             flow.forget_all();
         }
@@ -481,13 +481,13 @@ impl<D: Kernels> Engine<D> {
     /// Waits until all ranks have published their slices of the weights of `bucket`, and copies of them are enqueued.
     fn wait_until_final(&mut self, bucket: usize) -> Result<()> {
         self.wait_until_settled(bucket)?;
-        self.strike(FaultPhase::Gather)?;
+        self.inject(FaultPhase::Gather)?;
         for next in self.exchange.to_swap(bucket).rev() {
             self.wait_until_settled(next)?;
             self.exchange.swap_weights(&mut self.dev, next)?;
         }
         if !self.exchange.is_gathered(bucket) {
-            self.wait_for_peers(Doing::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
+            self.wait_for_peers(DriverActivity::Gather, bucket, |engine| Ok(engine.exchange.is_gathered(bucket)))?;
         }
         Ok(())
     }

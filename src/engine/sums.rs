@@ -3,8 +3,8 @@
 //! of a share is added, and is copied back. The device adds in both cases, in the order of shares, so that the bits do not depend on where
 //! the sums are stored.
 
-use super::bounce::Sides;
-use super::groups::{Addition, KeptSums};
+use super::bounce_buffer::Sides;
+use super::gradient_groups::{KeptSums, PartialSumChain};
 use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -14,13 +14,13 @@ use crate::planner::plan::Plan;
 use std::ops::Range;
 
 #[derive(Debug)]
-pub(super) struct ShareSums {
+pub(super) struct PartialSums {
     places: [SumPlace; SUM_PLACES],
     /// By bucket: the addition of its last share.
     added: Vec<EventId>,
     memory: SumMemory,
-    addition: Addition,
-    shares: usize,
+    addition: PartialSumChain,
+    partial_sums: usize,
     /// Number of sums that have passed through the device so far.
     passed: usize,
     /// Bytes that crossed the link since the last read: to the device, and to the host.
@@ -85,15 +85,15 @@ impl SumMemory {
     }
 }
 
-impl ShareSums {
+impl PartialSums {
     /// # Errors
     /// `Resource` when memory for sums is not available.
     pub(super) fn new<D: Device>(plan: &Plan, (dev, host): Sides<'_, D>) -> Result<Self> {
         let mut place = || Ok(SumPlace { written: dev.event()?, came: dev.event()?, left: dev.event()? });
         let places = [place()?, place()?, place()?];
         let added = (0..plan.layout.count()).map(|_| dev.event()).collect::<Result<_>>()?;
-        let (memory, addition) = (SumMemory::take(plan, (dev, host))?, Addition::of(plan));
-        Ok(Self { places, added, memory, addition, shares: plan.shares, passed: 0, crossed: [0; 2] })
+        let (memory, addition) = (SumMemory::take(plan, (dev, host))?, PartialSumChain::of(plan));
+        Ok(Self { places, added, memory, addition, partial_sums: plan.partial_sums, passed: 0, crossed: [0; 2] })
     }
 
     pub(super) fn give_back<D: Device>(&mut self, (dev, host): Sides<'_, D>) -> Result<()> {
@@ -111,25 +111,25 @@ impl ShareSums {
         std::mem::take(&mut self.crossed)
     }
 
-    /// Adds `grads`, the gradient of `bucket` (`range`) of a `share`, to its sum. After the last share the sum, rounded once, replaces the
-    /// gradient.
+    /// Adds `grads`, the gradient of `bucket` (`range`) of a `partial_sum`, to its sum. After the last share the sum, rounded once,
+    /// replaces the gradient.
     pub(super) fn add<D: Kernels>(
         &mut self,
         dev: &mut D,
         grads: DeviceSlice,
         bucket: usize,
         range: &Range<usize>,
-        share: usize,
+        partial_sum: usize,
     ) -> Result<()> {
         let (host_elems, place) = (self.memory.host_elems(), self.memory.place_of(range));
         if place.start < host_elems {
-            return self.pass(dev, grads, bucket, &place, share);
+            return self.pass(dev, grads, bucket, &place, partial_sum);
         }
-        self.sum(dev, Stream::Compute, grads, self.memory.on_device.slice(place.start - host_elems, place.len()), share)
+        self.sum(dev, Stream::Compute, grads, self.memory.on_device.slice(place.start - host_elems, place.len()), partial_sum)
     }
 
-    fn sum<D: Kernels>(&self, dev: &mut D, stream: Stream, grads: DeviceSlice, sums: DeviceSlice, share: usize) -> Result<()> {
-        self.addition.add(dev, stream, (share, &[grads]), KeptSums::of(sums, grads.elems()), grads)
+    fn sum<D: Kernels>(&self, dev: &mut D, stream: Stream, grads: DeviceSlice, sums: DeviceSlice, partial_sum: usize) -> Result<()> {
+        self.addition.add(dev, stream, (partial_sum, &[grads]), KeptSums::of(sums, grads.elems()), grads)
     }
 
     /// Makes later work on the compute stream wait until the gradients of `bucket` and the buckets before it may be overwritten.
@@ -140,13 +140,13 @@ impl ShareSums {
 
     /// Adds a gradient to a sum on the host. The copy to the device waits only for a free buffer, not for the gradient, so computation does
     /// not delay it.
-    fn pass<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, place: &Range<usize>, share: usize) -> Result<()> {
+    fn pass<D: Kernels>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, place: &Range<usize>, partial_sum: usize) -> Result<()> {
         let SumMemory { on_host, passing, place_elems, .. } = self.memory;
         let at = self.passed % (passing.elems() / place_elems);
         let SumPlace { written, came, left } = self.places[at];
         let (there, here) = (on_host.slice(place.start * 4, place.len() * 4), passing.slice(at * place_elems, place.len()));
         self.passed += 1;
-        if share > 0 {
+        if partial_sum > 0 {
             // There are no more buffers than buckets, so the last user of this buffer left it after this sum's previous pass. The sum is on
             // the host then.
             dev.wait(Stream::H2d, left)?;
@@ -157,9 +157,9 @@ impl ShareSums {
         }
         dev.record(written, Stream::Compute)?;
         dev.wait(Stream::D2h, written)?;
-        self.sum(dev, Stream::D2h, grads, here, share)?;
+        self.sum(dev, Stream::D2h, grads, here, partial_sum)?;
         dev.record(self.added[bucket], Stream::D2h)?;
-        if share + 1 == self.shares {
+        if partial_sum + 1 == self.partial_sums {
             dev.wait(Stream::Compute, self.added[bucket])?;
         } else {
             dev.copy_d2h(Stream::D2h, here, there)?;

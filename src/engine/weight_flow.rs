@@ -3,7 +3,7 @@
 //! one is copied while the other is computed.
 
 use super::exchange::Exchange;
-use super::shelf::Shelf;
+use super::prefetch_buffer::PrefetchBuffer;
 use crate::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream};
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Content of the ring for one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Held {
+enum RingContent {
     /// No usable weights.
     Nothing,
     /// Weights that have changed on the host since, or that are partly overwritten: no later work uses them.
@@ -26,20 +26,20 @@ enum Held {
 
 /// Tracks the modules with weights in the ring. Modules are numbered in backward order.
 #[derive(Debug)]
-struct Window {
+struct WeightRing {
     ring: RingShape,
     /// By module, the streamed flat range and the content of the ring.
-    modules: Vec<(Range<usize>, Held)>,
+    modules: Vec<(Range<usize>, RingContent)>,
 }
 
-impl Window {
+impl WeightRing {
     /// An empty ring.
     ///
     /// # Panics
     /// If a module is longer than the ring.
     fn new(table: &TensorTable, ring: RingShape) -> Self {
         let streamed = |range: Range<usize>| range.start.min(ring.ringed_elems)..range.end.min(ring.ringed_elems);
-        let modules: Vec<_> = table.modules().map(|module| (streamed(table.module_range(module)), Held::Nothing)).collect();
+        let modules: Vec<_> = table.modules().map(|module| (streamed(table.module_range(module)), RingContent::Nothing)).collect();
         assert!(modules.iter().all(|(range, _)| range.len() <= ring.period_elems), "a ring shorter than a module");
         Self { ring, modules }
     }
@@ -47,45 +47,46 @@ impl Window {
     /// Whether the ring holds the module's weights, or nothing of the module is streamed.
     fn has(&self, module: usize) -> bool {
         let (range, held) = &self.modules[module];
-        range.is_empty() || matches!(held, Held::Fetched | Held::Fresh)
+        range.is_empty() || matches!(held, RingContent::Fetched | RingContent::Fresh)
     }
 
     /// The modules that occupy the location of `module`, including itself if it is there already.
     fn in_the_way(&self, module: usize) -> impl Iterator<Item = usize> + '_ {
         let place = &self.modules[module].0;
-        let in_the_way = move |(range, held): &(Range<usize>, Held)| *held != Held::Nothing && self.share_a_place(place, range);
+        let in_the_way =
+            move |(range, held): &(Range<usize>, RingContent)| *held != RingContent::Nothing && self.share_a_place(place, range);
         self.modules.iter().enumerate().filter(move |(_, module)| in_the_way(module)).map(|(other, _)| other)
     }
 
     /// Whether `module` is present, or no usable weights occupy its location.
     fn has_room(&self, module: usize) -> bool {
-        self.has(module) || self.in_the_way(module).all(|other| self.modules[other].1 == Held::Stale)
+        self.has(module) || self.in_the_way(module).all(|other| self.modules[other].1 == RingContent::Stale)
     }
 
     /// Marks `module` as present, and the modules that it overwrites as absent.
     fn put(&mut self, module: usize) {
-        self.overwrite(module, Held::Nothing);
+        self.overwrite(module, RingContent::Nothing);
     }
 
     /// Like `put`, for a copy on the compute stream: later copies on another stream must still wait for the overwritten modules' last use.
     fn put_in_turn(&mut self, module: usize) {
-        self.overwrite(module, Held::Stale);
+        self.overwrite(module, RingContent::Stale);
     }
 
-    fn overwrite(&mut self, module: usize, remains: Held) {
+    fn overwrite(&mut self, module: usize, remains: RingContent) {
         for other in 0..self.modules.len() {
-            if self.modules[other].1 != Held::Nothing && self.share_a_place(&self.modules[module].0, &self.modules[other].0) {
+            if self.modules[other].1 != RingContent::Nothing && self.share_a_place(&self.modules[module].0, &self.modules[other].0) {
                 self.modules[other].1 = remains;
             }
         }
-        self.modules[module].1 = Held::Fetched;
+        self.modules[module].1 = RingContent::Fetched;
     }
 
     /// Marks the modules in `flat` as stale, because the host is about to overwrite their weights.
     fn forget(&mut self, flat: &Range<usize>) {
         for (range, held) in &mut self.modules {
-            if matches!(held, Held::Fetched | Held::Fresh) && range.start < flat.end && flat.start < range.end {
-                *held = Held::Stale;
+            if matches!(held, RingContent::Fetched | RingContent::Fresh) && range.start < flat.end && flat.start < range.end {
+                *held = RingContent::Stale;
             }
         }
     }
@@ -110,14 +111,14 @@ pub(super) enum Source {
 /// The streamed weights, and the events that order their copies and kernels.
 #[derive(Debug)]
 pub(super) struct WeightFlow {
-    window: Window,
+    weight_ring: WeightRing,
     source: Source,
     /// The flat weights; the first part of their address range is the ring.
     weights: DeviceSlice,
     /// Prefetch buffer for weights without room in the ring.
-    shelf: Shelf,
+    prefetch_buffer: PrefetchBuffer,
     /// Last use of the prefetch buffer's memory by the compute stream.
-    shelf_free: EventId,
+    prefetch_buffer_free: EventId,
     /// By module, the last use of its weights by the compute stream.
     used: Vec<EventId>,
     /// By module, the end of the last copy of its weights.
@@ -134,44 +135,44 @@ impl WeightFlow {
         source: Source,
         (weights, spare): (DeviceSlice, DeviceSlice),
     ) -> Result<Self> {
-        let window = Window::new(table, ring);
-        let mut events = || window.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
+        let weight_ring = WeightRing::new(table, ring);
+        let mut events = || weight_ring.modules.iter().map(|_| dev.event()).collect::<Result<Vec<_>>>();
         let (used, fetched) = (events()?, events()?);
-        let (shelf, shelf_free) = (Shelf::new(spare, window.modules.len()), dev.event()?);
-        Ok(Self { window, source, weights, shelf, shelf_free, used, fetched })
+        let (prefetch_buffer, shelf_free) = (PrefetchBuffer::new(spare, weight_ring.modules.len()), dev.event()?);
+        Ok(Self { weight_ring, source, weights, prefetch_buffer, prefetch_buffer_free: shelf_free, used, fetched })
     }
 
     /// Opens the prefetch buffer at the beginning of a step. All earlier uses of its memory are enqueued, except copies to the host.
-    pub(super) fn open_shelf<D: Device>(&mut self, dev: &mut D) -> Result<()> {
-        self.shelf.open();
-        dev.record(self.shelf_free, Stream::Compute)
+    pub(super) fn open_prefetch_buffer<D: Device>(&mut self, dev: &mut D) -> Result<()> {
+        self.prefetch_buffer.open();
+        dev.record(self.prefetch_buffer_free, Stream::Compute)
     }
 
     /// Closes the prefetch buffer after the first forward pass of a step is enqueued.
     ///
     /// # Panics
     /// If it still contains weights: the pass did not use them.
-    pub(super) fn close_shelf(&mut self) {
-        self.shelf.close();
+    pub(super) fn close_prefetch_buffer(&mut self) {
+        self.prefetch_buffer.close();
     }
 
     /// Whether the weights of `module` are on the device, in the ring or in the prefetch buffer.
     pub(super) fn has(&self, module: usize) -> bool {
-        self.window.has(module) || self.awaits_room(module)
+        self.weight_ring.has(module) || self.awaits_room(module)
     }
 
     /// Whether the weights of `module` are in the prefetch buffer. They are copied into the ring before they are used.
     pub(super) fn awaits_room(&self, module: usize) -> bool {
-        self.shelf.has(module)
+        self.prefetch_buffer.has(module)
     }
 
     /// Enqueues the copy of the weights of `module` to the prefetch buffer. No copy from this memory to the host may be pending. Returns
     /// the bytes that cross the host's link, or `None` if there is no room.
-    pub(super) fn shelve<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<Option<u64>> {
+    pub(super) fn prefetch<D: Device>(&mut self, dev: &mut D, module: usize) -> Result<Option<u64>> {
         let (Source::Host(host), range) = (self.source, self.streamed(module)) else { return Ok(None) };
-        let Some(place) = self.shelf.put(module, range.len()) else { return Ok(None) };
+        let Some(place) = self.prefetch_buffer.put(module, range.len()) else { return Ok(None) };
         let bytes = range.len() * self.weights.dtype().bytes();
-        dev.wait(Stream::H2d, self.shelf_free)?;
+        dev.wait(Stream::H2d, self.prefetch_buffer_free)?;
         dev.copy_h2d(Stream::H2d, host.slice(range.start * self.weights.dtype().bytes(), bytes), place)?;
         dev.record(self.fetched[module], Stream::H2d)?;
         Ok(Some(bytes as u64))
@@ -179,7 +180,7 @@ impl WeightFlow {
 
     /// The streamed flat range of `module`; empty if nothing of it is streamed, or if there is no such module.
     pub(super) fn streamed(&self, module: usize) -> Range<usize> {
-        self.window.modules.get(module).map_or(0..0, |(range, _)| range.clone())
+        self.weight_ring.modules.get(module).map_or(0..0, |(range, _)| range.clone())
     }
 
     /// Whether `module` has to be fetched. If so, later copies of its weights wait for the last use of the modules that they overwrite.
@@ -187,13 +188,13 @@ impl WeightFlow {
         if self.streamed(module).is_empty() || self.has(module) {
             return Ok(false);
         }
-        self.window.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
+        self.weight_ring.in_the_way(module).try_for_each(|other| dev.wait(self.stream(), self.used[other]))?;
         Ok(true)
     }
 
     /// Whether `module` is present or can be fetched without overwriting usable weights.
     pub(super) fn has_room(&self, module: usize) -> bool {
-        self.window.has_room(module)
+        self.weight_ring.has_room(module)
     }
 
     fn stream(&self) -> Stream {
@@ -214,23 +215,23 @@ impl WeightFlow {
             Source::Ranks => exchange.fetch(dev, self.weights, range).map(|()| 0)?,
         };
         dev.record(self.fetched[module], self.stream())?;
-        self.window.put(module);
+        self.weight_ring.put(module);
         Ok(bytes)
     }
 
     /// Makes later work on the compute stream wait for the weights of `module`, which was fetched or prefetched.
     pub(super) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
-        if let Some(src) = self.shelf.take(module) {
+        if let Some(src) = self.prefetch_buffer.take(module) {
             // The compute stream no longer uses the weights that this overwrites: a pass goes from neighbour to neighbour.
             dev.wait(Stream::Compute, self.fetched[module])?;
             let range = self.streamed(module);
             dev.launch(Cast { stream: Stream::Compute, src, dst: self.weights.slice(range.start, range.len()) })?;
-            self.window.put_in_turn(module);
+            self.weight_ring.put_in_turn(module);
         }
-        let (range, held) = &mut self.window.modules[module];
-        if *held == Held::Fetched {
+        let (range, held) = &mut self.weight_ring.modules[module];
+        if *held == RingContent::Fetched {
             exchange.place_own(dev, self.weights, range)?;
-            *held = Held::Fresh;
+            *held = RingContent::Fresh;
         }
         dev.wait(Stream::Compute, self.fetched[module])
     }
@@ -242,12 +243,12 @@ impl WeightFlow {
 
     /// Marks weights as stale that are about to be overwritten in the source; this step no longer needs them.
     pub(super) fn forget(&mut self, flat: &Range<usize>) {
-        self.window.forget(flat);
+        self.weight_ring.forget(flat);
     }
 
     /// Marks all weights as stale, because all are about to change.
     pub(super) fn forget_all(&mut self) {
-        self.window.forget(&(0..usize::MAX));
+        self.weight_ring.forget(&(0..usize::MAX));
     }
 
     /// The part of a slice that the host sends to its own location on the device, because it is not streamed.
@@ -255,7 +256,7 @@ impl WeightFlow {
         if let Source::Ranks = self.source {
             return flat.clone();
         }
-        flat.start.max(self.window.ring.ringed_elems).min(flat.end)..flat.end
+        flat.start.max(self.weight_ring.ring.ringed_elems).min(flat.end)..flat.end
     }
 }
 
@@ -267,23 +268,23 @@ mod tests {
     use proptest::prelude::*;
 
     /// Consecutive modules of these lengths, all streamed.
-    fn window(lens: &[usize], period_elems: usize) -> Window {
+    fn weight_ring(lens: &[usize], period_elems: usize) -> WeightRing {
         let mut end = 0;
         let mut next = |len: &usize| {
             end += len;
-            (end - len..end, Held::Nothing)
+            (end - len..end, RingContent::Nothing)
         };
         let modules: Vec<_> = lens.iter().map(&mut next).collect();
-        Window { ring: RingShape { ringed_elems: end, period_elems }, modules }
+        WeightRing { ring: RingShape { ringed_elems: end, period_elems }, modules }
     }
 
-    fn in_the_way(window: &Window, module: usize) -> Vec<usize> {
-        window.in_the_way(module).collect()
+    fn in_the_way(weight_ring: &WeightRing, module: usize) -> Vec<usize> {
+        weight_ring.in_the_way(module).collect()
     }
 
     #[test]
     fn a_ring_of_two_modules_holds_two_neighbours() {
-        let mut w = window(&[4, 4, 4, 4], 8);
+        let mut w = weight_ring(&[4, 4, 4, 4], 8);
         (0..2).for_each(|module| w.put(module));
         assert!(w.has(0) && w.has(1) && in_the_way(&w, 2) == [0]);
         w.put(2);
@@ -291,8 +292,8 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_writes_anew_is_stale_and_still_in_the_way_of_itself() {
-        let mut w = window(&[4, 4, 4], 8);
+    fn weights_that_the_host_rewrites_are_stale_and_still_occupy_the_ring() {
+        let mut w = weight_ring(&[4, 4, 4], 8);
         (0..2).for_each(|module| w.put(module));
         w.forget(&(2..4));
         assert!(!w.has(0) && w.has(1) && in_the_way(&w, 0) == [0] && in_the_way(&w, 2) == [0]);
@@ -305,8 +306,8 @@ mod tests {
     }
 
     #[test]
-    fn copies_wait_for_what_the_compute_stream_has_overwritten() {
-        let mut w = window(&[1, 4, 4, 4], 9);
+    fn copies_wait_for_overwrites_on_the_compute_stream() {
+        let mut w = weight_ring(&[1, 4, 4, 4], 9);
         [3, 2].into_iter().for_each(|module| w.put(module));
         w.put_in_turn(1);
         assert!(w.has(1) && w.has(2) && !w.has(3));
@@ -316,31 +317,31 @@ mod tests {
     }
 
     #[test]
-    fn only_what_lies_in_the_ring_streams() {
+    fn only_weights_in_the_ring_stream() {
         let table = TensorTable::new(&ModelShape::demo());
         let (layer, embed) = (table.module_range(Module::Layer(0)), table.module_range(Module::Embed));
         let ring = RingShape { ringed_elems: embed.start - 100, period_elems: 2 * layer.len() };
-        let w = Window::new(&table, ring);
+        let w = WeightRing::new(&table, ring);
         let streamed = |module| w.modules[table.module_index(module)].0.clone();
         assert_eq!(streamed(Module::Layer(0)), layer.start..layer.end - 100);
         assert!(streamed(Module::Embed).is_empty() && w.has(table.module_index(Module::Embed)));
         let short = RingShape { period_elems: layer.len() - 1, ..ring };
-        assert!(std::panic::catch_unwind(|| Window::new(&table, short)).is_err());
+        assert!(std::panic::catch_unwind(|| WeightRing::new(&table, short)).is_err());
     }
 
     proptest! {
         /// Compares with a ring that records the owner of every element.
         #[test]
-        fn the_window_knows_what_every_element_of_the_ring_holds(
+        fn the_ring_tracks_the_content_of_every_element(
             lens in prop::collection::vec(1usize..12, 1..9), slack in 0usize..12, walk in prop::collection::vec(0usize..9, 0..40),
         ) {
             let period = lens.iter().max().unwrap() + slack;
-            let mut w = window(&lens, period);
+            let mut w = weight_ring(&lens, period);
             let mut elements = vec![None; period];
             for module in walk.into_iter().map(|at| at % lens.len()) {
                 let places: Vec<_> = w.modules[module].0.clone().map(|element| element % period).collect();
                 let mut owners: Vec<usize> = places.iter().filter_map(|&place| elements[place]).collect();
-                owners.retain(|&owner| w.modules[owner].1 != Held::Nothing);
+                owners.retain(|&owner| w.modules[owner].1 != RingContent::Nothing);
                 owners.sort_unstable();
                 owners.dedup();
                 prop_assert_eq!(in_the_way(&w, module), owners);

@@ -40,7 +40,7 @@ mod tests {
     const EVIL: &str = "a\u{1b}[31mb\r\u{9b}\u{7f}\n\tc\u{202e}\u{2066}\u{61c}\u{2028}é\"\\";
 
     #[test]
-    fn lines_stay_lines_and_only_what_is_one_line_loses_them() {
+    fn text_keeps_its_lines_and_only_single_lines_lose_them() {
         assert_eq!(printable_lines(EVIL), "a\\u{1b}[31mb\\r\\u{9b}\\u{7f}\n\tc\\u{202e}\\u{2066}\\u{61c}\\u{2028}é\"\\");
         assert_eq!(printable(EVIL), "a\\u{1b}[31mb\\r\\u{9b}\\u{7f}\\n\\tc\\u{202e}\\u{2066}\\u{61c}\\u{2028}é\"\\");
     }

@@ -111,7 +111,7 @@ mod tests {
         }
 
         #[test]
-        fn reads_back_what_it_prints(cpus in prop::collection::vec(0usize..300, 1..40)) {
+        fn printed_values_read_back(cpus in prop::collection::vec(0usize..300, 1..40)) {
             let list: CpuList = cpus.into_iter().collect();
             prop_assert_eq!(CpuList::parse(&list.to_string()), Some(list));
         }

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_become_means_of_what_was_told() {
+    fn samples_become_means_of_known_values() {
         let watts = |power_w| Sample { power_w, ..Sample::default() };
         let sum = GpuSamples::from(&[watts(Some(300.0)), watts(None), watts(Some(500.0))][..]);
         assert_eq!((sum.samples, sum.power_w, sum.sm_clock_mhz), (3, Some(400.0), None));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_cannot_be_asked_is_an_error_with_a_reason() {
+    fn a_gpu_that_cannot_be_queried_is_an_error_with_a_reason() {
         if let Err(error) = GpuFacts::read() {
             assert!(matches!(error, Error::Resource { .. } | Error::Unsupported(_)), "{error}");
             assert_eq!(Sampler::start().err().unwrap().to_string(), error.to_string());

@@ -127,21 +127,21 @@ mod tests {
     }
 
     #[test]
-    fn products_of_experts_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
+    fn products_of_experts_have_a_measured_or_an_assumed_rate() {
         let assumed = rates(None, None);
         for (by, share) in [(ExpertProducts::Own, 0.55), (ExpertProducts::Cublaslt, 0.9)] {
             let assumed = assumed.multiplying_experts_by(by);
             assert_eq!(assumed.grouped_flops(2048, 512), share * assumed.matmul_flops(512));
             assert_eq!(assumed.grouped_flops(64, 512), share * assumed.matmul_flops(64));
-            let said =
+            let text =
                 format!("products of experts at {:.0} % of the rate of single ones, assumed: h200-pcie5 does not say", 100.0 * share);
-            assert_eq!(assumed.unknown_grouped(), Some(said));
+            assert_eq!(assumed.unknown_grouped(), Some(text));
             assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
         }
     }
 
     #[test]
-    fn each_of_those_who_multiply_has_a_rate_of_its_own() {
+    fn each_implementation_of_products_has_its_own_rate() {
         let curve = |few, many| Some(Points(vec![(128.0, few), (2048.0, many)]));
         let own = rates(curve(1e14, 3e14), curve(2e14, 4e14));
         let by_cublaslt = own.multiplying_experts_by(ExpertProducts::Cublaslt);

@@ -82,10 +82,10 @@ fn mask(topology: &Topology, usable: &UsableCpus) -> Option<String> {
 /// # Errors
 /// `Usage` if more threads are requested than can run; `Resource` if the automatic choice would be many times slower than the machine while
 /// a GPU waits for it.
-pub(crate) fn check_threads(topology: &Topology, asked: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
+pub(crate) fn check_threads(topology: &Topology, requested: Option<usize>, on_gpu: bool) -> Result<Option<String>> {
     let Some(usable) = topology.usable_cpus() else { return Ok(None) };
     let (count, online, reasons) = (usable.count(), usable.online, reasons(topology).join("; "));
-    match asked {
+    match requested {
         Some(threads) if threads > count => {
             let why = if reasons.is_empty() { "it has no more".into() } else { reasons };
             Err(Error::usage(format!(
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_than_cpus_are_refused_with_what_would_help() {
+    fn more_threads_than_cpus_are_refused_with_a_remedy() {
         let error = check_threads(&on(&grace(), "0-15"), Some(17), true).unwrap_err();
         let message = "--threads 17: 16 of this machine's 72 CPUs can be used (only 16 of 72 CPUs are allowed (0-15): start without \
             taskset or numactl); or say --threads 16";

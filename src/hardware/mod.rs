@@ -2,6 +2,7 @@
 
 pub(crate) mod cgroup;
 pub(crate) mod cpu_list;
+mod cpu_slice;
 pub(crate) mod gpu;
 pub(crate) mod grouped_rates;
 pub(crate) mod limits;
@@ -10,6 +11,5 @@ pub(crate) mod peer_route;
 pub(crate) mod profile;
 pub(crate) mod rates;
 pub(crate) mod selected_profile;
-mod share;
 pub(crate) mod sourced;
 pub(crate) mod topology;

@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn written_values_read_back() {
         for profile in Profile::names().map(|name| Profile::load(name).unwrap()) {
             assert_eq!(parse(&profile.to_string()).unwrap(), profile);
         }
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_together_is_refused() {
+    fn mismatched_sections_are_refused() {
         let with = |from: &str, to: &str| {
             assert!(h200().contains(from), "{from}");
             refused(&h200().replacen(from, to, 1))
@@ -668,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_profile_leaves_out_is_that_of_the_one_it_is_like() {
+    fn missing_entries_of_a_profile_come_from_its_base_profile() {
         let [one, two] = ["h200-pcie5", "h200-x2"].map(|name| Profile::load(name).unwrap());
         assert_eq!((&two.gpu, &two.link, &two.contention), (&one.gpu, &one.link, &one.contention));
         assert!(two.host.cpus.value == 32.0 && two.host.wake_up_s == one.host.wake_up_s);
@@ -696,7 +696,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_lists_what_there_is() {
+    fn an_unknown_name_lists_the_known_names() {
         let error = Profile::load("tpu").unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("h200-pcie5, gh200-96"), "{error}");
     }

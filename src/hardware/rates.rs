@@ -308,10 +308,10 @@ impl Rates {
 
     /// A line about the assumed rate of expert products; `None` if it was measured.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
-        let said = |share: f64| {
+        let text = |share: f64| {
             format!("products of experts at {:.0} % of the rate of single ones, assumed: {} does not say", 100.0 * share, self.profile)
         };
-        self.grouped.assumed_share().map(said)
+        self.grouped.assumed_share().map(text)
     }
 
     /// Seconds of a copy of `bytes` to the host, without concurrent load.
@@ -394,7 +394,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_process_with_half_of_the_cpus_has_half_of_what_all_optimizers_get() {
+    fn a_process_with_half_of_the_cpus_has_half_of_the_optimizer_rate() {
         let each = Rates::of_each(&Profile::load("h200-x2").unwrap(), 2);
         let adam = |rates: &Rates, threads| rates.adam_bytes_per_s(threads, Isa::Avx512, Moments::Float32);
         let half = each.clone().in_part(16, 32);
@@ -403,7 +403,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn copies_between_gpus_are_no_faster_than_what_they_pass() {
+    fn copies_between_gpus_are_no_faster_than_the_links_they_cross() {
         let each = Rates::of_each(&Profile::load("h200-x2").unwrap(), 2);
         let over = |route| each.clone().with_peers(route).peer_bytes_per_s;
         assert_eq!([PeerRoute::Own, PeerRoute::Links, PeerRoute::Host].map(over), [348e9, 44.6e9, 22.3e9]);
@@ -413,7 +413,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn processes_get_of_each_other_what_a_network_carries_or_gpus_pull() {
+    fn bytes_between_processes_are_those_of_the_network_or_of_pulls() {
         let profile = Profile::load("gh200-x4").unwrap();
         let each = Rates::of_each(&profile, 4);
         let rates = |rates: &Rates| [rates.between_processes(), rates.between_hosts()].map(|network| network.bytes_per_s);
@@ -425,7 +425,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn products_in_fp8_are_as_fast_as_measured_or_as_is_said_to_be_assumed() {
+    fn products_in_fp8_have_a_measured_or_an_assumed_rate() {
         let mut profile = Profile::load(ASSUMED).unwrap();
         let measured = Rates::of(&profile);
         assert_eq!((measured.fp8_flops(8192), measured.unknown_fp8()), (1238e12, None));

@@ -209,8 +209,8 @@ mod tests {
     }
 
     #[test]
-    fn several_gpus_get_the_profile_of_as_many_or_are_told_whose_it_is() {
-        for (gpu, gpus, profile, told) in [
+    fn several_gpus_get_a_matching_profile_or_a_note_about_its_machine() {
+        for (gpu, gpus, profile, message) in [
             ("NVIDIA H200", 1, "h200-pcie5", None),
             ("NVIDIA H200", 2, "h200-x2", None),
             ("NVIDIA H200", 3, "h200-x4", Some("what each of 4 gets")),
@@ -228,14 +228,14 @@ mod tests {
             assert!(selected.to_string().contains(profile), "{selected}");
             let line = selected.unknown_together(gpus);
             assert!(
-                line.as_deref().map_or(told.is_none(), |line| told.is_some_and(|told| line.contains(told))),
+                line.as_deref().map_or(message.is_none(), |line| message.is_some_and(|message| line.contains(message))),
                 "{gpus} x {gpu}: {line:?}"
             );
         }
     }
 
     #[test]
-    fn what_is_named_is_taken_if_it_has_a_gpu_and_this_is_not_measured() {
+    fn a_named_profile_is_used_if_it_has_a_gpu_and_the_machine_is_not_measured() {
         let selected = |hardware: &str| SelectedProfile::of(Path::new(hardware), Ok(key("NVIDIA H200")), 1);
         let named = selected("gb200").unwrap();
         assert!(named.profile.name == "gb200" && named.to_string().starts_with("gb200: NVIDIA GB200"), "{named}");
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_taken_if_it_can_be_read_and_has_a_gpu() {
+    fn a_kept_profile_is_used_if_it_is_readable_and_has_a_gpu() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("kept.toml");
         let kept = || SelectedProfile::kept(file.clone());

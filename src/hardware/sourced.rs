@@ -136,19 +136,19 @@ mod tests {
 
     #[test]
     fn nonsense_is_said() {
-        let said = |points: &[(f64, f64)]| Points(points.to_vec()).nonsense().unwrap_or_default();
-        assert_eq!(said(&[(1.0, 2.0), (2.0, 1.0)]), "");
-        assert!(said(&[]).contains("without points"));
-        assert!(said(&[(2.0, 1.0), (2.0, 1.0)]).contains("2 comes before 2"));
+        let message = |points: &[(f64, f64)]| Points(points.to_vec()).nonsense().unwrap_or_default();
+        assert_eq!(message(&[(1.0, 2.0), (2.0, 1.0)]), "");
+        assert!(message(&[]).contains("without points"));
+        assert!(message(&[(2.0, 1.0), (2.0, 1.0)]).contains("2 comes before 2"));
         for bad in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300] {
             assert!(bad.nonsense().unwrap().contains(&bad.to_string()), "{bad}");
-            assert!(said(&[(1.0, bad)]).contains(&bad.to_string()) && said(&[(bad, 1.0)]).contains(&bad.to_string()), "{bad}");
+            assert!(message(&[(1.0, bad)]).contains(&bad.to_string()) && message(&[(bad, 1.0)]).contains(&bad.to_string()), "{bad}");
         }
     }
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(
+        fn written_values_read_back(
             value in proptest::num::f64::POSITIVE, points in prop::collection::vec((proptest::num::f64::POSITIVE, 0.0..1e19), 0..4), source in "\\PC*",
         ) {
             let others = vec![Other { value: Points(points.clone()), source: source.clone() }];

@@ -634,7 +634,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_container_may_use_what_affinity_cpuset_and_quota_leave() {
+    fn a_container_uses_the_cpus_of_affinity_cpuset_and_quota() {
         let dir = container();
         let topology =
             Topology::read(dir.path(), Process { affinity: CpuList::parse("0-71"), memlock_bytes: Some(8 << 20), ..Process::default() });

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_thread_runs_where_its_name_says() {
+    fn a_pinned_thread_runs_on_the_cpu_in_its_name() {
         let mut cpu = 0;
         let (result, after, name) = in_thread(|allowed| {
             cpu = *allowed.as_slice().last().unwrap();
@@ -314,7 +314,7 @@ mod tests {
 
     #[cfg(feature = "mpam")]
     #[test]
-    fn a_thread_keeps_off_the_workers_only_where_there_are_several_others() {
+    fn a_thread_keeps_off_the_workers_only_if_several_cpus_remain() {
         let (result, after, _) = in_thread(|allowed| {
             let lowest = CpuList::from_iter([allowed.as_slice()[0]]);
             Placement { others: lowest, workers: vec![1] }.keep_off_workers("driver").map(|()| allowed.clone())

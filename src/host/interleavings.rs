@@ -4,7 +4,7 @@
 //! test orders them, so loom reads a stale value if an ordering is missing.
 
 use super::doorbell::Doorbell;
-use super::homes::Homes;
+use super::homes::WorkerNodes;
 use super::pool::{Call, Threads};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::thread;
@@ -51,7 +51,7 @@ fn a_bell_wakes_its_waiter_as_often_as_it_waits() {
 /// Checks that every job of a pool of `workers` runs once, and that the driver sees its writes.
 fn hand_over(workers: usize, jobs: usize) {
     let bell = Arc::new(Doorbell::default());
-    let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
+    let mut pool = Threads::start(workers, WorkerNodes::default(), bell.clone(), 0, |_| Ok(())).unwrap();
     let counts: Arc<[AtomicUsize; 2]> = Arc::default();
     for job in 1..=jobs {
         let counted = counts.clone();

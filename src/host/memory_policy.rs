@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::hardware::cpu_list::CpuList;
 use crate::hardware::topology::{HugePages, Topology};
-use crate::host::homes::Homes;
+use crate::host::homes::WorkerNodes;
 use crate::host::room;
 use crate::units::Bytes;
 use clap::ValueEnum;
@@ -113,8 +113,8 @@ impl MemoryPolicy {
     }
 
     /// The memory nodes of the workers; there is one worker for each toucher.
-    pub fn homes(&self) -> Homes {
-        Homes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
+    pub fn homes(&self) -> WorkerNodes {
+        WorkerNodes { nodes: self.nodes.len().max(1), of_worker: self.touchers.iter().map(|toucher| toucher.node).collect() }
     }
 
     /// Alignment of a block of `bytes`.
@@ -155,10 +155,11 @@ impl MemoryPolicy {
         for (range, node) in parts {
             let on_node = |i: &usize| self.touchers[*i].node == *node;
             let everyone = 0..self.touchers.len();
-            let crew: Vec<_> = if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
-            let share = range.len().div_ceil(crew.len().max(1)).next_multiple_of(grain);
+            let writers: Vec<_> =
+                if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
+            let share = range.len().div_ceil(writers.len().max(1)).next_multiple_of(grain);
             let starts = range.clone().step_by(share);
-            crew.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
+            writers.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
         }
         shares
     }
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_pages_that_are_not_there_are_an_error_that_says_how_to_get_them() {
+    fn missing_reserved_pages_are_an_error_with_the_remedy() {
         let mut topology = Topology::read(two_sockets().path(), Process::default());
         topology.huge_pages[0].total = Some(0);
         let error = MemoryPolicy::new(&topology, HugePagesChoice::Explicit, &[], 1).unwrap_err().to_string();

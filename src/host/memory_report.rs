@@ -178,7 +178,7 @@ AnonHugePages:         0 kB\nPrivate_Hugetlb:    2048 kB\n\
     }
 
     #[test]
-    fn a_kernel_that_tells_nothing_is_believed() {
+    fn a_kernel_without_feedback_is_trusted() {
         let report = MemoryReport::read(tree(&[]).path(), &[0..2048, 2048..4096]);
         assert_eq!(report.to_string(), "4.0 KiB");
     }

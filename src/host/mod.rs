@@ -2,6 +2,7 @@
 
 pub(crate) mod affinity;
 pub(crate) mod doorbell;
+pub(crate) mod heartbeats;
 pub(crate) mod homes;
 #[cfg(all(loom, test))]
 mod interleavings;
@@ -13,7 +14,6 @@ pub(crate) mod partition;
 pub(crate) mod perf;
 pub(crate) mod pinned;
 pub(crate) mod pool;
-pub(crate) mod pulse;
 pub(crate) mod resctrl_group;
 mod room;
 pub(crate) mod wakeup;

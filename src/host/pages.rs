@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_is_gone_and_the_rest_is_as_it_was() {
+    fn returned_pages_are_unmapped_and_the_rest_is_unchanged() {
         let page = base_page_bytes();
         let mut mapping = Mapping::anonymous(4 * page, 1).unwrap();
         mapping.touch(0..4 * page);

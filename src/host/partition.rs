@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_prepared_group_it_is_only_said() {
+    fn a_missing_prepared_group_is_only_a_message() {
         let dir = tree(&["p0"]);
         assert_eq!(auto(dir.path()), "no group superoffload-adam is prepared");
         assert_eq!(auto(&dir.path().join("info")), "not mounted");
@@ -98,12 +98,12 @@ mod tests {
     fn the_workers_join_the_prepared_group() {
         let dir = tree(&[ADAM_GROUP]);
         let is_worker = || workers().unwrap().contains(&nix::unistd::gettid().as_raw());
-        let (worker, said) = std::thread::scope(|scope| {
+        let (worker, message) = std::thread::scope(|scope| {
             let body = || (is_worker(), auto(dir.path()));
             std::thread::Builder::new().name("adam-77".into()).spawn_scoped(scope, body).unwrap().join().unwrap()
         });
         assert!(worker && !is_worker());
-        assert!(said.ends_with(" optimizer threads in superoffload-adam: MB:36=20 L3:36=f"), "{said}");
+        assert!(message.ends_with(" optimizer threads in superoffload-adam: MB:36=20 L3:36=f"), "{message}");
         assert!(!fs::read_to_string(dir.path().join(ADAM_GROUP).join("tasks")).unwrap().is_empty());
     }
 }

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_print_in_order_and_absence_is_said_once() {
+    fn counts_print_in_order_and_absence_is_noted_once() {
         let counts = [("instructions", 3_000_000), ("cycles", 2_000_000), ("page_faults", 7)].into_iter().collect();
         let missing = vec!["llc_read_misses: not here".into()];
         let text = WorkerCounts { threads: 2, counts, missing }.to_string();

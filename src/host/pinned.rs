@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_is_lent_to_nobody_and_the_rest_is_as_it_was() {
+    fn returned_memory_has_no_user_and_the_rest_is_unchanged() {
         let mut host = HostMemory::default();
         let [first, second] = ["first", "second"].map(|name| host.alloc(name, 1 << 20).unwrap());
         host.lend_mut::<u8>(second).fill(7);

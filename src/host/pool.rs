@@ -11,8 +11,8 @@
 
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
-use crate::host::homes::Homes;
-use crate::host::pulse::Pulse;
+use crate::host::heartbeats::Heartbeats;
+use crate::host::homes::WorkerNodes;
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{UnsafeCell, mpsc};
@@ -99,7 +99,7 @@ struct PoolShared<J> {
     failed: AtomicBool,
     bells: Vec<Doorbell>,
     driver: Arc<Doorbell>,
-    pulse: Arc<Pulse>,
+    heartbeats: Arc<Heartbeats>,
 }
 
 // SAFETY: only the driver writes `job`, while no worker runs (`remaining` is zero, acquired); workers read it only after the release of the
@@ -119,7 +119,7 @@ impl<J: Job> PoolShared<J> {
             let (start, end) = (pieces * node / nodes, pieces * (node + 1) / nodes);
             let taken = std::iter::repeat_with(|| start + self.taken[node].0.fetch_add(1, Ordering::Relaxed));
             taken.take_while(|&piece| piece < end).for_each(|piece| {
-                self.pulse.beat(worker);
+                self.heartbeats.beat(worker);
                 // SAFETY: `taken` returns each number to one worker only, and is reset while no worker has a job.
                 unsafe { job.run(piece) };
             });
@@ -138,7 +138,7 @@ impl<J: Job> Threads<J> {
     /// `Resource` when a thread cannot start or `on_start` fails.
     pub fn start(
         workers: usize,
-        homes: Homes,
+        homes: WorkerNodes,
         driver: Arc<Doorbell>,
         trace_spans: usize,
         on_start: impl Fn(usize) -> Result<()> + Send + Clone + 'static,
@@ -149,8 +149,8 @@ impl<J: Job> Threads<J> {
         let failed = AtomicBool::new(false);
         let (published_ns, busy_ns) = (AtomicU64::new(0), AtomicU64::new(0));
         let (job, taken) = (UnsafeCell::new(None), (0..homes.nodes).map(|_| Taken::default()).collect());
-        let pulse = Arc::new(Pulse::new(workers));
-        let shared = Arc::new(PoolShared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, pulse });
+        let heartbeats = Arc::new(Heartbeats::new(workers));
+        let shared = Arc::new(PoolShared { job, generation, taken, remaining, published_ns, busy_ns, failed, bells, driver, heartbeats });
         let mut pool = Self { shared, handles: Vec::with_capacity(workers), published: 0 };
         let (started, outcome) = mpsc::channel();
         for worker in 0..workers {
@@ -176,7 +176,7 @@ impl<J: Job> Threads<J> {
     pub fn submit(&mut self, job: J) {
         assert!(matches!(self.is_idle(), Ok(true)), "one job at a time");
         self.published += 1;
-        self.shared.pulse.given(self.published, job.label().1);
+        self.shared.heartbeats.given(self.published, job.label().1);
         // SAFETY: `remaining` was zero, so no worker reads the job now.
         self.shared.job.with_mut(|place| unsafe { *place = Some(job) });
         self.shared.taken.iter().for_each(|taken| taken.0.store(0, Ordering::Relaxed));
@@ -196,8 +196,8 @@ impl<J: Job> Threads<J> {
         Ok(self.shared.remaining.load(Ordering::Acquire) == 0)
     }
 
-    pub(crate) fn pulse(&self) -> Arc<Pulse> {
-        self.shared.pulse.clone()
+    pub(crate) fn heartbeats(&self) -> Arc<Heartbeats> {
+        self.shared.heartbeats.clone()
     }
 
     /// Total nanoseconds between the submission of each job and the end of its last worker.
@@ -262,7 +262,7 @@ fn work<J: Job>(shared: &PoolShared<J>, worker: usize, home: usize, mut recorder
         });
         // Read before the decrement: once the count is zero the driver may publish the next job.
         let job_ns = now_ns() - shared.published_ns.load(Ordering::Relaxed);
-        shared.pulse.done(worker, seen);
+        shared.heartbeats.done(worker, seen);
         if shared.remaining.fetch_sub(1, Ordering::AcqRel) == 1 {
             shared.busy_ns.fetch_add(job_ns, Ordering::Relaxed);
             shared.driver.ring();
@@ -282,7 +282,7 @@ mod tests {
         // One node; a node without its own worker; more nodes than pieces.
         for (nodes, of_worker) in [(1, vec![]), (3, vec![0, 1]), (9, vec![8, 0, 4])] {
             let sums = Arc::new([const { AtomicU32::new(0) }; PIECES]);
-            let mut pool = Threads::start(3, Homes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
+            let mut pool = Threads::start(3, WorkerNodes { nodes, of_worker }, bell.clone(), 1000, |_| Ok(())).unwrap();
             for i in 1..=jobs {
                 let sums = sums.clone();
                 let run = move |piece: usize| _ = sums[piece].fetch_add(i, Ordering::Relaxed);
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_worker_does_the_pieces_of_its_own_node_first() {
         let (bell, places) = (Arc::new(Doorbell::default()), Arc::<[AtomicU32; 4]>::default());
-        let homes = Homes { nodes: 2, of_worker: vec![1, 0] };
+        let homes = WorkerNodes { nodes: 2, of_worker: vec![1, 0] };
         let mut pool = Threads::start(2, homes, bell.clone(), 0, |_| Ok(())).unwrap();
         let seen = places.clone();
         let run = move |piece: usize| {
@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn a_worker_that_cannot_be_placed_is_an_error() {
         let failing = |worker: usize| if worker == 1 { Err(Error::resource("pin adam-01", "no such cpu")) } else { Ok(()) };
-        let result = Threads::<Call<fn(usize)>>::start(3, Homes::default(), Arc::default(), 0, failing);
+        let result = Threads::<Call<fn(usize)>>::start(3, WorkerNodes::default(), Arc::default(), 0, failing);
         assert!(result.err().unwrap().to_string().contains("adam-01"));
     }
 }

@@ -67,7 +67,7 @@ mod tests {
     use crate::hardware::topology::tests::tree;
 
     #[test]
-    fn what_is_free_and_what_can_be_given_up_is_left() {
+    fn available_memory_includes_reclaimable_memory() {
         let meminfo = "Node 0 MemFree: 1024 kB\nNode 0 Active(file): 512 kB\nNode 0 Inactive(file): 256 kB\nNode 0 SReclaimable: 256 kB\n";
         let dir = tree(&[
             ("sys/devices/system/node/node0/meminfo", meminfo),

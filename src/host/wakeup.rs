@@ -2,7 +2,7 @@
 
 use super::affinity::{Placement, name_and_pin};
 use super::doorbell::Doorbell;
-use super::homes::Homes;
+use super::homes::WorkerNodes;
 use super::pool::{Call, Threads};
 use crate::error::Result;
 use std::fmt;
@@ -42,7 +42,7 @@ impl WakeUp {
     pub fn measure(workers: usize, placement: Option<Placement>) -> Result<Self> {
         let bell = Arc::new(Doorbell::default());
         let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| name_and_pin("wake", worker, place.workers[worker]));
-        let mut pool = Threads::start(workers, Homes::default(), bell.clone(), 0, on_start)?;
+        let mut pool = Threads::start(workers, WorkerNodes::default(), bell.clone(), 0, on_start)?;
         let mut sample = |pause: Option<Duration>| -> Result<u64> {
             pause.into_iter().for_each(std::thread::sleep);
             let before = pool.busy_ns();

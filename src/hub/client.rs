@@ -1,7 +1,7 @@
 //! HTTP requests to the hub, with authentication and redirects.
 
 use super::name::{HubName, RepoKind};
-use super::roots::{Trusted, VARIABLES};
+use super::roots::{TrustRoots, VARIABLES};
 use crate::disk;
 use crate::error::{Error, Result};
 use std::path::PathBuf;
@@ -69,14 +69,15 @@ impl HubClient {
     /// A client for the hub of `HF_ENDPOINT`, with the token of `HF_TOKEN` or of the token file.
     ///
     /// # Errors
-    /// `Usage` for an endpoint that is no URL, and for a token with invalid characters; `Io` for the token file; errors of [`Trusted::of`].
+    /// `Usage` for an endpoint that is no URL, and for a token with invalid characters; `Io` for the token file; errors of
+    /// [`TrustRoots::of`].
     pub(super) fn of(variable: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Self> {
         let text = |name| variable(name).and_then(|value| value.into_os_string().into_string().ok());
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.into());
-        Self::new(&endpoint, token(variable)?, Trusted::of(variable)?, WaitLimits::default())
+        Self::new(&endpoint, token(variable)?, TrustRoots::of(variable)?, WaitLimits::default())
     }
 
-    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: Trusted, patience: WaitLimits) -> Result<Self> {
+    pub(super) fn new(endpoint: &str, token: Option<String>, trusted: TrustRoots, patience: WaitLimits) -> Result<Self> {
         let endpoint = endpoint.trim_end_matches('/');
         if origin(endpoint).is_none() {
             return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
@@ -84,7 +85,7 @@ impl HubClient {
         if token.as_ref().is_some_and(|token| token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic())) {
             return Err(Error::usage("the Hugging Face token: empty, or with characters that no token has"));
         }
-        let Trusted { roots, origin } = trusted;
+        let TrustRoots { roots, origin } = trusted;
         let silence = Some(patience.silence);
         let config = Agent::config_builder()
             .tls_config(TlsConfig::builder().root_certs(roots).build())

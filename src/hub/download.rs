@@ -10,7 +10,7 @@ use super::parts::FileInParts;
 use crate::disk::{self, Dir, FileKind, TmpDir};
 use crate::error::{Error, Result};
 use crate::model_dir::CONFIG;
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use crate::units::Bytes;
 use std::fmt;
@@ -35,7 +35,7 @@ pub(super) struct Download<'a> {
     pub(super) name: &'a HubName,
     pub(super) with_weights: bool,
     pub(super) stop: &'a StopFlag,
-    pub(super) emit: &'a mut dyn FnMut(News<'_>),
+    pub(super) emit: &'a mut dyn FnMut(ProgressEvent<'_>),
     /// Pause before a second attempt. Pauses before later attempts are longer.
     pub(super) pause: Duration,
     /// Files of at least this size are downloaded in parts.
@@ -71,7 +71,7 @@ impl Download<'_> {
             fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
         }
         let (blobs, locks) = (Dir::open(&repo.join("blobs"))?, Dir::open(&locks)?);
-        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), pause: self.pause, said: Mutex::default() };
+        let fetcher = Fetcher { client, blobs, locks, stop: self.stop.clone(), pause: self.pause, messages: Mutex::default() };
         let (fetcher, name) = (Arc::new(fetcher), *name);
         self.fetch_all(&fetcher, &files, &listing.commit)?;
         let _lock = fetcher.lock(&format!("{}.lock", listing.commit))?;
@@ -120,7 +120,7 @@ impl Download<'_> {
         let queue = Arc::new(DownloadQueue::new(files.iter().map(in_parts).collect()));
         expect_room(into, &queue.files)?;
         let what = format!("{} files of {} into {}", files.len(), Bytes(all), into.path().display());
-        emit(News::Note(&format!("downloading {name} at commit {commit}: {what}")));
+        emit(ProgressEvent::Note(&format!("downloading {name} at commit {commit}: {what}")));
         let spawn = |_| {
             let (queue, fetcher) = (queue.clone(), fetcher.clone());
             thread::Builder::new().spawn(move || queue.work(&fetcher)).map_err(|e| Error::resource("start a thread that downloads", e))
@@ -134,9 +134,9 @@ impl Download<'_> {
             }
             thread::sleep(PROGRESS_INTERVAL);
             is_done = threads.iter().all(JoinHandle::is_finished);
-            let said = std::mem::take(&mut *fetcher.said.lock().unwrap_or_else(PoisonError::into_inner));
-            said.iter().for_each(|line| emit(News::Note(line)));
-            emit(News::Progress { what: "downloading", done: queue.here(), all });
+            let messages = std::mem::take(&mut *fetcher.messages.lock().unwrap_or_else(PoisonError::into_inner));
+            messages.iter().for_each(|line| emit(ProgressEvent::Note(line)));
+            emit(ProgressEvent::Progress { what: "downloading", done: queue.here(), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
@@ -230,8 +230,8 @@ fn publish_part(dir: &Path, files: &[RemoteFile]) -> Result<()> {
 /// Checks that the hub lists the requested commit, if the revision is a commit. Any commit is valid for a branch or tag.
 fn expect_commit(name: &HubName, commit: &str) -> std::result::Result<(), String> {
     match name.revision.as_str() {
-        asked if is_commit(asked) && asked != commit => {
-            Err(format!("its list of files is of commit {commit} where commit {asked} was asked for"))
+        received if is_commit(received) && received != commit => {
+            Err(format!("its list of files is of commit {commit} where commit {received} was asked for"))
         }
         _ => Ok(()),
     }

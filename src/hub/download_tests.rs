@@ -9,11 +9,11 @@ use super::client::{HubClient, WaitLimits};
 use super::download::Download;
 use super::name::HubName;
 use super::parts::LARGE_BYTES;
-use super::roots::Trusted;
+use super::roots::TrustRoots;
 use crate::error::Result;
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
-use hub_server::{Asked, COMMIT, Drip, HubRepo, HubServer, Reply};
+use hub_server::{COMMIT, Drip, HubRepo, HubServer, ReceivedRequest, Reply};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock};
@@ -57,7 +57,7 @@ struct Case {
     name: HubName,
     said: Mutex<String>,
     /// Progress: bytes done in the last report, the most bytes done in any report, and bytes in total.
-    told: Mutex<[u64; 3]>,
+    output: Mutex<[u64; 3]>,
 }
 
 impl Case {
@@ -71,7 +71,7 @@ impl Case {
             patience: WaitLimits { silence: SILENCE_MAX, answer: ANSWER_MAX, ..WaitLimits::default() },
             name,
             said: Mutex::default(),
-            told: Mutex::default(),
+            output: Mutex::default(),
         }
     }
 
@@ -100,36 +100,36 @@ impl Case {
             name: &name,
             with_weights: self.with_weights,
             stop: &self.stop,
-            emit: &mut |news| match news {
-                News::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
-                News::Progress { done, all, .. } => {
-                    let mut told = self.told.lock().unwrap();
-                    *told = [done, told[1].max(done), all];
+            emit: &mut |event| match event {
+                ProgressEvent::Note(line) => *self.said.lock().unwrap() += &format!("{line}\n"),
+                ProgressEvent::Progress { done, all, .. } => {
+                    let mut output = self.output.lock().unwrap();
+                    *output = [done, output[1].max(done), all];
                 }
-                News::Warn(_) => {}
+                ProgressEvent::Warn(_) => {}
             },
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,
         };
-        download.run(HubClient::new(endpoint, Some(TOKEN.into()), Trusted::built_in(), self.patience)?)
+        download.run(HubClient::new(endpoint, Some(TOKEN.into()), TrustRoots::built_in(), self.patience)?)
     }
 
     /// Downloads from a hub with these answers, and expects success. Returns the requests for the weights.
-    fn good(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> Vec<Asked> {
+    fn good(&self, answer: impl Fn(&ReceivedRequest, usize) -> Reply + Send + 'static) -> Vec<ReceivedRequest> {
         let server = HubServer::start(answer);
         let snapshot = self.run(&server.endpoint()).unwrap();
         assert_eq!(fs::read(snapshot.join(WEIGHTS)).unwrap(), repo().bytes(WEIGHTS));
         assert_eq!(self.parts(), [0; 4]);
-        let [last, most, all] = *self.told.lock().unwrap();
+        let [last, most, all] = *self.output.lock().unwrap();
         assert!(last == all && most == all, "{last} and {most} of {all} bytes were told");
-        server.asked().into_iter().filter(|asked| asked.path.ends_with(WEIGHTS)).collect()
+        server.received().into_iter().filter(|received| received.path.ends_with(WEIGHTS)).collect()
     }
 
     /// Returns the error of a download from a hub with these answers. Also checks that the cache has no complete model afterwards.
-    fn refused(&self, answer: impl Fn(&Asked, usize) -> Reply + Send + 'static) -> String {
+    fn refused(&self, answer: impl Fn(&ReceivedRequest, usize) -> Reply + Send + 'static) -> String {
         let server = HubServer::start(answer);
         let message = self.run(&server.endpoint()).unwrap_err().to_string();
-        server.asked();
+        server.received();
         assert!(!message.contains(TOKEN) && !message.contains('\n'), "{message}");
         assert!(!self.path("snapshots").join(COMMIT).join("config.json").exists() && !self.path("refs").exists(), "{message}");
         assert!(!self.path("blobs").join(repo().blob(WEIGHTS)).exists(), "{message}");
@@ -138,18 +138,20 @@ impl Case {
 }
 
 /// A correct hub, except that `wrong` replaces answers for the weights.
-fn but(wrong: impl Fn(&Asked, Reply, usize) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
-    move |asked, before| {
-        let reply = repo().answer(asked);
-        if asked.path.ends_with(WEIGHTS) { wrong(asked, reply, before) } else { reply }
+fn but(
+    wrong: impl Fn(&ReceivedRequest, Reply, usize) -> Reply + Send + 'static,
+) -> impl Fn(&ReceivedRequest, usize) -> Reply + Send + 'static {
+    move |received, before| {
+        let reply = repo().answer(received);
+        if received.path.ends_with(WEIGHTS) { wrong(received, reply, before) } else { reply }
     }
 }
 
 #[test]
-fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
+fn downloaded_files_have_the_cache_layout_of_python() {
     let case = Case::new();
-    let asked = case.good(|asked, _| repo().answer(asked));
-    assert_eq!((asked.len(), asked[0].authorization.as_deref()), (1, Some("Bearer hf_secret")));
+    let received = case.good(|received, _| repo().answer(received));
+    assert_eq!((received.len(), received[0].authorization.as_deref()), (1, Some("Bearer hf_secret")));
     let snapshot = case.path("snapshots").join(COMMIT);
     let mut names: Vec<_> = fs::read_dir(&snapshot).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
@@ -158,29 +160,29 @@ fn what_is_wanted_lies_in_the_cache_as_python_has_it() {
     assert_eq!(fs::read_link(snapshot.join(WEIGHTS)).unwrap(), Path::new("../../blobs").join(repo().blob(WEIGHTS)));
     assert_eq!(fs::read_to_string(case.path("refs/refs/pr/1")).unwrap(), COMMIT);
     assert_eq!(crate::model_dir::ModelDir::open(&snapshot).unwrap().file(WEIGHTS).unwrap(), snapshot.join(WEIGHTS));
-    assert_eq!(case.good(|asked, _| repo().answer(asked)).len(), 0, "what is here is not asked for again");
+    assert_eq!(case.good(|received, _| repo().answer(received)).len(), 0, "what is here is not asked for again");
     let small = Case { with_weights: false, ..Case::new() };
-    let server = HubServer::start(|asked, _| repo().answer(asked));
+    let server = HubServer::start(|received, _| repo().answer(received));
     assert!(!small.run(&server.endpoint()).unwrap().join(WEIGHTS).exists());
 }
 
 #[test]
-fn what_breaks_off_is_resumed_where_it_stopped() {
-    let asked = Case::new().good(but(|asked, reply, _| if asked.range.is_none() { reply.cut(500_000) } else { reply }));
-    assert_eq!(asked.last().unwrap().range.as_deref(), Some("bytes=500000-"));
+fn a_broken_download_resumes_at_its_last_byte() {
+    let received = Case::new().good(but(|received, reply, _| if received.range.is_none() { reply.cut(500_000) } else { reply }));
+    assert_eq!(received.last().unwrap().range.as_deref(), Some("bytes=500000-"));
     // As many requests as needed.
-    let asked = Case::new().good(but(|_, reply, _| reply.cut(70_000)));
-    assert_eq!(asked.len(), 13);
+    let received = Case::new().good(but(|_, reply, _| reply.cut(70_000)));
+    assert_eq!(received.len(), 13);
     let case = Case::new();
-    let message = case.refused(but(|asked, reply, _| if asked.range.is_none() { reply.cut(500_000) } else { Reply::status(500) }));
+    let message = case.refused(but(|received, reply, _| if received.range.is_none() { reply.cut(500_000) } else { Reply::status(500) }));
     assert!(message.contains("status 500, 5 times in a row; 500000 of 900000 bytes are kept for the next run"), "{message}");
-    let asked = case.good(|asked, _| repo().answer(asked));
-    assert_eq!(asked[0].range.as_deref(), Some("bytes=500000-"));
-    let asked = Case::new().good(but(|asked, reply, _| match asked.range {
+    let received = case.good(|received, _| repo().answer(received));
+    assert_eq!(received[0].range.as_deref(), Some("bytes=500000-"));
+    let received = Case::new().good(but(|received, reply, _| match received.range {
         None => reply.cut(300_000),
         Some(_) => Reply::ok(repo().bytes(WEIGHTS).to_vec()),
     }));
-    assert_eq!(asked.len(), 2, "a hub that knows no ranges");
+    assert_eq!(received.len(), 2, "a hub that knows no ranges");
 }
 
 /// Bytes on disk of each part of the file `partial`.
@@ -190,8 +192,8 @@ fn kept(partial: &Path) -> [u64; 4] {
 }
 
 /// The requested ranges, sorted.
-fn ranges(asked: &[Asked]) -> Vec<&str> {
-    let mut ranges: Vec<_> = asked.iter().map(|asked| asked.range.as_deref().unwrap_or("all")).collect();
+fn ranges(received: &[ReceivedRequest]) -> Vec<&str> {
+    let mut ranges: Vec<_> = received.iter().map(|received| received.range.as_deref().unwrap_or("all")).collect();
     ranges.sort();
     ranges
 }
@@ -201,23 +203,23 @@ const QUARTERS: [&str; 4] = ["bytes=0-224999", "bytes=225000-449999", "bytes=450
 #[test]
 fn a_large_file_comes_in_four_ranges() {
     let case = Case::in_parts();
-    let asked = case.good(|asked, _| repo().answer(asked));
-    assert_eq!(ranges(&asked), QUARTERS);
+    let received = case.good(|received, _| repo().answer(received));
+    assert_eq!(ranges(&received), QUARTERS);
     assert!(!case.said.lock().unwrap().contains("one stream"), "{}", case.said.lock().unwrap());
     // Each part takes as many requests as needed.
     assert_eq!(Case::in_parts().good(but(|_, reply, _| reply.cut(70_000))).len(), 16);
     let just = Case { large_bytes: 900_001, ..Case::new() };
-    assert_eq!(ranges(&just.good(|asked, _| repo().answer(asked))), ["all"]);
+    assert_eq!(ranges(&just.good(|received, _| repo().answer(received))), ["all"]);
 }
 
 #[test]
-fn what_a_download_in_ranges_leaves_is_gone_on_with() {
+fn a_download_in_ranges_continues_from_its_partial_file() {
     let case = Case::in_parts();
     let (partial, least) = (case.partial(), [100_000, 100_000, 100_000, 225_000]);
     // The first permanent failure of a range ends the download, so no range may fail before each part has its bytes. Until then a retry
     // delivers one byte.
     let have_all = move || kept(&partial).iter().zip(least).all(|(kept, least)| *kept >= least);
-    let message = case.refused(but(move |asked, reply, _| match asked.range.as_deref() {
+    let message = case.refused(but(move |received, reply, _| match received.range.as_deref() {
         Some("bytes=675000-") => reply,
         Some(range) if QUARTERS.contains(&range) => reply.cut(100_000),
         _ if have_all() => Reply::status(500),
@@ -225,11 +227,11 @@ fn what_a_download_in_ranges_leaves_is_gone_on_with() {
     }));
     let parts = case.parts();
     assert!(parts.iter().zip(least).all(|(kept, least)| *kept >= least) && parts[3] == 225_000, "{parts:?}");
-    let told = |kept: &u64| message.contains(&format!("status 500, 5 times in a row; {kept} of 225000 bytes are kept for the next run"));
-    assert!(parts[..3].iter().any(told), "{message}");
-    let asked = case.good(|asked, _| repo().answer(asked));
+    let output = |kept: &u64| message.contains(&format!("status 500, 5 times in a row; {kept} of 225000 bytes are kept for the next run"));
+    assert!(parts[..3].iter().any(output), "{message}");
+    let received = case.good(|received, _| repo().answer(received));
     let rest = |part: usize| format!("bytes={}-{}", 225_000 * part as u64 + parts[part], 225_000 * (part + 1) - 1);
-    assert_eq!(ranges(&asked), [0, 1, 2].map(rest));
+    assert_eq!(ranges(&received), [0, 1, 2].map(rest));
 }
 
 #[test]
@@ -240,12 +242,12 @@ fn a_beginning_that_another_program_left_is_gone_on_with() {
         let case = Case::in_parts();
         fs::create_dir_all(case.path("blobs")).unwrap();
         fs::write(case.partial(), &repo().bytes(WEIGHTS)[..left]).unwrap();
-        assert_eq!(ranges(&case.good(|asked, _| repo().answer(asked))), expected);
+        assert_eq!(ranges(&case.good(|received, _| repo().answer(received))), expected);
     }
 }
 
 #[test]
-fn a_hub_without_ranges_sends_a_large_file_as_one_and_that_is_said() {
+fn a_hub_without_ranges_sends_a_large_file_as_one_with_a_message() {
     let whole = || Reply::ok(repo().bytes(WEIGHTS).to_vec());
     let case = Case::in_parts();
     case.good(but(move |_, _, _| whole()));
@@ -257,7 +259,7 @@ fn a_hub_without_ranges_sends_a_large_file_as_one_and_that_is_said() {
     // The hub stops supporting ranges midway, when other parts may be on disk already.
     for part in QUARTERS {
         let case = Case::in_parts();
-        case.good(but(move |asked, reply, _| if asked.range.as_deref() == Some(part) { whole() } else { reply }));
+        case.good(but(move |received, reply, _| if received.range.as_deref() == Some(part) { whole() } else { reply }));
         assert_eq!(case.said.lock().unwrap().matches("in one stream").count(), 1);
     }
 }
@@ -267,7 +269,7 @@ fn ranges_that_lie_are_refused() {
     let lies = |lie: fn(Reply) -> Reply| {
         let case = Case::in_parts();
         let message =
-            case.refused(but(move |asked, reply, _| if asked.range.as_deref() == Some(QUARTERS[2]) { lie(reply) } else { reply }));
+            case.refused(but(move |received, reply, _| if received.range.as_deref() == Some(QUARTERS[2]) { lie(reply) } else { reply }));
         assert!(message.contains("download model.safetensors from http://127.0.0.1:"), "{message}");
         message
     };
@@ -287,17 +289,17 @@ fn ranges_that_lie_are_refused() {
     let case = Case::in_parts();
     fs::create_dir_all(case.path("blobs")).unwrap();
     fs::write(case.partial().with_extension("incomplete-2"), vec![0; 225_000]).unwrap();
-    let asked = case.good(|asked, _| repo().answer(asked));
-    assert_eq!(ranges(&asked), ["all", QUARTERS[0], QUARTERS[1], QUARTERS[3]]);
+    let received = case.good(|received, _| repo().answer(received));
+    assert_eq!(ranges(&received), ["all", QUARTERS[0], QUARTERS[1], QUARTERS[3]]);
 }
 
 #[test]
-fn what_was_left_and_is_not_of_the_file_is_begun_anew() {
+fn a_partial_file_of_another_file_is_started_again() {
     for left in [b"something else".to_vec(), vec![0; 900_000], vec![0; 1_000_000]] {
         let case = Case::new();
         fs::create_dir_all(case.path("blobs")).unwrap();
         fs::write(case.partial(), left).unwrap();
-        case.good(|asked, _| repo().answer(asked));
+        case.good(|received, _| repo().answer(received));
     }
 }
 
@@ -314,21 +316,22 @@ fn wrong_bytes_and_lengths_are_refused() {
     assert!(lies("HTTP/1.1 200 OK", 900_000).contains("its checksum is "));
     let range = "HTTP/1.1 206 P\r\nContent-Range: bytes 0-899999/900000";
     let message =
-        Case::new().refused(but(move |asked, reply, _| if asked.range.is_none() { reply.cut(10) } else { reply.with_head(range) }));
+        Case::new().refused(but(move |received, reply, _| if received.range.is_none() { reply.cut(10) } else { reply.with_head(range) }));
     assert!(message.contains("it answers \"bytes 0-899999/900000\" where \"bytes 10-899999/900000\" was asked for"), "{message}");
 }
 
 #[test]
-fn a_token_goes_to_the_hub_and_to_nobody_else() {
-    let elsewhere =
-        HubServer::start(|asked, _| repo().answer(&Asked { path: format!("/org/tiny/resolve/{COMMIT}/{WEIGHTS}"), ..asked.clone() }));
+fn a_token_goes_to_the_hub_only() {
+    let elsewhere = HubServer::start(|received, _| {
+        repo().answer(&ReceivedRequest { path: format!("/org/tiny/resolve/{COMMIT}/{WEIGHTS}"), ..received.clone() })
+    });
     let place = format!("{}/signed?{WEIGHTS}", elsewhere.endpoint());
-    let asked = Case::new().good(but(move |asked, _, _| match asked.path.as_str() {
+    let received = Case::new().good(but(move |received, _, _| match received.path.as_str() {
         path if path.starts_with("/moved") => Reply::redirect(&place),
         _ => Reply::redirect(&format!("/moved/{WEIGHTS}")),
     }));
-    assert!(asked.len() == 2 && asked.iter().all(|asked| asked.authorization.is_some()), "{asked:?}");
-    let there = elsewhere.asked();
+    assert!(received.len() == 2 && received.iter().all(|received| received.authorization.is_some()), "{received:?}");
+    let there = elsewhere.received();
     assert!(there.len() == 1 && there[0].authorization.is_none(), "{there:?}");
     for (to, cause) in
         [("ftp://x/y", "what is no address"), ("", "what is no address"), (&format!("/{WEIGHTS}"), "more than 8 redirections")]
@@ -342,18 +345,18 @@ fn a_token_goes_to_the_hub_and_to_nobody_else() {
 #[test]
 fn silence_is_waited_out_and_not_for_ever() {
     let silent = |reply: Reply, bytes| Reply { silence: SILENCE_MAX * 2, ..reply.cut(bytes) };
-    Case::new().good(but(move |asked, reply, _| if asked.range.is_none() { silent(reply, 100_000) } else { reply }));
+    Case::new().good(but(move |received, reply, _| if received.range.is_none() { silent(reply, 100_000) } else { reply }));
     let message = Case::new().refused(but(move |_, reply, _| silent(reply, 0)));
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
 }
 
 /// A hub that replaces every file list by `wrong`.
-fn list(wrong: impl Fn(Reply) -> Reply + Send + 'static) -> impl Fn(&Asked, usize) -> Reply + Send + 'static {
-    move |asked, _| if asked.path.starts_with("/api/") { wrong(repo().answer(asked)) } else { repo().answer(asked) }
+fn list(wrong: impl Fn(Reply) -> Reply + Send + 'static) -> impl Fn(&ReceivedRequest, usize) -> Reply + Send + 'static {
+    move |received, _| if received.path.starts_with("/api/") { wrong(repo().answer(received)) } else { repo().answer(received) }
 }
 
 /// Maps a request and its number to an answer.
-type Answer = Box<dyn Fn(&Asked, usize) -> Reply + Send>;
+type Answer = Box<dyn Fn(&ReceivedRequest, usize) -> Reply + Send>;
 
 #[test]
 fn an_answer_that_drips_is_not_awaited_for_ever() {
@@ -370,10 +373,10 @@ fn an_answer_that_drips_is_not_awaited_for_ever() {
     assert!(message.contains("5 times in a row; 0 of 900000 bytes"), "{message}");
     // Each redirect is fast enough, but all of them together exceed the limit.
     let patient = || Case { patience: WaitLimits { silence: Duration::from_secs(5), ..Case::new().patience }, ..Case::new() };
-    let away = |asked: &Asked| Reply::redirect(&asked.path).dripping(Drip::All(Duration::from_millis(1)));
-    let message = patient().refused(move |asked, _| away(asked));
+    let away = |received: &ReceivedRequest| Reply::redirect(&received.path).dripping(Drip::All(Duration::from_millis(1)));
+    let message = patient().refused(move |received, _| away(received));
     assert!(message.ends_with("redirections take longer than 600ms, 5 times in a row") || message.contains("timeout: global"), "{message}");
-    let message = patient().refused(but(move |asked, _, _| away(asked)));
+    let message = patient().refused(but(move |received, _, _| away(received)));
     assert!(message.contains("redirections take longer than 600ms, 5 times in a row; 0 of 900000 bytes"), "{message}");
     assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
 }
@@ -398,14 +401,14 @@ fn a_file_that_comes_too_slowly_is_given_up_in_whatever_attempts_it_comes() {
 }
 
 #[test]
-fn a_commit_that_was_asked_for_is_the_one_that_comes() {
-    let asked = "a".repeat(40);
-    let case = Case { name: HubName::model(&format!("org/tiny@{asked}")).unwrap(), ..Case::new() };
-    let message = case.refused(|asked, _| repo().answer(asked));
-    assert!(message.ends_with(&format!("its list of files is of commit {COMMIT} where commit {asked} was asked for")), "{message}");
+fn a_requested_commit_is_the_downloaded_one() {
+    let received = "a".repeat(40);
+    let case = Case { name: HubName::model(&format!("org/tiny@{received}")).unwrap(), ..Case::new() };
+    let message = case.refused(|received, _| repo().answer(received));
+    assert!(message.ends_with(&format!("its list of files is of commit {COMMIT} where commit {received} was asked for")), "{message}");
     assert!(!case.path("snapshots").exists(), "nothing of another commit is kept");
     let case = Case { name: HubName::model(&format!("org/tiny@{COMMIT}")).unwrap(), ..Case::new() };
-    case.good(|asked, _| repo().answer(asked));
+    case.good(|received, _| repo().answer(received));
     assert!(!case.path("refs").exists(), "a commit is its own name");
 }
 
@@ -443,10 +446,10 @@ fn refusals_say_what_helps() {
 fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
     let listed = |change: fn(&mut serde_json::Value)| {
         let case = Case::new();
-        let message = case.refused(move |asked, _| {
+        let message = case.refused(move |received, _| {
             let mut listing = repo().listing.clone();
             change(&mut listing);
-            if asked.path.starts_with("/api/") { Reply::ok(listing.to_string().into_bytes()) } else { repo().answer(asked) }
+            if received.path.starts_with("/api/") { Reply::ok(listing.to_string().into_bytes()) } else { repo().answer(received) }
         });
         assert!(!case.path("").exists() || fs::read_dir(case.path("blobs")).unwrap().count() == 0, "{message}");
         message
@@ -475,32 +478,32 @@ fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
 }
 
 #[test]
-fn a_stop_is_heard_and_what_came_is_kept() {
+fn a_stop_ends_the_download_and_received_bytes_are_kept() {
     let case = Case::new();
     let stop = case.stop.clone();
     let answer = but(move |_, reply, _| {
-        stop.ask();
+        stop.request();
         Reply { silence: SILENCE_MAX, ..reply.cut(400_000) }
     });
     let server = HubServer::start(answer);
     assert_eq!(case.run(&server.endpoint()).unwrap_err().exit_code(), 75);
-    server.asked();
+    server.received();
     assert!(!case.path("snapshots").join(COMMIT).join("config.json").exists());
     let again = Case { stop: StopFlag::default(), ..case };
-    again.good(|asked, _| repo().answer(asked));
+    again.good(|received, _| repo().answer(received));
 }
 
 #[test]
 fn two_at_a_time_download_a_file_once() {
     let case = Case::new();
-    let server = HubServer::start(|asked, _| Reply { silence: Duration::from_millis(20), ..repo().answer(asked) });
+    let server = HubServer::start(|received, _| Reply { silence: Duration::from_millis(20), ..repo().answer(received) });
     let endpoint = server.endpoint();
     thread::scope(|scope| {
         let runs: Vec<_> = (0..3).map(|_| scope.spawn(|| case.run(&endpoint).unwrap())).collect();
         runs.into_iter().for_each(|run| assert!(run.join().unwrap().join("config.json").exists()));
     });
-    let asked = server.asked();
-    assert_eq!(asked.iter().filter(|asked| asked.path.ends_with(WEIGHTS)).count(), 1, "{asked:?}");
+    let received = server.received();
+    assert_eq!(received.iter().filter(|received| received.path.ends_with(WEIGHTS)).count(), 1, "{received:?}");
 }
 
 #[test]
@@ -515,7 +518,7 @@ fn the_token_is_the_environments_or_a_files() {
             value.or((name == "HF_ENDPOINT").then_some(&endpoint)).map(PathBuf::from)
         };
         HubClient::of(&variable).unwrap().get("/", 0, None).unwrap_err();
-        server.asked().remove(0).authorization
+        server.received().remove(0).authorization
     };
     let (home, file) = (dir.path().to_str().unwrap(), dir.path().join("token"));
     assert_eq!(sent(&[]), None);
@@ -542,15 +545,18 @@ fn a_part_of_data_comes_whole_and_alone() {
     let run = |name: &str| {
         let case = Case { name: HubName::data(name).unwrap(), ..Case::new() };
         let repo = new_repo();
-        let server = HubServer::start(move |asked, _| {
+        let server = HubServer::start(move |received, _| {
             assert!(
-                asked.path.starts_with("/api/datasets/org/tiny/revision/refs%2Fconvert%2Fparquet")
-                    || asked.path.starts_with("/datasets/org/tiny/resolve/")
+                received.path.starts_with("/api/datasets/org/tiny/revision/refs%2Fconvert%2Fparquet")
+                    || received.path.starts_with("/datasets/org/tiny/resolve/")
             );
-            repo.answer(&Asked { path: asked.path.replace("/datasets/", "/").replace("/api/", "/api/models/"), ..asked.clone() })
+            repo.answer(&ReceivedRequest {
+                path: received.path.replace("/datasets/", "/").replace("/api/", "/api/models/"),
+                ..received.clone()
+            })
         });
         let found = case.run(&server.endpoint());
-        server.asked();
+        server.received();
         (case, found)
     };
     let (case, found) = run("org/tiny:en");

@@ -29,7 +29,7 @@ pub(super) struct Fetcher {
     /// Pause before the second attempt. It grows with each attempt that transferred nothing.
     pub(super) pause: Duration,
     /// Lines for the user that have not been printed yet.
-    pub(super) said: Mutex<Vec<String>>,
+    pub(super) messages: Mutex<Vec<String>>,
 }
 
 /// Measures the transfer rate of a file over all attempts and rejects a rate that is too low.
@@ -255,12 +255,12 @@ impl Fetcher {
         pace: &mut TransferRate,
     ) -> Result<std::result::Result<(), HttpFailure>> {
         let file = &whole.file;
-        let asked = partial.at..partial.range.end;
-        let mut answer = match self.client.get(&whole.path, asked.start, (asked.end < file.bytes).then_some(asked.end)) {
+        let received = partial.at..partial.range.end;
+        let mut answer = match self.client.get(&whole.path, received.start, (received.end < file.bytes).then_some(received.end)) {
             Ok(answer) => answer,
             Err(failure) => return Ok(Err(failure)),
         };
-        if asked != (0..file.bytes) && answer.status() == 200 {
+        if received != (0..file.bytes) && answer.status() == 200 {
             if whole.parts().len() > 1 {
                 self.take_as_one(whole);
             }
@@ -298,8 +298,8 @@ impl Fetcher {
     /// Switches the file to a download in one piece, because the hub answers a request for a range with the whole file.
     fn take_as_one(&self, whole: &FileInParts) {
         if !whole.take_as_one() {
-            let said = format!("{} comes in one stream: the server has no ranges", whole.file.name);
-            self.said.lock().unwrap_or_else(PoisonError::into_inner).push(said);
+            let messages = format!("{} comes in one stream: the server has no ranges", whole.file.name);
+            self.messages.lock().unwrap_or_else(PoisonError::into_inner).push(messages);
         }
     }
 }
@@ -326,16 +326,16 @@ pub(super) fn interrupted() -> Error {
 
 /// Checks that the headers of `answer` agree with the requested range of `file`. Headers that are absent are not checked, except for
 /// `Content-Range` of a partial request.
-fn expect_range(file: &RemoteFile, asked: Range<u64>, answer: &HubAnswer) -> std::result::Result<(), String> {
+fn expect_range(file: &RemoteFile, received: Range<u64>, answer: &HubAnswer) -> std::result::Result<(), String> {
     let header = |name| answer.headers().get(name).and_then(|value| value.to_str().ok());
-    if asked != (0..file.bytes) {
+    if received != (0..file.bytes) {
         let range = header("Content-Range").unwrap_or_default();
-        let expected = format!("bytes {}-{}/{}", asked.start, asked.end - 1, file.bytes);
+        let expected = format!("bytes {}-{}/{}", received.start, received.end - 1, file.bytes);
         if range != expected {
             return Err(format!("it answers {range:?} where {expected:?} was asked for"));
         }
     }
-    let expected = asked.end - asked.start;
+    let expected = received.end - received.start;
     match header("Content-Length").and_then(|length| length.parse::<u64>().ok()) {
         Some(length) if length != expected => Err(format!("{length} bytes come, {expected} were expected")),
         _ => Ok(()),

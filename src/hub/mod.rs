@@ -21,7 +21,7 @@ mod roots;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::model_dir::{CONFIG, INDEX, INDEX_BYTES_MAX, SINGLE};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use cache::{HubCache, part_dir};
 use name::{HubName, RepoKind};
@@ -35,7 +35,7 @@ pub(crate) struct HubQuery<'a> {
     #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
     pub(crate) stop: &'a StopFlag,
     #[cfg_attr(not(feature = "hub"), expect(dead_code, reason = "only a download takes time"))]
-    pub(crate) emit: &'a mut dyn FnMut(News<'_>),
+    pub(crate) emit: &'a mut dyn FnMut(ProgressEvent<'_>),
 }
 
 impl HubQuery<'_> {
@@ -145,7 +145,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_directory_wins_then_the_cache_and_what_is_neither_is_told() {
+    fn a_directory_wins_then_the_cache_and_missing_names_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let offline = |name: &str| match name {
             "HF_HUB_CACHE" => Some(dir.path().into()),
@@ -165,9 +165,9 @@ mod tests {
             error.to_string()
         };
         let cause = format!("no such directory, and not in the Hugging Face cache {}; ", dir.path().display());
-        let told =
+        let message =
             format!("--model meta-llama/Llama-3.1-8B: {cause}download it: hf download meta-llama/Llama-3.1-8B (HF_HUB_OFFLINE is set)");
-        assert_eq!(refused("meta-llama/Llama-3.1-8B"), told);
+        assert_eq!(refused("meta-llama/Llama-3.1-8B"), message);
         assert!(refused("a/b@v1").contains("download it: hf download a/b --revision v1"));
         let commit = "a".repeat(40);
         let (snapshot, by_commit) = (dir.path().join("models--a--b/snapshots").join(&commit), format!("a/b@{commit}"));

@@ -20,12 +20,12 @@ const SYSTEM: [&str; 5] = [
 const BYTES_MAX: u64 = 64 << 20;
 
 /// The trusted certificate authorities, and a description of their source for error messages.
-pub(super) struct Trusted {
+pub(super) struct TrustRoots {
     pub(super) roots: RootCerts,
     pub(super) origin: String,
 }
 
-impl Trusted {
+impl TrustRoots {
     /// Reads the certificate authorities that the environment selects.
     ///
     /// # Errors
@@ -98,37 +98,37 @@ mod tests {
 
     /// Forwards one request and its whole answer.
     fn forward(mut client: impl Read + Write, plain: SocketAddr) -> io::Result<()> {
-        let (mut asked, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
-        while !asked.ends_with(b"\r\n\r\n") {
+        let (mut received, mut answer, mut byte) = (Vec::new(), Vec::new(), [0]);
+        while !received.ends_with(b"\r\n\r\n") {
             client.read_exact(&mut byte)?;
-            asked.extend(byte);
+            received.extend(byte);
         }
         let mut hub = TcpStream::connect(plain)?;
-        hub.write_all(&asked)?;
+        hub.write_all(&received)?;
         hub.read_to_end(&mut answer)?;
         client.write_all(&answer)?;
         client.flush()
     }
 
-    fn trusted(set: &[(&str, &Path)]) -> Result<Trusted> {
-        Trusted::of(&|name| set.iter().find(|(variable, _)| *variable == name).map(|(_, path)| path.to_path_buf()))
+    fn trusted(set: &[(&str, &Path)]) -> Result<TrustRoots> {
+        TrustRoots::of(&|name| set.iter().find(|(variable, _)| *variable == name).map(|(_, path)| path.to_path_buf()))
     }
 
     #[test]
     fn a_hub_of_a_companys_authority_is_trusted_where_a_variable_names_it() {
         let (authority, server) = (golden("authority.pem"), HubServer::start(|_, _| Reply::ok(b"here".to_vec())));
         let endpoint = behind_tls(server.address);
-        let ask = |trusted: Trusted| HubClient::new(&endpoint, None, trusted, WaitLimits::default()).unwrap().get_bytes("/", 99);
+        let ask = |trusted: TrustRoots| HubClient::new(&endpoint, None, trusted, WaitLimits::default()).unwrap().get_bytes("/", 99);
         for name in VARIABLES {
             assert_eq!(ask(trusted(&[(name, &authority)]).unwrap()).unwrap(), b"here", "{name}");
         }
         let first = [(VARIABLES[2], golden("none.pem")), (VARIABLES[0], authority)];
         assert!(ask(trusted(&[(first[0].0, &first[0].1), (first[1].0, &first[1].1)]).unwrap()).is_ok());
-        for trusted in [trusted(&[]).unwrap(), Trusted::built_in()] {
+        for trusted in [trusted(&[]).unwrap(), TrustRoots::built_in()] {
             let from = trusted.origin.clone();
             let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
-            let told = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
-            assert!(cause.contains(&told) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
+            let message = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
+            assert!(cause.contains(&message) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
         }
     }
 

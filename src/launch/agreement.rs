@@ -1,7 +1,7 @@
 //! Agreement of a run's processes before the first step, on settings, devices, the plan and library versions.
 
 use super::engine::Launcher;
-use super::partners::{Belongings, Partner};
+use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
 use crate::config::options::{CastSide, ExpertProductsChoice, Technique};
 use crate::config::settings::Settings;
@@ -15,9 +15,9 @@ use crate::hardware::topology::{Topology, host_name};
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::ranks::hello::Hello;
+use crate::ranks::hello_message::HelloMessage;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
-use crate::ranks::rendezvous::{Meeting, differs};
+use crate::ranks::rendezvous::{ProcessRendezvous, differs};
 use crate::ranks::run_token::{RunToken, TOKEN_VARIABLE};
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
@@ -62,10 +62,10 @@ const OF_ONE_PROCESS: [&str; 23] = [
 ];
 
 /// The processes of a run after the rendezvous.
-pub(crate) struct Party {
+pub(crate) struct ProcessGroup {
     pub(crate) links: Links,
     /// GPUs, CPUs and transport of this process.
-    partner: Partner,
+    process_info: ProcessInfo,
     /// This machine before any process of the run has taken memory.
     machine: Topology,
 }
@@ -90,29 +90,35 @@ pub(crate) struct Proposal {
     pub(crate) meeting_place: String,
 }
 
-impl Party {
+impl ProcessGroup {
     /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
-    /// process if another process has ended and this one does not react. `tell` receives lines for the user.
+    /// process if another process has ended and this one does not react. `log` receives lines for the user.
     ///
     /// # Errors
-    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`Partner::among`].
-    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
+    /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of
+    /// [`ProcessInfo::among`].
+    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, log: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let meeting = Meeting { address, process, processes, ranks, token: token(settings, tell)?, limit };
+        let rendezvous = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
-        let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
-        tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
-        let own = Hello { host, facts: what_is_shared(settings)?, has, address: None };
-        let links = Links::meet(&meeting, own, (stop, tell), last_resort)?;
-        tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
-        let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
-        let partner = Partner::among(&all, links.names(), process, settings)?;
-        partner.notes.iter().for_each(|note| tell(note));
-        Ok(Self { links, partner, machine })
+        let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
+        log(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address));
+        let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
+        let links = Links::meet(&rendezvous, own, (stop, log), last_resort)?;
+        log(&format!("all {processes} processes are here: {}", links.names().join(", ")));
+        let all = links
+            .resources_by_process()
+            .iter()
+            .map(HostResources::deserialize)
+            .collect::<std::result::Result<Vec<_>, _>>()
+            .map_err(json)?;
+        let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
+        process_info.notes.iter().for_each(|note| log(note));
+        Ok(Self { links, process_info, machine })
     }
 
     /// Like [`Launcher::new`], restricted to this process's part of its machine.
@@ -120,7 +126,7 @@ impl Party {
     /// # Errors
     /// Errors of [`devices::choose`](super::devices::choose).
     pub(crate) fn launcher(&self, settings: &Settings) -> Result<(Launcher, Settings)> {
-        Launcher::among(settings, &self.machine, &self.partner)
+        Launcher::among(settings, &self.machine, &self.process_info)
     }
 
     /// Sends process 0's decisions, and the name of the temporary directory, to the other processes.
@@ -196,14 +202,27 @@ impl Proposal {
 /// Facts on which result bits, or the sizes of transferred slices, depend.
 fn facts(plan: &Plan, shape: &ModelShape) -> Vec<(String, String)> {
     let Plan {
-        dtype, link_dtype, moments, rules, layout, batch, seq_length, grad_accum_steps, shares, group, ranks, loss_tile, hyper, ..
+        dtype,
+        link_dtype,
+        moments,
+        rules,
+        layout,
+        batch,
+        seq_length,
+        grad_accum_steps,
+        partial_sums,
+        gradient_group,
+        ranks,
+        loss_tile,
+        hyper,
+        ..
     } = plan;
     let model = hex(Sha256::digest(format!("{shape:?}")));
     let facts = [
         ("model", model[..16].to_string()),
         ("buckets", cut(layout)),
         ("devices", ranks.to_string()),
-        ("gradient shares", format!("{shares} of {grad_accum_steps} micro-batches, in groups of {group}")),
+        ("gradient shares", format!("{partial_sums} of {grad_accum_steps} micro-batches, in groups of {gradient_group}")),
         ("micro-batch", format!("{batch} x {seq_length}")),
         ("rows with several documents", plan.separates_documents.to_string()),
         ("loss tile", format!("{} x {}", loss_tile.rows, loss_tile.vocab)),
@@ -254,20 +273,20 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
 }
 
 /// Reads the run token. Warns if other users may read it or could guess it.
-fn token(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Result<RunToken> {
+fn token(settings: &Settings, log: &mut dyn FnMut(&str)) -> Result<RunToken> {
     let (token, source) = match &settings.run_token_file {
         Some(file) => {
             let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
             let mode = fs::metadata(file).map_err(|e| Error::io("look at", file, e))?.mode();
             if mode & OTHERS_READ != 0 {
                 let path = printable(file.display());
-                tell(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
+                log(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
             }
             (RunToken::new(&bytes, file.display())?, printable(file.display()))
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| tell(&format!("warning: {source}: the run token may be guessed: {why}")));
+    token.weakness().iter().for_each(|why| log(&format!("warning: {source}: the run token may be guessed: {why}")));
     Ok(token)
 }
 
@@ -279,10 +298,10 @@ fn token_of_variable() -> Result<RunToken> {
 }
 
 /// Settings and program version, which must be equal in all processes.
-fn what_is_shared(settings: &Settings) -> Result<Map<String, Value>> {
-    let told = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
-    let told = told.as_object().cloned().unwrap_or_default();
-    let shared = told.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
+fn shared_settings(settings: &Settings) -> Result<Map<String, Value>> {
+    let message = serde_json::to_value(settings).map_err(|e| Error::format("the settings", e))?;
+    let message = message.as_object().cloned().unwrap_or_default();
+    let shared = message.into_iter().filter(|(name, _)| !OF_ONE_PROCESS.contains(&name.as_str()));
     let program = ("the program".to_string(), env!("SUPEROFFLOAD_LONG_VERSION").into());
     Ok([program].into_iter().chain(shared.map(|(name, value)| (format!("--{}", name.replace('_', "-")), value))).collect())
 }
@@ -298,23 +317,24 @@ mod tests {
     #[test]
     fn a_fact_that_only_one_process_has_is_a_difference() {
         let facts = |values: &[&str]| values.iter().map(|value| ("product".to_string(), value.to_string())).collect::<Vec<_>>();
-        let told = |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
-        assert_eq!(told(&["a", "b"], &["a", "b"]), None);
-        assert_eq!(told(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
-        assert_eq!(told(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
-        assert_eq!(told(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
+        let message =
+            |first: &[&str], own: &[&str]| difference(&facts(first), &facts(own)).map(|(name, theirs, ours)| [name, theirs, ours]);
+        assert_eq!(message(&["a", "b"], &["a", "b"]), None);
+        assert_eq!(message(&["a", "b"], &["a", "c"]), Some(["product", "b", "c"].map(String::from)));
+        assert_eq!(message(&["a", "b"], &["a"]), Some(["product", "b", "nothing"].map(String::from)));
+        assert_eq!(message(&["a"], &["a", "b"]), Some(["product", "nothing", "b"].map(String::from)));
     }
 
     /// A process does not check its own cuBLASLt: it follows process 0.
     #[test]
-    fn whoever_multiplies_by_experts_in_process_0_does_so_in_all() {
+    fn expert_products_of_process_0_apply_to_all() {
         let shape = crate::model::presets::shape("--model", "olmoe-1b-7b".as_ref()).unwrap();
         let device = DeviceMemory::Own { bytes: 1 << 40, addressing: Addressing::Separate };
         let machine = Machine { kind: DeviceKind::Gpu, device, grouped_layouts: GroupedLayouts::Usable, ..Machine::cpu(4) };
-        for (asked, says) in
+        for (requested, says) in
             [(ExpertProductsChoice::Auto, ExpertProductsChoice::Cublaslt), (ExpertProductsChoice::Own, ExpertProductsChoice::Own)]
         {
-            let settings = Settings { expert_products: asked, ..Settings::demo() };
+            let settings = Settings { expert_products: requested, ..Settings::demo() };
             let plan = Plan::new(&settings, &shape, &machine, false).unwrap();
             let sent = serde_json::to_string(&Proposal::new(&plan, &shape, &settings, String::new())).unwrap();
             let proposal: Proposal = serde_json::from_str(&sent).unwrap();
@@ -323,11 +343,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_one_process_is_a_setting_and_the_rest_is_compared() {
+    fn settings_of_one_process_are_exempt_and_the_rest_is_compared() {
         for name in OF_ONE_PROCESS {
             assert!(KEYS.iter().any(|key| key.name == name), "{name}");
         }
-        let shared = what_is_shared(&Settings { processes: 2, process: 1, ..Settings::demo() }).unwrap();
+        let shared = shared_settings(&Settings { processes: 2, process: 1, ..Settings::demo() }).unwrap();
         for name in ["the program", "--processes", "--seq-length", "--learning-rate", "--seed", "--train-length"] {
             assert!(shared.contains_key(name), "{name} is not in {shared:?}");
         }

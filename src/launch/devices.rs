@@ -1,8 +1,8 @@
 //! Selection of a run's device, and the resources of the machine that the planner may use.
 
 use super::gpu;
-use super::partners::Partner;
 use super::peer_links::PeerLinks;
+use super::process_info::ProcessInfo;
 use crate::config::options::{DeviceChoice, HostMemoryKind};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -57,7 +57,7 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
         },
     };
     let (cpus, together) = (topology.usable_cpus().map_or(1, |usable| usable.count()), devices.2.len());
-    let selected = select(settings, topology, devices, Neighbours { cpus, together, on_machine: 1 })?;
+    let selected = select(settings, topology, devices, ResourceCounts { cpus, together, on_machine: 1 })?;
     Ok(SelectedDevice { note, ..selected })
 }
 
@@ -65,11 +65,11 @@ pub fn choose(settings: &Settings, topology: &Topology) -> Result<SelectedDevice
 ///
 /// # Errors
 /// Errors of [`choose`].
-pub(super) fn agreed(settings: &Settings, machine: &Topology, partner: &Partner, cpus: usize) -> Result<SelectedDevice> {
-    let gpus = partner.gpus.clone();
+pub(super) fn agreed(settings: &Settings, machine: &Topology, process_info: &ProcessInfo, cpus: usize) -> Result<SelectedDevice> {
+    let gpus = process_info.gpus.clone();
     let devices = if gpus.is_empty() { Ok(on_cpus()) } else { gpu::free_memory(&gpus).map(|(kind, device)| (kind, device, gpus)) };
-    let on_machine = partner.on_machine;
-    select(settings, machine, devices?, Neighbours { cpus, together: on_machine * settings.gpus, on_machine })
+    let on_machine = process_info.on_machine;
+    select(settings, machine, devices?, ResourceCounts { cpus, together: on_machine * settings.gpus, on_machine })
 }
 
 /// The kind of device, its memory, and the GPUs.
@@ -80,7 +80,7 @@ fn on_cpus() -> Devices {
 }
 
 /// Resources of the machine that are left to this process beside its peers.
-struct Neighbours {
+struct ResourceCounts {
     /// CPUs that this process may use.
     cpus: usize,
     /// Number of GPUs of this machine that train together.
@@ -94,7 +94,7 @@ fn select(
     settings: &Settings,
     machine: &Topology,
     (kind, device, gpus): Devices,
-    Neighbours { cpus, together, on_machine }: Neighbours,
+    ResourceCounts { cpus, together, on_machine }: ResourceCounts,
 ) -> Result<SelectedDevice> {
     if settings.memory == HostMemoryKind::Unified && matches!(device, DeviceMemory::Own { addressing: Addressing::Separate, .. }) {
         return Err(Error::Unsupported("--memory unified: host and GPU cannot use managed memory at the same time here".into()));

@@ -1,14 +1,14 @@
 //! Construction of the engine on the selected device, and the startup order that `train` and `bench` share.
 
+use super::cpu_slice::{self, CpuSlice};
 use super::devices::{self, SelectedDevice};
 use super::gpu::{self, GpuDevice};
 use super::open;
-use super::partners::Partner;
-use super::ranks::{self, Crew};
-use super::share::{self, Share};
+use super::process_info::ProcessInfo;
+use super::ranks::{self, LocalRanks};
 use crate::config::options::Technique;
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{DeviceKind, Engines, Kernels};
 use crate::engine::executor::Engine;
 use crate::engine::pool::Pool;
@@ -25,7 +25,7 @@ use crate::host::pool::Threads;
 use crate::model::shape::ModelShape;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
-use crate::ranks::Seat;
+use crate::ranks::RankContext;
 use crate::search::best_plan;
 #[cfg(feature = "mpam")]
 use std::path::Path;
@@ -58,12 +58,12 @@ impl Launcher {
     }
 
     /// Like [`Self::new`], for one of several processes, which gets its part of `machine`.
-    pub(crate) fn among(settings: &Settings, machine: &Topology, partner: &Partner) -> Result<(Self, Settings)> {
-        let (own, cpus) = partner.share_of(machine);
-        let chosen = devices::agreed(settings, machine, partner, cpus)?;
+    pub(crate) fn among(settings: &Settings, machine: &Topology, process_info: &ProcessInfo) -> Result<(Self, Settings)> {
+        let (own, cpus) = process_info.cpu_slice_of(machine);
+        let chosen = devices::agreed(settings, machine, process_info, cpus)?;
         Ok((
             Self { topology: own.unwrap_or_else(|| machine.clone()), chosen },
-            Settings { transport: partner.transport, ..settings.on_gpus(settings.gpus)? },
+            Settings { transport: process_info.transport, ..settings.on_gpus(settings.gpus)? },
         ))
     }
 
@@ -116,7 +116,7 @@ impl Launcher {
     pub(crate) fn divide_cpus(&self, settings: &Settings, plan: &Plan, warn: impl FnOnce(&str)) -> Result<String> {
         if self.chosen.is_gpu() {
             let homes = gpu::homes(&self.chosen.gpus, &self.topology);
-            share::of(plan, &self.topology, &homes)[0].keep_off_workers()?;
+            cpu_slice::of(plan, &self.topology, &homes)[0].keep_off_workers()?;
         }
         Ok(join_partition(settings, plan, warn))
     }
@@ -127,9 +127,9 @@ impl Launcher {
 /// # Errors
 /// `Resource` if memory or threads are not available.
 pub fn cpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology) -> Result<Engine<CpuDevice>> {
-    let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
-    let (dev, pool) = (cpu_device(&share.plan, &bell)?, cpu_pool(&share, &bell)?);
-    Engine::new(share.plan, shape.clone(), dev, pool, bell)
+    let (cpu_slice, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (cpu_device(&cpu_slice.plan, &bell)?, cpu_pool(&cpu_slice, &bell)?);
+    Engine::new(cpu_slice.plan, shape.clone(), dev, pool, bell)
 }
 
 /// Creates the engines of `plan` on this machine's CPU, one per rank, and runs `user` with the engine of rank 0.
@@ -140,20 +140,20 @@ pub fn on_cpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.ranks == 1 {
         return user.run(cpu_engine(plan, shape, topology)?);
     }
-    let shares = share::of(plan, topology, &vec![None; plan.ranks]);
-    let make = |share: &Share, bell: &Arc<Doorbell>, _| Ok((cpu_device(&share.plan, bell)?, cpu_pool(share, bell)?));
-    ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
+    let cpu_slices = cpu_slice::of(plan, topology, &vec![None; plan.ranks]);
+    let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, _| Ok((cpu_device(&cpu_slice.plan, bell)?, cpu_pool(cpu_slice, bell)?));
+    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), |engine, _| engine.follow(|| Ok(())))
 }
 
 /// Creates the CPU device of `plan`.
 pub(crate) fn cpu_device(plan: &Plan, bell: &Arc<Doorbell>) -> Result<CpuDevice> {
-    let schedule = plan.adversary.map_or(Schedule::Threads, |seed| Schedule::Adversary { seed });
+    let schedule = plan.adversary.map_or(StreamOrder::Threads, |seed| StreamOrder::Adversary { seed });
     open::cpu(plan.threads, schedule, bell.clone(), plan.trace_spans)
 }
 
 /// Creates the pool that runs the optimizer's jobs beside a CPU device.
-pub(crate) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
-    if share.plan.adversary.is_some() { Ok(Pool::stepped(share.plan.trace_spans)) } else { worker_threads(share, bell) }
+pub(crate) fn cpu_pool(cpu_slice: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+    if cpu_slice.plan.adversary.is_some() { Ok(Pool::stepped(cpu_slice.plan.trace_spans)) } else { worker_threads(cpu_slice, bell) }
 }
 
 /// Creates the engine on this machine's first GPU. `portable` selects kernels that run on every GPU since Ampere.
@@ -161,9 +161,9 @@ pub(crate) fn cpu_pool(share: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJ
 /// # Errors
 /// `Resource` if there is no GPU, if one of NVIDIA's libraries is missing, or if memory or threads are not available.
 pub fn gpu_engine(plan: &Plan, shape: &ModelShape, topology: &Topology, portable: bool) -> Result<Engine<GpuDevice>> {
-    let (share, bell) = (share::whole(plan, topology), Arc::new(Doorbell::default()));
-    let (dev, pool) = (gpu_device(&share.plan, 0, portable)?, worker_threads(&share, &bell)?);
-    Engine::new(share.plan, shape.clone(), dev, pool, bell)
+    let (cpu_slice, bell) = (cpu_slice::whole(plan, topology), Arc::new(Doorbell::default()));
+    let (dev, pool) = (gpu_device(&cpu_slice.plan, 0, portable)?, worker_threads(&cpu_slice, &bell)?);
+    Engine::new(cpu_slice.plan, shape.clone(), dev, pool, bell)
 }
 
 /// Creates the engines of `plan` on this machine's first GPUs, one per rank, and runs `user` with the engine of rank 0. See [`gpu_engine`]
@@ -176,10 +176,12 @@ pub fn on_gpus<U: UseEngine>(plan: &Plan, shape: &ModelShape, topology: &Topolog
     if plan.ranks == 1 {
         return user.run(gpu_engine(plan, shape, topology, portable)?);
     }
-    let shares = share::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
-    let make = |share: &Share, bell: &Arc<Doorbell>, rank| Ok((gpu_device(&share.plan, rank, portable)?, worker_threads(share, bell)?));
-    let follow = |engine: &mut Engine<GpuDevice>, seat: &Seat| engine.follow(|| shares[seat.rank].keep_off_workers());
-    ranks::run(Crew::here(plan), shape, &shares, make, |engine, _| user.run(engine), follow)
+    let cpu_slices = cpu_slice::of(plan, topology, &gpu::homes(&gpu::first(gpu::visible()?, plan.ranks)?, topology));
+    let make = |cpu_slice: &CpuSlice, bell: &Arc<Doorbell>, rank| {
+        Ok((gpu_device(&cpu_slice.plan, rank, portable)?, worker_threads(cpu_slice, bell)?))
+    };
+    let follow = |engine: &mut Engine<GpuDevice>, context: &RankContext| engine.follow(|| cpu_slices[context.rank].keep_off_workers());
+    ranks::run(LocalRanks::here(plan), shape, &cpu_slices, make, |engine, _| user.run(engine), follow)
 }
 
 /// Opens the visible GPU `ordinal`.
@@ -217,7 +219,7 @@ fn host_memory(settings: &Settings, plan: &Plan, topology: &Topology) -> Result<
     MemoryPolicy::new(topology, settings.huge_pages, &workers, plan.threads)
 }
 
-pub(super) fn worker_threads(Share { plan, placement }: &Share, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
+pub(super) fn worker_threads(CpuSlice { plan, placement }: &CpuSlice, bell: &Arc<Doorbell>) -> Result<Pool<StepJob>> {
     let placement = placement.clone();
     let pin = |place: &Placement, worker: usize| name_and_pin(WORKER_ROLE, worker, place.workers[worker]);
     let on_start = move |worker: usize| placement.as_ref().map_or(Ok(()), |place| pin(place, worker));

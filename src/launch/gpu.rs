@@ -8,7 +8,7 @@ use crate::hardware::gpu::GpuId;
 use crate::hardware::topology::Topology;
 use crate::memory::DeviceMemory;
 use crate::planner::machine::GroupedLayouts;
-use crate::ranks::RailKey;
+use crate::ranks::NcclUniqueId;
 use std::path::PathBuf;
 
 #[cfg(feature = "cuda")]
@@ -115,7 +115,7 @@ pub(crate) fn nccl_release(libraries: &[PathBuf]) -> Result<String> {
 ///
 /// # Errors
 /// Errors of [`nccl_release`] and of NCCL.
-pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<RailKey> {
+pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<NcclUniqueId> {
     #[cfg(feature = "cuda")]
     return cuda::nccl::new_key(libraries);
     #[cfg(not(feature = "cuda"))]

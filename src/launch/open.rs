@@ -1,7 +1,7 @@
 //! Opens devices for the drivers of this crate (engine, bench, probe) and upholds the safety contracts of the constructors.
 #![allow(unsafe_code)]
 
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, StreamOrder};
 #[cfg(feature = "cuda")]
 use crate::device::cuda::{CudaDevice, CudaOptions};
 use crate::error::Result;
@@ -18,7 +18,7 @@ pub(crate) fn prepare_environment() {
 }
 
 /// Opens the CPU device. See [`CpuDevice::new`].
-pub(crate) fn cpu(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<CpuDevice> {
+pub(crate) fn cpu(threads: usize, schedule: StreamOrder, driver: Arc<Doorbell>, trace_spans: usize) -> Result<CpuDevice> {
     // SAFETY: these drivers order their streams by events (the adversary's schedules test this). They declare host memory before the device
     // that copies it, or own it beside the device.
     unsafe { CpuDevice::new(threads, schedule, driver, trace_spans) }

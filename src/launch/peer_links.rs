@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_link_is_what_a_step_waits_for() {
+    fn a_step_waits_for_the_slowest_link() {
         use GpuLink::{NvSwitch, Pcie};
         let route = |links: &[GpuLink], unlinked| linked(links, unlinked).route();
         assert_eq!(route(&[NvSwitch(18); 3], &[]), PeerRoute::Own);

@@ -632,14 +632,14 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_is_what_gets_allocated() {
+    fn allocations_match_the_plan() {
         let plan = ActivationPlan::new(pair(&ModelShape::demo(), &[Keep; 6])).unwrap();
-        let mut asked = Vec::new();
+        let mut requested = Vec::new();
         let activations = plan.lay_out(&mut |name, elems, dtype| {
-            asked.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
+            requested.push(Allocation { name, space: MemorySpace::Device, elems, dtype });
             Ok(DeviceSlice::at(0x1000, elems, dtype))
         });
-        assert_eq!(asked, plan.allocations());
+        assert_eq!(requested, plan.allocations());
         let activations = activations.unwrap();
         assert_eq!((activations.logits.elems(), activations.loss_stats.elems()), (64 * 100, 64 * 3));
         // 96 tokens of 512 columns for each layer, contiguous.
@@ -655,7 +655,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_that_do_not_keep_share_the_part_after_those_that_do() {
+    fn recomputing_layers_share_the_part_after_keeping_layers() {
         let policies = [RecomputeBlock, Keep, Host, RecomputeCheap, Host, Host];
         let layers = addressed(&demo(1, Dtype::Float32, &policies)).layers;
         let parts = |of: fn(&LayerActivations) -> DeviceSlice| -> Vec<u64> {

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_arithmetic_changes_the_record_and_nothing_else_does() {
+    fn the_record_changes_with_arithmetic_and_with_nothing_else() {
         let llama3 = |factor| RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_positions: 64 };
         assert_eq!(all(|l| l.norm.eps = 0.5), ["norm_eps"]);
         assert_eq!(changed(|s| s.layers[1].norm.eps = f32::from_bits(s.layers[1].norm.eps.to_bits() + 1)), ["norm_eps"]);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_written_as_people_write_them() {
+    fn numbers_are_written_in_common_notation() {
         assert_eq!(ModelShape::demo().arithmetic()["norm_eps"].to_string(), "0.00001");
         assert_eq!(shortest(0.1).to_string(), "0.1");
     }

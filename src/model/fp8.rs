@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_write_all_but_what_libraries_do() {
+    fn kernels_write_all_ranges_except_those_of_libraries() {
         use LastWriter::{Above, Branch, Library};
         let mut layers = ModelShape::demo().layers;
         let last = layers.len() - 1;
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_divide_is_named() {
+    fn indivisible_widths_are_named() {
         let mut shape = ModelShape::demo();
         assert!(check(&shape, 48).is_ok());
         let refused = |shape: &ModelShape, tokens| check(shape, tokens).unwrap_err().to_string();

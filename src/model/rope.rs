@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn yarn_keeps_what_turns_often_and_divides_what_does_not() {
+    fn yarn_keeps_high_frequencies_and_divides_low_ones() {
         let yarn = |truncate| RopeScaling::Yarn { factor: 8.0, beta_fast: 32.0, beta_slow: 1.0, truncate, original_max_positions: 4096 };
         let default = inverse_frequencies(&plain(64, RopeScaling::Default), 1);
         for truncate in [false, true] {

@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn gpt2_shrinks_what_writes_to_the_residual_stream() {
+    fn gpt2_shrinks_weights_that_write_to_the_residual_stream() {
         let table = TensorTable::new(&shape("GPT2LMHeadModel"));
         for (role, std) in [(Role::AttnOut, 0.01), (Role::MlpOut, 0.01), (Role::Qkv, 0.02), (Role::MlpIn, 0.02)] {
             assert_eq!(table.find(Module::Layer(0), role).unwrap().init, Init::Normal { std }, "{role:?}");

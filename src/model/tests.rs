@@ -9,7 +9,7 @@ use super::shape::ModelShape;
 use super::tensors::{Module, TensorSpec, TensorTable};
 use super::{MicroStep, Model};
 use crate::data::batch::Batch;
-use crate::device::cpu::{CpuDevice, Schedule};
+use crate::device::cpu::{CpuDevice, StreamOrder};
 use crate::device::{Device, DeviceSlice, Lease, RouterRule, Stream};
 use crate::dtype::{Dtype, Element};
 use crate::host::pinned::{HostMemory, PinnedSlice};
@@ -49,10 +49,16 @@ impl Harness {
     }
 
     fn narrow<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile) -> Self {
-        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers.len()], Schedule::Adversary { seed: 1 })
+        Self::with_policies::<E>(shape, batch, tile, &vec![Keep; shape.layers.len()], StreamOrder::Adversary { seed: 1 })
     }
 
-    fn with_policies<E: Element>(shape: &ModelShape, batch: usize, tile: LossTile, policies: &[LayerPolicy], schedule: Schedule) -> Self {
+    fn with_policies<E: Element>(
+        shape: &ModelShape,
+        batch: usize,
+        tile: LossTile,
+        policies: &[LayerPolicy],
+        schedule: StreamOrder,
+    ) -> Self {
         Self::with_documents::<E>(shape, (batch, false), (tile, None), policies, schedule)
     }
 
@@ -61,7 +67,7 @@ impl Harness {
         (batch, documents): (usize, bool),
         (tile, mlp_tile): (LossTile, Option<usize>),
         policies: &[LayerPolicy],
-        schedule: Schedule,
+        schedule: StreamOrder,
     ) -> Self {
         let micro_batch = MicroBatch {
             shape,
@@ -78,7 +84,7 @@ impl Harness {
         Self::of::<E>(micro_batch, schedule)
     }
 
-    fn of<E: Element>(micro_batch: MicroBatch<'_>, schedule: Schedule) -> Self {
+    fn of<E: Element>(micro_batch: MicroBatch<'_>, schedule: StreamOrder) -> Self {
         let (mut dev, mut host) = (crate::launch::open::cpu(1, schedule, Default::default(), 0).unwrap(), HostMemory::default());
         let shape = micro_batch.shape;
         let flat = TensorTable::new(shape).flat_elems();
@@ -277,7 +283,8 @@ fn gradients_are_the_slopes_of_the_loss() {
     let wanted = |(name, shape, documents): &(String, ModelShape, bool)| is_smooth(shape) && (!documents || apart(name));
     for (name, shape, documents) in shapes().into_iter().flat_map(documents).filter(wanted) {
         let (tile, policies) = (LossTile { rows: 10, vocab: 24 }, vec![Keep; shape.layers.len()]);
-        let mut harness = Harness::with_documents::<f32>(&shape, (2, documents), (tile, None), &policies, Schedule::Adversary { seed: 1 });
+        let mut harness =
+            Harness::with_documents::<f32>(&shape, (2, documents), (tile, None), &policies, StreamOrder::Adversary { seed: 1 });
         let weights = random_weights(&harness.model.table);
         let (_, grads) = harness.loss_and_grads();
         for spec in harness.model.table.clone().specs() {
@@ -368,14 +375,14 @@ fn narrow_loss<E: Element>(shape: &ModelShape, unit: f32) {
 
 /// Loss and gradients after each of two steps of two micro-steps, all on different sequences, so that stale values cannot pass for new
 /// ones.
-fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: Schedule, crowd: usize) -> Vec<Vec<u8>> {
+fn two_steps<E: Element>(shape: &ModelShape, policies: &[LayerPolicy], schedule: StreamOrder, crowd: usize) -> Vec<Vec<u8>> {
     two_steps_in_tiles::<E>(shape, policies, (schedule, crowd), None)
 }
 
 fn two_steps_in_tiles<E: Element>(
     shape: &ModelShape,
     policies: &[LayerPolicy],
-    (schedule, crowd): (Schedule, usize),
+    (schedule, crowd): (StreamOrder, usize),
     mlp_tile: Option<usize>,
 ) -> Vec<Vec<u8>> {
     let tiles = (LossTile { rows: 10, vocab: 24 }, mlp_tile);
@@ -453,11 +460,11 @@ fn memory_of_experts_is_that_of_the_rows_of_all_tokens() {
 /// Norms with and without bias, with and without a norm of queries and keys, with experts in some layers. Copies run as early as events
 /// allow, or so late, behind many unrelated copies, that a pass with a missing wait reads old data.
 #[test]
-fn what_a_layer_keeps_changes_no_bit() {
+fn kept_activations_change_no_bit() {
     for family in ["gpt2", "llama", "qwen3", "qwen3_moe"] {
         let shape = deep(family);
-        let kept = two_steps::<f32>(&shape, &[Keep; 7], Schedule::Threads, 0);
-        let schedules = || (0..sweep(3, 8)).map(|seed| Schedule::Adversary { seed }).chain([Schedule::Threads]);
+        let kept = two_steps::<f32>(&shape, &[Keep; 7], StreamOrder::Threads, 0);
+        let schedules = || (0..sweep(3, 8)).map(|seed| StreamOrder::Adversary { seed }).chain([StreamOrder::Threads]);
         for (policies, crowd) in POLICIES.into_iter().flat_map(|policies| [(policies, 0), (policies, 100)]) {
             for schedule in schedules() {
                 let same = two_steps::<f32>(&shape, &policies, schedule, crowd) == kept;
@@ -471,7 +478,7 @@ fn what_a_layer_keeps_changes_no_bit() {
 #[test]
 fn a_device_gets_ready_by_one_layer_of_each_kind() {
     let kinds = |family: &str, policies: &[LayerPolicy; 7]| {
-        Harness::with_policies::<f32>(&deep(family), 1, ONE_TILE, policies, Schedule::Threads).model.layer_kinds()
+        Harness::with_policies::<f32>(&deep(family), 1, ONE_TILE, policies, StreamOrder::Threads).model.layer_kinds()
     };
     assert_eq!(kinds("llama", &[Keep; 7]), [0]);
     assert_eq!(kinds("gpt_oss", &[Keep; 7]), [0, 1]);
@@ -479,23 +486,23 @@ fn a_device_gets_ready_by_one_layer_of_each_kind() {
 }
 
 #[test]
-fn what_a_layer_keeps_changes_no_bit_of_a_narrow_format() {
+fn kept_activations_change_no_bit_of_a_narrow_format() {
     for family in ["qwen3", "mixtral"] {
         let shape = deep(family);
-        let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], Schedule::Threads, 0);
+        let kept = two_steps::<half::bf16>(&shape, &[Keep; 7], StreamOrder::Threads, 0);
         for policies in POLICIES {
-            assert!(two_steps::<half::bf16>(&shape, &policies, Schedule::Adversary { seed: 3 }, 0) == kept, "{family} {policies:?}");
+            assert!(two_steps::<half::bf16>(&shape, &policies, StreamOrder::Adversary { seed: 3 }, 0) == kept, "{family} {policies:?}");
         }
     }
 }
 
 /// An MLP in tiles of five of twelve tokens: with biases, with gates, with a norm after it or a factor, beside experts.
 #[test]
-fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_what_a_layer_keeps() {
+fn an_mlp_in_tiles_computes_the_same_and_no_bit_depends_on_kept_activations() {
     for family in ["gpt2", "llama", "gemma2", "granite", "qwen3_moe"] {
         let shape = deep(family);
         let steps = |policies: &[LayerPolicy], seed, mlp_tile| {
-            two_steps_in_tiles::<f32>(&shape, policies, (Schedule::Adversary { seed }, 0), mlp_tile)
+            two_steps_in_tiles::<f32>(&shape, policies, (StreamOrder::Adversary { seed }, 0), mlp_tile)
         };
         let (whole, kept) = (steps(&[Keep; 7], 0, None), steps(&[Keep; 7], 0, Some(5)));
         for (whole, kept) in whole.iter().zip(&kept) {
@@ -550,7 +557,7 @@ fn scales_that_kernels_find_are_those_of_passes() {
             policies: &policies,
         };
         fp8::check(&shape, 4 * SEQ_LENGTH).unwrap();
-        let mut harness = Harness::of::<half::bf16>(micro_batch, Schedule::Adversary { seed: seed as u64 });
+        let mut harness = Harness::of::<half::bf16>(micro_batch, StreamOrder::Adversary { seed: seed as u64 });
         // The second micro-batch must not depend on the first.
         let found = [0, 4].map(|sequence| step_in_fp8(&mut harness, sequence));
         assert!(found.iter().all(|(loss, ..)| f32::from_bits(*loss).is_finite()), "{name}");
@@ -576,7 +583,7 @@ fn a_model_refuses_slices_that_do_not_fit() {
     let shape = golden_shape("qwen3");
     let flat = TensorTable::new(&shape).flat_elems();
     let build = |weights: usize, dtype: Dtype| {
-        let mut dev = crate::launch::open::cpu(1, Schedule::Adversary { seed: 1 }, Default::default(), 0).unwrap();
+        let mut dev = crate::launch::open::cpu(1, StreamOrder::Adversary { seed: 1 }, Default::default(), 0).unwrap();
         let (seq_length, policies) = (SEQ_LENGTH, &vec![Keep; shape.layers.len()]);
         let batch = MicroBatch {
             shape: &shape,

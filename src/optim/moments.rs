@@ -167,7 +167,7 @@ mod tests {
     const BITS: [u32; 3] = [0, 0x8000_0000, u32::MAX];
 
     #[test]
-    fn what_bfloat16_holds_stays_and_everything_else_has_two_neighbours() {
+    fn bfloat16_values_round_to_themselves_and_all_other_values_to_two_neighbours() {
         for held in 0..=u16::MAX {
             let held = bf16::from_bits(held);
             let same = |bits| bf16::second(held.to_f32(), bits).to_bits() == if held.is_nan() { 0x7fff } else { held.to_bits() };
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_is_read_back_and_a_second_moment_falls_to_either_side() {
+    fn stored_moments_read_back_and_a_second_moment_rounds_to_either_side() {
         let (values, rounding) = (wild::<f32>(4, 999), Rounding { key: rounding_key(5), first: 77 });
         for moments in [Moments::Float32, Moments::Bfloat16] {
             for part in StatePart::ALL {

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partial_is_what_the_documentation_says() {
+    fn a_partial_sum_matches_the_documentation() {
         for len in (1..300).chain([4095, 4096]) {
             let grads: Vec<f32> = ordinary(len as u64, len);
             let mut out = [f32::NAN];

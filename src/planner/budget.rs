@@ -22,8 +22,8 @@ use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::rules::{Policy, Rules};
-use crate::ranks::board::Sizes;
-use crate::ranks::lanes::slices_under_way;
+use crate::ranks::progress::CounterSizes;
+use crate::ranks::slice_connections::slices_under_way;
 use crate::trace::Span;
 use std::ops::Range;
 
@@ -95,7 +95,7 @@ pub(crate) struct Rings {
     pub grads: Option<RingShape>,
     /// The ring through which weights stream; `None` if all weights stay on the device.
     pub weights: Option<RingShape>,
-    /// Each rank stores only its own slices of the weights. Every fetch also brings the namesakes' slices into the ring.
+    /// Each rank stores only its own slices of the weights. Every fetch also brings the inter-node peers' slices into the ring.
     pub(crate) fully_sharded: bool,
     /// Gradient sums are stored next to the optimizer states of their buckets and pass through the device.
     pub(crate) sums_on_host: bool,
@@ -114,9 +114,9 @@ pub(crate) struct Workload<'a> {
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
     /// Gradient shares of a step.
-    pub shares: usize,
+    pub partial_sums: usize,
     /// Consecutive gradient shares that are summed and rounded as a group; 1 without rounding.
-    pub(crate) group: usize,
+    pub(crate) gradient_group: usize,
     /// Devices that train together. The plan covers all of them.
     pub ranks: usize,
     /// Devices that share each sequence.
@@ -169,7 +169,9 @@ impl Workload<'_> {
     /// starts when its last gradient is written. `None` with gradient accumulation in place, without savings, or if the device shares the
     /// host's memory.
     pub(crate) fn grad_ring(&self, layout: &BucketLayout, table: &TensorTable) -> Option<RingShape> {
-        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares) > 1 || self.machine.device == DeviceMemory::Shared {
+        if micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums) > 1
+            || self.machine.device == DeviceMemory::Shared
+        {
             return None;
         }
         let module_elems_max = streamed_modules(table).max().unwrap_or(0);
@@ -181,7 +183,7 @@ impl Workload<'_> {
 
     /// Whether gradient sums can be stored on the host: there are sums, on a single device with its own memory.
     pub(super) fn may_sum_on_host(&self) -> bool {
-        self.shares > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
+        self.partial_sums > 1 && self.ranks == 1 && self.machine.device != DeviceMemory::Shared
     }
 
     /// The weight ring, which holds a module and the next one: of offloaded buckets if weights stream from the host, of all buckets if they
@@ -253,7 +255,7 @@ impl Workload<'_> {
         let shard_elems = ranks * slices_each * Slices::new(layout.clone(), 0, ranks).most_in(&sharded(layout, rings.weights, ranks));
         let kept_elems = elems_of(kept(layout, rings.grads, ranks));
         let params_name = if rings.weights.is_some() && ranks == 1 { "streamed weights" } else { "parameter slots" };
-        let sum_bytes = 4 * kept_sums((self.shares, self.group), ranks);
+        let sum_bytes = 4 * kept_sums((self.partial_sums, self.gradient_group), ranks);
         let [summed_there, passing] = host_sums(layout, rings.sums_on_host);
         let pulled = (ranks - 1) * longest * self.dtype.bytes();
         let mut classes = vec![
@@ -277,7 +279,7 @@ impl Workload<'_> {
             class(params_name, MemorySpace::Host, self.param_slots(layout, rings) * slot_bytes),
             class("kept activations", MemorySpace::Host, ranks * activations.host_bytes().0 as usize),
             class("batches, norm", MemorySpace::Host, self.driver_bytes(layout)),
-            class("exchange", MemorySpace::Host, self.board_bytes(layout)),
+            class("exchange", MemorySpace::Host, self.counter_bytes(layout)),
             class("slices under way", MemorySpace::Host, self.under_way_bytes(slices().map(|own| own.slice_elems()).max().unwrap_or(0))),
             class("timeline", MemorySpace::Host, (self.workers + driver_tracks(ranks)) * self.trace_spans * size_of::<Span>()),
             class("data", MemorySpace::Host, self.data_bytes),
@@ -317,9 +319,9 @@ impl Workload<'_> {
     /// transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.grad_accum_steps * self.sequence_ranks;
-        let (partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
+        let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
         let rows = if layout.early().is_empty() { 0 } else { batch::distinct(self.batch * self.seq_length, self.shape.vocab) };
-        4 * (self.batch_words() + partials + self.shares + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
+        4 * (self.batch_words() + norm_partials + self.partial_sums + expert_words + rows + self.ranks * (1 + BOUNCE_ELEMS))
     }
 
     /// Words of all micro-batches of a step.
@@ -328,19 +330,20 @@ impl Workload<'_> {
         self.grad_accum_steps * self.sequence_ranks * of_part
     }
 
-    /// Bytes of the boards of all processes; 0 with one rank.
-    fn board_bytes(&self, layout: &BucketLayout) -> usize {
-        let steps = (self.shares, self.batch_words(), self.shape.experts());
-        if self.ranks == 1 { 0 } else { self.processes * board_sizes(layout, self.ranks, steps).bytes() }
+    /// Bytes of the progress counters of all processes; 0 with one rank.
+    fn counter_bytes(&self, layout: &BucketLayout) -> usize {
+        let steps = (self.partial_sums, self.batch_words(), self.shape.experts());
+        if self.ranks == 1 { 0 } else { self.processes * counter_sizes(layout, self.ranks, steps).bytes() }
     }
 
-    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a lane for
-    /// weights to each namesake. For gradients it has a lane to every rank of another process, or to the namesakes alone if groups are
-    /// summed within a process.
+    /// Host buffers for transfers between processes, over all processes. Slices have at most `longest` elements. Each rank has a connection
+    /// for weights to each inter-node peer. For gradients it has a connection to every rank of another process, or to the inter-node peers
+    /// alone if groups are summed within a process.
     fn under_way_bytes(&self, longest: usize) -> usize {
-        let (namesakes, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
-        let lanes = namesakes + if sums_within(self.group, (self.ranks, self.processes)) { namesakes } else { others };
-        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(lanes) * longest * self.dtype.bytes() }
+        let (inter_node_peers, others) = (self.processes - 1, self.ranks - self.ranks / self.processes);
+        let connections =
+            inter_node_peers + if sums_within(self.gradient_group, (self.ranks, self.processes)) { inter_node_peers } else { others };
+        if self.processes == 1 || self.by_nccl { 0 } else { self.ranks * slices_under_way(connections) * longest * self.dtype.bytes() }
     }
 
     /// Device memory of the paged window. A bucket shares the first and last page of each array with its neighbours.
@@ -374,8 +377,8 @@ pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize)
 
 /// fp32 sums kept per element if `ranks` ranks add a gradient share each in every round: one of whole groups, and one of an incomplete
 /// group.
-pub(crate) fn kept_sums((shares, group): (usize, usize), ranks: usize) -> usize {
-    if shares == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
+pub(crate) fn kept_sums((partial_sums, group): (usize, usize), ranks: usize) -> usize {
+    if partial_sums == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
 }
 
 /// Whether each of several processes sums a whole group in each round.
@@ -389,15 +392,19 @@ pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2]
     [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
 }
 
-/// Dimensions of the board. Its mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient shares, the
-/// words of its micro-batches, and the experts of all layers.
-pub(super) fn board_sizes(layout: &BucketLayout, ranks: usize, (shares, batch_words, experts): (usize, usize, usize)) -> Sizes {
+/// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
+/// shares, the words of its micro-batches, and the experts of all layers.
+pub(super) fn counter_sizes(
+    layout: &BucketLayout,
+    ranks: usize,
+    (partial_sums, batch_words, experts): (usize, usize, usize),
+) -> CounterSizes {
     let flat = layout.flat_elems();
-    Sizes {
+    CounterSizes {
         ranks,
         buckets: layout.count(),
-        partials: flat / BLOCK,
-        shares,
+        norm_partials: flat / BLOCK,
+        partial_sums,
         experts,
         mail_words: batch_words.max(PIECE_ELEMS.min(flat)),
         on_gpus: false,

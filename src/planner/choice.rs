@@ -97,7 +97,7 @@ impl Scored {
 
 /// Location of the weights. The ring is used only if it saves memory.
 #[derive(Clone, Copy, PartialEq)]
-enum WeightPlace {
+enum WeightPlacement {
     /// In the flat array of each device.
     Flat,
     /// Streamed: from the host, or from slices over the ranks of each process.
@@ -110,7 +110,7 @@ enum WeightPlace {
 #[derive(Clone, Copy)]
 struct UseRings {
     grads: bool,
-    weights: WeightPlace,
+    weights: WeightPlacement,
     sums_on_host: bool,
 }
 
@@ -130,7 +130,7 @@ impl Planner<'_> {
         let tile = self.request.tile.unwrap_or(chosen);
         let policies = self.mixes(false).remove(0);
         // The first location is the requested one, or the flat array.
-        let use_rings = UseRings { grads: false, weights: self.weight_places()[0], sums_on_host: false };
+        let use_rings = UseRings { grads: false, weights: self.weight_placements()[0], sums_on_host: false };
         let layout = match self.request.residency {
             Residency::Exactly(resident) => self.resident(resident),
             Residency::Largest => self.resident((self.layout.count() / SHARED_RESIDENT_ONE_IN).min(self.most_resident(use_rings))),
@@ -143,11 +143,12 @@ impl Planner<'_> {
     /// The fastest fitting candidate, without streaming if possible. If nothing fits, the candidate with the fewest missing bytes. Slower
     /// options are tried before a smaller tile, which changes bits.
     fn search(&self, predictor: &Predictor) -> Result<Choice> {
-        let weight_places = self.weight_places();
+        let weight_placements = self.weight_placements();
         // Sums on the host cross the link with every gradient share, so they are the last resort.
         let sums: &[bool] = if self.workload.may_sum_on_host() { &[false, true] } else { &[false] };
         let places = || {
-            sums.iter().flat_map(|&sums_on_host| weight_places.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }))
+            sums.iter()
+                .flat_map(|&sums_on_host| weight_placements.iter().map(move |&weights| UseRings { grads: false, weights, sums_on_host }))
         };
         let mut best: Option<Scored> = None;
         for (tile, place) in self.tiles().into_iter().flat_map(|tile| places().map(move |place| (tile, place))) {
@@ -163,8 +164,8 @@ impl Planner<'_> {
     }
 
     /// Possible locations of the weights, the fastest first.
-    fn weight_places(&self) -> &'static [WeightPlace] {
-        use WeightPlace::{Flat, FullySharded, Streamed};
+    fn weight_placements(&self) -> &'static [WeightPlacement] {
+        use WeightPlacement::{Flat, FullySharded, Streamed};
         let Workload { ranks, processes, .. } = *self.workload;
         match self.request.weights {
             // With one rank a process, slices over the ranks of a process would be all weights.
@@ -217,12 +218,12 @@ impl Planner<'_> {
     }
 
     fn rings(&self, layout: &BucketLayout, use_rings: UseRings) -> Rings {
-        let streams = use_rings.weights != WeightPlace::Flat;
+        let streams = use_rings.weights != WeightPlacement::Flat;
         let weights = streams.then(|| self.workload.weight_ring(layout, self.table)).flatten();
         Rings {
             grads: use_rings.grads.then(|| self.workload.grad_ring(layout, self.table)).flatten(),
             weights,
-            fully_sharded: weights.is_some() && use_rings.weights == WeightPlace::FullySharded,
+            fully_sharded: weights.is_some() && use_rings.weights == WeightPlacement::FullySharded,
             sums_on_host: use_rings.sums_on_host && layout.offloaded() > 0,
         }
     }

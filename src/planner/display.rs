@@ -47,11 +47,11 @@ impl Plan {
             (1, each) => format!("{each} {devices} on the same sequences x "),
             (groups, each) => format!("{groups} x {each} {devices} on the same sequences x "),
         };
-        let groups = if self.group > 1 { format!(" in groups of {}", self.group) } else { String::new() };
-        let shares = if self.shares > 1 { format!(" in {} gradient shares{groups}", self.shares) } else { String::new() };
+        let groups = if self.gradient_group > 1 { format!(" in groups of {}", self.gradient_group) } else { String::new() };
+        let partial_sums = if self.partial_sums > 1 { format!(" in {} gradient shares{groups}", self.partial_sums) } else { String::new() };
         writeln!(
             f,
-            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{shares}; loss in tiles of {} x {}",
+            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{partial_sums}; loss in tiles of {} x {}",
             self.tokens_per_step(),
             self.loss_tile.rows,
             self.loss_tile.vocab
@@ -75,7 +75,7 @@ impl Plan {
                 writeln!(f, "  peers       {:.1} GB/s from each other, {}", rates.peer_bytes_per_s / 1e9, rates.peer_route)?;
             }
             if self.processes > 1 {
-                writeln!(f, "  network     {}", self.crossing.describe_far(rates))?;
+                writeln!(f, "  network     {}", self.peer_traffic.describe_far(rates))?;
             }
         }
         Ok(())
@@ -132,7 +132,7 @@ impl Plan {
             let assumed = assumed.map_or(String::new(), |assumed| format!("; {assumed}"));
             writeln!(f, "  products    of layers in FP8, E4M3 and for gradients E5M2{assumed}")?;
         }
-        for line in self.experts_told.iter().chain(&self.unknown_grouped()) {
+        for line in self.expert_products_note.iter().chain(&self.unknown_grouped()) {
             writeln!(f, "  experts     {line}")?;
         }
         Ok(())

@@ -14,9 +14,9 @@ use std::ops::Range;
 ///
 /// # Errors
 /// `Usage` if early rows are requested and impossible.
-pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &TensorTable) -> Result<Range<usize>> {
+pub(super) fn early_table(requested: EarlyRows, workload: &Workload<'_>, table: &TensorTable) -> Result<Range<usize>> {
     let obstacle = obstacle(workload);
-    match (asked, obstacle) {
+    match (requested, obstacle) {
         (EarlyRows::On, Some(obstacle)) => Err(Error::usage(format!("--early-rows on: {obstacle}"))),
         (EarlyRows::Auto, None) if !pays(workload) => Ok(0..0),
         (EarlyRows::On | EarlyRows::Auto, None) => Ok(embedding(table)),
@@ -28,8 +28,8 @@ pub(super) fn early_table(asked: EarlyRows, workload: &Workload<'_>, table: &Ten
 ///
 /// # Errors
 /// `Usage` if early rows are requested but no bucket of the plan leaves early.
-pub(super) fn check_early(asked: EarlyRows, layout: &BucketLayout) -> Result<()> {
-    if asked != EarlyRows::On || !layout.early().is_empty() {
+pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result<()> {
+    if requested != EarlyRows::On || !layout.early().is_empty() {
         return Ok(());
     }
     Err(Error::usage(
@@ -42,7 +42,9 @@ fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     match workload {
         Workload { shape, .. } if !shape.tied => Some("the model's output matrix is not its embedding"),
         Workload { ranks: 2.., .. } => Some("cannot be combined with several --gpus: a gradient is whole when all have added theirs"),
-        Workload { shares: 2.., .. } => Some("cannot be combined with several --gradient-shares: a gradient is whole when all are added"),
+        Workload { partial_sums: 2.., .. } => {
+            Some("cannot be combined with several --gradient-shares: a gradient is whole when all are added")
+        }
         Workload { rules, .. } if rules.policy != Policy::Deferred => {
             Some("needs --strategy superoffload with the technique stv and --rollback deferred: rows are stepped before the verdict")
         }

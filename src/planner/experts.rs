@@ -14,12 +14,12 @@ const BY_CUBLASLT: &str = "multiplied by cuBLASLt (13.8 or newer, on Hopper or B
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ExpertEngine {
     pub(crate) by: ExpertProducts,
-    pub(crate) told: Option<String>,
+    pub(crate) note: Option<String>,
 }
 
 impl ExpertEngine {
     /// This program's kernels, without an explanation.
-    const OWN: Self = Self { by: ExpertProducts::Own, told: None };
+    const OWN: Self = Self { by: ExpertProducts::Own, note: None };
 
     /// The implementation that `settings` request; `auto` depends on the machine.
     ///
@@ -29,13 +29,13 @@ impl ExpertEngine {
         if machine.kind == DeviceKind::Cpu || shape.experts() == 0 {
             return Ok(Self::OWN);
         }
-        let by_cublaslt = Self { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) };
-        let own = |why: &str| Self { told: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
+        let by_cublaslt = Self { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) };
+        let own = |why: &str| Self { note: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
         Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
             (ExpertProductsChoice::Own, None, GroupedLayouts::Usable) => {
                 own("as asked for or begun with; cuBLASLt's are faster (--expert-products cublaslt)")
             }
-            (ExpertProductsChoice::Own, ..) => Self { told: Some("multiplied by this program's kernels".into()), ..Self::OWN },
+            (ExpertProductsChoice::Own, ..) => Self { note: Some("multiplied by this program's kernels".into()), ..Self::OWN },
             (ExpertProductsChoice::Cublaslt, Some(obstacle), _) => {
                 return Err(Error::usage(format!("--expert-products cublaslt: {obstacle}; or use --expert-products own")));
             }
@@ -96,23 +96,23 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_what_the_machine_has_and_says_why() {
+    fn auto_uses_the_machine_s_devices_and_shows_the_reason() {
         let of = |choice, layouts| engine(choice, &olmoe(), Dtype::Bfloat16, &gpu(layouts)).unwrap();
         let old = || GroupedLayouts::Unusable("cuBLASLt is 13.1".into());
         let auto = of(ExpertProductsChoice::Auto, old());
-        assert_eq!(auto.told.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
-        let slower = of(ExpertProductsChoice::Own, GroupedLayouts::Usable).told.unwrap();
+        assert_eq!(auto.note.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
+        let slower = of(ExpertProductsChoice::Own, GroupedLayouts::Usable).note.unwrap();
         assert!(slower.ends_with("cuBLASLt's are faster (--expert-products cublaslt)"), "{slower}");
-        assert_eq!(of(ExpertProductsChoice::Own, old()).told.as_deref(), Some("multiplied by this program's kernels"));
+        assert_eq!(of(ExpertProductsChoice::Own, old()).note.as_deref(), Some("multiplied by this program's kernels"));
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
-        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.told.unwrap().contains("nobody measured cuBLASLt's there"));
+        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.note.unwrap().contains("nobody measured cuBLASLt's there"));
         // If cuBLASLt is requested and missing, the device reports it later.
-        let asked = of(ExpertProductsChoice::Cublaslt, old());
-        assert_eq!(asked, ExpertEngine { by: ExpertProducts::Cublaslt, told: Some(BY_CUBLASLT.into()) });
+        let requested = of(ExpertProductsChoice::Cublaslt, old());
+        assert_eq!(requested, ExpertEngine { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) });
     }
 
     #[test]
-    fn elsewhere_it_is_cublaslt_where_a_profile_says_how_fast_that_is() {
+    fn other_gpus_use_cublaslt_where_a_profile_has_its_rate() {
         let by = |profile: &str| {
             let machine = Machine::of(&crate::hardware::profile::Profile::load(profile).unwrap());
             engine(ExpertProductsChoice::Auto, &olmoe(), Dtype::Bfloat16, &machine).unwrap().by
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_are_made_at_the_rate_of_whoever_multiplies() {
+    fn plans_use_the_rate_of_the_product_implementation() {
         let device = crate::memory::DeviceMemory::Own { bytes: 1 << 40, addressing: crate::memory::Addressing::Separate };
         let machine = Machine { device, ..gpu(GroupedLayouts::Usable) };
         let settings = Settings { per_device_train_batch_size: 8, seq_length: 4096, ..Settings::demo() };

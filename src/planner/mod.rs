@@ -3,12 +3,12 @@
 
 pub(crate) mod budget;
 pub(crate) mod choice;
-pub(crate) mod crossing;
 pub(crate) mod display;
 mod early;
 mod experts;
 pub(crate) mod machine;
 mod passes;
+pub(crate) mod peer_traffic;
 pub(crate) mod plan;
 pub(crate) mod predict;
 pub(crate) mod refusal;

@@ -26,17 +26,17 @@ use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
-    Balance, Rings, Workload, balances, board_sizes, bytes_at, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
+    Balance, Rings, Workload, balances, bytes_at, counter_sizes, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
     sums_within,
 };
 use crate::planner::choice::{Request, Residency, choose};
-use crate::planner::crossing::Crossing;
 use crate::planner::early::{check_early, early_table};
 use crate::planner::experts::ExpertEngine;
 use crate::planner::machine::Machine;
+use crate::planner::peer_traffic::PeerTraffic;
 use crate::planner::predict::Prediction;
 use crate::planner::rules::{Policy, Rules};
-use crate::ranks::board::Sizes;
+use crate::ranks::progress::CounterSizes;
 use crate::trace::spans_per_track;
 use clap::ValueEnum;
 use std::ops::Range;
@@ -166,9 +166,9 @@ pub struct Plan {
     pub grad_accum_steps: usize,
     /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in `dtype`, the shares
     /// in fp32.
-    pub shares: usize,
+    pub partial_sums: usize,
     /// Consecutive shares that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
-    pub group: usize,
+    pub gradient_group: usize,
     /// Devices that train together. Each computes its shares and owns its slice of every bucket.
     pub ranks: usize,
     /// Consecutive ranks that share each sequence.
@@ -180,7 +180,7 @@ pub struct Plan {
     /// Whether NCCL transfers the data between processes.
     pub by_nccl: bool,
     /// Bytes that ranks exchange in a step.
-    pub crossing: Crossing,
+    pub peer_traffic: PeerTraffic,
     /// Tile of the loss, which affects bits. It is smaller than the usual tile if that one does not fit.
     pub loss_tile: LossTile,
     /// [`Plan::loss_tile`] with unlimited memory: a function of the model and the micro-batch.
@@ -196,7 +196,7 @@ pub struct Plan {
     /// How products of experts are computed on a GPU.
     pub expert_products: ExpertProducts,
     /// A line about the implementation of expert products and its reason; `None` without experts.
-    pub experts_told: Option<String>,
+    pub expert_products_note: Option<String>,
     /// Queries and keys of a block of the first layer's attention backward pass; `None` if it runs in one piece.
     pub attention_block: Option<usize>,
     /// Tokens of a tile of the MLP; `None` if it runs in one piece.
@@ -273,14 +273,14 @@ impl Plan {
             seq_length: workload.seq_length,
             separates_documents: workload.separates_documents,
             grad_accum_steps: workload.grad_accum_steps,
-            shares: workload.shares,
-            group: workload.group,
+            partial_sums: workload.partial_sums,
+            gradient_group: workload.gradient_group,
             ranks: workload.ranks,
             sequence_ranks: workload.sequence_ranks,
             uneven_heads: heads::uneven(&shape.layers, workload.sequence_ranks),
             processes: workload.processes,
             by_nccl: workload.by_nccl,
-            crossing: Crossing::of(&workload, &table, choice.rings),
+            peer_traffic: PeerTraffic::of(&workload, &table, choice.rings),
             loss_tile: choice.tile,
             usual_tile: choice.usual_tile,
             layer_policies: choice.policies,
@@ -300,7 +300,7 @@ impl Plan {
             trace_spans: workload.trace_spans,
             host_memory: MemoryPolicy::default(),
             machine: workload.machine,
-            experts_told: workload.expert_engine.told,
+            expert_products_note: workload.expert_engine.note,
             memory: choice.memory,
             transient_bytes: workload.transient_bytes,
             predicted: choice.predicted,
@@ -315,8 +315,8 @@ impl Plan {
     ///
     /// # Panics
     /// If the other plan differs in the cut of buckets, in the steps or in the numerics.
-    pub(crate) fn with_places_of(&self, other: Self) -> Self {
-        let ranks = |plan: &Self| (plan.shares, plan.group, plan.ranks, plan.sequence_ranks);
+    pub(crate) fn with_placement_of(&self, other: Self) -> Self {
+        let ranks = |plan: &Self| (plan.partial_sums, plan.gradient_group, plan.ranks, plan.sequence_ranks);
         let cut = |plan: &Self| (plan.layout.with_resident(0), plan.grad_accum_steps, ranks(plan), plan.link_dtype);
         assert_eq!(cut(self), cut(&other), "another cut is no other place");
         let bits = |plan: &Self| {
@@ -329,7 +329,7 @@ impl Plan {
             grad_ring: other.grad_ring,
             weight_ring: other.weight_ring,
             fully_sharded: other.fully_sharded,
-            crossing: other.crossing,
+            peer_traffic: other.peer_traffic,
             sums_on_host: other.sums_on_host,
             grad_slots: other.grad_slots,
             param_slots: other.param_slots,
@@ -352,23 +352,23 @@ impl Plan {
     }
 
     /// Micro-batches of one gradient share, whole or in part.
-    pub(crate) fn micro_batches_of_share(&self) -> usize {
-        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.shares)
+    pub(crate) fn micro_batches_per_partial_sum(&self) -> usize {
+        micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums)
     }
 
     /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
-    pub(crate) fn with_micro_batches_of_share(&self, each: usize) -> Self {
-        Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_of_share() * each, ..self.clone() }
+    pub(crate) fn with_micro_batches_per_partial_sum(&self, each: usize) -> Self {
+        Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_per_partial_sum() * each, ..self.clone() }
     }
 
     /// fp32 sums kept per element between two rounds.
     pub(crate) fn kept_sums(&self) -> usize {
-        kept_sums((self.shares, self.group), self.ranks)
+        kept_sums((self.partial_sums, self.gradient_group), self.ranks)
     }
 
     /// Whether the ranks of a process compute a whole group in each round. The process then sends only the group's sum.
     pub(crate) fn sums_within(&self) -> bool {
-        sums_within(self.group, (self.ranks, self.processes))
+        sums_within(self.gradient_group, (self.ranks, self.processes))
     }
 
     /// Words of a rank's part of a micro-batch.
@@ -405,11 +405,11 @@ impl Plan {
         }
     }
 
-    /// Dimensions of the board of its ranks.
-    pub fn board_sizes(&self) -> Sizes {
+    /// Dimensions of the progress counters of its ranks.
+    pub fn board_sizes(&self) -> CounterSizes {
         let batch_words = self.grad_accum_steps * self.sequence_ranks * self.batch_words();
-        let sizes = board_sizes(&self.layout, self.ranks, (self.shares, batch_words, self.experts));
-        Sizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
+        let sizes = counter_sizes(&self.layout, self.ranks, (self.partial_sums, batch_words, self.experts));
+        CounterSizes { on_gpus: self.machine.kind == DeviceKind::Gpu, ..sizes }
     }
 
     /// Planned bytes in `space`.
@@ -472,8 +472,8 @@ fn workload<'a>(
         seq_length: settings.seq_length,
         separates_documents: settings.separates_documents(),
         grad_accum_steps: settings.micro_batches(),
-        shares: settings.shares(),
-        group: settings.group(),
+        partial_sums: settings.partial_sums(),
+        gradient_group: settings.group(),
         ranks: settings.ranks(),
         sequence_ranks: settings.sequence_ranks,
         processes: settings.processes,
@@ -555,11 +555,11 @@ fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
-    let asked = settings.resident_buckets;
-    match asked {
+    let requested = settings.resident_buckets;
+    match requested {
         _ if settings.strategy == Strategy::NoOffload => Ok(Residency::Exactly(usize::MAX)),
         ResidentBuckets::All | ResidentBuckets::Count(1..) if !techniques.repartition => {
-            Err(Error::usage(format!("--resident-buckets {asked} needs --strategy superoffload with the technique repartition")))
+            Err(Error::usage(format!("--resident-buckets {requested} needs --strategy superoffload with the technique repartition")))
         }
         ResidentBuckets::All => Ok(Residency::Exactly(usize::MAX)),
         ResidentBuckets::Count(count) => Ok(Residency::Exactly(count)),
@@ -743,7 +743,7 @@ mod tests {
     }
 
     #[test]
-    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_what_is_lent() {
+    fn offloaded_state_takes_14_bytes_a_parameter_or_10_and_the_lent_memory() {
         for (moments, bytes) in [(Moments::Float32, 14), (Moments::Bfloat16, 10)] {
             expect_offloaded_bytes(moments, bytes);
         }
@@ -760,7 +760,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_off_cannot_be_asked_for() {
+    fn disabled_techniques_cannot_be_requested() {
         let refused = |settings: Settings| plan(settings).unwrap_err().to_string();
         let off = |t| Settings { without: vec![t], ..Settings::demo() };
         assert!(refused(Settings { rollback: Rollback::Inverse, ..off(Technique::Stv) }).contains("stv"));

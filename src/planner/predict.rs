@@ -2,8 +2,8 @@
 //! device gives precise times.
 
 use super::budget::{Rings, Workload, host_sums, kept_sums, micro_batches_each};
-use super::crossing::Crossing;
 use super::passes::PassTimes;
+use super::peer_traffic::PeerTraffic;
 use super::rules::Policy;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::error::Result;
@@ -89,14 +89,14 @@ impl<'a> Predictor<'a> {
         }
         // Both directions carry equally many bytes, unless weights are streamed in both passes of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
-        let crossing = Crossing::of(self.workload, self.table, rings);
-        let (near_s, far_s) = (crossing.near_s(rates), crossing.far_s(rates));
-        let (swapped_s, over_hosts_s) = if crossing.by_nccl { (far_s, 0.0) } else { (0.0, far_s) };
+        let peer_traffic = PeerTraffic::of(self.workload, self.table, rings);
+        let (near_s, far_s) = (peer_traffic.near_s(rates), peer_traffic.far_s(rates));
+        let (swapped_s, over_hosts_s) = if peer_traffic.by_nccl { (far_s, 0.0) } else { (0.0, far_s) };
         let peers_s = near_s + over_hosts_s;
         let sums_s = self.passing_sums_s(layout, rings);
         let crossing_s = |elems: f64| kept_s + sums_s + elems * self.workload.link_dtype.bytes() as f64 / rates.both_ways_bytes_per_s;
         // Transfers through host memory are two consecutive hops.
-        let hops_s = if crossing.by_nccl { 0.0 } else { 2.0 * crossing.far as f64 / rates.both_ways_bytes_per_s };
+        let hops_s = if peer_traffic.by_nccl { 0.0 } else { 2.0 * peer_traffic.inter_node as f64 / rates.both_ways_bytes_per_s };
         let beside_peers_s = hops_s + if rates.peer_route == PeerRoute::Own { 0.0 } else { near_s };
         let (out_s, link_s) = (crossing_s(offloaded), crossing_s(offloaded + (2.0 * accum - 1.0) * streamed) + beside_peers_s);
         let pass_link_s = out_s.max(link_s / 2.0);
@@ -133,15 +133,15 @@ impl<'a> Predictor<'a> {
     /// Seconds that sums on the host take on the link in each direction: they cross it with every gradient share except one.
     fn passing_sums_s(&self, layout: &BucketLayout, rings: Rings) -> f64 {
         let [elems, _] = host_sums(layout, rings.sums_on_host);
-        let bytes = 4 * kept_sums((self.workload.shares, self.workload.group), 1);
-        (elems * bytes * (self.workload.shares - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
+        let bytes = 4 * kept_sums((self.workload.partial_sums, self.workload.gradient_group), 1);
+        (elems * bytes * (self.workload.partial_sums - 1)) as f64 / self.workload.machine.rates.both_ways_bytes_per_s
     }
 
     /// Seconds to sum gradient shares: each share's gradient of the owned slice is read, and each round reads and writes an fp32 sum.
     fn sums_s(&self, elems: usize) -> f64 {
-        let Workload { shares, ranks, dtype, .. } = *self.workload;
-        let bytes = shares * dtype.bytes() + shares / ranks * 2 * 4;
-        if shares > 1 { (elems / ranks * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
+        let Workload { partial_sums, ranks, dtype, .. } = *self.workload;
+        let bytes = partial_sums * dtype.bytes() + partial_sums / ranks * 2 * 4;
+        if partial_sums > 1 { (elems / ranks * bytes) as f64 / self.workload.machine.rates.device_bytes_per_s } else { 0.0 }
     }
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.

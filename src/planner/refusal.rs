@@ -70,7 +70,7 @@ impl Plan {
                 "activations" if changed.activations == ActivationsChoice::Auto => " auto".into(),
                 "activations" => " recompute-block".into(),
                 "per-device-train-batch-size" => format!(" {}", plan.batch),
-                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.shares),
+                "gradient-shares" | "moments bfloat16 --gradient-shares" => format!(" {}", plan.partial_sums),
                 "seq-length" => format!(" {}", plan.seq_length),
                 _ => String::new(),
             };
@@ -108,7 +108,7 @@ impl Plan {
         ];
         remedies.extend(batches);
         // fp32 sums may be stored on the host. Gradients of a single share accumulate in place.
-        let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.shares == 1;
+        let is_alone = self.ranks == 1 && self.grad_accum_steps > 1 && self.partial_sums == 1;
         let shares = settings.gradient_shares.or(is_alone.then_some(self.grad_accum_steps));
         remedies.push(("gradient-shares", with(&|s| s.gradient_shares = shares)));
         if settings.rollback == Rollback::Deferred {

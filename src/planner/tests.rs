@@ -144,7 +144,7 @@ fn more_gpus_than_a_profile_knows_are_refused_with_one_that_does() {
 }
 
 #[test]
-fn more_machines_than_a_profile_knows_are_refused_with_what_to_do() {
+fn more_machines_than_a_profile_knows_are_refused_with_a_remedy() {
     let on = |name: &str, processes| Machine::of_run(&Profile::load(name).unwrap(), &Settings { processes, ..settings() });
     let unknown = on("h200-x2", 2).unwrap_err().to_string();
     assert!(unknown.starts_with("--processes 2: the hardware profile h200-x2 does not say") && unknown.contains("`network`"), "{unknown}");
@@ -165,17 +165,18 @@ fn each_of_several_machines_has_its_part_of_the_states_in_its_memory() {
     let flat = TensorTable::new(&llama_8b()).flat_elems() as f64;
     let host = |plan: &Plan| plan.balances()[1].needed as f64;
     assert!((host(&one) / host(&two) / 2.0 - 1.0).abs() < 0.1 && (host(&one) / flat - 14.0).abs() < 1.0, "{one}\n{two}");
-    let told = two.to_string();
-    // Each of the four sends an eighth of the gradients, and the namesake sends weights.
+    let output = two.to_string();
+    // Each of the four sends an eighth of the gradients, and the inter-node peer sends weights.
     assert!(
-        told.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
-        "{told}"
+        output.contains("  network     10.04 GB a step to and from each GPU by NCCL, 402 ms at 25.0 GB/s, while nothing is computed"),
+        "{output}"
     );
-    assert!(told.contains("  peers       330.0 GB/s from each other") && told.contains("NCCL's buffers         1.0 GiB"), "{told}");
-    assert!(told.contains("  host, of each process"), "{told}");
+    assert!(output.contains("  peers       330.0 GB/s from each other") && output.contains("NCCL's buffers         1.0 GiB"), "{output}");
+    assert!(output.contains("  host, of each process"), "{output}");
 }
 
-/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and its namesakes'.
+/// Four machines of four GPUs with the 80B model: a GPU holds a quarter of the weights, made of its own slices and those of its inter-node
+/// peers.
 #[test]
 fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
     let file = format!("{}/paper-figures/table-4_models/80B.json", env!("CARGO_MANIFEST_DIR"));
@@ -195,8 +196,8 @@ fn gpus_of_each_process_share_its_weights_where_they_do_not_fit_on_each() {
         assert!(class(&auto, "weights") + slices < class(&replicated, "weights") / 3, "{auto}");
         assert!(auto.to_string().contains("stream from the slices that the GPUs of each process have"), "{auto}");
         // Three quarters of the streamed weights are fetched once more, except the part that the ring still holds.
-        let again = (auto.crossing.near - replicated.crossing.near) as f64 / (0.75 * streamed as f64);
-        assert!(auto.crossing.far == replicated.crossing.far && (0.9..1.0).contains(&again), "{again}");
+        let again = (auto.peer_traffic.intra_node - replicated.peer_traffic.intra_node) as f64 / (0.75 * streamed as f64);
+        assert!(auto.peer_traffic.inter_node == replicated.peer_traffic.inter_node && (0.9..1.0).contains(&again), "{again}");
     }
     let alone = Settings { gpus: 1, processes: 4, weights: WeightsChoice::Sharded, ..settings() };
     let refused = Plan::new(&alone, &shape, &Machine::of_run(&profile, &alone).unwrap(), false).unwrap_err().to_string();
@@ -274,7 +275,7 @@ const REPARTITION: bool = cfg!(feature = "repartition");
 const FLOW: bool = cfg!(feature = "weight-flow");
 
 #[test]
-fn a_4b_model_stays_on_the_device_and_the_plan_says_so() {
+fn a_4b_model_stays_on_the_device_and_the_plan_shows_it() {
     let plan = fitting(&qwen3_4b(), &settings());
     assert_eq!((plan.layout.offloaded() == 0, kept(&plan)), (REPARTITION, 36), "{plan}");
     assert_eq!(plan.to_string().contains("fits without offload: every optimizer state stays on the device"), REPARTITION, "{plan}");
@@ -334,7 +335,7 @@ fn a_14b_model_fits_both_memories() {
 }
 
 #[test]
-fn what_was_asked_for_is_what_happens() {
+fn requested_settings_are_planned() {
     for (activations, policy) in [
         (ActivationsChoice::Keep, LayerPolicy::Keep),
         (ActivationsChoice::RecomputeCheap, LayerPolicy::RecomputeCheap),
@@ -342,8 +343,8 @@ fn what_was_asked_for_is_what_happens() {
         (ActivationsChoice::HostAttention, LayerPolicy::HostAttention),
         (ActivationsChoice::Host, LayerPolicy::Host),
     ] {
-        let asked = Settings { activations, ..settings() };
-        assert!(plan(&llama_8b(), &asked).layer_policies.iter().all(|p| *p == policy));
+        let requested = Settings { activations, ..settings() };
+        assert!(plan(&llama_8b(), &requested).layer_policies.iter().all(|p| *p == policy));
         let demo = Plan::new(&Settings { activations, ..Settings::demo() }, &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
         assert_eq!(demo.layer_policies, [policy; 6]);
     }
@@ -495,7 +496,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
 
 /// 19 billion parameters on one H200: 16 bytes per parameter exceed both memories, 12 bytes fit.
 #[test]
-fn a_model_whose_states_fit_in_16_bits_alone_is_advised_so() {
+fn a_model_whose_states_fit_only_in_16_bits_gets_this_advice() {
     if !REPARTITION {
         return;
     }
@@ -638,16 +639,16 @@ fn sums_stay_on_the_device_while_they_fit() {
 }
 
 #[test]
-fn streaming_can_be_asked_for_and_refused() {
+fn streaming_can_be_requested_and_refused() {
     let flow = |more: Settings| Settings { weights: WeightsChoice::Flow, ..more };
     let refused = |more: Settings| Plan::new(&flow(more), &qwen3_4b(), &h200(), false).unwrap_err().to_string();
     if !FLOW {
         return assert!(refused(settings()).starts_with("--weights flow needs the technique weight-flow"));
     }
-    let asked = fitting(&qwen3_4b(), &flow(settings()));
-    let streamed = asked.weight_ring.unwrap().ringed_elems;
+    let requested = fitting(&qwen3_4b(), &flow(settings()));
+    let streamed = requested.weight_ring.unwrap().ringed_elems;
     // The pool steps streamed buckets. The tied embedding, which is also the output matrix, may be resident.
-    assert!(asked.layout.offloaded_elems() >= streamed && (resident(&asked) > 0) == REPARTITION, "{asked}");
+    assert!(requested.layout.offloaded_elems() >= streamed && (resident(&requested) > 0) == REPARTITION, "{requested}");
     let few = Settings { resident_buckets: ResidentBuckets::Count(100), ..settings() };
     if REPARTITION {
         assert!((1..streamed).contains(&fitting(&qwen3_4b(), &flow(few)).weight_ring.unwrap().ringed_elems));
@@ -701,7 +702,7 @@ fn a_tied_embedding_leaves_early_where_few_of_its_rows_can_be_of_a_batch() {
 }
 
 #[test]
-fn the_cpu_device_refuses_what_needs_a_gpu() {
+fn the_cpu_device_refuses_gpu_options() {
     for (settings, flag) in [
         (Settings { memory: HostMemoryKind::Unified, ..Settings::demo() }, "--memory unified"),
         (Settings { attention: AttentionChoice::Cudnn, ..Settings::demo() }, "--attention cudnn"),

@@ -2,7 +2,7 @@
 
 use super::attention::{self, PassRates};
 use super::grouped;
-use super::kernels::{self, Small};
+use super::kernels::{self, SmallKernels};
 use super::product::{self, Products};
 use super::sharing::Sharing;
 use super::sizes::ProbeSizes;
@@ -20,7 +20,7 @@ pub(crate) struct Arithmetic {
     /// FLOP/s of expert products by the rows of an expert.
     pub(crate) grouped_by_rows: Curve,
     pub attention: PassRates,
-    pub small: Small,
+    pub small: SmallKernels,
 }
 
 impl Arithmetic {

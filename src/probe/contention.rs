@@ -1,6 +1,6 @@
 //! Rates of copies, products and the optimizer under concurrent load, relative to their rates alone.
 
-use super::copies::{Copies, Way};
+use super::copies::{Copies, CopyDirection};
 use super::product::Product;
 use super::samples::Samples;
 use super::states::States;
@@ -65,7 +65,7 @@ impl Contenders<'_> {
         let shares = timer.samples(time_s, |timer| {
             let alone_s = timer.seconds(enqueue)?;
             let count = (LONGER * alone_s * both_ways_bytes_per_s / bytes as f64).clamp(1.0, ENQUEUED_MAX) as usize;
-            (0..count).try_for_each(|_| Way::BOTH.into_iter().try_for_each(|way| copies.enqueue(timer.dev, way, bytes)))?;
+            (0..count).try_for_each(|_| CopyDirection::BOTH.into_iter().try_for_each(|way| copies.enqueue(timer.dev, way, bytes)))?;
             let start_ns = timer.dev.now_ns();
             enqueue(timer.dev)?;
             timer.dev.record(done, Stream::Compute)?;
@@ -106,7 +106,7 @@ impl Contenders<'_> {
                 self.pool.submit(work);
                 job += 1;
             }
-            for (way, end) in Way::BOTH.into_iter().zip(ends) {
+            for (way, end) in CopyDirection::BOTH.into_iter().zip(ends) {
                 if beside.copies && timer.dev.is_done(end)? {
                     self.copies.enqueue(timer.dev, way, bytes)?;
                     timer.dev.record(end, way.stream())?;

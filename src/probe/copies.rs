@@ -19,13 +19,13 @@ const BUCKET_BYTES: usize = 64 << 20;
 
 /// A direction of copies over the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum CopyDirection {
     /// From the device to the host.
     ToHost,
     ToDevice,
 }
 
-impl Way {
+impl CopyDirection {
     pub const BOTH: [Self; 2] = [Self::ToHost, Self::ToDevice];
 
     pub fn stream(self) -> Stream {
@@ -71,30 +71,31 @@ impl Copies {
     }
 
     /// Enqueues a copy of `bytes` on the stream of this direction.
-    pub(crate) fn enqueue<D: Device>(self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
+    pub(crate) fn enqueue<D: Device>(self, dev: &mut D, way: CopyDirection, bytes: usize) -> Result<()> {
         let (host, device) = (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4));
         match way {
-            Way::ToHost => dev.copy_d2h(way.stream(), device, host),
-            Way::ToDevice => dev.copy_h2d(way.stream(), host, device),
+            CopyDirection::ToHost => dev.copy_d2h(way.stream(), device, host),
+            CopyDirection::ToDevice => dev.copy_h2d(way.stream(), host, device),
         }
     }
 
     /// Measures the link for about `time_s`.
     pub(crate) fn measure<D: Device>(self, timer: &mut Timer<'_, D>, addressing: Addressing, time_s: f64) -> Result<Link> {
-        let rates = |timer: &mut Timer<'_, D>, way: Way, bytes: usize, time_s: f64| {
+        let rates = |timer: &mut Timer<'_, D>, way: CopyDirection, bytes: usize, time_s: f64| {
             timer.rates(time_s, bytes as f64, |dev| self.enqueue(dev, way, bytes))
         };
         let sizes: Vec<usize> =
             std::iter::successors(Some(SMALLEST_BYTES), |size| Some(size * STEP)).take_while(|&size| size <= self.bytes()).collect();
         let each_s = 0.6 * time_s / (2 * sizes.len()) as f64;
-        let by_size = |timer: &mut Timer<'_, D>, way: Way| -> Result<Vec<(f64, Samples)>> {
+        let by_size = |timer: &mut Timer<'_, D>, way: CopyDirection| -> Result<Vec<(f64, Samples)>> {
             sizes.iter().map(|&size| Ok((size as f64, rates(timer, way, size, each_s)?))).collect()
         };
-        let (to_host, to_device) = (by_size(timer, Way::ToHost)?, by_size(timer, Way::ToDevice)?);
-        let tiny = rates(timer, Way::ToHost, TINY_BYTES, 0.05 * time_s)?;
+        let (to_host, to_device) = (by_size(timer, CopyDirection::ToHost)?, by_size(timer, CopyDirection::ToDevice)?);
+        let tiny = rates(timer, CopyDirection::ToHost, TINY_BYTES, 0.05 * time_s)?;
         let bucket = self.bucket_bytes();
-        let both =
-            timer.rates(0.15 * time_s, bucket as f64, |dev| Way::BOTH.into_iter().try_for_each(|way| self.enqueue(dev, way, bucket)))?;
+        let both = timer.rates(0.15 * time_s, bucket as f64, |dev| {
+            CopyDirection::BOTH.into_iter().try_for_each(|way| self.enqueue(dev, way, bucket))
+        })?;
         let managed = if addressing == Addressing::Managed { Some(managed(timer, self.bytes(), 0.2 * time_s)?) } else { None };
         let largest = |points: &[(f64, Samples)]| points[points.len() - 1].1.sourced();
         Ok(Link {

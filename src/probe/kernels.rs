@@ -16,7 +16,7 @@ const FEW: usize = 8;
 
 /// The measured costs.
 #[derive(Clone, Debug)]
-pub struct Small {
+pub struct SmallKernels {
     /// Bytes read and written per second.
     pub memory_bytes_per_s: Samples,
     /// Seconds of the driver to enqueue a kernel.
@@ -26,7 +26,7 @@ pub struct Small {
 }
 
 /// Measures pointwise kernels on `bytes` of bf16, and tiny kernels, for about `time_s`. `large` keeps the device busy during launches.
-pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<Small> {
+pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Product, time_s: f64) -> Result<SmallKernels> {
     let memory_bytes_per_s = pointwise(timer, bytes, time_s / 3.0)?;
     let (wide, narrow) = (timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, timer.dev.alloc("the same", FEW, Dtype::Bfloat16)?);
     let launch = |dev: &mut D| (0..LAUNCHES).try_for_each(|_| dev.launch(Cast { stream: Stream::Compute, src: wide, dst: narrow }));
@@ -49,7 +49,7 @@ pub fn measure<D: Kernels>(timer: &mut Timer<'_, D>, bytes: usize, large: Produc
         // The duration of products varies, so a kernel may appear to take no time.
         Ok(((both_s - alone_s) / LAUNCHES as f64).max(1e-9))
     })?;
-    Ok(Small { memory_bytes_per_s, launch_s, kernel_s })
+    Ok(SmallKernels { memory_bytes_per_s, launch_s, kernel_s })
 }
 
 /// The rate of norms of rows with `bytes` of input and `bytes` of output.

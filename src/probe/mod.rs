@@ -33,7 +33,7 @@ pub(crate) mod workers;
 
 use crate::config::options::{DeviceChoice, GpuCount};
 use crate::config::settings::Settings;
-use crate::device::cpu::Schedule;
+use crate::device::cpu::StreamOrder;
 use crate::device::{Attention, DeviceKind, Engines, ExpertProducts, Kernels};
 use crate::dtype::Dtype;
 use crate::engine::pool::Pool;
@@ -109,7 +109,7 @@ impl ProbeOptions {
     ///
     /// # Errors
     /// Errors of [`gpu::first`] for GPUs that the user requested.
-    fn company(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
+    fn joint_probe(&self, visible: Vec<GpuId>, log: &mut dyn FnMut(&dyn Display)) -> Result<Vec<GpuId>> {
         let all = visible.len();
         match self.gpus {
             Some(GpuCount::Count(count)) => gpu::first(visible, count),
@@ -150,7 +150,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     if options.gpus.is_some() && !chosen.is_gpu() {
         return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
     }
-    let gpus = if chosen.is_gpu() { options.company(gpu::visible()?, log)? } else { Vec::new() };
+    let gpus = if chosen.is_gpu() { options.joint_probe(gpu::visible()?, log)? } else { Vec::new() };
     chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // Users of the memory are declared later, so they are dropped earlier.
@@ -163,7 +163,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let (device, sections) = match (chosen.machine.kind, chosen.machine.device) {
         (DeviceKind::Cpu, _) => {
             let bell = Arc::new(Doorbell::default());
-            let mut dev = open::cpu(cpus, Schedule::Threads, bell.clone(), 0)?;
+            let mut dev = open::cpu(cpus, StreamOrder::Threads, bell.clone(), 0)?;
             log(&format_args!("cpus: matrix products, attention, memory, launches"));
             let mut timer = Timer::new(&mut dev)?;
             let arithmetic = Arithmetic::measure(&mut timer, ProbeSizes::CPUS, 0.4 * time_s)?;
@@ -282,13 +282,13 @@ fn measure_together(
     let (links, homes) = (PeerLinks::between(gpus)?, gpu::homes(gpus, topology));
     links.lines().iter().for_each(|line| log(line));
     log(&format_args!("{} GPUs at once: links, pulls from each other, optimizers", gpus.len()));
-    let company =
+    let joint_probe =
         JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
     let make = |part: &RankPart| {
         let dev = gpu::open(part.rank, options.libraries(), Engines::OWN, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     };
-    together::measure(&company, make)
+    together::measure(&joint_probe, make)
 }
 
 /// Assembles the profile and checks its numbers.
@@ -391,16 +391,16 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_several_models_are_measured_alone_unless_they_are_asked_for() {
+    fn gpus_of_several_models_are_measured_alone_unless_requested() {
         let gpu = |index: usize, model: &str| GpuId { index, pci: String::new(), model: model.into() };
         let mixed = || vec![gpu(0, "H200"), gpu(1, "H200"), gpu(2, "H100")];
-        let (mut heard, mut company) = (Vec::new(), Vec::new());
+        let (mut messages, mut joint_probe) = (Vec::new(), Vec::new());
         for gpus in [None, Some(GpuCount::Count(2)), Some(GpuCount::All)] {
             let options = ProbeOptions { gpus, ..of_the_cpu() };
-            company.push(options.company(mixed(), &mut |line| heard.push(line.to_string())).map(|gpus| gpus.len()).ok());
+            joint_probe.push(options.joint_probe(mixed(), &mut |line| messages.push(line.to_string())).map(|gpus| gpus.len()).ok());
         }
-        assert_eq!(company, [Some(0), Some(2), None]);
-        assert!(heard.len() == 1 && heard[0].contains("GPU 2 () is a H100"), "{heard:?}");
+        assert_eq!(joint_probe, [Some(0), Some(2), None]);
+        assert!(messages.len() == 1 && messages[0].contains("GPU 2 () is a H100"), "{messages:?}");
     }
 
     #[test]
@@ -416,7 +416,7 @@ mod tests {
         let mut memory = HostMemory::default();
         let states = States::leaked(&topology);
         let pool = Workers::new(&topology, 1).unwrap().pool;
-        let mut dev = open::cpu(1, Schedule::Threads, Default::default(), 0).unwrap();
+        let mut dev = open::cpu(1, StreamOrder::Threads, Default::default(), 0).unwrap();
         let context = ProbeContext { free_bytes: 1 << 30, addressing: Addressing::Managed, memory: &mut memory, states: &states, pool };
         let (sizes, mut logged) = (ProbeSizes { product: 128, seq_length: 64, copy_bytes: 1 << 20 }, 0);
         let (gpu, link, contention) = measure_device(&mut dev, sizes, context, 0.5, &mut |_| logged += 1).unwrap();
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simulated_machine_is_measured_as_its_profile_says() {
+    fn a_simulated_machine_is_measured_as_in_its_profile() {
         let profile = Profile::load("h200-pcie5").unwrap();
         let (machine, rates) = (Machine::of(&profile), Rates::of(&profile));
         let (mut memory, topology) = (HostMemory::new(MemoryPolicy::unbacked()), small_caches());
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_there_whole_or_as_before() {
+    fn a_written_profile_is_complete_or_unchanged() {
         let dir = tempfile::tempdir().unwrap();
         let kept = dir.path().join("cache").join("kept.toml");
         let files = || std::fs::read_dir(kept.parent().unwrap()).unwrap().map(|file| file.unwrap().file_name()).collect::<Vec<_>>();

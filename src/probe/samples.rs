@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_and_its_spread_are_told() {
+    fn the_median_and_its_spread_are_shown() {
         let samples = Samples::new((0..101).rev().map(|i| 100.0 + f64::from(i) / 10.0).collect());
         assert_eq!(samples.median(), 105.0);
         assert!((samples.spread() - 4.5 / 105.0).abs() < 1e-9);

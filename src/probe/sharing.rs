@@ -104,7 +104,7 @@ fn is_over(is_done: &Result<bool>) -> bool {
 mod tests {
     use super::*;
     use crate::device::DeviceKind;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
     use crate::device::sim::SimDevice;
     use crate::dtype::Dtype;
     use crate::hardware::rates::tests::round_rates;
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_simulated_machine_shares_as_its_rates_say() {
+    fn a_simulated_machine_shares_by_its_rates() {
         let mut rates = round_rates();
         (rates.cpu_device_under_adam, rates.adam_under_cpu_device, rates.kernel_s) = (0.3, 0.6, 1e-6);
         let states = States::leaked(&topology());
@@ -135,7 +135,7 @@ mod tests {
     fn this_machines_cores_are_shared() {
         let (topology, bell) = (topology(), Arc::new(Doorbell::default()));
         let states = States::leaked(&topology);
-        let mut dev = crate::launch::open::cpu(1, Schedule::Threads, bell.clone(), 0).unwrap();
+        let mut dev = crate::launch::open::cpu(1, StreamOrder::Threads, bell.clone(), 0).unwrap();
         let product = Product::new(&mut dev, Dtype::Bfloat16, 128).unwrap();
         let pool = Workers::ringing(bell.clone(), &topology, 1).unwrap().pool;
         let mut sharers = Sharers { product, states: &states, pool, bell };

@@ -2,7 +2,7 @@
 //! ranks.
 #![allow(unsafe_code)]
 
-use super::copies::{Copies, Way};
+use super::copies::{Copies, CopyDirection};
 use super::samples::{Samples, sourced};
 use super::states::States;
 use super::work_done::WorkDone;
@@ -20,8 +20,8 @@ use crate::host::doorbell::Doorbell;
 use crate::host::pinned::HostMemory;
 use crate::host::pool::Job;
 use crate::launch::ranks::Leave;
-use crate::ranks::Seat;
-use crate::ranks::board::{Board, Sizes};
+use crate::ranks::RankContext;
+use crate::ranks::progress::{CounterSizes, ProgressCounters};
 use std::sync::{Arc, OnceLock};
 
 /// Number of turns of each load, so that other load on a shared machine affects all of them.
@@ -30,7 +30,7 @@ const TURNS: usize = 3;
 /// An operation that a rank keeps running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LoadLane {
-    Link(Way),
+    Link(CopyDirection),
     Pull,
     Adam,
 }
@@ -50,9 +50,9 @@ impl LoadLane {
 /// Concurrent operations on every device, in the order of [`Together`].
 const LOADS: [&[LoadLane]; 5] = [
     &[LoadLane::Pull],
-    &[LoadLane::Link(Way::ToHost)],
-    &[LoadLane::Link(Way::ToDevice)],
-    &[LoadLane::Link(Way::ToHost), LoadLane::Link(Way::ToDevice)],
+    &[LoadLane::Link(CopyDirection::ToHost)],
+    &[LoadLane::Link(CopyDirection::ToDevice)],
+    &[LoadLane::Link(CopyDirection::ToHost), LoadLane::Link(CopyDirection::ToDevice)],
     &[LoadLane::Adam],
 ];
 
@@ -85,22 +85,22 @@ pub(crate) struct RankPart {
 /// A rank's device and optimizer pool.
 type Equipment<D> = (D, Pool<StepJob>);
 
-/// Measures one device for each of `company.homes`. `make` creates it from the rank's part, on that rank's thread.
+/// Measures one device for each of `joint_probe.homes`. `make` creates it from the rank's part, on that rank's thread.
 ///
 /// # Errors
 /// The first failure of a rank, with its name.
-pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPart) -> Result<Equipment<D>> + Sync) -> Result<Together> {
-    let ranks = company.homes.len();
-    let board = Arc::new(Board::new(Sizes { ranks, on_gpus: company.are_gpus, ..Sizes::default() }, None));
-    let cards: Vec<OnceLock<(D::Card, DeviceSlice)>> = (0..ranks).map(|_| OnceLock::new()).collect();
+pub(crate) fn measure<D: Peers>(joint_probe: &JointProbe<'_>, make: impl Fn(&RankPart) -> Result<Equipment<D>> + Sync) -> Result<Together> {
+    let ranks = joint_probe.homes.len();
+    let progress = Arc::new(ProgressCounters::new(CounterSizes { ranks, on_gpus: joint_probe.are_gpus, ..CounterSizes::default() }, None));
+    let peer_handles: Vec<OnceLock<(D::PeerHandle, DeviceSlice)>> = (0..ranks).map(|_| OnceLock::new()).collect();
     let rates = std::thread::scope(|scope| {
         let rank = |rank| {
-            let (leave, make, cards) = (Leave(Seat { board: board.clone(), rank }), &make, &cards);
-            scope.spawn(move || company.rank(&leave.0, make, cards).map_err(|error| leave.0.blame(error)))
+            let (leave, make, peer_handles) = (Leave(RankContext { progress: progress.clone(), rank }), &make, &peer_handles);
+            scope.spawn(move || joint_probe.rank(&leave.0, make, peer_handles).map_err(|error| leave.0.attribute(error)))
         };
         let threads: Vec<_> = (0..ranks).map(rank).collect();
-        // A rank that panicked has printed its message and left the board.
-        let left = || board.failure().unwrap_or_else(|| Error::resource("measure all devices at once", "one of them is gone"));
+        // A rank that panicked has printed its message and left the progress counters.
+        let left = || progress.failure().unwrap_or_else(|| Error::resource("measure all devices at once", "one of them is gone"));
         let ended: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(left()))).collect();
         ended.into_iter().collect::<Result<Vec<LoadRates>>>()
     })?;
@@ -110,7 +110,7 @@ pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPar
     Ok(Together {
         gpus: sourced(ranks as f64, "all were busy"),
         peer_bytes_per_s,
-        peer_route: company.route,
+        peer_route: joint_probe.route,
         to_host_bytes_per_s,
         to_device_bytes_per_s,
         both_ways_bytes_per_s,
@@ -119,14 +119,14 @@ pub(crate) fn measure<D: Peers>(company: &JointProbe<'_>, make: impl Fn(&RankPar
 }
 
 impl JointProbe<'_> {
-    /// The measured rates of the rank of `seat`.
+    /// The measured rates of the rank of `context`.
     fn rank<D: Peers>(
         &self,
-        seat: &Seat,
+        context: &RankContext,
         make: &(impl Fn(&RankPart) -> Result<Equipment<D>> + Sync),
-        cards: &[OnceLock<(D::Card, DeviceSlice)>],
+        peer_handles: &[OnceLock<(D::PeerHandle, DeviceSlice)>],
     ) -> Result<LoadRates> {
-        let part = self.part(seat);
+        let part = self.part(context);
         // Users of the memory are declared later, so they are dropped earlier.
         let mut memory = HostMemory::new(memory_policy(&part.topology, part.threads)?);
         // SAFETY: the rank runs one job at a time, and waits for it before `memory` is dropped.
@@ -138,12 +138,12 @@ impl JointProbe<'_> {
         let [lent, pulled] = [dev.alloc("lent", elems, Dtype::Float32)?, dev.alloc("pulled", elems, Dtype::Float32)?];
         let ends = [dev.event()?, dev.event()?, dev.event()?];
         // No other rank sets this entry.
-        let _ = cards[seat.rank].set((dev.card(), lent));
-        let mut meetings = Meetings { seat, count: 0 };
+        let _ = peer_handles[context.rank].set((dev.peer_handle(), lent));
+        let mut meetings = Meetings { context, count: 0 };
         meetings.next()?;
-        let (cards, lent): (Vec<_>, Vec<_>) = cards.iter().filter_map(OnceLock::get).cloned().unzip();
-        dev.admit(seat.clone(), cards)?;
-        let mut working = RankAtWork { dev, copies, lent, pulled, ends, states: &states, pool, rank: seat.rank, begun: 0 };
+        let (peer_handles, lent): (Vec<_>, Vec<_>) = peer_handles.iter().filter_map(OnceLock::get).cloned().unzip();
+        dev.admit(context.clone(), peer_handles)?;
+        let mut working = RankAtWork { dev, copies, lent, pulled, ends, states: &states, pool, rank: context.rank, begun: 0 };
         let (mut rates, each_s) = (LoadRates::default(), self.time_s / (TURNS * LOADS.len()) as f64);
         for turn in 0..TURNS {
             for (lanes, rates) in LOADS.into_iter().zip(&mut rates) {
@@ -156,21 +156,21 @@ impl JointProbe<'_> {
         Ok(rates)
     }
 
-    /// CPUs and memory of the rank of `seat`.
-    fn part(&self, Seat { board, rank }: &Seat) -> RankPart {
+    /// CPUs and memory of the rank of `context`.
+    fn part(&self, RankContext { progress, rank }: &RankContext) -> RankPart {
         let ranks = self.homes.len();
         let workers = |topology: &Topology| workers_beside_others(topology.usable_cpus().map_or(1, |usable| usable.count()));
-        let own = self.topology.share(*rank, self.homes);
+        let own = self.topology.cpu_slice(*rank, self.homes);
         let threads = own.as_ref().map_or_else(|| (workers(self.topology) / ranks).max(1), workers);
         let topology = own.unwrap_or_else(|| self.topology.clone());
         let memory_available_bytes = topology.memory_available_bytes.map(|bytes| bytes / ranks as u64);
-        RankPart { rank: *rank, topology: Topology { memory_available_bytes, ..topology }, threads, bell: board.bell(*rank) }
+        RankPart { rank: *rank, topology: Topology { memory_available_bytes, ..topology }, threads, bell: progress.bell(*rank) }
     }
 }
 
 /// Barriers: all ranks must reach one before any continues.
 struct Meetings<'a> {
-    seat: &'a Seat,
+    context: &'a RankContext,
     count: u64,
 }
 
@@ -180,13 +180,13 @@ impl Meetings<'_> {
     /// # Errors
     /// The failure of another rank.
     fn next(&mut self) -> Result<()> {
-        let Seat { board, rank } = self.seat;
-        board.publish_written(*rank);
-        let are_here = || board.all_written(self.count);
-        board.bell(*rank).wait_until(|| are_here() || board.has_failed());
-        // A rank that has ended leaves the board, and may be ahead.
+        let RankContext { progress, rank } = self.context;
+        progress.publish_written(*rank);
+        let are_here = || progress.all_written(self.count);
+        progress.bell(*rank).wait_until(|| are_here() || progress.has_failed());
+        // A rank that has ended leaves the progress counters, and may be ahead.
         if !are_here() {
-            self.seat.check()?;
+            self.context.check()?;
         }
         self.count += 1;
         Ok(())
@@ -275,7 +275,7 @@ impl<D: Peers> RankAtWork<'_, D> {
 mod tests {
     use super::*;
     use crate::device::cpu::CpuDevice;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
     use crate::device::sim::SimDevice;
     use crate::hardware::profile::Profile;
     use crate::launch::open;
@@ -284,7 +284,7 @@ mod tests {
     use crate::planner::machine::Machine;
     use crate::probe::workers::Workers;
 
-    fn company<'a>(topology: &'a Topology, homes: &'a [Option<usize>]) -> JointProbe<'a> {
+    fn joint_probe<'a>(topology: &'a Topology, homes: &'a [Option<usize>]) -> JointProbe<'a> {
         JointProbe { topology, homes, route: PeerRoute::Own, are_gpus: false, copy_bytes: 1 << 20, time_s: 0.15 }
     }
 
@@ -293,7 +293,7 @@ mod tests {
     }
 
     fn on_cpus(part: &RankPart) -> Result<Equipment<CpuDevice>> {
-        let dev = open::cpu(1, Schedule::Threads, part.bell.clone(), 0)?;
+        let dev = open::cpu(1, StreamOrder::Threads, part.bell.clone(), 0)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))
     }
 
@@ -302,7 +302,7 @@ mod tests {
         let topology = small_machine();
         for ranks in [2, 3] {
             let homes = vec![None; ranks];
-            let together = measure(&company(&topology, &homes), on_cpus).unwrap();
+            let together = measure(&joint_probe(&topology, &homes), on_cpus).unwrap();
             assert_eq!((together.gpus.value, together.peer_route), (ranks as f64, PeerRoute::Own));
             let Together { peer_bytes_per_s, to_host_bytes_per_s, both_ways_bytes_per_s, all_adam_bytes_per_s, .. } = together;
             for number in [peer_bytes_per_s, to_host_bytes_per_s, both_ways_bytes_per_s, all_adam_bytes_per_s] {
@@ -312,14 +312,14 @@ mod tests {
     }
 
     #[test]
-    fn simulated_gpus_are_measured_as_their_profile_says() {
+    fn simulated_gpus_are_measured_as_in_their_profile() {
         let (profile, topology) = (Profile::load("h200-x2").unwrap(), small_machine());
         let machine = Machine::of_several(&profile, 2).unwrap();
         let make = |_: &RankPart| {
             let (dev, pool) = SimDevice::new("h200", &machine.rates, (machine.kind, machine.device), (32, Isa::Avx2, Moments::Float32), 0);
             Ok((dev, Pool::Simulated(pool)))
         };
-        let loads = JointProbe { copy_bytes: 64 << 20, time_s: 1.0, ..company(&topology, &[None, None]) };
+        let loads = JointProbe { copy_bytes: 64 << 20, time_s: 1.0, ..joint_probe(&topology, &[None, None]) };
         let measured = measure(&loads, make).unwrap();
         let wanted = profile.together.unwrap();
         for (measured, wanted) in [
@@ -342,7 +342,7 @@ mod tests {
                 (1, false) => Err(Error::resource("open it", "it is gone")),
                 _ => on_cpus(part),
             };
-            measure(&company(&topology, &[None, None]), make).unwrap_err().to_string()
+            measure(&joint_probe(&topology, &[None, None]), make).unwrap_err().to_string()
         };
         assert_eq!(fails(false), "rank 1: open it: it is gone");
         assert_eq!(fails(true), "rank 1: it panicked; see the message above");

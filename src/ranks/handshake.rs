@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_token_is_admitted_and_nobody_else() {
+    fn only_peers_with_the_token_are_admitted() {
         let (ours, theirs) = (token("0123456789abcdef"), token("0123456789abcdeF"));
         for (nth, channel) in (0..).zip(Channel::all(2)) {
             let claim = Claim { channel, process: nth, round: u64::from(nth) << 40 };

@@ -1,12 +1,12 @@
 //! The control connections between the processes of a run. Threads read and write the sockets, so a driver never blocks on one. A
 //! connection that closes, or is silent for too long, ends the run.
 
-use super::board::{Abroad, Board};
 use super::handshake::Channel;
-use super::hello::Hello;
-use super::lanes::{LaneKind, ParcelLane, RankLanes};
+use super::hello_message::HelloMessage;
 use super::notice::{Audience, Notice, Outbox, Topic};
-use super::rendezvous::{Connections, Meeting};
+use super::progress::{ProgressCounters, RemoteProcesses};
+use super::rendezvous::{Connections, ProcessRendezvous};
+use super::slice_connections::{RankConnections, SliceConnection, SliceKind};
 use super::wire::{Seal, SealedConnection};
 use crate::error::{Error, Result};
 use crate::signals::StopFlag;
@@ -29,7 +29,7 @@ const LOOKS_ALIVE: u32 = 25;
 const LOOKS_SILENT: u32 = 150;
 /// Periods after a failure until a process that has not ended by itself is terminated: 5 s.
 const LOOKS_ENDING: u32 = 25;
-/// Delay before the end of a lane is reported, because the final message of its process may arrive later.
+/// Delay before the end of a slice connection is reported, because the final message of its process may arrive later.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Display name of the messages on a control connection.
 const NOTICES: &str = "notices";
@@ -53,28 +53,28 @@ pub(crate) struct EndOfRun {
 pub(crate) type LastResort = Box<dyn Fn(String) + Send>;
 
 /// State shared by the threads of [`Links`].
-struct Common {
+struct SharedLinks {
     process: usize,
     names: Vec<String>,
     /// By process.
-    has: Vec<Value>,
+    resources: Vec<Value>,
     state: Mutex<LinkState>,
     changed: Condvar,
     /// Periods since the last message of each process.
     silent: Vec<AtomicU32>,
     closing: AtomicBool,
     /// Queues of the writer threads, by process.
-    letters: Vec<Option<mpsc::Sender<Notice>>>,
+    outgoing: Vec<Option<mpsc::Sender<Notice>>>,
 }
 
-/// The lanes of one rank, by the peer rank. `None` for ranks of its own process.
-pub(crate) type LanesByRank = Vec<Option<RankLanes>>;
+/// The slice connections of one rank, by the peer rank. `None` for ranks of its own process.
+pub(crate) type ConnectionsByRank = Vec<Option<RankConnections>>;
 
 /// State that follows from the messages received so far.
 #[derive(Default)]
 struct LinkState {
-    board: Option<Arc<Board>>,
-    /// Notices that arrived before the board existed.
+    progress: Option<Arc<ProgressCounters>>,
+    /// Notices that arrived before the progress counters existed.
     early: Vec<(usize, Notice)>,
     agreements: VecDeque<String>,
     /// The first process that failed, and the cause.
@@ -86,16 +86,16 @@ struct LinkState {
 
 /// The connections to the other processes of a run.
 pub(crate) struct Links {
-    common: Arc<Common>,
+    common: Arc<SharedLinks>,
     stop: StopFlag,
     sockets: Vec<TcpStream>,
     writers: Vec<JoinHandle<()>>,
-    looker: Option<JoinHandle<()>>,
+    monitor: Option<JoinHandle<()>>,
     /// The data connections to each other process, until [`Links::attach`] takes them.
-    lanes: Mutex<Vec<Option<Connections>>>,
+    connections: Mutex<Vec<Option<Connections>>>,
 }
 
-impl Common {
+impl SharedLinks {
     fn open(&self) -> MutexGuard<'_, LinkState> {
         // A reader thread that panicked has closed its connection, which ends the run.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -103,26 +103,26 @@ impl Common {
 
     fn post(&self, process: usize, notice: Notice) {
         // A writer that has ended has already reported the cause.
-        self.letters[process].iter().for_each(|letters| _ = letters.send(notice.clone()));
+        self.outgoing[process].iter().for_each(|outgoing| _ = outgoing.send(notice.clone()));
     }
 
     /// Records that `process` failed, which ends the run.
     fn lose(&self, process: usize, why: &str) {
-        let board = {
+        let progress = {
             let mut state = self.open();
             if state.gone[process] || self.closing.load(Ordering::Relaxed) {
                 return;
             }
             state.failure.get_or_insert((process, why.to_owned()));
-            state.board.clone()
+            state.progress.clone()
         };
         self.changed.notify_all();
-        board.iter().for_each(|board| board.lose(process, why));
+        progress.iter().for_each(|progress| progress.lose(process, why));
     }
 
     /// Records the loss of `process` after `error` on the connection that carries `what`.
     fn lose_by(&self, process: usize, what: &str, error: &io::Error) {
-        let step = self.open().board.as_ref().map_or(0, |board| board.decided_step());
+        let step = self.open().progress.as_ref().map_or(0, |progress| progress.decided_step());
         let remedy = "look for a failing network card, switch or memory, and resume from the last checkpoint";
         self.lose(
             process,
@@ -141,11 +141,11 @@ impl Common {
     ///
     /// # Errors
     /// A description of the notice if it is invalid.
-    fn hear(&self, process: usize, notice: Notice, stop: &StopFlag) -> std::result::Result<(), String> {
+    fn receive(&self, process: usize, notice: Notice, stop: &StopFlag) -> std::result::Result<(), String> {
         self.silent[process].store(0, Ordering::Relaxed);
         match notice.topic {
             Topic::Alive => {}
-            Topic::Stop => stop.ask(),
+            Topic::Stop => stop.request(),
             Topic::Agreement => self.open().agreements.push_back(notice.text()),
             Topic::Over => self.part(process, &notice.text(), stop),
             Topic::Failed => self.lose(process, &notice.text()),
@@ -157,8 +157,8 @@ impl Common {
 
     fn publish(&self, process: usize, notice: Notice) -> std::result::Result<(), String> {
         let mut state = self.open();
-        match &state.board {
-            Some(board) => board.hear(process, &notice),
+        match &state.progress {
+            Some(progress) => progress.receive(process, &notice),
             None => {
                 state.early.push((process, notice));
                 Ok(())
@@ -170,13 +170,13 @@ impl Common {
     fn part(&self, process: usize, words: &str, stop: &StopFlag) {
         let end: EndOfRun = serde_json::from_str(words).unwrap_or_default();
         if process == 0 {
-            let board = {
+            let progress = {
                 let mut state = self.open();
                 state.gone[0] = true;
                 state.over = Some(end);
-                state.board.clone()
+                state.progress.clone()
             };
-            return board.iter().for_each(|board| board.lose(0, "its run is over"));
+            return progress.iter().for_each(|progress| progress.lose(0, "its run is over"));
         }
         match (end.failure, end.lost) {
             (Some(why), _) => self.lose(process, &why),
@@ -185,7 +185,7 @@ impl Common {
             (None, Some((lost, why))) if lost < self.names.len() => self.lose(lost, &why),
             _ if self.process == 0 && self.open().over.is_none() => {
                 if end.interrupted {
-                    stop.ask();
+                    stop.request();
                 }
                 self.lose(process, if end.interrupted { "it was interrupted" } else { "it ended before the run was over" });
             }
@@ -195,8 +195,8 @@ impl Common {
     }
 }
 
-impl Outbox for Common {
-    fn tell(&self, to: Audience, notice: Notice) {
+impl Outbox for SharedLinks {
+    fn send(&self, to: Audience, notice: Notice) {
         match to {
             Audience::First => self.post(0, notice),
             Audience::All => (0..self.names.len()).for_each(|process| self.post(process, notice.clone())),
@@ -210,29 +210,29 @@ impl Links {
     /// process has ended.
     ///
     /// # Errors
-    /// Errors of [`Meeting::meet`]; `Resource` if a thread cannot start.
+    /// Errors of [`ProcessRendezvous::meet`]; `Resource` if a thread cannot start.
     pub(crate) fn meet(
-        meeting: &Meeting,
-        own: Hello,
+        meeting: &ProcessRendezvous,
+        own: HelloMessage,
         (stop, tell): (&StopFlag, &mut dyn FnMut(&str)),
         last_resort: Option<LastResort>,
     ) -> Result<Self> {
         let (process, mesh) = (meeting.process, meeting.meet(own, stop, tell)?);
         let names = mesh.all.iter().enumerate().map(|(process, hello)| format!("process {process} on {}", hello.host)).collect();
-        let (letters, boxes): (Vec<_>, Vec<_>) =
+        let (outgoing, boxes): (Vec<_>, Vec<_>) =
             mesh.connections.iter().map(|other| other.as_ref().map(|_| mpsc::channel()).unzip()).unzip();
-        let common = Arc::new(Common {
+        let common = Arc::new(SharedLinks {
             process,
             silent: mesh.all.iter().map(|_| AtomicU32::new(0)).collect(),
             state: Mutex::new(LinkState { gone: vec![false; mesh.all.len()], ..LinkState::default() }),
             names,
-            has: mesh.all.into_iter().map(|hello| hello.has).collect(),
+            resources: mesh.all.into_iter().map(|hello| hello.resources).collect(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
-            letters,
+            outgoing,
         });
         let mut links =
-            Self { common, stop: stop.clone(), sockets: Vec::new(), writers: Vec::new(), looker: None, lanes: Mutex::default() };
+            Self { common, stop: stop.clone(), sockets: Vec::new(), writers: Vec::new(), monitor: None, connections: Mutex::default() };
         links
             .start(mesh.connections, boxes)
             .and_then(|()| links.look(last_resort))
@@ -241,23 +241,23 @@ impl Links {
     }
 
     fn start(&mut self, connections: Vec<Option<Connections>>, boxes: Vec<Option<mpsc::Receiver<Notice>>>) -> io::Result<()> {
-        let mut lanes = Vec::new();
-        for (process, (connections, letters)) in connections.into_iter().zip(boxes).enumerate() {
-            let (Some(connections), Some(letters)) = (connections, letters) else {
-                lanes.push(None);
+        let mut data_connections = Vec::new();
+        for (process, (connections, outgoing)) in connections.into_iter().zip(boxes).enumerate() {
+            let (Some(connections), Some(outgoing)) = (connections, outgoing) else {
+                data_connections.push(None);
                 continue;
             };
             for connection in &connections {
                 self.sockets.push(connection.stream.try_clone()?);
             }
             let (input, out) = connections[Channel::CONTROL.place()].try_clone()?.split()?;
-            lanes.push(Some(connections));
+            data_connections.push(Some(connections));
             let (common, stop) = (self.common.clone(), self.stop.clone());
-            named("hear", process).spawn(move || hear(&common, process, input, &stop))?;
+            named("hear", process).spawn(move || receive_notices(&common, process, input, &stop))?;
             let common = self.common.clone();
-            self.writers.push(named("tell", process).spawn(move || tell(&common, process, out, &letters))?);
+            self.writers.push(named("tell", process).spawn(move || send_notices(&common, process, out, &outgoing))?);
         }
-        self.lanes = Mutex::new(lanes);
+        self.connections = Mutex::new(data_connections);
         Ok(())
     }
 
@@ -272,11 +272,11 @@ impl Links {
                     return;
                 }
                 if nth.is_multiple_of(LOOKS_ALIVE) {
-                    common.tell(Audience::All, Notice::new(Topic::Alive, &[]));
+                    common.send(Audience::All, Notice::new(Topic::Alive, &[]));
                 }
                 if stop.is_set() && !stopped {
                     stopped = true;
-                    common.tell(Audience::First, Notice::new(Topic::Stop, &[]));
+                    common.send(Audience::First, Notice::new(Topic::Stop, &[]));
                 }
                 for (process, silent) in common.silent.iter().enumerate().filter(|(process, _)| *process != common.process) {
                     if silent.fetch_add(1, Ordering::Relaxed) == LOOKS_SILENT {
@@ -290,7 +290,7 @@ impl Links {
                 }
             }
         };
-        self.looker = Some(named("links of", self.common.process).spawn(body)?);
+        self.monitor = Some(named("links of", self.common.process).spawn(body)?);
         Ok(())
     }
 
@@ -305,13 +305,13 @@ impl Links {
     }
 
     /// The hardware that each process reported, by index.
-    pub(crate) fn what_each_has(&self) -> &[Value] {
-        &self.common.has
+    pub(crate) fn resources_by_process(&self) -> &[Value] {
+        &self.common.resources
     }
 
     /// Sends the facts that must agree before step 0, from process 0 to all others.
     pub(crate) fn propose(&self, agreement: &str) {
-        self.common.tell(Audience::All, Notice::new(Topic::Agreement, &[]).saying(agreement));
+        self.common.send(Audience::All, Notice::new(Topic::Agreement, &[]).with_text(agreement));
     }
 
     /// Waits for the proposal of process 0. Returns the end of the run if that arrives first.
@@ -372,31 +372,35 @@ impl Links {
         end.failure.map(|why| self.common.error_of(of, &why))
     }
 
-    /// Creates the board of this process with `make`, and the lanes of each of its ranks, by rank. A parcel of a lane has at most
-    /// `parcel_bytes`.
+    /// Creates the progress counters of this process with `make`, and the slice connections of each of its ranks, by rank. A message has at
+    /// most `parcel_bytes`.
     ///
     /// # Errors
     /// `Resource` if a thread cannot start; the failure of another process.
     ///
     /// # Panics
     /// If it is called twice.
-    pub(crate) fn attach(&self, make: impl FnOnce(Abroad) -> Board, parcel_bytes: usize) -> Result<(Arc<Board>, Vec<LanesByRank>)> {
+    pub(crate) fn attach(
+        &self,
+        make: impl FnOnce(RemoteProcesses) -> ProgressCounters,
+        parcel_bytes: usize,
+    ) -> Result<(Arc<ProgressCounters>, Vec<ConnectionsByRank>)> {
         let common = &self.common;
-        let board = Arc::new(make(Abroad { process: common.process, names: common.names.clone(), outbox: common.clone() }));
-        let connections = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
+        let progress = Arc::new(make(RemoteProcesses { process: common.process, names: common.names.clone(), outbox: common.clone() }));
+        let connections = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
         assert!(!connections.is_empty(), "lanes are given once");
-        let of = |rank: usize| -> io::Result<LanesByRank> {
+        let of = |rank: usize| -> io::Result<ConnectionsByRank> {
             let by_process = connections.iter().enumerate().map(|(process, streams)| match streams {
-                Some(streams) => self.lanes_to((process, streams), &board, rank, parcel_bytes),
-                None => Ok(board.mates().map(|_| None).collect()),
+                Some(streams) => self.connections_to((process, streams), &progress, rank, parcel_bytes),
+                None => Ok(progress.local_ranks().map(|_| None).collect()),
             });
             Ok(by_process.collect::<io::Result<Vec<_>>>()?.into_iter().flatten().collect())
         };
-        let lanes = board.mates().map(of).collect::<io::Result<_>>();
-        let lanes = lanes.map_err(|e| Error::resource("start the threads of lanes", e))?;
+        let connections = progress.local_ranks().map(of).collect::<io::Result<_>>();
+        let connections = connections.map_err(|e| Error::resource("start the threads of lanes", e))?;
         let mut state = common.open();
         for (process, notice) in std::mem::take(&mut state.early) {
-            board.hear(process, &notice).map_err(|what| common.error_of(process, &nonsense(&what)))?;
+            progress.receive(process, &notice).map_err(|what| common.error_of(process, &invalid_message(&what)))?;
         }
         if let Some((process, why)) = &state.failure {
             return Err(common.error_of(*process, why));
@@ -404,23 +408,23 @@ impl Links {
         if let Some(end) = &state.over {
             return Err(self.failure_of(end.clone()).unwrap_or_else(|| common.error_of(0, "its run is over")));
         }
-        state.board = Some(board.clone());
-        Ok((board, lanes))
+        state.progress = Some(progress.clone());
+        Ok((progress, connections))
     }
 
-    /// The lanes between `rank`, of this process, and each rank of `process`.
-    fn lanes_to(
+    /// The slice connections between `rank`, of this process, and each rank of `process`.
+    fn connections_to(
         &self,
         (process, connections): (usize, &Connections),
-        board: &Board,
+        progress: &ProgressCounters,
         rank: usize,
         parcel_bytes: usize,
-    ) -> io::Result<LanesByRank> {
-        let (own, ranks) = (rank - board.mates().start, board.mates().len());
-        let lane = |kind: LaneKind, channel: Channel| {
+    ) -> io::Result<ConnectionsByRank> {
+        let (own, ranks) = (rank - progress.local_ranks().start, progress.local_ranks().len());
+        let connection = |kind: SliceKind, channel: Channel| {
             let common = self.common.clone();
             let connection = SealedConnection::try_clone(&connections[channel.place()])?;
-            ParcelLane::start(connection, (kind, parcel_bytes), board.bell(rank), move |error: &io::Error| {
+            SliceConnection::start(connection, (kind, parcel_bytes), progress.bell(rank), move |error: &io::Error| {
                 // A process that ends closes all its connections, and sends the cause on the control connection.
                 thread::sleep(LAST_WORDS);
                 common.lose_by(process, kind.name(), error);
@@ -429,8 +433,8 @@ impl Links {
         let to = |place: usize| {
             // The process with the larger index is the connecting side.
             let pair = if self.common.process > process { [own, place] } else { [place, own] };
-            let weights = (place == own).then(|| lane(LaneKind::Weights, Channel::weights(ranks, own))).transpose()?;
-            Ok(Some(RankLanes { grads: lane(LaneKind::Gradients, Channel::gradients(ranks, pair))?, weights }))
+            let weights = (place == own).then(|| connection(SliceKind::Weights, Channel::weights(ranks, own))).transpose()?;
+            Ok(Some(RankConnections { grads: connection(SliceKind::Gradients, Channel::gradients(ranks, pair))?, weights }))
         };
         (0..ranks).map(to).collect()
     }
@@ -440,7 +444,7 @@ impl Links {
         let mut state = self.common.open();
         end.lost = state.failure.clone();
         let words = serde_json::to_string(&end).unwrap_or_default();
-        self.common.tell(Audience::All, Notice::new(Topic::Over, &[]).saying(&words));
+        self.common.send(Audience::All, Notice::new(Topic::Over, &[]).with_text(&words));
         if self.common.process == 0 {
             state.over = Some(end.clone());
         }
@@ -463,19 +467,19 @@ impl Drop for Links {
         // The reader and writer threads end when their sockets are shut down.
         self.sockets.iter().for_each(|socket| _ = socket.shutdown(Shutdown::Both));
         // A panic in the thread has already printed its message.
-        self.looker.take().map(JoinHandle::join);
+        self.monitor.take().map(JoinHandle::join);
     }
 }
 
-impl Common {
+impl SharedLinks {
     fn error_of(&self, process: usize, why: &str) -> Error {
         Error::Rank { name: self.names[process].clone(), cause: why.to_owned() }
     }
 
-    /// The first cause of the end of the run: a rank of this process, from the board, or another process.
+    /// The first cause of the end of the run: a rank of this process, from the progress counters, or another process.
     fn cause(&self, state: &LinkState) -> Option<Error> {
         let lost = || state.failure.as_ref().map(|(process, why)| self.error_of(*process, why));
-        state.board.as_ref().and_then(|board| board.failure()).or_else(lost)
+        state.progress.as_ref().and_then(|progress| progress.failure()).or_else(lost)
     }
 }
 
@@ -483,17 +487,17 @@ fn named(what: &str, process: usize) -> thread::Builder {
     thread::Builder::new().name(format!("{what} {process}"))
 }
 
-fn nonsense(what: &str) -> String {
+fn invalid_message(what: &str) -> String {
     format!("it says what makes no sense: {what}")
 }
 
-fn hear(common: &Common, process: usize, (input, mut seal): (impl Read, Seal), stop: &StopFlag) {
+fn receive_notices(common: &SharedLinks, process: usize, (input, mut seal): (impl Read, Seal), stop: &StopFlag) {
     let mut input = BufReader::new(input);
     loop {
         match Notice::read(&mut input, &mut seal) {
             Ok(notice) => {
-                if let Err(what) = common.hear(process, notice, stop) {
-                    return common.lose(process, &nonsense(&what));
+                if let Err(what) = common.receive(process, notice, stop) {
+                    return common.lose(process, &invalid_message(&what));
                 }
             }
             Err(error) => return common.lose_by(process, NOTICES, &error),
@@ -501,9 +505,9 @@ fn hear(common: &Common, process: usize, (input, mut seal): (impl Read, Seal), s
     }
 }
 
-fn tell(common: &Common, process: usize, (out, mut seal): (TcpStream, Seal), letters: &mpsc::Receiver<Notice>) {
+fn send_notices(common: &SharedLinks, process: usize, (out, mut seal): (TcpStream, Seal), outgoing: &mpsc::Receiver<Notice>) {
     let mut out = BufWriter::new(out);
-    while let Ok(notice) = letters.recv() {
+    while let Ok(notice) = outgoing.recv() {
         let mut next = Some(notice);
         let mut is_last = false;
         while let Some(notice) = next {
@@ -511,7 +515,7 @@ fn tell(common: &Common, process: usize, (out, mut seal): (TcpStream, Seal), let
             if let Err(error) = notice.write(&mut out, &mut seal) {
                 return common.lose_by(process, NOTICES, &error);
             }
-            next = letters.try_recv().ok();
+            next = outgoing.try_recv().ok();
         }
         if let Err(error) = out.flush() {
             return common.lose_by(process, NOTICES, &error);

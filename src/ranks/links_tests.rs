@@ -11,10 +11,16 @@ fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let token = RunToken::new(b"a token that nobody guesses", "here").unwrap();
     let be = |process: usize| {
-        let meeting =
-            Meeting { address: address.clone(), process, processes, ranks: 1, token: token.clone(), limit: Duration::from_secs(60) };
+        let meeting = ProcessRendezvous {
+            address: address.clone(),
+            process,
+            processes,
+            ranks: 1,
+            token: token.clone(),
+            limit: Duration::from_secs(60),
+        };
         let stop = StopFlag::default();
-        (Links::meet(&meeting, Hello { host: "here".into(), ..Hello::default() }, (&stop, &mut |_| ()), None).unwrap(), stop)
+        (Links::meet(&meeting, HelloMessage { host: "here".into(), ..HelloMessage::default() }, (&stop, &mut |_| ()), None).unwrap(), stop)
     };
     thread::scope(|scope| {
         let all: Vec<_> = (0..processes).map(|process| scope.spawn(move || be(process))).collect();
@@ -32,37 +38,37 @@ fn after_the_last_gave_up(lost: usize, processes: usize) -> Vec<(Links, StopFlag
 }
 
 /// The error that ends a process, within a few seconds.
-fn told(links: &Links) -> Option<String> {
+fn message(links: &Links) -> Option<String> {
     let state = links.common.open();
     drop(links.common.changed.wait_timeout_while(state, PARTING_PATIENCE, |state| state.failure.is_none()));
     links.common.cause(&links.common.open()).map(|error| error.to_string())
 }
 
 #[test]
-fn a_process_that_stood_still_hears_that_another_has_given_it_up() {
+fn a_stopped_process_learns_that_another_gave_it_up() {
     let all = after_the_last_gave_up(0, 2);
-    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
-fn who_ends_for_another_names_it() {
+fn a_process_that_ends_for_another_names_it() {
     let all = after_the_last_gave_up(1, 3);
-    assert_eq!(told(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
-    assert_eq!(told(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
+    assert_eq!(message(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
 }
 
 #[test]
-fn process_0_does_not_wait_for_who_was_interrupted_before_it() {
+fn process_0_does_not_wait_for_processes_interrupted_before_it() {
     let mut all = meet(2);
     let (interrupted, _) = all.pop().unwrap();
     interrupted.close(EndOfRun { interrupted: true, ..EndOfRun::default() });
     let (first, stop) = &all[0];
-    assert_eq!(told(first).unwrap(), "process 1 on here: it was interrupted");
+    assert_eq!(message(first).unwrap(), "process 1 on here: it was interrupted");
     assert!(stop.is_set());
 }
 
 #[test]
-fn who_follows_to_the_end_is_no_loss() {
+fn a_process_that_follows_to_the_end_is_no_loss() {
     let mut all = meet(2);
     let ((follower, _), (first, _)) = (all.pop().unwrap(), all.pop().unwrap());
     let common = first.common.clone();

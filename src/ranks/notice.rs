@@ -118,7 +118,7 @@ impl Notice {
     }
 
     /// Sets the tail to `text`, cut to the maximum length.
-    pub(crate) fn saying(self, text: &str) -> Self {
+    pub(crate) fn with_text(self, text: &str) -> Self {
         let end = (0..=text.len().min(TAIL_MAX)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
         self.with(text.as_bytes()[..end].to_vec())
     }
@@ -182,7 +182,7 @@ pub(crate) enum Audience {
 /// Sends notices to other processes. It never blocks.
 pub(crate) trait Outbox: Send + Sync {
     /// Enqueues `notice` for sending.
-    fn tell(&self, to: Audience, notice: Notice);
+    fn send(&self, to: Audience, notice: Notice);
 }
 
 #[cfg(test)]
@@ -202,7 +202,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(topic in 0..Topic::ALL.len(), numbers: [u64; NUMBERS_MAX], tail: Vec<u8>, rest: Vec<u8>) {
+        fn written_values_read_back(topic in 0..Topic::ALL.len(), numbers: [u64; NUMBERS_MAX], tail: Vec<u8>, rest: Vec<u8>) {
             let (topic, count) = Topic::ALL[topic];
             let notice = Notice::new(topic, &numbers[..count]).with(tail);
             let mut bytes = Vec::new();
@@ -258,7 +258,7 @@ mod tests {
     #[test]
     fn topics_have_their_places_in_the_table() {
         Topic::ALL.iter().enumerate().for_each(|(at, (topic, _))| assert_eq!(*topic as usize, at));
-        let long = Notice::new(Topic::Over, &[]).saying(&"ä".repeat(TAIL_MAX));
+        let long = Notice::new(Topic::Over, &[]).with_text(&"ä".repeat(TAIL_MAX));
         assert_eq!(long.text(), "ä".repeat(TAIL_MAX / 2));
     }
 }

@@ -3,11 +3,11 @@
 //! kind. The run begins when all connections are open. A process that dies earlier may be restarted: the processes that it had met start
 //! the rendezvous again.
 
-use super::control_line::ControlLine;
-use super::desk::Desk;
-use super::doorkeeper::{Doorkeeper, HANDSHAKE_PATIENCE};
+use super::control_connection::ControlConnection;
+use super::control_server::ControlServer;
 use super::handshake::{Channel, Claim, is_other_token, open_within};
-use super::hello::{Hello, Trouble};
+use super::handshake_server::{HANDSHAKE_PATIENCE, HandshakeServer};
+use super::hello_message::{HelloMessage, RendezvousError};
 use super::notice::{Notice, Topic};
 use super::run_token::{RunToken, nonce};
 use super::wire::SealedConnection;
@@ -29,7 +29,7 @@ const TOKEN_TRIES: u32 = 3;
 
 /// Parameters of the rendezvous of this process.
 #[derive(Clone, Debug)]
-pub(crate) struct Meeting {
+pub(crate) struct ProcessRendezvous {
     /// `HOST:PORT` of process 0, which listens on the port.
     pub(crate) address: String,
     pub(crate) process: usize,
@@ -43,9 +43,9 @@ pub(crate) struct Meeting {
 
 /// The reply of process 0 to a hello message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-enum Reply {
+enum RendezvousReply {
     /// All processes have arrived and agree: the number of this attempt, and all hello messages without their facts.
-    Welcome(u64, Vec<Hello>),
+    Welcome(u64, Vec<HelloMessage>),
     /// Processes differ: the difference.
     Refused(String),
     /// Process 0 has ended: the cause.
@@ -58,7 +58,7 @@ pub(super) type Connections = Vec<SealedConnection>;
 /// The result of a rendezvous: all processes and the connections to them.
 pub(super) struct Mesh {
     /// The hello messages without their facts.
-    pub(super) all: Vec<Hello>,
+    pub(super) all: Vec<HelloMessage>,
     /// By process; `None` for this process.
     pub(super) connections: Vec<Option<Connections>>,
 }
@@ -67,14 +67,14 @@ pub(super) struct Mesh {
 type Slots = Vec<Vec<Option<SealedConnection>>>;
 
 /// Conditions that end a wait: a stop request or the deadline.
-struct Patience<'a> {
+struct RendezvousDeadline<'a> {
     stop: &'a StopFlag,
     deadline: Instant,
     /// Prints a line.
-    tell: &'a mut dyn FnMut(&str),
+    log: &'a mut dyn FnMut(&str),
 }
 
-impl Patience<'_> {
+impl RendezvousDeadline<'_> {
     /// Checks whether the wait may continue.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ impl Patience<'_> {
     }
 }
 
-impl Meeting {
+impl ProcessRendezvous {
     fn failed(&self, cause: impl Display) -> Error {
         Error::resource(format!("meet the {} processes of this run at {}", self.processes, self.address), cause)
     }
@@ -97,38 +97,38 @@ impl Meeting {
         self.failed(format_args!("{why}; --rendezvous-limit {} is over", self.limit.as_secs()))
     }
 
-    /// Connects to the other processes and checks that their facts equal those of `own`. Progress messages go to `tell`.
+    /// Connects to the other processes and checks that their facts equal those of `own`. Progress messages go to `log`.
     ///
     /// # Errors
     /// `Resource`, which names the processes that are missing or have another token; `Usage`, which names a process that differs, and the
     /// difference; `Interrupted`.
-    pub(super) fn meet(&self, own: Hello, stop: &StopFlag, tell: &mut dyn FnMut(&str)) -> Result<Mesh> {
-        let mut patience = Patience { stop, deadline: Instant::now() + self.limit, tell };
-        if self.process == 0 { self.receive(&own, &mut patience) } else { self.join(&own, &mut patience) }
+    pub(super) fn meet(&self, own: HelloMessage, stop: &StopFlag, log: &mut dyn FnMut(&str)) -> Result<Mesh> {
+        let mut wait = RendezvousDeadline { stop, deadline: Instant::now() + self.limit, log };
+        if self.process == 0 { self.receive(&own, &mut wait) } else { self.join(&own, &mut wait) }
     }
 
     /// The rendezvous in process 0, to which all other processes connect.
-    fn receive(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
-        let (mut door, mut desk) = (self.listen(patience)?, Desk::new(self.processes));
+    fn receive(&self, own: &HelloMessage, wait: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
+        let (mut server, mut control) = (self.listen(wait)?, ControlServer::new(self.processes));
         loop {
-            match self.gather(own, (&mut door, &mut desk), patience) {
+            match self.gather(own, (&mut server, &mut control), wait) {
                 Ok((all, mut slots)) => {
-                    for (slots, control) in slots.iter_mut().skip(1).zip(desk.into_connections().map_err(|e| self.failed(e))?) {
+                    for (slots, control) in slots.iter_mut().skip(1).zip(control.into_connections().map_err(|e| self.failed(e))?) {
                         slots[0] = Some(control);
                     }
-                    return Ok(Mesh { all, connections: whole(slots) });
+                    return Ok(Mesh { all, connections: complete(slots) });
                 }
-                Err(Trouble::Again(why)) => {
-                    (patience.tell)(&format!("{why}; all begin again"));
-                    desk.clear();
+                Err(RendezvousError::Again(why)) => {
+                    (wait.log)(&format!("{why}; all begin again"));
+                    control.clear();
                 }
-                Err(Trouble::Over(error)) => {
+                Err(RendezvousError::Over(error)) => {
                     match &error {
-                        Error::Interrupted(_) => desk.say(&Notice::new(Topic::Stop, &[])),
-                        Error::Usage(why) => desk.answer(&Reply::Refused(why.clone())),
-                        error => desk.answer(&Reply::Ended(error.to_string())),
+                        Error::Interrupted(_) => control.broadcast(&Notice::new(Topic::Stop, &[])),
+                        Error::Usage(why) => control.broadcast_json(&RendezvousReply::Refused(why.clone())),
+                        error => control.broadcast_json(&RendezvousReply::Ended(error.to_string())),
                     }
-                    desk.close();
+                    control.close();
                     return Err(error);
                 }
             }
@@ -136,24 +136,23 @@ impl Meeting {
     }
 
     /// A listener on the port of the rendezvous. Waits while another program has the port.
-    fn listen(&self, patience: &mut Patience<'_>) -> Result<Doorkeeper> {
+    fn listen(&self, wait: &mut RendezvousDeadline<'_>) -> Result<HandshakeServer> {
         let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
         let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
         let failed = |e: &dyn Display| Error::resource(format!("listen at port {port}"), e);
         let mut is_told = false;
         loop {
-            match Doorkeeper::at(port, &self.token) {
-                Ok(door) => {
-                    let address = door.address().map_err(|e| failed(&e))?;
-                    (patience.tell)(&format!("listening at {address}: all addresses of this machine"));
-                    return Ok(door);
+            match HandshakeServer::at(port, &self.token) {
+                Ok(server) => {
+                    let address = server.address().map_err(|e| failed(&e))?;
+                    (wait.log)(&format!("listening at {address}: all addresses of this machine"));
+                    return Ok(server);
                 }
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                     let limit = self.limit.as_secs();
-                    patience
-                        .look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
+                    wait.look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
                     if !std::mem::replace(&mut is_told, true) {
-                        (patience.tell)(&format!("port {port} is another program's: trying again for {limit} s"));
+                        (wait.log)(&format!("port {port} is another program's: trying again for {limit} s"));
                     }
                 }
                 Err(e) => return Err(failed(&e)),
@@ -163,38 +162,38 @@ impl Meeting {
     }
 
     /// Process 0: collects the hello messages of all processes, and all connections except the control connections, which are at the
-    /// `desk`.
+    /// `control`.
     fn gather(
         &self,
-        own: &Hello,
-        (door, desk): (&mut Doorkeeper, &mut Desk),
-        patience: &mut Patience<'_>,
-    ) -> std::result::Result<(Vec<Hello>, Slots), Trouble> {
-        while !desk.missing().is_empty() {
-            let gone = self.look_after(None, (&mut *door, &mut *desk), patience)?;
+        own: &HelloMessage,
+        (server, control): (&mut HandshakeServer, &mut ControlServer),
+        wait: &mut RendezvousDeadline<'_>,
+    ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
+        while !control.missing().is_empty() {
+            let gone = self.look_after(None, (&mut *server, &mut *control), wait)?;
             // A process that requested a stop of the run does not come back.
-            for gone in gone.iter().filter(|_| !patience.stop.is_set()) {
-                (patience.tell)(&format!("{gone}; it may come again"));
+            for gone in gone.iter().filter(|_| !wait.stop.is_set()) {
+                (wait.log)(&format!("{gone}; it may come again"));
             }
         }
-        let mut all: Vec<Hello> = [own.clone()].into_iter().chain(desk.hellos()).collect();
+        let mut all: Vec<HelloMessage> = [own.clone()].into_iter().chain(control.hellos()).collect();
         if let Some(why) = (1..all.len()).find_map(|process| difference(&all, process)) {
             return Err(Error::usage(why).into());
         }
         all.iter_mut().for_each(|hello| hello.facts.clear());
         let round = u64::from_le_bytes(*nonce().first_chunk().expect("a nonce is longer"));
-        desk.answer(&Reply::Welcome(round, all.clone()));
+        control.broadcast_json(&RendezvousReply::Welcome(round, all.clone()));
         let mut slots = self.slots();
         let channels = Channel::all(self.ranks);
         loop {
-            if let Some(gone) = self.look_after(Some((round, &mut slots)), (&mut *door, &mut *desk), patience)?.into_iter().next() {
-                return Err(Trouble::Again(gone));
+            if let Some(gone) = self.look_after(Some((round, &mut slots)), (&mut *server, &mut *control), wait)?.into_iter().next() {
+                return Err(RendezvousError::Again(gone));
             }
             let is_whole =
                 |slots: &Slots| slots[1..].iter().all(|slots| channels[1..].iter().all(|channel| slots[channel.place()].is_some()));
-            if desk.all_ready() && is_whole(&slots) {
+            if control.all_ready() && is_whole(&slots) {
                 // The reader of a connection detects a process that was lost since then.
-                desk.say(&Notice::new(Topic::Begin, &[]));
+                control.broadcast(&Notice::new(Topic::Begin, &[]));
                 return Ok((all, slots));
             }
         }
@@ -204,107 +203,116 @@ impl Meeting {
     fn look_after(
         &self,
         round: Option<(u64, &mut Slots)>,
-        (door, desk): (&mut Doorkeeper, &mut Desk),
-        patience: &Patience<'_>,
-    ) -> std::result::Result<Vec<String>, Trouble> {
-        patience.look(|| {
-            let dropped = match door.dropped() {
+        (server, control): (&mut HandshakeServer, &mut ControlServer),
+        wait: &RendezvousDeadline<'_>,
+    ) -> std::result::Result<Vec<String>, RendezvousError> {
+        wait.look(|| {
+            let dropped = match server.dropped() {
                 0 => String::new(),
                 count => format!("; {count} connections without the run token were dropped"),
             };
-            let missing = desk.missing();
+            let missing = control.missing();
             match missing.is_empty() {
                 true => self.late(format_args!("not all processes could connect to each other{dropped}")),
                 false => self.late(format_args!("there came no process {missing:?}{dropped}")),
             }
         })?;
-        if let Some((claim, connection)) = door.next() {
+        if let Some((claim, connection)) = server.next() {
             let process = claim.process as usize;
             if !(1..self.processes).contains(&process) {
                 let cause = format!("--process {process}: no process {process} belongs here, of {} processes", self.processes);
                 return Err(Error::usage(cause).into());
             }
             match round {
-                _ if claim.channel == Channel::CONTROL => desk.admit(process, connection).map_err(|e| self.failed(e))?,
+                _ if claim.channel == Channel::CONTROL => control.admit(process, connection).map_err(|e| self.failed(e))?,
                 Some((round, slots)) if claim.round == round => put(slots, claim, connection),
                 // The connection belongs to an earlier attempt.
                 _ => {}
             }
         }
-        desk.serve(patience.stop)
+        control.serve(wait.stop)
     }
 
     /// The rendezvous in a later process, which connects to all processes with a smaller index and accepts connections from the others.
-    fn join(&self, own: &Hello, patience: &mut Patience<'_>) -> Result<Mesh> {
-        let mut door = Doorkeeper::at(0, &self.token).map_err(|e| Error::resource("listen for the other processes", e))?;
+    fn join(&self, own: &HelloMessage, wait: &mut RendezvousDeadline<'_>) -> Result<Mesh> {
+        let mut server = HandshakeServer::at(0, &self.token).map_err(|e| Error::resource("listen for the other processes", e))?;
         loop {
-            match self.visit(own, &mut door, patience) {
+            match self.visit(own, &mut server, wait) {
                 Ok(mesh) => return Ok(mesh),
-                Err(Trouble::Over(error)) => return Err(error),
-                Err(Trouble::Again(why)) => {
-                    patience.look(|| self.late(&why))?;
-                    (patience.tell)(&format!("{why}; trying again"));
+                Err(RendezvousError::Over(error)) => return Err(error),
+                Err(RendezvousError::Again(why)) => {
+                    wait.look(|| self.late(&why))?;
+                    (wait.log)(&format!("{why}; trying again"));
                     thread::sleep(PERIOD);
                 }
             }
         }
     }
 
-    /// One attempt of [`Meeting::join`].
-    fn visit(&self, own: &Hello, door: &mut Doorkeeper, patience: &mut Patience<'_>) -> std::result::Result<Mesh, Trouble> {
-        let control = self.reach_first(patience)?;
-        let failed = |e: io::Error| Trouble::from(Error::resource("listen for the other processes", e));
-        let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), door.address()?.port()));
+    /// One attempt of [`ProcessRendezvous::join`].
+    fn visit(
+        &self,
+        own: &HelloMessage,
+        server: &mut HandshakeServer,
+        wait: &mut RendezvousDeadline<'_>,
+    ) -> std::result::Result<Mesh, RendezvousError> {
+        let control = self.reach_first(wait)?;
+        let failed = |e: io::Error| RendezvousError::from(Error::resource("listen for the other processes", e));
+        let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), server.address()?.port()));
         let (here, first, port) = addresses().map_err(failed)?;
-        let mut line = ControlLine::new(control).map_err(failed)?;
-        let outcome = self.meet_over(&mut line, &Hello { address: Some((here, port).into()), ..own.clone() }, first, door, patience);
-        if let Err(Trouble::Over(Error::Interrupted(_))) = &outcome {
+        let mut line = ControlConnection::new(control).map_err(failed)?;
+        let outcome = self.meet_over(&mut line, &HelloMessage { address: Some((here, port).into()), ..own.clone() }, first, server, wait);
+        if let Err(RendezvousError::Over(Error::Interrupted(_))) = &outcome {
             // If process 0 does not receive the stop request, it detects the loss of this process.
-            let _ = line.say(&Notice::new(Topic::Stop, &[]));
+            let _ = line.send(&Notice::new(Topic::Stop, &[]));
         }
         let (all, mut slots) = outcome?;
         slots[0][0] = Some(line.into_connection().map_err(failed)?);
-        Ok(Mesh { all, connections: whole(slots) })
+        Ok(Mesh { all, connections: complete(slots) })
     }
 
     /// Meets the other processes over `line`, the control connection to process 0. `first` is the address of process 0.
     fn meet_over(
         &self,
-        line: &mut ControlLine,
-        own: &Hello,
+        line: &mut ControlConnection,
+        own: &HelloMessage,
         first: IpAddr,
-        door: &mut Doorkeeper,
-        patience: &Patience<'_>,
-    ) -> std::result::Result<(Vec<Hello>, Slots), Trouble> {
+        server: &mut HandshakeServer,
+        wait: &RendezvousDeadline<'_>,
+    ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
         let text = serde_json::to_string(own).map_err(|e| Error::format("what this process has", e))?;
-        line.say(&Notice::new(Topic::Agreement, &[]).saying(&text)).map_err(lost)?;
+        line.send(&Notice::new(Topic::Agreement, &[]).with_text(&text)).map_err(lost)?;
         let (round, all) = loop {
-            match self.listen_to(line, patience)? {
+            match self.listen_to(line, wait)? {
                 Some(Notice { topic: Topic::Agreement, tail, .. }) => break self.welcome(&tail)?,
                 _ => thread::sleep(PERIOD / 10),
             }
         };
-        let slots = self.connect_all(round, (&all, first), (line, door), patience)?;
-        line.say(&Notice::new(Topic::Ready, &[])).map_err(lost)?;
-        while !self.may_begin(line, patience)? {
+        let slots = self.connect_all(round, (&all, first), (line, server), wait)?;
+        line.send(&Notice::new(Topic::Ready, &[])).map_err(lost)?;
+        while !self.may_begin(line, wait)? {
             thread::sleep(PERIOD / 10);
         }
         Ok((all, slots))
     }
 
     /// The next message of process 0, if one has arrived.
-    fn listen_to(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<Option<Notice>, Trouble> {
-        patience.look(|| self.late("not all processes have come"))?;
+    fn listen_to(
+        &self,
+        line: &mut ControlConnection,
+        wait: &RendezvousDeadline<'_>,
+    ) -> std::result::Result<Option<Notice>, RendezvousError> {
+        wait.look(|| self.late("not all processes have come"))?;
         let notice = line.next().map_err(lost)?;
         if notice.as_ref().is_some_and(|notice| notice.topic == Topic::Stop) {
-            patience.stop.ask();
+            wait.stop.request();
         }
         Ok(notice)
     }
 
     /// Whether process 0 has announced that the run begins, after its reply to the hello message.
-    fn may_begin(&self, line: &mut ControlLine, patience: &Patience<'_>) -> std::result::Result<bool, Trouble> {
-        match self.listen_to(line, patience)? {
+    fn may_begin(&self, line: &mut ControlConnection, wait: &RendezvousDeadline<'_>) -> std::result::Result<bool, RendezvousError> {
+        match self.listen_to(line, wait)? {
             Some(Notice { topic: Topic::Agreement, tail, .. }) => {
                 self.welcome(&tail)?;
                 Err(self.failed("process 0 says twice who is there").into())
@@ -314,27 +322,27 @@ impl Meeting {
     }
 
     /// Parses the reply of process 0. Any reply except `Welcome` is an error.
-    fn welcome(&self, answer: &[u8]) -> Result<(u64, Vec<Hello>)> {
+    fn welcome(&self, answer: &[u8]) -> Result<(u64, Vec<HelloMessage>)> {
         match serde_json::from_slice(answer).map_err(|e| Error::format("the answer of process 0", e))? {
-            Reply::Welcome(round, all) if all.len() == self.processes => Ok((round, all)),
-            Reply::Welcome(_, all) => Err(self.failed(format_args!("process 0 counts {} processes", all.len()))),
-            Reply::Refused(why) => Err(Error::usage(printable(why))),
-            Reply::Ended(why) => Err(Error::Rank { name: "process 0".into(), cause: why }),
+            RendezvousReply::Welcome(round, all) if all.len() == self.processes => Ok((round, all)),
+            RendezvousReply::Welcome(_, all) => Err(self.failed(format_args!("process 0 counts {} processes", all.len()))),
+            RendezvousReply::Refused(why) => Err(Error::usage(printable(why))),
+            RendezvousReply::Ended(why) => Err(Error::Rank { name: "process 0".into(), cause: why }),
         }
     }
 
     /// Opens the control connection to process 0, retrying until process 0 listens.
-    fn reach_first(&self, patience: &Patience<'_>) -> std::result::Result<SealedConnection, Trouble> {
+    fn reach_first(&self, wait: &RendezvousDeadline<'_>) -> std::result::Result<SealedConnection, RendezvousError> {
         let (claim, mut refusals) = (self.claim(Channel::CONTROL, 0), 0);
         loop {
-            let why = match self
-                .dial(&self.address, claim, || patience.look(|| self.nobody(&self.address, "it takes too long")).map_err(Trouble::Over))?
-            {
+            let why = match self.dial(&self.address, claim, || {
+                wait.look(|| self.unreachable_error(&self.address, "it takes too long")).map_err(RendezvousError::Over)
+            })? {
                 Ok(connection) => return Ok(connection),
                 Err(why) => why,
             };
             self.count_refusal(&why, &self.address, &mut refusals)?;
-            patience.look(|| self.nobody(&self.address, &why))?;
+            wait.look(|| self.unreachable_error(&self.address, &why))?;
             thread::sleep(PERIOD);
         }
     }
@@ -343,7 +351,7 @@ impl Meeting {
         Claim { channel, process: self.process as u32, round }
     }
 
-    fn nobody(&self, address: &str, why: impl Display) -> Error {
+    fn unreachable_error(&self, address: &str, why: impl Display) -> Error {
         self.late(format_args!("nobody answers at {address}: {why}"))
     }
 
@@ -361,10 +369,10 @@ impl Meeting {
     fn connect_all(
         &self,
         round: u64,
-        (all, first): (&[Hello], IpAddr),
-        (line, door): (&mut ControlLine, &mut Doorkeeper),
-        patience: &Patience<'_>,
-    ) -> std::result::Result<Slots, Trouble> {
+        (all, first): (&[HelloMessage], IpAddr),
+        (line, server): (&mut ControlConnection, &mut HandshakeServer),
+        wait: &RendezvousDeadline<'_>,
+    ) -> std::result::Result<Slots, RendezvousError> {
         let (channels, mut slots, mut refusals) = (Channel::all(self.ranks), self.slots(), 0);
         let to = |process: usize| channels.iter().skip(usize::from(process == 0)).map(move |channel| (process, *channel));
         let is_open =
@@ -372,23 +380,23 @@ impl Meeting {
         loop {
             // If process 0 starts again, it closes connections of this round right after admitting them. Only a message on this line
             // announces it.
-            self.may_begin(line, patience)?;
+            self.may_begin(line, wait)?;
             let wants = |slots: &Slots| (0..self.process).flat_map(to).find(|&slot| is_open(slots, slot) != Some(true));
             if let Some((process, channel)) = wants(&slots) {
                 let address = if process == 0 { self.address.clone() } else { reachable(all[process].address, first) };
-                let tried = self.dial(&address, self.claim(channel, round), || self.may_begin(line, patience).map(drop))?;
+                let tried = self.dial(&address, self.claim(channel, round), || self.may_begin(line, wait).map(drop))?;
                 match tried {
                     Ok(connection) => slots[process][channel.place()] = Some(connection),
                     Err(why) => {
                         self.count_refusal(&why, &address, &mut refusals)?;
-                        patience.look(|| self.nobody(&address, &why))?;
+                        wait.look(|| self.unreachable_error(&address, &why))?;
                         thread::sleep(PERIOD);
                     }
                 }
                 continue;
             }
             let comes = |claim: &Claim| claim.round == round && (self.process + 1..self.processes).contains(&(claim.process as usize));
-            if let Some((claim, connection)) = door.next().filter(|(claim, _)| comes(claim)) {
+            if let Some((claim, connection)) = server.next().filter(|(claim, _)| comes(claim)) {
                 put(&mut slots, claim, connection);
             }
             if (self.process + 1..self.processes).flat_map(to).all(|slot| is_open(&slots, slot) == Some(true)) {
@@ -403,9 +411,9 @@ impl Meeting {
         &self,
         address: &str,
         claim: Claim,
-        mut watching: impl FnMut() -> std::result::Result<(), Trouble>,
-    ) -> std::result::Result<io::Result<SealedConnection>, Trouble> {
-        let (tells, told) = mpsc::channel();
+        mut watching: impl FnMut() -> std::result::Result<(), RendezvousError>,
+    ) -> std::result::Result<io::Result<SealedConnection>, RendezvousError> {
+        let (tells, message) = mpsc::channel();
         let (address, token) = (address.to_owned(), self.token.clone());
         // The receiver is gone once this process stops.
         let body = move || _ = tells.send(connect(&address, &token, claim));
@@ -413,7 +421,7 @@ impl Meeting {
             return Ok(Err(error));
         }
         loop {
-            match told.recv_timeout(PERIOD) {
+            match message.recv_timeout(PERIOD) {
                 Ok(tried) => return Ok(tried),
                 Err(RecvTimeoutError::Timeout) => watching()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(Err(io::Error::other("the thread that connects has ended"))),
@@ -467,20 +475,20 @@ fn put(slots: &mut Slots, claim: Claim, connection: SealedConnection) {
 }
 
 /// Converts filled slots. The slots of this process are empty and become `None`.
-fn whole(slots: Slots) -> Vec<Option<Connections>> {
+fn complete(slots: Slots) -> Vec<Option<Connections>> {
     slots.into_iter().map(|slots| slots.into_iter().collect()).collect()
 }
 
 /// The error after the loss of the connection to process 0.
-fn lost(why: io::Error) -> Trouble {
-    Trouble::Again(format!("process 0 is gone before the run began: {why}"))
+fn lost(why: io::Error) -> RendezvousError {
+    RendezvousError::Again(format!("process 0 is gone before the run began: {why}"))
 }
 
 /// The first fact in which `process` differs from process 0, as text.
-fn difference(hellos: &[Hello], process: usize) -> Option<String> {
+fn difference(hellos: &[HelloMessage], process: usize) -> Option<String> {
     let (first, other) = (&hellos[0], &hellos[process]);
     let names = || first.facts.keys().chain(other.facts.keys());
-    let of = |hello: &Hello, name: &str| hello.facts.get(name).cloned().unwrap_or(Value::Null);
+    let of = |hello: &HelloMessage, name: &str| hello.facts.get(name).cloned().unwrap_or(Value::Null);
     let name = names().find(|name| of(first, name) != of(other, name))?;
     let value = |hello| of(hello, name).to_string();
     Some(printable(differs(name, [(0, &first.host, value(first)), (process, &other.host, value(other))])))

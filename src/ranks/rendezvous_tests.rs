@@ -11,9 +11,9 @@ fn free_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
-fn meeting(address: &str, process: usize, processes: usize, token: &str) -> Meeting {
+fn meeting(address: &str, process: usize, processes: usize, token: &str) -> ProcessRendezvous {
     let (token, limit) = (RunToken::new(token.as_bytes(), "here").unwrap(), Duration::from_secs(60));
-    Meeting { address: address.into(), process, processes, ranks: 2, token, limit }
+    ProcessRendezvous { address: address.into(), process, processes, ranks: 2, token, limit }
 }
 
 /// The result of each process, given its facts.
@@ -22,7 +22,7 @@ fn meet(address: &str, facts: &[Value]) -> Vec<Result<Mesh>> {
     thread::scope(|scope| {
         let run = |process: usize| {
             let (facts, has) = (facts[process].as_object().unwrap().clone(), json!({"gpus": process}));
-            let own = Hello { host: format!("host-{process}"), facts, has, address: None };
+            let own = HelloMessage { host: format!("host-{process}"), facts, resources: has, address: None };
             meeting(address, process, all, TOKEN).meet(own, &StopFlag::default(), &mut |_| ())
         };
         let threads: Vec<_> = (0..facts.len()).rev().map(|process| scope.spawn(move || run(process))).collect();
@@ -51,7 +51,7 @@ fn each_two_of_four_processes_are_connected_while_strangers_come() {
     stranger.join().unwrap();
     for (process, mesh) in meshes.iter().enumerate() {
         for (other, hello) in mesh.all.iter().enumerate() {
-            assert_eq!((&hello.host, &hello.has), (&format!("host-{other}"), &json!({"gpus": other})));
+            assert_eq!((&hello.host, &hello.resources), (&format!("host-{other}"), &json!({"gpus": other})));
         }
         for (other, connections) in mesh.connections.iter().enumerate() {
             assert_eq!(connections.is_some(), other != process);
@@ -80,51 +80,51 @@ fn each_two_of_four_processes_are_connected_while_strangers_come() {
 }
 
 #[test]
-fn what_differs_is_told_to_all_with_both_values() {
+fn all_processes_receive_a_difference_with_both_values() {
     let facts = |seed: u64| json!({"program": "0.1.0", "processes": 3, "seed": seed});
     let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
     for outcome in outcomes {
-        let told = outcome.err().unwrap();
-        assert_eq!(told.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
-        assert_eq!(told.exit_code(), 2);
+        let message = outcome.err().unwrap();
+        assert_eq!(message.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
+        assert_eq!(message.exit_code(), 2);
     }
 }
 
 #[test]
-fn another_token_is_told_to_who_has_it_and_a_stop_ends_the_wait() {
+fn a_peer_with_another_token_gets_an_error_and_a_stop_ends_the_wait() {
     let (address, stop) = (free_address(), StopFlag::default());
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(Hello::default(), &stop, &mut |_| ()));
-        let refused = meeting(&address, 1, 2, "another-token-is-this").meet(Hello::default(), &StopFlag::default(), &mut |_| ());
+        let waiting = scope.spawn(|| meeting(&address, 0, 2, TOKEN).meet(HelloMessage::default(), &stop, &mut |_| ()));
+        let refused = meeting(&address, 1, 2, "another-token-is-this").meet(HelloMessage::default(), &StopFlag::default(), &mut |_| ());
         assert!(refused.err().unwrap().to_string().contains("has another run token"));
-        stop.ask();
+        stop.request();
         assert_eq!(waiting.join().unwrap().err().unwrap().exit_code(), 75);
     });
 }
 
 /// A process that runs the rendezvous on its own thread, and the lines that it prints.
-struct Lone {
+struct ThreadedProcess {
     thread: thread::JoinHandle<Result<Mesh>>,
     stop: StopFlag,
     lines: mpsc::Receiver<String>,
 }
 
-impl Lone {
+impl ThreadedProcess {
     /// Starts process `process` of `processes`, which reaches process 0 at `address`.
     fn start(address: &str, process: usize, processes: usize) -> Self {
         Self::with(meeting(address, process, processes, TOKEN))
     }
 
-    fn with(meeting: Meeting) -> Self {
+    fn with(meeting: ProcessRendezvous) -> Self {
         let (stop, (tells, lines)) = (StopFlag::default(), mpsc::channel());
-        let own = Hello { host: format!("host-{}", meeting.process), ..Hello::default() };
+        let own = HelloMessage { host: format!("host-{}", meeting.process), ..HelloMessage::default() };
         let asks = stop.clone();
         let thread = thread::spawn(move || meeting.meet(own, &asks, &mut |line| _ = tells.send(line.to_owned())));
         Self { thread, stop, lines }
     }
 
     /// Waits for a line that contains `words`.
-    fn says(&self, words: &str) {
+    fn expect_line(&self, words: &str) {
         let end = Instant::now() + Duration::from_secs(30);
         let found = std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok());
         assert!({ found }.any(|line| line.contains(words)), "no line says {words:?}");
@@ -144,12 +144,12 @@ fn port_of(address: &str) -> &str {
 }
 
 /// A control connection of process `process` that sends its hello message and nothing afterwards.
-fn visitor(address: &str, process: u32) -> ControlLine {
+fn visitor(address: &str, process: u32) -> ControlConnection {
     let (token, claim) = (RunToken::new(TOKEN.as_bytes(), "here").unwrap(), Claim { channel: Channel::CONTROL, process, round: 0 });
     let connected = std::iter::repeat_with(|| connect(address, &token, claim)).find_map(std::result::Result::ok);
-    let mut line = ControlLine::new(connected.unwrap()).unwrap();
-    let hello = Hello { host: "here".into(), ..Hello::default() };
-    line.say(&Notice::new(Topic::Agreement, &[]).saying(&serde_json::to_string(&hello).unwrap())).unwrap();
+    let mut line = ControlConnection::new(connected.unwrap()).unwrap();
+    let hello = HelloMessage { host: "here".into(), ..HelloMessage::default() };
+    line.send(&Notice::new(Topic::Agreement, &[]).with_text(&serde_json::to_string(&hello).unwrap())).unwrap();
     line
 }
 
@@ -157,9 +157,9 @@ fn visitor(address: &str, process: u32) -> ControlLine {
 #[test]
 fn process_0_listens_at_all_addresses_whatever_its_name_means_there() {
     let address = free_address();
-    let first = Lone::start(&format!("127.0.1.1:{}", port_of(&address)), 0, 3);
-    first.says("all addresses of this machine");
-    let [second, third] = [1, 2].map(|process| Lone::start(&address, process, 3));
+    let first = ThreadedProcess::start(&format!("127.0.1.1:{}", port_of(&address)), 0, 3);
+    first.expect_line("all addresses of this machine");
+    let [second, third] = [1, 2].map(|process| ThreadedProcess::start(&address, process, 3));
     let mesh = third.mesh();
     assert_eq!(mesh.connections.iter().flatten().count(), 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 3));
@@ -177,15 +177,15 @@ fn an_address_of_the_machine_itself_is_one_of_process_0() {
 fn a_port_in_use_is_tried_again() {
     let address = free_address();
     let other = TcpListener::bind(&address).unwrap();
-    let first = Lone::start(&address, 0, 2);
-    first.says("is another program's: trying again for 60 s");
+    let first = ThreadedProcess::start(&address, 0, 2);
+    first.expect_line("is another program's: trying again for 60 s");
     drop(other);
-    let second = Lone::start(&address, 1, 2);
+    let second = ThreadedProcess::start(&address, 1, 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
     // Without success until the limit.
     let kept = TcpListener::bind(&address).unwrap();
     let limit = Duration::from_secs(1);
-    let error = Lone::with(Meeting { limit, ..meeting(&address, 0, 2, TOKEN) }).error().to_string();
+    let error = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&address, 0, 2, TOKEN) }).error().to_string();
     assert!(
         error.starts_with(&format!("listen at port {}", port_of(&address))) && error.contains("--rendezvous-limit 1 is over"),
         "{error}"
@@ -209,15 +209,15 @@ fn a_connection_that_leads_to_itself_is_none() {
 }
 
 #[test]
-fn the_limit_names_who_is_missing_to_all() {
+fn the_time_limit_names_missing_processes_in_all() {
     let address = free_address();
     let limit = Duration::from_secs(2);
-    let first = Lone::with(Meeting { limit, ..meeting(&address, 0, 3, TOKEN) });
-    let second = Lone::start(&address, 1, 3);
+    let first = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&address, 0, 3, TOKEN) });
+    let second = ThreadedProcess::start(&address, 1, 3);
     let missing = format!("meet the 3 processes of this run at {address}: there came no process [2]; --rendezvous-limit 2 is over");
     assert_eq!(first.error().to_string(), missing);
     assert_eq!(second.error().to_string(), format!("process 0: {missing}"));
-    let alone = Lone::with(Meeting { limit, ..meeting(&free_address(), 1, 3, TOKEN) }).error().to_string();
+    let alone = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&free_address(), 1, 3, TOKEN) }).error().to_string();
     assert!(alone.contains("nobody answers at ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
 }
 
@@ -225,17 +225,17 @@ fn the_limit_names_who_is_missing_to_all() {
 #[test]
 fn a_process_that_dies_before_the_run_begins_may_come_again() {
     let address = free_address();
-    let first = Lone::start(&address, 0, 3);
+    let first = ThreadedProcess::start(&address, 0, 3);
     drop(visitor(&address, 1));
-    first.says("process 1 on here is gone before the run began");
-    let second = Lone::start(&address, 1, 3);
+    first.expect_line("process 1 on here is gone before the run began");
+    let second = ThreadedProcess::start(&address, 1, 3);
     let mut dying = visitor(&address, 2);
     let answered = std::iter::repeat_with(|| dying.next().unwrap()).flatten().next();
     assert_eq!(answered.map(|notice| notice.topic), Some(Topic::Agreement));
     drop(dying);
-    first.says("; all begin again");
-    second.says("process 0 is gone before the run began");
-    let third = Lone::start(&address, 2, 3);
+    first.expect_line("; all begin again");
+    second.expect_line("process 0 is gone before the run began");
+    let third = ThreadedProcess::start(&address, 2, 3);
     for process in [first, second, third] {
         let mesh = process.mesh();
         assert_eq!(mesh.all.iter().map(|hello| hello.host.as_str()).collect::<Vec<_>>(), ["host-0", "host-1", "host-2"]);
@@ -245,8 +245,8 @@ fn a_process_that_dies_before_the_run_begins_may_come_again() {
 #[test]
 fn a_second_process_of_one_number_is_refused_by_name_while_the_first_lives() {
     let address = free_address();
-    let first = Lone::start(&address, 0, 3);
-    let [one, other] = [(); 2].map(|()| Lone::start(&address, 1, 3));
+    let first = ThreadedProcess::start(&address, 0, 3);
+    let [one, other] = [(); 2].map(|()| ThreadedProcess::start(&address, 1, 3));
     for process in [first, one, other] {
         let error = process.error();
         assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes say that they are process 1", 2));
@@ -264,15 +264,15 @@ fn a_stop_ends_every_wait_and_all_that_wait_there() {
             thread::sleep(Duration::from_millis(100));
         }
     });
-    let waiting = [&silent, &dripping, &free_address()].map(|address| Lone::start(address, 1, 2));
-    let (first, second) = (Lone::start(&address, 0, 3), Lone::start(&address, 1, 3));
+    let waiting = [&silent, &dripping, &free_address()].map(|address| ThreadedProcess::start(address, 1, 2));
+    let (first, second) = (ThreadedProcess::start(&address, 0, 3), ThreadedProcess::start(&address, 1, 3));
     thread::sleep(Duration::from_millis(700));
     let begin = Instant::now();
     for process in waiting {
-        process.stop.ask();
+        process.stop.request();
         assert_eq!(process.error().exit_code(), 75);
     }
-    second.stop.ask();
+    second.stop.request();
     assert_eq!([second.error().exit_code(), first.error().exit_code()], [75; 2], "process 0 is told");
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     drop(silent_door);

@@ -28,7 +28,7 @@ pub(super) struct Seal {
 
 /// Head of the next message of a connection.
 #[derive(Debug)]
-pub(super) struct Head {
+pub(super) struct Header {
     pub(super) kind: u8,
     /// Bytes of the body.
     pub(super) length: usize,
@@ -70,7 +70,7 @@ impl Seal {
     ///
     /// # Errors
     /// Errors of `input`; `InvalidData` for a damaged head, and for the head of another message than the next.
-    pub(super) fn head(&self, input: &mut impl Read) -> io::Result<Head> {
+    pub(super) fn head(&self, input: &mut impl Read) -> io::Result<Header> {
         let [facts @ .., s, t, u, v]: [u8; HEAD_BYTES] = array(input)?;
         let facts_sum = crc32c_append(self.seed, &facts);
         if facts_sum != u32::from_le_bytes([s, t, u, v]) {
@@ -81,7 +81,7 @@ impl Seal {
         if number != self.next {
             return Err(damage(format!("message {number} came in place of message {}", self.next)));
         }
-        Ok(Head { kind, length: length as usize, facts_sum })
+        Ok(Header { kind, length: length as usize, facts_sum })
     }
 
     /// Reads the body of the message of `head` into `start` and then `rest`, which have its length together, and compares its checksum. `name`
@@ -92,7 +92,7 @@ impl Seal {
     pub(super) fn body(
         &mut self,
         input: &mut impl Read,
-        head: &Head,
+        head: &Header,
         (start, rest): (&mut [u8], &mut [u8]),
         name: impl FnOnce(&[u8]) -> String,
     ) -> io::Result<()> {
@@ -250,14 +250,14 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_which_message_and_what_is_wrong_with_it() {
+    fn errors_name_the_message_and_its_fault() {
         let messages = sent(7, &[vec![1; 9], vec![2; 9], vec![3; 9]]);
-        let told = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
-        assert_eq!(told(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");
+        let text = |wire: &[u8]| received(7, wire).1.unwrap().to_string();
+        assert_eq!(text(&[&messages[0][..], &messages[2]].concat()), "message 2 came in place of message 1");
         let (mut head, mut body) = (messages[0].clone(), messages[0].clone());
         head[0] ^= 0x80;
         body[HEAD_BYTES] ^= 1;
-        assert_eq!(told(&head), "the CRC-32C of the head of message 0 differs");
-        assert_eq!(told(&body), "the CRC-32C of the body of message 0, x, differs");
+        assert_eq!(text(&head), "the CRC-32C of the head of message 0 differs");
+        assert_eq!(text(&body), "the CRC-32C of the body of message 0, x, differs");
     }
 }

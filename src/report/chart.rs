@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_is_whole_and_leaves_out_what_is_nothing() {
+    fn a_bar_is_whole_and_leaves_out_zeros() {
         let bar = stacked_bar("time", &[("a".into(), 3.0, "3 s".into()), ("b".into(), 0.0, "0 s".into()), ("c".into(), 1.0, "1 s".into())]);
         assert!(
             bar.contains("width=\"75.000%\"") && bar.contains("x=\"75.000%\" y=\"0\" width=\"25.000%\"") && !bar.contains("0 s"),

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_a_gap() {
+    fn missing_numbers_are_gaps() {
         let gapped = curve([1.0, f64::NAN, 2.0, f64::INFINITY, 1e300]);
         assert_eq!(gapped.pieces(), [[(0.0, 1.0)], [(2.0, 2.0)]]);
         assert_eq!(gapped.steps(), Some((0.0, 4.0)));

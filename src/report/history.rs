@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_are_said_once_and_older_lines_say_memory_each() {
+    fn facts_are_written_once_and_older_lines_have_memory_each() {
         let facts = r#"{"facts":{"from_step":0,"memory":{"device_bytes":{"weights":7}},"build":{"version":"9"}}}"#;
         let new = history(&format!("{facts}\n{{\"step\":1,\"loss\":1.0,\"rss_bytes\":5}}\n"));
         let old = history("{\"step\":1,\"loss\":1.0,\"memory\":{\"device_bytes\":{\"weights\":7},\"rss_bytes\":5}}\n");

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_as_long_as_a_person_reads() {
+    fn numbers_have_a_readable_length() {
         let shown = [0.0, 5.5e-5, 0.031, 2.1837, 21.55, 123.4, 4412.3, -1234567.0, 1e300, f64::NAN].map(number);
         assert_eq!(shown, ["0", "5.5e-5", "0.0310", "2.184", "21.6", "123", "4,412", "−1,234,567", "1e300", "not a number"]);
     }
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_policy_names_the_hashes_of_what_the_page_holds() {
+    fn the_policy_names_the_hashes_of_the_page_s_content() {
         let page = page("<title>", "<p>body</p>");
         let between = |begin: &str, end: &str| page.split_once(begin).unwrap().1.split_once(end).unwrap().0.to_string();
         let policy = between("Content-Security-Policy\" content=\"", "\"");

@@ -1,15 +1,15 @@
 //! The HTML page about training runs that `superoffload report` writes. It reads output directories and does not change them.
 //!
 //! [`past_run`] and `run_setup` read a directory. `history` aggregates its metrics, `curve` reduces them for drawing, and `samples` reads
-//! documents on request. `sections` defines content and order of the page, with texts from `verdict` and `asked`. `chart`, `timeline` and
-//! `html` draw and format.
+//! documents on request. `sections` defines content and order of the page, with texts from `verdict` and `requested`. `chart`, `timeline`
+//! and `html` draw and format.
 
-mod asked;
 mod chart;
 mod curve;
 mod history;
 mod html;
 mod past_run;
+mod requested;
 mod run_setup;
 mod samples;
 mod sections;

@@ -1,11 +1,11 @@
 //! Sections of the page, in the order of importance.
 
-use super::asked::{self, AskedSetting};
 use super::chart::{Chart, ChartRun, ValueAxis, stacked_bar};
 use super::curve::StepCurve;
 use super::history::{BUCKET_STEPS, DataRecord, History};
 use super::html::{self, escape, number, table};
 use super::past_run::{PastRun, SavedStep};
+use super::requested::{self, RequestedSetting};
 use super::samples::DataSamples;
 use super::verdict;
 use crate::facts::BuildFacts;
@@ -334,11 +334,11 @@ fn checkpoints(run: &PastRun) -> String {
 }
 
 fn settings(runs: &[PastRun]) -> String {
-    let row = |asked: AskedSetting| {
-        let values = asked.values.iter().map(|value| value.as_ref().map_or("unknown".into(), |value| code(value)));
-        [code(&asked.flag), code(&asked.default)].into_iter().chain(values).collect::<Vec<_>>()
+    let row = |requested: RequestedSetting| {
+        let values = requested.values.iter().map(|value| value.as_ref().map_or("unknown".into(), |value| code(value)));
+        [code(&requested.flag), code(&requested.default)].into_iter().chain(values).collect::<Vec<_>>()
     };
-    let rows: Vec<_> = asked::unusual(runs).into_iter().map(row).collect();
+    let rows: Vec<_> = requested::unusual(runs).into_iter().map(row).collect();
     let names = runs.iter().map(|run| if runs.len() > 1 { run.name.as_str() } else { "This run" });
     let head: Vec<_> = ["Setting", "Default"].into_iter().chain(names).collect();
     if rows.is_empty() { or_none(String::new(), "None is known to differ from its default.") } else { table(&head, &rows) }
@@ -399,7 +399,7 @@ fn plan(plan: &Value) -> String {
 }
 
 fn command(run: &PastRun) -> String {
-    let Some(command) = asked::command(run) else { return or_none(String::new(), "No checkpoint says with which settings.") };
+    let Some(command) = requested::command(run) else { return or_none(String::new(), "No checkpoint says with which settings.") };
     let note = "Paths are from where the command was given. The same build, data and command give the same bits.";
     format!("<pre>{}</pre><button hidden>Copy</button>\n<p class=\"note\">{note}</p>\n", html::escape_whole(&command))
 }

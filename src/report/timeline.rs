@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_of_few_steps_or_of_a_file_of_somebody_else() {
+    fn few_steps_and_foreign_files_are_not_drawn() {
         assert!(drawn(&[track("driver", &[("step", 1, 0, 1), ("step", 2, 1, 1)]), track("compute", &[("matmul", 0, 0, 9)])]).is_empty());
         let dir = tempfile::tempdir().unwrap();
         let odd = [

@@ -80,12 +80,12 @@ pub(super) fn subject(run: &PastRun) -> String {
 }
 
 /// The data files recorded in the checkpoint, or else those of the settings.
-fn files(recorded: &Value, asked: &Value) -> String {
+fn files(recorded: &Value, requested: &Value) -> String {
     let named = |files: &Value, name: fn(&Value) -> Option<&str>| -> Vec<String> {
         files.as_array().into_iter().flatten().filter_map(name).map(last_name).collect()
     };
     let names = Some(named(recorded, |file| file["name"].as_str())).filter(|names| !names.is_empty());
-    let names = names.unwrap_or_else(|| named(asked, Value::as_str));
+    let names = names.unwrap_or_else(|| named(requested, Value::as_str));
     match names.as_slice() {
         [] => "unknown data".into(),
         [one] => one.clone(),
@@ -124,13 +124,13 @@ mod tests {
 
     #[test]
     fn data_have_the_names_of_the_checkpoint_or_else_of_the_settings() {
-        let (recorded, asked) = (json!([{"name": "data/a.txt"}, {"name": "b.txt"}]), json!(["data/chat.jsonl"]));
-        assert_eq!(files(&recorded, &asked), "a.txt and 1 more");
-        assert_eq!([files(&Value::Null, &asked), files(&json!([]), &Value::Null)], ["chat.jsonl", "unknown data"]);
+        let (recorded, requested) = (json!([{"name": "data/a.txt"}, {"name": "b.txt"}]), json!(["data/chat.jsonl"]));
+        assert_eq!(files(&recorded, &requested), "a.txt and 1 more");
+        assert_eq!([files(&Value::Null, &requested), files(&json!([]), &Value::Null)], ["chat.jsonl", "unknown data"]);
     }
 
     #[test]
-    fn the_sentence_says_what_bound_the_run() {
+    fn the_sentence_names_the_bottleneck_of_the_run() {
         let history = |exposed_ms| History {
             steps: 4,
             last_step: 4,
@@ -141,9 +141,9 @@ mod tests {
             exposed_ms,
             ..History::default()
         };
-        let said = sentence(&run(history([0.0, 300.0, 0.0])));
-        assert!(said.contains("the loss went from 5 to 2 over 4,000 tokens, at 2,000 tokens/s"), "{said}");
-        assert!(said.ends_with("compute was the limit, 85\u{a0}% of the time, before waiting for copies, 15\u{a0}%."), "{said}");
+        let text = sentence(&run(history([0.0, 300.0, 0.0])));
+        assert!(text.contains("the loss went from 5 to 2 over 4,000 tokens, at 2,000 tokens/s"), "{text}");
+        assert!(text.ends_with("compute was the limit, 85\u{a0}% of the time, before waiting for copies, 15\u{a0}%."), "{text}");
         let facts = serde_json::json!({"matmul_flops": 8e14});
         let on_a_gpu = sentence(&run(History { gflop: 4e5, facts, ..history([0.0; 3]) }));
         assert!(on_a_gpu.contains("at 2,000 tokens/s and 200 TFLOP/s (25 % of a large product); compute"), "{on_a_gpu}");

@@ -234,11 +234,11 @@ impl SearchQuery<'_> {
     /// The open activation policies, the requested one first. If attention takes long, the automatic policy copies its output to the host.
     /// Otherwise `host-attention` is not tried, because no run has shown a gain.
     fn policies(&self) -> Vec<ActivationsChoice> {
-        let asked = self.settings.activations;
-        let tried = |policy: &ActivationsChoice| ![asked, ActivationsChoice::HostAttention].contains(policy);
+        let requested = self.settings.activations;
+        let tried = |policy: &ActivationsChoice| ![requested, ActivationsChoice::HostAttention].contains(policy);
         let others = ActivationsChoice::value_variants().iter().copied().filter(tried);
-        let others = others.filter(|_| asked == ActivationsChoice::Auto);
-        [asked].into_iter().chain(others).collect()
+        let others = others.filter(|_| requested == ActivationsChoice::Auto);
+        [requested].into_iter().chain(others).collect()
     }
 
     fn is_residency_open(&self, from: &Candidate) -> bool {
@@ -246,9 +246,9 @@ impl SearchQuery<'_> {
     }
 }
 
-/// Flags that turn `asked` into `settings`.
-fn flags(asked: &Settings, settings: &Settings) -> Vec<String> {
-    let mut changed = settings.unlike(asked);
+/// Flags that turn `requested` into `settings`.
+fn flags(requested: &Settings, settings: &Settings) -> Vec<String> {
+    let mut changed = settings.unlike(requested);
     changed.sort_by_key(|(name, _)| TOLD_FIRST.iter().position(|first| first == name).unwrap_or(TOLD_FIRST.len()));
     changed.into_iter().map(|(name, value)| describe::flag(name, &value)).collect()
 }
@@ -265,9 +265,9 @@ const SETTINGS: [Setting; 9] = [placement, residency_nearby, bucket_mib, sharing
 /// Device memory: location of weights, policies of layers, resident buckets. The best policy for the maximum of resident buckets is rarely
 /// the best for fewer, and streamed weights leave room for both.
 fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let asked = query.settings.weights;
-    let can_stream = asked == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
-    let weights = [asked].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
+    let requested = query.settings.weights;
+    let can_stream = requested == WeightsChoice::Auto && query.settings.ranks() == 1 && from.plan.weight_ring.is_none();
+    let weights = [requested].into_iter().chain(can_stream.then_some(WeightsChoice::Flow));
     weights.flat_map(|weights| placed(query, from, weights)).collect()
 }
 
@@ -275,8 +275,8 @@ fn placement(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 /// if the best candidate so far shards only because weights do not fit next to its resident buckets: with fewer buckets they would. Tried
 /// last, with all other settings at their best.
 fn sharing(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let Settings { weights: asked, processes, resident_buckets, .. } = *query.settings;
-    let can_share = asked == WeightsChoice::Auto && query.settings.ranks() > processes;
+    let Settings { weights: requested, processes, resident_buckets, .. } = *query.settings;
+    let can_share = requested == WeightsChoice::Auto && query.settings.ranks() > processes;
     let from = Candidate { settings: Settings { resident_buckets, ..from.settings.clone() }, ..from.clone() };
     if can_share { placed(query, &from, WeightsChoice::Sharded) } else { Vec::new() }
 }
@@ -313,9 +313,9 @@ fn residency_nearby(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
 /// Bucket sizes for every policy, because each policy has its own best size. On an H200 a 14 B model gains 1 % with buckets of 256 MiB if
 /// it recomputes blocks, and nothing if it keeps inputs on the host.
 fn bucket_mib(query: &SearchQuery, from: &Candidate) -> Vec<Settings> {
-    let asked = query.settings;
+    let requested = query.settings;
     // With another size, a fixed number of resident buckets would be another choice.
-    if asked.bucket_mib.is_some() || matches!(asked.resident_buckets, ResidentBuckets::Count(1..)) {
+    if requested.bucket_mib.is_some() || matches!(requested.resident_buckets, ResidentBuckets::Count(1..)) {
         return Vec::new();
     }
     let bucket_bytes = from.plan.layout.bucket_elems() * from.plan.dtype.bytes();

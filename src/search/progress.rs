@@ -17,12 +17,12 @@ pub(super) fn count() {
     SIMULATED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Runs `search` and calls `tell` with a progress line every few seconds.
-pub(crate) fn told<T: Send>(tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
-    told_every(INTERVAL, tell, search)
+/// Runs `search` and calls `log` with a progress line every few seconds.
+pub(crate) fn with_progress<T: Send>(log: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+    with_progress_every(INTERVAL, log, search)
 }
 
-fn told_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
+fn with_progress_every<T: Send>(interval: Duration, log: &mut dyn FnMut(&dyn Display), search: impl FnOnce() -> T + Send) -> T {
     let (began, before, (over, is_over)) = (Instant::now(), SIMULATED.load(Ordering::Relaxed), mpsc::channel::<()>());
     thread::scope(|scope| {
         // The thread owns the sender, so it is dropped even if the search panics.
@@ -32,7 +32,7 @@ fn told_every<T: Send>(interval: Duration, tell: &mut dyn FnMut(&dyn Display), s
         });
         while is_over.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
             let (plans, seconds) = (SIMULATED.load(Ordering::Relaxed) - before, began.elapsed().as_secs_f64());
-            tell(&format_args!("searching for the fastest plan: {plans} simulated in {seconds:.0} s"));
+            log(&format_args!("searching for the fastest plan: {plans} simulated in {seconds:.0} s"));
         }
         searching.join().unwrap_or_else(|panic| resume_unwind(panic))
     })
@@ -43,10 +43,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_search_says_how_far_it_is_and_a_short_one_says_nothing() {
+    fn a_long_search_logs_its_progress_and_a_short_one_is_silent() {
         let told_in = |takes: Duration, interval: Duration| {
             let mut lines = Vec::new();
-            let found = told_every(interval, &mut |line| lines.push(line.to_string()), || {
+            let found = with_progress_every(interval, &mut |line| lines.push(line.to_string()), || {
                 count();
                 thread::sleep(takes);
                 7

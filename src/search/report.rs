@@ -33,9 +33,9 @@ pub(crate) struct SearchReport {
     /// Number of candidates that do not fit.
     pub(crate) unfit: usize,
     /// The busiest resource, which limits the speed.
-    pub(crate) binds: Busy,
+    pub(crate) binds: BusyFractions,
     /// All resources, the busiest first.
-    pub busy: Vec<Busy>,
+    pub busy: Vec<BusyFractions>,
     pub memory: Vec<MemoryNeed>,
     /// Steps of the same settings on machines with more of one resource.
     pub(crate) what_if: Vec<WhatIf>,
@@ -102,7 +102,7 @@ impl Step {
 
 /// The load of a resource.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Busy {
+pub(crate) struct BusyFractions {
     pub what: &'static str,
     /// Fraction of the step in which the resource works.
     pub share: f64,
@@ -149,7 +149,7 @@ impl SearchReport {
         let distinct = ranking.candidates[1..].iter().filter(|other| differ(&other.plan, &best.plan));
         let busy = busy(best);
         // Larger dimensions may choose the open settings anew.
-        let asked = Settings {
+        let requested = Settings {
             tokens_per_step: None,
             per_device_train_batch_size: best.settings.per_device_train_batch_size,
             gradient_accumulation_steps: best.settings.gradient_accumulation_steps,
@@ -165,9 +165,9 @@ impl SearchReport {
             busy,
             memory: memory(&best.plan),
             what_if: what_if(query, best)?,
-            limits: Limits::of(&asked, query.shape, query.machine),
-            largest_by_gpus: LargestModel::by_gpus(&asked, query.shape, profile),
-            break_even: BreakEven::of(&asked, query.shape, query.machine)?,
+            limits: Limits::of(&requested, query.shape, query.machine),
+            largest_by_gpus: LargestModel::by_gpus(&requested, query.shape, profile),
+            break_even: BreakEven::of(&requested, query.shape, query.machine)?,
             plan: Plan { elsewhere: true, ..best.plan.clone() },
             best: Step::of(best),
         })
@@ -182,18 +182,18 @@ fn differ(one: &Plan, other: &Plan) -> bool {
 }
 
 /// Load of each resource in a step, the busiest first.
-fn busy(candidate: &Candidate) -> Vec<Busy> {
+fn busy(candidate: &Candidate) -> Vec<BusyFractions> {
     let (outcome, rates) = (&candidate.outcome, &candidate.plan.machine.rates);
     let step_ms = candidate.mean_s() * 1e3;
     let link = |bytes: f64| bytes / rates.both_ways_bytes_per_s * 1e3 / step_ms;
     let mut busy = vec![
-        Busy { what: "the device's arithmetic", share: outcome.exposed.device_busy_share },
-        Busy { what: "the optimizer on the CPUs (host memory)", share: outcome.adam.busy_ms / step_ms },
-        Busy { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
-        Busy { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
+        BusyFractions { what: "the device's arithmetic", share: outcome.exposed.device_busy_share },
+        BusyFractions { what: "the optimizer on the CPUs (host memory)", share: outcome.adam.busy_ms / step_ms },
+        BusyFractions { what: "the link (PCIe, C2C) to the host", share: link(outcome.link.d2h_bytes) },
+        BusyFractions { what: "the link (PCIe, C2C) to the device", share: link(outcome.link.h2d_bytes) },
     ];
-    let network = candidate.plan.crossing.far_s(rates) * 1e3 / step_ms;
-    busy.extend((candidate.plan.processes > 1).then_some(Busy { what: "the network", share: network }));
+    let network = candidate.plan.peer_traffic.far_s(rates) * 1e3 / step_ms;
+    busy.extend((candidate.plan.processes > 1).then_some(BusyFractions { what: "the network", share: network }));
     busy.sort_by(|a, b| b.share.total_cmp(&a.share));
     busy
 }

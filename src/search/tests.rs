@@ -96,13 +96,13 @@ fn a_faster_link_is_no_reason_to_look_less_closely() {
 #[test]
 fn tokens_of_a_step_are_cut_into_the_largest_micro_batches_that_pay() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 125, (*Rates::assumed()).clone()));
-    let asked = |tokens| Settings { seq_length: 4096, tokens_per_step: Some(tokens), is_batch_open: true, ..Settings::default() };
+    let requested = |tokens| Settings { seq_length: 4096, tokens_per_step: Some(tokens), is_batch_open: true, ..Settings::default() };
     let sequences = sweep(128, 256);
-    let ranking = rank(&asked(sequences * 4096), &shape, &machine).unwrap();
+    let ranking = rank(&requested(sequences * 4096), &shape, &machine).unwrap();
     let plan = &ranking.candidates[0].plan;
     assert_eq!(plan.tokens_per_step(), sequences * 4096, "{plan}");
     assert!(ranking.unfit > 0, "{sequences} sequences at once do not fit");
-    assert!(rank(&asked(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
+    assert!(rank(&requested(4097), &shape, &machine).unwrap_err().to_string().contains("not a multiple"));
 }
 
 /// On an H200 with 131,072 tokens a step, micro-batches of 1 x 4096 gave 5.9k tokens/s and 4 x 4096 gave 5.5k.
@@ -116,8 +116,8 @@ fn qwen2_5_14b_is_cut_into_small_micro_batches() {
     let shape = ModelShape::parse(&config.to_string(), Path::new("config.json")).unwrap();
     let machine = Machine::of(&Profile::load("h200-pcie5").unwrap());
     let tokens_per_s = |batch: usize| {
-        let asked = Settings { seq_length: 4096, tokens_per_step: Some(131_072), is_batch_open: batch == 0, ..Settings::default() };
-        let settings = Settings { per_device_train_batch_size: batch.max(1), ..asked };
+        let requested = Settings { seq_length: 4096, tokens_per_step: Some(131_072), is_batch_open: batch == 0, ..Settings::default() };
+        let settings = Settings { per_device_train_batch_size: batch.max(1), ..requested };
         // Settings that decide between the two. A whole step is 32 sequences, which takes long to simulate, too.
         let steps = Steps { warmup: 1, timed: 2, clip: Clip::Never };
         let scope = Scope { settings: &[super::placement], steps, ..Scope::ALL };
@@ -262,27 +262,27 @@ fn products_of_experts_take_their_own_rate() {
         let plan = Plan::new(&settings, shape, &with_grouped(rate), false).unwrap();
         (simulate(&plan, shape, "grouped", steps, 0).unwrap().0.step_ms.median, plan.to_string())
     };
-    let [(fast, said), (slow, _), (assumed, told)] = [Some(4e14), Some(2e14), None].map(|rate| step(&model("olmoe-1b-7b", 8), rate));
+    let [(fast, output), (slow, _), (assumed, message)] = [Some(4e14), Some(2e14), None].map(|rate| step(&model("olmoe-1b-7b", 8), rate));
     // Eight layers: 16,384 tokens with eight experts each, and three weights of 2048 x 1024, for one forward and two backward products.
     let grouped_ms = |rate: f64| 1e3 * 6.0 * 8.0 * 16_384.0 * 8.0 * 3.0 * 2048.0 * 1024.0 / rate;
     let longer = slow - fast - (grouped_ms(2e14) - grouped_ms(4e14));
     assert!(longer.abs() < 0.03 * (slow - fast), "{fast} {slow} ms: {longer}");
     assert!(fast < assumed && assumed < slow, "{fast} {assumed} {slow}");
     let lines = |plan: &str| plan.lines().filter(|line| line.starts_with("  experts ")).count();
-    assert_eq!((lines(&said), lines(&told)), (1, 2), "who multiplies, and what is assumed of that: {told}");
+    assert_eq!((lines(&output), lines(&message)), (1, 2), "who multiplies, and what is assumed of that: {message}");
     assert!(
-        told.contains("  experts     products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say"),
-        "{told}"
+        message.contains("  experts     products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say"),
+        "{message}"
     );
-    let [(fast, _), (assumed, told)] = [Some(2e14), None].map(|rate| step(&model("llama-8b", 4), rate));
-    assert!(fast == assumed && !told.contains("experts"), "{fast} {assumed}");
+    let [(fast, _), (assumed, message)] = [Some(2e14), None].map(|rate| step(&model("llama-8b", 4), rate));
+    assert!(fast == assumed && !message.contains("experts"), "{fast} {assumed}");
 }
 
 /// Compares the simulation with sums of busy times (GPU, Adam of all GPUs, links, pulls), for an optimizer of 6.5e9 parameters a second in
 /// total. The sums slow products down during the whole of a step with copies, so they are 3 % higher when every state is on the CPUs. They
 /// ignore gradient rings, so with the 14 B model fewer states stay on the GPUs and they are 3 % lower.
 #[test]
-fn several_gpus_take_as_long_as_arithmetic_says() {
+fn the_time_of_several_gpus_follows_from_arithmetic() {
     use ActivationsChoice::{Keep, RecomputeCheap};
     use ResidentBuckets::{Auto, Count};
     let steps = [
@@ -344,7 +344,7 @@ fn a_plan_is_good_for_clipped_steps_too() {
 }
 
 #[test]
-fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
+fn a_search_without_results_is_refused_with_a_plan_that_would_fit() {
     let (shape, machine) = (model("llama-8b", 32), h200(139, 40, (*Rates::assumed()).clone()));
     let settings = Settings { seq_length: 4096, per_device_train_batch_size: 64, ..Settings::default() };
     let refusal = rank(&settings, &shape, &machine).unwrap_err();
@@ -352,7 +352,7 @@ fn a_question_that_nothing_answers_is_refused_with_what_would_fit() {
 }
 
 #[test]
-fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
+fn an_answer_names_the_bottleneck_the_alternatives_and_the_limits() {
     let profile = Profile::load("gh200-96").unwrap();
     let (shape, machine) = (model("llama-8b", 32), Machine::of(&profile));
     let settings =
@@ -367,18 +367,18 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
         ["busy", "next best", "what if", "largest that fits", "break-even", "device memory"].iter().all(|word| text.contains(word)),
         "{text}"
     );
-    let said = |start: &str| {
+    let output = |start: &str| {
         let line = text.lines().find_map(|line| line.trim().strip_prefix(start)).unwrap_or_else(|| panic!("{start}: {text}"));
         line.trim().split(" ms").next().unwrap().to_string()
     };
-    assert_eq!(said("step       "), said("simulated "), "one plan has one step time: {text}");
+    assert_eq!(output("step       "), output("simulated "), "one plan has one step time: {text}");
     assert!(!text.contains("predicted ") && text.contains("threads, vector code;"), "{text}");
     let streams = report.best.streamed_bytes > 0;
     let chosen = text.lines().find(|line| line.starts_with("chosen ")).unwrap();
     assert_eq!(chosen.contains("GiB of weights"), streams, "{text}");
     for (shown, mean) in [
-        (said("mean "), report.best.mean_step_ms),
-        (said("next best ").rsplit(' ').next().unwrap().into(), report.alternatives[0].mean_step_ms),
+        (output("mean "), report.best.mean_step_ms),
+        (output("next best ").rsplit(' ').next().unwrap().into(), report.alternatives[0].mean_step_ms),
     ] {
         assert_eq!(shown, format!("{mean:.1}"), "{text}");
     }
@@ -392,7 +392,7 @@ fn an_answer_names_what_binds_the_alternatives_and_the_limits() {
 /// A model of one layer cannot stream weights, which is rejected. This must not limit a model of twelve layers.
 #[cfg(feature = "weight-flow")]
 #[test]
-fn limits_are_not_those_of_what_streams_nothing() {
+fn limits_differ_from_those_without_streaming() {
     let shape = ModelShape { max_positions: 1536, ..model("qwen3-4b", 12) };
     let machine = h200(140, 126, (*Rates::assumed()).clone());
     let settings = Settings { weights: WeightsChoice::Flow, seq_length: 512, ..Settings::default() };
@@ -675,7 +675,7 @@ fn sums_on_the_host_are_simulated_at_the_rate_of_the_link() {
 /// Two H200 with 251 GiB of host memory; the byte count alone predicted 31.8 B parameters on both. A single GPU, which has the whole host,
 /// streams its weights from there.
 #[test]
-fn the_largest_model_is_told_by_gpus() {
+fn the_largest_model_is_shown_by_gpus() {
     let settings = Settings { activations: ActivationsChoice::RecomputeBlock, seq_length: 4096, ..Settings::default() };
     let settings = Settings { gpus: 2, per_device_train_batch_size: 1, ..settings };
     let largest = LargestModel::by_gpus(&settings, &model("qwen3-14b", 40), &Profile::load("h200-x2").unwrap());

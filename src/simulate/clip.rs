@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_say_which_steps_are_clipped() {
+    fn the_description_names_the_clipped_steps() {
         let clipped = |text: &str| {
             let clip: Clip = text.parse().unwrap();
             assert_eq!(clip.to_string(), text);

@@ -38,7 +38,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn steps_cost_what_the_napkin_says() {
+    fn the_cost_of_steps_matches_an_estimate_by_hand() {
         // Name, batch size, sequence length, PFLOP of the model, and PFLOP with every layer recomputed.
         let cases = [
             ("qwen3-4b", 4, 4096, 0.455, 0.594),

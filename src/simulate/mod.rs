@@ -43,8 +43,8 @@ pub(crate) fn simulate(
     steps: Steps,
     trace_spans: usize,
 ) -> Result<(Outcome, Vec<Recorder>, Range<u64>)> {
-    let (each, peak) = (plan.micro_batches_of_share(), Some(plan.machine.rates.matmul_flops(8192)));
-    let simulated = |each: usize| run(plan.with_micro_batches_of_share(each), shape, name, steps, trace_spans);
+    let (each, peak) = (plan.micro_batches_per_partial_sum(), Some(plan.machine.rates.matmul_flops(8192)));
+    let simulated = |each: usize| run(plan.with_micro_batches_per_partial_sum(each), shape, name, steps, trace_spans);
     let (timed, tracks) = if trace_spans > 0 || each <= FEW.iter().sum() {
         simulated(each)?
     } else {

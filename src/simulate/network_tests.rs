@@ -40,13 +40,13 @@ fn on_four_nodes_with(
     let settings = Settings { resident_buckets: ResidentBuckets::Count(8), ..settings };
     let shape = presets::shape("model", Path::new("qwen3-4b")).unwrap().with_layers(12);
     let (plan, outcome) = step(&settings, &shape, &profile);
-    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.crossing.far as f64)
+    ([outcome.step_ms.median / 1e3, plan.predicted.unwrap().step_s], plan.peer_traffic.inter_node as f64)
 }
 
 /// The bytes match the protocol: gradients from six ranks of other nodes, or sums of groups from three inter-node peers, and weights from
 /// three inter-node peers.
 #[test]
-fn what_nccl_carries_adds_its_time_to_a_step() {
+fn transfers_by_nccl_add_their_time_to_a_step() {
     let mut carried = Vec::new();
     for group in [None, Some(2)] {
         let [(fast, bytes), (slow, same)] = [25e9, 5e9].map(|rate| on_four_nodes((Transport::Nccl, group), rate));
@@ -61,7 +61,7 @@ fn what_nccl_carries_adds_its_time_to_a_step() {
 }
 
 #[test]
-fn what_tcp_carries_hides_behind_products_until_it_takes_longer() {
+fn transfers_by_tcp_overlap_with_products_until_they_take_longer() {
     for group in [None, Some(2)] {
         let of = |transport, rate| on_four_nodes((transport, group), rate);
         let [(nccl, _), (tcp, bytes), (slow, _)] = [of(Transport::Nccl, 25e9), of(Transport::Tcp, 25e9), of(Transport::Tcp, 2e9)];
@@ -113,7 +113,7 @@ fn weights_that_all_share_cross_between_processes_with_every_fetch() {
 /// Gradients of Qwen3-30B-A3B on two H200 lie in a ring. A module once waited for all enqueued sums, and so for the whole previous layer:
 /// 178 ms of a step. Measured value: commit b531df4 in `paper-figures/results/h200-x2-step.jsonl`.
 #[test]
-fn gpus_wait_for_no_sums_but_those_that_they_overwrite() {
+fn gpus_wait_only_for_the_sums_that_they_overwrite() {
     let shape = presets::shape("model", Path::new("qwen3-30b-a3b")).unwrap();
     let settings = Settings {
         gpus: 2,

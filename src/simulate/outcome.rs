@@ -25,7 +25,7 @@ pub(crate) struct Outcome {
     pub(crate) verdicts: Verdicts,
     pub(crate) bucket_steps: Counts,
     /// Mean loss of the first and of the last timed step.
-    pub loss: Ends,
+    pub loss: FirstAndLast,
 }
 
 /// Distribution of samples.
@@ -153,7 +153,7 @@ pub(crate) struct Verdicts {
 
 /// A first and a last value.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Ends {
+pub(crate) struct FirstAndLast {
     /// First.
     pub first: f32,
     /// Last.

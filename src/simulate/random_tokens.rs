@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documents_fill_rows_with_the_lengths_that_were_asked_for() {
+    fn documents_fill_rows_with_the_requested_lengths() {
         let mut memory = vec![0; 4 * 300];
         let mut tokens = RandomTokens::new(3, 50).in_documents(Some("10-20".parse().unwrap()));
         let mut batch = Batch::new(&mut memory, 100, true);

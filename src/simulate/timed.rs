@@ -2,7 +2,7 @@
 
 use super::clip::Clip;
 use super::flops::StepFlops;
-use super::outcome::{AdamOutcome, Ends, ExposedTime, Link, Outcome, Speed, Spread, Verdicts};
+use super::outcome::{AdamOutcome, ExposedTime, FirstAndLast, Link, Outcome, Speed, Spread, Verdicts};
 use super::random_tokens::RandomTokens;
 use crate::device::Kernels;
 use crate::engine::coordinator::Counts;
@@ -78,12 +78,12 @@ pub(crate) struct Timed {
     counters: Counters,
     bucket_steps: Counts,
     verdicts: Verdicts,
-    loss: Ends,
+    loss: FirstAndLast,
 }
 
 impl Timed {
     fn new(step_ms: Spread, window_ns: Range<u64>, reports: &[StepReport]) -> Self {
-        let loss = Ends { first: reports[0].loss, last: reports[reports.len() - 1].loss };
+        let loss = FirstAndLast { first: reports[0].loss, last: reports[reports.len() - 1].loss };
         let (documents, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts) = Default::default();
         let mut timed = Self { step_ms, documents, window_ns, exposed, exposed_to_peers_ns, counters, bucket_steps, verdicts, loss };
         for report in reports {

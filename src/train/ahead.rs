@@ -1,13 +1,13 @@
 //! Prepares the text of a run ahead of training.
 
 use super::observer::Observer;
-use super::setup::{find_sources, hear};
+use super::setup::{find_sources, forward_progress};
 use super::text;
 use crate::config::settings::Settings;
 use crate::data::preparation::{self, Preparation};
 use crate::data::prepare::PreparedText;
 use crate::error::{Error, Result};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 
 /// Prepares the text of `settings`, that to learn from and that to evaluate on, where training will find it.
@@ -20,7 +20,7 @@ pub(crate) fn prepare(settings: &Settings, stop: &StopFlag, observer: &mut dyn O
     }
     let settings = &find_sources(settings, false, stop, observer)?;
     let (shape, tokenizer, settings) = text::reader(settings, None)?;
-    let mut preparation = Preparation::new(stop, preparation::cache(), None, |news: News<'_>| hear(observer, news));
+    let mut preparation = Preparation::new(stop, preparation::cache(), None, |event: ProgressEvent<'_>| forward_progress(observer, event));
     let parts = [&settings.data, &settings.eval_data].into_iter().filter(|paths| !paths.is_empty());
     parts.map(|paths| PreparedText::new(paths, &tokenizer, shape.vocab, &mut preparation)).collect()
 }

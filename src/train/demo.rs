@@ -22,7 +22,7 @@ impl<'a> Demo<'a> {
     }
 
     /// Reports samples of the model: before the first step, or with the weights of `checkpoint`.
-    pub(super) fn tell(&self, checkpoint: Option<&Path>, stop: &StopFlag, observer: &mut dyn Observer) {
+    pub(super) fn log(&self, checkpoint: Option<&Path>, stop: &StopFlag, observer: &mut dyn Observer) {
         let when = if checkpoint.is_some() { "after" } else { "before" };
         match sample::of_demo(self.0, PROMPT, checkpoint, stop) {
             Ok(text) => observer.note(&format!("sample  {when}: {PROMPT:?} is followed by {text:?}")),
@@ -53,10 +53,10 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_run_of_the_built_in_model_alone_tells_what_it_writes() {
+    fn only_the_whole_run_of_the_built_in_model_lists_its_files() {
         let settings = Settings { device: DeviceChoice::Cpu, threads: Some(1), ..Settings::demo() };
         let mut notes = Notes(Vec::new());
-        Demo::of(&settings).unwrap().tell(None, &StopFlag::default(), &mut notes);
+        Demo::of(&settings).unwrap().log(None, &StopFlag::default(), &mut notes);
         assert!(notes.0.len() == 1 && notes.0[0].starts_with("sample  before: \"You may \" is followed by \""), "{:?}", notes.0);
         for other in [
             Settings { train_length: TrainLength::Steps(4), ..settings.clone() },

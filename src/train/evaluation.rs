@@ -48,8 +48,8 @@ impl Evaluation {
     }
 
     /// All of its sequences, once.
-    pub(super) fn sequences(&self) -> Once<'_> {
-        Once { dataset: &self.dataset, next: 0 }
+    pub(super) fn sequences(&self) -> EvalSequences<'_> {
+        EvalSequences { dataset: &self.dataset, next: 0 }
     }
 }
 
@@ -120,19 +120,19 @@ impl Progress {
 }
 
 /// The sequences of a dataset in its order; rows behind the last one count for nothing.
-pub(super) struct Once<'a> {
+pub(super) struct EvalSequences<'a> {
     dataset: &'a Dataset,
     next: usize,
 }
 
-impl Once<'_> {
+impl EvalSequences<'_> {
     /// Whether none is left.
     pub(super) fn is_over(&self) -> bool {
         self.next >= self.dataset.sequences()
     }
 }
 
-impl Batches for Once<'_> {
+impl Batches for EvalSequences<'_> {
     fn fill(&mut self, batch: &mut Batch<'_>) -> Result<()> {
         batch.rows().try_for_each(|row| {
             let idx = self.next;
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sequence_comes_once_and_what_is_left_of_a_batch_counts_for_nothing() {
+    fn every_sequence_comes_once_and_the_rest_of_a_batch_does_not_count() {
         let evaluation = evaluation(EvalStrategy::Steps);
         let (mut once, mut firsts, mut counted) = (evaluation.sequences(), Vec::new(), 0);
         while !once.is_over() {

@@ -126,7 +126,7 @@ fn scalars(m: &StepMetrics) -> [(&'static str, Option<f64>); 16] {
         ("offload/speculated", Some(counts.speculated as f64)),
         ("offload/rolled_back", Some(counts.rolled_back as f64)),
         ("experts/largest_over_mean", m.expert_load.map(|load| load.largest_over_mean)),
-        ("experts/unused_share", m.expert_load.map(|load| load.unused_share)),
+        ("experts/unused_share", m.expert_load.map(|load| load.unused_fraction)),
         ("memory/resident_gib", Some(m.rss_bytes as f64 / (1u64 << 30) as f64)),
     ]
 }

@@ -46,7 +46,7 @@ impl RunExtent {
     /// Passes and time of the steps.
     fn amount(&self) -> String {
         let steps = (self.last + 1).saturating_sub(self.first);
-        let time = self.step.map(|step| format!(", about {}", About(step.as_secs_f64() * steps as f64)));
+        let time = self.step.map(|step| format!(", about {}", ApproximateDuration(step.as_secs_f64() * steps as f64)));
         format!("{} over {}{}", Passes(self.passes(steps)), CountedRows(self.rows), time.unwrap_or_default())
     }
 
@@ -91,9 +91,9 @@ impl fmt::Display for CountedRows {
 }
 
 /// Seconds in the largest unit of which there are two or more.
-struct About(f64);
+struct ApproximateDuration(f64);
 
-impl fmt::Display for About {
+impl fmt::Display for ApproximateDuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(seconds) = *self;
         match seconds {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_told_as_passes_and_minutes() {
+    fn steps_are_shown_as_passes_and_minutes() {
         for (extent, words) in [
             (extent(1, 14, 37, Some(1500)), "steps 1 to 14: 3.0 passes over 37 rows, about 21 s"),
             (extent(1, 37, 37, None), "steps 1 to 37: 8 passes over 37 rows"),

@@ -47,7 +47,7 @@ struct StartFacts {
 }
 
 /// Facts that a session gets from its caller.
-pub(super) struct Surroundings {
+pub(super) struct RunDescription {
     pub(super) machine: MachineFacts,
     /// The device, the model's place and the data, in words.
     pub(super) device: String,
@@ -61,14 +61,14 @@ pub(super) struct Surroundings {
 impl FactsLine {
     /// The facts of a run that continues after `from_step`, with the tokens and FLOPs of a step.
     pub(super) fn new(
-        about: Surroundings,
+        about: RunDescription,
         from_step: u64,
         settings: &Settings,
         plan: &Plan,
         shape: &ModelShape,
         (tokens_per_step, flops_per_step): (f64, f64),
     ) -> Self {
-        let Surroundings { machine, device, model, data, data_counts, max_steps, matmul_flops } = about;
+        let RunDescription { machine, device, model, data, data_counts, max_steps, matmul_flops } = about;
         let facts = StartFacts {
             from_step,
             max_steps,

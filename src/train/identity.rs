@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_float32_where_nothing_is_said_of_them() {
+    fn moments_default_to_float32() {
         let then = completed(&Run::new());
         let now = |moments: Moments| Run::from_iter([("moments".to_string(), json!(moments))]);
         assert_eq!(changes(&then, &now(Moments::Float32)), []);
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_in_the_format_of_weights_and_queries_one_block_where_nothing_is_said_of_them() {
+    fn products_default_to_the_format_of_weights_and_queries_to_one_block() {
         let numerics = |value: Value| Run::from_iter([("numerics".to_string(), value)]);
         let then = completed(&numerics(json!({"attention": "plain"})));
         let then_or = |name: &str, value: Value| {

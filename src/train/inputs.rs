@@ -156,7 +156,7 @@ mod tests {
                 let place = path(dir).join(name);
                 fs::write(&place, "text").unwrap_or_default();
                 let at = |settings: Settings| refused(&settings).unwrap_or_else(|| panic!("{}", place.display()));
-                for said in [
+                for text in [
                     at(Settings { data: vec![place.clone()], ..settings() }),
                     at(Settings { eval_data: vec![place.clone()], ..settings() }),
                     at(Settings { chat_template: Some(place.clone()), ..settings() }),
@@ -164,7 +164,7 @@ mod tests {
                     at(Settings { hardware: place.clone(), ..settings() }),
                     at(Settings { sources: vec![place.clone()], ..settings() }),
                 ] {
-                    assert!(said.contains(place.to_str().unwrap()) && said.contains("the run itself writes"), "{said}");
+                    assert!(text.contains(place.to_str().unwrap()) && text.contains("the run itself writes"), "{text}");
                 }
             }
         }
@@ -199,8 +199,8 @@ mod tests {
             "**/metrics.jsonl",
             "corpus/[mt]*",
         ] {
-            let said = at(data, "corpus").unwrap_or_else(|| panic!("{data}"));
-            assert!(said.contains("would count as data") && said.contains(data), "{said}");
+            let text = at(data, "corpus").unwrap_or_else(|| panic!("{data}"));
+            assert!(text.contains("would count as data") && text.contains(data), "{text}");
         }
         assert!(at("**/*.jsonl", "corpus/not/yet/there").is_some());
         for (data, out) in [("corpus", "corpus/run"), ("corpus/a.jsonl", "corpus"), ("corpus/a*.jsonl", "corpus"), ("corpus", "out")] {

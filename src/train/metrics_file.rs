@@ -38,12 +38,13 @@ impl MetricsFile {
             Some(earlier) => copy_until(step, earlier, &file).map(|copied| copied.in_words(step, &path)),
             None => Ok(vec![]),
         };
-        let told = copied.map_err(|e| Error::io("copy", &path, e)).and_then(|told| dir.rename(&beside, METRICS.pattern).map(|()| told));
+        let message =
+            copied.map_err(|e| Error::io("copy", &path, e)).and_then(|message| dir.rename(&beside, METRICS.pattern).map(|()| message));
         // The error that ended the copy is the one to report.
-        let told = told.inspect_err(|_| drop(dir.remove(&beside)))?;
+        let message = message.inspect_err(|_| drop(dir.remove(&beside)))?;
         let mut this = Self { path, file, line: Vec::with_capacity(1024) };
         this.add_line(facts)?;
-        Ok((this, told))
+        Ok((this, message))
     }
 
     /// Has all lines on disk, as a checkpoint of the last one's step will be.
@@ -215,8 +216,8 @@ mod tests {
     fn reopening_drops_the_lines_that_will_be_written_again() {
         let (tmp, dir, path) = dir();
         fs::write(&path, "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n{\"step\":4,\"lo").unwrap();
-        let (_, told) = MetricsFile::open(&dir, 2, &facts(2)).unwrap();
-        assert_eq!((text(&path).as_str(), told), ("{\"step\":1}\n{\"step\":2}\n", vec![]));
+        let (_, message) = MetricsFile::open(&dir, 2, &facts(2)).unwrap();
+        assert_eq!((text(&path).as_str(), message), ("{\"step\":1}\n{\"step\":2}\n", vec![]));
         assert_eq!(fs::read_dir(tmp.path()).unwrap().count(), 1);
     }
 
@@ -232,10 +233,10 @@ mod tests {
         };
         assert_eq!(text(&path), part(0, 4));
         for (from, until) in [(3, 3), (3, 5), (3, 4), (2, 3)] {
-            let (mut metrics, told) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
+            let (mut metrics, message) = MetricsFile::open(&dir, from, &facts(from)).unwrap();
             (from + 1..=until).for_each(|step| metrics.write(&json!({"step": step})).unwrap());
             let whole = if until > from { part(0, from) + &part(from, until) } else { part(0, from) };
-            assert_eq!((text(&path), told), (whole, vec![]));
+            assert_eq!((text(&path), message), (whole, vec![]));
         }
     }
 
@@ -246,10 +247,10 @@ mod tests {
         let damage: [&[u8]; 6] = [b"\xff", b"{\"step\":1,\"x\":\"\xff\"}", b"", b"{\"step\":-1}", b"{\"step\":1", &long];
         let lines = damage.iter().flat_map(|line| [b"{\"step\":1}", *line]).collect::<Vec<_>>();
         fs::write(&path, lines.join(&b'\n')).unwrap();
-        let (_, told) = MetricsFile::open(&dir, 9, &facts(9)).unwrap();
+        let (_, message) = MetricsFile::open(&dir, 9, &facts(9)).unwrap();
         // Of the last line the end is missing, but it is too long to be one that was cut short.
         assert_eq!(text(&path), "{\"step\":1}\n".repeat(6));
-        let [damaged, missing] = told.try_into().unwrap();
+        let [damaged, missing] = message.try_into().unwrap();
         assert!(damaged.ends_with("metrics.jsonl: 6 lines are damaged and were left out"), "{damaged}");
         assert!(missing.ends_with("metrics.jsonl: lines of steps 2 to 9 are missing"), "{missing}");
     }
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_beside_stays_and_a_pipe_in_its_place_is_no_wait() {
+    fn files_beside_the_log_stay_and_a_pipe_in_its_place_does_not_block() {
         let (tmp, dir, path) = dir();
         let (victim, beside) = (tmp.path().join("victim"), tmp.path().join(format!(".metrics.jsonl.tmp-{}", std::process::id())));
         fs::write(&victim, "mine").unwrap();

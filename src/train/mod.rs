@@ -12,7 +12,6 @@ mod facts_line;
 mod feed;
 mod identity;
 mod inputs;
-mod kept;
 pub(crate) mod metrics_file;
 mod model_files;
 mod observer;
@@ -25,6 +24,7 @@ mod prompts;
 pub(crate) mod record;
 mod replanner;
 mod resume;
+mod resume_numerics;
 pub(crate) mod run_dir;
 mod run_lock;
 pub(crate) mod sample;
@@ -34,14 +34,14 @@ pub(crate) mod setup;
 mod skips;
 pub(crate) mod text;
 
-use crate::checkpoint::parts::MeetingPlace;
+use crate::checkpoint::parts::SharedFolderMarker;
 use crate::config::options::InitChoice;
 use crate::config::settings::Settings;
 use crate::device::Kernels;
 use crate::disk::Dir;
 use crate::engine::executor::Engine;
 use crate::error::Result;
-use crate::launch::agreement::Party;
+use crate::launch::agreement::ProcessGroup;
 use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::processes::ThisProcess;
 use crate::signals::StopFlag;
@@ -60,48 +60,48 @@ pub fn train(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) 
     if settings.processes == 1 || settings.dry_run {
         return lead(settings, None, stop, observer);
     }
-    let party = processes::meet(settings, stop, observer)?;
+    let process_group = processes::meet(settings, stop, observer)?;
     let outcome = match settings.process {
-        0 => lead(settings, Some(&party), stop, observer),
-        _ => processes::follow(settings, &party, stop, observer),
+        0 => lead(settings, Some(&process_group), stop, observer),
+        _ => processes::follow(settings, &process_group, stop, observer),
     };
-    processes::part(party.links, outcome)
+    processes::part(process_group.links, outcome)
 }
 
 /// The run of process 0, which may be the only one.
-fn lead(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn lead(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let settings = &setup::find_sources(settings, settings.init == InitChoice::Checkpoint, stop, observer)?;
     inputs::check(settings)?;
     if let (true, Ok(dir)) = (settings.dry_run, Dir::open(&settings.output_dir)) {
         owned_names::check(&dir, settings)?;
     }
-    let demo = party.is_none().then(|| Demo::of(settings)).flatten();
+    let demo = process_group.is_none().then(|| Demo::of(settings)).flatten();
     if let Some(demo) = &demo {
-        demo.tell(None, stop, observer);
+        demo.log(None, stop, observer);
     }
-    let summary = train_alone(settings, party, stop, observer)?;
+    let summary = train_alone(settings, process_group, stop, observer)?;
     if let Some((demo, checkpoint)) = demo.zip(summary.checkpoint.as_deref().filter(|_| summary.steps_here > 0)) {
-        demo.tell(Some(checkpoint), stop, observer);
+        demo.log(Some(checkpoint), stop, observer);
     }
     Ok(summary)
 }
 
 /// The run, without the messages around it.
-fn train_alone(settings: &Settings, party: Option<&Party>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+fn train_alone(settings: &Settings, process_group: Option<&ProcessGroup>, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     let run_dir = (!settings.dry_run).then(|| RunDir::open(settings, observer)).transpose()?;
-    let (launcher, settings) = party.map_or_else(|| Launcher::new(settings), |party| party.launcher(settings))?;
+    let (launcher, settings) = process_group.map_or_else(|| Launcher::new(settings), |process_group| process_group.launcher(settings))?;
     let prepared = setup::prepare(&settings, &launcher, run_dir.as_ref(), stop, observer)?;
     let Some(run_dir) = run_dir else {
-        prepared.tell(observer);
+        prepared.log(observer);
         return Ok(Summary { is_dry: true, ..Summary::default() });
     };
     let (plan, shape) = prepared.blueprint();
-    let Some(party) = party else {
+    let Some(process_group) = process_group else {
         return launcher.engine(&plan, &shape, Training { prepared, run_dir, meeting_place: None, stop, observer });
     };
-    let meeting_place = Some(processes::propose(party, (&plan, &shape), prepared.settings(), run_dir.dir())?);
+    let meeting_place = Some(processes::propose(process_group, (&plan, &shape), prepared.settings(), run_dir.dir())?);
     let output_dir = prepared.settings().output_dir.clone();
-    let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &party.links };
+    let this = ThisProcess { launch: &launcher, plan: &plan, shape: &shape, links: &process_group.links };
     this.lead(Training { prepared, run_dir, meeting_place, stop, observer }, &Following { output_dir: &output_dir })
 }
 
@@ -109,7 +109,7 @@ struct Training<'a> {
     prepared: PreparedRun<'a>,
     run_dir: RunDir,
     /// Of several processes, until all have their engines.
-    meeting_place: Option<MeetingPlace>,
+    meeting_place: Option<SharedFolderMarker>,
     stop: &'a StopFlag,
     observer: &'a mut dyn Observer,
 }
@@ -147,9 +147,9 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     #[derive(Default)]
-    pub(crate) struct Heard(pub(crate) Vec<String>);
+    pub(crate) struct RecordingObserver(pub(crate) Vec<String>);
 
-    impl Observer for Heard {
+    impl Observer for RecordingObserver {
         fn begin(&mut self, _: &Plan, _: &RunFacts) {}
         fn step(&mut self, _: &StepMetrics) {}
         fn note(&mut self, _: &str) {}
@@ -175,14 +175,14 @@ pub(crate) mod tests {
             per_device_train_batch_size: 1,
             ..Settings::demo()
         };
-        let mut heard = Heard::default();
+        let mut messages = RecordingObserver::default();
         arm(settings.output_dir.clone());
-        let summary = train(&settings, &StopFlag::default(), &mut heard);
+        let summary = train(&settings, &StopFlag::default(), &mut messages);
         let accesses = faults::disarm();
         let summary = summary.unwrap();
         assert!(summary.failure.is_none(), "{summary}: {:?}", summary.failure);
         checkpoint::verify(&settings.output_dir.join("checkpoint-4")).unwrap();
-        (heard.0, summary.step, accesses)
+        (messages.0, summary.step, accesses)
     }
 
     #[test]
@@ -193,8 +193,8 @@ pub(crate) mod tests {
         let rename = accesses.iter().position(|(what, path)| *what == "rename" && is_tmp(path)).unwrap();
         assert!(rename - first > 8, "{accesses:?}");
         for (at, access) in accesses.iter().enumerate().take(rename + 1).skip(first) {
-            let (heard, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
-            assert!(heard.iter().any(|line| line.contains("was removed during the run")), "{access:?}: {heard:?}");
+            let (messages, ..) = four_steps_with(|dir| faults::arm_meanwhile(at, move || std::fs::remove_dir_all(dir).unwrap()));
+            assert!(messages.iter().any(|line| line.contains("was removed during the run")), "{access:?}: {messages:?}");
         }
     }
 
@@ -207,9 +207,10 @@ pub(crate) mod tests {
         let (quiet, _, accesses) = four_steps(None);
         // The version, and four steps.
         let [.., second, _, _] = writes(&accesses)[..] else { panic!("{accesses:?}") };
-        let of_events = |heard: &[String]| heard.iter().filter(|line| line.starts_with("no events for TensorBoard from here on")).count();
-        let (heard, step, accesses) = four_steps(Some(second));
-        assert_eq!((of_events(&quiet), of_events(&heard), step, heard.len()), (0, 1, 4, quiet.len() + 1), "{heard:?}");
+        let of_events =
+            |messages: &[String]| messages.iter().filter(|line| line.starts_with("no events for TensorBoard from here on")).count();
+        let (messages, step, accesses) = four_steps(Some(second));
+        assert_eq!((of_events(&quiet), of_events(&messages), step, messages.len()), (0, 1, 4, quiet.len() + 1), "{messages:?}");
         assert_eq!(writes(&accesses).len(), 3, "the version, a step, and one that failed");
     }
 }

@@ -48,9 +48,9 @@ fn set_end_tokens(files: &mut [ModelFile], token: &str) -> Result<()> {
     let mut is_named = false;
     for name in BY_TEXT {
         change(files, name, |config| {
-            let Some(said) = config.get("eos_token").filter(|said| !said.is_null()) else { return false };
+            let Some(text) = config.get("eos_token").filter(|text| !text.is_null()) else { return false };
             is_named = true;
-            let is_said = said.as_str().or(said["content"].as_str()) == Some(token);
+            let is_said = text.as_str().or(text["content"].as_str()) == Some(token);
             if !is_said {
                 config.insert("eos_token".into(), token.into());
             }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_stop_generation_already_stay_and_others_come_first() {
+    fn existing_stop_ids_stay_and_new_ones_come_first() {
         for (config, generation, want) in [
             (json!({"eos_token_id": 2}), json!({"eos_token_id": 0}), (json!(2), json!([2, 0]))),
             (json!({"eos_token_id": [1, 2]}), json!({"eos_token_id": [3, 2]}), (json!([1, 2]), json!([3, 2]))),

@@ -142,8 +142,8 @@ impl fmt::Display for Summary {
             return write!(f, "{state} at step {} of {}: process {} followed process 0", self.step, self.max_steps, self.process);
         }
         if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
-            let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
-            return write!(f, "nothing to do: step {} was already done{asked}{}", self.step, self.why_early());
+            let requested = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
+            return write!(f, "nothing to do: step {} was already done{requested}{}", self.step, self.why_early());
         }
         let state = match (&self.failure, self.interrupted) {
             (Some(_), _) => "failed",

@@ -29,7 +29,7 @@ pub(super) const PROBE: OwnedName = OwnedName { pattern: ".write-probe", kind: "
 const WRITTEN_BESIDE: [&OwnedName; 3] = [&METRICS, &TRACE, &PROBE];
 
 /// Something at one of the names that the program did not make.
-struct Foreign {
+struct ForeignEntry {
     dir: Dir,
     name: OsString,
     owned: &'static OwnedName,
@@ -55,8 +55,8 @@ pub(super) fn claim_lock(dir: &Dir, settings: &Settings, observer: &mut dyn Obse
     set_aside(found.into_iter().filter(|foreign| foreign.owned.pattern == LOCK.pattern).collect(), observer)
 }
 
-fn set_aside(foreign: Vec<Foreign>, observer: &mut dyn Observer) -> Result<()> {
-    for Foreign { dir, name, owned } in foreign {
+fn set_aside(foreign: Vec<ForeignEntry>, observer: &mut dyn Observer) -> Result<()> {
+    for ForeignEntry { dir, name, owned } in foreign {
         let (path, aside) = (dir.join(&name), dir.set_aside(&name)?);
         observer.warn(&format!("{}: not a {} of this program; it is now {}", path.display(), owned.kind, aside.display()));
     }
@@ -96,7 +96,7 @@ pub(super) fn named(name: &OsStr) -> Option<&'static OwnedName> {
     NAMES.into_iter().find(|owned| owned.matches(name))
 }
 
-fn foreign(dir: &Dir, settings: &Settings) -> Result<Vec<Foreign>> {
+fn foreign(dir: &Dir, settings: &Settings) -> Result<Vec<ForeignEntry>> {
     let mut found = foreign_of(dir, &NAMES, |owned| is_needed(owned, settings))?;
     if let Some(records) = Records::find(dir) {
         found.extend(foreign_of(records.dir(), &RECORD_NAMES, |_| true)?);
@@ -105,14 +105,14 @@ fn foreign(dir: &Dir, settings: &Settings) -> Result<Vec<Foreign>> {
     Ok(found)
 }
 
-fn foreign_of(dir: &Dir, names: &[&'static OwnedName], is_needed: impl Fn(&OwnedName) -> bool) -> Result<Vec<Foreign>> {
+fn foreign_of(dir: &Dir, names: &[&'static OwnedName], is_needed: impl Fn(&OwnedName) -> bool) -> Result<Vec<ForeignEntry>> {
     let mut foreign = vec![];
     for name in dir.names()? {
         let owned = names.iter().find(|owned| owned.matches(&name) && is_needed(owned));
         if let Some(owned) = owned
             && !owned.is_own(dir, &name)?
         {
-            foreign.push(Foreign { dir: dir.try_clone()?, name, owned });
+            foreign.push(ForeignEntry { dir: dir.try_clone()?, name, owned });
         }
     }
     Ok(foreign)
@@ -137,8 +137,8 @@ fn is_of_a_run(dir: &Dir) -> Result<bool> {
     checkpoints.map(|name| CHECKPOINT.is_own(dir, &name)).try_fold(false, |any, own| Ok(any || own?))
 }
 
-fn refusal(foreign: &[Foreign], output_dir: &Dir, settings: &Settings) -> Error {
-    let Foreign { dir, name, owned } = &foreign[0];
+fn refusal(foreign: &[ForeignEntry], output_dir: &Dir, settings: &Settings) -> Error {
+    let ForeignEntry { dir, name, owned } = &foreign[0];
     let more = match foreign.len() - 1 {
         0 => String::new(),
         more => format!(" (and so with {more} more there)"),

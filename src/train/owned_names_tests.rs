@@ -1,6 +1,6 @@
 use super::*;
 use crate::config::options::Resume;
-use crate::train::tests::{Heard, four_steps};
+use crate::train::tests::{RecordingObserver, four_steps};
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -75,21 +75,21 @@ fn a_new_run_is_refused_at_each_name_and_one_that_goes_on_gives_it_another() {
             drop(Records::at(tmp.path()).unwrap());
         }
         make(&path(name));
-        let (before, dir, mut heard) = (listing(tmp.path()), Dir::open(tmp.path()).unwrap(), Heard::default());
+        let (before, dir, mut messages) = (listing(tmp.path()), Dir::open(tmp.path()).unwrap(), RecordingObserver::default());
         let fresh = Settings { output_dir: tmp.path().into(), ..Settings::default() };
-        for refused in [claim(&dir, &fresh, &mut heard), check(&dir, &fresh)] {
+        for refused in [claim(&dir, &fresh, &mut messages), check(&dir, &fresh)] {
             let refused = refused.unwrap_err();
             let words = [path(name).display().to_string(), "--output-dir".into(), "--resume-from-checkpoint auto".into()];
             assert!(refused.exit_code() == 2 && words.iter().all(|word| refused.to_string().contains(word)), "{refused}");
         }
-        assert_eq!((listing(tmp.path()), heard.0.len()), (before.clone(), 0));
+        assert_eq!((listing(tmp.path()), messages.0.len()), (before.clone(), 0));
         if name == "checkpoint-8" {
             continue;
         }
         let resumed = Settings { resume_from_checkpoint: Some(Resume::Auto), ..fresh };
         check(&dir, &resumed).unwrap();
-        claim(&dir, &resumed, &mut heard).unwrap();
-        let [line] = heard.0.try_into().unwrap();
+        claim(&dir, &resumed, &mut messages).unwrap();
+        let [line] = messages.0.try_into().unwrap();
         assert!(line.starts_with(path(name).to_str().unwrap()) && line.ends_with(".foreign-1"), "{line}");
         let moved: BTreeMap<_, _> = before.into_iter().map(|(at, content)| (renamed(at, &path(name)), content)).collect();
         assert_eq!(listing(tmp.path()), moved);
@@ -112,10 +112,10 @@ fn a_directory_that_is_no_run_s_is_refused_by_a_resume_too_and_names_that_are_no
     let free = Settings { trace: Some("elsewhere.json".into()), report_to: vec![], ..Settings::default() };
     check(&dir, &free).unwrap();
     let resumed = Settings { resume_from_checkpoint: Some(Resume::Auto), ..Settings::default() };
-    let refused = claim(&dir, &resumed, &mut Heard::default()).unwrap_err().to_string();
+    let refused = claim(&dir, &resumed, &mut RecordingObserver::default()).unwrap_err().to_string();
     assert!(refused.contains("tb: not a folder of events of this program") && refused.contains("--report-to none"), "{refused}");
     assert!(refused.contains("and so with 1 more there") && !refused.contains("auto"), "{refused}");
     fs::create_dir(tmp.path().join("checkpoint-4")).unwrap();
-    claim(&dir, &resumed, &mut Heard::default()).unwrap();
+    claim(&dir, &resumed, &mut RecordingObserver::default()).unwrap();
     assert!(tmp.path().join("tb.foreign-1").exists() && tmp.path().join("trace.json.foreign-1").exists());
 }

@@ -14,11 +14,11 @@ use serde_json::{Value, json};
 /// Key of the setting in a checkpoint.
 const PACKING: &str = "packing";
 
-/// `settings` with a choice in place of `auto`, reported by `tell`. `saved` are the settings in the checkpoint of a resumed run.
+/// `settings` with a choice in place of `auto`, reported by `log`. `saved` are the settings in the checkpoint of a resumed run.
 ///
 /// # Errors
 /// Errors of [`files::find_files`]; `Usage` for an invalid flag of records.
-pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, tell: &mut dyn FnMut(&str)) -> Result<Settings> {
+pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, log: &mut dyn FnMut(&str)) -> Result<Settings> {
     if settings.packing != Packing::Auto {
         return Ok(settings.clone());
     }
@@ -26,15 +26,15 @@ pub(crate) fn settle(settings: &Settings, saved: Option<&Value>, tell: &mut dyn 
         Some(saved) => (of_checkpoint(saved), "as the checkpoint's rows are".into()),
         None => of_data(settings)?,
     };
-    tell(&format!("--packing auto is {packing}: {why}"));
+    log(&format!("--packing auto is {packing}: {why}"));
     Ok(Settings { packing, ..settings.clone() })
 }
 
 /// As [`settle`] for a plan, whose data need not be here; without any there is nothing to look at.
-pub(crate) fn settle_for_plan(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Settings {
-    let settled = if settings.data.is_empty() { Ok(settings.clone()) } else { settle(settings, None, tell) };
+pub(crate) fn settle_for_plan(settings: &Settings, log: &mut dyn FnMut(&str)) -> Settings {
+    let settled = if settings.data.is_empty() { Ok(settings.clone()) } else { settle(settings, None, log) };
     settled.unwrap_or_else(|unseen| {
-        tell(&format!("--packing auto is planned as wrapped: {unseen}"));
+        log(&format!("--packing auto is planned as wrapped: {unseen}"));
         settings.clone()
     })
 }

@@ -44,16 +44,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_for_which_all_others_wait_is_slow() {
-        let told = |waited_ms: &[u64]| {
+    fn a_rank_that_all_peers_wait_for_is_slow() {
+        let message = |waited_ms: &[u64]| {
             let waited_ns: Vec<u64> = waited_ms.iter().map(|ms| ms * 1_000_000).collect();
             PeerWaits::new(&waited_ns, Duration::from_secs(1)).to_string()
         };
-        assert_eq!(told(&[10, 59]), "59 ms for other ranks (rank 1, the longest)");
+        assert_eq!(message(&[10, 59]), "59 ms for other ranks (rank 1, the longest)");
         let slow = "\n  slow          rank 0: every other rank waited at least 51 ms longer for its peers than it did";
-        assert_eq!(told(&[10, 61]), format!("61 ms for other ranks (rank 1, the longest){slow}"));
+        assert_eq!(message(&[10, 61]), format!("61 ms for other ranks (rank 1, the longest){slow}"));
         // Two that are quick and two that are not: nobody is the one to look at.
-        assert_eq!(told(&[10, 400, 11, 300]), "400 ms for other ranks (rank 1, the longest)");
-        assert!(told(&[310, 400, 11, 300]).contains("rank 2: every other rank waited at least 289 ms longer"));
+        assert_eq!(message(&[10, 400, 11, 300]), "400 ms for other ranks (rank 1, the longest)");
+        assert!(message(&[310, 400, 11, 300]).contains("rank 2: every other rank waited at least 289 ms longer"));
     }
 }

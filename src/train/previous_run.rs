@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resumed_run_keeps_what_it_stands_on() {
+    fn a_resumed_run_keeps_its_base_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
         ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-x"].iter().for_each(|name| fs::create_dir(path(name)).unwrap());
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_checkpoint_could_not_take_the_name_of_gets_another() {
+    fn an_entry_in_the_way_of_a_checkpoint_is_renamed() {
         for make in [
             |path: &Path| symlink("/nowhere", path).unwrap(),
             |path: &Path| symlink("checkpoint-4", path).unwrap(),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_earlier_runs_take_is_told_from_a_gibibyte_on() {
+    fn disk_use_of_earlier_runs_is_logged_from_a_gibibyte_on() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("previous-7/checkpoint-1")).unwrap();
         fs::File::create(dir.path().join("previous-7/checkpoint-1/state.bin")).unwrap().set_len(3 << 30).unwrap();

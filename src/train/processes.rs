@@ -2,7 +2,7 @@
 
 use super::observer::{Observer, Summary};
 use super::text;
-use crate::checkpoint::parts::{self, MeetingPlace};
+use crate::checkpoint::parts::{self, SharedFolderMarker};
 use crate::config::settings::Settings;
 use crate::device::{Kernels, Peers};
 use crate::disk::Dir;
@@ -10,7 +10,7 @@ use crate::engine::executor::Engine;
 use crate::engine::watchdog::{Alarm, Watchdog};
 use crate::error::{Error, Result};
 use crate::hardware::limits::check_file_size;
-use crate::launch::agreement::Party;
+use crate::launch::agreement::ProcessGroup;
 use crate::launch::processes::{FollowEngine, ThisProcess};
 use crate::model::shape::ModelShape;
 use crate::model_dir::{CONFIG, ModelDir};
@@ -24,14 +24,14 @@ use std::time::Duration;
 /// Meets the other processes of the run of `settings`.
 ///
 /// # Errors
-/// Errors of [`Party::meet`].
-pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Party> {
+/// Errors of [`ProcessGroup::meet`].
+pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<ProcessGroup> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
-    let mut tell = |line: &str| match line.strip_prefix("warning: ") {
+    let mut log = |line: &str| match line.strip_prefix("warning: ") {
         Some(warning) => observer.warn(warning),
         None => observer.note(line),
     };
-    Party::meet(settings, stop, last_resort, &mut tell)
+    ProcessGroup::meet(settings, stop, last_resort, &mut log)
 }
 
 /// Process 0 sends its plan to the others. They find the returned place in their output directories, which are this `output_dir`; it is not
@@ -39,9 +39,14 @@ pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Obse
 ///
 /// # Errors
 /// Errors of the disk.
-pub(super) fn propose(party: &Party, blueprint: (&Plan, &ModelShape), settings: &Settings, output_dir: &Dir) -> Result<MeetingPlace> {
-    let (place, sign) = MeetingPlace::create(output_dir)?;
-    party.propose(blueprint, settings, sign)?;
+pub(super) fn propose(
+    process_group: &ProcessGroup,
+    blueprint: (&Plan, &ModelShape),
+    settings: &Settings,
+    output_dir: &Dir,
+) -> Result<SharedFolderMarker> {
+    let (place, sign) = SharedFolderMarker::create(output_dir)?;
+    process_group.propose(blueprint, settings, sign)?;
     Ok(place)
 }
 
@@ -49,21 +54,21 @@ pub(super) fn propose(party: &Party, blueprint: (&Plan, &ModelShape), settings: 
 ///
 /// # Errors
 /// Inputs that are missing or differ here; the error that ended another process.
-pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
+pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     // Data comes from process 0.
     let without_data = Settings { data: Vec::new(), eval_data: Vec::new(), ..settings.clone() };
-    let found = text::find_sources(&without_data, false, stop, &mut |news| super::setup::hear(observer, news))?;
+    let found = text::find_sources(&without_data, false, stop, &mut |event| super::setup::forward_progress(observer, event))?;
     let settings = Settings { model: found.model, ..settings.clone() };
     let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
         None => ModelShape::demo(),
     };
-    let links = &party.links;
-    let (launch, plan, proposal) = match party.plan(&settings, &shape)? {
+    let links = &process_group.links;
+    let (launch, plan, proposal) = match process_group.plan(&settings, &shape)? {
         Ok(planned) => planned,
         Err(end) => return ended(links, end),
     };
-    MeetingPlace::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
+    SharedFolderMarker::find(&settings.output_dir, &proposal.meeting_place, &links.names()[0])?;
     let own_name = &links.names()[links.process()];
     let notes = try_writing(&settings, &proposal.meeting_place, parts::part_bytes(&plan, links.process()), links.process());
     notes.map_err(|error| cannot_write(&settings, own_name, &error))?.iter().for_each(|line| observer.note(line));
@@ -82,7 +87,7 @@ pub(super) fn follow(settings: &Settings, party: &Party, stop: &StopFlag, observ
 /// Checks that `process` can write its parts of checkpoints, of `bytes` each; returns a warning about limits of the file system.
 fn try_writing(settings: &Settings, meeting_place: &str, bytes: u64, process: usize) -> Result<Option<String>> {
     check_file_size("write a part of a checkpoint", bytes)?;
-    MeetingPlace::try_writing(&settings.output_dir, meeting_place, process)
+    SharedFolderMarker::try_writing(&settings.output_dir, meeting_place, process)
 }
 
 /// An error of this process, called `own_name`, before the first step, which would else end the first save.

@@ -48,7 +48,7 @@ impl RecordedRun {
     /// `Usage` for a flag that names another directory or checkpoint; `Format` for a record that no program of this version writes.
     pub(crate) fn resumed(&self, flags: TrainOptions) -> Result<TrainOptions> {
         for flag in ["output_dir", "resume_from_checkpoint"] {
-            if flags.said().contains(&flag) {
+            if flags.explicit_flags().contains(&flag) {
                 let cause = "resume goes on from the directory that it is given; leave the flag out";
                 return Err(Error::usage(format!("--{}: {cause}", describe::flag_name(flag))));
             }
@@ -70,8 +70,8 @@ impl RecordedRun {
     pub(crate) fn options(&self, flags: TrainOptions) -> Result<TrainOptions> {
         let settings = self.loaded.manifest().trainer.settings.as_object().cloned().unwrap_or_default();
         let settings = self.with_copies(self.with_paths_from_here(settings));
-        let said = flags.said();
-        let is_decided = |flag: &str| TOGETHER.iter().any(|group| group.contains(&flag) && group.iter().any(|other| said.contains(other)));
+        let text = flags.explicit_flags();
+        let is_decided = |flag: &str| TOGETHER.iter().any(|group| group.contains(&flag) && group.iter().any(|other| text.contains(other)));
         let is_left_out = |name: &str| OF_A_START.contains(&name) || OF_THE_CHECKPOINT.contains(&name) || Settings::is_file_only(name);
         let keys = KEYS.iter().map(|key| key.name).filter(|name| !is_left_out(name));
         let recorded = keys.filter_map(|name| Some((name, settings.get(name).filter(|value| is_set(value))?)));

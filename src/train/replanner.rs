@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::host::pool::yield_to_others;
 use crate::model::shape::ModelShape;
 use crate::planner::plan::Plan;
-use crate::search::replan::pace::{Pace, RecentSteps, WINDOW};
-use crate::search::replan::{Answer, Question, is_possible};
+use crate::search::replan::observed_rates::{ObservedRates, RecentSteps, WINDOW};
+use crate::search::replan::{ReplanAnswer, ReplanRequest, is_possible};
 use clap::ValueEnum;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -25,7 +25,7 @@ const REST_STEPS_MAX: u64 = 640;
 /// The decision of a run after a step.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one at a time")]
-pub(super) enum Next {
+pub(super) enum ReplanStep {
     Stay,
     /// Keep the plan, and report this line.
     Note(String),
@@ -62,7 +62,7 @@ impl Replanner {
         (step, max_steps): (u64, u64),
         report: &StepReport,
         time: Duration,
-    ) -> Result<Next> {
+    ) -> Result<ReplanStep> {
         match self {
             Self::Random(settings) => Ok(draw(settings, plan, shape, step)),
             Self::Watching(watch) => {
@@ -72,7 +72,7 @@ impl Replanner {
                 }
                 next
             }
-            Self::Off => Ok(Next::Stay),
+            Self::Off => Ok(ReplanStep::Stay),
         }
     }
 }
@@ -83,19 +83,19 @@ pub(super) struct PlanWatch {
     window: RecentSteps,
     settling: u64,
     /// As steps are to go by the present plan, once that is known.
-    assumed: Option<Pace>,
+    assumed: Option<ObservedRates>,
     /// The plan before the present one and how its steps went, until it is known which is faster.
-    before: Option<(Plan, Pace)>,
+    before: Option<(Plan, ObservedRates)>,
     rest: u64,
     /// No question before this step.
     rests_until: u64,
-    asked: Option<JoinHandle<Result<Answer>>>,
+    pending_search: Option<JoinHandle<Result<ReplanAnswer>>>,
 }
 
 impl PlanWatch {
     fn new(settings: Settings) -> Self {
         let (window, settling, rest) = (RecentSteps::default(), SETTLING_STEPS, REST_STEPS);
-        Self { settings, window, settling, assumed: None, before: None, rest, rests_until: 0, asked: None }
+        Self { settings, window, settling, assumed: None, before: None, rest, rests_until: 0, pending_search: None }
     }
 
     fn next(
@@ -104,54 +104,62 @@ impl PlanWatch {
         (step, max_steps): (u64, u64),
         report: &StepReport,
         time: Duration,
-    ) -> Result<Next> {
+    ) -> Result<ReplanStep> {
         match self.settling.checked_sub(1) {
             Some(left) => self.settling = left,
             None => self.window.add(report, time),
         }
-        let Some(pace) = self.window.pace() else { return Ok(Next::Stay) };
+        let Some(observed_rates) = self.window.observed_rates() else { return Ok(ReplanStep::Stay) };
         if let Some((plan, before)) = self.before.take() {
-            return Ok(self.weigh((plan, step), &before, &pace));
+            return Ok(self.weigh((plan, step), &before, &observed_rates));
         }
-        if let Some(asked) = self.asked.take_if(|asked| asked.is_finished()) {
-            let answer =
-                asked.join().map_err(|_| Error::resource("look for another plan", "the search panicked; see the message above"))??;
-            return Ok(self.heed(answer, step, plan, pace));
+        if let Some(pending_search) = self.pending_search.take_if(|pending_search| pending_search.is_finished()) {
+            let answer = pending_search
+                .join()
+                .map_err(|_| Error::resource("look for another plan", "the search panicked; see the message above"))??;
+            return Ok(self.heed(answer, step, plan, observed_rates));
         }
-        let is_asking = self.asked.is_some() || step < self.rests_until || step >= max_steps;
-        if !is_asking && self.assumed.is_none_or(|assumed| pace.has_left(&assumed)) {
+        let is_asking = self.pending_search.is_some() || step < self.rests_until || step >= max_steps;
+        if !is_asking && self.assumed.is_none_or(|assumed| observed_rates.has_left(&assumed)) {
             let (settings, assumed, steps_left) = (self.settings.clone(), self.assumed, max_steps - step);
-            self.asked = Some(ask(Question { settings, shape: shape.clone(), plan: plan.clone(), pace, assumed, steps_left })?);
+            self.pending_search = Some(start_search(ReplanRequest {
+                settings,
+                shape: shape.clone(),
+                plan: plan.clone(),
+                observed_rates,
+                assumed,
+                steps_left,
+            })?);
         }
-        Ok(Next::Stay)
+        Ok(ReplanStep::Stay)
     }
 
-    fn heed(&mut self, answer: Answer, step: u64, plan: &Plan, pace: Pace) -> Next {
+    fn heed(&mut self, answer: ReplanAnswer, step: u64, plan: &Plan, observed_rates: ObservedRates) -> ReplanStep {
         self.assumed = Some(answer.assumed);
         self.rest = (2 * self.rest).min(REST_STEPS_MAX);
         self.rests_until = step + self.rest;
-        let Some(change) = answer.change else { return Next::Stay };
-        self.before = Some((plan.clone(), pace));
+        let Some(change) = answer.change else { return ReplanStep::Stay };
+        self.before = Some((plan.clone(), observed_rates));
         self.move_to(change.to_string(), change.plan)
     }
 
-    fn move_to(&mut self, words: String, plan: Plan) -> Next {
+    fn move_to(&mut self, words: String, plan: Plan) -> ReplanStep {
         self.window.clear();
         self.settling = SETTLING_STEPS;
-        Next::Move(plan, words)
+        ReplanStep::Move(plan, words)
     }
 
     /// Whether the last move was worth it: if not, back to the plan `before` it.
-    fn weigh(&mut self, (plan, step): (Plan, u64), before: &Pace, now: &Pace) -> Next {
+    fn weigh(&mut self, (plan, step): (Plan, u64), before: &ObservedRates, now: &ObservedRates) -> ReplanStep {
         let times = format!("{:.0} -> {:.0} ms a step, measured", before.step_s * 1e3, now.step_s * 1e3);
         if !now.is_clipped_as(before) {
-            let [before, now] = [before, now].map(|pace| pace.clipped_share * 1e2);
-            return Next::Note(format!(
+            let [before, now] = [before, now].map(|observed_rates| observed_rates.clipped_share * 1e2);
+            return ReplanStep::Note(format!(
                 "what the plan gained cannot be told: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
             ));
         }
         if now.step_s <= before.step_s {
-            return Next::Note(format!("the plan gained {:.1} %: {times}", (before.step_s / now.step_s - 1.0) * 1e2));
+            return ReplanStep::Note(format!("the plan gained {:.1} %: {times}", (before.step_s / now.step_s - 1.0) * 1e2));
         }
         // The assumptions are wrong: a search based on them finds nothing better.
         self.assumed = Some(*before);
@@ -161,7 +169,7 @@ impl PlanWatch {
 }
 
 /// Answers `question` on a thread of its own, which gives way to all others.
-fn ask(question: Question) -> Result<JoinHandle<Result<Answer>>> {
+fn start_search(question: ReplanRequest) -> Result<JoinHandle<Result<ReplanAnswer>>> {
     let answer = move || {
         yield_to_others();
         question.answer()
@@ -170,11 +178,11 @@ fn ask(question: Question) -> Result<JoinHandle<Result<Answer>>> {
 }
 
 /// Random places after one step in three, the same for the same seed and step.
-fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Next {
+fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> ReplanStep {
     let mut rng = ChaCha8Rng::seed_from_u64(settings.seed ^ step.rotate_left(32));
     let mut one_of = |count: usize| rng.next_u32() as usize % count;
     if one_of(3) > 0 {
-        return Next::Stay;
+        return ReplanStep::Stay;
     }
     let places = |one_of: &mut dyn FnMut(usize) -> usize| Settings {
         resident_buckets: if plan.techniques.repartition {
@@ -190,7 +198,7 @@ fn draw(settings: &Settings, plan: &Plan, shape: &ModelShape, step: u64) -> Next
     // Not everything goes with everything: few weights, or none that are offloaded, do not stream.
     let mut plans = (0..8).map(|_| Plan::new(&places(&mut one_of), shape, &plan.machine, plan.trace_spans > 0));
     let plan = plans.find_map(|plan| plan.ok().filter(|plan| plan.shortage().is_none()));
-    plan.map_or(Next::Stay, |plan| Next::Move(plan, "places drawn at random".into()))
+    plan.map_or(ReplanStep::Stay, |plan| ReplanStep::Move(plan, "places drawn at random".into()))
 }
 
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
@@ -224,42 +232,46 @@ mod tests {
     }
 
     /// The first decision of a run after a change of plan, whose steps took a second before and take `ms` now.
-    fn after_a_move(ms: u64, verdict: Verdict) -> (Next, u64) {
+    fn after_a_move(ms: u64, verdict: Verdict) -> (ReplanStep, u64) {
         let (settings, shape) = (Settings::demo(), ModelShape::demo());
         let plan = |slots| Plan::new(&Settings { slots: Some(slots), ..settings.clone() }, &shape, &Machine::cpu(2), false).unwrap();
-        let pace = Pace { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
-        let mut watch =
-            PlanWatch { assumed: Some(pace), before: Some((plan(3), pace)), rests_until: 1000, ..PlanWatch::new(settings.clone()) };
+        let observed_rates = ObservedRates { step_s: 1.0, adam_bytes_per_s: None, device_s: ms as f64 / 1e3, clipped_share: 0.0 };
+        let mut watch = PlanWatch {
+            assumed: Some(observed_rates),
+            before: Some((plan(3), observed_rates)),
+            rests_until: 1000,
+            ..PlanWatch::new(settings.clone())
+        };
         for step in 1..200 {
             let next = watch.next((&plan(5), &shape), (step, 1000), &report(verdict), Duration::from_millis(ms)).unwrap();
-            if !matches!(next, Next::Stay) {
-                assert!(watch.before.is_none() && watch.asked.is_none());
+            if !matches!(next, ReplanStep::Stay) {
+                assert!(watch.before.is_none() && watch.pending_search.is_none());
                 return (next, step);
             }
         }
-        (Next::Stay, 200)
+        (ReplanStep::Stay, 200)
     }
 
     #[test]
-    fn a_move_that_gained_is_told_and_one_that_did_not_is_taken_back() {
+    fn a_gaining_plan_change_is_logged_and_a_losing_one_is_reverted() {
         let looked = SETTLING_STEPS + WINDOW as u64;
-        let (Next::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
+        let (ReplanStep::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
         assert_eq!((words.as_str(), step), ("the plan gained 25.0 %: 1000 -> 800 ms a step, measured", looked));
-        let (Next::Move(plan, words), step) = after_a_move(1100, Verdict::Commit) else { panic!("it lost") };
+        let (ReplanStep::Move(plan, words), step) = after_a_move(1100, Verdict::Commit) else { panic!("it lost") };
         assert_eq!((plan.param_slots, step), (3, looked));
         assert!(words.contains("1000 -> 1100 ms"), "{words}");
-        let (Next::Note(words), _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5))) else {
+        let (ReplanStep::Note(words), _) = after_a_move(1100, Verdict::Clip(ClipScale(0.5))) else {
             panic!("steps that are clipped are not those that were not")
         };
         assert!(words.contains("0 % of steps were clipped before, 100 % since; 1000 -> 1100 ms"), "{words}");
     }
 
     #[test]
-    fn random_places_are_those_of_the_seed_and_the_step() {
+    fn random_positions_depend_on_the_seed_and_the_step() {
         let (settings, shape) = (Settings { seed: 3, ..Settings::demo() }, ModelShape::demo());
         let plan = Plan::new(&settings, &shape, &Machine::cpu(2), false).unwrap();
         let drawn = |step| match draw(&settings, &plan, &shape, step) {
-            Next::Move(plan, _) => Some((plan.layout.offloaded(), plan.param_slots, plan.layer_policies)),
+            ReplanStep::Move(plan, _) => Some((plan.layout.offloaded(), plan.param_slots, plan.layer_policies)),
             _ => None,
         };
         let all: Vec<_> = (1..60).map(drawn).collect();

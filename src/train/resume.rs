@@ -218,7 +218,7 @@ mod tests {
     use crate::data::packing::tests::counting;
     use crate::data::rows::Packing;
     use crate::engine::verdict::Verdict;
-    use crate::train::tests::Heard;
+    use crate::train::tests::RecordingObserver;
     use proptest::prelude::*;
     use serde_json::json;
 
@@ -260,18 +260,18 @@ mod tests {
     }
 
     fn resumed(path: &Path, allowed: &[RunPart], sequences: usize, now: Run) -> (Result<Accepted>, Vec<String>) {
-        let mut heard = Heard::default();
-        let accepted = checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), sequences, now, &mut heard));
-        (accepted, heard.0)
+        let mut messages = RecordingObserver::default();
+        let accepted = checkpoint::open(path).and_then(|loaded| accept(loaded, &settings(allowed), sequences, now, &mut messages));
+        (accepted, messages.0)
     }
 
     #[test]
-    fn an_unchanged_run_goes_on_without_a_word() {
+    fn an_unchanged_run_resumes_silently() {
         let dir = tempfile::tempdir().unwrap();
-        let (accepted, heard) = resumed(&checkpoint(dir.path()), &[], SEQUENCES, run());
+        let (accepted, messages) = resumed(&checkpoint(dir.path()), &[], SEQUENCES, run());
         let accepted = accepted.unwrap();
         assert_eq!((accepted.position, accepted.run), (DataPosition { epoch: 1, next_sequence: 5 }, run()));
-        assert_eq!(heard, [""; 0]);
+        assert_eq!(messages, [""; 0]);
     }
 
     #[test]
@@ -298,8 +298,8 @@ mod tests {
                 assert!(message.contains(words) && message.contains(&format!("--allow-changed {}", part.name())), "{message}");
                 assert_eq!(error.exit_code(), 2);
             }
-            let (accepted, heard) = resumed(&path, &[part], SEQUENCES, now.clone());
-            assert!(heard.len() == 1 && heard[0].contains(words), "{heard:?}");
+            let (accepted, messages) = resumed(&path, &[part], SEQUENCES, now.clone());
+            assert!(messages.len() == 1 && messages[0].contains(words), "{messages:?}");
             let run = accepted.unwrap().run;
             assert!(run["changed"][0]["step"] == 4 && run["changed"][0]["part"] == part.name(), "{run:?}");
             assert_eq!(run[part.name()], now[part.name()], "from here on compared with the new one");
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn each_setting_is_compared_as_the_table_says() {
+    fn each_setting_is_compared_by_the_table() {
         let dir = tempfile::tempdir().unwrap();
         let path = checkpoint(dir.path());
         let honest = true_manifest(&path);
@@ -315,19 +315,21 @@ mod tests {
             let (mut manifest, flag) = (honest.clone(), format!("--{}", describe::flag_name(key.name)));
             manifest["trainer"]["settings"][key.name] = json!("other");
             forge(&path, &manifest);
-            let (accepted, heard) = resumed(&path, &[], SEQUENCES, run());
+            let (accepted, messages) = resumed(&path, &[], SEQUENCES, run());
             let refused = accepted.err().map(|error| error.to_string());
             match key.on_resume {
-                OnResume::Told => assert!(refused.is_none() && heard.len() == 1 && heard[0].starts_with(&flag), "{flag}: {heard:?}"),
+                OnResume::Told => {
+                    assert!(refused.is_none() && messages.len() == 1 && messages[0].starts_with(&flag), "{flag}: {messages:?}")
+                }
                 OnResume::Order => assert!(refused.is_some_and(|refused| refused.starts_with(&flag)), "{flag}"),
                 // Tokens are compared before, where the tokenizer is found.
-                OnResume::Free | OnResume::Tokens => assert_eq!((refused, heard), (None, vec![]), "{flag}"),
+                OnResume::Free | OnResume::Tokens => assert_eq!((refused, messages), (None, vec![]), "{flag}"),
             }
         }
     }
 
     #[test]
-    fn a_checkpoint_that_says_nothing_of_packing_has_rows_of_one_stream() {
+    fn a_checkpoint_without_packing_has_rows_of_one_stream() {
         let dir = tempfile::tempdir().unwrap();
         let path = checkpoint(dir.path());
         let mut older = true_manifest(&path);
@@ -335,7 +337,8 @@ mod tests {
         forge(&path, &older);
         let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
         let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
-        let goes_on = |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut Heard::default());
+        let goes_on =
+            |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut RecordingObserver::default());
         assert!(goes_on(Packing::Auto).is_ok() && goes_on(Packing::Wrapped).is_ok());
         let refused = goes_on(Packing::Bfd).err().unwrap().to_string();
         assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");
@@ -347,9 +350,9 @@ mod tests {
         let path = checkpoint(dir.path());
         let message = resumed(&path, &[RunPart::Model], 4, run()).0.err().unwrap().to_string();
         assert!(message.contains("9 sequences, the data has 4; --allow-changed data"), "{message}");
-        let (accepted, heard) = resumed(&path, &[RunPart::Data], 4, run());
+        let (accepted, messages) = resumed(&path, &[RunPart::Data], 4, run());
         assert_eq!(accepted.unwrap().position, DataPosition { epoch: 1, next_sequence: 0 });
-        assert!(heard[0].contains("had 9 sequences and has 4: epoch 1 begins anew"), "{heard:?}");
+        assert!(messages[0].contains("had 9 sequences and has 4: epoch 1 begins anew"), "{messages:?}");
     }
 
     #[test]

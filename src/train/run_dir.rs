@@ -100,8 +100,8 @@ impl RunDir {
         if free >= checkpoint_bytes {
             return Ok(());
         }
-        let said = |bytes| format!("{} ({bytes} bytes)", Bytes(bytes));
-        let cause = format!("it takes {}, {} are free; make room, or name another --output-dir", said(checkpoint_bytes), said(free));
+        let text = |bytes| format!("{} ({bytes} bytes)", Bytes(bytes));
+        let cause = format!("it takes {}, {} are free; make room, or name another --output-dir", text(checkpoint_bytes), text(free));
         Err(Error::resource(format_args!("find room for a checkpoint in {}", self.path().display()), cause))
     }
 
@@ -157,14 +157,14 @@ impl Drop for RunDir {
 mod tests {
     use super::*;
     use crate::config::options::Resume;
-    use crate::train::tests::Heard;
+    use crate::train::tests::RecordingObserver;
     use std::os::unix::fs::symlink;
     use std::path::PathBuf;
 
     fn open(path: PathBuf, trace: Option<PathBuf>) -> Result<RunDir> {
-        let mut heard = Heard::default();
-        let opened = RunDir::open(&Settings { output_dir: path, trace, ..Settings::default() }, &mut heard);
-        assert_eq!(heard.0, [""; 0]);
+        let mut messages = RecordingObserver::default();
+        let opened = RunDir::open(&Settings { output_dir: path, trace, ..Settings::default() }, &mut messages);
+        assert_eq!(messages.0, [""; 0]);
         opened
     }
 
@@ -188,10 +188,10 @@ mod tests {
         let first = open(path(""), None).unwrap();
         fs::write(path("trace.json"), "of another program").unwrap();
         let resumed = Settings { output_dir: path(""), resume_from_checkpoint: Some(Resume::Auto), ..Settings::default() };
-        assert_eq!(RunDir::open(&resumed, &mut Heard::default()).err().unwrap().exit_code(), 1);
+        assert_eq!(RunDir::open(&resumed, &mut RecordingObserver::default()).err().unwrap().exit_code(), 1);
         assert!(path("trace.json").exists() && !path("trace.json.foreign-1").exists());
         drop(first);
-        RunDir::open(&resumed, &mut Heard::default()).unwrap();
+        RunDir::open(&resumed, &mut RecordingObserver::default()).unwrap();
         assert_eq!(fs::read(path("trace.json.foreign-1")).unwrap(), b"of another program");
     }
 
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn room_for_a_checkpoint_is_asked_for() {
+    fn room_for_a_checkpoint_is_required() {
         let tmp = tempfile::tempdir().unwrap();
         let run = open(tmp.path().into(), None).unwrap();
         run.expect_room(1).unwrap();

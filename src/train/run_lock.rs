@@ -50,8 +50,8 @@ impl RunLock {
             }
             // It may have been removed after it was opened: then it locks nothing.
             if dir.holds(LOCK.pattern, &file)? {
-                let said = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
-                said.map_err(|e| Error::io("write", dir.join(LOCK.pattern), e))?;
+                let text = file.set_len(0).and_then(|()| file.write_all_at(this_process().as_bytes(), 0));
+                text.map_err(|e| Error::io("write", dir.join(LOCK.pattern), e))?;
                 return Ok(Self { file, supported: lock == Lock::Held });
             }
         }
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn the_second_is_told_who_the_first_is() {
+    fn the_second_holder_gets_the_name_of_the_first() {
         let (tmp, dir) = dir();
         fs::write(tmp.path().join(LOCK.pattern), "pid 1 and a much longer line of an earlier run".repeat(9)).unwrap();
         let first = RunLock::take(&dir).unwrap();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn without_locks_a_run_goes_on_and_what_is_no_file_is_refused() {
+    fn without_locks_a_run_continues_and_irregular_files_are_refused() {
         let (tmp, dir) = dir();
         assert!(!RunLock::take_by(&dir, |_| Ok(Lock::Unsupported)).unwrap().is_supported());
         fs::remove_file(tmp.path().join(LOCK.pattern)).unwrap();
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hard_link_to_it_keeps_what_it_said_and_locks_nothing() {
+    fn a_hard_link_to_a_lock_keeps_its_content_and_locks_nothing() {
         let (tmp, dir) = dir();
         let [lock, backup] = [LOCK.pattern, "backup"].map(|name| tmp.path().join(name));
         fs::write(&backup, "pid 7 of an earlier run").unwrap();
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_lock_is_not_written() {
+    fn files_that_are_not_locks_are_not_written() {
         let (tmp, dir) = dir();
         fs::write(tmp.path().join(LOCK.pattern), "mine").unwrap();
         assert!(RunLock::take(&dir).unwrap_err().to_string().contains(".lock: not a lock of this program"));

@@ -87,7 +87,7 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<Str
     let dir = run.loaded.model_dir();
     let (shape, tokenizer) = (ModelShape::read(&dir.join(CONFIG))?, tokenizer(&run, &settings, &dir)?);
     let sampler = TextSampler::new(&tokenizer, &options.prompt, sampling, stop)?;
-    write(&settings, &shape, &sampler, From::Checkpoint(Box::new(run.loaded)), stop)
+    write(&settings, &shape, &sampler, WeightSource::Checkpoint(Box::new(run.loaded)), stop)
 }
 
 /// Samples the built-in model after `prompt`: that of the checkpoint in `path`, or as a run with `settings` begins.
@@ -96,19 +96,20 @@ pub(crate) fn sample(options: &SampleOptions, stop: &StopFlag) -> Result<Vec<Str
 /// As [`sample`].
 pub(super) fn of_demo(settings: &Settings, prompt: &str, path: Option<&Path>, stop: &StopFlag) -> Result<String> {
     let sampling = Sampling { max_new_tokens: 48, temperature: 0.0, seed: 0 };
-    let from =
-        path.map_or(Ok(From::Seed(settings.seed)), |path| crate::checkpoint::open(path).map(|loaded| From::Checkpoint(Box::new(loaded))))?;
+    let from = path.map_or(Ok(WeightSource::Seed(settings.seed)), |path| {
+        crate::checkpoint::open(path).map(|loaded| WeightSource::Checkpoint(Box::new(loaded)))
+    })?;
     let sampler = TextSampler::new(&Tokenizer::bytes(), &[prompt.to_string()], sampling, stop)?;
     write(settings, &ModelShape::demo(), &sampler, from, stop).map(|texts| texts.concat())
 }
 
 /// The weights that are sampled.
-enum From {
+enum WeightSource {
     Seed(u64),
     Checkpoint(Box<Loaded>),
 }
 
-fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: From, stop: &StopFlag) -> Result<Vec<String>> {
+fn write(settings: &Settings, shape: &ModelShape, sampler: &TextSampler, from: WeightSource, stop: &StopFlag) -> Result<Vec<String>> {
     let settings = alone(settings, sampler);
     check_context(&settings, shape, Path::new("the model"))?;
     let (launcher, settings) = Launcher::new(&settings)?;
@@ -159,7 +160,7 @@ fn tokenizer(run: &RecordedRun, settings: &Settings, dir: &Path) -> Result<Token
 /// Writes with an engine once it has its weights.
 struct Writing<'a> {
     sampler: &'a TextSampler,
-    from: From,
+    from: WeightSource,
     stop: &'a StopFlag,
 }
 
@@ -168,8 +169,8 @@ impl UseEngine for Writing<'_> {
 
     fn run<D: Kernels>(self, mut engine: Engine<D>) -> Result<Vec<String>> {
         match self.from {
-            From::Seed(seed) => engine.init_state(seed, engine.plan().threads)?,
-            From::Checkpoint(mut loaded) => {
+            WeightSource::Seed(seed) => engine.init_state(seed, engine.plan().threads)?,
+            WeightSource::Checkpoint(mut loaded) => {
                 let (step, optimizer_step) = (loaded.manifest().trainer.step, loaded.manifest().trainer.optimizer_step);
                 let loss_scale = LossScale::new(engine.plan().dtype);
                 engine.resume(step, optimizer_step, loss_scale, SpeculationHistory::default())?;

@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_drawn_as_often_as_their_probabilities_say() {
+    fn tokens_are_drawn_by_their_probabilities() {
         let (logits, mut dice) = ([0.0, f32::ln(2.0), f32::NEG_INFINITY, f32::ln(5.0)], ChaCha8Rng::seed_from_u64(7));
         let mut counts = [0.0f64; 4];
         (0..8000).for_each(|_| counts[drawn(&logits, 1.0, &mut dice) as usize] += 1.0);

@@ -4,18 +4,18 @@ mod ending;
 
 use super::evaluation::{Evaluation, Progress};
 use super::event_file::EventFile;
-use super::facts_line::{FactsLine, Surroundings};
+use super::facts_line::{FactsLine, RunDescription};
 use super::feed::Feed;
 use super::identity::Run;
 use super::metrics_file::{METRICS, MetricsFile};
 use super::observer::Observer;
 use super::prompts::Prompts;
-use super::replanner::{Next, Replanner};
+use super::replanner::{ReplanStep, Replanner};
 use super::run_dir::RunDir;
 use super::skips::Skips;
 use crate::checkpoint::engine_state::{self, for_each_piece};
 use crate::checkpoint::parts;
-use crate::checkpoint::{SavedLossScale, Scheduler, Spared, TrainerState, Writer};
+use crate::checkpoint::{RetainedCheckpoints, SavedLossScale, Scheduler, TrainerState, Writer};
 use crate::config::options::ReportTo;
 use crate::config::settings::Settings;
 use crate::data::loader::{DataPosition, Loader};
@@ -79,7 +79,7 @@ impl StepWork {
 }
 
 /// The contents of every checkpoint of a run besides its state.
-pub(super) struct Companions {
+pub(super) struct CheckpointContents {
     pub(super) settings: Settings,
     /// The files that an export needs besides the weights.
     pub(super) model_files: Vec<(String, Vec<u8>)>,
@@ -90,7 +90,7 @@ pub(super) struct Companions {
     /// Prompts that the model is sampled after at evaluations.
     pub(super) prompts: Option<Prompts>,
     /// Facts of the first line of `metrics.jsonl` that the session does not know.
-    pub(super) about: Surroundings,
+    pub(super) about: RunDescription,
 }
 
 /// A run between two steps.
@@ -139,18 +139,18 @@ impl<D: Kernels> Session<D> {
         loader: Loader,
         evaluation: Option<Evaluation>,
         schedule: LrSchedule,
-        companions: Companions,
+        contents: CheckpointContents,
         run_dir: RunDir,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
-        let Companions { settings, model_files, run, plan, prompts, about } = companions;
+        let CheckpointContents { settings, model_files, run, plan, prompts, about } = contents;
         let step = engine.train_step();
         let step_work = StepWork::mean(engine.shape(), loader.dataset(), plan.batch * plan.grad_accum_steps);
         let facts = FactsLine::new(about, step, &settings, engine.plan(), engine.shape(), (step_work.tokens, step_work.flops));
-        let (metrics, told) = MetricsFile::open(run_dir.dir(), step, &facts)?;
-        told.iter().for_each(|line| observer.warn(line));
+        let (metrics, message) = MetricsFile::open(run_dir.dir(), step, &facts)?;
+        message.iter().for_each(|line| observer.warn(line));
         let wanted = (settings.report_to.contains(&ReportTo::Tensorboard)).then(|| EventFile::create(run_dir.dir(), step));
-        let events = wanted.and_then(|events| heard(events, observer));
+        let events = wanted.and_then(|events| or_warn(events, observer));
         let totals = SessionTotals::default();
         let replanner = Replanner::new(&settings, &plan);
         let perf = settings.perf_counters.then(|| WorkerCounters::start(WORKER_ROLE)).transpose()?;
@@ -212,7 +212,7 @@ impl<D: Kernels> Session<D> {
         self.last_step_end = Some(end);
         let metrics = self.measure(&report, end - start);
         observer.step(&metrics);
-        self.events = self.events.take().and_then(|mut events| heard(events.write(&metrics).map(|()| events), observer));
+        self.events = self.events.take().and_then(|mut events| or_warn(events.write(&metrics).map(|()| events), observer));
         let skipped = report.verdict == Verdict::SkipNonFinite;
         let before = if skipped { self.last_saved() } else { None };
         self.skips.record(metrics.step, skipped, before.as_ref().map(|(_, path)| path.as_path()));
@@ -239,9 +239,9 @@ impl<D: Kernels> Session<D> {
         let steps = (self.engine.train_step(), self.schedule.max_steps);
         let next = self.replanner.next((&self.plan, self.engine.shape()), steps, report, time);
         let (plan, words) = match next {
-            Ok(Next::Move(plan, words)) if !self.is_done() => (plan, words),
-            Ok(Next::Move(..) | Next::Stay) => return Ok(()),
-            Ok(Next::Note(words)) => {
+            Ok(ReplanStep::Move(plan, words)) if !self.is_done() => (plan, words),
+            Ok(ReplanStep::Move(..) | ReplanStep::Stay) => return Ok(()),
+            Ok(ReplanStep::Note(words)) => {
                 observer.note(&format!("step {}: {words}", steps.0));
                 return Ok(());
             }
@@ -258,7 +258,7 @@ impl<D: Kernels> Session<D> {
         match kept {
             None => {
                 observer.note(&format!("step {}: another plan in {:.1} s: {words}", steps.0, self.replanned.as_secs_f64()));
-                self.plan = self.plan.with_places_of(plan);
+                self.plan = self.plan.with_placement_of(plan);
             }
             Some(error) => {
                 observer.warn(&format!("step {}: the plan stays, and no other is looked for from here on: {error}", steps.0));
@@ -310,7 +310,7 @@ impl<D: Kernels> Session<D> {
         self.progress.record(metrics.step, eval_loss, self.totals.steps == 0 && metrics.step > 0);
         self.last_step_end = Some(Instant::now());
         observer.note(&metrics.to_string());
-        self.events = self.events.take().and_then(|mut events| heard(events.write_evaluation(&metrics).map(|()| events), observer));
+        self.events = self.events.take().and_then(|mut events| or_warn(events.write_evaluation(&metrics).map(|()| events), observer));
         let samples = self.write_samples(stop, observer)?;
         let lost = || Some(format!("the evaluation after step {}", metrics.step));
         self.metrics.write(&EvalLine { metrics, samples }).inspect_err(|_| self.lost = lost())
@@ -418,7 +418,7 @@ impl<D: Kernels> Session<D> {
         let writer = self.write_state(run)?;
         self.metrics.sync().unwrap_or_else(|error| observer.warn(&error.to_string()));
         let limit = self.settings.save_total_limit.and_then(NonZeroUsize::new);
-        let spared = Spared { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
+        let spared = RetainedCheckpoints { newest_before: self.skips.since(), best: evaluations.best.map(|best| best.step) };
         let saved = writer.finish(&self.model_files, limit, spared)?;
         self.progress.saved(step);
         saved.warnings.iter().for_each(|line| observer.warn(line));
@@ -469,7 +469,7 @@ impl<D: Kernels> Session<D> {
 }
 
 /// Events that can be written; otherwise `observer` gets a warning, and training continues without them.
-fn heard(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
+fn or_warn(events: Result<EventFile>, observer: &mut dyn Observer) -> Option<EventFile> {
     events.map_err(|error| observer.warn(&format!("no events for TensorBoard from here on: {error}"))).ok()
 }
 

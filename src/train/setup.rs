@@ -2,12 +2,12 @@
 
 use super::evaluation::Evaluation;
 use super::extent::RunExtent;
-use super::facts_line::Surroundings;
+use super::facts_line::RunDescription;
 use super::observer::{Observer, RunFacts};
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
-use super::session::{Companions, Session};
-use super::{identity, kept, model_files, packing, previous_run, resume, text};
+use super::session::{CheckpointContents, Session};
+use super::{identity, model_files, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
@@ -34,10 +34,10 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
-use crate::news::News;
 use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use std::mem;
 use std::path::{Path, PathBuf};
@@ -75,14 +75,14 @@ pub(super) struct PreparedRun<'a> {
 /// # Errors
 /// Errors of [`text::find_sources`].
 pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Settings> {
-    text::find_sources(settings, with_weights, stop, &mut |news| hear(observer, news))
+    text::find_sources(settings, with_weights, stop, &mut |event| forward_progress(observer, event))
 }
 
-pub(super) fn hear(observer: &mut dyn Observer, news: News<'_>) {
-    match news {
-        News::Note(line) => observer.note(line),
-        News::Warn(line) => observer.warn(line),
-        News::Progress { what, done, all } => observer.progress(what, done, all),
+pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent<'_>) {
+    match event {
+        ProgressEvent::Note(line) => observer.note(line),
+        ProgressEvent::Warn(line) => observer.warn(line),
+        ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
     }
 }
 
@@ -106,7 +106,7 @@ pub(super) fn prepare<'a>(
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
-    let kept = resumed.as_ref().map(|loaded| kept::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
+    let kept = resumed.as_ref().map(|loaded| resume_numerics::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
     let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
     let mut known = known_sources(settings, resumed.as_ref());
@@ -122,7 +122,7 @@ pub(super) fn prepare<'a>(
     text::warning(&settings, &tokenizer, &dataset).iter().for_each(|line| observer.warn(line));
     let prompts = Prompts::of(&settings, &tokenizer)?;
     let mut run = identify(&settings, &source.shape, &tokenizer, &known, run_dir.map(RunDir::path), stop, observer)?;
-    kept::record(&plan, &mut run);
+    resume_numerics::record(&plan, &mut run);
     identity::record_directory(&mut run);
     settings.model.as_deref().and_then(Snapshot::at).iter().for_each(|snapshot| identity::record_model(&mut run, snapshot));
     let resumed = resumed.map(|loaded| resume::accept(loaded, &settings, dataset.sequences(), run.clone(), observer)).transpose()?;
@@ -170,7 +170,7 @@ impl PreparedRun<'_> {
     }
 
     /// Reports the prepared run.
-    pub(super) fn tell(&self, observer: &mut dyn Observer) {
+    pub(super) fn log(&self, observer: &mut dyn Observer) {
         observer.note(&format!("model   {}", describe_model(&self.settings, &self.source.shape)));
         observer.note(&format!("data    {}", self.data));
         observer.note(&self.plan.to_string());
@@ -214,7 +214,7 @@ impl PreparedRun<'_> {
             max_steps,
             data,
         } = self;
-        kept::record_versions(engine.versions(), &mut run, observer);
+        resume_numerics::record_versions(engine.versions(), &mut run, observer);
         let position = match resumed {
             Some(accepted) => accepted.restore(&mut engine)?,
             None => begin(&mut engine, settings.seed, weights.as_ref())?,
@@ -249,7 +249,7 @@ impl PreparedRun<'_> {
             warmup_steps: settings.warmup(max_steps),
             max_steps,
         };
-        let about = Surroundings {
+        let about = RunDescription {
             machine: MachineFacts::new(&launch.topology),
             device: facts.device,
             model: model_place(&settings),
@@ -258,8 +258,8 @@ impl PreparedRun<'_> {
             max_steps,
             matmul_flops: facts.matmul_flops,
         };
-        let companions = Companions { settings, model_files: source.files, run, plan, prompts, about };
-        Session::new(engine, loader, evaluation, schedule, companions, run_dir, observer)
+        let contents = CheckpointContents { settings, model_files: source.files, run, plan, prompts, about };
+        Session::new(engine, loader, evaluation, schedule, contents, run_dir, observer)
     }
 }
 
@@ -281,7 +281,7 @@ fn open_data(
     stop: &StopFlag,
     observer: &mut dyn Observer,
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let emit = |news: News<'_>| hear(observer, news);
+    let emit = |event: ProgressEvent<'_>| forward_progress(observer, event);
     let preparation = Preparation::new(stop, data::preparation::cache(), output_dir.map(Path::to_path_buf), emit);
     let mut preparation = preparation.knowing(mem::take(known));
     let rules = settings.row_rules();

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_ends_with_a_step_that_counts_and_remembers_what_was_saved_before_it() {
+    fn skips_in_a_row_end_with_a_counted_step_and_remember_the_last_save() {
         let mut skips = Skips::default();
         let saved = |step: u64| PathBuf::from(format!("out/checkpoint-{step}"));
         skips.record(1, true, None);

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::hub::HubQuery;
 use crate::model::shape::ModelShape;
 use crate::model_dir::{CONFIG, ModelDir, expect_there};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -28,7 +28,12 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// Errors of [`HubQuery::model`] and [`expect_there`].
-pub(crate) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopFlag, emit: &mut dyn FnMut(News<'_>)) -> Result<Settings> {
+pub(crate) fn find_sources(
+    settings: &Settings,
+    with_weights: bool,
+    stop: &StopFlag,
+    emit: &mut dyn FnMut(ProgressEvent<'_>),
+) -> Result<Settings> {
     let mut model = None;
     if let Some(path) = &settings.model {
         let found = HubQuery { with_weights, stop, emit }.model(path)?;
@@ -161,9 +166,9 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
     let (dir, end_of_text) = (settings.model.as_deref(), settings.eos_token.as_deref());
     let files = known.find_files(&settings.data)?;
     if !files.is_empty() && !files.iter().any(|file| files::is_text(file)) {
-        let asked = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
+        let requested = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
         let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
-        return if asked { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
+        return if requested { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
     }
     let (TokenizerChoice::Auto, Some(dir)) = (settings.tokenizer, dir) else {
         return Tokenizer::bytes_with(end_of_text, settings.add_bos, rules);
@@ -214,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn text_without_a_tokenizer_is_an_error_that_names_what_there_is_and_the_command() {
+    fn text_without_a_tokenizer_is_an_error_that_names_files_and_the_command() {
         let command = ["AutoTokenizer.from_pretrained('", "save_pretrained('", "--tokenizer bytes"];
         for (files, found) in [
             (&[TEXT, ("tokenizer.model", "")][..], "only tokenizer.model"),
@@ -229,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_for_256_ids_or_when_asked_for_and_token_files_need_nothing() {
+    fn bytes_need_256_ids_or_a_flag_and_token_files_need_nothing() {
         let dir = model_dir(&[TEXT, ("ids.bin", "abcd")]);
         let display = |settings: &Settings, vocab| {
             tokenizer(settings, &shape(vocab), None, &KnownSources::default()).map(|(tokenizer, _)| tokenizer.to_string())
         };
         assert_eq!(display(&settings(dir.path()), 256).unwrap(), "bytes (256 ids)");
-        let asked = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
-        assert_eq!(display(&asked, 300).unwrap(), "bytes (256 ids, end of text 299)");
+        let requested = Settings { tokenizer: TokenizerChoice::Bytes, eos_token: Some("299".into()), ..settings(dir.path()) };
+        assert_eq!(display(&requested, 300).unwrap(), "bytes (256 ids, end of text 299)");
         let ids = Settings::resolve(options(dir.path(), "ids.bin")).unwrap();
         assert_eq!(display(&ids, 300).unwrap(), "none: the data are token ids");
         for (odd, word) in [

@@ -25,7 +25,7 @@ too_slow=(
   exactness::streamed_weights_change_no_bit_and_come_once_a_pass
 )
 # The emulator starts a program that does not exist, and exits with 127.
-unlike=(tests::what_is_not_there_is_said)
+unlike=(tests::missing_files_are_errors)
 # One test at a time: if the emulator forks a process while another thread holds a lock, the process may wait for that lock forever.
 skip=(--test-threads=1 --skip=optim:: "${too_slow[@]/#/--skip=}" "${unlike[@]/#/--skip=}")
 

@@ -117,7 +117,7 @@ impl Harness {
     fn runs_of(&self, campaign: &Campaign, runs: impl Iterator<Item = u64>, most: Option<Duration>) -> Record {
         let begin = Instant::now();
         let mut record = Record::new(self, campaign);
-        let started = catch_unwind(AssertUnwindSafe(|| (campaign.start)(self))).unwrap_or_else(|panic| Err(said(&*panic)));
+        let started = catch_unwind(AssertUnwindSafe(|| (campaign.start)(self))).unwrap_or_else(|panic| Err(output(&*panic)));
         match started {
             Err(why) => record.not_run = Some(why),
             Ok(mut trial) => {
@@ -146,7 +146,7 @@ impl Harness {
         let message = match result {
             Ok(Ok(())) => return true,
             Ok(Err(message)) => message,
-            Err(panic) => format!("the campaign panicked: {}", said(&*panic)),
+            Err(panic) => format!("the campaign panicked: {}", output(&*panic)),
         };
         record.failures.push(Failure { index, kind: turn.kind, message });
         true
@@ -252,7 +252,7 @@ impl Harness {
     }
 }
 
-fn said(panic: &(dyn std::any::Any + Send)) -> String {
+fn output(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     text.unwrap_or("a panic without words").to_string()
 }

@@ -39,9 +39,9 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let slow = |process, command| if is_slow(process) { shim.slow(harness, command, "fsync", FSYNC_MS) } else { command };
         let mut pair = both(harness, "slow.toml", "slow", &flags, slow);
         if phase == "SIGTERM" {
-            let told = turn.pick(2) as usize;
+            let message = turn.pick(2) as usize;
             pair[0].wait_until(|process| process.stdout().contains("\nstep      3"));
-            let _ = kill(pair[told].pid(), Signal::SIGTERM);
+            let _ = kill(pair[message].pid(), Signal::SIGTERM);
         }
         let [first, second] = pair.map(Running::finish);
         let code = if phase == "SIGTERM" && first.code == 75 { 75 } else { 0 };

@@ -47,8 +47,8 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         let [first, second] = both(harness, [port, proxy.port]).map(Running::finish);
         let struck = if proxy.has_struck() { "" } else { ", no such message" };
         turn.kind = format!("{phase:?} {harm:?}{struck}").to_lowercase();
-        let told = |why: String| format!("{plot:?}: {why}; process 0: {first}; process 1: {second}");
-        judge(&plot, !struck.is_empty(), [&first, &second], &whole).map_err(told)?;
+        let message = |why: String| format!("{plot:?}: {why}; process 0: {first}; process 1: {second}");
+        judge(&plot, !struck.is_empty(), [&first, &second], &whole).map_err(message)?;
         if turn.index % RESUMED == 0 {
             let port = free_port();
             let [first, second] = both(harness, [port; 2]).map(Running::finish);

@@ -77,12 +77,12 @@ impl<W: Write> Report<W> {
         let start = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(body));
         let outcome = outcome.unwrap_or_else(|panic| Err(Missed::Failed(format!("panicked: {}", message(&*panic)))));
-        self.tell(name, &outcome, start.elapsed().as_secs_f64() * 1e3);
+        self.log(name, &outcome, start.elapsed().as_secs_f64() * 1e3);
         matches!(outcome, Err(Missed::Failed(_)))
     }
 
     /// Counts a case and prints its result.
-    fn tell(&mut self, name: &str, outcome: &Outcome, ms: f64) {
+    fn log(&mut self, name: &str, outcome: &Outcome, ms: f64) {
         let (word, detail, count) = match outcome {
             Ok(worst) => ("ok", if *worst > 0.0 { format!("{worst:.3} of the bound") } else { String::new() }, &mut self.passed),
             Err(Missed::Failed(why)) => ("FAILED", why.clone(), &mut self.failed),

@@ -14,7 +14,7 @@ use super::training::{self, Subject};
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, Schedule};
+use superoffload::internals::device::{CpuDevice, DeviceKind, ExpertProducts, Kernels, StreamOrder};
 #[cfg(feature = "cuda")]
 use superoffload::internals::device::{Matmul, MatmulLayout, MatmulShape, Stream};
 #[cfg(feature = "cuda")]
@@ -109,12 +109,12 @@ impl Request {
     ///
     /// # Errors
     /// `Usage` if the settings are invalid, which is checked without a GPU, too.
-    fn said(&self) -> Result<String> {
+    fn output(&self) -> Result<String> {
         let plain = (self.attention == GpuAttention::Plain).then(|| "attention = \"plain\"\n".into());
         let libraries = self.cuda_libraries.as_ref().map(|dir| format!("cuda-libraries = {:?}\n", dir.display().to_string()));
-        let said: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
-        toml::from_str::<TrainOptions>(&said).map_err(Error::usage)?;
-        Ok(said)
+        let output: String = ["device = \"cuda\"\n".into()].into_iter().chain(plain).chain(libraries).collect();
+        toml::from_str::<TrainOptions>(&output).map_err(Error::usage)?;
+        Ok(output)
     }
 
     /// Whether cuBLASLt computes expert products on the GPU: as requested, or as in training.
@@ -141,15 +141,15 @@ pub fn conduct<W: Write>(request: &Request, out: W) -> Result<Report<W>> {
     if request.lose_gpu {
         return lose_gpu().map(|()| report);
     }
-    let said = request.said()?;
+    let output = request.output()?;
     if request.wants(Tested::Cpu) {
         // More threads than cores and than the reference has; then streams that run in any order that events permit.
-        cpu(&mut report, request, 5, Schedule::Threads)?;
-        cpu(&mut report, request, 3, Schedule::Adversary { seed: 3 })?;
+        cpu(&mut report, request, 5, StreamOrder::Threads)?;
+        cpu(&mut report, request, 3, StreamOrder::Adversary { seed: 3 })?;
     }
     let gpu = if request.wants(Tested::Cuda) { find_gpu() } else { Ok(()) };
     match gpu {
-        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &said)?,
+        Ok(()) if request.wants(Tested::Cuda) => cuda(&mut report, request, &output)?,
         Ok(()) => {}
         Err(why) if request.require_gpu => return Err(why),
         Err(why) => report.say(&format!("cuda: skipped ({why})")),
@@ -248,11 +248,11 @@ fn find_gpu() -> Result<()> {
     Err(Error::Unsupported("this build has no CUDA device".into()))
 }
 
-fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, schedule: Schedule) -> Result<()> {
+fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, schedule: StreamOrder) -> Result<()> {
     let lines = format!("device = \"cpu\"\nthreads = {threads}\n");
     let settings = match schedule {
-        Schedule::Threads => lines,
-        Schedule::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
+        StreamOrder::Threads => lines,
+        StreamOrder::Adversary { seed } => format!("{lines}adversary = {seed}\n"),
     };
     let subject = Subject {
         engine: &cpu_engine,
@@ -265,7 +265,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
     };
     let open = |_| cpu_device(threads, schedule);
     conform(report, request, &open, &subject, request.full)?;
-    if schedule != Schedule::Threads {
+    if schedule != StreamOrder::Threads {
         // tests/exactness.rs runs the adversary on up to four devices.
         return Ok(());
     }
@@ -284,7 +284,7 @@ fn cpu<W: Write>(report: &mut Report<W>, request: &Request, threads: usize, sche
     Ok(())
 }
 
-fn cpu_device(threads: usize, schedule: Schedule) -> Result<Box<dyn Kernels>> {
+fn cpu_device(threads: usize, schedule: StreamOrder) -> Result<Box<dyn Kernels>> {
     // SAFETY: the cases wait for their enqueued work, and a harness drops its device before the memory of its copies.
     Ok(Box::new(unsafe { CpuDevice::new(threads, schedule, Arc::default(), 0) }?))
 }
@@ -300,7 +300,7 @@ fn conform<D: Kernels, W: Write>(
     let bytes = if full { FULL_CASE_BYTES } else { CASE_BYTES };
     // The reference is slow at the sizes of real workloads.
     let threads = if full { std::thread::available_parallelism().map_or(2, |cpus| cpus.get()) } else { 2 };
-    let reference = Harness::new(cpu_device(threads, Schedule::Threads)?, bytes)?;
+    let reference = Harness::new(cpu_device(threads, StreamOrder::Threads)?, bytes)?;
     let own = Harness::new(open(ExpertProducts::Own)?, bytes)?;
     let mut bench = Bench { subject: own, reference, same_bits: subject.same_bits, full, by_cublaslt: false };
     let kernels = if request.portable && subject.machine.kind == DeviceKind::Gpu { ", portable kernels" } else { "" };

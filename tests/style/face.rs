@@ -82,22 +82,22 @@ fn the_face_is_small_and_documented() {
 }
 
 #[test]
-fn each_complaint_about_the_face_is_heard() {
-    let heard = |lib: &str, text: &str| complaints(lib, &[text.to_owned()]);
+fn each_fault_of_the_pages_is_detected() {
+    let messages = |lib: &str, text: &str| complaints(lib, &[text.to_owned()]);
     assert_eq!(
-        heard("//! [`A`]\nmod a;\n#[doc(hidden)]\npub mod internals;\npub use a::A;", "impl A {\n    /// Words.\n    pub fn f() {}\n}"),
+        messages("//! [`A`]\nmod a;\n#[doc(hidden)]\npub mod internals;\npub use a::A;", "impl A {\n    /// Words.\n    pub fn f() {}\n}"),
         [""; 0]
     );
-    assert_eq!(heard("pub mod a;", ""), ["pub mod a is public"]);
-    assert_eq!(heard("pub use a::{A};", ""), ["A is not in the docs of lib.rs"]);
+    assert_eq!(messages("pub mod a;", ""), ["pub mod a is public"]);
+    assert_eq!(messages("pub use a::{A};", ""), ["A is not in the docs of lib.rs"]);
     assert_eq!(
-        heard("//! [`A`]\npub use a::A;", "impl A {\n    pub fn f() {}\n    fn g() {}\n}\n    pub fn h() {}"),
+        messages("//! [`A`]\npub use a::A;", "impl A {\n    pub fn f() {}\n    fn g() {}\n}\n    pub fn h() {}"),
         ["A: no docs on `pub fn f() {}`"]
     );
-    assert_eq!(heard("//! [`T`]\npub use a::T;", "pub trait T {\n    fn f();\n}"), ["T: no docs on `fn f();`"]);
+    assert_eq!(messages("//! [`T`]\npub use a::T;", "pub trait T {\n    fn f();\n}"), ["T: no docs on `fn f();`"]);
     let many: Vec<_> = (0..=NAMES_MAX).map(|n| format!("N{n}")).collect();
     let docs: String = many.iter().map(|name| format!("//! [`{name}`]\n")).collect();
     let methods: String = (0..ITEMS_MAX - NAMES_MAX - 1).map(|n| format!("    /// Words.\n    pub fn f{n}() {{}}\n")).collect();
-    let found = heard(&format!("{docs}pub use a::{{{}}};", many.join(", ")), &format!("impl N0 {{\n{methods}}}"));
+    let found = messages(&format!("{docs}pub use a::{{{}}};", many.join(", ")), &format!("impl N0 {{\n{methods}}}"));
     assert_eq!(found, ["21 types and functions, at most 20", "60 items with their methods, fewer than 60"]);
 }

@@ -121,7 +121,7 @@ fn start(options: &Options) -> Result<()> {
     let cpus = about.machine.usable_cpus.unwrap_or(1);
     let threads = match &options.threads[..] {
         [] => std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&t| t < cpus).chain([cpus]).collect(),
-        asked => asked.to_vec(),
+        requested => requested.to_vec(),
     };
     let mut facts = memory(options, &threads)?;
     for &threads in &threads {

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_say_what_is_needed() {
+    fn labels_name_the_missing_columns() {
         assert_eq!([0.0, 0.25, 2.0, 1280.0, 2e6].map(label), ["0", "0.25", "2", "1280", "2M"]);
     }
 }

@@ -90,13 +90,13 @@ mod tests {
 
     #[test]
     fn series_of_one_look_are_faults() {
-        let said = |kind, markers: [Marker; 2]| {
+        let message = |kind, markers: [Marker; 2]| {
             let curves = vec![curve("a", markers[0], [1.0, 2.0]), curve("b", markers[1], [3.0, 4.0])];
             alike(&Frame { plot: &plot(kind), curves, categories: Vec::new(), area: Area::of(0, 1) })
         };
-        assert_eq!(said("lines", [Marker::Circle; 2]), ["\"a\" and \"b\" look the same"]);
-        assert_eq!(said("lines", [Marker::Circle, Marker::Diamond]), [""; 0]);
-        assert_eq!(said("bars", [Marker::Circle, Marker::Diamond]).len(), 1, "bars have no markers");
+        assert_eq!(message("lines", [Marker::Circle; 2]), ["\"a\" and \"b\" look the same"]);
+        assert_eq!(message("lines", [Marker::Circle, Marker::Diamond]), [""; 0]);
+        assert_eq!(message("bars", [Marker::Circle, Marker::Diamond]).len(), 1, "bars have no markers");
     }
 
     #[test]

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_ask_for_little_and_numbers_in_text_are_no_widths() {
+    fn formats_bound_their_widths_and_numbers_in_text_are_no_widths() {
         for ok in ["{:>10000} in 20261123", "{{:>99999}}", "{0} {name[123456]}", "a 99999 }", "{:5>10}", ""] {
             assert_eq!(check_braces(ok), Ok(()), "{ok}");
         }

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_that_agree_are_one_and_others_contradict_each_other() {
+    fn equal_marks_are_one_and_different_marks_contradict_each_other() {
         assert_eq!(trained(json!({"weight": 0, "loss": false, "masked": true})), Ok(Some(false)));
         assert_eq!(trained(json!({"weight": 1, "loss": true, "masked": false})), Ok(Some(true)));
         let refused = trained(json!({"train": true, "loss_mask": 0})).unwrap_err();

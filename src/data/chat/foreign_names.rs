@@ -108,7 +108,7 @@ pub(in crate::data) fn is_media(name: &str) -> bool {
 /// # Errors
 /// For a column with which the record's text would be wrong.
 pub(super) fn of_columns(columns: &Map<String, Value>, is_read: impl Fn(&str) -> bool) -> Result<Vec<String>, String> {
-    let mut remarks = told(Column, |name| columns.get(name).is_some_and(|value| says_something(value) && !is_read(name)))
+    let mut remarks = output(Column, |name| columns.get(name).is_some_and(|value| says_something(value) && !is_read(name)))
         .map_err(ForeignName::sentence)?;
     if columns.get("attention_mask").and_then(Value::as_array).is_some_and(|mask| mask.iter().any(|value| value == 0)) {
         remarks.push(
@@ -123,8 +123,8 @@ pub(super) fn of_columns(columns: &Map<String, Value>, is_read: impl Fn(&str) ->
 /// # Errors
 /// For a key with which the message's text would be wrong, in words that follow the message's name.
 pub(super) fn of_message(message: &Value) -> Result<Vec<String>, String> {
-    let keys = told(Key, |name| says_something(&message[name])).map_err(ForeignName::of_its_message)?;
-    let roles = told(Role, |name| message["role"] == name).map_err(ForeignName::of_its_message)?;
+    let keys = output(Key, |name| says_something(&message[name])).map_err(ForeignName::of_its_message)?;
+    let roles = output(Role, |name| message["role"] == name).map_err(ForeignName::of_its_message)?;
     Ok(keys.into_iter().chain(roles).collect())
 }
 
@@ -132,7 +132,7 @@ pub(super) fn of_message(message: &Value) -> Result<Vec<String>, String> {
 ///
 /// # Errors
 /// The first one that is refused.
-fn told(place: NamePlace, is_there: impl Fn(&str) -> bool) -> Result<Vec<String>, &'static ForeignName> {
+fn output(place: NamePlace, is_there: impl Fn(&str) -> bool) -> Result<Vec<String>, &'static ForeignName> {
     let there = NAMES.iter().filter(|known| known.place == place && is_there(known.name));
     there.map(|known| if known.verdict == Refused { Err(known) } else { Ok(known.sentence()) }).collect()
 }
@@ -175,7 +175,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn each_name_is_refused_or_told_and_an_empty_value_is_neither() {
+    fn each_name_is_refused_or_logged_and_an_empty_value_is_neither() {
         for ForeignName { place, name, verdict, source, .. } in NAMES {
             let of = |value: Value| match place {
                 Column => of_columns(json!({*name: value}).as_object().unwrap(), |_| false),
@@ -184,16 +184,16 @@ mod tests {
             };
             let found = of(json!(1));
             assert_eq!(found.is_err(), *verdict == Refused, "{name}");
-            let sentence = found.map_or_else(|refused| refused, |told| told.concat());
+            let sentence = found.map_or_else(|refused| refused, |output| output.concat());
             assert!(sentence.contains(&format!("`{name}` (of {source})")) && sentence.contains("is not read: "), "{sentence}");
             for empty in [json!(null), json!([]), json!({}), json!("")] {
-                assert_eq!(of(empty).map(|told| told.is_empty()), Ok(*place != Role), "{name}");
+                assert_eq!(of(empty).map(|output| output.is_empty()), Ok(*place != Role), "{name}");
             }
         }
     }
 
     #[test]
-    fn a_column_that_is_read_and_a_mask_of_ones_are_not_told() {
+    fn columns_that_are_read_and_masks_of_ones_cause_no_warning() {
         let columns = json!({"label": 1, "attention_mask": [1, 1]});
         assert_eq!(of_columns(columns.as_object().unwrap(), |name| name == "label"), Ok(vec![]));
         let padded = json!({"attention_mask": [1, 0]});

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_trained_if_labels_and_all_masks_say_so() {
+    fn a_token_is_trained_if_labels_and_all_masks_include_it() {
         let (no, yes) = (false, true);
         assert_eq!(trained(json!({})).unwrap(), [yes; 3]);
         for mask in MASKS {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_that_say_something_else_are_refused_by_name() {
+    fn contradicting_columns_are_refused_by_name() {
         for (columns, refused) in [
             (json!({"loss_mask": [0, 1]}), "`loss_mask` has 2 values for 3 token ids"),
             (json!({"loss_mask": [0, 1, 0.5]}), "`loss_mask` is not a list of whole numbers"),

@@ -71,7 +71,7 @@ impl Conversation {
 
     /// Indices of the messages that are trained: those that `train_on` asks for, but for the ones that are marked as not trained.
     fn trained(&self, answers: &[usize], train_on: TrainOn) -> Vec<usize> {
-        let asked: Vec<usize> = match train_on {
+        let requested: Vec<usize> = match train_on {
             TrainOn::All => (0..self.messages.len()).collect(),
             TrainOn::Auto | TrainOn::Completion | TrainOn::Assistant => {
                 answers.iter().copied().filter(|&turn| turn >= self.prompt).collect()
@@ -79,7 +79,7 @@ impl Conversation {
             TrainOn::Last => answers.last().copied().into_iter().collect(),
         };
         let says_no = |message: &Value| message["train"] == false || message["weight"].as_f64() == Some(0.0);
-        asked.into_iter().filter(|&turn| !says_no(&self.messages[turn])).collect()
+        requested.into_iter().filter(|&turn| !says_no(&self.messages[turn])).collect()
     }
 
     fn by_common_prefix(

@@ -32,7 +32,7 @@ fn all_trained(template: &str, train_on: TrainOn, record: &Value) -> String {
 }
 
 #[test]
-fn a_message_that_says_no_is_trained_next_to_no_other() {
+fn an_excluded_message_is_not_trained_beside_others() {
     let (ask, good) = (turn("user", "ask"), turn("assistant", "good"));
     for bad in untrained(turn("assistant", "bad")) {
         let in_a_row = chat(&[ask.clone(), bad.clone(), good.clone()]);
@@ -68,7 +68,7 @@ fn of_answers_in_a_row_each_is_trained_once_and_no_header() {
 
 /// Each of these writes the messages in front otherwise once an answer follows, and their end can be found all the same.
 #[test]
-fn what_stands_in_front_may_be_written_otherwise() {
+fn a_prefix_may_be_rendered_differently() {
     let chat = chat(&[turn("system", "s"), turn("user", "a"), turn("assistant", "b")]);
     let last_has_the_system_message = "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.last %}{{ messages[0].content }} {% endif %}\
         {{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }};{% endif %}{% endfor %}";

@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_is_asked_for_by_name_is_taken_for_all_records() {
+    fn a_template_requested_by_name_is_used_for_all_records() {
         let files = [(SINGLE_FILE, "file"), (TOOL_FILE, "file tools"), ("additional_chat_templates/rag.jinja", "rag"), (CONFIG, LIST)];
         for (name, text) in [("default", "file"), ("tool_use", "file tools"), ("rag", "rag")] {
             assert_eq!(texts(&files, Some(name)).unwrap(), [text, text]);

@@ -46,7 +46,7 @@ fn equal(name: &str, group: impl Fn(&Value) -> Option<&'static str>) -> BTreeMap
 /// With the stock template of a model, plain answers are trained as with TRL's training template: the same tokens with the same mask. Where
 /// not, TRL marks a part of the header or of the prompt's reasoning block, too.
 #[test]
-fn stock_templates_train_what_training_templates_mark() {
+fn stock_templates_train_the_spans_that_training_templates_mark() {
     let mut other = BTreeSet::new();
     let mut equal = BTreeSet::new();
     for line in std::fs::read_to_string(masks("marked.jsonl")).unwrap().lines() {

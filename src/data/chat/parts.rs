@@ -26,14 +26,14 @@ fn writes_parts(template: &ChatTemplate, variables: &Map<String, Value>, has_too
     let function = json!({"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}});
     let tools = has_tools.then(|| json!([{"type": "function", "function": function}]));
     let part = |text: &str| json!({"type": "text", "text": text});
-    let asked = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
+    let requested = json!({"role": role, "content": ASKED.map(part), "name": "f", "tool_call_id": "call00000"});
     let user = json!({"role": "user", "content": "a"});
     let call = json!({"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}});
     let messages = match role {
-        "system" => vec![asked, user],
-        "user" => vec![asked],
-        "assistant" => vec![user, asked],
-        _ => vec![user, json!({"role": "assistant", "content": "", "tool_calls": [call]}), asked],
+        "system" => vec![requested, user],
+        "user" => vec![requested],
+        "assistant" => vec![user, requested],
+        _ => vec![user, json!({"role": "assistant", "content": "", "tool_calls": [call]}), requested],
     };
     let template = template.for_tools(tools.as_ref());
     let text = template.renderings(&messages, tools.as_ref())?.given(variables)?.whole()?.text;

@@ -97,10 +97,14 @@ fn each_mark_that_leaves_an_answer_out_does_so() {
 }
 
 #[test]
-fn a_mark_that_has_a_question_trained_is_told() {
-    let asked =
+fn a_mark_that_trains_a_question_is_warned_of() {
+    let requested =
         json!({"messages": [{"role": "user", "content": "a", "train": true}, {"role": "assistant", "content": "b", "train": true}]});
-    assert!(remarks(PLAIN, &asked).starts_with("`train` of a message of role \"user\" is not read: "), "{}", remarks(PLAIN, &asked));
+    assert!(
+        remarks(PLAIN, &requested).starts_with("`train` of a message of role \"user\" is not read: "),
+        "{}",
+        remarks(PLAIN, &requested)
+    );
 }
 
 #[test]
@@ -183,9 +187,9 @@ fn an_empty_system_is_no_turn() {
     assert_eq!(samples(PLAIN, &shared).unwrap(), ["<user>a;<assistant>[b;]"]);
     let alpaca = json!({"system": "", "instruction": "a", "output": "b"});
     assert_eq!(samples(PLAIN, &alpaca).unwrap(), ["<user>a;<assistant>[b;]"]);
-    let said =
+    let message =
         json!({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
-    assert_eq!(samples(PLAIN, &said).unwrap(), ["<system>;<user>a;<assistant>[b;]"], "a turn that the record has");
+    assert_eq!(samples(PLAIN, &message).unwrap(), ["<system>;<user>a;<assistant>[b;]"], "a turn that the record has");
 }
 
 #[test]
@@ -227,7 +231,7 @@ fn variables_of_a_record_go_before_those_of_the_flag() {
 }
 
 #[test]
-fn names_that_mean_something_elsewhere_are_refused_or_told() {
+fn names_of_other_programs_are_refused_or_logged() {
     let answer = json!({"role": "assistant", "content": "b"});
     let with = |column: &str, value: Value| {
         let mut record = chat(&answer);
@@ -250,14 +254,14 @@ fn names_that_mean_something_elsewhere_are_refused_or_told() {
 }
 
 #[test]
-fn messages_of_which_the_template_writes_nothing_are_told() {
+fn messages_that_the_template_drops_are_warned_of() {
     let known = "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<{{ m.role }}>{{ m.content }};{% endif %}{% endfor %}\
         {% if add_generation_prompt %}<assistant>{% endif %}";
     let turn = |role: &str, content: &str| json!({"role": role, "content": content});
     let record =
         json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("tool_response", "result"), turn("assistant", "good")]});
-    let said = |role: &str| format!("the chat template writes nothing of a message of role \"{role}\"");
-    assert_eq!(remarks(known, &record), [said("developer"), said("tool_response")].join("\n"));
+    let message = |role: &str| format!("the chat template writes nothing of a message of role \"{role}\"");
+    assert_eq!(remarks(known, &record), [message("developer"), message("tool_response")].join("\n"));
     let written = json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("assistant", "good")]});
     assert_eq!(samples(PLAIN, &written).unwrap(), ["<developer>be good;<user>a;<assistant>[good;]"]);
     let called = json!({"messages": [turn("user", "a"), turn("tool_call", "{}"), turn("tool", "c"), turn("assistant", "good")]});

@@ -43,7 +43,7 @@ const LENIENT: [&str; 4] = [
 ];
 
 #[test]
-fn snippets_write_what_they_write_by_jinja2_or_are_refused() {
+fn snippets_render_as_by_jinja2_or_are_refused() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/chat/snippets.json");
     let golden: Snippets = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     let messages: Vec<Value> = integers::parse(&golden.messages).unwrap();

@@ -50,9 +50,9 @@ impl TurnSpans<'_> {
             return Ok(false);
         }
         let front = renderings.render(turn, false)?.text;
-        let asked = common_prefix(&front, before);
+        let requested = common_prefix(&front, before);
         // Where the request for an answer comes later, something new stands before it.
-        Ok(start >= asked && start >= common_prefix(&front, until) && !until[start..].contains(&before[asked..]))
+        Ok(start >= requested && start >= common_prefix(&front, until) && !until[start..].contains(&before[requested..]))
     }
 
     /// As [`Self::span`], where the messages in front are written otherwise in `until`: both texts are compared from the end of the content
@@ -76,11 +76,11 @@ impl TurnSpans<'_> {
         }
         let front = renderings.render(turn, false)?.text;
         let front = end_of(&front, before_end, before).ok_or_else(|| untold(turn))?;
-        let asked = common_prefix(front, prompt);
+        let requested = common_prefix(front, prompt);
         // A template may join an answer to one right before it.
-        let header = &prompt[asked..];
+        let header = &prompt[requested..];
         let is_joined = self.is_answer(turn - 1) && (header.is_empty() || !answer.contains(header));
-        if shared >= asked && !answer[shared..].contains(header) || is_joined { Ok(span) } else { Err(untold(turn)) }
+        if shared >= requested && !answer[shared..].contains(header) || is_joined { Ok(span) } else { Err(untold(turn)) }
     }
 }
 

@@ -6,7 +6,7 @@ use crate::data::packing::Dataset;
 use crate::data::preparation::Preparation;
 use crate::data::rows::{Packing, RowRules};
 use crate::data::tokenizer::{AddBos, Tokenizer};
-use crate::news::News;
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -22,10 +22,10 @@ fn split(records: &[Value], how: &str, seed: u64, is_kept: bool) -> Result<([BTr
     let path = dir.path().join("chats.jsonl");
     std::fs::write(&path, records.iter().map(|record| format!("{record}\n")).collect::<String>()).unwrap();
     let tokenizer = Tokenizer::bytes_with(None, AddBos::No, rules(LAST_THINKS, TrainOn::Auto).into()).unwrap();
-    let (mut said, cache) = (Vec::new(), is_kept.then(|| dir.path().join("cache")));
-    let mut preparation = Preparation::new(&StopFlag::default(), cache, None, |news| {
-        if let News::Note(line) = news {
-            said.push(line.to_string());
+    let (mut message, cache) = (Vec::new(), is_kept.then(|| dir.path().join("cache")));
+    let mut preparation = Preparation::new(&StopFlag::default(), cache, None, |event| {
+        if let ProgressEvent::Note(line) = event {
+            message.push(line.to_string());
         }
     });
     preparation.in_memory_bytes_max = if is_kept { 0 } else { u64::MAX };
@@ -33,7 +33,7 @@ fn split(records: &[Value], how: &str, seed: u64, is_kept: bool) -> Result<([BTr
     let opened = Dataset::open_split(&[path], &tokenizer, 256, rules, (how.parse().unwrap(), seed), &mut preparation);
     drop(preparation);
     let (kept, held_out) = opened.map_err(|error| error.to_string())?;
-    let note = said.into_iter().find(|line| line.starts_with("held out")).unwrap();
+    let note = message.into_iter().find(|line| line.starts_with("held out")).unwrap();
     Ok(([texts(&kept), texts(&held_out)], note))
 }
 

@@ -130,8 +130,8 @@ impl ChatTemplate {
         const WORD: &str = "word";
         let turn = |role: &str| serde_json::json!({"role": role, "content": WORD});
         let mut renderings = self.renderings(&["user", "assistant", "user"].map(turn), None).ok()?;
-        let (answered, asked) = (renderings.render(2, false).ok()?.text, renderings.whole().ok()?.text);
-        if answered.ends_with(WORD) { asked.strip_prefix(&answered).map(String::from) } else { None }
+        let (answered, requested) = (renderings.render(2, false).ok()?.text, renderings.whole().ok()?.text);
+        if answered.ends_with(WORD) { requested.strip_prefix(&answered).map(String::from) } else { None }
     }
 
     /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all records.

@@ -124,7 +124,7 @@ pub(super) const PLAIN: &str =
     "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 #[test]
-fn answers_are_trained_and_a_message_may_say_no() {
+fn answers_are_trained_and_a_message_may_exclude_itself() {
     let chat = json!({"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]});
     assert_eq!(trained(PLAIN, TrainOn::Auto, &chat).unwrap(), [["b;", "d;"]]);
     assert_eq!(trained(PLAIN, TrainOn::Last, &chat).unwrap(), [["d;"]]);
@@ -228,7 +228,7 @@ const AROUND: &[(&str, &str, &[&str])] = &[
 const OF_PARTS: [&str; 3] = ["idefics3", "llava_next", "smolvlm"];
 
 #[test]
-fn what_is_trained_is_each_answer_with_its_end_and_nothing_of_a_prompt() {
+fn each_answer_is_trained_with_its_end_and_no_prompt_is() {
     let turns = [turn("user", "Ask one?"), turn("assistant", "Say one."), turn("user", "Ask two?"), turn("assistant", "Say two.")];
     let with_system = [&[turn("system", "Be kind.")], &turns[..2]].concat();
     let tools = &golden_json("conversations.json")["tools"];
@@ -263,7 +263,7 @@ fn what_is_trained_is_each_answer_with_its_end_and_nothing_of_a_prompt() {
 }
 
 #[test]
-fn an_answer_that_nothing_asks_for_is_not_trained() {
+fn an_answer_without_a_question_is_not_trained() {
     // As most do, it looks at the first message, and there is none before the first answer.
     let source = format!("{{% if messages[0].role == 'system' %}}!{{% endif %}}{PLAIN}");
     let chat = json!({"messages": [turn("assistant", "hi"), turn("user", "a"), turn("assistant", "b")]});
@@ -318,7 +318,7 @@ fn a_long_record_may_take_so_much_in_all_and_is_stopped_at_once() {
         let stop = stop.clone();
         move || {
             std::thread::sleep(Duration::from_millis(30));
-            stop.ask();
+            stop.request();
         }
     });
     let began = std::time::Instant::now();

@@ -77,8 +77,8 @@ fn gzip_is_read_and_another_compression_is_refused_with_the_command_that_convert
     for (case, name) in [("brotli", "BROTLI"), ("lz4", "LZ4_RAW")] {
         let path = golden("parquet").join(case).with_extension("parquet");
         let refused = records(&path).unwrap_err().to_string();
-        let told = format!("row group 0: column text: compressed by {name}: Snappy, gzip, Zstandard and no compression are read");
-        assert!(refused.contains(&told) && refused.ends_with(&format!("'{}', compression='zstd')\"", path.display())), "{refused}");
+        let output = format!("row group 0: column text: compressed by {name}: Snappy, gzip, Zstandard and no compression are read");
+        assert!(refused.contains(&output) && refused.ends_with(&format!("'{}', compression='zstd')\"", path.display())), "{refused}");
     }
 }
 
@@ -101,7 +101,7 @@ fn differences_are_read_and_a_count_beyond_its_page_is_refused() {
 }
 
 #[test]
-fn reading_ends_when_nobody_wants_more_and_no_column_is_all_names() {
+fn reading_ends_with_its_consumer_and_no_column_means_all_columns() {
     let rows = ParquetRows::open(&golden("parquet/binary.parquet")).unwrap();
     let (mut count, mut seen) = (0, Vec::new());
     let two = &mut |_, _: &str, _| {
@@ -120,7 +120,7 @@ fn reading_ends_when_nobody_wants_more_and_no_column_is_all_names() {
 }
 
 #[test]
-fn what_expands_without_end_is_refused() {
+fn unbounded_decompression_is_refused() {
     let rows = records(&golden("parquet/rows_bomb.parquet")).unwrap_err().to_string();
     assert!(rows.contains("rows_bomb.parquet: row group 0: the file expands to more than 16777216 bytes, 200 times its size"), "{rows}");
     let page = records(&golden("parquet/page_bomb.parquet")).unwrap_err().to_string();
@@ -129,7 +129,7 @@ fn what_expands_without_end_is_refused() {
 }
 
 #[test]
-fn what_is_no_parquet_file_is_refused() {
+fn non_parquet_files_are_refused() {
     let good = fs::read(golden("parquet/plain.parquet")).unwrap();
     assert!(refused(b"").ends_with("no parquet file: shorter than its marks"));
     assert!(refused(b"{\"text\": \"a line\"}").contains("it does not end with PAR1"));

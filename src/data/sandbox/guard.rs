@@ -15,11 +15,11 @@ const ADDRESS_SPACE_UNKNOWN: u64 = 1 << 46;
 
 thread_local! {
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
-    static FENCE: RefCell<Option<Fence>> = const { RefCell::new(None) };
+    static FENCE: RefCell<Option<SandboxLimits>> = const { RefCell::new(None) };
 }
 
 /// The limits of this process, which is a sandbox.
-struct Fence {
+struct SandboxLimits {
     /// Bytes of address space that it was started with.
     base: u64,
     task: SandboxTask,
@@ -30,7 +30,7 @@ struct Fence {
 pub(super) fn raise_fence() {
     let pages = fs::read_to_string("/proc/self/statm").ok().and_then(|statm| statm.split(' ').next()?.parse::<u64>().ok());
     let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok().flatten().unwrap_or(4096) as u64;
-    let mut fence = Fence { base: pages.map_or(ADDRESS_SPACE_UNKNOWN, |pages| pages * page), task: SandboxTask::Start, item: 0 };
+    let mut fence = SandboxLimits { base: pages.map_or(ADDRESS_SPACE_UNKNOWN, |pages| pages * page), task: SandboxTask::Start, item: 0 };
     fence.enter(SandboxTask::Start, 0);
     FENCE.set(Some(fence));
 }
@@ -78,7 +78,7 @@ pub(super) fn quiet_guarded_panics() {
     });
 }
 
-impl Fence {
+impl SandboxLimits {
     fn enter(&mut self, task: SandboxTask, item: u32) {
         (self.task, self.item) = (task, item);
         limit_memory(self.base.saturating_add(task.memory_bytes()));

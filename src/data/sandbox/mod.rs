@@ -25,7 +25,7 @@ mod task;
 use self::channel::{NoMessage, SandboxChannel};
 use self::guard::{quiet_guarded_panics, raise_fence};
 use self::notes::Notes;
-use self::process::Ending;
+use self::process::ProcessEnd;
 use crate::error::Error;
 use crate::signals::StopFlag;
 use nix::unistd::Pid;
@@ -104,7 +104,7 @@ impl Sandbox {
     ///
     /// # Errors
     /// How the worker ended.
-    pub(in crate::data) fn ask(&self, request: &[u8], stop: &StopFlag) -> Result<Vec<u8>, Ended> {
+    pub(in crate::data) fn request(&self, request: &[u8], stop: &StopFlag) -> Result<Vec<u8>, Ended> {
         let idle = held(&self.idle).pop();
         let mut worker = idle.map_or_else(|| self.fork(), Ok)?;
         match worker.channel.send(request, stop).and_then(|()| worker.channel.receive(stop)) {
@@ -121,7 +121,7 @@ impl Sandbox {
         let (channel, socket) = SandboxChannel::pair().map_err(refused)?;
         let notes = Notes::new().map_err(refused)?;
         let file = notes.file().map_err(refused)?;
-        let pid = held(&self.first).ask(FORK, &[&socket, &file])?;
+        let pid = held(&self.first).request(FORK, &[&socket, &file])?;
         let pid = <[u8; 4]>::try_from(&pid[..]).map(i32::from_le_bytes);
         match pid {
             Ok(pid) if pid > 0 => Ok(SandboxWorker { channel, notes, pid }),
@@ -132,10 +132,10 @@ impl Sandbox {
     /// How `worker` ended.
     fn explain(&self, worker: &SandboxWorker) -> Ended {
         let request = [WAIT, &worker.pid.to_le_bytes()].concat();
-        let ending = held(&self.first).ask(&request, &[]).ok().and_then(|answer| {
+        let ending = held(&self.first).request(&request, &[]).ok().and_then(|answer| {
             let (signal, code) = answer.split_at_checked(4)?;
             let number = |bytes: &[u8]| bytes.try_into().ok().map(i32::from_le_bytes);
-            Some(Ending { signal: number(signal)?, code: number(code)? })
+            Some(ProcessEnd { signal: number(signal)?, code: number(code)? })
         });
         died(&worker.notes, ending)
     }
@@ -176,7 +176,7 @@ impl SandboxProcess {
         Ok(Self { channel, notes, pid, is_over: false, is_parent: !bound })
     }
 
-    fn ask(&mut self, request: &[u8], descriptors: &[&OwnedFd]) -> Result<Vec<u8>, Ended> {
+    fn request(&mut self, request: &[u8], descriptors: &[&OwnedFd]) -> Result<Vec<u8>, Ended> {
         let never = StopFlag::default();
         let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
         let sent = self.channel.send_with(request, &descriptors, &never);
@@ -226,9 +226,8 @@ fn serve_first(channel: &mut SandboxChannel, service: &mut impl Service) {
                 workers.extend(pid);
                 pid.map_or(0, Pid::as_raw).to_le_bytes().to_vec()
             }
-            Err(_) => {
-                ending_of(&request, &mut workers).map_or(vec![], |Ending { signal, code }| [signal, code].map(i32::to_le_bytes).concat())
-            }
+            Err(_) => ending_of(&request, &mut workers)
+                .map_or(vec![], |ProcessEnd { signal, code }| [signal, code].map(i32::to_le_bytes).concat()),
         };
         if channel.send(&answer, &never).is_err() {
             break;
@@ -238,7 +237,7 @@ fn serve_first(channel: &mut SandboxChannel, service: &mut impl Service) {
 }
 
 /// How the worker ended that a request names.
-fn ending_of(request: &[u8], workers: &mut Vec<Pid>) -> Option<Ending> {
+fn ending_of(request: &[u8], workers: &mut Vec<Pid>) -> Option<ProcessEnd> {
     let pid = Pid::from_raw(i32::from_le_bytes(request.strip_prefix(WAIT)?.try_into().ok()?));
     let at = workers.iter().position(|worker| *worker == pid)?;
     process::wait(workers.swap_remove(at))
@@ -254,7 +253,7 @@ fn serve(mut channel: SandboxChannel, service: &mut impl Service) {
     }
 }
 
-fn died(notes: &Notes, ending: Option<Ending>) -> Ended {
+fn died(notes: &Notes, ending: Option<ProcessEnd>) -> Ended {
     let (item, task, cause) = notes.explain(ending);
     Ended::Died { item, task, cause }
 }

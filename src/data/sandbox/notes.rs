@@ -1,6 +1,6 @@
 //! The last words of a process: the task that it works on, and all that it prints. They lie in a file in memory that outlives it.
 
-use super::process::Ending;
+use super::process::ProcessEnd;
 use super::task::{SandboxTask, TaskLimit};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::Signal;
@@ -41,7 +41,7 @@ impl Notes {
     }
 
     /// The item of a message and the task that the process worked on when it ended, and a description of the cause.
-    pub(super) fn explain(&self, ending: Option<Ending>) -> (usize, SandboxTask, String) {
+    pub(super) fn explain(&self, ending: Option<ProcessEnd>) -> (usize, SandboxTask, String) {
         let mut bytes = vec![0; HEAD_BYTES + TEXT_BYTES_MAX];
         let read = self.0.read_at(&mut bytes, 0).unwrap_or(0).max(HEAD_BYTES);
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
@@ -51,7 +51,7 @@ impl Notes {
     }
 }
 
-fn cause(task: SandboxTask, ending: Option<Ending>, text: &str) -> String {
+fn cause(task: SandboxTask, ending: Option<ProcessEnd>, text: &str) -> String {
     let by = |signal: Signal| ending.is_some_and(|ending| ending.signal == signal as i32);
     if by(Signal::SIGPROF) {
         return task.exceeds(TaskLimit::CpuTime);
@@ -67,11 +67,11 @@ fn cause(task: SandboxTask, ending: Option<Ending>, text: &str) -> String {
     let last = text.lines().rev().find(|line| !line.trim().is_empty()).map(|line| line.chars().take(LINE_MAX).collect::<String>());
     let last = last.map_or(String::new(), |line| format!(": {line}"));
     match ending {
-        Some(Ending { signal, .. }) if signal == Signal::SIGKILL as i32 => {
+        Some(ProcessEnd { signal, .. }) if signal == Signal::SIGKILL as i32 => {
             format!("{name} was ended by the kernel or by hand (signal 9): is memory short?")
         }
-        Some(Ending { signal: 0, code }) => format!("{name} ended its process with code {code}{last}"),
-        Some(Ending { signal, .. }) => format!("{name} ended its process by signal {signal}{last}"),
+        Some(ProcessEnd { signal: 0, code }) => format!("{name} ended its process with code {code}{last}"),
+        Some(ProcessEnd { signal, .. }) => format!("{name} ended its process by signal {signal}{last}"),
         None => format!("{name} ended its process{last}"),
     }
 }
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn an_ending_is_explained_by_its_signal_and_the_last_words() {
-        let by = |signal: Signal| Some(Ending { signal: signal as i32, code: 0 });
+        let by = |signal: Signal| Some(ProcessEnd { signal: signal as i32, code: 0 });
         for (ending, text, words) in [
             (by(Signal::SIGPROF), "", "tokenizing one text takes more than 60 s of CPU time"),
             (by(Signal::SIGSEGV), "", "tokenizing one text takes more than 64.0 MiB of stack"),
@@ -90,7 +90,7 @@ mod tests {
             (by(Signal::SIGABRT), "memory allocation of 9 bytes failed\n", "takes more than 4.0 GiB of memory"),
             (by(Signal::SIGABRT), "assertion\n\n", "ended its process by signal 6: assertion"),
             (by(Signal::SIGKILL), "", "is memory short?"),
-            (Some(Ending { signal: 0, code: 3 }), "", "ended its process with code 3"),
+            (Some(ProcessEnd { signal: 0, code: 3 }), "", "ended its process with code 3"),
             (None, "", "ended its process"),
         ] {
             let found = cause(SandboxTask::Encode, ending, text);

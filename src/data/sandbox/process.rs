@@ -37,7 +37,7 @@ const ENDS_WITHIN: Duration = Duration::from_secs(10);
 
 /// How a process ended: by a signal, or with a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ending {
+pub(super) struct ProcessEnd {
     pub(super) signal: i32,
     pub(super) code: i32,
 }
@@ -152,11 +152,11 @@ pub(super) fn limit_memory(bytes: u64) {
 }
 
 /// Waits for a child, and how it ended; `None` where somebody else has waited for it.
-pub(super) fn wait(pid: Pid) -> Option<Ending> {
+pub(super) fn wait(pid: Pid) -> Option<ProcessEnd> {
     loop {
         match waitpid(pid, None) {
-            Ok(WaitStatus::Exited(_, code)) => return Some(Ending { signal: 0, code }),
-            Ok(WaitStatus::Signaled(_, signal, _)) => return Some(Ending { signal: signal as i32, code: 0 }),
+            Ok(WaitStatus::Exited(_, code)) => return Some(ProcessEnd { signal: 0, code }),
+            Ok(WaitStatus::Signaled(_, signal, _)) => return Some(ProcessEnd { signal: signal as i32, code: 0 }),
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(_) => return None,
         }

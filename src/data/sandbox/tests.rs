@@ -43,7 +43,7 @@ fn adder() -> Sandbox {
 }
 
 fn ask(sandbox: &Sandbox, request: &[u8]) -> Result<Vec<u8>, Ended> {
-    sandbox.ask(request, &StopFlag::default())
+    sandbox.request(request, &StopFlag::default())
 }
 
 fn is_alive(pid: i32) -> bool {
@@ -72,7 +72,7 @@ fn threads_have_workers_and_long_messages_pass() {
 }
 
 #[test]
-fn each_death_is_told_with_its_task_and_limit() {
+fn each_death_is_reported_with_its_task_and_limit() {
     let sandbox = adder();
     for (request, words) in [
         ("memory", "tokenizing one text takes more than 4.0 GiB of memory"),
@@ -91,7 +91,7 @@ fn each_death_is_told_with_its_task_and_limit() {
 }
 
 #[test]
-fn a_first_process_that_dies_says_so_at_the_start() {
+fn a_first_process_that_dies_is_reported_at_the_start() {
     let started = Sandbox::start(|| -> (Vec<u8>, Option<Adder>) {
         let _ = guard(SandboxTask::Load, || deep(u64::MAX));
         (vec![], None)
@@ -131,9 +131,9 @@ fn no_process_is_left_when_a_sandbox_ends_or_is_stopped() {
     thread::scope(|scope| {
         scope.spawn(|| {
             thread::sleep(Duration::from_millis(50));
-            stop.ask();
+            stop.request();
         });
-        assert!(matches!(sandbox.ask(b"time", &stop), Err(Ended::Stopped)));
+        assert!(matches!(sandbox.request(b"time", &stop), Err(Ended::Stopped)));
     });
     assert!(began.elapsed() < Duration::from_secs(4), "it waits for the answer");
     drop(sandbox);
@@ -141,7 +141,7 @@ fn no_process_is_left_when_a_sandbox_ends_or_is_stopped() {
 }
 
 #[test]
-fn a_stream_sends_until_nobody_wants_more() {
+fn a_stream_sends_until_the_reader_ends() {
     let start = |count: u32| {
         SandboxStream::start(move |send| {
             let mut sent = (0..count).take_while(|number| send(&number.to_le_bytes()));

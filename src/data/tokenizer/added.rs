@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_token_is_an_error_that_names_file_and_key() {
+    fn invalid_tokens_are_errors_that_name_file_and_key() {
         for (file, content, cause) in [
             (CONFIG, r#"{"added_tokens_decoder": []}"#, "added_tokens_decoder: not an object of ids and tokens"),
             (CONFIG, r#"{"added_tokens_decoder": {"x": {"content": "<t>"}}}"#, "added_tokens_decoder: \"x\" is not a token's id"),

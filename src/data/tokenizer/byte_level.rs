@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn text_of_every_kind_becomes_what_the_library_makes_of_it() {
+    fn text_of_every_kind_is_encoded_as_by_the_library() {
         let texts = [
             "",
             " ",
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_left_to_the_library() {
+    fn unknown_components_are_left_to_the_library() {
         let none = |parts: Value| assert!(ByteLevelBpe::new(&tokenizer(parts.clone())).is_none(), "{parts}");
         none(json!({"/normalizer": {"type": "NFKC"}}));
         none(json!({"/pre_tokenizer": {"type": "Whitespace"}}));
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_words_are_those_of_late_and_not_many() {
+    fn the_word_cache_keeps_few_recent_words() {
         let (tokenizer, mut kept) = (tokenizer(json!({})), 0);
         let byte_level = ByteLevelBpe::new(&tokenizer).unwrap();
         for n in 0..5 * GENERATION {
@@ -367,7 +367,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_becomes_what_the_library_makes_of_it(
+        fn any_text_is_encoded_as_by_the_library(
             text in "([ab]{1,4}|[ \n\r\t]{1,4}|['\u{2019}](s|LL|ſ|re)|[0-9]{1,5}|<\\|a\\|>|\\|>|\\PC|[\u{0}-\u{10ffff}]|\u{1f468}\u{200d}|e\u{301}|한|Σ|ß){0,40}",
         ) {
             for tokenizer in known() {

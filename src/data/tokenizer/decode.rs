@@ -71,7 +71,7 @@ impl ModelDecoder {
     fn text(&self, ids: &[u32], stop: &StopFlag) -> Result<String> {
         let mut request = MessageWriter::default();
         request.ids(ids);
-        let answer = self.sandbox.ask(&request.into_bytes(), stop).map_err(|ended| wrong(&self.path, ended))?;
+        let answer = self.sandbox.request(&request.into_bytes(), stop).map_err(|ended| wrong(&self.path, ended))?;
         text_of(&self.path, &answer)
     }
 }

@@ -43,9 +43,9 @@ impl<'a> Special<'a> {
         Self { files, tokenizer, added }
     }
 
-    /// The token between documents: `asked` for as text or id, else named by a file, else one of the usual names.
-    pub(super) fn end_of_text(&self, asked: Option<&str>) -> Result<Option<u32>> {
-        if let Some(token) = asked {
+    /// The token between documents: `requested` for as text or id, else named by a file, else one of the usual names.
+    pub(super) fn end_of_text(&self, requested: Option<&str>) -> Result<Option<u32>> {
+        if let Some(token) = requested {
             // An id first: digits are tokens, too, and a checkpoint keeps the id.
             let id = token.parse().ok().or_else(|| self.tokenizer.token_to_id(token));
             return id.map(Some).ok_or_else(|| Error::usage(format!("--eos-token {token:?}: neither a token of tokenizer.json nor an id")));

@@ -118,7 +118,7 @@ impl CpuDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::Schedule;
+    use crate::device::cpu::StreamOrder;
     use crate::device::*;
     use crate::dtype::Dtype;
     use crate::host::pinned::HostMemory;
@@ -132,10 +132,10 @@ mod tests {
 
     impl Harness {
         fn new() -> Self {
-            Self::with_schedule(Schedule::Threads)
+            Self::with_schedule(StreamOrder::Threads)
         }
 
-        fn with_schedule(schedule: Schedule) -> Self {
+        fn with_schedule(schedule: StreamOrder) -> Self {
             // SAFETY: each test waits for the operations that it enqueued, and drops no memory of a pending copy.
             Self(unsafe { CpuDevice::new(2, schedule, Arc::default(), 0) }.unwrap())
         }
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn products_in_fp8_take_what_every_device_takes() {
+    fn products_in_fp8_use_shapes_of_every_device() {
         let mut harness = Harness::new();
         let [a, b] = [(); 2].map(|()| harness.0.alloc("factor", 32 * 16, Dtype::Float8E4m3).unwrap());
         let (c, scales) = (harness.with(Dtype::Bfloat16, &[bf16::ONE; 16 * 16 + 1]), harness.floats(&[1.0; 8]));
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn tasks_of_one_stream_run_in_order() {
         run_in_order(Harness::new());
-        (0..8).for_each(|seed| run_in_order(Harness::with_schedule(Schedule::Adversary { seed })));
+        (0..8).for_each(|seed| run_in_order(Harness::with_schedule(StreamOrder::Adversary { seed })));
     }
 
     fn run_in_order(mut harness: Harness) {

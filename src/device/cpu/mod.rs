@@ -14,7 +14,7 @@ mod peers;
 #[cfg(test)]
 pub(crate) use peers::ROOM_OPS;
 #[cfg(test)]
-pub(crate) mod rail;
+pub(crate) mod nccl_stand_in;
 mod stream;
 mod team;
 
@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
 use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{MemorySpace, RingShape};
-use crate::ranks::Seat;
+use crate::ranks::RankContext;
 use crate::trace::{Recorder, now_ns};
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
@@ -37,7 +37,7 @@ use stream::{Op, OpQueue, Point, Task};
 
 /// Threads and order in which operations run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Schedule {
+pub enum StreamOrder {
     /// One thread per stream.
     Threads,
     /// The driver's thread, in a random order that events allow.
@@ -54,9 +54,9 @@ pub struct CpuDevice {
     /// Point of the last record of each event: a packed [`Point`], because peers read it.
     events: Vec<Arc<AtomicU64>>,
     /// Connections to the devices of the other ranks, if there are any.
-    company: Option<Company>,
+    device_group: Option<DeviceGroup>,
     #[cfg(test)]
-    rail: Option<rail::RailStandIn>,
+    nccl: Option<nccl_stand_in::NcclStandIn>,
     runner: Runner,
     compute: ComputeOwner,
     /// Capacity of each stream's trace track, in spans.
@@ -64,17 +64,17 @@ pub struct CpuDevice {
 }
 
 /// Connections of a device to the devices of the other ranks.
-struct Company {
-    seat: Seat,
+struct DeviceGroup {
+    context: RankContext,
     /// Memory that peers may read; `None` once the device has taken it back. Every peer holds a reference, so the memory lives as long as a
     /// peer may read it.
     lent: Option<Arc<HostMemory>>,
-    cards: Vec<Card>,
+    peer_handles: Vec<PeerHandle>,
 }
 
 /// A device's handle for its peers.
 #[derive(Clone)]
-pub(crate) struct Card {
+pub(crate) struct PeerHandle {
     shared: Weak<StreamsShared>,
     events: Vec<Arc<AtomicU64>>,
     memory: Arc<HostMemory>,
@@ -143,7 +143,7 @@ impl CpuDevice {
     ///
     /// # Errors
     /// `Resource` when a thread cannot start.
-    pub unsafe fn new(threads: usize, schedule: Schedule, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
+    pub unsafe fn new(threads: usize, schedule: StreamOrder, driver: Arc<Doorbell>, trace_spans: usize) -> Result<Self> {
         let compute = ComputeOwner::new(threads)?;
         let queues = Stream::WITH_PEERS.map(|_| OpQueue::new());
         let shared = Arc::new(StreamsShared {
@@ -157,17 +157,17 @@ impl CpuDevice {
         });
         let recorders = Stream::recorders(trace_spans);
         let runner = match schedule {
-            Schedule::Adversary { seed } => Runner::Adversary(Adversary::new(seed, recorders.into())),
-            Schedule::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
+            StreamOrder::Adversary { seed } => Runner::Adversary(Adversary::new(seed, recorders.into())),
+            StreamOrder::Threads => Runner::Threads(start_streams(&shared, 0, recorders)?),
         };
         Ok(Self {
             memory: HostMemory::default(),
             allocated: Allocated::default(),
             shared,
             events: Vec::new(),
-            company: None,
+            device_group: None,
             #[cfg(test)]
-            rail: None,
+            nccl: None,
             runner,
             compute,
             trace_spans,
@@ -183,12 +183,12 @@ impl CpuDevice {
         let queue = stream as usize;
         self.run_until(|shared| !shared.queues[queue].is_full())?;
         self.shared.queues[queue].push(op);
-        self.dawdle()
+        self.delay_randomly()
     }
 
     /// Lets the adversary run operations after an enqueue, so that streams lag behind the driver by a random amount. Some seeds run
     /// operations as soon as they are enqueued, some only when the driver has to wait, most something between.
-    fn dawdle(&mut self) -> Result<()> {
+    fn delay_randomly(&mut self) -> Result<()> {
         while let Runner::Adversary(adversary) = &mut self.runner {
             let may_run = |stream: usize| Some(stream) != adversary.starved && self.shared.can_run(stream);
             if !((0..self.shared.queues.len()).any(may_run) && adversary.is_eager()) {
@@ -203,8 +203,8 @@ impl CpuDevice {
     fn run_until(&mut self, ready: impl Fn(&StreamsShared) -> bool) -> Result<()> {
         while !ready(&self.shared) {
             if !self.advance()? {
-                let (shared, company) = (&self.shared, &self.company);
-                let others_failed = || company.as_ref().is_some_and(|company| company.seat.board.has_failed());
+                let (shared, device_group) = (&self.shared, &self.device_group);
+                let others_failed = || device_group.as_ref().is_some_and(|device_group| device_group.context.progress.has_failed());
                 // A peer may have made a stream of the adversary runnable.
                 let is_own = matches!(self.runner, Runner::Adversary { .. });
                 let can_go_on = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
@@ -229,7 +229,7 @@ impl CpuDevice {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::resource("run an operation on the cpu device", "it panicked; see the message above"));
         }
-        self.company.as_ref().map_or(Ok(()), |company| company.seat.check())
+        self.device_group.as_ref().map_or(Ok(()), |device_group| device_group.context.check())
     }
 
     /// Lets the adversary run one operation of a random stream; false when threads run the operations.
@@ -238,15 +238,15 @@ impl CpuDevice {
     /// `Resource` if no stream is runnable: the driver waits for an operation that will never run.
     fn advance(&mut self) -> Result<bool> {
         let Runner::Adversary(adversary) = &mut self.runner else { return Ok(false) };
-        let streams = if self.company.is_some() { Stream::WITH_PEERS.len() } else { Stream::COUNT };
+        let streams = if self.device_group.is_some() { Stream::WITH_PEERS.len() } else { Stream::COUNT };
         let Some(stream) = adversary.choose(streams, |stream| self.shared.can_run(stream)) else {
-            if let Some(company) = &self.company {
-                return company.seat.pass_idle();
+            if let Some(device_group) = &self.device_group {
+                return device_group.context.pass_idle();
             }
             return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
         };
         self.shared.run_front(stream, &mut adversary.recorders[stream]);
-        self.company.iter().for_each(|company| company.seat.board.ring_mates());
+        self.device_group.iter().for_each(|device_group| device_group.context.progress.wake_local_ranks());
         Ok(true)
     }
 
@@ -268,7 +268,7 @@ impl Drop for CpuDevice {
         // The streams' threads must end before their memory is unmapped.
         self.join();
         #[cfg(test)]
-        self.rail.iter().for_each(rail::RailStandIn::withdraw);
+        self.nccl.iter().for_each(nccl_stand_in::NcclStandIn::withdraw);
     }
 }
 
@@ -368,7 +368,7 @@ impl Device for CpuDevice {
     }
 
     fn allocations(&self) -> Vec<(&str, usize)> {
-        let lent = self.company.iter().filter_map(|company| company.lent.as_ref()).flat_map(|lent| lent.allocations());
+        let lent = self.device_group.iter().filter_map(|device_group| device_group.lent.as_ref()).flat_map(|lent| lent.allocations());
         lent.chain(self.memory.allocations()).collect()
     }
 

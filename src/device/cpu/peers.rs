@@ -2,10 +2,10 @@
 #![allow(unsafe_code)]
 
 use super::stream::{Op, OpQueue, Point};
-use super::{Card, Company, CpuDevice, Runner, StreamsShared, start_streams};
+use super::{CpuDevice, DeviceGroup, PeerHandle, Runner, StreamsShared, start_streams};
 use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, Swap, no_rail, still_lent};
 use crate::error::Result;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::trace::Recorder;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -41,35 +41,35 @@ impl CpuDevice {
 }
 
 impl Peers for CpuDevice {
-    type Card = Card;
+    type PeerHandle = PeerHandle;
 
-    fn card(&mut self) -> Card {
+    fn peer_handle(&mut self) -> PeerHandle {
         let memory = Arc::new(std::mem::take(&mut self.memory));
         let allocated = Arc::new(self.allocated.clone());
-        Card { shared: Arc::downgrade(&self.shared), events: self.events.clone(), memory, allocated }
+        PeerHandle { shared: Arc::downgrade(&self.shared), events: self.events.clone(), memory, allocated }
     }
 
     fn leave(&mut self) -> Result<()> {
         self.finish_streams()?;
-        self.company.iter_mut().for_each(|company| company.cards.clear());
+        self.device_group.iter_mut().for_each(|device_group| device_group.peer_handles.clear());
         Ok(())
     }
 
-    fn take_back(&mut self) -> Result<()> {
-        let Some(lent) = self.company.as_mut().and_then(|company| company.lent.take()) else { return Ok(()) };
+    fn reclaim(&mut self) -> Result<()> {
+        let Some(lent) = self.device_group.as_mut().and_then(|device_group| device_group.lent.take()) else { return Ok(()) };
         self.memory.take_over(Arc::into_inner(lent).ok_or_else(still_lent)?);
         Ok(())
     }
 
-    fn admit(&mut self, seat: Seat, cards: Vec<Card>) -> Result<()> {
-        let (own, lent) = (seat.rank, Some(cards[seat.rank].memory.clone()));
-        if let Some(company) = &mut self.company {
-            *company = Company { seat, lent, cards };
+    fn admit(&mut self, context: RankContext, peer_handles: Vec<PeerHandle>) -> Result<()> {
+        let (own, lent) = (context.rank, Some(peer_handles[context.rank].memory.clone()));
+        if let Some(device_group) = &mut self.device_group {
+            *device_group = DeviceGroup { context, lent, peer_handles };
             return Ok(());
         }
-        let stranger = |(rank, card): (usize, &Card)| if rank == own { Weak::new() } else { card.shared.clone() };
+        let stranger = |(rank, peer_handle): (usize, &PeerHandle)| if rank == own { Weak::new() } else { peer_handle.shared.clone() };
         // Only this call sets the peers.
-        let _ = self.shared.peers.set(cards.iter().enumerate().map(stranger).collect());
+        let _ = self.shared.peers.set(peer_handles.iter().enumerate().map(stranger).collect());
         let more = Stream::WITH_PEERS[Stream::COUNT..].iter().map(|stream| Recorder::new(stream.name(), self.trace_spans));
         match &mut self.runner {
             Runner::Threads(handles) => {
@@ -77,7 +77,7 @@ impl Peers for CpuDevice {
             }
             Runner::Adversary(adversary) => adversary.recorders.extend(more),
         }
-        self.company = Some(Company { seat, lent, cards });
+        self.device_group = Some(DeviceGroup { context, lent, peer_handles });
         Ok(())
     }
 
@@ -86,8 +86,8 @@ impl Peers for CpuDevice {
     }
 
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
-        let Some(company) = &self.company else { return Ok(()) };
-        let point = Point::unpack(company.cards[peer].events[event.0 as usize].load(Ordering::Acquire));
+        let Some(device_group) = &self.device_group else { return Ok(()) };
+        let point = Point::unpack(device_group.peer_handles[peer].events[event.0 as usize].load(Ordering::Acquire));
         if self.shared.peer_has_passed(peer, point) {
             return Ok(());
         }
@@ -101,7 +101,7 @@ impl Peers for CpuDevice {
     fn pull(&mut self, stream: Stream, peer: usize, src: DeviceSlice, dst: DeviceSlice) -> Result<()> {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
         self.check_memory(dst)?;
-        self.company.iter().try_for_each(|company| company.cards[peer].allocated.check(src))?;
+        self.device_group.iter().try_for_each(|device_group| device_group.peer_handles[peer].allocated.check(src))?;
         self.enqueue(stream, "pull", move || {
             // SAFETY: sizes agree. The peer's memory lives as long as this device holds the peer's handle, and the streams of this device
             // end before that. The protocol between ranks prevents writes until the pull is published.
@@ -110,7 +110,7 @@ impl Peers for CpuDevice {
     }
 
     #[cfg(not(test))]
-    fn connect(&mut self, _: &RailKey, _: &[PathBuf]) -> Result<()> {
+    fn connect(&mut self, _: &NcclUniqueId, _: &[PathBuf]) -> Result<()> {
         Err(no_rail())
     }
 
@@ -119,24 +119,24 @@ impl Peers for CpuDevice {
         Err(no_rail())
     }
 
-    /// In tests the key names a `RailHub` of this process.
+    /// In tests the key names a `NcclStandInHub` of this process.
     #[cfg(test)]
-    fn connect(&mut self, key: &RailKey, _: &[PathBuf]) -> Result<()> {
-        let Some(company) = &self.company else { return Err(no_rail()) };
-        self.rail = Some(super::rail::RailStandIn::open(key, &company.seat));
+    fn connect(&mut self, key: &NcclUniqueId, _: &[PathBuf]) -> Result<()> {
+        let Some(device_group) = &self.device_group else { return Err(no_rail()) };
+        self.nccl = Some(super::nccl_stand_in::NcclStandIn::open(key, &device_group.context));
         Ok(())
     }
 
     #[cfg(test)]
     fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
-        let Some(rail) = &mut self.rail else { return Err(no_rail()) };
-        rail.swap(swaps).into_iter().try_for_each(|op| self.push(Stream::Compute, op))
+        let Some(nccl) = &mut self.nccl else { return Err(no_rail()) };
+        nccl.swap(swaps).into_iter().try_for_each(|op| self.push(Stream::Compute, op))
     }
 
     fn pull_rows(&mut self, stream: Stream, peer: usize, src: MatrixPart, dst: MatrixPart) -> Result<()> {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.check_memory(dst.memory)?;
-        self.company.iter().try_for_each(|company| company.cards[peer].allocated.check(src.memory))?;
+        self.device_group.iter().try_for_each(|device_group| device_group.peer_handles[peer].allocated.check(src.memory))?;
         self.enqueue(stream, "pull", move || {
             for row in 0..src.count {
                 let (from, to) =

@@ -170,7 +170,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     #[test]
-    fn tasks_run_with_what_they_captured_in_order() {
+    fn tasks_run_with_their_captures_in_order() {
         static SUM: AtomicU64 = AtomicU64::new(0);
         let queue = OpQueue::new();
         for i in 0..3 * QUEUE_OPS as u64 {

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_each_mark_is_never_a_full_queue_ahead_nor_far_behind_one() {
+    fn waiting_for_each_mark_keeps_the_backlog_between_one_mark_and_a_full_queue() {
         // A mark holds the number of operations before it; the stream runs only when the test waits for a mark.
         let mut backlog = Backlog::new(|| Ok(0)).unwrap();
         let (mut passed, mut most_ahead) = (0, 0);
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_before_a_bucket_waits_for_no_mark() {
+    fn a_check_before_each_bucket_waits_for_no_mark() {
         let mut backlog = Backlog::new(|| Ok(0)).unwrap();
         let (mut passed, mut enqueued, mut full, mut most_ahead) = (0, 0, 0, 0);
         for round in 0..10_000 {

@@ -12,7 +12,6 @@ mod graph;
 mod group_tables;
 mod kernels;
 mod launch;
-mod lent;
 mod libraries;
 mod modules;
 pub(crate) mod nccl;
@@ -22,6 +21,7 @@ mod peers;
 mod record;
 mod ring;
 mod sdpa;
+mod shared_context;
 mod timeline;
 mod unified;
 
@@ -44,14 +44,14 @@ use driver::{RawEvent, RawStream, Registered, priorities};
 use error::check;
 use gemm::Gemm;
 use graph::GraphExec;
-use lent::{Peering, free};
 use libraries::Libraries;
 use modules::Modules;
-use nccl::Rail;
+use nccl::NcclCommunicator;
 use open::{capability, count, generation, has_fp8, name, newest_cuda, open, pci_address, visible_gpu};
 use packed::Packed;
 use ring::Ring;
 use sdpa::Sdpa;
+use shared_context::{Peering, free};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
@@ -91,7 +91,7 @@ pub struct CudaDevice {
     /// Connections to the GPUs of other ranks, if there are any.
     peering: Option<Peering>,
     /// Connection to GPUs of other processes.
-    rail: Option<Rail>,
+    communicator: Option<NcclCommunicator>,
     modules: Modules,
     /// Whether kernels for Hopper only can run.
     hopper: bool,
@@ -120,7 +120,7 @@ pub fn visible_gpus() -> Result<Vec<GpuId>> {
 /// # Errors
 /// `Resource` when there is no such GPU.
 pub(crate) fn has_direct_link(ordinal: usize, other: usize) -> Result<bool> {
-    lent::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
+    shared_context::may_read(visible_gpu(ordinal)?.as_raw(), visible_gpu(other)?.as_raw())
 }
 
 /// The driver's release; without NVML, the newest CUDA release that the driver supports.
@@ -221,7 +221,7 @@ impl CudaDevice {
             awaited: Vec::new(),
             streams,
             peering: None,
-            rail: None,
+            communicator: None,
             modules,
             hopper: !options.portable && open::generation(gpu.as_raw())? == open::HOPPER,
             scratch: DeviceSlice::at(0, 0, Dtype::Float32),
@@ -297,8 +297,8 @@ impl CudaDevice {
         let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
         let start_ns = now_ns();
         while !mark.is_done()? {
-            peering.seat.check()?;
-            self.rail.as_ref().map_or(Ok(()), Rail::check)?;
+            peering.rank_context.check()?;
+            self.communicator.as_ref().map_or(Ok(()), NcclCommunicator::check)?;
             thread::sleep(LOOK_AGAIN);
         }
         self.timeline.called("wait for room", start_ns);
@@ -309,7 +309,7 @@ impl CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Dropping the connection ends operations that wait for another process.
-        self.rail = None;
+        self.communicator = None;
         // Pending operations use the memory of this GPU and of its peers. Errors are ignored: they were reported where they arose, or the
         // process is ending.
         for stream in &self.streams {
@@ -360,8 +360,8 @@ impl Device for CudaDevice {
         let own = [("matrix workspace", gpu::MATMUL_WORKSPACE_BYTES), ("attention workspace", attention)];
         let slices = self.allocations.iter().map(|(name, slice)| (name.as_str(), slice.bytes()));
         let rings = self.rings.iter().map(|(name, ring)| (name.as_str(), ring.bytes()));
-        let lent = self.peering.iter().filter_map(|peering| peering.own.as_ref()).flat_map(|own| own.allocations());
-        own.into_iter().chain(lent).chain(slices).chain(rings).chain(self.system.allocations()).collect()
+        let shared_context = self.peering.iter().filter_map(|peering| peering.own.as_ref()).flat_map(|own| own.allocations());
+        own.into_iter().chain(shared_context).chain(slices).chain(rings).chain(self.system.allocations()).collect()
     }
 
     fn alloc_ring(&mut self, name: &str, elems: usize, dtype: Dtype, shape: RingShape) -> Result<DeviceSlice> {
@@ -466,7 +466,7 @@ impl Device for CudaDevice {
         let Some(peering) = &self.peering else { return event.synchronize() };
         // A thread blocked in the driver would not notice that another rank has failed.
         while !event.is_done()? {
-            peering.seat.check()?;
+            peering.rank_context.check()?;
             std::hint::spin_loop();
         }
         Ok(())
@@ -475,7 +475,7 @@ impl Device for CudaDevice {
     fn idle(&mut self) -> Result<bool> {
         // The GPU rings no doorbell, so the driver thread polls.
         std::hint::spin_loop();
-        self.rail.as_ref().map_or(Ok(()), Rail::check).map(|()| true)
+        self.communicator.as_ref().map_or(Ok(()), NcclCommunicator::check).map(|()| true)
     }
 
     fn waited_ns(&self) -> u64 {

@@ -6,7 +6,7 @@ use super::libraries::{Libraries, NCCL, functions};
 use super::open::newest_cuda;
 use crate::device::Swap;
 use crate::error::{Error, Result};
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use cust::sys;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -33,8 +33,8 @@ functions! {
         version = c"ncclGetVersion"(*mut i32) -> i32;
         error_string = c"ncclGetErrorString"(i32) -> *const c_char;
         last_error = c"ncclGetLastError"(*mut c_void) -> *const c_char;
-        unique_id = c"ncclGetUniqueId"(*mut RailKey) -> i32;
-        init = c"ncclCommInitRankConfig"(*mut *mut c_void, i32, RailKey, i32, *mut CommConfig) -> i32;
+        unique_id = c"ncclGetUniqueId"(*mut NcclUniqueId) -> i32;
+        init = c"ncclCommInitRankConfig"(*mut *mut c_void, i32, NcclUniqueId, i32, *mut CommConfig) -> i32;
         async_error = c"ncclCommGetAsyncError"(*mut c_void, *mut i32) -> i32;
         group_start = c"ncclGroupStart"() -> i32;
         group_end = c"ncclGroupEnd"() -> i32;
@@ -96,9 +96,9 @@ pub(crate) fn release(named: &[PathBuf]) -> Result<String> {
 ///
 /// # Errors
 /// The errors of [`release`]; errors of NCCL.
-pub(crate) fn new_key(named: &[PathBuf]) -> Result<RailKey> {
+pub(crate) fn new_key(named: &[PathBuf]) -> Result<NcclUniqueId> {
     let (nccl, _) = open(named)?;
-    let mut key = RailKey([0; 128]);
+    let mut key = NcclUniqueId([0; 128]);
     // SAFETY: writes the 128 bytes of a key.
     nccl.check(unsafe { (nccl.unique_id)(&mut key) }, ptr::null_mut(), "make the key of a communicator")?;
     Ok(key)
@@ -139,46 +139,46 @@ impl Nccl {
         }
         // SAFETY: every code has a text; the communicator may be null.
         let texts = unsafe { [(self.error_string)(status), (self.last_error)(comm)] };
-        let said = texts.map(|text| match text.is_null() {
+        let message = texts.map(|text| match text.is_null() {
             true => String::new(),
             // SAFETY: NCCL's texts end in NUL, and the text is copied before this thread's next call.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         });
         let remedy = "NCCL_DEBUG=INFO tells more; --transport tcp does without NCCL";
-        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", said[0], said[1].trim())))
+        Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", message[0], message[1].trim())))
     }
 }
 
 /// Connection from this GPU to the GPUs of the other processes. All exchanges are enqueued on one stream, in the same order on all ranks.
-pub(super) struct Rail {
+pub(super) struct NcclCommunicator {
     nccl: Nccl,
     comm: *mut c_void,
     /// Context of the GPU, in which the communicator is aborted.
     context: sys::CUcontext,
 }
 
-impl Rail {
+impl NcclCommunicator {
     /// Opens the connection for the GPU of `context`, which is current. Returns when all other ranks have opened theirs.
     ///
     /// # Errors
     /// The errors of [`release`]; errors of NCCL; the failure of another rank.
-    pub(super) fn open(named: &[PathBuf], key: &RailKey, seat: &Seat, context: sys::CUcontext) -> Result<Self> {
+    pub(super) fn open(named: &[PathBuf], key: &NcclUniqueId, rank_context: &RankContext, context: sys::CUcontext) -> Result<Self> {
         let (nccl, _) = open(named)?;
-        let (ranks, rank, mut config) = (seat.board.ranks() as i32, seat.rank as i32, CommConfig::non_blocking());
+        let (ranks, rank, mut config) = (rank_context.progress.ranks() as i32, rank_context.rank as i32, CommConfig::non_blocking());
         // Leaked, because a thread of NCCL may write the handle as long as it joins, even after this function has given up.
         let comm: &'static mut *mut c_void = Box::leak(Box::new(ptr::null_mut()));
         // SAFETY: writes one handle, which is leaked, and reads key and configuration before it returns.
         let status = unsafe { (nccl.init)(comm, ranks, *key, rank, &mut config) };
-        let rail = Self { nccl, comm: *comm, context };
-        rail.finish(status, seat, "join the GPUs of all processes")?;
-        Ok(rail)
+        let communicator = Self { nccl, comm: *comm, context };
+        communicator.finish(status, rank_context, "join the GPUs of all processes")?;
+        Ok(communicator)
     }
 
     /// Enqueues all of `swaps` on `stream` as one operation, which ends when the peers have done their parts.
     ///
     /// # Errors
     /// Errors of NCCL; the failure of another rank.
-    pub(super) fn swap(&self, stream: &RawStream, swaps: &[Swap], seat: &Seat) -> Result<()> {
+    pub(super) fn swap(&self, stream: &RawStream, swaps: &[Swap], rank_context: &RankContext) -> Result<()> {
         const WHAT: &str = "exchange slices with the GPUs of other processes";
         let Self { nccl, comm, .. } = *self;
         let stream = stream.0.cast();
@@ -199,14 +199,14 @@ impl Rail {
         }
         // SAFETY: ends the group that was started above, also after an error.
         let ended = unsafe { (nccl.group_end)() };
-        self.finish(if matches!(status, SUCCESS | IN_PROGRESS) { ended } else { status }, seat, WHAT)
+        self.finish(if matches!(status, SUCCESS | IN_PROGRESS) { ended } else { status }, rank_context, WHAT)
     }
 
     /// Waits until the host side of a call is done; the GPU may still be executing it.
-    fn finish(&self, status: i32, seat: &Seat, what: &str) -> Result<()> {
+    fn finish(&self, status: i32, rank_context: &RankContext, what: &str) -> Result<()> {
         let mut state = status;
         while state == IN_PROGRESS {
-            seat.check()?;
+            rank_context.check()?;
             thread::yield_now();
             // SAFETY: the communicator is live; writes one integer.
             self.nccl.check(unsafe { (self.nccl.async_error)(self.comm, &mut state) }, self.comm, what)?;
@@ -232,7 +232,7 @@ struct CommHandle(*mut c_void, sys::CUcontext);
 // SAFETY: a communicator may be used by any thread, one at a time; a context may be current on several threads.
 unsafe impl Send for CommHandle {}
 
-impl Drop for Rail {
+impl Drop for NcclCommunicator {
     /// Aborts the communicator, which ends kernels that wait for a dead process. If the abort does not end, the watchdog ends the process.
     /// At a regular end no kernel is pending, and the abort only frees memory.
     fn drop(&mut self) {
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn the_configuration_is_laid_out_as_in_nccl_h() {
-        assert_eq!((size_of::<CommConfig>(), size_of::<RailKey>()), (40, 128));
+        assert_eq!((size_of::<CommConfig>(), size_of::<NcclUniqueId>()), (40, 128));
         assert_eq!(std::mem::offset_of!(CommConfig, blocking), 16);
     }
 }

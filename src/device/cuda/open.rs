@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn old_drivers_and_gpus_are_told_what_is_needed() {
+    fn old_drivers_and_gpus_are_refused_with_the_requirement() {
         assert!(is_served(12, 8).is_ok() && is_served(13, 12).is_ok());
         let refused = |cuda, generation| is_served(cuda, generation).unwrap_err().to_string();
         assert!(refused(11, 9).contains("driver for CUDA 11") && refused(11, 9).contains("driver 525"));

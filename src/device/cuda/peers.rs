@@ -4,12 +4,12 @@ use super::CudaDevice;
 use super::backlog::Backlog;
 use super::driver::{RawEvent, RawStream, priorities};
 use super::error::check;
-use super::lent::{Lent, PeerGpu, Peering, may_read, open_link};
-use super::nccl::Rail;
+use super::nccl::NcclCommunicator;
+use super::shared_context::{PeerGpu, Peering, SharedContext, may_read, open_link};
 use super::timeline::StreamWait;
 use crate::device::{Device, DeviceSlice, EventId, MatrixPart, Peers, Stream, Swap, no_rail, still_lent};
 use crate::error::Result;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::units::Bytes;
 use cust::context::ContextHandle;
 use cust::sys;
@@ -71,10 +71,10 @@ fn staged_rows_copy((src, there): (MatrixPart, sys::CUcontext), (dst, here): (Ma
 }
 
 impl Peers for CudaDevice {
-    type Card = Arc<Lent>;
+    type PeerHandle = Arc<SharedContext>;
 
-    fn card(&mut self) -> Arc<Lent> {
-        Arc::new(Lent {
+    fn peer_handle(&mut self) -> Arc<SharedContext> {
+        Arc::new(SharedContext {
             events: self.events.clone(),
             allocations: std::mem::take(&mut self.allocations),
             rings: std::mem::take(&mut self.rings),
@@ -90,39 +90,39 @@ impl Peers for CudaDevice {
         Ok(())
     }
 
-    fn take_back(&mut self) -> Result<()> {
-        let Some(mut lent) = self.peering.as_mut().and_then(|peering| peering.own.take()) else { return Ok(()) };
-        let lent = Arc::get_mut(&mut lent).ok_or_else(still_lent)?;
-        self.allocations.append(&mut lent.allocations);
-        self.rings.append(&mut lent.rings);
+    fn reclaim(&mut self) -> Result<()> {
+        let Some(mut shared_context) = self.peering.as_mut().and_then(|peering| peering.own.take()) else { return Ok(()) };
+        let shared_context = Arc::get_mut(&mut shared_context).ok_or_else(still_lent)?;
+        self.allocations.append(&mut shared_context.allocations);
+        self.rings.append(&mut shared_context.rings);
         Ok(())
     }
 
-    fn admit(&mut self, seat: Seat, cards: Vec<Arc<Lent>>) -> Result<()> {
-        let own = seat.rank;
-        let meet = |lent: Arc<Lent>| {
-            // For peers in other processes `cards` holds this GPU's own handle.
-            let is_own = lent.gpu == self.gpu;
-            let is_direct = is_own || open_link(self.gpu, &lent)?;
-            if !is_own && may_read(lent.gpu, self.gpu)? {
-                cards[own].rings.iter().try_for_each(|(name, ring)| ring.allow(name, lent.gpu))?;
+    fn admit(&mut self, rank_context: RankContext, peer_handles: Vec<Arc<SharedContext>>) -> Result<()> {
+        let own = rank_context.rank;
+        let meet = |shared_context: Arc<SharedContext>| {
+            // For peers in other processes `peer_handles` holds this GPU's own handle.
+            let is_own = shared_context.gpu == self.gpu;
+            let is_direct = is_own || open_link(self.gpu, &shared_context)?;
+            if !is_own && may_read(shared_context.gpu, self.gpu)? {
+                peer_handles[own].rings.iter().try_for_each(|(name, ring)| ring.allow(name, shared_context.gpu))?;
             }
-            Ok(PeerGpu { lent, is_direct })
+            Ok(PeerGpu { shared_context, is_direct })
         };
-        let gpus = cards.iter().cloned().map(meet).collect::<Result<_>>()?;
+        let gpus = peer_handles.iter().cloned().map(meet).collect::<Result<_>>()?;
         let (_, most_urgent) = priorities()?;
         for &stream in &Stream::WITH_PEERS[self.streams.len()..] {
             self.streams.push(RawStream::new(most_urgent)?);
             self.timeline.add(stream);
         }
         let backlogs = self.streams.iter().map(|_| Backlog::new(|| RawEvent::new(false))).collect::<Result<_>>()?;
-        self.peering = Some(Peering { own: Some(cards[own].clone()), seat, gpus, backlogs });
+        self.peering = Some(Peering { own: Some(peer_handles[own].clone()), rank_context, gpus, backlogs });
         Ok(())
     }
 
     fn wait_for(&mut self, stream: Stream, peer: usize, event: EventId) -> Result<()> {
         let Some(peering) = &self.peering else { return Ok(()) };
-        let event = peering.gpus[peer].lent.events[event.0 as usize].clone();
+        let event = peering.gpus[peer].shared_context.events[event.0 as usize].clone();
         self.wait_until_passed(stream, &event, StreamWait::Peers)
     }
 
@@ -140,9 +140,9 @@ impl Peers for CudaDevice {
         assert_eq!(src.bytes(), dst.bytes(), "pull");
         self.check_memory(dst)?;
         let Some(peering) = self.peering.as_ref().filter(|_| src.bytes() > 0) else { return Ok(()) };
-        let PeerGpu { lent, is_direct } = &peering.gpus[peer];
-        lent.allocated.check(src)?;
-        let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
+        let PeerGpu { shared_context, is_direct } = &peering.gpus[peer];
+        shared_context.allocated.check(src)?;
+        let (here, there, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
         let (from, to, bytes) = (src.addr(), dst.addr(), src.bytes());
         self.timed(stream, "pull", |raw| {
             // SAFETY: sizes agree. The peer's memory and context live as long as this device, whose streams end first. The protocol between
@@ -158,19 +158,19 @@ impl Peers for CudaDevice {
         })
     }
 
-    fn connect(&mut self, key: &RailKey, libraries: &[PathBuf]) -> Result<()> {
+    fn connect(&mut self, key: &NcclUniqueId, libraries: &[PathBuf]) -> Result<()> {
         let Some(peering) = &self.peering else { return Err(no_rail()) };
-        self.rail = Some(Rail::open(libraries, key, &peering.seat, self.context.get_inner())?);
+        self.communicator = Some(NcclCommunicator::open(libraries, key, &peering.rank_context, self.context.get_inner())?);
         Ok(())
     }
 
     fn swap(&mut self, swaps: impl Iterator<Item = Swap>) -> Result<()> {
         let swaps: Vec<Swap> = swaps.collect();
         swaps.iter().flat_map(|swap| [swap.out, swap.into]).try_for_each(|memory| self.check_memory(memory))?;
-        let (Some(rail), Some(peering)) = (&self.rail, &self.peering) else { return Err(no_rail()) };
+        let (Some(communicator), Some(peering)) = (&self.communicator, &self.peering) else { return Err(no_rail()) };
         let raw = &self.streams[Stream::Compute as usize];
         let span = self.timeline.begin(raw, Stream::Compute, "swap")?;
-        rail.swap(raw, &swaps, &peering.seat)?;
+        communicator.swap(raw, &swaps, &peering.rank_context)?;
         self.timeline.end(raw, span)
     }
 
@@ -180,9 +180,9 @@ impl Peers for CudaDevice {
         assert!(src.fits(dst), "pull {src:?} to {dst:?}");
         self.check_memory(dst.memory)?;
         let Some(peering) = self.peering.as_ref() else { return Ok(()) };
-        let PeerGpu { lent, is_direct } = &peering.gpus[peer];
-        lent.allocated.check(src.memory)?;
-        let (here, there, is_direct) = (self.context.get_inner(), lent.context.get_inner(), *is_direct);
+        let PeerGpu { shared_context, is_direct } = &peering.gpus[peer];
+        shared_context.allocated.check(src.memory)?;
+        let (here, there, is_direct) = (self.context.get_inner(), shared_context.context.get_inner(), *is_direct);
         self.timed(stream, "pull", |raw| {
             // SAFETY: as for whole slices; every row lies between the first and the last element, which are inside.
             let status = unsafe {

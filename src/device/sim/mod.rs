@@ -15,7 +15,7 @@ use crate::memory::DeviceMemory;
 use crate::memory::{Addressing, MemorySpace, RingShape};
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
-use crate::ranks::{RailKey, Seat};
+use crate::ranks::{NcclUniqueId, RankContext};
 use crate::trace::Recorder;
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ pub(crate) struct SimDevice {
     /// Rank of this device.
     rank: usize,
     /// Number of ranks in a process.
-    mates: usize,
+    local_ranks: usize,
 }
 
 impl SimDevice {
@@ -55,13 +55,13 @@ impl SimDevice {
         let (bytes_per_s, wake_up_s) = (rates.adam_bytes_per_s(workers.0, workers.1, workers.2), rates.wake_up_s);
         let pool = SimPool { world: world.clone(), bytes_per_s, wake_up_s };
         let device =
-            Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0, mates: usize::MAX };
+            Self { name: name.into(), rates: rates.clone(), memory: on.1, world, next_addr: ALIGN_BYTES, rank: 0, local_ranks: usize::MAX };
         (device, pool)
     }
 
-    /// Places this device among `mates` ranks of its process; further ranks belong to other processes.
-    pub(crate) fn among(self, mates: usize) -> Self {
-        Self { mates, ..self }
+    /// Places this device among `local_ranks` ranks of its process; further ranks belong to other processes.
+    pub(crate) fn among(self, local_ranks: usize) -> Self {
+        Self { local_ranks, ..self }
     }
 
     /// Enqueues an operation that takes `seconds` without contention; the driver is busy for the duration of a launch.
@@ -73,7 +73,7 @@ impl SimDevice {
 
     fn enqueue_pull(&mut self, stream: Stream, peer: usize, bytes: usize) {
         let rates = &self.rates;
-        let (kind, seconds) = if peer / self.mates != self.rank / self.mates {
+        let (kind, seconds) = if peer / self.local_ranks != self.rank / self.local_ranks {
             (OpKind::OverHosts, rates.between_hosts().exchange_s(bytes))
         } else if peer != self.rank {
             (OpKind::FromPeer, rates.latency_s + bytes as f64 / rates.peer_bytes_per_s)
@@ -97,20 +97,20 @@ impl<K: Kernel> Launch<K> for SimDevice {
 
 /// Peers behave exactly like this device, so their events are represented by its own events.
 impl Peers for SimDevice {
-    type Card = ();
+    type PeerHandle = ();
 
-    fn card(&mut self) {}
+    fn peer_handle(&mut self) {}
 
     fn leave(&mut self) -> Result<()> {
         Ok(())
     }
 
-    fn take_back(&mut self) -> Result<()> {
+    fn reclaim(&mut self) -> Result<()> {
         Ok(())
     }
 
-    fn admit(&mut self, seat: Seat, _cards: Vec<()>) -> Result<()> {
-        self.rank = seat.rank;
+    fn admit(&mut self, context: RankContext, _cards: Vec<()>) -> Result<()> {
+        self.rank = context.rank;
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl Peers for SimDevice {
         Ok(())
     }
 
-    fn connect(&mut self, _: &RailKey, _: &[PathBuf]) -> Result<()> {
+    fn connect(&mut self, _: &NcclUniqueId, _: &[PathBuf]) -> Result<()> {
         Ok(())
     }
 

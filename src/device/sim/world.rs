@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn what_works_at_the_same_time_slows_each_other() {
+    fn concurrent_operations_slow_each_other() {
         // Copies in both directions run at half speed, and so do copies beside Adam: see `round_rates`.
         let mut world = world();
         world.enqueue(Stream::D2h, work(OpKind::ToHost, 100.0));
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_from_peers_are_in_the_way_of_what_they_pass() {
+    fn copies_from_peers_slow_the_links_they_cross() {
         use OpKind::{Adam, FromPeer, ToHost};
         // A copy of 100 ns to the host beside a pull of the same time, and the optimizer beside a pull.
         let ends = |peer_route, beside| {

@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_connects_two_gpus_is_nvlink_where_there_is_one() {
+    fn the_link_of_two_gpus_is_nvlink_where_there_is_one() {
         let gpus = ["00000000:0F:00.0", "00000000:1F:00.0", "00000000:2F:00.0"].map(String::from);
         let ends = |at: &[&str]| at.iter().map(|at| at.to_string()).collect::<Vec<_>>();
         let between = |ours: &[&str], theirs: &[&str]| {

@@ -39,7 +39,7 @@ fn windows_of(shape: Result<ModelShape>) -> Vec<Option<usize>> {
 }
 
 #[test]
-fn families_differ_where_transformers_says() {
+fn families_differ_as_in_transformers() {
     let biases = |s: &ModelShape| {
         let LayerShape { attn, mlp, .. } = s.layers[0];
         (attn.qkv_bias, attn.out_bias, mlp.ffn().bias)
@@ -69,7 +69,7 @@ fn experts(architecture: &str, changes: Value) -> Result<ModelShape> {
 }
 
 #[test]
-fn experts_are_what_the_family_says() {
+fn experts_match_the_family_s_row() {
     let moe = |shape: Result<ModelShape>| shape.unwrap().layers[1].mlp.moe().unwrap();
     let qwen3 = moe(experts("Qwen3MoeForCausalLM", json!({})));
     assert_eq!((qwen3.experts, qwen3.top_k, qwen3.ffn.width, qwen3.rule), (8, 2, 12, RouterRule::All));
@@ -155,7 +155,7 @@ fn yarn_s_attention_factor_is_the_file_s_or_follows_from_the_stretch() {
 }
 
 #[test]
-fn longrope_stretches_by_what_the_file_says() {
+fn longrope_stretches_by_the_file_s_factors() {
     let scaling = |kind: &str| json!({"type": kind, "short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 2.0, 3.0, 4.0]});
     let read = |kind: &str, original: usize| {
         let changes = json!({"rope_scaling": scaling(kind), "original_max_position_embeddings": original});
@@ -214,7 +214,7 @@ fn layers_without_rope() {
 }
 
 #[test]
-fn what_cannot_be_trained_is_named() {
+fn unsupported_architectures_are_named() {
     let cases = [
         (with("DeepseekV3ForCausalLM", json!({})), "DeepseekV3ForCausalLM"),
         (with("LlamaForCausalLM", json!({"num_experts": 4})), "num_experts = 4"),

@@ -255,7 +255,7 @@ fn fused_and_transposed_weights_take_their_original_form() {
 const LM_HEAD: &str = "lm_head.weight";
 
 #[test]
-fn shards_keep_their_limit_and_the_index_says_where_everything_is() {
+fn shards_keep_their_limit_and_the_index_locates_every_tensor() {
     let (_dir, out, model) = exported("LlamaForCausalLM", sharded(6000));
     let index: Value = serde_json::from_slice(&fs::read(out.join(INDEX)).unwrap()).unwrap();
     assert_eq!(index["metadata"]["total_size"], model.table.params() * 4);
@@ -276,7 +276,7 @@ fn shards_keep_their_limit_and_the_index_says_where_everything_is() {
 }
 
 #[test]
-fn the_dtype_is_the_configurations_or_the_callers_and_the_configuration_says_which() {
+fn the_dtype_is_the_configurations_or_the_callers_and_the_export_records_it() {
     let cases = [
         (json!({"torch_dtype": "bfloat16"}), None, Dtype::Bfloat16, json!({"torch_dtype": "bfloat16"})),
         (json!({"dtype": "float16"}), None, Dtype::Float16, json!({"dtype": "float16"})),
@@ -288,7 +288,7 @@ fn the_dtype_is_the_configurations_or_the_callers_and_the_configuration_says_whi
             json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
         ),
     ];
-    for (keys, wanted, dtype, said) in cases {
+    for (keys, wanted, dtype, output) in cases {
         let mut config = config("Qwen3ForCausalLM");
         config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
         let (dir, model) = (tempfile::tempdir().unwrap(), model(&config));
@@ -305,7 +305,7 @@ fn the_dtype_is_the_configurations_or_the_callers_and_the_configuration_says_whi
         assert_eq!(bits(&model.load(&out).unwrap()), bits(&rounded));
         let written: Value = serde_json::from_slice(&fs::read(out.join(CONFIG)).unwrap()).unwrap();
         for key in ["dtype", "torch_dtype"] {
-            assert_eq!(written.get(key), said.get(key));
+            assert_eq!(written.get(key), output.get(key));
         }
         assert_eq!(written["rms_norm_eps"], config["rms_norm_eps"]);
     }
@@ -619,7 +619,7 @@ fn weights_that_are_not_finite_are_refused_with_tensor_and_element() {
         (FileDtype::F16, |x| f16::from_f32(x).to_le_bytes().into()),
     ];
     for (dtype, bytes) in formats {
-        for (value, said) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+        for (value, output) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
             let (_dir, out, model) = exported("Qwen3ForCausalLM", Options::default());
             edit(&out, |tensors| {
                 // More elements than a block of the reader.
@@ -628,7 +628,7 @@ fn weights_that_are_not_finite_are_refused_with_tensor_and_element() {
                 let elem = |idx: usize| bytes(if idx == 700 { value } else { 0.5 });
                 (*file_dtype, *data) = (dtype, (0..37 * 24).flat_map(elem).collect());
             });
-            let parts = ["model.safetensors: ", "model.embed_tokens.weight", &format!("holds {said} at element 700 of [37, 24]")];
+            let parts = ["model.safetensors: ", "model.embed_tokens.weight", &format!("holds {output} at element 700 of [37, 24]")];
             assert_error(model.load(&out), &parts);
         }
     }

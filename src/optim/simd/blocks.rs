@@ -72,7 +72,7 @@ impl AdamKernels {
                 pass(&mut arrays, access, block..block + BLOCK);
             }
             next = stop;
-            watch.ask();
+            watch.poll();
         }
         (next, arrays)
     }

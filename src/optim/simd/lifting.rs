@@ -32,7 +32,7 @@ impl DenormalWatch {
     #[inline(always)]
     pub(super) fn new(isa: Isa) -> Self {
         let mut watch = Self { isa, spans_left: 0 };
-        watch.ask();
+        watch.poll();
         watch
     }
 
@@ -44,7 +44,7 @@ impl DenormalWatch {
 
     /// Begins checking if the CPU's flags are set.
     #[inline(always)]
-    pub(super) fn ask(&mut self) {
+    pub(super) fn poll(&mut self) {
         if self.isa != Isa::Scalar && shells::denormals_noted() {
             self.spans_left = Self::SPANS;
         }

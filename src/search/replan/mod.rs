@@ -1,7 +1,7 @@
 //! Replanning during a run, based on its measured steps: other locations of buckets, activations and weights, and other numbers of slots.
 //! Settings that the user fixed, and the cut of steps and buckets, stay.
 
-pub(crate) mod pace;
+pub(crate) mod observed_rates;
 #[cfg(all(test, feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow"))]
 pub(crate) mod tests;
 
@@ -16,7 +16,7 @@ use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
-use pace::Pace;
+use observed_rates::ObservedRates;
 use std::fmt;
 use std::sync::Arc;
 
@@ -29,29 +29,29 @@ const MOVED_BYTES_PER_S: f64 = 4e9;
 
 /// Inputs of a replanning search.
 #[derive(Clone, Debug)]
-pub(crate) struct Question {
+pub(crate) struct ReplanRequest {
     pub(crate) settings: Settings,
     pub(crate) shape: ModelShape,
     /// The present plan, with the rates that it was made for.
     pub(crate) plan: Plan,
-    pub(crate) pace: Pace,
+    pub(crate) observed_rates: ObservedRates,
     /// The rates that the plan assumes, if they are known.
-    pub(crate) assumed: Option<Pace>,
+    pub(crate) assumed: Option<ObservedRates>,
     pub(crate) steps_left: u64,
 }
 
 /// The result of a replanning search.
 #[derive(Clone, Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ReplanAnswer {
     /// The expected rates under the plan that the run has afterwards.
-    pub(crate) assumed: Pace,
+    pub(crate) assumed: ObservedRates,
     /// Another plan, if it pays off.
-    pub(crate) change: Option<Change>,
+    pub(crate) change: Option<PlanChange>,
 }
 
 /// Another plan and the reason for it.
 #[derive(Clone, Debug)]
-pub(crate) struct Change {
+pub(crate) struct PlanChange {
     pub(crate) plan: Plan,
     from: Plan,
     why: String,
@@ -60,21 +60,21 @@ pub(crate) struct Change {
     after_ms: f64,
 }
 
-impl Question {
+impl ReplanRequest {
     /// Searches for a better plan.
     ///
     /// # Errors
     /// `Resource` if nothing can be simulated.
-    pub(crate) fn answer(&self) -> Result<Answer> {
+    pub(crate) fn answer(&self) -> Result<ReplanAnswer> {
         if self.assumed.is_none() {
             let assumed = self.simulate(&self.plan.machine, super::STEPS)?;
-            if !self.pace.has_left(&assumed) {
-                return Ok(Answer { assumed, change: None });
+            if !self.observed_rates.has_left(&assumed) {
+                return Ok(ReplanAnswer { assumed, change: None });
             }
         }
-        let (machine, steps) = (&self.plan.machine, self.pace.steps());
+        let (machine, steps) = (&self.plan.machine, self.observed_rates.steps());
         let by_profile = self.simulate(machine, steps)?;
-        let machine = Machine { rates: Arc::new(self.pace.rates(&by_profile, &machine.rates)), ..machine.clone() };
+        let machine = Machine { rates: Arc::new(self.observed_rates.rates(&by_profile, &machine.rates)), ..machine.clone() };
         let assumed = self.simulate(&machine, steps)?;
         let settings = self.plan.fixed(&self.settings);
         let query = SearchQuery { settings: &settings, shape: &self.shape, machine: &machine, scope: Scope::places(steps) };
@@ -85,11 +85,11 @@ impl Question {
         };
         let best = best.filter(|best| self.pays(&best.plan, assumed.step_s, best.mean_s()));
         let Some((best, plan)) = best.and_then(|best| self.planned(best, &machine)) else {
-            return Ok(Answer { assumed, change: None });
+            return Ok(ReplanAnswer { assumed, change: None });
         };
         let (why, after_s) = (self.why(&by_profile), best.mean_s());
-        let change = Change { from: self.plan.clone(), why, before_ms: assumed.step_s * 1e3, after_ms: after_s * 1e3, plan };
-        Ok(Answer { assumed: Pace::of(&best.outcome), change: Some(change) })
+        let change = PlanChange { from: self.plan.clone(), why, before_ms: assumed.step_s * 1e3, after_ms: after_s * 1e3, plan };
+        Ok(ReplanAnswer { assumed: ObservedRates::of(&best.outcome), change: Some(change) })
     }
 
     /// The candidate with a plan that includes the run's timeline, if that fits.
@@ -100,10 +100,10 @@ impl Question {
     }
 
     /// The simulated rates of the present plan on `machine`.
-    fn simulate(&self, machine: &Machine, steps: Steps) -> Result<Pace> {
+    fn simulate(&self, machine: &Machine, steps: Steps) -> Result<ObservedRates> {
         let plan = Plan { machine: machine.clone(), ..self.plan.clone() };
         let (outcome, ..) = simulate(&plan, &self.shape, &machine.rates.profile, steps, 0)?;
-        Ok(Pace::of(&outcome))
+        Ok(ObservedRates::of(&outcome))
     }
 
     fn pays(&self, plan: &Plan, before_s: f64, after_s: f64) -> bool {
@@ -112,12 +112,12 @@ impl Question {
     }
 
     /// A description of how the run deviates from the profile.
-    fn why(&self, by_profile: &Pace) -> String {
-        let [adam, device] = self.pace.relative_to(by_profile);
+    fn why(&self, by_profile: &ObservedRates) -> String {
+        let [adam, device] = self.observed_rates.relative_to(by_profile);
         let percent = |share: f64| format!("{:.0} %", share * 1e2);
         format!(
             "{} of steps are clipped, the optimizer has {} of its assumed rate, the device {}",
-            percent(self.pace.clipped_share),
+            percent(self.observed_rates.clipped_share),
             percent(adam),
             percent(device)
         )
@@ -136,7 +136,7 @@ fn move_s(from: &Plan, to: &Plan) -> f64 {
     (parts / to.ranks as f64 + weights) / MOVED_BYTES_PER_S
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for PlanChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let resident = |plan: &Plan| plan.layout.count() - plan.layout.offloaded();
         let of = |plan: &Plan| {

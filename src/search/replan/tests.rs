@@ -1,8 +1,8 @@
 //! Simulated runs on machines that deviate from their profile: the rates that they measure, the answers of the search, and whether the next
 //! steps are as fast as predicted.
 
-use super::pace::{Pace, RecentSteps, WINDOW};
-use super::{Change, Question};
+use super::observed_rates::{ObservedRates, RecentSteps, WINDOW};
+use super::{PlanChange, ReplanRequest};
 use crate::config::options::{ActivationsChoice, ResidentBuckets, Technique};
 use crate::config::settings::Settings;
 use crate::device::DeviceKind;
@@ -84,9 +84,9 @@ impl SimulatedRun {
         (plan, dev, Pool::Simulated(pool))
     }
 
-    fn question(&self, plan: &Plan, pace: Pace, assumed: Option<Pace>, steps_left: u64) -> Question {
+    fn question(&self, plan: &Plan, observed_rates: ObservedRates, assumed: Option<ObservedRates>, steps_left: u64) -> ReplanRequest {
         let (settings, shape) = (self.settings.clone(), self.shape.clone());
-        Question { settings, shape, plan: plan.clone(), pace, assumed, steps_left }
+        ReplanRequest { settings, shape, plan: plan.clone(), observed_rates, assumed, steps_left }
     }
 }
 
@@ -98,7 +98,7 @@ fn ready(mut engine: Engine<SimDevice>) -> Engine<SimDevice> {
 }
 
 /// Rates of the next steps.
-fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> Pace {
+fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> ObservedRates {
     let (mut window, mut tokens) = (RecentSteps::default(), RandomTokens::new(0, engine.shape().vocab));
     let first = engine.train_step();
     // The first steps differ: there are no deferred updates yet.
@@ -111,27 +111,27 @@ fn watch(engine: &mut Engine<SimDevice>, clip: Clip) -> Pace {
             window.add(&report, time);
         }
     }
-    window.pace().unwrap()
+    window.observed_rates().unwrap()
 }
 
 const EVERY_TENTH: &str = "every-10";
 
 /// Replans a run that measures `rates`. Returns its mean step before and after.
-fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> (f64, f64, Change) {
+fn replanned((run, plan): (&SimulatedRun, &Plan), rates: &Rates, clip: &str) -> (f64, f64, PlanChange) {
     let clip = clip.parse().unwrap();
     let mut engine = run.start(plan, rates);
-    let pace = watch(&mut engine, clip);
-    let before_s = pace.step_s;
-    let answer = run.question(plan, pace, None, 1000).answer().unwrap();
+    let observed_rates = watch(&mut engine, clip);
+    let before_s = observed_rates.step_s;
+    let answer = run.question(plan, observed_rates, None, 1000).answer().unwrap();
     let change = answer.change.expect("another plan");
     assert!(engine.replan(change.plan.clone()).unwrap().is_none());
-    let pace = watch(&mut engine, clip);
-    let after_s = pace.step_s;
-    assert!(!pace.has_left(&answer.assumed), "it would ask again: {pace:?} is not {:?}", answer.assumed);
-    let said = [change.before_ms / 1e3 / before_s, change.after_ms / 1e3 / after_s];
-    assert!(said.iter().all(|said| (0.95..1.05).contains(said)), "{change}, but it was {before_s:.3} -> {after_s:.3} s");
+    let observed_rates = watch(&mut engine, clip);
+    let after_s = observed_rates.step_s;
+    assert!(!observed_rates.has_left(&answer.assumed), "it would ask again: {observed_rates:?} is not {:?}", answer.assumed);
+    let text = [change.before_ms / 1e3 / before_s, change.after_ms / 1e3 / after_s];
+    assert!(text.iter().all(|text| (0.95..1.05).contains(text)), "{change}, but it was {before_s:.3} -> {after_s:.3} s");
     // A second search does not change the plan again.
-    let again = run.question(engine.plan(), pace, Some(answer.assumed), 1000).answer().unwrap();
+    let again = run.question(engine.plan(), observed_rates, Some(answer.assumed), 1000).answer().unwrap();
     assert!(again.change.is_none(), "{}, and then {}", change, again.change.unwrap());
     (before_s, after_s, change)
 }
@@ -156,20 +156,20 @@ fn a_run_that_is_always_clipped_is_planned_for_it() {
 #[test]
 fn a_run_that_goes_as_assumed_or_is_nearly_over_keeps_its_plan() {
     let (run, plan) = SimulatedRun::plain();
-    let pace = watch(&mut run.start(&plan, &run.machine.rates), EVERY_TENTH.parse().unwrap());
-    assert!(run.question(&plan, pace, None, 1000).answer().unwrap().change.is_none());
+    let observed_rates = watch(&mut run.start(&plan, &run.machine.rates), EVERY_TENTH.parse().unwrap());
+    assert!(run.question(&plan, observed_rates, None, 1000).answer().unwrap().change.is_none());
     let slow = run.machine.rates.with_faster_host(0.5);
-    let pace = watch(&mut run.start(&plan, &slow), EVERY_TENTH.parse().unwrap());
-    assert!(run.question(&plan, pace, None, 1).answer().unwrap().change.is_none(), "one step does not pay for a move");
+    let observed_rates = watch(&mut run.start(&plan, &slow), EVERY_TENTH.parse().unwrap());
+    assert!(run.question(&plan, observed_rates, None, 1).answer().unwrap().change.is_none(), "one step does not pay for a move");
 }
 
 #[test]
-fn what_a_person_asked_for_stays() {
+fn explicit_settings_survive_a_replan() {
     let (resident_buckets, activations) = (ResidentBuckets::Count(4), ActivationsChoice::RecomputeBlock);
     let run = SimulatedRun::new(Settings { resident_buckets, activations, ..Settings::default() });
     let plan = run.plan();
-    let pace = watch(&mut run.start(&plan, &run.machine.rates.with_faster_host(0.5)), EVERY_TENTH.parse().unwrap());
-    let change = run.question(&plan, pace, None, 1000).answer().unwrap().change;
+    let observed_rates = watch(&mut run.start(&plan, &run.machine.rates.with_faster_host(0.5)), EVERY_TENTH.parse().unwrap());
+    let change = run.question(&plan, observed_rates, None, 1000).answer().unwrap().change;
     assert!(change.is_none_or(|change| (change.plan.layout, change.plan.layer_policies) == (plan.layout, plan.layer_policies)));
 }
 
@@ -199,8 +199,8 @@ fn w2_in_80_gib_beside_an_adam_of_4_gparam_a_second_gains_more_than_a_tenth() {
     if std::env::var_os("SUPEROFFLOAD_RECORD").is_some() {
         fs::write(&path, format!("{line}\n")).unwrap();
     }
-    let told: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    for (told, now) in told["step_ms"].as_array().unwrap().iter().zip(step_ms) {
-        assert!((told.as_f64().unwrap() / now - 1.0).abs() < 0.03, "the line says {told} ms, and it is {now}: {line}");
+    let message: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    for (message, now) in message["step_ms"].as_array().unwrap().iter().zip(step_ms) {
+        assert!((message.as_f64().unwrap() / now - 1.0).abs() < 0.03, "the line says {message} ms, and it is {now}: {line}");
     }
 }

@@ -15,7 +15,7 @@ struct WatchedRun {
     engine: Engine<SimDevice>,
     watch: PlanWatch,
     tokens: RandomTokens,
-    told: Vec<(u64, String)>,
+    message: Vec<(u64, String)>,
     step_ms: Vec<f64>,
 }
 
@@ -24,7 +24,7 @@ impl WatchedRun {
     fn new(run: &SimulatedRun, plan: &Plan, rates: &Rates) -> Self {
         let engine = run.start(plan, rates);
         let tokens = RandomTokens::new(0, engine.shape().vocab);
-        Self { engine, watch: PlanWatch::new(run.settings.clone()), tokens, told: Vec::new(), step_ms: Vec::new() }
+        Self { engine, watch: PlanWatch::new(run.settings.clone()), tokens, message: Vec::new(), step_ms: Vec::new() }
     }
 
     /// Goes on until `last`, a step.
@@ -38,15 +38,15 @@ impl WatchedRun {
             let time = Duration::from_nanos(self.engine.now_ns() - start_ns);
             self.step_ms.push(time.as_secs_f64() * 1e3);
             match self.watch.next((self.engine.plan(), self.engine.shape()), (step, 1000), &report, time).unwrap() {
-                Next::Stay => {}
-                Next::Note(words) => self.told.push((step, words)),
-                Next::Move(plan, words) => {
+                ReplanStep::Stay => {}
+                ReplanStep::Note(words) => self.message.push((step, words)),
+                ReplanStep::Move(plan, words) => {
                     assert!(self.engine.replan(plan).unwrap().is_none());
-                    self.told.push((step, format!("moved: {words}")));
+                    self.message.push((step, format!("moved: {words}")));
                 }
             }
             // A search takes no simulated time: the next step finds its answer.
-            while self.watch.asked.as_ref().is_some_and(|asked| !asked.is_finished()) {
+            while self.watch.pending_search.as_ref().is_some_and(|pending_search| !pending_search.is_finished()) {
                 sleep(Duration::from_millis(1));
             }
         }
@@ -82,15 +82,15 @@ fn a_recorded_run_goes_as_it_went() {
         let all: Vec<f64> = lines[line]["step_ms"].as_array().unwrap()[steps].iter().map(|ms| ms.as_f64().unwrap()).collect();
         all.iter().sum::<f64>() / all.len() as f64
     };
-    let said = lines[0]["said"][0].as_str().unwrap();
-    let percent = |before: &str| said.split_once(before).unwrap().1.split_once(" %").unwrap().0.parse::<f64>().unwrap() / 1e2;
+    let output = lines[0]["said"][0].as_str().unwrap();
+    let percent = |before: &str| output.split_once(before).unwrap().1.split_once(" %").unwrap().0.parse::<f64>().unwrap() / 1e2;
     let [adam, device] = ["the optimizer has ", "the device "].map(percent);
     let run = SimulatedRun::on_h200("qwen3-4b", 48, Settings { per_device_train_batch_size: 4, ..Settings::default() });
     let rates = run.machine.rates.with_faster_host(adam).with_faster_device(device);
     let mut watched = WatchedRun::new(&run, &run.plan(), &rates);
     watched.go(ANSWERED + WEIGHED, "always");
-    let [(moved, _), (_, gained)] = &watched.told[..] else { panic!("{:?}", watched.told) };
-    assert_eq!((*moved, gained.starts_with("the plan gained ")), (ANSWERED, true), "{:?}", watched.told);
+    let [(moved, _), (_, gained)] = &watched.message[..] else { panic!("{:?}", watched.message) };
+    assert_eq!((*moved, gained.starts_with("the plan gained ")), (ANSWERED, true), "{:?}", watched.message);
     let [before, after] = [watched.mean_ms(3..=ANSWERED), watched.mean_ms(ANSWERED + 3..=ANSWERED + WEIGHED)];
     // The recorded run moved after 25 steps.
     for (name, simulated, measured) in
@@ -107,29 +107,29 @@ fn a_run_whose_clip_rate_falls_goes_to_another_plan_and_back() {
     let planned = watched.places();
     watched.go(ANSWERED + WEIGHED, "always");
     let there = watched.places();
-    let [(moved, why), (weighed, gained)] = &watched.told[..] else { panic!("{:?}", watched.told) };
+    let [(moved, why), (weighed, gained)] = &watched.message[..] else { panic!("{:?}", watched.message) };
     assert_eq!([*moved, *weighed], [ANSWERED, ANSWERED + WEIGHED]);
     assert!(there != planned && why.contains("100 % of steps are clipped"), "{why}");
     assert!(gained.starts_with("the plan gained "), "{gained}");
     watched.go(ANSWERED + 5 * REST_STEPS, "every-10");
-    let [back, rest @ ..] = &watched.told[2..] else { panic!("{:?}", watched.told) };
-    assert!(back.1.starts_with("moved: ") && rest.iter().all(|(_, words)| !words.starts_with("moved")), "{:?}", watched.told);
+    let [back, rest @ ..] = &watched.message[2..] else { panic!("{:?}", watched.message) };
+    assert!(back.1.starts_with("moved: ") && rest.iter().all(|(_, words)| !words.starts_with("moved")), "{:?}", watched.message);
     // Not before its rest is over, and then to the plan that it began with, or one that is as fast.
-    assert!(back.0 > ANSWERED + 2 * REST_STEPS, "{:?}", watched.told);
+    assert!(back.0 > ANSWERED + 2 * REST_STEPS, "{:?}", watched.message);
     let mut fresh = WatchedRun::new(&run, &plan, &run.machine.rates);
     fresh.go(40, "every-10");
-    assert!(fresh.told.is_empty(), "{:?}", fresh.told);
+    assert!(fresh.message.is_empty(), "{:?}", fresh.message);
     let [now, at_first] = [watched.mean_ms(ANSWERED + 5 * REST_STEPS - 19..=ANSWERED + 5 * REST_STEPS), fresh.mean_ms(21..=40)];
-    assert!(now < 1.02 * at_first, "{at_first:.1} ms a step at first, {now:.1} after all: {:?}", watched.told);
+    assert!(now < 1.02 * at_first, "{at_first:.1} ms a step at first, {now:.1} after all: {:?}", watched.message);
 }
 
 #[test]
-fn a_move_whose_steps_are_clipped_otherwise_than_those_before_is_told_without_a_gain() {
+fn a_plan_change_with_another_clip_rate_is_logged_without_a_gain() {
     let (run, plan) = SimulatedRun::plain();
     let mut watched = WatchedRun::new(&run, &plan, &run.machine.rates);
     watched.go(ANSWERED, "always");
     watched.go(ANSWERED + WEIGHED, "every-10");
-    let [_, (weighed, words)] = &watched.told[..] else { panic!("{:?}", watched.told) };
+    let [_, (weighed, words)] = &watched.message[..] else { panic!("{:?}", watched.message) };
     assert_eq!(*weighed, ANSWERED + WEIGHED);
     assert!(words.starts_with("what the plan gained cannot be told: 100 % of steps were clipped before, 10 % since"), "{words}");
 }

@@ -7,7 +7,7 @@ use superoffload::internals::device::Kernels;
 use superoffload::internals::hardware::Topology;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
 use superoffload::internals::memory::Addressing;
-use superoffload::internals::probe::{Samples, States, Timer, kernels::Small};
+use superoffload::internals::probe::{Samples, States, Timer, kernels::SmallKernels};
 use superoffload::{Error, Result};
 
 /// Sizes and durations of the cases.
@@ -61,7 +61,7 @@ pub struct DeviceBench<'a, D> {
     /// Physical limits of the machine.
     pub limits: Limits,
     /// Measured launch times.
-    pub small: Small,
+    pub small: SmallKernels,
     /// The facts that every output line contains.
     pub facts: Facts,
 }

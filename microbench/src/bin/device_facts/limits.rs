@@ -5,7 +5,7 @@ use superoffload::Result;
 use superoffload::internals::hardware::{GpuFacts, Topology};
 use superoffload::internals::host::workers_beside_others;
 use superoffload::internals::memory::Addressing;
-use superoffload::internals::probe::{States, Triad, Workers, kernels::Small};
+use superoffload::internals::probe::{States, Triad, Workers, kernels::SmallKernels};
 
 /// A physical limit, or the best known rate.
 #[derive(Clone, Debug)]
@@ -43,7 +43,7 @@ impl Limits {
         topology: &Topology,
         states: &States,
         addressing: Option<Addressing>,
-        (facts, small): (&Facts, &Small),
+        (facts, small): (&Facts, &SmallKernels),
         time_s: f64,
     ) -> Result<Self> {
         let cpus = topology.usable_cpus().map_or(1, |usable| usable.count());

@@ -10,7 +10,7 @@ use superoffload::internals::device::{Device, DeviceSlice, Kernels, Stream, Zero
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
 use superoffload::internals::memory::{Addressing, MemorySpace};
-use superoffload::internals::probe::{Samples, Way};
+use superoffload::internals::probe::{CopyDirection, Samples};
 
 /// The smallest copy.
 const SMALLEST_BYTES: usize = 4 << 10;
@@ -28,37 +28,37 @@ struct LinkMemory {
 }
 
 impl LinkMemory {
-    fn enqueue<D: Device>(&self, dev: &mut D, way: Way, bytes: usize) -> Result<()> {
+    fn enqueue<D: Device>(&self, dev: &mut D, way: CopyDirection, bytes: usize) -> Result<()> {
         let (host, device) = self.of(way, bytes);
         match way {
-            Way::ToHost => dev.copy_d2h(way.stream(), device, host),
-            Way::ToDevice => dev.copy_h2d(way.stream(), host, device),
+            CopyDirection::ToHost => dev.copy_d2h(way.stream(), device, host),
+            CopyDirection::ToDevice => dev.copy_h2d(way.stream(), host, device),
         }
     }
 
-    fn of(&self, way: Way, bytes: usize) -> (PinnedSlice, DeviceSlice) {
+    fn of(&self, way: CopyDirection, bytes: usize) -> (PinnedSlice, DeviceSlice) {
         (self.host[way as usize].slice(0, bytes), self.device[way as usize].slice(0, bytes / 4))
     }
 
     /// Writes new values to the source of `way` and zeros to its destination. Returns the seed of the values.
-    fn prepare<D: Kernels>(&mut self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize) -> Result<u32> {
+    fn prepare<D: Kernels>(&mut self, bench: &mut DeviceBench<'_, D>, way: CopyDirection, bytes: usize) -> Result<u32> {
         self.seed += 1;
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
-        fill_from(bench.memory, if way == Way::ToHost { check } else { host }, &values(self.seed, PATTERN));
+        fill_from(bench.memory, if way == CopyDirection::ToHost { check } else { host }, &values(self.seed, PATTERN));
         match way {
-            Way::ToHost => {
+            CopyDirection::ToHost => {
                 fill(bench.memory, host, 0f32);
                 bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, device))?;
             }
-            Way::ToDevice => _ = bench.timer.seconds(|dev| dev.launch(Zero { x: device }))?,
+            CopyDirection::ToDevice => _ = bench.timer.seconds(|dev| dev.launch(Zero { x: device }))?,
         }
         Ok(self.seed)
     }
 
     /// Whether the destination of `way` holds the values of seed `written`.
-    fn has_arrived<D: Kernels>(&self, bench: &mut DeviceBench<'_, D>, way: Way, bytes: usize, written: u32) -> Result<bool> {
+    fn has_arrived<D: Kernels>(&self, bench: &mut DeviceBench<'_, D>, way: CopyDirection, bytes: usize, written: u32) -> Result<bool> {
         let ((host, device), check) = (self.of(way, bytes), self.check.slice(0, bytes));
-        if way == Way::ToHost {
+        if way == CopyDirection::ToHost {
             return Ok(is_pattern(bench.memory, host, written));
         }
         fill(bench.memory, check, 0f32);
@@ -86,23 +86,28 @@ pub fn measure<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
     for (kind, host) in [("registered", registered), ("pageable", pageable)] {
         let mut ends = LinkMemory { host, device, check, seed: 0 };
         for size in bench.sizes.by_four(SMALLEST_BYTES) {
-            for way in Way::BOTH {
+            for way in CopyDirection::BOTH {
                 copy(bench, &mut ends, (kind, way, size), CopyLoad::None)?;
             }
         }
     }
     let mut ends = LinkMemory { host: registered, device, check, seed: 1 << 10 };
     for size in LOADED_BYTES.map(|size| size.min(bytes)) {
-        for (way, load) in Way::BOTH.into_iter().flat_map(|way| CopyLoad::ALL[1..].iter().map(move |&load| (way, load))) {
+        for (way, load) in CopyDirection::BOTH.into_iter().flat_map(|way| CopyLoad::ALL[1..].iter().map(move |&load| (way, load))) {
             copy(bench, &mut ends, ("registered", way, size), load)?;
         }
     }
     if bench.addressing == Some(Addressing::Managed) { managed(bench, check) } else { Ok(()) }
 }
 
-fn copy<D: Kernels>(bench: &mut DeviceBench<'_, D>, ends: &mut LinkMemory, case: (&str, Way, usize), load: CopyLoad) -> Result<()> {
+fn copy<D: Kernels>(
+    bench: &mut DeviceBench<'_, D>,
+    ends: &mut LinkMemory,
+    case: (&str, CopyDirection, usize),
+    load: CopyLoad,
+) -> Result<()> {
     let (_, way, size) = case;
-    let ways: Vec<Way> = Way::BOTH.into_iter().filter(|&each| each == way || load == CopyLoad::OtherWay).collect();
+    let ways: Vec<CopyDirection> = CopyDirection::BOTH.into_iter().filter(|&each| each == way || load == CopyLoad::OtherWay).collect();
     let written = ways.iter().map(|&way| ends.prepare(bench, way, size)).collect::<Result<Vec<_>>>()?;
     let (topology, threads, states, time_s) = (bench.topology, bench.limits.workers, bench.states, bench.sizes.seconds);
     let rates = load.beside(topology, threads, states, || {
@@ -115,16 +120,22 @@ fn copy<D: Kernels>(bench: &mut DeviceBench<'_, D>, ends: &mut LinkMemory, case:
     report(bench, case, load, &rates, is_right)
 }
 
-fn report<D: Kernels>(bench: &DeviceBench<'_, D>, case: (&str, Way, usize), load: CopyLoad, rates: &Samples, is_right: bool) -> Result<()> {
+fn report<D: Kernels>(
+    bench: &DeviceBench<'_, D>,
+    case: (&str, CopyDirection, usize),
+    load: CopyLoad,
+    rates: &Samples,
+    is_right: bool,
+) -> Result<()> {
     let (kind, way, size) = case;
     let fields = json!({ "memory": kind, "way": name(way), "load": load.name(), "bytes": size, "megabytes": size as f64 * 1e-6, "us": 1e6 * size as f64 / rates.median() });
     bench.line("link", is_right, join(fields, rate(rates, &bench.limits.link)))
 }
 
-fn name(way: Way) -> Value {
+fn name(way: CopyDirection) -> Value {
     match way {
-        Way::ToHost => "to the host",
-        Way::ToDevice => "to the device",
+        CopyDirection::ToHost => "to the host",
+        CopyDirection::ToDevice => "to the device",
     }
     .into()
 }
@@ -136,7 +147,7 @@ fn managed<D: Kernels>(bench: &mut DeviceBench<'_, D>, check: PinnedSlice) -> Re
         let (pages, check) = (pages.slice(0, size / 4), check.slice(0, size));
         fill_from(bench.memory, check, &values(1, PATTERN));
         bench.timer.seconds(|dev| dev.copy_h2d(Stream::H2d, check, pages))?;
-        for (way, there) in [(Way::ToDevice, MemorySpace::Device), (Way::ToHost, MemorySpace::Host)] {
+        for (way, there) in [(CopyDirection::ToDevice, MemorySpace::Device), (CopyDirection::ToHost, MemorySpace::Host)] {
             let back = if there == MemorySpace::Host { MemorySpace::Device } else { MemorySpace::Host };
             let rates = bench.timer.samples(bench.sizes.seconds, |timer| {
                 timer.seconds(|dev| dev.prefetch(Stream::D2h, pages, back))?;

@@ -20,7 +20,7 @@ use load::small_caches;
 use microbench::facts::Facts;
 use superoffload::internals::config::DeviceChoice;
 use superoffload::internals::device::{
-    CpuDevice, Engines, ExpertProducts, Kernels, Schedule,
+    CpuDevice, Engines, ExpertProducts, Kernels, StreamOrder,
     cuda::{CudaDevice, CudaOptions},
 };
 use superoffload::internals::dtype::Dtype;
@@ -93,7 +93,7 @@ fn start(options: &Options) -> Result<()> {
     match chosen.machine.device {
         DeviceMemory::Shared => {
             // SAFETY: every case orders its streams by events, and `memory` outlives the device.
-            let mut dev = unsafe { CpuDevice::new(cpus, Schedule::Threads, Default::default(), 0) }?;
+            let mut dev = unsafe { CpuDevice::new(cpus, StreamOrder::Threads, Default::default(), 0) }?;
             measure(options, (&mut dev, |_| Ok(())), None, &topology, &mut memory, &states)
         }
         DeviceMemory::Own { addressing, .. } => {

@@ -87,10 +87,10 @@ impl Runs<'_> {
         if !output.status.success() {
             return Err(Error::resource(format_args!("run {}", self.program.display()), String::from_utf8_lossy(&output.stderr).trim()));
         }
-        let said = String::from_utf8_lossy(&output.stdout);
-        let tokens = number_after(&said, "prepared ").unwrap_or(0.0) as u64;
+        let message = String::from_utf8_lossy(&output.stdout);
+        let tokens = number_after(&message, "prepared ").unwrap_or(0.0) as u64;
         // The printed seconds have only one decimal.
-        let seconds = tokens as f64 * 1e-6 / number_after(&said, "speed ").unwrap_or(0.0);
+        let seconds = tokens as f64 * 1e-6 / number_after(&message, "speed ").unwrap_or(0.0);
         Ok(Prepared { peak_bytes, user_s, tokens, seconds })
     }
 }

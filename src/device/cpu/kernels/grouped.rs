@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expert_without_rows_gets_zeros_or_keeps_what_it_has() {
+    fn an_expert_without_rows_gets_zeros_or_keeps_its_gradient() {
         let shape = shape(Tn, BOUNDS[0]);
         let expert = 37 * 41;
         let [a, b, before] = inputs::<f32>(shape);

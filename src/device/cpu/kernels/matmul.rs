@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_8_bits_are_multiplied_as_what_they_mean() {
+    fn numbers_of_8_bits_are_multiplied_by_value() {
         scaled_matmul::<E4m3>();
         scaled_matmul::<E5m2>();
     }

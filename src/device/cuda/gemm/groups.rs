@@ -176,11 +176,11 @@ mod tests {
     use crate::device::MatmulLayout;
 
     #[test]
-    fn old_libraries_and_other_gpus_are_told_what_is_needed() {
+    fn old_libraries_and_other_gpus_are_refused_with_the_requirement() {
         assert_eq!([obstacle(130_800, 9), obstacle(131_000, 10)], [None, None]);
-        let said = |version, generation| obstacle(version, generation).unwrap();
-        assert!(said(130_799, 9).starts_with("cuBLASLt does it from 130800 on, and faster, this is 130799"), "{}", said(130_799, 9));
-        assert!(said(130_800, 8).contains("compute capability is 8") && said(130_800, 12).contains("compute capability is 12"));
+        let text = |version, generation| obstacle(version, generation).unwrap();
+        assert!(text(130_799, 9).starts_with("cuBLASLt does it from 130800 on, and faster, this is 130799"), "{}", text(130_799, 9));
+        assert!(text(130_800, 8).contains("compute capability is 8") && text(130_800, 12).contains("compute capability is 12"));
     }
 
     #[test]

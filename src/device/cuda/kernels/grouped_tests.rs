@@ -187,7 +187,7 @@ fn more_experts_than_a_block_has_threads_have_tables_too() {
 }
 
 #[test]
-fn what_cublaslt_does_not_take_is_refused() {
+fn shapes_that_cublaslt_does_not_support_are_refused() {
     let refused = |dtype: Dtype, ins: usize, skew: u64| {
         let room = |elems| DeviceSlice::at((1 << 32) + skew, elems, dtype);
         let shape = GroupedShape { layout: MatmulLayout::Nt, experts: 1, rows: 8, outs: OUTS, ins };

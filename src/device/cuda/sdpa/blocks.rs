@@ -47,7 +47,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_sees_those_before_it_or_what_its_window_leaves() {
+    fn a_block_attends_to_earlier_blocks_or_those_of_its_window() {
         assert_eq!(cut(None, 1000), [(0..1000, 0..1000)]);
         assert_eq!(cut(None, 512), [(0..512, 0..512), (512..1000, 0..512), (512..1000, 512..1000)]);
         assert_eq!(cut(Some(256), 512), [(0..512, 0..512), (512..1000, 256..1000)]);

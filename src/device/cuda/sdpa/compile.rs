@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_errors_the_first_in_order_is_told() {
+    fn of_several_errors_the_first_in_order_is_reported() {
         let make = |_: &usize, item: &usize| match item {
             // The later item fails first.
             30 => {

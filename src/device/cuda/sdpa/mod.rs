@@ -516,12 +516,12 @@ impl AttentionCall {
 
     /// The gradient of [`AttentionCall::forward`], in blocks of `block` queries and keys unless the kernel sets its own size.
     pub(super) fn backward(kernel: &AttentionBackward, block: usize) -> Result<Self> {
-        let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape, block: said } = *kernel;
+        let AttentionBackward { dout, qkv, documents: _, out, lse, dqkv, shape, block: text } = *kernel;
         let [q, k, v] = qkv_addresses(qkv, &shape);
         let [dq, dk, dv] = qkv_addresses(dqkv, &shape);
         let addresses = [q, k, v, out.addr(), lse.addr(), dout.addr(), dq, dk, dv];
         let dtype = kernel.float_format()?;
-        let block = said.unwrap_or(block);
+        let block = text.unwrap_or(block);
         if block == 1 && shape.seq_length > 1 {
             return Err(Error::Unsupported("cuDNN's attention in blocks of one query, of which its gradients are wrong".into()));
         }

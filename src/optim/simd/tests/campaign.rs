@@ -122,8 +122,8 @@ fn sve_bits() -> Option<u64> {
 /// `tests/aarch64/cargo.sh` instead of `cargo` it runs on an Arm CPU. Each vector goes through every pass.
 #[test]
 fn random_vectors_agree_with_the_specification() {
-    let asked: Option<u64> = std::env::var("SUPEROFFLOAD_VECTORS").ok().map(|n| n.parse().unwrap());
-    let vectors = asked.unwrap_or(1000);
+    let requested: Option<u64> = std::env::var("SUPEROFFLOAD_VECTORS").ok().map(|n| n.parse().unwrap());
+    let vectors = requested.unwrap_or(1000);
     let seed = std::env::var("SUPEROFFLOAD_SEED").map_or(0, |n| n.parse().unwrap());
     let (isas, rng) = (Isa::available(), &mut ChaCha8Rng::seed_from_u64(seed));
     let (mut mismatches, mut elems) = (PASSES.map(|_| vec![0; isas.len()]), 0);
@@ -135,7 +135,7 @@ fn random_vectors_agree_with_the_specification() {
         |bits: &Vec<u64>| -> Map<String, Value> { isas.iter().zip(bits).map(|(isa, &bits)| (isa.to_string(), bits.into())).collect() };
     let passes: Map<String, Value> =
         PASSES.iter().zip(&mismatches).map(|(pass, bits)| (format!("{pass:?}"), by_isa(bits).into())).collect();
-    if asked.is_some() {
+    if requested.is_some() {
         let emulator = std::env::var("SUPEROFFLOAD_QEMU_CPU").ok();
         let (target, sve_bits) = (std::env::consts::ARCH, sve_bits());
         results::record(

@@ -1,0 +1,152 @@
+//! State of the other processes at process 0 during the rendezvous: which have arrived, their hello messages, and which were lost again.
+
+use super::control_connection::ControlConnection;
+use super::hello_message::{HelloMessage, RendezvousError};
+use super::notice::{Notice, Topic};
+use super::wire::SealedConnection;
+use crate::error::Error;
+use crate::signals::StopFlag;
+use serde::Serialize;
+use std::io;
+use std::thread;
+use std::time::Instant;
+
+/// State of one process.
+#[derive(Default)]
+struct ConnectedProcess {
+    line: Option<ControlConnection>,
+    hello: Option<HelloMessage>,
+    /// Whether the process has all its connections.
+    is_ready: bool,
+    /// A second process that claims the same index, and when it connected. Either the first one is gone, or two processes have one index.
+    rival: Option<(ControlConnection, Instant)>,
+}
+
+/// The processes that have connected to process 0.
+pub(super) struct ControlServer {
+    /// By process, starting with process 1.
+    peers: Vec<ConnectedProcess>,
+}
+
+impl ConnectedProcess {
+    /// Handles the messages that arrived from `process`. The inner result is an error if its connection failed.
+    ///
+    /// # Errors
+    /// `Over` if two processes claim the index `process`, or if a message is invalid.
+    fn serve(&mut self, process: usize, stop: &StopFlag) -> Result<io::Result<()>, RendezvousError> {
+        let Some(line) = &mut self.line else { return Ok(Ok(())) };
+        loop {
+            let notice = match line.next() {
+                Ok(Some(notice)) => notice,
+                Ok(None) => break,
+                Err(error) => return Ok(Err(error)),
+            };
+            match notice.topic {
+                Topic::Agreement if self.hello.is_none() => {
+                    let nonsense = |e| Error::format(format!("the words of process {process}"), e);
+                    self.hello = Some(serde_json::from_slice(&notice.tail).map_err(nonsense)?);
+                }
+                Topic::Ready => self.is_ready = true,
+                Topic::Stop => stop.request(),
+                topic => {
+                    return Err(Error::format(format!("the words of process {process}"), format!("{topic:?} makes no sense there")).into());
+                }
+            }
+        }
+        match &self.rival {
+            Some((_, since)) if line.last_received() > *since => {
+                Err(Error::usage(format!("--process {process}: two processes say that they are process {process}")).into())
+            }
+            _ => Ok(Ok(())),
+        }
+    }
+
+    /// Display name of the process.
+    fn name(&self, process: usize) -> String {
+        self.hello.as_ref().map_or(format!("process {process}"), |hello| format!("process {process} on {}", hello.host))
+    }
+}
+
+impl ControlServer {
+    /// A server for `processes` processes, including process 0.
+    pub(super) fn new(processes: usize) -> Self {
+        Self { peers: (1..processes).map(|_| ConnectedProcess::default()).collect() }
+    }
+
+    /// Accepts a new control connection from `process`.
+    ///
+    /// # Errors
+    /// Errors of the system.
+    pub(super) fn admit(&mut self, process: usize, connection: SealedConnection) -> io::Result<()> {
+        let (line, peer) = (ControlConnection::new(connection)?, &mut self.peers[process - 1]);
+        match peer.line {
+            None => *peer = ConnectedProcess { line: Some(line), ..ConnectedProcess::default() },
+            Some(_) => peer.rival = Some((line, Instant::now())),
+        }
+        Ok(())
+    }
+
+    /// Handles the messages that arrived from all processes, and returns a line for each process that was lost. Sets `stop` if a process
+    /// requests a stop.
+    ///
+    /// # Errors
+    /// `Over` if two processes claim one index, or if a message is invalid.
+    pub(super) fn serve(&mut self, stop: &StopFlag) -> Result<Vec<String>, RendezvousError> {
+        let mut gone = Vec::new();
+        for (process, peer) in (1..).zip(&mut self.peers) {
+            if let Err(why) = peer.serve(process, stop)? {
+                gone.push(format!("{} is gone before the run began: {why}", peer.name(process)));
+                *peer = ConnectedProcess { line: peer.rival.take().map(|(line, _)| line), ..ConnectedProcess::default() };
+            }
+        }
+        Ok(gone)
+    }
+
+    /// Processes that have not sent their hello message.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        (1..).zip(&self.peers).filter(|(_, peer)| peer.hello.is_none()).map(|(process, _)| process).collect()
+    }
+
+    /// Whether all processes have reported that they have all their connections.
+    pub(super) fn all_ready(&self) -> bool {
+        self.peers.iter().all(|peer| peer.is_ready)
+    }
+
+    /// The hello messages of all processes, in order.
+    pub(super) fn hellos(&self) -> impl Iterator<Item = HelloMessage> + '_ {
+        self.peers.iter().filter_map(|peer| peer.hello.clone())
+    }
+
+    /// Sends `words` as JSON to all connected processes. Failed connections are detected by the next [`ControlServer::serve`].
+    pub(super) fn broadcast_json(&mut self, words: &impl Serialize) {
+        let text = serde_json::to_string(words).unwrap_or_default();
+        self.broadcast(&Notice::new(Topic::Agreement, &[]).with_text(&text));
+    }
+
+    /// Sends `notice` to all connected processes.
+    pub(super) fn broadcast(&mut self, notice: &Notice) {
+        for peer in &mut self.peers {
+            let rival = peer.rival.as_mut().map(|(line, _)| line);
+            peer.line.iter_mut().chain(rival).for_each(|line| _ = line.send(notice));
+        }
+    }
+
+    /// Closes all connections after the last message, which each process has time to read.
+    pub(super) fn close(self) {
+        let lines = self.peers.into_iter().flat_map(|peer| peer.line.into_iter().chain(peer.rival.map(|(line, _)| line)));
+        thread::scope(|scope| lines.for_each(|line| _ = scope.spawn(|| line.close_after_last_message())));
+    }
+
+    /// Closes all connections. The processes connect again.
+    pub(super) fn clear(&mut self) {
+        self.peers.iter_mut().for_each(|peer| *peer = ConnectedProcess::default());
+    }
+
+    /// The control connections of all processes, in order.
+    ///
+    /// # Errors
+    /// Errors of the system.
+    pub(super) fn into_connections(self) -> io::Result<Vec<SealedConnection>> {
+        self.peers.into_iter().filter_map(|peer| peer.line).map(ControlConnection::into_connection).collect()
+    }
+}

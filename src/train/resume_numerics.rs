@@ -1,0 +1,241 @@
+//! A resumed run keeps settings of its checkpoint: how a step is cut into micro-batches and shares, unless flags change it, and
+//! the plan's decisions that change bits, unless a change is allowed. Changes of GPU, driver and libraries are only reported.
+
+use super::identity::{ATTENTION_BLOCK, EXPERT_PRODUCTS, GRADIENT_GROUP, MATMUL, MLP_TILE, PLAIN_MATMUL, Run, SEQUENCE_RANKS, differences};
+use super::observer::Observer;
+use crate::checkpoint::Loaded;
+use crate::config::checks::STEP_TOKENS_MAX;
+use crate::config::describe;
+use crate::config::options::{ExpertProductsChoice, RunPart};
+use crate::config::settings::Settings;
+use crate::device::{Attention, DeviceKind, ExpertProducts};
+use crate::error::{Error, Result};
+use crate::model::activations::LossTile;
+use crate::model::fp8;
+use crate::planner::plan::Plan;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::fmt::Display;
+
+/// Key of [`StepShape`] in a checkpoint's `run`.
+const STEP: &str = "step";
+/// Key of the versions (besides program and plan) on which the device's bits depend.
+const COMPUTED_WITH: &str = "computed_with";
+/// Key of the loss's tile in the part [`RunPart::Numerics`].
+const LOSS_TILE: &str = "loss_tile";
+
+/// How a step is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct StepShape {
+    micro_batches: usize,
+    gradient_shares: usize,
+}
+
+/// Writes the decisions of `plan` into the record of its run.
+pub(super) fn record(plan: &Plan, run: &mut Run) {
+    let attention = match plan.attention {
+        Attention::Plain => "plain",
+        Attention::Cudnn { deterministic: true } => "cudnn",
+        Attention::Cudnn { deterministic: false } => "cudnn, nondeterministic",
+    };
+    let computed_on = if plan.machine.kind == DeviceKind::Cpu { "cpu" } else { "gpu" };
+    let matmul = if plan.fp8 { fp8::RECIPE } else { PLAIN_MATMUL };
+    let numerics = json!({
+        LOSS_TILE: plan.loss_tile,
+        "attention": attention,
+        EXPERT_PRODUCTS: plan.expert_products,
+        // Queries and keys; blocks that had all keys were a number.
+        ATTENTION_BLOCK: plan.attention_block.map(|block| [block; 2]),
+        MLP_TILE: plan.mlp_tile,
+        "computed_on": computed_on,
+        MATMUL: matmul,
+        SEQUENCE_RANKS: plan.sequence_ranks,
+        GRADIENT_GROUP: plan.gradient_group,
+    });
+    run.insert(RunPart::Numerics.name().into(), numerics);
+    run.insert(RunPart::Moments.name().into(), json!(plan.moments));
+    run.insert(STEP.into(), json!(StepShape { micro_batches: plan.grad_accum_steps, gradient_shares: plan.partial_sums }));
+}
+
+/// Writes `versions` of the device into the record of its run, and reports those that differ from the checkpoint's. A machine
+/// gets another driver without being asked, and a run is not to end for it.
+pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut Run, observer: &mut dyn Observer) {
+    let now: Value = versions.into_iter().map(|(name, version)| (name.to_string(), version.into())).collect::<Run>().into();
+    let then = run.get(COMPUTED_WITH).unwrap_or(&Value::Null);
+    let changes = if then.is_null() { Vec::new() } else { differences(COMPUTED_WITH, then, &now) };
+    if !changes.is_empty() {
+        observer.warn(&format!("{}: from here on bits may differ from those of a run without the change", changes.join(", ")));
+    }
+    run.insert(COMPUTED_WITH.into(), now);
+}
+
+/// `settings`, completed from the checkpoint where flags are not set; differences are reported. `on_gpu`: whether the run goes
+/// on there.
+///
+/// # Errors
+/// `Format` for an invalid checkpoint; `Usage` when flags do not fit the settings kept from it.
+pub(super) fn settings(settings: &Settings, loaded: &Loaded, on_gpu: bool, observer: &mut dyn Observer) -> Result<Settings> {
+    let (then, sequence_ranks) = (step_shape(loaded)?, numeric(loaded, SEQUENCE_RANKS));
+    let is_allowed = settings.allow_changed.contains(&RunPart::Numerics);
+    expect_same_degree(settings, sequence_ranks)?;
+    // A share of other parts of sequences is another thing.
+    let gradient_shares = Some(then.gradient_shares).filter(|_| settings.sequence_ranks == sequence_ranks);
+    if settings.gradient_accumulation_steps.is_none() && !then.micro_batches.is_multiple_of(settings.groups()) {
+        return Err(cannot_be_kept(settings, then, loaded));
+    }
+    let accumulation = settings.gradient_accumulation_steps.unwrap_or(then.micro_batches / settings.groups());
+    let kept = Settings {
+        gradient_shares: settings.gradient_shares.or(gradient_shares),
+        gradient_group: settings.gradient_group.or_else(|| Some(numeric(loaded, GRADIENT_GROUP)).filter(|group| *group > 1)),
+        gradient_accumulation_steps: Some(accumulation),
+        loss_tile: if is_allowed { None } else { loss_tile(loaded)? },
+        expert_products: match settings.expert_products {
+            requested if is_allowed || !on_gpu => requested,
+            requested => expert_products(requested, recorded(loaded, EXPERT_PRODUCTS))
+                .map_err(|e| Error::format(loaded.manifest_path(), format_args!("{EXPERT_PRODUCTS}: {e}")))?,
+        },
+        ..settings.clone()
+    };
+    kept.check_counts().map_err(|error| if is_cut_as_said(settings) { error } else { cannot_be_kept(settings, then, loaded) })?;
+    log_changed_cut(&kept, then, observer);
+    Ok(kept)
+}
+
+/// Whether nothing of how steps are cut is the checkpoint's.
+fn is_cut_as_said(settings: &Settings) -> bool {
+    settings.gradient_accumulation_steps.is_some() && settings.gradient_shares.is_some()
+}
+
+/// Reports where steps are cut otherwise than the checkpoint's.
+fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
+    let (now, shares) = (kept.micro_batches(), kept.partial_sums());
+    if then.micro_batches != now {
+        observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
+    }
+    if then.gradient_shares != shares {
+        observer.warn(&describe::changed("gradient_shares", &then.gradient_shares.into(), &shares.into()));
+    }
+}
+
+/// The error when the checkpoint's steps cannot be cut as `settings` require, with all the flags that cut them otherwise.
+fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Error {
+    let devices = settings.ranks_in_words();
+    let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
+    let shares = then.gradient_shares;
+    let shares = if shares == 1 { "1 gradient share".into() } else { format!("{shares} gradient shares") };
+    let text = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
+    let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
+        Some(flags) => format!("say {flags} to cut steps otherwise, or use fewer devices"),
+        None => "use fewer devices".into(),
+    };
+    Error::usage(format!("{text}; {remedy}"))
+}
+
+fn in_words(micro_batches: usize) -> String {
+    if micro_batches == 1 { "1 micro-batch".into() } else { format!("{micro_batches} micro-batches") }
+}
+
+/// Flags with which steps are cut so that the run can continue: as near to the checkpoint and to `settings` as possible.
+fn cut_anew(settings: &Settings, then: StepShape, group: usize) -> Option<String> {
+    let group = settings.gradient_group.or(Some(group).filter(|group| *group > 1));
+    let cut = |shares: usize| {
+        let open = Settings { gradient_shares: Some(shares), gradient_group: group, ..settings.clone() };
+        let steps = match settings.gradient_accumulation_steps {
+            None if settings.tokens_per_step.is_some() => open.splits().ok()?.first()?.gradient_accumulation_steps?,
+            text => text.unwrap_or(then.micro_batches.div_ceil(settings.groups())),
+        };
+        let cut = Settings { gradient_accumulation_steps: Some(steps), ..open };
+        cut.check_counts().ok().map(|()| format!("--gradient-accumulation-steps {steps} --gradient-shares {shares}"))
+    };
+    let ranks = settings.ranks();
+    settings.gradient_shares.into_iter().chain([then.gradient_shares, ranks, ranks * group.unwrap_or(1)]).find_map(cut)
+}
+
+/// Rejects another degree here, before values derived from it are compared.
+fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
+    let now = settings.sequence_ranks;
+    if then == now || settings.allow_changed.contains(&RunPart::Numerics) {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "the numerics is not the checkpoint's: {SEQUENCE_RANKS} was {then} and is {now}; use --sequence-ranks {then}, or --allow-changed \
+         numerics goes on nevertheless"
+    )))
+}
+
+/// The number `what` of the checkpoint's numerics: 1 if it is missing (older versions), 0 (which no run has) if it is invalid.
+fn numeric(loaded: &Loaded, what: &str) -> usize {
+    recorded(loaded, what).map_or(1, |number| number.as_u64().unwrap_or(0) as usize)
+}
+
+/// Checkpoints older than shares keep the micro-batches among their settings.
+fn step_shape(loaded: &Loaded) -> Result<StepShape> {
+    let manifest = loaded.manifest();
+    let micro_batches = || manifest.trainer.settings["gradient_accumulation_steps"].as_u64().unwrap_or(1) as usize;
+    let shape = match manifest.run.get(STEP) {
+        Some(step) => StepShape::deserialize(step).map_err(|e| Error::format(loaded.manifest_path(), format_args!("step: {e}")))?,
+        None => StepShape { micro_batches: micro_batches(), gradient_shares: 1 },
+    };
+    let StepShape { micro_batches, gradient_shares } = shape;
+    let possible = 1..=STEP_TOKENS_MAX;
+    let parts = micro_batches.saturating_mul(numeric(loaded, SEQUENCE_RANKS));
+    if !possible.contains(&micro_batches) || gradient_shares == 0 || !parts.is_multiple_of(gradient_shares) {
+        let cause = format_args!("step: {gradient_shares} gradient shares of {micro_batches} micro-batches");
+        return Err(Error::format(loaded.manifest_path(), cause));
+    }
+    Ok(shape)
+}
+
+/// The value of `what` in the checkpoint's numerics.
+fn recorded<'a>(loaded: &'a Loaded, what: &str) -> Option<&'a Value> {
+    loaded.manifest().run.get(RunPart::Numerics.name()).and_then(|numerics| numerics.get(what))
+}
+
+/// Kernels of expert products: the same as `then`, unless `requested` selects others. Older checkpoints used the program's own kernels.
+fn expert_products(requested: ExpertProductsChoice, then: Option<&Value>) -> serde_json::Result<ExpertProductsChoice> {
+    match (requested, then) {
+        (ExpertProductsChoice::Auto, Some(then)) => ExpertProducts::deserialize(then).map(ExpertProductsChoice::from),
+        (ExpertProductsChoice::Auto, None) => Ok(ExpertProductsChoice::Own),
+        (requested, _) => Ok(requested),
+    }
+}
+
+fn loss_tile(loaded: &Loaded) -> Result<Option<LossTile>> {
+    let Some(tile) = recorded(loaded, LOSS_TILE) else { return Ok(None) };
+    let wrong = |cause: &dyn Display| Error::format(loaded.manifest_path(), format_args!("{LOSS_TILE}: {cause}"));
+    let LossTile { rows, vocab } = LossTile::deserialize(tile).map_err(|e| wrong(&e))?;
+    if rows == 0 || vocab == 0 { Err(wrong(&format_args!("{rows} rows of {vocab}"))) } else { Ok(Some(LossTile { rows, vocab })) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::train::tests::RecordingObserver;
+
+    #[test]
+    fn a_run_resumes_with_its_expert_products_unless_others_are_requested() {
+        let requested = |requested, then: Option<Value>| expert_products(requested, then.as_ref());
+        let (auto, own, cublaslt) = (ExpertProductsChoice::Auto, ExpertProductsChoice::Own, ExpertProductsChoice::Cublaslt);
+        assert_eq!(requested(auto, Some(json!(ExpertProducts::Cublaslt))).unwrap(), cublaslt);
+        assert_eq!(requested(auto, Some(json!(ExpertProducts::Own))).unwrap(), own);
+        assert_eq!(requested(auto, None).unwrap(), own, "a checkpoint of before");
+        assert_eq!(requested(own, Some(json!(ExpertProducts::Cublaslt))).unwrap(), own, "which is compared, and refused, later");
+        assert!(requested(auto, Some(json!("somebody"))).unwrap_err().to_string().contains("unknown variant `somebody`"));
+    }
+
+    #[test]
+    fn another_driver_is_logged_and_recorded_and_an_unchanged_one_is_not() {
+        let (mut run, mut messages) = (Run::new(), RecordingObserver::default());
+        let on = |driver: &str, cudnn: Option<&str>| {
+            let cudnn = cudnn.map(|version| ("cuDNN", version.to_string()));
+            [("GPU", "NVIDIA H200".to_string()), ("driver", driver.to_string())].into_iter().chain(cudnn).collect::<Vec<_>>()
+        };
+        // An older checkpoint has no versions; plain attention needs no cuDNN.
+        for versions in [on("580.65", None), on("580.65", Some("91600")), on("580.82", Some("91700")), on("580.82", None), Vec::new()] {
+            record_versions(versions, &mut run, &mut messages);
+        }
+        let message = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on bits may differ";
+        assert!(messages.0.len() == 1 && messages.0[0].starts_with(message), "{:?}", messages.0);
+        assert_eq!(run[COMPUTED_WITH], json!({}));
+    }
+}
