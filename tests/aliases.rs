@@ -74,9 +74,9 @@ fn what_has_no_use_here_is_told_and_changes_no_bit() {
     let flags = ["--deepspeed", config.to_str().unwrap(), "--eval-data", data.to_str().unwrap(), "--max-steps=2"];
     let printed = run(&mut workspace.train("out", &[&flags[..], &["--per_device_eval_batch_size", "4"]].concat()));
     assert_eq!(printed.digest(), run(&mut workspace.train("without", &flags)).digest());
-    let told = "ignored: --per-device-eval-batch-size (an evaluation takes the micro-batches of a step)";
+    let told = "ignored: --per-device-eval-batch-size (an evaluation uses the micro-batches of a step)";
     assert!(printed.stderr.lines().any(|line| line == told), "{printed:?}");
-    let told = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state lies on the host");
+    let told = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state is in host memory");
     assert!(printed.stdout.lines().chain(printed.stderr.lines()).any(told), "{printed:?}");
 }
 

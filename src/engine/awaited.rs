@@ -20,7 +20,7 @@ impl Awaited {
             Doing::Norm => gradient(board, rank).or_else(|| norm(board, rank)),
             Doing::Gather => weights(board, rank, number as usize).or_else(|| fetch(board, rank)),
             Doing::HandOver => activations(board, rank, number as usize),
-            Doing::Orders => Self::by(board, "what rank 0 asked", |other| board.is_done(other)),
+            Doing::Orders => Self::by(board, "the reply", |other| board.is_done(other)),
             Doing::Else if rank > 0 && board.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
             _ => None,
         }
@@ -197,7 +197,7 @@ mod tests {
         let board = board();
         board.give_order(1, [0; 6]);
         board.publish_done(2);
-        assert_eq!(waits(&board, Doing::Orders, 0)[0], "what rank 0 asked of rank 1");
+        assert_eq!(waits(&board, Doing::Orders, 0)[0], "the reply of rank 1");
         // Rank 1 has not started on the order.
         assert_eq!(waits(&board, Doing::Else, 0), ["", "", "the next order of rank 0"]);
     }

@@ -127,7 +127,7 @@ mod tests {
         for trusted in [trusted(&[]).unwrap(), Trusted::built_in()] {
             let from = trusted.origin.clone();
             let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
-            let told = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
+            let told = format!("the certificate of {endpoint} is not signed by an authority in {from}; SSL_CERT_FILE can name a file");
             assert!(cause.contains(&told) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
         }
     }

@@ -98,12 +98,12 @@ impl Party {
     /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`Partner::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
-        let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
-        let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
+        let needed = "needs --rendezvous HOST:PORT, or a launcher";
+        let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {needed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
         let meeting = Meeting { address, process, processes, ranks, token: token(settings, tell)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
-        let json = |e| Error::format("what this process has", e);
+        let json = |e| Error::format("the message of this process", e);
         let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
         tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
         let own = Hello { host, facts: what_is_shared(settings)?, has, address: None };

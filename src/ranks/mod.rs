@@ -63,7 +63,7 @@ impl Seat {
     pub(crate) fn pass_idle(&self) -> Result<bool> {
         let Some(baton) = self.board.baton() else { return Ok(false) };
         if !baton.pass_idle(self.rank) {
-            return Err(Error::resource("wait for the other ranks", "nothing is under way in any of them: a deadlock in their protocol"));
+            return Err(Error::resource("wait for the other ranks", "no operation is in progress in any rank: a deadlock in the protocol"));
         }
         self.check().map(|()| true)
     }

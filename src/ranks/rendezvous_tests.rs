@@ -85,7 +85,10 @@ fn what_differs_is_told_to_all_with_both_values() {
     let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
     for outcome in outcomes {
         let told = outcome.err().unwrap();
-        assert_eq!(told.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
+        assert_eq!(
+            told.to_string(),
+            "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need equal values"
+        );
         assert_eq!(told.exit_code(), 2);
     }
 }
@@ -178,7 +181,7 @@ fn a_port_in_use_is_tried_again() {
     let address = free_address();
     let other = TcpListener::bind(&address).unwrap();
     let first = Lone::start(&address, 0, 2);
-    first.says("is another program's: trying again for 60 s");
+    first.says("is in use by another program: trying again for 60 s");
     drop(other);
     let second = Lone::start(&address, 1, 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
@@ -214,11 +217,11 @@ fn the_limit_names_who_is_missing_to_all() {
     let limit = Duration::from_secs(2);
     let first = Lone::with(Meeting { limit, ..meeting(&address, 0, 3, TOKEN) });
     let second = Lone::start(&address, 1, 3);
-    let missing = format!("meet the 3 processes of this run at {address}: there came no process [2]; --rendezvous-limit 2 is over");
+    let missing = format!("meet the 3 processes of this run at {address}: no connection from process [2]; --rendezvous-limit 2 is over");
     assert_eq!(first.error().to_string(), missing);
     assert_eq!(second.error().to_string(), format!("process 0: {missing}"));
     let alone = Lone::with(Meeting { limit, ..meeting(&free_address(), 1, 3, TOKEN) }).error().to_string();
-    assert!(alone.contains("nobody answers at ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
+    assert!(alone.contains("no answer from ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
 }
 
 /// A process dies after its hello message and again while connections are made. A process that replaces it is admitted.
@@ -233,7 +236,7 @@ fn a_process_that_dies_before_the_run_begins_may_come_again() {
     let answered = std::iter::repeat_with(|| dying.next().unwrap()).flatten().next();
     assert_eq!(answered.map(|notice| notice.topic), Some(Topic::Agreement));
     drop(dying);
-    first.says("; all begin again");
+    first.says("; all processes connect again");
     second.says("process 0 is gone before the run began");
     let third = Lone::start(&address, 2, 3);
     for process in [first, second, third] {
@@ -249,7 +252,7 @@ fn a_second_process_of_one_number_is_refused_by_name_while_the_first_lives() {
     let [one, other] = [(); 2].map(|()| Lone::start(&address, 1, 3));
     for process in [first, one, other] {
         let error = process.error();
-        assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes say that they are process 1", 2));
+        assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes have the number 1", 2));
     }
 }
 

@@ -243,7 +243,7 @@ impl CpuDevice {
             if let Some(company) = &self.company {
                 return company.seat.pass_idle();
             }
-            return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
+            return Err(Error::resource("wait for the cpu device", "no stream can continue: a deadlock in the step protocol"));
         };
         self.shared.run_front(stream, &mut adversary.recorders[stream]);
         self.company.iter().for_each(|company| company.seat.board.ring_mates());

@@ -131,5 +131,5 @@ fn a_move_whose_steps_are_clipped_otherwise_than_those_before_is_told_without_a_
     watched.go(ANSWERED + WEIGHED, "every-10");
     let [_, (weighed, words)] = &watched.told[..] else { panic!("{:?}", watched.told) };
     assert_eq!(*weighed, ANSWERED + WEIGHED);
-    assert!(words.starts_with("what the plan gained cannot be told: 100 % of steps were clipped before, 10 % since"), "{words}");
+    assert!(words.starts_with("the gain of the new plan is unknown: 100 % of steps were clipped before, 10 % since"), "{words}");
 }
