@@ -38,11 +38,11 @@ def texts(package: dict) -> list[str]:
 
 
 def without_text(package: dict) -> str:
-    """Return the notice for a crate without a licence text: it is used under Apache-2.0, whose text is part of this package."""
+    """Return the notice for a crate without a licence text: it is used under Apache-2.0, and the text of that licence is part of this package."""
     if "Apache-2.0" not in (package["license"] or ""):
         sys.exit(f"notices: {package['name']} ships no text of its licence, and that is {package['license']}: write it here")
     authors = ", ".join(package["authors"])
-    return f"{package['name']} is taken under Apache-2.0, whose text is in LICENSE-APACHE." + (f" Authors: {authors}." if authors else "")
+    return f"{package['name']} is used under Apache-2.0; the text of the licence is in LICENSE-APACHE." + (f" Authors: {authors}." if authors else "")
 
 
 if __name__ == "__main__":

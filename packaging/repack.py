@@ -56,7 +56,7 @@ def compare(wheel: Path, packed: Path) -> None:
             return [(info.filename, info.date_time, info.external_attr, archive.read(info)) for info in archive.infolist()]
 
     if held(wheel) != held(packed):
-        sys.exit(f"repack: {packed} does not hold what {wheel} does")
+        sys.exit(f"repack: {packed} and {wheel} have different contents")
 
 
 if __name__ == "__main__":

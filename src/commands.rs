@@ -49,7 +49,7 @@ use std::path::{Path, PathBuf};
 /// Options of `export`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct ExportOptions {
-    /// A checkpoint, or an output directory whose newest good checkpoint is taken.
+    /// A checkpoint, or an output directory for its newest good checkpoint.
     pub dir: PathBuf,
 
     /// The directory to write; must not exist or be empty.

@@ -189,7 +189,7 @@ fn memory_nodes(topology: &Topology) -> String {
     let (all, cpus) = (topology.nodes_with_memory().count(), topology.usable_cpus().map(|usable| usable.affinity));
     match cpus.map(|cpus| topology.nodes_beside(&cpus)) {
         Some(nodes) if all > 1 && !nodes.is_empty() => format!("node {} of {all} with memory", CpuList::from_iter(nodes)),
-        _ if all > 1 => "any node: none with memory is beside the CPUs".into(),
+        _ if all > 1 => "any node: no node with memory is near the CPUs".into(),
         _ => "the only node".into(),
     }
 }
@@ -276,7 +276,7 @@ const MEASURED: [&str; 2] = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"];
 fn cuda_device(gpu: &GpuReport) -> String {
     let name = or_unknown(gpu.facts.as_ref().ok().and_then(|facts| facts.name.as_deref()));
     let is_measured = MEASURED.iter().any(|measured| name.starts_with(measured));
-    let state = if is_measured { "measured" } else { "not yet measured: `superoffload selftest --json` is what to send" };
+    let state = if is_measured { "measured" } else { "not yet measured: please send the output of `superoffload selftest --json`" };
     or_error(&gpu.usable, |_| format!("ready (--device cuda), {name}: supported, {state}"))
 }
 
@@ -344,7 +344,7 @@ fn advice(topology: &Topology, isa: &str, partitions: &Partitions) -> Vec<String
 
 /// Reasons why no GPU can be used.
 fn gpu_advice(gpu: &GpuReport) -> Vec<String> {
-    let absent = gpu.usable.as_ref().err().map(|cause| format!("a GPU, if there is one: {cause}"));
+    let absent = gpu.usable.as_ref().err().map(|cause| format!("a GPU, if present: {cause}"));
     let missing = gpu.libraries.iter().filter_map(|(_, path)| path.as_ref().err().map(ToString::to_string));
     absent.into_iter().chain(missing).collect()
 }
@@ -480,8 +480,7 @@ mod tests {
             "kernel:                 6.12.1",
         ];
         assert_eq!(facts[expected.len() + 1..], rest);
-        for advice in ["no AVX-512", "echo madvise", "only 8.0 MiB may be locked", "a GPU, if there is one: find an NVIDIA GPU: no driver"]
-        {
+        for advice in ["no AVX-512", "echo madvise", "only 8.0 MiB may be locked", "a GPU, if present: find an NVIDIA GPU: no driver"] {
             assert!(report.contains(advice), "{advice} in\n{report}");
         }
     }
@@ -493,7 +492,7 @@ mod tests {
             GpuReport { facts: Ok(facts), usable: Ok(Addressing::Managed), libraries: Vec::new(), several: Ok(SeveralGpus::default()) };
         assert_eq!(gpu_name(&server(), &found), "NVIDIA H200");
         assert_eq!(cuda_device(&found), "ready (--device cuda), NVIDIA H200: supported, measured");
-        let unmeasured = "not yet measured: `superoffload selftest --json` is what to send";
+        let unmeasured = "not yet measured: please send the output of `superoffload selftest --json`";
         let others = ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe"].map(|name| (name, unmeasured));
         for (name, state) in [("NVIDIA H100 80GB HBM3", "measured")].into_iter().chain(others) {
             let facts = GpuFacts { name: Some(name.into()), ..GpuFacts::default() };
@@ -509,7 +508,7 @@ mod tests {
         };
         assert_eq!(gpu_advice(&missing), ["open libcublasLt.so.13: not found"], "what is missing is not `nothing found`");
         let report = DoctorReport::new(&server(), "avx2", &Probes { gpu: found, ..probes() }, Path::new("/nowhere")).to_string();
-        assert!(report.contains("\naddressing:             managed memory, whose pages move\n"), "{report}");
+        assert!(report.contains("\naddressing:             managed memory with pages that move\n"), "{report}");
         let driver = Topology { nvidia_driver: Some("580.1".into()), nvidia_devices: 2, ..server() };
         assert_eq!(gpu_name(&driver, &no_gpu()), "NVIDIA driver 580.1, 2 GPUs; find an NVIDIA GPU: no driver");
         let unloaded = Topology { nvidia_devices: 1, ..server() };
@@ -530,7 +529,7 @@ mod tests {
             "transparent huge pages: madvise, 512.0 MiB",
             "huge pages: 51200 of 51200 free at 2.0 MiB, 0 of 0 free at 512.0 MiB",
             "gpu interrupts: on CPUs 40",
-            "- transparent huge pages of 512.0 MiB are too coarse to ask for; reserve pages for --huge-pages explicit",
+            "- transparent huge pages of 512.0 MiB are too large to use; reserve pages for --huge-pages explicit",
         ] {
             assert!(facts.iter().any(|line| line == fact), "{fact} in\n{}", facts.join("\n"));
         }

@@ -29,67 +29,68 @@ struct Cli {
 #[derive(Subcommand)]
 enum CliCommand {
     /// Train a model; with no options, a small one on the text that ships with the program.
-    #[command(after_help = format!("Without --model and --data the built-in model runs with {}; flags win.", TrainOptions::DEMO_FLAGS))]
+    #[command(after_help = format!("Without --model and --data, the built-in model is trained with {}; flags override these \
+        settings.", TrainOptions::DEMO_FLAGS))]
     Train(Box<TrainCommand>),
-    /// Go on with a run that was interrupted: model, data and settings are those of its record.
+    /// Continue an interrupted run with the model, data and settings of its record.
     Resume(Box<ResumeOptions>),
-    /// Print what the model of a run writes after a prompt.
+    /// Generate text after a prompt with the model of a run.
     Sample(SampleOptions),
     /// Write a checkpoint as a Hugging Face model directory.
     Export(ExportOptions),
-    /// Print the digest of a checkpoint: the same digest, the same bits.
+    /// Print the digest of a checkpoint; equal digests mean bit-identical checkpoints.
     Digest {
-        /// A checkpoint, or an output directory whose newest good checkpoint is taken.
+        /// A checkpoint, or an output directory for its newest good checkpoint.
         dir: PathBuf,
     },
-    /// Say what this machine is, and what would make it faster.
+    /// Report hardware and settings that affect performance.
     Doctor {
         /// Print a JSON line instead of text.
         #[arg(long)]
         json: bool,
     },
-    /// Test every kernel, training and failures on the devices of this machine: what to send from a GPU that nobody has measured yet.
+    /// Test kernels, training and failures on the devices of this machine; please send the output for a GPU that is not yet measured.
     Selftest {
-        /// Print a JSON line with every case; lines for people go to standard error then.
+        /// Print a JSON line with every case; readable lines go to standard error.
         #[arg(long)]
         json: bool,
         #[command(flatten)]
         request: Request,
     },
-    /// Choose how to train a model on a machine, here (`--hardware this`) or not: does it fit, how fast, what limits that.
+    /// Plan a run on this machine (`--hardware this`) or another machine: memory, speed, bottleneck.
     Plan(Box<PlanOptions>),
-    /// Measure this machine in about a minute: a profile for the planner, every number with its source.
+    /// Measure this machine in about a minute, and write a hardware profile for the planner.
     Probe(ProbeOptions),
-    /// Time steps on a machine that is not here, by its profile (`--hardware`).
+    /// Simulate steps on another machine from its hardware profile (`--hardware`).
     Simulate(Box<SimulateOptions>),
-    /// Show what training makes of data: of a few records what is trained, counts, lengths.
+    /// Preview how data is tokenized, packed and masked.
     Data(Box<DataOptions>),
-    /// Tokenize text ahead of training, into the folder where `train` finds it.
+    /// Tokenize text ahead of training, into the cache that `train` reads.
     Prepare(Box<PrepareOptions>),
-    /// Write what training runs did as one HTML page: loss, speed, what bound it, memory, settings.
+    /// Write an HTML report of training runs: loss, speed, bottleneck, memory, settings.
     Report {
         /// Output directories of `train`; several are drawn over each other.
         #[arg(required = true, value_name = "RUN")]
         runs: Vec<PathBuf>,
-        /// The page to write; an earlier report is replaced, nothing else.
+        /// The page to write; only an earlier report is replaced.
         #[arg(short, long, value_name = "FILE", default_value = "report.html")]
         out: PathBuf,
-        /// Show five documents of each run's data and what of them is trained; else no text of it.
+        /// Include five documents of each run's data, with trained text marked; by default the page has no text of the data.
         #[arg(long)]
         with_samples: bool,
     },
-    /// Make a configuration of one of TRL, axolotl, LLaMA-Factory, accelerate or DeepSpeed, and say what became of each key.
+    /// Convert a configuration of TRL, axolotl, LLaMA-Factory, accelerate or DeepSpeed, and list the result for each key.
     ConvertConfig {
         /// YAML, JSON or TOML of another trainer.
         file: PathBuf,
-        /// The configuration to write; an earlier one that was converted is replaced, nothing else [default: standard output].
+        /// The configuration to write; only an earlier converted configuration is replaced [default: standard output].
         #[arg(short, long, value_name = "FILE.toml")]
         out: Option<PathBuf>,
     },
-    /// Measure what this machine does.
+    /// Run benchmarks on this machine.
     #[command(subcommand)]
     Bench(Bench),
-    /// Print what a shell completes this program's commands and flags by.
+    /// Print the completion script for a shell.
     Completions { shell: Shell },
     /// Write this program's manual pages.
     Man {
@@ -100,7 +101,7 @@ enum CliCommand {
 
 #[derive(clap::Args)]
 struct TrainCommand {
-    /// TOML, YAML or JSON file whose keys are the flags below; the same as --config.
+    /// TOML, YAML or JSON file with the flags below as keys; equivalent to --config.
     #[arg(conflicts_with = "config")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -118,7 +119,7 @@ struct ResumeOptions {
 
 #[derive(clap::Args)]
 struct DataOptions {
-    /// Files, directories or names on the hub; the same as --data.
+    /// Files, directories or names on the hub; equivalent to --data.
     #[arg(conflicts_with = "data", value_name = "DATA")]
     paths: Vec<PathBuf>,
     /// Documents to show.
@@ -127,17 +128,17 @@ struct DataOptions {
     /// Print a JSON line instead of text.
     #[arg(long)]
     json: bool,
-    /// As for `train`; what says nothing of data is of no account.
+    /// Options of `train`; those unrelated to data are ignored.
     #[command(flatten)]
     train: TrainOptions,
 }
 
 #[derive(clap::Args)]
 struct PrepareOptions {
-    /// Files, directories or names on the hub; the same as --data.
+    /// Files, directories or names on the hub; equivalent to --data.
     #[arg(conflicts_with = "data", value_name = "DATA")]
     paths: Vec<PathBuf>,
-    /// As for `train`; what says nothing of data is of no account.
+    /// Options of `train`; those unrelated to data are ignored.
     #[command(flatten)]
     train: TrainOptions,
 }

@@ -48,8 +48,8 @@ impl fmt::Display for Addressing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Separate => "separate memories",
-            Self::Managed => "managed memory, whose pages move",
-            Self::Coherent => "page tables shared with the host, whose memory is used directly",
+            Self::Managed => "managed memory with pages that move",
+            Self::Coherent => "page tables shared with the host: direct access to host memory",
         })
     }
 }

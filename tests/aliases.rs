@@ -74,9 +74,9 @@ fn options_without_effect_are_logged_and_change_no_bit() {
     let flags = ["--deepspeed", config.to_str().unwrap(), "--eval-data", data.to_str().unwrap(), "--max-steps=2"];
     let printed = run(&mut workspace.train("out", &[&flags[..], &["--per_device_eval_batch_size", "4"]].concat()));
     assert_eq!(printed.digest(), run(&mut workspace.train("without", &flags)).digest());
-    let message = "ignored: --per-device-eval-batch-size (an evaluation takes the micro-batches of a step)";
+    let message = "ignored: --per-device-eval-batch-size (an evaluation uses the micro-batches of a step)";
     assert!(printed.stderr.lines().any(|line| line == message), "{printed:?}");
-    let message = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state lies on the host");
+    let message = |line: &str| line.contains("offload_optimizer.ratio") && line.contains("ignored: every state is in host memory");
     assert!(printed.stdout.lines().chain(printed.stderr.lines()).any(message), "{printed:?}");
 }
 

@@ -65,8 +65,8 @@ fn a_bad_record_ends_a_run_with_its_place_and_leaves_nothing() {
         (requested(&long).to_string(), "at most 4194304 go through a chat template"),
         (alternating(400, &"word ".repeat(40), "hm"), "its answers come to more than 16777216 bytes of text"),
         (alternating(5000, "word", ""), "the chat template takes too long for 10000 messages"),
-        (said_by("train", json!("false")), "message 1 of `messages` has train \"false\": true or false says whether it is trained"),
-        (said_by("weight", json!("0")), "message 1 of `messages` has weight \"0\": 0 or 1 says whether it is trained"),
+        (said_by("train", json!("false")), "message 1 of `messages` has train \"false\": true or false are its possible values"),
+        (said_by("weight", json!("0")), "message 1 of `messages` has weight \"0\": 0 or 1 are its possible values"),
         (said_by("weight", json!(0.5)), "has weight 0.5: 0 or 1"),
         (json!({"text": "a"}).to_string(), "lacks the columns of messages, which its file has"),
         ("{\"messages\": [".into(), "EOF while parsing"),
@@ -105,7 +105,7 @@ fn a_template_that_has_prompts_trained_is_refused_at_the_first_record() {
     let counts = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}{{ messages|length }}");
     for template in [counts, all] {
         let template = format!("--chat-template={}", workspace.write("chat.jinja", template).display());
-        let message = ["chat.jsonl: line 1: what comes before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
+        let message = ["chat.jsonl: line 1: text before message 1 would be trained", "{% generation %}", "--chat-template FILE"];
         run(&mut workspace.train("out", &[&data, &template])).refused(1, &message);
         let outcome = run(&mut workspace.train("all", &[&data, &template, "--train-on=all", "--max-steps=1"]));
         assert!(outcome.code == 0 && outcome.stdout.contains("(100.0 % trained)"), "{outcome:?}");
@@ -120,7 +120,7 @@ fn a_record_that_begins_with_an_answer_is_trained_from_its_question_on() {
         let outcome = train(&workspace, &greeted, large);
         outcome.digest();
         let message = format!(
-            "chat.jsonl: line {}: begins with an answer that nothing asks for, as 1 of {} records do; such answers are not trained",
+            "chat.jsonl: line {}: begins with an answer without a question, as 1 of {} records do; such answers are not trained",
             BEFORE + 1,
             2 * BEFORE + 1
         );

@@ -239,7 +239,7 @@ fn a_step_that_nothing_can_be_learned_from_is_an_error_that_names_it() {
         document
     };
     let cases = [
-        (masked, "none of its 16 targets counts"),
+        (masked, "none of its 16 targets is trained"),
         (wrong(|document| document.tokens[3] = 64), "micro-batch 0: token 64 in row 0, column 3 must be below 64"),
         (wrong(|document| document.targets[7] = 64), "micro-batch 0: target 64 in row 0, column 7 must be below 64"),
     ];

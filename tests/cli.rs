@@ -513,6 +513,6 @@ fn a_probe_measures_the_machine_and_writes_a_profile() {
     assert!(profile.facts.iter().any(|fact| fact.starts_with("superoffload 0.")), "{:?}", profile.facts);
     probe(&["--out", "/nowhere/box.toml"]).refused(1, &["write", "/nowhere/box.toml"]);
     probe(&["--seconds", "0"]).refused(2, &["--seconds"]);
-    probe(&["--save"]).refused(2, &["--save: runs on the CPU device need no rates"]);
+    probe(&["--save"]).refused(2, &["--save: runs on the CPU device need no profile"]);
     probe(&["--save", "--out", "box.toml"]).refused(2, &["cannot be used with"]);
 }

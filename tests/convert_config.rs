@@ -38,7 +38,7 @@ fn examples_convert_and_run() {
         (
             "axolotl-full.yml",
             "axolotl",
-            &["used     evals_per_epoch: 2", "eval-strategy = \"epoch\" (one evaluation a pass", "ignored  strict: false"][..],
+            &["used     evals_per_epoch: 2", "eval-strategy = \"epoch\" (one evaluation per epoch", "ignored  strict: false"][..],
         ),
         ("axolotl-completion.yml", "axolotl", &["used     datasets: [1 entries]", "holds    fp16: false"]),
         (
@@ -53,7 +53,7 @@ fn examples_convert_and_run() {
                 "ignored  attn_implementation: flash_attention_2",
                 "used     dataset_name:",
                 "holds    push_to_hub: false",
-                "ignored  assistant_only_loss: not said",
+                "ignored  assistant_only_loss: not set",
             ],
         ),
     ] {
@@ -144,7 +144,11 @@ fn a_list_of_data_sets_beside_the_data_names_files_and_columns() {
     let both = of("mine,hub");
     assert!(both.stdout.contains("data = [\"data/../records.jsonl\", \"org/data\"]"), "{both:?}");
     assert!(both.stdout.contains("columns = [\"instruction=question\", \"output=answer\", \"messages=chat\"]"), "{both:?}");
-    for (name, words) in [("odd", "from and value"), ("dpo", "not preferences"), ("none", "neither a file nor in data/dataset_info.json")] {
+    for (name, words) in [
+        ("odd", "from and value"),
+        ("dpo", "preference training is not available"),
+        ("none", "neither a file nor in data/dataset_info.json"),
+    ] {
         let refused = of(name);
         assert!(refused.code == 2 && refused.stderr.contains(words), "{refused:?}");
     }

@@ -158,19 +158,22 @@ fn a_resume_reads_no_data_that_is_as_it_was_and_goes_on_without() {
         let outcome = resumed(steps);
         let message: Vec<_> = outcome.stdout.lines().filter(|line| line.contains("large.jsonl") && line.contains(cause)).collect();
         let [message] = message[..] else { panic!("{what}: {outcome:?}") };
-        assert!(message.contains("training goes on with the tokens that were made of it, in ") && message.contains("/cache/"), "{message}");
+        assert!(
+            message.contains("training continues with the tokens that were prepared from it, in ") && message.contains("/cache/"),
+            "{message}"
+        );
         if steps == 12 {
             assert_eq!(outcome.digest(), digest);
         }
     }
     let [folder, _] = workspace.names("cache", "").try_into().unwrap();
     fs::rename(workspace.path("cache"), workspace.path("aside")).unwrap();
-    let gone = ["large.jsonl: not a regular file", &format!("/cache/{folder} is not there; put the file back as it was")];
+    let gone = ["large.jsonl: not a regular file", &format!("/cache/{folder} is not there; restore the file")];
     resumed(14).refused(1, &gone);
     fs::create_dir(workspace.path("cache")).unwrap();
     crate::program::copy_dir(&workspace.path("aside").join(&folder), &workspace.path("cache").join(&folder));
     fs::write(workspace.path("cache").join(&folder).join("tokens.u32"), "").unwrap();
-    resumed(14).refused(1, &["large.jsonl: not a regular file", "tokens.u32: 0 bytes instead of ", "put the file back"]);
+    resumed(14).refused(1, &["large.jsonl: not a regular file", "tokens.u32: 0 bytes instead of ", "restore the file"]);
 }
 
 /// A prompt and what completes it.
@@ -207,7 +210,7 @@ fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
     assert_eq!((moved.digest(), evaluated("moved")), (digest.as_str(), evaluated("whole")));
     for name in ["small.jsonl", "eval.jsonl"] {
         let message = |line: &&str| {
-            line.contains(name) && line.contains("training goes on with the tokens") && line.contains("/moved/.superoffload/tokens/")
+            line.contains(name) && line.contains("training continues with the tokens") && line.contains("/moved/.superoffload/tokens/")
         };
         assert_eq!(moved.stdout.lines().filter(message).count(), 1, "{moved:?}");
     }
@@ -216,7 +219,7 @@ fn a_resume_works_without_cached_data_and_after_the_run_was_moved() {
     write();
     go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=13"]).digest();
     fs::write(&path, (1..90).map(answer).collect::<String>()).unwrap();
-    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data is not the checkpoint's"]);
+    go_on("moved", &["--resume-from-checkpoint=auto", "--max-steps=14"]).refused(2, &["the data differs from the checkpoint's"]);
     go_on("moved", &["--max-steps=1"]).digest();
     assert_eq!(workspace.names("moved/.superoffload/tokens", "").len(), 4, "two folders and their locks: what other data left has gone");
 }
@@ -236,13 +239,16 @@ fn a_directory_of_data_may_lose_files_and_may_not_gain_any() {
     fs::remove_file(corpus.join("a.txt")).unwrap();
     fs::remove_file(corpus.join("c.txt")).unwrap();
     let less = go_on("out", "--max-steps=9");
-    assert!(less.stdout.contains("a.txt: No such file") && less.stdout.contains(", and so with 1 more: training goes on"), "{less:?}");
+    assert!(
+        less.stdout.contains("a.txt: No such file") && less.stdout.contains(", and the same for 1 more: training continues"),
+        "{less:?}"
+    );
     fs::remove_dir_all(&corpus).unwrap();
     assert_eq!(go_on("out", "--max-steps=12").digest(), digest);
     for name in ["d", "e"] {
         workspace.write(&format!("corpus/{name}.txt"), format!("other words of {name} ").repeat(60));
     }
-    go_on("out", "--max-steps=13").refused(2, &["the data is not the checkpoint's", "file 1 was "]);
+    go_on("out", "--max-steps=13").refused(2, &["the data differs from the checkpoint's", "file 1 was "]);
 }
 
 #[test]
@@ -267,7 +273,7 @@ fn text_that_was_prepared_ahead_is_found_by_training() {
     let again = prepare(&large, "cache");
     assert!(again.stdout.starts_with(&format!("found  {bytes} tokens")) && !again.stdout.contains("tokens/s"), "{again:?}");
     let small = prepare(&workspace.write("small.txt", "a few words"), "cache");
-    assert_eq!(small.stdout, "nothing to prepare: each run tokenizes 11 B of text, at most, for itself\n");
+    assert_eq!(small.stdout, "nothing to prepare: each run tokenizes up to 11 B of text itself\n");
     let ids = prepare(&workspace.write("ids.bin", [1, 0]), "cache");
     assert_eq!(ids.stdout, "nothing to prepare: token files are read where they are\n");
     workspace.write("file", "");

@@ -59,7 +59,7 @@ fn data_of_every_kind_is_shown_or_refused_as_training_would() {
     let pairs = shown("pairs.jsonl", b"{\"prompt\": \"p\", \"completion\": \"cc\"}", &["--eos-token=0"]);
     assert!(pairs.stdout.contains("p\u{27e6}cc<0>\u{27e7}") && pairs.stdout.contains("4 tokens"), "{pairs:?}");
     let tokens = shown("ids.bin", &[1, 0, 2, 0, 3, 0], &[]);
-    assert!(tokens.code == 0 && tokens.stdout.contains("token files do not say where documents end"), "{tokens:?}");
+    assert!(tokens.code == 0 && tokens.stdout.contains("token files do not mark where documents end"), "{tokens:?}");
     let table = workspace.write("a.csv", b"text\na");
     let refused = run(&mut program(&["data", table.to_str().unwrap()]));
     refused.refused(1, &["a.csv: not a .txt, ", "convert it: python -c", "read_csv", "a.jsonl"]);

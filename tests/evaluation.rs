@@ -136,7 +136,7 @@ fn the_best_checkpoint_outlives_the_rotation_and_is_exported() {
     };
     let exported = export("out", "exported");
     assert!(exported.code == 0 && exported.stdout.contains(&format!("exported step {best} of ")), "{exported:?}");
-    export("out/checkpoint-12", "x").refused(2, &["--best", "name the output directory"]);
+    export("out/checkpoint-12", "x").refused(2, &["--best", "name its output directory"]);
     std::fs::remove_file(workspace.path("out").join(&kept[usize::from(kept[0] == "checkpoint-12")]).join("state.bin")).unwrap();
     export("out", "y").refused(1, &["the best checkpoint, of eval loss", "state.bin"]);
     run(&mut workspace.train("none", &[])).digest();
@@ -161,7 +161,7 @@ fn a_run_with_a_constant_loss_ends_early_also_after_a_resume() {
     let longer = [&flags[..3], &["--early-stopping-patience=3", "--early-stopping-threshold=9"]].concat();
     let more = run(&mut workspace.resume("resumed", &longer));
     assert!(more.stdout.contains("done at step 8 of 12 (2 here)"), "{more:?}");
-    run(&mut workspace.train("x", &["--early-stopping-patience=2"])).refused(2, &["--early-stopping-patience 2", "is evaluated"]);
+    run(&mut workspace.train("x", &["--early-stopping-patience=2"])).refused(2, &["--early-stopping-patience 2", "needs evaluations"]);
     run(&mut workspace.train("x", &[&data, "--early-stopping-threshold=1"])).refused(2, &["--early-stopping-threshold 1"]);
-    run(&mut workspace.train("x", &[&data, "--eval-split=0.5"])).refused(2, &["--eval-split 0.5", "only without --eval-data"]);
+    run(&mut workspace.train("x", &[&data, "--eval-split=0.5"])).refused(2, &["--eval-split 0.5", "cannot be combined with --eval-data"]);
 }

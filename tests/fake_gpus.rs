@@ -77,7 +77,7 @@ fn several_gpus_start_pull_and_end_in_an_order_that_a_driver_accepts() {
         let [direct, staged, waits] = counted(&outcome);
         assert!(direct > 0 && staged == 0 && waits > 0, "{flags:?}: {outcome:?}");
         assert!(outcome.stdout.contains("GPU 0 (0000:0F:00.0), GPU 1 (0000:1F:00.0)"), "{outcome:?}");
-        assert!(outcome.stdout.contains("GB/s from each other, over links of their own"), "{outcome:?}");
+        assert!(outcome.stdout.contains("GB/s from each other, over direct links between GPUs"), "{outcome:?}");
         // The driver exists, but the library that reports links does not.
         let links = if count == "2" { "GPU 0 and GPU 1: unknown link (" } else { "each two of 3 GPUs: unknown link (" };
         assert!(outcome.stdout.lines().any(|line| line.contains(links) && line.ends_with("; direct")), "{outcome:?}");
@@ -224,7 +224,7 @@ fn a_cudnn_that_is_built_for_a_newer_cuda_than_the_drivers_is_refused() {
     let train = |cuda, cudnn| train_by(&workspace, "--attention=cudnn", &[("FAKE_CUDA", cuda), ("FAKE_CUDNN", cudnn)], &[]);
     train("13000", "13040").refused(1, &["open cuDNN", "libcudnn_graph.so.9"]);
     install("libcudnn_graph.so.9");
-    let words = ["libcudnn.so.9 is built for CUDA 13, and the driver serves CUDA 12", "'nvidia-cudnn-cu12==9.*'", "--cuda-libraries"];
+    let words = ["libcudnn.so.9 is built for CUDA 13, but the driver supports CUDA 12", "'nvidia-cudnn-cu12==9.*'", "--cuda-libraries"];
     train("12080", "13040").refused(1, &words);
     // The library is accepted first and rejected later, because it is not cuDNN.
     for (cuda, cudnn) in [("13000", "13040"), ("12000", "12090"), ("13000", "12090")] {
@@ -282,7 +282,7 @@ fn a_run_that_resumes_under_another_library_logs_it() {
     }
     let workspace = Workspace::new();
     let go_on = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
-    let message = "cuBLASLt was \"130100\" and is \"130200\": from here on bits may differ from those of a run without the change";
+    let message = "cuBLASLt was \"130100\" and is \"130200\": from here on results may differ from a run without the change";
     let value = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
         .map(|(version, steps)| go_on(version, steps).stderr.contains(message));
     assert_eq!(value, [false, false, true, false]);
@@ -363,7 +363,7 @@ fn keeps_the_old_plan_without_memory(gpus: &str) {
                 // All allocations of the first plan were tried.
                 break;
             }
-            let why = outcome.stderr.lines().find(|line| line.contains("the plan stays, and no other is looked for from here on: "));
+            let why = outcome.stderr.lines().find(|line| line.contains("the plan stays, and the search for faster plans ends here: "));
             assert!(why.is_some_and(|why| why.contains("CUDA error 2")), "{variable} {nth}: {outcome:?}");
             assert_eq!(digest(&outcome), digest(&kept), "{variable} {nth}");
             refused += 1;
@@ -464,7 +464,7 @@ fn processes_whose_gpus_are_too_few_or_differ_are_refused_on_both_sides() {
         }
     };
     let one = &[("FAKE_GPUS", "1")][..];
-    refused([one, one], &[], 2, &["--processes 2", "sees GPUs: 1, and processes on its machine are 2"]);
+    refused([one, one], &[], 2, &["--processes 2", "sees GPUs: 1, processes on its machine: 2"]);
     refused([&[("FAKE_MODELS", "")]; 2], &[], 1, &["process 0 on ", " has a Fake 0", "process 1 on ", " has a Fake 1"]);
     refused([&[], &[("FAKE_GPUS", "0")]], &[], 1, &["process 1 on ", " has none: ", "--device cpu"]);
     // This difference is detected when all processes have opened their GPUs.
@@ -551,7 +551,7 @@ fn a_gpu_in_use_by_another_process_is_recognized_by_the_drivers_code() {
     }
     for call in 0..12 {
         let outcome = train(&[("FAKE_FAIL", &format!("{call},46"))], &[]);
-        outcome.refused(1, &["CUDA error 46 ", "another process has the GPU for itself"]);
+        outcome.refused(1, &["CUDA error 46 ", "another process has exclusive use of the GPU"]);
     }
 }
 

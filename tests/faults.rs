@@ -291,7 +291,7 @@ fn a_worker_that_stands_still_is_named_and_the_run_ends_with_an_account() {
     assert!(time >= Duration::from_secs(3), "{time:?}");
     let mut lines = ended.stderr.lines();
     let worker = lines.next().unwrap();
-    assert!(worker.starts_with("warning: optimizer worker adam-01 has stood still for 2s in bucket "), "{worker}");
+    assert!(worker.starts_with("warning: optimizer worker adam-01 has made no progress for 2s in bucket "), "{worker}");
     let bucket = worker.rsplit(' ').next().unwrap();
     assert!(lines.next().unwrap().starts_with("error: no progress for 4s (--stall-limit): the run ends"), "{ended:?}");
     assert!(ended.stderr.contains(&format!("\n  worker        adam-01 owes bucket {bucket}, after ")), "{ended:?}");

@@ -117,7 +117,7 @@ fn a_new_run_among_foreign_things_is_refused_before_it_writes_a_byte() {
         let before = home.things();
         for flags in [&[][..], &["--dry-run"], &["--resume-from-checkpoint", "auto"]] {
             let refused = run(&mut home.workspace.train(&out, flags));
-            refused.refused(2, &[home.path(&out).to_str().unwrap(), "of this program, and the run needs its name", "--output-dir"]);
+            refused.refused(2, &[home.path(&out).to_str().unwrap(), "of this program, but the run needs this name", "--output-dir"]);
             assert_eq!(home.things(), before, "{kind} {flags:?}: {refused:?}");
         }
     }
@@ -190,7 +190,10 @@ fn foreign_files_in_output_folders_outlive_rotation_new_runs_and_resumes() {
     let rotated = run(&mut home.workspace.resume("out", &["--save-total-limit", "1"]));
     rotated.digest();
     assert_kept(&home, &foreign, &rotated);
-    assert!(rotated.stderr.contains("checkpoint-4.foreign-1: kept: no run put this into checkpoint-4"), "{rotated:?}");
+    assert!(
+        rotated.stderr.contains("checkpoint-4.foreign-1: kept, because no run of this program wrote it; the rest of checkpoint-4"),
+        "{rotated:?}"
+    );
     assert_eq!(home.workspace.names("out", "checkpoint-12"), ["checkpoint-12"]);
     let fresh = run(&mut home.workspace.train("out", &["--max-steps", "2"]));
     fresh.digest();
@@ -234,7 +237,7 @@ fn exports_reports_timelines_and_prepared_text_replace_their_own_kind_alone() {
         let flags = ["--max-steps", "1", "--device", "cpu", "--data", text.to_str().unwrap(), "--trace"];
         let mut train = home.workspace.train(&format!("run {kind}"), &flags);
         let trained = run(train.arg(place("other.json")).env("SUPEROFFLOAD_CACHE", home.path("cache")));
-        assert!(trained.stderr.contains("prepared text is kept beside the run"), "{kind}: {trained:?}");
+        assert!(trained.stderr.contains("prepared text is kept in the output directory instead"), "{kind}: {trained:?}");
         trained.digest();
         assert_kept(&home, &before, &trained);
     }

@@ -156,8 +156,8 @@ fn unsupported_fp8_products_are_refused_with_the_reason() {
         assert_eq!(outcome.code, 2, "{outcome:?}");
         outcome.stderr
     };
-    assert!(refused(&["--dtype", "float32"]).contains("--matmul-dtype fp8: allowed is only with --dtype bfloat16"));
-    assert!(refused(&["--dtype", "float16"]).contains("only with --dtype bfloat16"));
+    assert!(refused(&["--dtype", "float32"]).contains("--matmul-dtype fp8: needs --dtype bfloat16"));
+    assert!(refused(&["--dtype", "float16"]).contains("needs --dtype bfloat16"));
     let odd = refused(&["--seq-length", "9", "--per-device-train-batch-size", "1"]);
-    assert!(odd.contains("a micro-batch of 9 tokens is no multiple of 16; change --per-device-train-batch-size"), "{odd}");
+    assert!(odd.contains("a micro-batch of 9 tokens is not a multiple of 16; change --per-device-train-batch-size"), "{odd}");
 }

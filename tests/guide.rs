@@ -87,7 +87,7 @@ fn flags() -> String {
 /// `SUPEROFFLOAD_WRITE_FLAGS=1` writes the chapter.
 #[test]
 fn the_reference_has_the_flags_of_the_program() {
-    let head = "# Flags\n\nWhat `superoffload train` can be told. The same names are the keys of a configuration file; other common names are\n\
+    let head = "# Flags\n\nFlags of `superoffload train`. The same names are the keys of a configuration file; other common names are\n\
                 [understood, too](from-other-trainers.md).\n\n| flag | |\n|---|---|\n";
     let whole = format!("{head}{}", flags());
     if std::env::var_os("SUPEROFFLOAD_WRITE_FLAGS").is_some() {

@@ -93,7 +93,7 @@ mod download {
         let again = run(&mut train(&workspace, "http://127.0.0.1:1", "org/tiny"));
         assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
         run(&mut train(&workspace, "http://127.0.0.1:1", "org/other"))
-            .refused(1, &["download org/other, which is not here, from http://127.0.0.1:1: "]);
+            .refused(1, &["download org/other, which is not available locally, from http://127.0.0.1:1: "]);
     }
 
     #[cfg(feature = "parquet")]
@@ -119,7 +119,8 @@ mod download {
         assert!(trained.stdout.contains(&format!("downloading org/tiny at commit {COMMIT}: 1 files of ")), "{trained:?}");
         let again = by_name("http://127.0.0.1:1", "org/tiny:default:train");
         assert_eq!((again.digest(), server.received().len()), (trained.digest(), 2), "the second run asks nobody");
-        by_name("http://127.0.0.1:1", "org/tiny:default:test").refused(1, &["download org/tiny:default:test, which is not here, from "]);
+        by_name("http://127.0.0.1:1", "org/tiny:default:test")
+            .refused(1, &["download org/tiny:default:test, which is not available locally, from "]);
         by_name("http://127.0.0.1:1", "org/tiny.jsonl").refused(1, &["read org/tiny.jsonl: No such file"]);
     }
 

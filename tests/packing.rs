@@ -81,7 +81,7 @@ fn answers_stay_whole_and_text_is_cut_unless_a_flag_changes_it() {
     let ids = format!("--data={}", workspace.write("ids.u16.bin", [1, 0].repeat(400)).display());
     let beside = train(&workspace, "beside", &[&whole[0], &ids, &template, "--max-steps=1"]);
     assert!(
-        beside.stdout.contains("--packing auto is wrapped: ") && beside.stdout.contains("ids.u16.bin does not say where"),
+        beside.stdout.contains("--packing auto is wrapped: ") && beside.stdout.contains("ids.u16.bin does not mark where"),
         "{beside:?}"
     );
     let eval = ids.replace("--data", "--eval-data");

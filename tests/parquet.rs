@@ -32,8 +32,8 @@ fn a_directory_of_parquet_files_is_shown_and_broken_ones_are_refused() {
     let shown = |path: &Path| run(&mut program(&["data", path.to_str().unwrap(), "--seq-length=4"]));
     let both = shown(dir.parent().unwrap());
     assert!(both.stdout.contains("0.parquet, row 1: ") && both.stdout.contains("documents  80"), "{both:?}");
-    shown(&workspace.write("cut.parquet", &labels[..labels.len() / 2])).refused(1, &["cut.parquet: no parquet file, or cut short"]);
-    shown(&workspace.write("x.parquet", "text")).refused(1, &["x.parquet: no parquet file: shorter"]);
+    shown(&workspace.write("cut.parquet", &labels[..labels.len() / 2])).refused(1, &["cut.parquet: not a parquet file, or truncated"]);
+    shown(&workspace.write("x.parquet", "text")).refused(1, &["x.parquet: not a parquet file: too short"]);
     for bomb in ["rows", "page"] {
         shown(&golden(&format!("parquet/{bomb}_bomb.parquet"))).refused(1, &["_bomb.parquet: row group 0: "]);
     }

@@ -356,7 +356,7 @@ fn processes_without_one_output_directory_are_refused_before_the_first_step() {
     let all = flags(2, &["--processes=2", &rendezvous]);
     let command = |out: &str, process: &str| one(&workspace, out, &[&all[..], &[process.to_string()]].concat()).spawn().unwrap();
     let outcomes = ends(vec![command("here", "--process=0"), command("there", "--process=1")]);
-    outcomes[1].refused(1, &["--output-dir ", "/there: ", "it is not that of process 0 on ", "a file system that all share"]);
+    outcomes[1].refused(1, &["--output-dir ", "/there: ", "it is not the directory that process 0 on ", "a shared file system"]);
     outcomes[0].refused(1, &["process 1 on ", "/there: "]);
     assert_eq!(workspace.names("here", "."), [".lock", ".superoffload"]);
 }
@@ -435,7 +435,7 @@ fn options_unsupported_in_several_processes_are_refused_with_a_remedy() {
         (&["--processes=2", "--process=2", "--rendezvous=a:1"], &["--process 2", "less than --processes 2"]),
         (&["--processes=2", "--process=0", "--rendezvous=a"], &["--rendezvous a", "HOST:PORT"]),
         (&["--processes=9", "--process=0", "--rendezvous=a:1"], &["--processes 9", "at most 8"]),
-        (&["--rendezvous=a:1"], &["--rendezvous a:1", "only with --processes 2"]),
+        (&["--rendezvous=a:1"], &["--rendezvous a:1", "needs --processes 2"]),
         (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=all"], &["--gpus all", "a number"]),
         (&["--processes=3", "--process=0", "--rendezvous=a:1", "--gpus=3"], &["--processes 3 times --gpus 3", "at most 8"]),
         (&["--processes=2", "--process=0", "--rendezvous=a:1", "--gpus=3", "--sequence-ranks=2"], &["--sequence-ranks 2", "--gpus 3"]),
@@ -520,7 +520,7 @@ fn kill_in(workspace: &Workspace, (phase, step): (&str, u64), (victim, ranks): (
     children[victim].kill().unwrap();
     let other = ends(children).remove(1 - victim);
     assert!(killed.elapsed() < ALL_END, "{out} took {:?}", killed.elapsed());
-    other.refused(1, &[&format!("process {victim} on "), "it ended before the run was over"]);
+    other.refused(1, &[&format!("process {victim} on "), "it ended before the end of the run"]);
     workspace.settings("");
     assert_eq!(digest(workspace, &out, 2, &["--save-steps=2", "--resume-from-checkpoint=auto"]), whole, "{out} goes on");
 }

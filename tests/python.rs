@@ -23,7 +23,7 @@ fn stub() -> String {
     format!(
         "# Written by SUPEROFFLOAD_WRITE_FLAGS=1 cargo test --test main python::\n\
          from collections.abc import Sequence\nfrom os import PathLike\nfrom typing import Literal, TypedDict\n\n\
-         class Settings(TypedDict, total=False):\n    \"\"\"What a run can be told.\"\"\"\n\n{keys}"
+         class Settings(TypedDict, total=False):\n    \"\"\"Settings of a training run.\"\"\"\n\n{keys}"
     )
 }
 

@@ -160,7 +160,7 @@ fn options_unsupported_on_several_devices_are_refused_with_a_remedy() {
         run(&mut workspace.train("out", &[&["--device=cpu"], flags].concat())).refused(2, words);
     }
     run(&mut crate::program::program(&["plan", "--model", "qwen3-4b", "--hardware", "h200-pcie5", "--gpus=2"]))
-        .refused(2, &["--gpus 2", "h200-pcie5 knows what 1 do", "use --gpus 1, or --hardware h200-x2"]);
+        .refused(2, &["--gpus 2", "h200-pcie5 has rates for at most 1", "use --gpus 1, or --hardware h200-x2"]);
 }
 
 /// A fault of rank 0 that ends the run: an error or a panic, between steps or while other ranks are in a step.
@@ -320,9 +320,9 @@ fn a_stall_report_names_the_rank_that_all_wait_for() {
     for (phase, step, waits) in [
         ("backward", 3, "waits for the gradient of bucket 0 of rank 1"),
         ("verdict", 3, "waits for the gradient norm of rank 1"),
-        ("read", 3, "waits for what rank 0 asked of rank 1"),
+        ("read", 3, "waits for the reply of rank 1"),
         // An evaluation runs before the first step.
-        ("module", 1, "waits for what rank 0 asked of rank 1"),
+        ("module", 1, "waits for the reply of rank 1"),
     ] {
         workspace.settings(&format!("faults = [{{rank = 1, step = {step}, phase = '{phase}', kind = 'hang'}}]"));
         let flags = gpus(2, &["--stall-limit=1", &eval_data, "--eval-on-start"]);

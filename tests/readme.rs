@@ -68,7 +68,7 @@ fn the_sample_run_is_the_run() {
 fn the_help_of_train_explains_the_built_in_model() {
     let help = run(&mut program(&["train", "--help"])).stdout;
     let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(words.contains("the built-in model runs with") && words.contains("--learning-rate 3e-3"), "{help}");
+    assert!(words.contains("the built-in model is trained with") && words.contains("--learning-rate 3e-3"), "{help}");
 }
 
 /// The rows of a document's table: model, flags of the machine, GPU memory, host memory, and tokens per second or that the model does not

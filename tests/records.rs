@@ -107,8 +107,9 @@ fn foreign_decisive_fields_are_warned_of_once() {
     let outcome = train(&workspace, "told", &records, &[&template, "--seq-length=64"]);
     assert_eq!(outcome.code, 0, "{outcome:?}");
     for message in [
-        "told.jsonl: line 1: column `label` (of TRL, ms-swift) is not read: answers that are not wanted are trained as all others (in 40 of 40 records)",
-        "told.jsonl: line 1: the chat template writes nothing of a message of role \"developer\" (in 40 of 40 records)",
+        "told.jsonl: line 1: column `label` (of TRL, ms-swift) is not read: unwanted answers would be trained like all other answers \
+            (in 40 of 40 records)",
+        "told.jsonl: line 1: the chat template omits a message of role \"developer\" (in 40 of 40 records)",
     ] {
         assert_eq!(outcome.stderr.matches(message).count(), 1, "{message}\n{outcome:?}");
     }

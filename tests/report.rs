@@ -187,7 +187,7 @@ fn an_invalid_timeline_is_reported_and_the_rest_is_shown() {
     fs::remove_file(&trace).unwrap();
     std::os::unix::fs::symlink(workspace.path("held.txt"), &trace).unwrap();
     let page = page(&workspace, &["plain"]);
-    assert!(page.contains("No trace.json in the output directory tells of three whole steps.") && !page.contains("Typical: step"));
+    assert!(page.contains("No trace.json in the output directory has three whole steps.") && !page.contains("Typical: step"));
     assert!(!page.contains("perfetto"));
     assert_eq!(check_svg(&page), 5 * 2 + 4);
 }
@@ -215,7 +215,7 @@ fn names_from_files_are_text_and_damage_is_counted() {
     let page = page(&workspace, &[&name]);
     assert!(!page.contains("<script>alert") && !page.contains("<svg onload") && page.contains("&lt;script&gt;alert(1)"));
     assert!(page.contains("1 lines of metrics.jsonl are damaged") && page.contains("has no end") && page.contains("1 steps have no loss"));
-    assert!(page.contains("no checkpoint says of how many") && page.contains("No step says this."));
+    assert!(page.contains("no checkpoint has their total") && page.contains("No step has this value."));
     check_svg(&page);
 }
 
@@ -296,7 +296,7 @@ fn unavailable_samples_are_one_line_and_the_rest_is_shown() {
         none(name, words);
     }
     workspace.write("bare/metrics.jsonl", "{\"step\":1}\n");
-    none("bare", "nothing says with which settings it was read.");
+    none("bare", "no record has the settings of the data.");
 }
 
 #[test]

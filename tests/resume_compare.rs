@@ -160,7 +160,7 @@ fn moments_of_another_format_are_refused_unless_they_may_be_converted() {
     let (workspace, packed) = (Workspace::new(), ["--moments", "bfloat16"]);
     run(&mut workspace.train("wide", &["--max-steps", "4"])).digest();
     let refusal = "they were float32 and are bfloat16";
-    run(&mut workspace.resume("wide", &packed)).refused(2, &[refusal, "--moments as it was", "--allow-changed moments"]);
+    run(&mut workspace.resume("wide", &packed)).refused(2, &[refusal, "use the former --moments", "--allow-changed moments"]);
     let allowed = ["--max-steps", "6", "--allow-changed", "moments"];
     let converted = run(&mut workspace.resume("wide", &[&packed[..], &allowed].concat()));
     converted.digest();

@@ -248,7 +248,7 @@ fn a_link_in_the_place_of_the_directory_leads_nowhere() {
     fs::rename(workspace.path("r"), workspace.path("r2")).unwrap();
     symlink("elsewhere", workspace.path("r")).unwrap();
     let ended = go_on(moved);
-    assert!(ended.digest() == digest && ended.stderr.contains("goes on in"), "{ended:?}");
+    assert!(ended.digest() == digest && ended.stderr.contains("continues in"), "{ended:?}");
     assert_eq!(workspace.names("r2", "checkpoint-").len(), 6);
     fs::remove_file(workspace.path("r")).unwrap();
     let removed = stopped(&workspace, "r", &[]);
@@ -300,7 +300,7 @@ fn a_file_system_without_locks_is_warned_of_once_and_trains_the_same() {
     let alone = run(&mut workspace.train("alone", &[]));
     let unlocked = run(workspace.train("unlocked", &[]).env("LD_PRELOAD", &library));
     let message = format!(
-        "warning: {}: this file system has no locks; two runs in it would destroy each other",
+        "warning: {}: this file system has no locks; two runs in it would overwrite each other",
         workspace.path("unlocked").display()
     );
     assert_eq!(unlocked.stderr.lines().filter(|line| *line == message).count(), 1, "{unlocked:?}");

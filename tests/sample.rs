@@ -75,7 +75,7 @@ fn invalid_options_are_refused() {
     let out = workspace.path("out");
     for (flags, words) in [
         (&["--prompt="][..], &["prompt \"\"", "no token"][..]),
-        (&["--prompt=a", "--temperature=-1"], &["--temperature -1", "0 or a number above"]),
+        (&["--prompt=a", "--temperature=-1"], &["--temperature -1", "must be at least 0"]),
         (&["--prompt=a", "--temperature=nan"], &["--temperature NaN"]),
         (&["--prompt=a", "--max-new-tokens=0"], &["--max-new-tokens 0"]),
         (&[], &["--prompt"]),
@@ -107,7 +107,7 @@ fn prompts_are_answered_at_evaluations_and_drawn_in_the_report() {
     let refused = |flags: &[&str]| run(&mut workspace.train("refused", flags));
     refused(&[&prompts]).refused(2, &["--prompts", "--eval-data or --eval-split"]);
     workspace.write("prompts.txt", "\n");
-    refused(&[&prompts, &held]).refused(2, &["--prompts", "0 prompts, a line each"]);
+    refused(&[&prompts, &held]).refused(2, &["--prompts", "0 prompts, one a line"]);
     workspace.write("prompts.txt", "much longer than a row has tokens");
     refused(&[&prompts, &held]).refused(2, &["--prompts", "a prompt of 33 tokens, rows have 16"]);
 }

@@ -348,9 +348,9 @@ fn ranks_that_cannot_share_sequences_so_are_refused_with_a_way_out() {
     let workspace = Workspace::new();
     let cases: [(&[&str], &[&str]); 8] = [
         (&["--gpus=4", "--sequence-ranks=0"], &["--sequence-ranks 0", "at least 1"]),
-        (&["--gpus=4", "--sequence-ranks=3"], &["--sequence-ranks 3", "a divisor of --gpus 4"]),
-        (&["--sequence-ranks=2"], &["--sequence-ranks 2", "a divisor of --gpus 1"]),
-        (&["--gpus=2", "--sequence-ranks=2", "--seq-length=15"], &["--sequence-ranks 2", "a divisor of --seq-length 15"]),
+        (&["--gpus=4", "--sequence-ranks=3"], &["--sequence-ranks 3", "must divide --gpus 4"]),
+        (&["--sequence-ranks=2"], &["--sequence-ranks 2", "must divide --gpus 1"]),
+        (&["--gpus=2", "--sequence-ranks=2", "--seq-length=15"], &["--sequence-ranks 2", "must divide --seq-length 15"]),
         // Four query heads on two key heads.
         (&["--gpus=3", "--sequence-ranks=3", "--seq-length=15"], &["4 query heads on 2 key heads", "use 1, 2, 4"]),
         (&["--gpus=8", "--sequence-ranks=8", "--bucket-mib=0.0625"], &["--sequence-ranks 8", "use 1, 2, 4"]),

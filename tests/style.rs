@@ -2,6 +2,7 @@
 
 mod face;
 mod floors;
+mod messages;
 mod prose;
 
 use std::collections::BTreeMap;

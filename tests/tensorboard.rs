@@ -64,7 +64,7 @@ fn events_are_left_out_on_request_and_replace_nothing_foreign() {
     fs::create_dir(workspace.path("elsewhere")).unwrap();
     std::os::unix::fs::symlink(workspace.path("elsewhere"), workspace.path("out/tb")).unwrap();
     let refused = run(&mut workspace.train("out", &["--resume-from-checkpoint=auto"]));
-    refused.refused(2, &["out/tb: not a folder of events of this program", "or say --report-to none"]);
+    refused.refused(2, &["out/tb: not a folder of events of this program", "or use --report-to none"]);
     assert_eq!(workspace.names("out", ""), ["tb"], "it was refused before it wrote anything");
     assert_eq!(run(&mut workspace.train("out", &["--report-to=none"])).digest(), digest);
     assert!(workspace.path("out/tb").is_symlink());

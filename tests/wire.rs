@@ -78,7 +78,7 @@ fn harmed(workspace: &Workspace, plot: Plot, whole: &str) {
             let is_named = outcome.stderr.contains("process 0 on ") || outcome.stderr.contains("process 1 on ");
             assert!(outcome.code == 1 && is_named, "of process {other}: {}", message());
         }
-        let words = format!("{what} of it came damaged after step ");
+        let words = format!("{what} from it arrived damaged after step ");
         assert!(first.stderr.contains(&words) && second.stderr.contains(&words), "{}", message());
     }
     let resumed = one(workspace, &out, 1, &["--resume-from-checkpoint=auto"]).output().unwrap();
@@ -155,11 +155,11 @@ fn a_process_that_ends_is_named_once_by_all_others() {
 fn the_wait_for_peers_has_a_limit_and_a_signal_ends_it_in_all() {
     let workspace = Workspace::new();
     let late = run(&mut member(&workspace, "late", [0, 2], free_port(), &["--rendezvous-limit=1"]));
-    late.refused(1, &["there came no process [1]", "--rendezvous-limit 1 is over"]);
+    late.refused(1, &["no connection from process [1]", "--rendezvous-limit 1 is over"]);
     let late = run(&mut member(&workspace, "late", [1, 2], free_port(), &["--rendezvous-limit=1"]));
-    late.refused(1, &["nobody answers at 127.0.0.1:", "--rendezvous-limit 1 is over"]);
+    late.refused(1, &["no answer from 127.0.0.1:", "--rendezvous-limit 1 is over"]);
     let none = run(&mut member(&workspace, "late", [0, 2], free_port(), &["--rendezvous-limit=0"]));
-    none.refused(2, &["--rendezvous-limit 0", "seconds, from 1"]);
+    none.refused(2, &["--rendezvous-limit 0", "must be from 1 to"]);
     let port = free_port();
     let mut all: Vec<Child> = (0..2).map(|process| member(&workspace, "told", [process, 3], port, &[]).spawn().unwrap()).collect();
     await_line(&mut all[1], "meeting the others at ");
@@ -181,7 +181,7 @@ fn a_readable_token_is_a_warning_and_a_short_one_is_refused() {
         alone(&mut member(&workspace, "out", [0, 2], free_port(), &[&file, "--rendezvous-limit=1"]))
     };
     by_file(&[0xff; 6], 0o600).refused(2, &["token: a run token of 6 bytes can be guessed"]);
-    let missing = "there came no process [1]";
+    let missing = "no connection from process [1]";
     let good = by_file(&[0xff, 0x80].repeat(8), 0o600);
     assert!(good.code == 1 && good.stderr.contains(missing) && !good.stderr.contains("warning"), "{good:?}");
     let open = by_file(b"0123456789abcdef", 0o644);

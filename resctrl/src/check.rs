@@ -94,7 +94,7 @@ fn check_mask(mask: u64, cbm_mask: u64, min_cbm_bits: u32, sparse_masks: bool) -
     } else if run < mask.count_ones() && !sparse_masks {
         Err(format!("mask {mask:x} has gaps"))
     } else if run < min_cbm_bits {
-        Err(format!("mask {mask:x} has fewer than {min_cbm_bits} bits in a row"))
+        Err(format!("mask {mask:x} has fewer than {min_cbm_bits} consecutive bits"))
     } else {
         Ok(())
     }
@@ -142,7 +142,7 @@ mod tests {
             ("L3:36=0", "L3:36=0: mask 0 is not within fff"),
             ("L3:36=1fff", "L3:36=1fff: mask 1fff is not within fff"),
             ("L3:36=f0f", "L3:36=f0f: mask f0f has gaps"),
-            ("L3:36=1", "L3:36=1: mask 1 has fewer than 2 bits in a row"),
+            ("L3:36=1", "L3:36=1: mask 1 has fewer than 2 consecutive bits"),
             ("MB:36=9", "MB:36=9: 9 is not within 10 and 100"),
             ("MB:36=101", "MB:36=101: 101 is not within 10 and 100"),
             ("L2:36=f", "L2:36=f: not on this machine"),

@@ -93,7 +93,7 @@ impl Profile {
             return Err(format!("reference: {cpus} cpus and {l3_bits} l3_bits are no machine"));
         }
         if self.groups.is_empty() {
-            return Err("group: there is none".into());
+            return Err("group: the profile has no group".into());
         }
         for (index, group) in self.groups.iter().enumerate() {
             group.check(&self.reference).map_err(|cause| format!("group {}: {cause}", group.name))?;
@@ -121,7 +121,7 @@ impl Group {
 
     fn check(&self, reference: &Reference) -> std::result::Result<(), String> {
         if !GroupPath::control(&self.name)?.is_ours() {
-            return Err(format!("name: starts with {PREFIX}, so that it is nobody else's"));
+            return Err(format!("name: must start with {PREFIX}, which marks groups of this program"));
         }
         if let Some(cpu) = self.cpus.iter().find(|&cpu| cpu >= reference.cpus) {
             return Err(format!("cpus: the reference machine has no {cpu}"));
@@ -180,7 +180,7 @@ mod tests {
             ("7-71", "7-72", "group superoffload-adam: cpus: the reference machine has no 72"),
             ("7-71", "6-71", "group superoffload-adam: cpus: superoffload-driver has some of them, too"),
             ("-driver", "-adam", "group superoffload-adam: there are two"),
-            ("superoffload-driver", "p0", "group p0: name: starts with superoffload-, so that it is nobody else's"),
+            ("superoffload-driver", "p0", "group p0: name: must start with superoffload-, which marks groups of this program"),
             ("superoffload-driver", "../p0", "group ../p0: \"../p0\" cannot be the name of a group"),
             ("cpus = 72", "cpus = 0", "reference: 0 cpus and 12 l3_bits are no machine"),
         ] {

@@ -14,11 +14,11 @@ use std::path::PathBuf;
 #[derive(clap::Args, Clone, Debug)]
 #[command(mut_args(hide_meaningless))]
 pub struct StepOptions {
-    /// The model's shape: a config.json, or a name as qwen3-4b; --model is the same.
+    /// The model's shape: a config.json, or a name such as qwen3-4b; equivalent to --model.
     #[arg(long, value_name = "NAME|FILE")]
     pub model_config: PathBuf,
 
-    /// Steps before the clock starts.
+    /// Steps of warm-up before the clock starts.
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub warmup: u64,
 
@@ -26,11 +26,11 @@ pub struct StepOptions {
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub steps: u64,
 
-    /// Which steps have their gradients clipped.
+    /// Steps with clipped gradients.
     #[arg(long, value_name = "never|always|every-N", default_value = "never")]
     pub clip: Clip,
 
-    /// With --packing bfd: tokens of the documents that fill the rows, each drawn from these with equal chances.
+    /// With --packing bfd: range of document lengths in tokens, drawn uniformly.
     #[arg(long, value_name = "LEAST-MOST")]
     pub documents: Option<LengthRange>,
 
@@ -38,7 +38,7 @@ pub struct StepOptions {
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
-    /// How a step runs.
+    /// Options of the step.
     #[command(flatten)]
     pub train: TrainOptions,
 }
@@ -50,16 +50,16 @@ impl StepOptions {
     /// `Usage` that names the first such flag.
     pub fn check(&self) -> Result<()> {
         for (flag, steps, least) in [("warmup", self.warmup, 0), ("steps", self.steps, 1)] {
-            require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("{least} to {STEPS_MAX}"))?;
+            require((least..=STEPS_MAX).contains(&steps), flag, steps, format!("must be from {least} to {STEPS_MAX}"))?;
         }
         if self.documents.is_some() && self.train.packing != Some(Packing::Bfd) {
-            return Err(Error::usage("--documents: only rows of --packing bfd hold documents that are kept apart"));
+            return Err(Error::usage("--documents: needs --packing bfd, the only packing that separates the documents of a row"));
         }
         match self.train.explicit_flags().into_iter().find(|given| MEANINGLESS.contains(given)) {
             None => Ok(()),
-            Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: bench step sets it itself, as --clip says")),
+            Some("max_grad_norm") => Err(Error::usage("--max-grad-norm: not available in bench step, which sets it from --clip")),
             Some(given) => Err(Error::usage(format!(
-                "--{}: bench step runs random tokens through random weights, --steps of them, and saves nothing",
+                "--{}: not available in bench step, which runs --steps steps on random tokens and weights and saves nothing",
                 flag_name(given)
             ))),
         }
@@ -112,10 +112,10 @@ mod tests {
         for flag in ["--steps", "--warmup"] {
             for count in [100_001, 1 << 32, 1 << 63, u64::MAX] {
                 let refused = parse(&[&format!("{flag}={count}")]).check().unwrap_err().to_string();
-                assert!(refused.starts_with(&format!("{flag} {count}: allowed is ")), "{refused}");
+                assert!(refused.starts_with(&format!("{flag} {count}: must be from ")), "{refused}");
             }
         }
-        assert_eq!(parse(&["--steps=0"]).check().unwrap_err().to_string(), "--steps 0: allowed is 1 to 100000");
+        assert_eq!(parse(&["--steps=0"]).check().unwrap_err().to_string(), "--steps 0: must be from 1 to 100000");
         assert!(parse(&["--steps=100000", "--warmup=0"]).check().is_ok());
     }
 

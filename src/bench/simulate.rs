@@ -78,10 +78,10 @@ impl Simulation {
         options.check()?;
         let StepOptions { model_config, warmup, steps, clip, documents, train, .. } = options;
         if documents.is_some() {
-            return Err(Error::usage("--documents: a simulated step takes the time of whole rows; bench step measures documents"));
+            return Err(Error::usage("--documents: not available in simulate, which times rows of a single document; use bench step"));
         }
         if train.digest == Some(true) {
-            return Err(Error::usage("--digest: a simulated step computes no state; bench step does"));
+            return Err(Error::usage("--digest: not available in simulate, which computes no state; use bench step"));
         }
         let settings = Settings::resolve_over(Settings::default(), train)?;
         let shape = presets::shape("model-config", &model_config)?;
@@ -144,7 +144,7 @@ impl fmt::Display for SimulatedRecord {
 /// `Usage` when no profile is named or stored, or with `--gpus all`; errors of [`Profile::load`], [`probe::run`] and [`Key::new`].
 pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Display)) -> Result<Profile> {
     if options.gpus == Some(GpuCount::All) {
-        return Err(Error::usage("--gpus all: of a machine that need not be here a number is planned; use --gpus 2"));
+        return Err(Error::usage("--gpus all: only available for runs on this machine; give a number, for example --gpus 2"));
     }
     match &options.hardware {
         None => {
@@ -156,8 +156,9 @@ pub(crate) fn profile(options: &TrainOptions, log: &mut dyn FnMut(&dyn fmt::Disp
         }
         Some(name) if name == Path::new(AUTO) => {
             let kept = MachineId::new(&Topology::this_machine())?.file().and_then(SelectedProfile::kept);
-            let rates_from =
-                kept.ok_or_else(|| Error::usage("--hardware auto: nothing is kept of this machine; `superoffload probe --save` does"))??;
+            let rates_from = kept.ok_or_else(|| {
+                Error::usage("--hardware auto: no saved profile of this machine; create one with `superoffload probe --save`")
+            })??;
             log(&format_args!("rates: {rates_from}"));
             Ok(rates_from.profile)
         }

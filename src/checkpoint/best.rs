@@ -52,11 +52,11 @@ impl Evaluations {
 /// `Usage` for a directory that is a checkpoint itself; `Format` where none is named, or it is gone or damaged.
 pub(crate) fn find_best(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
     if is_checkpoint(dir) {
-        return Err(Error::usage(format!("--best: {} is a checkpoint; name the output directory that it is in", dir.display())));
+        return Err(Error::usage(format!("--best: {} is a checkpoint; name its output directory instead", dir.display())));
     }
     let newest = newest_good(dir)?;
     let best = newest.found.and_then(|(_, manifest)| Evaluations::of(&manifest.run).best);
-    let best = best.ok_or_else(|| Error::format(dir, "no checkpoint here was evaluated: --eval-data and --eval-split evaluate"))?;
+    let best = best.ok_or_else(|| Error::format(dir, "no checkpoint here was evaluated; train with --eval-data or --eval-split"))?;
     let path = dir.join(published(best.step));
     let (found, loss) = (path.display(), best.eval_loss);
     verify(&path).map_err(|e| Error::format(dir, format!("the best checkpoint, of eval loss {loss:.4}, was {found}: {e}")))?;

@@ -29,7 +29,7 @@ impl ExportDir {
             None => {}
             Some(FileKind::Dir) if parent.open_dir(&name)?.names()?.is_empty() => {}
             Some(FileKind::Dir) => return refuse("exists and is not empty"),
-            Some(FileKind::Link) => return refuse("is a link, which would be replaced; name the directory itself, or a new one"),
+            Some(FileKind::Link) => return refuse("is a link; name the directory itself, or a new one"),
             Some(_) => return refuse("exists and is not a directory"),
         }
         let place = Self { parent, name };

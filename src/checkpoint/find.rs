@@ -21,7 +21,7 @@ pub(crate) fn find(dir: &Path) -> Result<(PathBuf, Vec<String>)> {
         None => {
             let damaged = match newest.warnings.as_slice() {
                 [] if !dir.exists() => format!("there is no such directory{}", did_you_mean(dir, Path::is_dir)),
-                [] => "it is not one and contains none".into(),
+                [] => "the directory is not a checkpoint and contains none".into(),
                 warnings => warnings.join("; "),
             };
             Err(Error::format(dir, format_args!("no good checkpoint: {damaged}")))

@@ -61,7 +61,7 @@ pub(super) fn remove(output_dir: &Dir, name: impl AsRef<Path>, step: u64) -> Res
     }
     let aside = output_dir.set_aside_as(name, OsStr::new(&published(step)))?;
     let kept = output_dir.join(aside);
-    Ok(Some(format!("{}: kept: no run put this into checkpoint-{step}, which was removed", kept.display())))
+    Ok(Some(format!("{}: kept, because no run of this program wrote it; the rest of checkpoint-{step} was removed", kept.display())))
 }
 
 /// The program's files in a checkpoint, as paths in it.

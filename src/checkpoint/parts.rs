@@ -102,7 +102,8 @@ impl SharedFolderMarker {
         let (file, deadline): (PathBuf, _) = (output_dir.join(name).join(MEETING), Instant::now() + Duration::from_secs(5));
         while disk::read_if_present(&file, 1 << 12)?.as_deref() != Some(sign.as_bytes()) {
             if Instant::now() > deadline {
-                let cause = format!("it is not that of {host}; processes save to one directory of a file system that all share");
+                let cause =
+                    format!("it is not the directory that {host} uses; all processes must save to one directory on a shared file system");
                 return Err(Error::resource(format!("use --output-dir {}", output_dir.display()), cause));
             }
             thread::sleep(Duration::from_millis(50));

@@ -96,7 +96,7 @@ impl Loaded {
     pub fn read_params(&mut self, name: &str, params: &mut [f32]) -> Result<()> {
         let elems = self.entry(name)?.1.elems;
         if params.len() as u64 != elems {
-            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, wanted {}", params.len())));
+            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, expected {}", params.len())));
         }
         self.read_elems(name, StatePart::Params, 0, params)
     }
@@ -118,7 +118,7 @@ impl Loaded {
         let (nth, entry) = self.entry(name)?;
         let (offset, elems, end) = (entry.offset, entry.elems, (start + out.len()) as u64);
         if end > elems {
-            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, wanted {end}")));
+            return Err(Error::format(self.state_path(), format_args!("tensor {name} has {elems} elements, expected {end}")));
         }
         let (moments, first) = (self.manifest.moments(), start_of(&self.manifest, nth).unwrap_or(0));
         let width = |part| moments.dtype(part).bytes() as u64;

@@ -127,7 +127,7 @@ fn give_back(output_dir: &Dir, aside: &StoreEntry) -> Result<Option<String>> {
     let removed = match output_dir.kind(&target)? {
         None => None,
         Some(_) if !CHECKPOINT.is_own(output_dir, &target)? => {
-            let cause = format_args!("kept here: {target}, its name, is not a checkpoint of this program; move that away");
+            let cause = format_args!("kept under this name, because {target} is not a checkpoint of this program; move {target} away");
             return Err(Error::format(&aside.path, cause));
         }
         Some(_) if reader::open(&aside.path).is_err() || reader::open(&output_dir.join(&target)).is_ok() => {

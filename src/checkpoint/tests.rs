@@ -168,10 +168,10 @@ fn a_tensor_list_of_another_model_is_refused_and_the_difference_named() {
     let error = |model: &[(&'static str, &'static [usize])]| loaded.expect_tensors(model.iter().copied()).unwrap_err().to_string();
     assert!(error(&[("empty", &[0, 3]), ("norm", &[14])]).contains("holds norm [13] where the model has norm [14]"));
     assert!(error(&[("empty", &[0, 3])]).contains("where the model has nothing"));
-    assert!(loaded.read_params("norm", &mut [0.0; 12]).unwrap_err().to_string().contains("13 elements, wanted 12"));
+    assert!(loaded.read_params("norm", &mut [0.0; 12]).unwrap_err().to_string().contains("13 elements, expected 12"));
     assert!(loaded.read_params("nose", &mut [0.0; 12]).unwrap_err().to_string().contains("no tensor nose"));
     let message = loaded.read_elems("norm", StatePart::M, 4, &mut [0.0; 10]).unwrap_err().to_string();
-    assert!(message.contains("has 13 elements, wanted 14"), "{message}");
+    assert!(message.contains("has 13 elements, expected 14"), "{message}");
 }
 
 #[test]
@@ -398,7 +398,10 @@ fn a_checkpoint_that_was_moved_aside_is_kept_until_another_one_has_its_name() {
     fs::rename(dir.path().join("checkpoint-4"), dir.path().join(".checkpoint-4.old-1")).unwrap();
     std::os::unix::fs::symlink("nowhere", dir.path().join("checkpoint-4")).unwrap();
     let warnings = tidy(dir.path());
-    assert!(warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept here: checkpoint-4, its name, is not"), "{warnings:?}");
+    assert!(
+        warnings.len() == 1 && warnings[0].contains(".checkpoint-4.old-1: kept under this name, because checkpoint-4 is not"),
+        "{warnings:?}"
+    );
     // The link may lead to a disk that is not mounted: nothing goes on beside it.
     assert!(newest_good(dir.path()).unwrap_err().to_string().contains("checkpoint-4: No such file"));
     fs::remove_file(dir.path().join("checkpoint-4")).unwrap();

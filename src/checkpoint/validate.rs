@@ -83,11 +83,11 @@ impl TrainerState {
     fn validate(&self) -> Verified {
         let Self { step, optimizer_step, loss_scale, scheduler, .. } = self;
         if *step > STEPS_MAX || optimizer_step > step {
-            return Err(format!("optimizer step {optimizer_step} of step {step}: at most as many, and at most {STEPS_MAX}"));
+            return Err(format!("optimizer step {optimizer_step} at step {step}: must be at most the step, and at most {STEPS_MAX}"));
         }
         if !loss_scale::is_possible(loss_scale.scale, loss_scale.good_steps) {
             return Err(format!(
-                "loss scale {:e} after {} good steps is none that a run can have",
+                "loss scale {:e} after {} good steps: no run can have this loss scale",
                 loss_scale.scale, loss_scale.good_steps
             ));
         }

@@ -98,14 +98,14 @@ impl Settings {
             ("host-limit", self.host_limit.map_or(1, |limit| limit.0)),
         ];
         for (flag, count) in at_least_one {
-            require(count >= 1, flag, count, "at least 1")?;
+            require(count >= 1, flag, count, "must be at least 1")?;
         }
         let threads = self.threads.unwrap_or(1);
-        require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("1 to {THREADS_MAX}"))?;
+        require((1..=THREADS_MAX).contains(&threads), "threads", threads, format!("must be from 1 to {THREADS_MAX}"))?;
         let slots = self.slots.unwrap_or(1);
-        require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("1 to {SLOTS_MAX}"))?;
+        require((1..=SLOTS_MAX).contains(&slots), "slots", slots, format!("must be from 1 to {SLOTS_MAX}"))?;
         let tokens = self.tokens_per_step.unwrap_or(1);
-        require((1..=STEP_TOKENS_MAX).contains(&tokens), "tokens-per-step", tokens, format!("at least 1, at most {STEP_TOKENS_MAX}"))?;
+        require((1..=STEP_TOKENS_MAX).contains(&tokens), "tokens-per-step", tokens, format!("must be from 1 to {STEP_TOKENS_MAX}"))?;
         if !self.all_gpus {
             self.check_sequence_ranks()?;
         }
@@ -124,33 +124,38 @@ impl Settings {
             fits,
             "per-device-train-batch-size",
             self.per_device_train_batch_size,
-            format!("at most {MICRO_BATCH_TOKENS_MAX} tokens in a micro-batch, with --seq-length {}", self.seq_length),
+            format!("with --seq-length {}, a micro-batch must have at most {MICRO_BATCH_TOKENS_MAX} tokens", self.seq_length),
         )?;
         let step_tokens = self.per_device_train_batch_size.checked_mul(self.seq_length).and_then(|t| t.checked_mul(self.micro_batches()));
         require(
             step_tokens.is_some_and(|tokens| tokens <= STEP_TOKENS_MAX),
             "gradient-accumulation-steps",
             self.micro_batches(),
-            format!("at most {STEP_TOKENS_MAX} tokens in a step"),
+            format!("a step must have at most {STEP_TOKENS_MAX} tokens"),
         )?;
         self.check_shares()
     }
 
     fn check_evaluation(&self) -> Result<()> {
-        let (evaluates, allowed) = (!self.eval_data.is_empty() || self.eval_split.is_some(), "only with --eval-data or --eval-split");
+        let (evaluates, rule) = (!self.eval_data.is_empty() || self.eval_split.is_some(), "needs --eval-data or --eval-split");
         if let Some(split) = self.eval_split {
-            require(self.eval_data.is_empty(), "eval-split", split, "only without --eval-data")?;
+            require(self.eval_data.is_empty(), "eval-split", split, "cannot be combined with --eval-data")?;
         }
         let strategy = self.eval_strategy.filter(|strategy| *strategy != EvalStrategy::No);
         let name = strategy.map_or(String::new(), |strategy| describe::written(&describe::value(&strategy)));
-        require(evaluates || strategy.is_none(), "eval-strategy", name, allowed)?;
-        require(evaluates || self.eval_steps.is_none(), "eval-steps", self.eval_steps.unwrap_or_default(), allowed)?;
-        require(evaluates || !self.eval_on_start, "eval-on-start", true, allowed)?;
+        require(evaluates || strategy.is_none(), "eval-strategy", name, rule)?;
+        require(evaluates || self.eval_steps.is_none(), "eval-steps", self.eval_steps.unwrap_or_default(), rule)?;
+        require(evaluates || !self.eval_on_start, "eval-on-start", true, rule)?;
         let (patience, threshold) = (self.early_stopping_patience, self.early_stopping_threshold);
         let stops = evaluates && self.eval_strategy != Some(EvalStrategy::No);
-        require(stops || patience.is_none(), "early-stopping-patience", patience.unwrap_or_default(), "only where a run is evaluated")?;
-        check(threshold.is_finite() && threshold >= 0.0, "early-stopping-threshold", threshold, "finite and at least 0")?;
-        check(patience.is_some() || threshold == 0.0, "early-stopping-threshold", threshold, "only with --early-stopping-patience")
+        require(
+            stops || patience.is_none(),
+            "early-stopping-patience",
+            patience.unwrap_or_default(),
+            "needs evaluations: --eval-data or --eval-split, without --eval-strategy no",
+        )?;
+        check(threshold.is_finite() && threshold >= 0.0, "early-stopping-threshold", threshold, "must be finite and at least 0")?;
+        check(patience.is_some() || threshold == 0.0, "early-stopping-threshold", threshold, "needs --early-stopping-patience")
     }
 
     /// Checks that all gradient shares have the same number of micro-batches, once the number of GPUs is known.
@@ -164,23 +169,23 @@ impl Settings {
         let (shares, micro_batches) = (self.partial_sums(), self.micro_batches());
         let parts = micro_batches.saturating_mul(self.sequence_ranks);
         let of_parts = if self.sequence_ranks > 1 { format!(" times --sequence-ranks {}", self.sequence_ranks) } else { String::new() };
-        let allowed = format!("a divisor of the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
+        let rule = format!("must divide the {micro_batches} micro-batches of a step (--gradient-accumulation-steps){of_parts}");
         let (ranks, all) = (self.ranks(), self.ranks_in_words());
         // Number of parts that a rank adds at once: first within its group, then across groups.
         let parts_of_sum = if self.group() == self.gpus { self.gpus.max(self.processes) } else { ranks };
         if ranks > RANKS_MAX || parts_of_sum > PARTS_MAX {
             let in_groups = format!(", or {RANKS_MAX} with --gradient-group {}", self.gpus);
             let more = if (2..=PARTS_MAX).contains(&self.gpus) && self.processes > 1 { in_groups } else { String::new() };
-            return Err(Error::usage(format!("{all}: allowed is at most {PARTS_MAX} devices{more}")));
+            return Err(Error::usage(format!("{all}: must be at most {PARTS_MAX} devices{more}")));
         }
-        require(parts.is_multiple_of(shares), "gradient-shares", shares, allowed)?;
-        require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("a multiple of {all}"))?;
+        require(parts.is_multiple_of(shares), "gradient-shares", shares, rule)?;
+        require(shares.is_multiple_of(ranks), "gradient-shares", shares, format!("must be a multiple of {all}"))?;
         let group = self.gradient_group.unwrap_or(1);
-        require(shares.is_multiple_of(group), "gradient-group", group, format!("a divisor of --gradient-shares {shares}"))?;
+        require(shares.is_multiple_of(group), "gradient-group", group, format!("must divide --gradient-shares {shares}"))?;
         let rank_of_fault = self.faults.iter().map(|fault| fault.rank).max().unwrap_or(0);
-        require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("a rank below {all}"))?;
+        require(rank_of_fault < ranks, "faults", format!("rank = {rank_of_fault}"), format!("must be below {all}"))?;
         let share_of_fault = self.inject.iter().map(|injection| injection.share).max().unwrap_or(0);
-        require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("a share below --gradient-shares {shares}"))
+        require(share_of_fault < shares, "inject", format!("share = {share_of_fault}"), format!("must be below --gradient-shares {shares}"))
     }
 
     /// Checks the number of ranks that share sequences, without the model's number of heads.
@@ -190,13 +195,18 @@ impl Settings {
     pub(crate) fn check_sequence_ranks(&self) -> Result<()> {
         let (degree, all) = (self.sequence_ranks, self.ranks_in_words());
         let is_within = self.processes == 1 || self.gpus.is_multiple_of(degree);
-        require(is_within, "sequence-ranks", degree, format!("a divisor of --gpus {}: a process's own share sequences", self.gpus))?;
-        require(self.ranks().is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of {all}"))?;
+        require(
+            is_within,
+            "sequence-ranks",
+            degree,
+            format!("must divide --gpus {}: only GPUs of one process share sequences", self.gpus),
+        )?;
+        require(self.ranks().is_multiple_of(degree), "sequence-ranks", degree, format!("must divide {all}"))?;
         let length = self.seq_length;
-        require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("a divisor of --seq-length {length}"))?;
+        require(length.is_multiple_of(degree), "sequence-ranks", degree, format!("must divide --seq-length {length}"))?;
         let coefficient = self.router_aux_loss_coef;
-        let allowed = "0 with --sequence-ranks: each rank sees the choices of its own tokens alone";
-        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, allowed)
+        let rule = "must be 0 with --sequence-ranks: each rank only knows the experts of its own tokens";
+        require(degree == 1 || coefficient == 0.0, "router-aux-loss-coef", coefficient, rule)
     }
 
     /// The number of devices that train together, in terms of flags.
@@ -211,62 +221,62 @@ impl Settings {
     /// Checks the flags of runs with several processes: required flags are set and unsupported flags are not.
     fn check_processes(&self) -> Result<()> {
         let Self { processes, process, .. } = *self;
-        require(process < processes, "process", process, format!("less than --processes {processes}"))?;
+        require(process < processes, "process", process, format!("must be less than --processes {processes}"))?;
         if let Some(address) = &self.rendezvous {
             let port = address.rsplit_once(':').and_then(|(host, port)| Some(port).filter(|_| !host.is_empty()));
             let is_address = port.is_some_and(|port| port.parse::<u16>().is_ok_and(|port| port > 0));
-            require(is_address, "rendezvous", address, "HOST:PORT, the same for all processes")?;
-            require(processes > 1, "rendezvous", address, "only with --processes 2 or more")?;
+            require(is_address, "rendezvous", address, "must be HOST:PORT, equal for all processes")?;
+            require(processes > 1, "rendezvous", address, "needs --processes 2 or more")?;
         }
-        let allowed = format!("seconds, from 1 to {RENDEZVOUS_SECONDS_MAX}");
-        require((1..=RENDEZVOUS_SECONDS_MAX).contains(&self.rendezvous_limit), "rendezvous-limit", self.rendezvous_limit, allowed)?;
+        let rule = format!("must be from 1 to {RENDEZVOUS_SECONDS_MAX} seconds");
+        require((1..=RENDEZVOUS_SECONDS_MAX).contains(&self.rendezvous_limit), "rendezvous-limit", self.rendezvous_limit, rule)?;
         let transport = describe::written(&describe::value(&self.transport));
         if processes == 1 {
-            return require(self.transport == Transport::Auto, "transport", transport, "only with --processes 2 or more");
+            return require(self.transport == Transport::Auto, "transport", transport, "needs --processes 2 or more");
         }
         let on_gpus = self.transport != Transport::Nccl || self.device != DeviceChoice::Cpu;
-        require(on_gpus, "transport", transport, "tcp with --device cpu: NCCL carries what is on GPUs")?;
-        require(!self.all_gpus, "gpus", "all", "a number with several --processes: that of each")?;
+        require(on_gpus, "transport", transport, "must be tcp with --device cpu, because NCCL needs GPUs")?;
+        require(!self.all_gpus, "gpus", "all", "must be a number with several --processes: the GPUs of each process")?;
         let is_allowed = match self.weights {
             WeightsChoice::Auto | WeightsChoice::Replicated | WeightsChoice::FullySharded => true,
             WeightsChoice::Sharded => self.gpus > 1,
             WeightsChoice::Flow => false,
         };
         let weights = describe::written(&describe::value(&self.weights));
-        let allowed = if self.gpus > 1 {
-            "replicated, sharded or fully-sharded with several --processes"
+        let rule = if self.gpus > 1 {
+            "must be replicated, sharded or fully-sharded with several --processes"
         } else {
-            "replicated or fully-sharded with several --processes of a GPU each"
+            "must be replicated or fully-sharded with several --processes of one GPU each"
         };
-        require(is_allowed, "weights", weights, allowed)?;
-        require(self.replan != ReplanChoice::Random, "replan", "random", "off with several --processes")
+        require(is_allowed, "weights", weights, rule)?;
+        require(self.replan != ReplanChoice::Random, "replan", "random", "must be off with several --processes")
     }
 
     fn check_combinations(&self) -> Result<()> {
         self.check_processes()?;
-        require(self.init == InitChoice::Random || self.model.is_some(), "init", "checkpoint", "random without --model")?;
-        let (unified, allowed) = (self.memory == HostMemoryKind::Unified, "only with --strategy superoffload and --rollback deferred");
+        require(self.init == InitChoice::Random || self.model.is_some(), "init", "checkpoint", "must be random without --model")?;
+        let (unified, rule) = (self.memory == HostMemoryKind::Unified, "needs --strategy superoffload and --rollback deferred");
         let states_move = self.strategy == Strategy::Superoffload && self.rollback == Rollback::Deferred;
-        require(!unified || states_move, "memory", "unified", allowed)?;
-        let allowed = "only with --rollback deferred: no inverse knows how a moment was rounded";
-        require(self.moments == Moments::Float32 || self.rollback == Rollback::Deferred, "moments", self.moments, allowed)?;
+        require(!unified || states_move, "memory", "unified", rule)?;
+        let rule = "needs --rollback deferred: the inverse step cannot restore rounded moments";
+        require(self.moments == Moments::Float32 || self.rollback == Rollback::Deferred, "moments", self.moments, rule)?;
         if let Some(matmul_dtype) = self.matmul_dtype {
             let name = describe::written(&describe::value(&matmul_dtype));
-            require(self.dtype == TrainDtype::Bfloat16, "matmul-dtype", name, "only with --dtype bfloat16")?;
+            require(self.dtype == TrainDtype::Bfloat16, "matmul-dtype", name, "needs --dtype bfloat16")?;
         }
         let on_cpu = self.adversary.is_none() || self.device == DeviceChoice::Cpu;
-        require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "only with --device cpu")?;
+        require(on_cpu, "adversary", self.adversary.unwrap_or_default(), "needs --device cpu")?;
         if self.device == DeviceChoice::Cpu {
             self.check_needs_no_gpu()?;
         }
         let named = matches!(self.resctrl_group, ResctrlGroup::Named(_));
         let mpam = cfg!(feature = "mpam") && !self.without.contains(&Technique::Mpam);
-        require(mpam || !named, "resctrl-group", "NAME", "only with the technique mpam")?;
+        require(mpam || !named, "resctrl-group", "NAME", "needs the technique mpam")?;
         self.check_evaluation()?;
         let names = describe::written(&describe::value(&StopSignal::ALL));
-        require(!self.stop_signals.is_empty(), "stop-signals", "without a signal", format!("one or more of {names}"))?;
+        require(!self.stop_signals.is_empty(), "stop-signals", "without a signal", format!("must be one or more of {names}"))?;
         for injection in &self.inject {
-            require(injection.step >= 1, "inject", injection.step, "steps are counted from 1")?;
+            require(injection.step >= 1, "inject", injection.step, "must be at least 1: steps are counted from 1")?;
         }
         Ok(())
     }
@@ -276,59 +286,67 @@ impl Settings {
     /// # Errors
     /// `Usage` that names flag and value.
     pub(crate) fn check_needs_no_gpu(&self) -> Result<()> {
-        let allowed = "only with --device cuda";
-        require(!self.all_gpus, "gpus", "all", "a number where CPUs stand for GPUs")?;
-        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", allowed)?;
-        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", allowed)?;
-        require(self.expert_products != ExpertProductsChoice::Cublaslt, "expert-products", "cublaslt", allowed)?;
-        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), allowed)
+        let rule = "needs --device cuda";
+        require(!self.all_gpus, "gpus", "all", "must be a number if CPUs are used instead of GPUs")?;
+        require(self.memory == HostMemoryKind::Pinned, "memory", "unified", rule)?;
+        require(self.attention != AttentionChoice::Cudnn, "attention", "cudnn", rule)?;
+        require(self.expert_products != ExpertProductsChoice::Cublaslt, "expert-products", "cublaslt", rule)?;
+        require(self.hbm_limit.is_none(), "hbm-limit", self.hbm_limit.unwrap_or(Bytes(0)), rule)
     }
 
     fn check_numbers(&self) -> Result<()> {
         self.check_update()?;
         let norm = self.max_grad_norm;
-        check(norm.is_finite() && norm >= 0.0, "max-grad-norm", norm, "finite and at least 0")?;
+        check(norm.is_finite() && norm >= 0.0, "max-grad-norm", norm, "must be finite and at least 0")?;
         let balance = self.router_aux_loss_coef;
-        check(balance.is_finite() && balance >= 0.0, "router-aux-loss-coef", balance, "finite and at least 0")?;
-        check((0.0..=1.0).contains(&self.warmup_ratio), "warmup-ratio", self.warmup_ratio, "0 to 1")?;
+        check(balance.is_finite() && balance >= 0.0, "router-aux-loss-coef", balance, "must be finite and at least 0")?;
+        check((0.0..=1.0).contains(&self.warmup_ratio), "warmup-ratio", self.warmup_ratio, "must be from 0 to 1")?;
         let mib = self.bucket_mib.unwrap_or(1.0);
-        check(mib > 0.0 && mib <= BUCKET_MIB_MAX, "bucket-mib", mib, &format!("above 0, at most {BUCKET_MIB_MAX}"))?;
+        check(mib > 0.0 && mib <= BUCKET_MIB_MAX, "bucket-mib", mib, &format!("must be above 0 and at most {BUCKET_MIB_MAX}"))?;
         match self.train_length {
-            TrainLength::Steps(steps) => require(steps >= 1, "max-steps", steps, "at least 1"),
-            TrainLength::Epochs(epochs) => check(epochs.is_finite() && epochs > 0.0, "num-train-epochs", epochs, "finite and above 0"),
+            TrainLength::Steps(steps) => require(steps >= 1, "max-steps", steps, "must be at least 1"),
+            TrainLength::Epochs(epochs) => {
+                check(epochs.is_finite() && epochs > 0.0, "num-train-epochs", epochs, "must be finite and above 0")
+            }
         }
     }
 
     fn check_update(&self) -> Result<()> {
         let (lr, decay) = (self.learning_rate, self.weight_decay);
-        let allowed = format!("finite and at least 0, at most {LEARNING_RATE_MAX}");
-        check((0.0..=LEARNING_RATE_MAX).contains(&lr), "learning-rate", lr, &allowed)?;
-        check(decay.is_finite() && decay >= 0.0, "weight-decay", decay, "finite and at least 0")?;
+        let rule = format!("must be between 0 and {LEARNING_RATE_MAX}");
+        check((0.0..=LEARNING_RATE_MAX).contains(&lr), "learning-rate", lr, &rule)?;
+        check(decay.is_finite() && decay >= 0.0, "weight-decay", decay, "must be finite and at least 0")?;
         // A step multiplies parameters by `1 - lr * decay`.
-        check(lr * decay < 1.0, "weight-decay", decay, &format!("less than 1 / --learning-rate {lr:?}"))?;
+        check(lr * decay < 1.0, "weight-decay", decay, &format!("must be less than 1 / --learning-rate {lr:?}"))?;
         for (flag, beta) in [("adam-beta1", self.adam_beta1), ("adam-beta2", self.adam_beta2)] {
             // The optimizer computes in float32, in which a decay may round to 1 and an epsilon to 0.
-            check((0.0..1.0).contains(&beta) && (beta as f32) < 1.0, flag, beta, "at least 0 and below 1 in float32")?;
+            check((0.0..1.0).contains(&beta) && (beta as f32) < 1.0, flag, beta, "must be at least 0 and below 1 in float32")?;
         }
         let (packed, beta1) = (self.moments != Moments::Float32, self.adam_beta1);
-        check(!packed || beta1 <= PACKED_BETA1_MAX, "adam-beta1", beta1, &format!("at most {PACKED_BETA1_MAX} with --moments bfloat16"))?;
+        check(
+            !packed || beta1 <= PACKED_BETA1_MAX,
+            "adam-beta1",
+            beta1,
+            &format!("must be at most {PACKED_BETA1_MAX} with --moments bfloat16"),
+        )?;
         let eps = self.adam_epsilon;
-        check(eps <= EPSILON_MAX && eps as f32 > 0.0, "adam-epsilon", eps, &format!("above 0 in float32, at most {EPSILON_MAX}"))
+        check(eps <= EPSILON_MAX && eps as f32 > 0.0, "adam-epsilon", eps, &format!("must be above 0 in float32 and at most {EPSILON_MAX}"))
     }
 }
 
 fn check_path(flag: &str, path: &Path) -> Result<()> {
-    require(!path.as_os_str().is_empty(), flag, "\"\"", "a path that is not empty")?;
-    require(path.to_str().is_some(), flag, path.display(), "a path in UTF-8")
+    require(!path.as_os_str().is_empty(), flag, "\"\"", "must not be empty")?;
+    require(path.to_str().is_some(), flag, path.display(), "must be a path in UTF-8")
 }
 
-pub(crate) fn require(holds: bool, flag: &str, value: impl Display, allowed: impl Display) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: allowed is {allowed}", compact(value)))) }
+/// Checks that `flag` has a valid value. `rule` completes the message: `must be at least 1`, `needs --device cuda`.
+pub(crate) fn require(holds: bool, flag: &str, value: impl Display, rule: impl Display) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::usage(format!("--{flag} {}: {rule}", compact(value)))) }
 }
 
 /// Like [`require`], with numbers in their shortest form: 1e300 rather than 301 digits.
-fn check(holds: bool, flag: &str, value: f64, allowed: &str) -> Result<()> {
-    require(holds, flag, format_args!("{value:?}"), allowed)
+fn check(holds: bool, flag: &str, value: f64, rule: &str) -> Result<()> {
+    require(holds, flag, format_args!("{value:?}"), rule)
 }
 
 #[cfg(test)]
@@ -347,33 +365,33 @@ mod tests {
             of(gpus, processes, group).unwrap();
         }
         let refused = |gpus, processes, group| of(gpus, processes, group).unwrap_err().to_string();
-        let sixteen = "--processes 4 times --gpus 4: allowed is at most 8 devices, or 16 with --gradient-group 4";
+        let sixteen = "--processes 4 times --gpus 4: must be at most 8 devices, or 16 with --gradient-group 4";
         assert_eq!([refused(4, 4, None), refused(4, 4, Some(2))], [sixteen; 2]);
-        assert_eq!(refused(9, 1, None), "--gpus 9: allowed is at most 8 devices");
-        assert_eq!(refused(1, 9, None), "--processes 9: allowed is at most 8 devices");
+        assert_eq!(refused(9, 1, None), "--gpus 9: must be at most 8 devices");
+        assert_eq!(refused(1, 9, None), "--processes 9: must be at most 8 devices");
         assert!(refused(4, 5, Some(4)).contains("at most 8 devices, or 16"));
     }
 
     #[test]
     fn numbers_that_cannot_train_are_refused_in_a_line_with_flag_and_range() {
         let cases = [
-            ("--learning-rate", "1e30", "1e30: allowed is finite and at least 0, at most 10"),
-            ("--learning-rate", "1e308", "1e308: allowed"),
-            ("--learning-rate", "inf", "inf: allowed"),
-            ("--learning-rate", "-3e-4", "-0.0003: allowed"),
-            ("--weight-decay", "-0.1", "-0.1: allowed is finite and at least 0"),
-            ("--weight-decay", "400", "400.0: allowed is less than 1 / --learning-rate 0.003"),
-            ("--adam-beta1", "-0.9", "-0.9: allowed is at least 0 and below 1"),
-            ("--adam-beta2", "0.999999999", "0.999999999: allowed is at least 0 and below 1 in float32"),
-            ("--adam-beta2", "inf", "inf: allowed"),
-            ("--adam-epsilon", "2", "2.0: allowed is above 0 in float32, at most 1"),
-            ("--adam-epsilon", "-1e-8", "-1e-8: allowed"),
-            ("--adam-epsilon", "inf", "inf: allowed"),
-            ("--adam-epsilon", "nan", "NaN: allowed"),
-            ("--max-grad-norm", "nan", "NaN: allowed is finite and at least 0"),
-            ("--max-grad-norm", "-1", "-1.0: allowed"),
-            ("--num-train-epochs", "-1", "-1.0: allowed is finite and above 0"),
-            ("--num-train-epochs", "inf", "inf: allowed"),
+            ("--learning-rate", "1e30", "1e30: must be between 0 and 10"),
+            ("--learning-rate", "1e308", "1e308: must be"),
+            ("--learning-rate", "inf", "inf: must be"),
+            ("--learning-rate", "-3e-4", "-0.0003: must be"),
+            ("--weight-decay", "-0.1", "-0.1: must be finite and at least 0"),
+            ("--weight-decay", "400", "400.0: must be less than 1 / --learning-rate 0.003"),
+            ("--adam-beta1", "-0.9", "-0.9: must be at least 0 and below 1"),
+            ("--adam-beta2", "0.999999999", "0.999999999: must be at least 0 and below 1 in float32"),
+            ("--adam-beta2", "inf", "inf: must be"),
+            ("--adam-epsilon", "2", "2.0: must be above 0 in float32 and at most 1"),
+            ("--adam-epsilon", "-1e-8", "-1e-8: must be"),
+            ("--adam-epsilon", "inf", "inf: must be"),
+            ("--adam-epsilon", "nan", "NaN: must be"),
+            ("--max-grad-norm", "nan", "NaN: must be finite and at least 0"),
+            ("--max-grad-norm", "-1", "-1.0: must be"),
+            ("--num-train-epochs", "-1", "-1.0: must be finite and above 0"),
+            ("--num-train-epochs", "inf", "inf: must be"),
         ];
         for (flag, value, message) in cases {
             let refused = resolve(&["--seed", "1", flag, value]).unwrap_err();
@@ -387,8 +405,8 @@ mod tests {
     fn packed_moments_are_refused_where_they_would_be_wrong() {
         let refused = |args: &[&str]| resolve(&[&["--moments", "bfloat16"], args].concat()).unwrap_err().to_string();
         let inverse = refused(&["--rollback", "inverse"]);
-        assert_eq!(inverse, "--moments bfloat16: allowed is only with --rollback deferred: no inverse knows how a moment was rounded");
-        assert!(refused(&["--adam-beta1", "0.999"]).starts_with("--adam-beta1 0.999: allowed is at most 0.99 with --moments bfloat16"));
+        assert_eq!(inverse, "--moments bfloat16: needs --rollback deferred: the inverse step cannot restore rounded moments");
+        assert!(refused(&["--adam-beta1", "0.999"]).starts_with("--adam-beta1 0.999: must be at most 0.99 with --moments bfloat16"));
         assert!(resolve(&["--moments", "bfloat16", "--adam-beta1", "0.99"]).is_ok() && resolve(&["--adam-beta1", "0.999"]).is_ok());
     }
 

@@ -89,8 +89,8 @@ impl<'a> KeyReader<'a> {
                 }
                 (KeyRule::Group, _) => return refused("expected an object"),
                 (_, NodeValue::Text(word)) if word == "auto" => Some("used: the default here, or the plan's choice".into()),
-                (KeyRule::Off(_), value) if is_off(value) => Some("used: it is so".into()),
-                (KeyRule::On(_), NodeValue::Truth(true)) => Some("used: it is so".into()),
+                (KeyRule::Off(_), value) if is_off(value) => Some("used: always so in this program".into()),
+                (KeyRule::On(_), NodeValue::Truth(true)) => Some("used: always so in this program".into()),
                 (KeyRule::Off(why) | KeyRule::On(why), _) => return refused(why),
                 (KeyRule::Ignored(why), _) => Some(format!("ignored: {why}")),
                 (KeyRule::Flag(_) | KeyRule::Read, NodeValue::Table(_)) => return refused("expected a value"),
@@ -191,7 +191,7 @@ impl<'a> KeyReader<'a> {
             None => 1,
             // Ranks that share sequences count as one batch.
             Some(GpuCount::Count(gpus)) => (gpus / self.upper.sequence_ranks.unwrap_or(1).max(1)).max(1),
-            Some(GpuCount::All) => return self.refuse("train_batch_size", "not with --gpus all: say how many share it by --gpus N"),
+            Some(GpuCount::All) => return self.refuse("train_batch_size", "cannot be combined with --gpus all; use --gpus N"),
         };
         let share = |of: usize, by: usize| of.checked_div(by).unwrap_or(0);
         let (all_micro, all_steps) = match (micro, steps) {
@@ -223,7 +223,7 @@ impl<'a> KeyReader<'a> {
                 self.set("train_batch_size", flag, NodeValue::Integer(size as i128));
             }
         }
-        self.fate("train_batch_size", "used: it is the product");
+        self.fate("train_batch_size", "used: equal to the product of the other sizes");
         Ok(())
     }
 
@@ -264,9 +264,9 @@ impl<'a> KeyReader<'a> {
         match name.as_deref() {
             None | Some("adamw") => {}
             Some("adam") if !has_l2 || decay.unwrap_or(0.0) == 0.0 => {}
-            Some("adam") => return self.refuse("optimizer.params.adam_w_mode", "L2 decay does not exist here: AdamW decays weights"),
+            Some("adam") => return self.refuse("optimizer.params.adam_w_mode", "L2 regularization is not available: AdamW decays weights"),
             Some(_) => {
-                return self.refuse("optimizer.type", "the optimizer is AdamW: say AdamW, or Adam, which decays as AdamW in DeepSpeed");
+                return self.refuse("optimizer.type", "the optimizer is AdamW: use AdamW, or Adam, which DeepSpeed runs as AdamW");
             }
         }
         self.fate("optimizer.type", "used: AdamW");
@@ -293,7 +293,10 @@ impl<'a> KeyReader<'a> {
 
     fn scheduler(&mut self) -> Understood<()> {
         if !self.has("scheduler.") {
-            self.absent("scheduler", Some("note: --lr-scheduler-type holds, linear unless said; DeepSpeed alone keeps the rate constant"));
+            self.absent(
+                "scheduler",
+                Some("note: --lr-scheduler-type sets the schedule, linear by default; DeepSpeed would keep the rate constant"),
+            );
             return Ok(());
         }
         let (kind, has_rate) = match self.word("scheduler.type").as_deref() {
@@ -301,7 +304,7 @@ impl<'a> KeyReader<'a> {
             Some("warmupdecaylr") => ("linear", true),
             Some("warmupcosinelr") => ("cosine", false),
             None => return Ok(()),
-            Some(_) => return self.refuse("scheduler.type", "WarmupLR, WarmupDecayLR and WarmupCosineLR exist here"),
+            Some(_) => return self.refuse("scheduler.type", "must be WarmupLR, WarmupDecayLR or WarmupCosineLR"),
         };
         self.set("scheduler.type", "lr-scheduler-type", NodeValue::Text(kind.into()));
         let steps = "scheduler.params.warmup_num_steps";
@@ -320,8 +323,8 @@ impl<'a> KeyReader<'a> {
         }
         let form = "scheduler.params.warmup_type";
         match self.word(form).as_deref() {
-            Some("linear") => self.fate(form, "used: it is so"),
-            Some(_) => return self.refuse(form, "the warm-up is linear: say linear"),
+            Some("linear") => self.fate(form, "used: always so in this program"),
+            Some(_) => return self.refuse(form, "the warm-up is linear: use linear"),
             None if has_rate && !self.values.contains_key(form) => {
                 self.absent(form, Some("note: the warm-up is linear here; DeepSpeed's default is logarithmic"));
             }
@@ -329,9 +332,9 @@ impl<'a> KeyReader<'a> {
         }
         let total = "scheduler.params.total_num_steps";
         match self.node_at(total) {
-            Some(_) if kind == "constant" => self.fate(total, "ignored: the rate stays"),
+            Some(_) if kind == "constant" => self.fate(total, "ignored: the rate stays constant"),
             Some(_) if self.upper.max_steps.or(self.upper.num_train_epochs.map(|_| 0)).is_some() => {
-                self.fate(total, "not used: the rate falls over the run's own steps, which are said elsewhere");
+                self.fate(total, "not used: the rate falls over the run's number of steps, which is set elsewhere");
             }
             Some(node) => self.set_node(total, "max-steps", node)?,
             None => {}
@@ -342,17 +345,17 @@ impl<'a> KeyReader<'a> {
     fn offload(&mut self) -> Understood<()> {
         let stage = "zero_optimization.stage";
         if self.count(stage)?.is_some_and(|stage| stage > 3) {
-            return self.refuse(stage, "allowed is 0 to 3");
+            return self.refuse(stage, "must be from 0 to 3");
         }
-        self.fate(stage, "used: weights and states lie where the plan puts them");
+        self.fate(stage, "used: the plan places weights and optimizer states");
         let (states, speculates) = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.super_offload");
         let strategy = match (self.word(states).as_deref(), self.truth(speculates)?) {
             (Some("cpu"), Some(true)) => Some("superoffload"),
             (Some("cpu"), _) => Some("zero-offload"),
-            (_, Some(true)) => return self.refuse(speculates, "say \"device\": \"cpu\" beside it"),
+            (_, Some(true)) => return self.refuse(speculates, "add \"device\": \"cpu\" beside it"),
             (Some("none"), _) => Some("no-offload"),
             (None, _) => None,
-            (Some(_), _) => return self.refuse(states, "states lie in host memory or on the device: say cpu or none"),
+            (Some(_), _) => return self.refuse(states, "states are in host memory or on the device: use cpu or none"),
         };
         if let Some(strategy) = strategy {
             self.set(states, "strategy", NodeValue::Text(strategy.into()));
@@ -362,7 +365,7 @@ impl<'a> KeyReader<'a> {
         match self.word(weights).as_deref() {
             Some("cpu") => self.set(weights, "weights", NodeValue::Text("flow".into())),
             Some("none") | None => self.fate(weights, "used: the plan decides"),
-            Some(_) => return self.refuse(weights, "weights lie in host memory or on the device: say cpu or none"),
+            Some(_) => return self.refuse(weights, "weights are in host memory or on the device: use cpu or none"),
         }
         let cores = "zero_optimization.offload_optimizer.cpuadam_cores_perc";
         match self.number(cores)? {
@@ -370,7 +373,7 @@ impl<'a> KeyReader<'a> {
                 let all = std::thread::available_parallelism().map_or(1, usize::from);
                 self.set(cores, "threads", NodeValue::Integer((share * all as f64).floor().max(1.0) as i128));
             }
-            Some(_) => return self.refuse(cores, "allowed is 0 to 1"),
+            Some(_) => return self.refuse(cores, "must be from 0 to 1"),
             None => {}
         }
         let group = "zero_optimization.sub_group_size";
@@ -393,13 +396,13 @@ impl<'a> KeyReader<'a> {
         let ratio = "zero_optimization.offload_optimizer.ratio";
         let Some(share) = self.number(ratio)? else { return Ok(()) };
         if !(0.0..=1.0).contains(&share) {
-            return self.refuse(ratio, "allowed is 0 to 1");
+            return self.refuse(ratio, "must be from 0 to 1");
         }
         self.fate(
             ratio,
             match strategy {
-                Some("zero-offload") if share == 1.0 => "used: it is so",
-                Some("zero-offload") => "ignored: every state lies on the host; with \"super_offload\": true the plan chooses how many do",
+                Some("zero-offload") if share == 1.0 => "used: always so in this program",
+                Some("zero-offload") => "ignored: every state is in host memory; with \"super_offload\": true the plan chooses how many do",
                 _ => "ignored: the plan chooses how many buckets stay on the device: --resident-buckets",
             },
         );
@@ -417,7 +420,7 @@ impl<'a> KeyReader<'a> {
             for (i, set) in self.sets.iter().enumerate().filter(|(_, set)| set.from == row.path) {
                 let later = self.sets[i + 1..].iter().find(|later| later.flag == set.flag);
                 let verdict = match later {
-                    _ if given.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is said elsewhere", set.flag),
+                    _ if given.contains(&set.flag.replace('-', "_").as_str()) => format!("not used: --{} is set elsewhere", set.flag),
                     Some(later) => format!("not used: {} wins, as in DeepSpeed", later.from),
                     None => format!("used: --{} {}", set.flag, DocumentNode { at: set.at, value: set.value.clone() }.text()),
                 };

@@ -19,12 +19,12 @@ pub(super) enum KeyRule {
 
 use KeyRule::{Flag, Group, Ignored, Off, On, Read};
 
-const NOT_HERE: &str = "this changes what is learned, and does not exist here: leave it out";
+const NOT_HERE: &str = "not available here, and without it training gives other results: leave it out";
 const PLANNED: &str = "the plan decides about memory and copies";
 const NO_LOGGER: &str = "every run writes metrics.jsonl, an object a step, into its output directory";
 const NO_NVME: &str = "nothing is kept on NVMe";
-const IS_OFF: &str = "part of what is off, or of its report";
-const ONE_FORMAT: &str = "the link carries what --cast says";
+const IS_OFF: &str = "belongs to a feature that is off, or to its report";
+const ONE_FORMAT: &str = "--cast sets the format on the link";
 
 /// Paths of keys. A path that ends with `*` is a prefix. The first match applies.
 #[rustfmt::skip]
@@ -38,15 +38,15 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
 
     ("bf16", Group), ("bfloat16", Group), ("fp16", Group),
     ("bf16.enabled", Read), ("bfloat16.enabled", Read), ("fp16.enabled", Read),
-    ("bf16.immediate_grad_update", Ignored("gradients are taken as they come")),
+    ("bf16.immediate_grad_update", Ignored("gradients are used as soon as they are computed")),
     ("bf16.check_grad_overflow", Ignored("every gradient is checked")),
     ("bf16.bf16_*", Off("master weights and states have 32 bits")),
-    ("fp16.loss_scale", Off("the loss scale is dynamic: say 0")),
-    ("fp16.loss_scale_window", Ignored("the dynamic loss scale has its own numbers")),
-    ("fp16.initial_scale_power", Ignored("the dynamic loss scale has its own numbers")),
-    ("fp16.hysteresis", Ignored("the dynamic loss scale has its own numbers")),
-    ("fp16.consecutive_hysteresis", Ignored("the dynamic loss scale has its own numbers")),
-    ("fp16.min_loss_scale", Ignored("the dynamic loss scale has its own numbers")),
+    ("fp16.loss_scale", Off("the loss scale is dynamic: use 0")),
+    ("fp16.loss_scale_window", Ignored("the constants of the dynamic loss scale are fixed")),
+    ("fp16.initial_scale_power", Ignored("the constants of the dynamic loss scale are fixed")),
+    ("fp16.hysteresis", Ignored("the constants of the dynamic loss scale are fixed")),
+    ("fp16.consecutive_hysteresis", Ignored("the constants of the dynamic loss scale are fixed")),
+    ("fp16.min_loss_scale", Ignored("the constants of the dynamic loss scale are fixed")),
     ("fp16.auto_cast", Ignored("inputs are token ids")),
     ("fp16.fp16_*", Off("master weights and states have 32 bits")),
 
@@ -58,8 +58,8 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("optimizer.params.eps", Flag("adam-epsilon")),
     ("optimizer.params.weight_decay", Flag("weight-decay")),
     ("optimizer.params.adam_w_mode", Read),
-    ("optimizer.params.torch_adam", Ignored("there is one AdamW")),
-    ("optimizer.params.fused", Ignored("there is one AdamW")),
+    ("optimizer.params.torch_adam", Ignored("there is only one AdamW")),
+    ("optimizer.params.fused", Ignored("there is only one AdamW")),
     ("optimizer.params.bias_correction", On("the moments are always corrected")),
     ("optimizer.params.fp32_optimizer_states", On("states have 32 bits")),
     ("optimizer.params.amsgrad", Off(NOT_HERE)),
@@ -73,7 +73,7 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("scheduler.params.warmup_min_lr", Off("the warm-up begins at 0")),
     ("scheduler.params.warmup_min_ratio", Off("the warm-up begins at 0")),
     ("scheduler.params.cos_min_ratio", Off("the cosine ends at 0")),
-    ("scheduler.params.last_batch_iteration", Ignored("a resumed run goes on where it was")),
+    ("scheduler.params.last_batch_iteration", Ignored("a resumed run continues its schedule")),
 
     ("zero_optimization", Group),
     ("zero_optimization.stage", Read),
@@ -82,7 +82,7 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("zero_optimization.offload_optimizer.super_offload", Read),
     ("zero_optimization.offload_optimizer.cpuadam_cores_perc", Read),
     ("zero_optimization.offload_optimizer.ratio", Read),
-    ("zero_optimization.offload_optimizer.pin_memory", Ignored("states lie in pinned memory: --memory")),
+    ("zero_optimization.offload_optimizer.pin_memory", Ignored("states are in pinned memory: --memory")),
     ("zero_optimization.offload_optimizer.nvme_path", Ignored(NO_NVME)),
     ("zero_optimization.offload_optimizer.buffer_count", Ignored(PLANNED)),
     ("zero_optimization.offload_optimizer.buffer_size", Ignored(PLANNED)),
@@ -90,12 +90,12 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("zero_optimization.offload_optimizer.fast_init", Ignored(PLANNED)),
     ("zero_optimization.offload_param", Group),
     ("zero_optimization.offload_param.device", Read),
-    ("zero_optimization.offload_param.pin_memory", Ignored("weights lie in pinned memory: --memory")),
+    ("zero_optimization.offload_param.pin_memory", Ignored("weights are in pinned memory: --memory")),
     ("zero_optimization.offload_param.nvme_path", Ignored(NO_NVME)),
     ("zero_optimization.offload_param.buffer_count", Ignored(PLANNED)),
     ("zero_optimization.offload_param.buffer_size", Ignored(PLANNED)),
     ("zero_optimization.offload_param.max_in_cpu", Ignored(PLANNED)),
-    ("zero_optimization.cpu_offload*", Off("say offload_optimizer or offload_param: {\"device\": \"cpu\"}")),
+    ("zero_optimization.cpu_offload*", Off("use offload_optimizer or offload_param: {\"device\": \"cpu\"}")),
     ("zero_optimization.sub_group_size", Read),
     ("zero_optimization.zenflow", Off(NOT_HERE)),
     ("zero_optimization.zero_quantized*", Off(NOT_HERE)),
@@ -124,10 +124,10 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("zero_optimization.load_from_fp32_weights", Ignored("checkpoints hold float32 weights")),
     ("zero_optimization.pipeline_loading_checkpoint", Ignored(PLANNED)),
     ("zero_optimization.ignore_unused_parameters", Ignored("every parameter has a gradient")),
-    ("zero_optimization.override_module_apply", Ignored("there is no torch here")),
-    ("zero_optimization.log_trace_cache_warnings", Ignored("there is no torch here")),
-    ("zero_allow_untested_optimizer", Ignored("there is one AdamW")),
-    ("zero_force_ds_cpu_optimizer", Ignored("there is one AdamW")),
+    ("zero_optimization.override_module_apply", Ignored("this program does not use PyTorch")),
+    ("zero_optimization.log_trace_cache_warnings", Ignored("this program does not use PyTorch")),
+    ("zero_allow_untested_optimizer", Ignored("there is only one AdamW")),
+    ("zero_force_ds_cpu_optimizer", Ignored("there is only one AdamW")),
 
     ("activation_checkpointing", Group),
     ("activation_checkpointing.cpu_checkpointing", Read),
@@ -158,7 +158,7 @@ pub(super) const KEYS: &[(&str, KeyRule)] = &[
     ("comet", Group), ("comet.*", Ignored(NO_LOGGER)),
     ("comms_logger", Group), ("comms_logger.*", Ignored("trace.json in the output directory has every copy")),
     ("flops_profiler", Group), ("flops_profiler.*", Ignored("every step's TFLOP/s are in metrics.jsonl")),
-    ("compile", Group), ("compile.*", Ignored("there is no torch here")),
+    ("compile", Group), ("compile.*", Ignored("this program does not use PyTorch")),
     ("nebula", Group), ("nebula.*", Ignored("checkpoints are of one format")),
     ("autotuning", Group), ("autotuning.enabled", Off("superoffload plan chooses")), ("autotuning.*", Ignored(IS_OFF)),
     ("amp", Group), ("amp.enabled", Off("--dtype is the format")), ("amp.*", Ignored(IS_OFF)),

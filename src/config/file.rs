@@ -73,7 +73,7 @@ fn options(document: &Document) -> std::result::Result<TrainOptions, String> {
 fn all_faults(document: &Document, faults: &[String]) -> String {
     let program = Program::of(&document.entries).map(|program| {
         format!(
-            "; this is a configuration of {program}: `superoffload convert-config FILE` says what each key comes to, and makes one of ours"
+            "; this is a configuration of {program}: `superoffload convert-config FILE` lists the meaning of each key and converts the file"
         )
     });
     faults.join("; ") + &program.unwrap_or_default()

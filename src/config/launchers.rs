@@ -41,7 +41,8 @@ impl TrainOptions {
         let Some(launched) = Launched::of(variable)? else {
             return match (self.processes, self.process) {
                 (Some(processes @ 2..), None) => Err(Error::usage(format!(
-                    "--processes {processes}: --process is missing; say which of them this is, from 0 to {}, or start them by a launcher",
+                    "--processes {processes}: --process is missing; give each process its number, from 0 to {}, or start them with a \
+                        launcher",
                     processes - 1
                 ))),
                 _ => Ok(self),
@@ -50,7 +51,7 @@ impl TrainOptions {
         launched.check("--processes", self.processes, launched.processes)?;
         launched.check("--process", self.process, launched.process)?;
         if self.rendezvous.is_none() {
-            let missing = |what| Error::usage(format!("{}: {what} is missing; set it, or say --rendezvous HOST:PORT", launched.launcher));
+            let missing = |what| Error::usage(format!("{}: {what} is missing; set it, or use --rendezvous HOST:PORT", launched.launcher));
             self.rendezvous = Some(launched.address.map_err(missing)?);
         }
         (self.processes, self.process) = (Some(launched.processes.number), Some(launched.process.number));

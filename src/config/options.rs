@@ -26,7 +26,7 @@ pub enum InitChoice {
 pub enum EvalStrategy {
     /// Never.
     No,
-    /// Every so many steps, and after the last.
+    /// Every --eval-steps steps, and after the last step.
     Steps,
     /// When a pass over the data is complete, and after the last step.
     Epoch,
@@ -146,9 +146,9 @@ pub enum CastSide {
 pub enum EarlyRows {
     /// On one device that speculates, where a micro-batch uses at most half of the rows.
     Auto,
-    /// Also where it uses more.
+    /// Also if a micro-batch uses more than half of the rows.
     On,
-    /// They leave with the others.
+    /// All rows are stepped together.
     Off,
 }
 
@@ -188,17 +188,17 @@ impl ActivationsChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WeightsChoice {
-    /// On every device, unless another place makes the model fit or a step faster.
+    /// On every device, unless another placement makes the model fit or a step faster.
     Auto,
     /// On every device.
     #[value(alias = "stationary")]
     #[serde(alias = "stationary")]
     Replicated,
-    /// Each device of a process keeps its part, and pulls the others' layer by layer, forward and backward.
+    /// Each device of a process stores a part and copies the other parts from its peers, layer by layer, forward and backward.
     Sharded,
     /// Sharded over the devices of all processes; weights of other processes cross the network layer by layer.
     FullySharded,
-    /// In host memory, from which they come layer by layer, forward and backward.
+    /// In host memory; weights stream to the device layer by layer, forward and backward.
     Flow,
 }
 
@@ -218,7 +218,7 @@ pub enum Transport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReplanChoice {
-    /// Where its steps leave what the plan assumed, and another plan is faster.
+    /// If steps differ from the plan's assumptions and another plan is faster.
     Auto,
     /// Never.
     Off,
@@ -243,7 +243,7 @@ pub enum AttentionChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExpertProductsChoice {
-    /// cuBLASLt where it can, else the engine's own kernels; a run that goes on keeps what it began with.
+    /// cuBLASLt where supported, else the engine's own kernels; a resumed run keeps its implementation.
     Auto,
     /// The engine's own kernels.
     Own,

@@ -118,11 +118,11 @@ macro_rules! settings {
         #[command(about = "Train a language model with the optimizer on the CPU", long_about = None, allow_negative_numbers = true)]
         #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
         pub struct TrainOptions {
-            /// TOML, YAML or JSON file whose keys are these flags; flags win [default: none].
+            /// TOML, YAML or JSON file with these flags as keys; flags win [default: none].
             #[arg(long, value_name = "FILE")]
             #[serde(skip)]
             pub config: Option<PathBuf>,
-            /// Configuration of DeepSpeed; flags and the other file win [default: none].
+            /// DeepSpeed configuration; flags and --config win [default: none].
             #[arg(long, value_name = "FILE.json")]
             pub deepspeed: Option<PathBuf>,
             $(
@@ -290,7 +290,7 @@ settings! {
         /// Hugging Face directory, or a name on the hub: org/model(@revision).
         #[arg(value_name = "DIR|NAME")]
         model: PathBuf => "a small built-in model", Free;
-        /// Where the first weights come from.
+        /// Source of the initial weights.
         init: InitChoice = InitChoice::Random => "checkpoint with --model, else random", Free;
     }
 
@@ -298,69 +298,69 @@ settings! {
         /// Files, directories, patterns, or hub names: org/data.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
-        data: Vec<PathBuf> = Vec::new() => "the text that ships with the program", Free;
-        /// Files, directories, patterns or names to evaluate on; nothing is learned from them.
+        data: Vec<PathBuf> = Vec::new() => "the built-in text", Free;
+        /// Evaluation data: files, directories, patterns or hub names.
         #[arg(num_args = 1.., value_name = "PATH|NAME")]
         #[serde(deserialize_with = "one_or_many")]
         eval_data: Vec<PathBuf> = Vec::new() => "none", Free;
-        /// Share or number of the data's documents to hold out and evaluate on.
+        /// Fraction or number of the data's documents to hold out for evaluation.
         #[arg(value_name = "SHARE|N")]
         #[serde(deserialize_with = "some_scalar")]
         eval_split: EvalSplit => "none", Order;
-        /// Source of tokens: the model's tokenizer.json, or bytes.
+        /// Tokenizer: the model's tokenizer.json, or bytes.
         tokenizer: TokenizerChoice = TokenizerChoice::Auto, Tokens;
         /// The token between documents, as text or id.
         #[arg(value_name = "TOKEN")]
         #[serde(deserialize_with = "some_scalar")]
-        eos_token: String => "the one that the model's files name", Tokens;
-        /// Begin each document with a token; auto is as the tokenizer does.
+        eos_token: String => "from the model's files", Tokens;
+        /// Begin each document with the begin-of-text token; auto follows the tokenizer.
         add_bos: AddBos = AddBos::Auto, Tokens;
         /// Meaning of the columns of records; auto goes by their names.
         data_format: DataFormat = DataFormat::Auto, Tokens;
-        /// The data's names of columns, as OURS=THEIRS, separated by commas.
+        /// Column names of the data, as OURS=THEIRS, separated by commas.
         #[arg(value_name = "OURS=THEIRS", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         columns: Vec<String> = Vec::new() => "none", Tokens;
-        /// Trained part of a record; auto: text whole, completions, answers of a chat.
+        /// Trained part of a record; auto: whole texts, completions, answers of chats.
         train_on: TrainOn = TrainOn::Auto, Tokens;
         /// Chat template to use, a Jinja file.
         #[arg(value_name = "FILE")]
         chat_template: PathBuf => "the model's", Free;
-        /// Rows: of one stream, of whole documents packed best, or one document each.
+        /// Packing of rows: one stream of text, whole documents, or one document each.
         packing: Packing = Packing::Auto, Order;
         /// Handling of documents longer than a row; auto splits text, truncates records.
         overlong: Overlong = Overlong::Auto, Order, unless "is_auto";
-        /// Which of the model's chat templates.
+        /// Name of the chat template, if the model has several.
         #[arg(value_name = "NAME")]
-        chat_template_name: String => "the default one", Tokens;
+        chat_template_name: String => "the template named default", Tokens;
         /// Variables of chat templates, as JSON: {"enable_thinking": false}.
         #[arg(value_name = "JSON")]
         #[serde(deserialize_with = "some_json")]
         chat_template_kwargs: String => "none", Tokens;
-        /// The day that chat templates are told.
+        /// Date that chat templates receive.
         #[arg(value_name = "YYYY-MM-DD")]
         chat_date: String => "today, or the checkpoint's", Tokens;
-        /// Where checkpoints and metrics go.
+        /// Output directory for checkpoints and metrics.
         #[arg(value_name = "DIR")]
         output_dir: PathBuf = "runs/train".into(), Free;
     }
 
     Method {
         flags gpus: usize = 1, Free {
-            /// GPUs that train together, of each process.
+            /// GPUs that train together, in each process.
             #[arg(value_name = "N|all")]
             #[serde(deserialize_with = "some_scalar")]
             gpus: GpuCount => "1";
         }
 
-        /// GPUs that share each sequence: tokens, and heads around attention.
+        /// Sequence-parallel degree (Ulysses): GPUs that share each sequence.
         #[arg(value_name = "N")]
         sequence_ranks: usize = 1, Free, unless "is_one";
-        /// Machine that runs forward and backward.
+        /// Device for the forward and backward passes.
         device: DeviceChoice = DeviceChoice::Auto, Free;
         /// Set of offloading techniques.
         strategy: Strategy = Strategy::Superoffload, Free;
-        /// How a failed speculation is undone.
+        /// Method to undo a failed speculation.
         rollback: Rollback = Rollback::Deferred, Told;
         /// Format of weights and gradients on the device.
         dtype: TrainDtype = TrainDtype::Bfloat16, Told;
@@ -374,13 +374,13 @@ settings! {
         /// Processes that train together.
         #[arg(value_name = "N")]
         processes: usize = 1 => "the launcher's, else 1", Free, unless "is_one";
-        /// Which of the processes this is, from 0.
+        /// Number of this process, from 0.
         #[arg(value_name = "N")]
         process: usize = 0 => "the launcher's, else 0", Free, unless "is_first";
-        /// Where the processes meet: host and port of the first one.
+        /// Host and port of process 0, to which the other processes connect.
         #[arg(value_name = "HOST:PORT")]
         rendezvous: String => "the launcher's", Free, unless "Option::is_none";
-        /// Seconds that a process waits for the others at the start.
+        /// Seconds that a process waits for the other processes at the start.
         #[arg(value_name = "SECONDS")]
         rendezvous_limit: u64 = 600, Free;
         /// File with the secret of a run's processes.
@@ -409,10 +409,10 @@ settings! {
         /// Micro-batches of an optimizer step on each GPU.
         #[arg(value_name = "N")]
         gradient_accumulation_steps: usize => "one for each gradient share", Free;
-        /// Shares of a step, whose gradients are summed in float32.
+        /// Partial gradient sums of a step, added in float32.
         #[arg(value_name = "N")]
         gradient_shares: usize => "the GPUs, or the checkpoint's", Free;
-        /// Shares in a row whose sum is rounded before all are added.
+        /// Partial sums in a group; the sum of each group is rounded.
         #[arg(value_name = "N")]
         gradient_group: usize => "none, or the checkpoint's", Free, unless "Option::is_none";
         /// Tokens of a sequence.
@@ -426,7 +426,7 @@ settings! {
         /// Steps of linear warm-up.
         #[arg(value_name = "N")]
         warmup_steps: u64 = 0, Told;
-        /// Share of all steps that warms up, rounded up, where --warmup-steps is 0.
+        /// Fraction of all steps for warm-up, rounded up, if --warmup-steps is 0.
         #[arg(value_name = "X")]
         #[serde(deserialize_with = "some_scalar")]
         warmup_ratio: f64 = 0.0, Told, unless "is_zero";
@@ -442,10 +442,10 @@ settings! {
         /// Adam's epsilon.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         adam_epsilon: f64 = 1e-8, Told;
-        /// Gradient norm above which gradients are clipped; 0 is never.
+        /// Gradient norm above which gradients are clipped; 0 disables clipping.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         max_grad_norm: f64 = 1.0, Told;
-        /// Factor on the loss that balances a router's experts; 0 adds none.
+        /// Coefficient of the load-balancing loss of routers; 0 disables it.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         router_aux_loss_coef: f64 = 0.0, Told, unless "is_zero";
         /// Seed of random weights and of the data order.
@@ -457,11 +457,11 @@ settings! {
         /// Steps between log lines.
         #[arg(value_name = "N")]
         logging_steps: u64 = 10, Free;
-        /// Where steps are shown besides metrics.jsonl, separated by commas.
+        /// Loggers of steps besides metrics.jsonl, separated by commas.
         #[arg(value_name = "LOGGER", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         report_to: Vec<ReportTo> = vec![ReportTo::Tensorboard], Free;
-        /// When to evaluate.
+        /// Schedule of evaluations.
         eval_strategy: EvalStrategy => "steps with --eval-data or --eval-split", Free;
         /// Steps between evaluations.
         #[arg(value_name = "N")]
@@ -469,25 +469,25 @@ settings! {
         /// Evaluate before the first step, too.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         eval_on_start: bool = false, Free;
-        /// Prompts, a line each, after which the model writes text at each evaluation.
+        /// Prompts, one a line; the model continues each of them at every evaluation.
         #[arg(value_name = "FILE")]
         prompts: PathBuf => "none", Free;
-        /// Evaluations in a row without a lower loss after which a run ends.
+        /// Number of consecutive evaluations without a lower loss after which a run ends.
         #[arg(value_name = "N")]
         early_stopping_patience: u64 => "none", Free;
-        /// How much lower a loss must be to count for --early-stopping-patience.
+        /// Smallest decrease of the loss that counts for --early-stopping-patience.
         #[arg(value_name = "X", allow_hyphen_values = true)]
         early_stopping_threshold: f64 = 0.0, Free, unless "is_zero";
         /// Steps between checkpoints.
         #[arg(value_name = "N")]
         save_steps: u64 = 500, Free;
-        /// Checkpoints kept, the newest ones; the best of evaluations stays beside them.
+        /// Number of newest checkpoints to keep, besides the one with the best evaluation.
         #[arg(value_name = "N")]
         save_total_limit: usize => "all", Free;
-        /// Steps in a row with gradients that are not finite after which a run ends; 0 is never.
+        /// Consecutive steps with non-finite gradients after which a run ends; 0 is never.
         #[arg(value_name = "N")]
         max_skipped_steps: u64 = 100, Free;
-        /// Seconds without progress after which a run tells why and ends; 0 is never.
+        /// Seconds without progress after which a run reports the cause and ends; 0 is never.
         #[arg(value_name = "SECONDS")]
         stall_limit: u64 = 300, Free;
         /// Signals that save and end a run, separated by commas.
@@ -497,10 +497,10 @@ settings! {
         /// Checkpoint to continue from, `auto` for the newest good one.
         #[arg(value_name = "auto|DIR", value_parser = PathBufValueParser::new().map(Resume::from))]
         resume_from_checkpoint: Resume => "none", Free;
-        /// Show the data and the plan, then end, without a step or a file.
+        /// Show the data and the plan, then exit without training or writing files.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         dry_run: bool = false, Free;
-        /// Parts that may differ from the checkpoint's, separated by commas.
+        /// Parts of a run that may differ from the checkpoint, separated by commas.
         #[arg(value_name = "PART", value_delimiter = ',')]
         #[serde(deserialize_with = "one_or_many")]
         allow_changed: Vec<RunPart> = Vec::new() => "none", Free;
@@ -513,44 +513,44 @@ settings! {
         /// Size of a bucket in MiB of 16-bit parameters.
         #[arg(value_name = "X")]
         bucket_mib: f64 => "the plan decides", Free;
-        /// Tail buckets whose optimizer stays on the device.
+        /// Tail buckets with their optimizer states on the device.
         #[arg(value_name = "auto|all|N")]
         #[serde(deserialize_with = "some_scalar")]
         resident_buckets: ResidentBuckets = ResidentBuckets::Auto, Free;
         /// Activations that layers keep for their backward pass.
         activations: ActivationsChoice = ActivationsChoice::Auto, Free;
-        /// Where layers' weights lie: on the device, or streamed from host memory.
+        /// Placement of layer weights: on the device, or streamed from host memory.
         weights: WeightsChoice = WeightsChoice::Auto, Free;
-        /// Whether a run plans again where its steps leave what the plan assumed.
+        /// Replan during the run if steps differ from the plan's assumptions.
         replan: ReplanChoice = ReplanChoice::Auto, Free, unless "is_replanned";
     }
 
     Machine {
-        /// Machine whose rates a GPU's plan rests on: auto, a profile's name or file.
+        /// Hardware profile with the rates for a GPU's plan: auto, a name or a file.
         #[arg(value_name = "PROFILE|FILE")]
         hardware: PathBuf = selected_profile::AUTO.into(), Free;
         /// Use no more GPU memory than this, for example 80GiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        hbm_limit: Bytes => "all that is free", Free;
+        hbm_limit: Bytes => "all free memory", Free;
         /// Use no more host memory than this, for example 1.5TiB.
         #[arg(value_name = "SIZE")]
         #[serde(deserialize_with = "some_scalar")]
-        host_limit: Bytes => "what is free, less a reserve", Free;
+        host_limit: Bytes => "free memory, less a reserve", Free;
         /// Host memory of offloaded states; unified needs a GPU.
         memory: HostMemoryKind = HostMemoryKind::Pinned, Free;
         /// Page sizes of host memory.
         huge_pages: HugePagesChoice = HugePagesChoice::Auto, Free;
-        /// Who computes attention on a GPU.
+        /// Implementation of attention on a GPU.
         attention: AttentionChoice = AttentionChoice::Auto, Free;
-        /// Who computes products of experts on a GPU.
+        /// Implementation of expert matrix products on a GPU.
         expert_products: ExpertProductsChoice = ExpertProductsChoice::Auto, Free;
         /// Allow GPU kernels whose results may differ between runs in the last bit.
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         nondeterministic: bool = false, Free;
-        /// Look for NVIDIA's libraries here first.
+        /// Directory to search first for NVIDIA's libraries.
         #[arg(value_name = "DIR")]
-        cuda_libraries: PathBuf => "where the system looks", Free;
+        cuda_libraries: PathBuf => "the system's search path", Free;
     }
 
     // Settings for measuring, comparing and testing.
@@ -581,7 +581,7 @@ settings! {
         without: Vec<Technique> = Vec::new() => "none", Free;
         /// Side that converts gradients.
         cast: CastSide = CastSide::Auto, Free;
-        /// Whether rows of a tied embedding that the batch does not use are stepped first.
+        /// Step the rows of a tied embedding first that the batch does not use.
         early_rows: EarlyRows = EarlyRows::Auto, Free;
         /// Seed of legal reorderings of events, to test the engine on --device cpu.
         #[arg(hide = true, value_name = "SEED")]
@@ -590,7 +590,7 @@ settings! {
         file {
             /// Values written into gradients, to test the engine; only in the file.
             inject: Vec<Injection> = Vec::new(), Free;
-            /// Ranks that go wrong, to test how all end; only in the file.
+            /// Faults of ranks, to test how a run ends; only in the file.
             faults: Vec<RankFault> = Vec::new(), Free;
         }
     }

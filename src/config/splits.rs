@@ -80,8 +80,8 @@ mod tests {
     #[test]
     fn indivisible_tokens_per_step_are_refused_with_their_divisor() {
         let refused = [
-            (&["--tokens-per-step=0"][..], "at least 1"),
-            (&["--tokens-per-step=9223372036854775807"], "at most"),
+            (&["--tokens-per-step=0"][..], "must be from 1 to"),
+            (&["--tokens-per-step=9223372036854775807"], "must be from 1 to"),
             (&["--tokens-per-step=100"], "not a multiple of the sequence length, 16"),
             (&["--tokens-per-step=48", "--gpus=2"], "16 times --gpus 2"),
             (&["--tokens-per-step=64", "--per-device-train-batch-size=3"], "4 sequences on each GPU cannot be cut as asked for by --per"),

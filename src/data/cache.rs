@@ -103,7 +103,7 @@ fn stand_in(
         match open(&root, &origin, false, checked, preparation) {
             Ok(Some(found)) => {
                 let place = root.join(&name);
-                preparation.note(format!("{why}: training goes on with the tokens that were made of it, in {}", place.display()));
+                preparation.note(format!("{why}: training continues with the tokens that were prepared from it, in {}", place.display()));
                 return Ok(Some(found));
             }
             Err(error @ Error::Interrupted(_)) => return Err(error),
@@ -112,8 +112,8 @@ fn stand_in(
         }
     }
     let cause = cause.unwrap_or_else(|| format!("{} is not there", folder.display()));
-    let remedy = "put the file back as it was, or name by --data where it is now";
-    Err(Error::resource(why, format_args!("the tokens that were made of it cannot be had either: {cause}; {remedy}")))
+    let remedy = "restore the file, or give its new path with --data";
+    Err(Error::resource(why, format_args!("the tokens that were prepared from it are not available either: {cause}; {remedy}")))
 }
 
 /// Of `places` the folders that the run in `output_dir` has, and those of an earlier version.
@@ -151,7 +151,7 @@ fn find_or_make(
         Some(cache) => match make_in_cache(&cache, &wanted, checked, preparation) {
             // It is the place that fails, be it full, or another user's, and there is another place.
             Err(error) if preparation.output_dir.is_some() && is_about(&cache, &error) => {
-                preparation.warn(format!("{error}: prepared text is kept beside the run"));
+                preparation.warn(format!("{error}: prepared text is kept in the output directory instead"));
                 make_beside(&wanted, checked, preparation)
             }
             made => made,
@@ -297,7 +297,7 @@ fn check_room(root: &Dir, texts: &[&Path], tokenizer: &Tokenizer, is_small: bool
     if free >= needed {
         return Ok(());
     }
-    let elsewhere = if is_small { "another --output-dir" } else { "another place by SUPEROFFLOAD_CACHE" };
+    let elsewhere = if is_small { "another --output-dir" } else { "another directory with SUPEROFFLOAD_CACHE" };
     let cause = format!("{} free, about {} needed ({needed} bytes): make room, or name {elsewhere}", Bytes(free), Bytes(needed));
     Err(Error::resource(preparing_in(root.path()), cause))
 }
@@ -383,7 +383,10 @@ mod tests {
         let case = Case::new();
         fs::write(case.path("cache"), "a file").unwrap();
         let text = case.good("cache");
-        assert!(text.contains("cache") && text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
+        assert!(
+            text.contains("cache") && text.contains("kept in the output directory") && text.contains("/run/.superoffload/prepared/"),
+            "{text}"
+        );
         assert_eq!(case.good("cache"), "", "found again");
     }
 
@@ -427,7 +430,7 @@ mod tests {
         };
         for place in [&folder, &tmp] {
             let text = leave(&|| foreign(place));
-            assert!(text.contains("kept beside the run") && text.contains("/run/.superoffload/prepared/"), "{text}");
+            assert!(text.contains("kept in the output directory") && text.contains("/run/.superoffload/prepared/"), "{text}");
             assert_eq!(fs::read_to_string(place.join("thesis.tex")).unwrap(), "mine");
             fs::remove_dir_all(place).unwrap();
             fs::create_dir_all(&folder).unwrap();
@@ -436,7 +439,7 @@ mod tests {
         fs::remove_dir_all(&folder).unwrap();
         std::os::unix::fs::symlink(case.path("run"), &folder).unwrap();
         let text = case.good("cache");
-        assert!(text.contains("kept beside the run") && folder.is_symlink(), "a link is not followed: {text}");
+        assert!(text.contains("kept in the output directory") && folder.is_symlink(), "a link is not followed: {text}");
         fs::remove_file(&folder).unwrap();
         for at in 0..3 {
             let _ = fs::remove_dir_all(case.path("run/.superoffload"));

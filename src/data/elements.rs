@@ -61,7 +61,9 @@ impl RecordParts for Elements {
                 }
                 _ if c.is_whitespace() => {}
                 State::Before => return Err(Error::format(path, "not an array of records; lines of records are .jsonl")),
-                State::After => return Err(Error::format(path, format_args!("more after the array of {} records", self.number))),
+                State::After => {
+                    return Err(Error::format(path, format_args!("unexpected data after the array of {} records", self.number)));
+                }
             }
         }
         Ok(())
@@ -107,7 +109,7 @@ mod tests {
         for (text, cause) in [
             ("{\"text\": 1}", "x.json: not an array of records; lines of records are .jsonl"),
             ("[{\"a\": 1}, {\"b\"", "x.json: ends within record 2"),
-            ("[{}] x", "x.json: more after the array of 1 records"),
+            ("[{}] x", "x.json: unexpected data after the array of 1 records"),
             ("  ", "x.json: ends within record 1"),
         ] {
             assert_eq!(elements(&[text]).unwrap_err().to_string(), cause);

@@ -48,7 +48,7 @@ impl FromStr for EvalSplit {
         match (text.parse(), text.parse()) {
             (Ok(documents), _) if documents > 0 => Ok(Self::Documents(documents)),
             (Err(_), Ok(share)) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
-            _ => Err("expected a number of documents, or a share of them above 0 and below 1".into()),
+            _ => Err("expected a number of documents, or a fraction above 0 and below 1".into()),
         }
     }
 }
@@ -66,9 +66,9 @@ impl EvalSplit {
             Self::Share(share) => ((share * records as f64).round() as u64).max(1),
         };
         let unit = unit(records, documents);
-        let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; --eval-data names files to evaluate on")));
+        let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; use --eval-data with evaluation files")));
         match wanted {
-            _ if wanted >= records => refused(format!("none would be left to train on: {unit} in the data: {records}")),
+            _ if wanted >= records => refused(format!("none would be left to train on: the data has {records} {unit}")),
             _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}, and at most {HELD_OUT_MAX} can be held out")),
             _ => Ok(wanted),
         }
@@ -119,7 +119,7 @@ impl HeldOut {
         let (records, unit) = (held_out.records.len(), unit(all, documents));
         if records as u64 == all {
             let are = if all == documents { "are equal" } else { "have text in common" };
-            return Err(Error::usage(format!("--eval-split {split}: all {unit} {are}; --eval-data names files to evaluate on")));
+            return Err(Error::usage(format!("--eval-split {split}: all {unit} {are}; use --eval-data with evaluation files")));
         }
         held_out.count(stream, bounds, preparation)?;
         let of_them = if all == documents { String::new() } else { format!(" ({} of {documents} documents)", held_out.documents()) };
@@ -333,12 +333,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = lines(&dir, &["one".into(), "two".into(), "two".into()]);
         let refused = |how: &str, path: &PathBuf| split(path, RowRules::wrapped(1), how, 1, None).err().unwrap().to_string();
-        assert!(refused("3", &path).starts_with("--eval-split 3: none would be left to train on: documents in the data: 3; --eval-data"));
+        assert!(
+            refused("3", &path).starts_with("--eval-split 3: none would be left to train on: the data has 3 documents; use --eval-data")
+        );
         let equal = tempfile::tempdir().unwrap();
         assert!(refused("0.5", &lines(&equal, &vec!["same".into(); 4])).contains("all documents are equal"));
         let ids = dir.path().join("ids.bin");
         std::fs::write(&ids, [1, 0, 2, 0]).unwrap();
-        assert!(refused("1", &ids).contains("ids.bin does not say where its documents end"));
+        assert!(refused("1", &ids).contains("ids.bin does not mark where documents end"));
         for word in ["0", "1.0", "-1", "0.0", "nan", "many", "1e3"] {
             assert!(word.parse::<EvalSplit>().is_err(), "{word}");
         }

@@ -159,7 +159,7 @@ impl KnownSources {
         let (first, folder) = (&before.missing.values().next()?.why, before.list.folder.clone()?);
         let why = match before.missing.len() - 1 {
             0 => first.to_string(),
-            more => format!("{first}, and so with {more} more"),
+            more => format!("{first}, and the same for {more} more"),
         };
         Some(CachedTokens { folder, dir: self.dir.clone(), why })
     }

@@ -49,7 +49,7 @@ impl fmt::Display for DocumentLengths {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { documents, tokens, shortest, longest, up_to } = self;
         if *documents == 0 {
-            return f.write_str("not known: token files do not say where documents end");
+            return f.write_str("not known: token files do not mark where documents end");
         }
         write!(f, "{shortest} to {longest} tokens, {:.1} on average", *tokens as f64 / *documents as f64)?;
         let most = up_to.values().max().copied().unwrap_or(1);

@@ -311,10 +311,10 @@ fn check_bounds(files: &[PathBuf], packing: Packing, split: Option<EvalSplit>) -
     files.iter().find(has_none).map_or(Ok(()), |path| {
         let file = path.display();
         let (flag, remedy) = match split {
-            Some(split) => (format!("--eval-split {split}"), "name what to evaluate on by --eval-data, or use a .jsonl with input_ids"),
+            Some(split) => (format!("--eval-split {split}"), "name evaluation files with --eval-data, or use a .jsonl with input_ids"),
             None => (format!("--packing {packing}"), "use --packing wrapped, or a .jsonl with input_ids"),
         };
-        Err(Error::usage(format!("{flag}: {file} does not say where its documents end; {remedy}")))
+        Err(Error::usage(format!("{flag}: {file} does not mark where documents end; {remedy}")))
     })
 }
 
@@ -324,13 +324,13 @@ pub(super) fn check_vocabulary(vocab_size: usize, tokenizer: &Tokenizer) -> Resu
     }
     let outside = |id: &u32| *id as usize >= vocab_size;
     if let Some(id) = tokenizer.end_of_text().filter(outside) {
-        let cause = format!("end-of-text token {id} with a model whose vocabulary is {vocab_size}; --eos-token names another");
+        let cause = format!("end-of-text token {id} is outside the model's vocabulary of {vocab_size}; choose another with --eos-token");
         return Err(Error::Unsupported(cause));
     }
     match tokenizer.begin_of_text().iter().copied().find(outside) {
-        Some(id) => Err(Error::Unsupported(format!(
-            "begin-of-text token {id} with a model whose vocabulary is {vocab_size}; --add-bos no goes without"
-        ))),
+        Some(id) => {
+            Err(Error::Unsupported(format!("begin-of-text token {id} is outside the model's vocabulary of {vocab_size}; use --add-bos no")))
+        }
         None => Ok(()),
     }
 }

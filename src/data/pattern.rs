@@ -14,7 +14,7 @@ const AS_IN_SHELLS: MatchOptions =
 /// `Format` for a pattern that no file matches, and for a malformed pattern; `Io` for a directory that cannot be read.
 pub(super) fn matching(path: &Path) -> Result<Option<Vec<PathBuf>>> {
     let Some(pattern) = path.to_str().filter(|path| path.contains(['*', '?', '['])) else { return Ok(None) };
-    let found = glob::glob_with(pattern, AS_IN_SHELLS).map_err(|e| Error::format(path, format_args!("no pattern of names: {e}")))?;
+    let found = glob::glob_with(pattern, AS_IN_SHELLS).map_err(|e| Error::format(path, format_args!("invalid file pattern: {e}")))?;
     let unreadable = |e: GlobError| {
         let dir = e.path().to_path_buf();
         Error::io("read", dir, e.into())
@@ -58,6 +58,6 @@ mod tests {
         let refused = |pattern: &str| found(pattern).unwrap_err().to_string();
         assert_eq!(refused("*.parquet"), format!("{}/*.parquet: no file matches this pattern", root.display()));
         assert_eq!(refused("d*"), format!("{}/d*: no file matches this pattern", root.display()));
-        assert!(refused("a***").contains("a***: no pattern of names: "), "{}", refused("a***"));
+        assert!(refused("a***").contains("a***: invalid file pattern: "), "{}", refused("a***"));
     }
 }

@@ -56,7 +56,7 @@ impl fmt::Display for PreparedText {
         let share = 100.0 * (tokens - untrained) as f64 / (*tokens).max(1) as f64;
         write!(f, "{word}  {tokens} tokens of {documents} documents, {share:.1} % trained")?;
         if *skipped > 0 {
-            write!(f, "; {skipped} records left out, which have no trained token")?;
+            write!(f, "; {skipped} records without a trained token left out")?;
         }
         if let Some(seconds) = seconds {
             write!(f, "\nspeed     {:.2} M tokens/s ({seconds:.1} s)", *tokens as f64 / seconds / 1e6)?;
@@ -68,7 +68,7 @@ impl fmt::Display for PreparedText {
 impl PreparedText {
     fn write_nothing_kept(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Small(bytes) => write!(f, "nothing to prepare: each run tokenizes {} of text, at most, for itself", Bytes(*bytes)),
+            Self::Small(bytes) => write!(f, "nothing to prepare: each run tokenizes up to {} of text itself", Bytes(*bytes)),
             _ => f.write_str("nothing to prepare: token files are read where they are"),
         }
     }

@@ -287,7 +287,7 @@ pub(super) fn open(
     let made_with = (manifest.tokenizer.as_str(), manifest.separator);
     let is_of = manifest.key == origin.key && made_with == (origin.tokenizer.as_str(), origin.separator);
     if !is_of || manifest.sources.len() != origin.sources.len() {
-        return Err(Error::format(&path, "made of other data than the name of its folder says"));
+        return Err(Error::format(&path, "its data does not match the name of its folder"));
     }
     let mut opened = Vec::new();
     for entry in &manifest.files {

@@ -94,11 +94,11 @@ impl Remarks {
 
     /// The warnings, of `all` records; `end` is the name of the token that ends a text.
     pub(super) fn warnings(&self, all: u64, end: Option<&str>) -> Vec<String> {
-        let unasked = self.unasked.sentence(all, "begins with an answer that nothing asks for");
+        let unasked = self.unasked.sentence(all, "begins with an answer without a question");
         let unasked = unasked.map(|message| format!("{message}; such answers are not trained"));
         let endless = self.endless.sentence(all, "has an answer after which no end token is trained").map(|message| {
             let end = end.map_or("its end token".into(), |end| format!("{end:?}"));
-            let remedy = format!("--chat-template FILE names a template that writes {end} after each answer");
+            let remedy = format!("use --chat-template FILE with a template that writes {end} after each answer");
             format!("{message}: the model does not learn to stop; {remedy}")
         });
         self.sentences.warnings(all).into_iter().chain(unasked).chain(endless).collect()

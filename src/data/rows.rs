@@ -27,11 +27,11 @@ const NO_TARGET: i32 = -1;
 pub enum Packing {
     /// `bfd` for chats, prompts with completions and instructions, else `wrapped`.
     Auto,
-    /// One stream, cut into rows: a row may begin and end within a document, and attention goes on from one to the next.
+    /// One stream of text, cut into rows: rows may begin and end within a document, and attention crosses documents.
     Wrapped,
-    /// Whole documents, each for itself, as many in a row as fit: best-fit decreasing.
+    /// Best-fit decreasing: as many whole documents in a row as fit, each with separate attention.
     Bfd,
-    /// One document a row, the rest of it padding.
+    /// One document in a row, followed by padding.
     Off,
 }
 
@@ -41,11 +41,11 @@ pub enum Packing {
 pub enum Overlong {
     /// Text is split, records are truncated.
     Auto,
-    /// Its first tokens stay.
+    /// Keep the first tokens.
     Truncate,
-    /// Each row's worth is a document of its own.
+    /// Split the document into row-sized documents.
     Split,
-    /// It is left out.
+    /// Leave the document out.
     Drop,
 }
 

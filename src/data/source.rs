@@ -239,7 +239,7 @@ pub(super) fn tokenize<S: Sink + Send>(
 fn tell_empty(empty: &[(&Path, u64)], all: usize, preparation: &mut Preparation<'_>) -> Result<()> {
     let Some((path, bytes)) = empty.first() else { return Ok(()) };
     if empty.len() < all {
-        preparation.note(format!("{}: holds no document, as {} of {all} files do; they are passed over", path.display(), empty.len()));
+        preparation.note(format!("{}: holds no document, like {} of {all} files; they are skipped", path.display(), empty.len()));
         return Ok(());
     }
     let word = place_word(path);
@@ -259,7 +259,7 @@ fn tell_skipped<S>(totals: &DocumentTotals<S>, preparation: &mut Preparation<'_>
     let Some(first) = first_skipped else { return Ok(()) };
     let cause = format!("no token is trained, as in {skipped} of {} records", skipped + records);
     if 100 * skipped > skipped + records {
-        let whose = "answers are those of the role assistant, and --train-on says which are trained";
+        let whose = "answers have the role assistant, and --train-on selects the trained answers";
         return Err(first.error(format_args!("{cause}: {whose}")));
     }
     preparation.warn(format!("{}; they are left out", first.error(cause)));
@@ -415,16 +415,16 @@ mod tests {
             ("a.txt", b"aaz", "a.txt: token 2 has id 122, outside the vocabulary of 100"),
             ("a.jsonl", b"{\"text\": \"a\"}\n{\"text\": \"az\"}", "a.jsonl: line 2: token 1 has id 122, outside the vocabulary of 100"),
             ("a.jsonl", b"{\"text\": \"a\"}\n[\"text\"]", "a.jsonl: line 2: not an object"),
-            ("a.jsonl", b"[{\"text\": \"a\"}]", "a.jsonl: line 1: not an object; each record is one"),
+            ("a.jsonl", b"[{\"text\": \"a\"}]", "a.jsonl: line 1: not an object; each record must be an object"),
             ("a.jsonl", b"5", "a.jsonl: line 1: not an object"),
-            ("a.jsonl", b"{\"txt\": \"a\"}", "a.jsonl: line 1: no column of data (columns: txt; known: text, messages, "),
+            ("a.jsonl", b"{\"txt\": \"a\"}", "a.jsonl: line 1: no known column (columns: txt; known: text, messages, "),
             (
                 "a.jsonl",
                 b"{\"text\": \"a\", \"messages\": []}",
-                "line 1: its columns are those of text and of messages: choose by --data-format",
+                "line 1: its columns match text and messages; choose one with --data-format",
             ),
             ("a.jsonl", b"{\"messages\": []}", "a.jsonl: line 1: `messages` is empty"),
-            ("a.jsonl", b"{\"messages\": [{\"role\": \"user\"}]}", "--chat-template FILE names one"),
+            ("a.jsonl", b"{\"messages\": [{\"role\": \"user\"}]}", "use --chat-template FILE"),
             ("a.jsonl", b"{\"prompt\": \"a\", \"completion\": \"\"}", "line 1: no token is trained, as in 1 of 1 records"),
             ("a.jsonl", b"{\"input_ids\": [1, 2], \"labels\": [1, 3]}", "line 1: token 1 has id 2 and label 3"),
             ("a.json", b"[{\"text\": \"a\"}, {\"text\": 1}]", "a.json: line 2: `text` is not a string"),
@@ -469,7 +469,7 @@ mod tests {
                 let (totals, read) = tokenize(&texts, &Tokenizer::bytes(), 256, Vec::new(), &mut preparation).unwrap();
                 drop(preparation);
                 assert_eq!((read.len(), totals.source_ends), (3, vec![0, totals.tokens, totals.tokens]), "{name}");
-                let output = format!("{name}: holds no document, as 2 of 3 files do; they are passed over");
+                let output = format!("{name}: holds no document, like 2 of 3 files; they are skipped");
                 assert!(notes.len() == 1 && notes[0].ends_with(&output), "{notes:?}");
                 let alone = tokenize(&texts[..1], &Tokenizer::bytes(), 256, Vec::new(), &mut Preparation::default()).err().unwrap();
                 assert!(alone.to_string().contains("the file is empty") || alone.to_string().contains("holds a document"), "{alone}");

@@ -61,7 +61,7 @@ impl TokenFile {
             return Err(Error::format(path, "the file is empty"));
         }
         if !bytes.is_multiple_of(width as usize) {
-            return Err(Error::format(path, format!("truncated: {bytes} bytes are no whole number of {}-byte tokens", width as usize)));
+            return Err(Error::format(path, format!("truncated: {bytes} bytes are not a whole number of {}-byte tokens", width as usize)));
         }
         let opened = Self { file, width, vocab_size, tokens: bytes / width as usize, id_bits: u32::MAX };
         let width_is = if guessed { "surely not more" } else { "told" };

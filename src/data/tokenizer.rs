@@ -338,7 +338,7 @@ fn wrong(kind: &TokenizerKind, ended: Ended, refuse: impl Fn(usize, String) -> E
 }
 
 fn unreadable() -> Error {
-    Error::resource("read foreign files", "their process gave an answer that cannot be read")
+    Error::resource("read foreign files", "the reader process sent an invalid answer")
 }
 
 /// The parts of `tokenizer.json`.

@@ -98,7 +98,7 @@ impl DataView {
         let line = line.map_or(String::new(), |line| format!(", {} {line}", place_word(Path::new(file))));
         let tokens = tokens.map_or("the beginning".into(), |tokens| format!("{tokens} tokens"));
         let legend = if self.in_colour { "in green".into() } else { format!("between {} and {}", MARKS[0], MARKS[1]) };
-        writeln!(f, "--- {}{line}: {tokens}; trained is what stands {legend}", printable(file))?;
+        writeln!(f, "--- {}{line}: {tokens}; trained text is {legend}", printable(file))?;
         let [begin, end] = if self.in_colour { COLOURS } else { MARKS };
         for TextPiece { text, trained } in pieces {
             let (begin, end) = if *trained { (begin, end) } else { ("", "") };

@@ -64,7 +64,7 @@ fn prefetch_span(space: MemorySpace) -> &'static str {
 
 /// The error when a peer still uses this device's memory.
 fn still_lent() -> Error {
-    Error::resource("take device memory back from the other ranks", "one of them still has its card")
+    Error::resource("free device memory that other ranks map", "one of them still maps it")
 }
 
 /// Memory, streams, events and copies, without arithmetic.
@@ -210,7 +210,7 @@ pub(crate) struct Swap {
 
 /// The error of a device without a connection to devices of other processes.
 fn no_rail() -> Error {
-    Error::Unsupported("a way from this device to those of other processes; use --transport tcp".into())
+    Error::Unsupported("transfers from this device to devices of other processes; use --transport tcp".into())
 }
 
 /// A device with peers of its kind in the same process: it waits for their events and reads their memory.

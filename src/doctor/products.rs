@@ -51,7 +51,7 @@ impl fmt::Display for ModelProducts {
         write!(f, "{}, {} products: algorithm {}", self.model, self.products.len(), uses.join(", "))?;
         match self.products.iter().map(|p| p.passed_over).sum::<usize>() {
             0 => Ok(()),
-            passed => write!(f, "; {passed} suggestions passed over: their results may be wrong"),
+            passed => write!(f, "; {passed} suggested algorithms skipped: their results may be wrong"),
         }
     }
 }
@@ -69,6 +69,9 @@ mod tests {
         let product = |algorithm, split_k, passed_over| ProductAlgorithm { shape, experts: None, dtype, algorithm, split_k, passed_over };
         let products = vec![product(66, 1, 0), product(66, 0, 0), product(71, 4, 2)];
         let line = ModelProducts { model: "m", products }.to_string();
-        assert_eq!(line, "m, 3 products: algorithm 66 for 2, 71 in 4 parts for 1; 2 suggestions passed over: their results may be wrong");
+        assert_eq!(
+            line,
+            "m, 3 products: algorithm 66 for 2, 71 in 4 parts for 1; 2 suggested algorithms skipped: their results may be wrong"
+        );
     }
 }

@@ -29,7 +29,8 @@ impl<D: Kernels> Engine<D> {
             let mut theirs = own;
             self.exchange.amounts_of(other, &mut theirs.amounts().chain([&mut ended]));
             if ended != expected {
-                let cause = format!("rank {other} has another norm, verdict or loss scale than rank 0, or swapped slices in another order");
+                let cause =
+                    format!("rank {other} differs from rank 0 in norm, verdict or loss scale, or exchanged slices in another order");
                 return Err(Error::resource("end a step", cause));
             }
             all.add(other, &theirs);

@@ -296,7 +296,7 @@ impl Coordinator {
             Event::Done { hop: Hop::Optimize, bucket } => self.job_done(bucket),
             Event::Done { hop: Hop::RowsOut, bucket } => self.rows_arrived(bucket),
             Event::Done { hop: Hop::ParamsIn | Hop::RowsIn, bucket } => self.params_arrived(bucket),
-            Event::Done { hop, bucket } => panic!("nobody waits for {hop:?} of bucket {bucket}"),
+            Event::Done { hop, bucket } => panic!("unexpected {hop:?} of bucket {bucket}"),
             Event::Validated(verdict) => self.validated(verdict),
         }
         self.copy_ready_grads();

@@ -49,7 +49,7 @@ impl DriverActivity {
         (Self::Else, "is not in a step"),
         (Self::Enqueuing, "enqueues work for the device"),
         (Self::Data, "waits for data"),
-        (Self::Device, "waits for the device to do what is enqueued"),
+        (Self::Device, "waits for the device to finish enqueued work"),
         (Self::Gradient, "waits for the gradient's copy of bucket"),
         (Self::Params, "waits for the parameters of bucket"),
         (Self::Norm, "waits for the gradient norm"),
@@ -57,8 +57,8 @@ impl DriverActivity {
         (Self::Sums, "waits for the gradients of other ranks"),
         (Self::Gather, "waits for other ranks' parameters of bucket"),
         (Self::HandOver, "waits for activations of its sequences from other ranks"),
-        (Self::Orders, "waits for other ranks to do what they were told"),
-        (Self::Moving, "moves states to where another plan has them"),
+        (Self::Orders, "waits for other ranks to carry out an order"),
+        (Self::Moving, "moves states to the placement of another plan"),
     ];
 
     /// Description; the number of a bucket follows if [`Doing::has_bucket`].

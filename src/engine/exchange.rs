@@ -313,7 +313,7 @@ pub(crate) trait Exchange<D: Kernels> {
     /// # Errors
     /// `Resource` when no rank has runnable work: a deadlock.
     fn pass_idle(&self) -> Result<()> {
-        Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol"))
+        Err(Error::resource("wait for the step", "no operation is in progress: a deadlock in the step protocol"))
     }
 
     /// On rank 0, issues an order to all other ranks, once they have completed the order before it.

@@ -350,6 +350,6 @@ fn processes_that_swap_in_another_order_end_with_an_error() {
     begun([[0, 1], [0, 1]]).swap_remove(0).unwrap();
     for outcome in begun([[0, 1], [1, 0]]) {
         let error = outcome.unwrap_err().to_string();
-        assert!(error.contains("rank 1 has another") && error.contains("swapped slices in another order"), "{error}");
+        assert!(error.contains("rank 1 differs from rank 0") && error.contains("exchanged slices in another order"), "{error}");
     }
 }

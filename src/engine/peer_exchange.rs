@@ -516,7 +516,7 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
     }
 
     fn next_version(&mut self) {
-        assert_eq!(self.ungathered, 0, "weights became others before the last had come");
+        assert_eq!(self.ungathered, 0, "the weights changed before the last ones had arrived");
         self.version += 1;
         let count = self.settled.len();
         (self.unsettled, self.unrelayed, self.ungathered) = (count, count, count);

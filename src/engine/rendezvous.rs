@@ -138,13 +138,15 @@ pub(super) fn check_same_bits(own: &[ProductAlgorithm], of_first: &[ProductAlgor
     let differ = own.iter().zip(of_first).find(|(own, first)| own != first);
     let remedy = "use GPUs of one model under one driver, or --gpus 1";
     match differ {
-        Some((own, first)) => {
-            Err(Error::Unsupported(format!("other bits than rank 0's: its products are by {first}, here by {own}; {remedy}")))
-        }
+        Some((own, first)) => Err(Error::Unsupported(format!(
+            "results would differ from rank 0's: rank 0 computes a matrix product by {first}, this rank by {own}; {remedy}"
+        ))),
         None if own.len() == of_first.len() => Ok(()),
         None => {
             let [own, first] = [own, of_first].map(<[_]>::len);
-            Err(Error::Unsupported(format!("other bits than rank 0's: it prepared {first} products, this one {own}; {remedy}")))
+            Err(Error::Unsupported(format!(
+                "results would differ from rank 0's: rank 0 prepared {first} matrix products, this rank {own}; {remedy}"
+            )))
         }
     }
 }
@@ -166,10 +168,10 @@ mod tests {
         for part in ["algorithm 71 in 4 parts", "algorithm 71 in 2 parts", "8 x 16 x 32", "--gpus 1"] {
             assert!(other.contains(part), "{other}");
         }
-        assert!(refused(&[by(66, 1)], &[]).contains("it prepared 0 products, this one 1"));
+        assert!(refused(&[by(66, 1)], &[]).contains("rank 0 prepared 0 matrix products, this rank 1"));
         let of_experts = ProductAlgorithm { experts: Some(4), ..by(66, 1) };
         let other = refused(&[of_experts], &[ProductAlgorithm { algorithm: 72, ..of_experts }]);
-        assert!(other.contains("by algorithm 72 for 8 x 16 x 32 (Tn) on bfloat16 of 4 experts, here by algorithm 66"), "{other}");
+        assert!(other.contains("by algorithm 72 for 8 x 16 x 32 (Tn) on bfloat16 of 4 experts, this rank by algorithm 66"), "{other}");
     }
 
     #[test]

@@ -139,7 +139,7 @@ impl<D: Kernels> Engine<D> {
     pub(super) fn tell_checksums(&self, crc32c: &[u32]) -> Result<()> {
         let place = self.checksums_of(self.exchange.slices().rank());
         if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
-            return Err(Error::resource("tell the checksums of a save", format!("{} do not fit", crc32c.len())));
+            return Err(Error::resource("report the checksums of a checkpoint", format!("{} do not fit", crc32c.len())));
         }
         let words: Vec<f32> = crc32c.iter().map(|&word| f32::from_bits(word)).collect();
         self.exchange.post(place.start, &words);

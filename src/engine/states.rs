@@ -162,7 +162,7 @@ impl StateTiers {
         let count = self.device.partition_point(|state| state.local.end <= coming.end);
         // A rank may own nothing of a short bucket.
         for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
-            let targets = piece.part(&state.local).expect("a part of what comes").arrays();
+            let targets = piece.part(&state.local).expect("a part of the incoming data").arrays();
             for (source, target) in state.arrays().into_iter().zip(targets) {
                 bounce_buffer.to_host((dev, host), source, target)?;
             }

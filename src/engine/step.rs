@@ -47,7 +47,7 @@ impl<D: Kernels> Engine<D> {
     pub(crate) fn read_data(&mut self, batches: &mut impl Batches) -> Result<StepData> {
         self.driver_state.record(DriverEvent::Step, self.train_step + 1);
         match self.read_micro_batches(batches)? {
-            0 => Err(self.bad_data(format!("none of its {} targets counts: nothing can be learned from it", self.plan.tokens_per_step()))),
+            0 => Err(self.bad_data(format!("none of its {} targets is trained, so the step has no loss", self.plan.tokens_per_step()))),
             targets => Ok(StepData { targets }),
         }
     }

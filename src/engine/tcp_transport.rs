@@ -105,7 +105,7 @@ impl StagingBuffers {
         bytes: &[u8],
         target: DeviceSlice,
     ) -> Result<()> {
-        let place = self.free.pop().expect("who brings has seen a free place");
+        let place = self.free.pop().expect("the sender has seen a free place");
         let memory = place.memory.slice(0, bytes.len());
         host.lend_mut::<u8>(memory).copy_from_slice(bytes);
         dev.copy_h2d(stream, memory, target)?;
@@ -387,7 +387,7 @@ fn check(rank: usize, message: &SliceMessage, expected: (u32, u64), bytes: usize
 
 fn unexpected_slice(rank: usize, message: &SliceMessage) -> Error {
     let SliceMessage { bucket, round, bytes } = message;
-    let cause = format!("bucket {bucket} of round {round} with {} bytes is not what comes next", bytes.len());
+    let cause = format!("bucket {bucket} of round {round} with {} bytes came out of order", bytes.len());
     Error::resource(format!("take a slice of rank {rank}"), cause)
 }
 

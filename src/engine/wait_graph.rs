@@ -20,7 +20,7 @@ impl WaitEdge {
             DriverActivity::Norm => gradient(progress, rank).or_else(|| norm(progress, rank)),
             DriverActivity::Gather => weights(progress, rank, number as usize).or_else(|| fetch(progress, rank)),
             DriverActivity::HandOver => activations(progress, rank, number as usize),
-            DriverActivity::Orders => Self::by(progress, "what rank 0 asked", |other| progress.is_done(other)),
+            DriverActivity::Orders => Self::by(progress, "the reply", |other| progress.is_done(other)),
             DriverActivity::Else if rank > 0 && progress.is_done(rank) => Some(Self { what: "the next order".into(), ranks: vec![0] }),
             _ => None,
         }
@@ -205,7 +205,7 @@ mod tests {
         let progress = progress();
         progress.give_order(1, [0; 6]);
         progress.publish_done(2);
-        assert_eq!(waits(&progress, DriverActivity::Orders, 0)[0], "what rank 0 asked of rank 1");
+        assert_eq!(waits(&progress, DriverActivity::Orders, 0)[0], "the reply of rank 1");
         // Rank 1 has not started on the order.
         assert_eq!(waits(&progress, DriverActivity::Else, 0), ["", "", "the next order of rank 0"]);
     }

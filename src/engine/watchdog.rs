@@ -196,7 +196,7 @@ impl Watch {
             for (worker, still) in stills.iter_mut().enumerate() {
                 if let Some(bucket) = stalled_bucket(driver_state, worker, still, self.worker_limit) {
                     let (of_rank, time) = (self.watched.of_rank(rank), self.period * self.worker_limit);
-                    let line = format!("optimizer worker adam-{worker:02}{of_rank} has stood still for {time:?} in bucket {bucket}");
+                    let line = format!("optimizer worker adam-{worker:02}{of_rank} has made no progress for {time:?} in bucket {bucket}");
                     alarms.push(Alarm::Worker(line));
                 }
             }
@@ -227,7 +227,8 @@ impl Watch {
 
     /// The stall report: one line for each rank and for an order that other processes execute, then the full state of each rank.
     fn report(&self, remote: Option<&PendingOrder>) -> String {
-        let mut text = format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint stays\n", self.period * self.limit);
+        let mut text =
+            format!("no progress for {:?} (--stall-limit): the run ends; its last checkpoint remains\n", self.period * self.limit);
         let ranks = self.watched.by_lateness();
         let several = ranks.len() > 1;
         // Writing into a string cannot fail.
@@ -277,7 +278,7 @@ fn account(driver_state: &DriverState, events: usize, text: &mut String) {
 fn streams(driver_state: &DriverState, text: &mut String) {
     for stream in Stream::WITH_PEERS {
         let owed = |(hop, bucket): (Hop, u64)| format!("{} of bucket {bucket}", hop.leg().what);
-        let pending = driver_state.pending(stream).map_or("nothing that is known".into(), owed);
+        let pending = driver_state.pending(stream).map_or("no known operation".into(), owed);
         let _ = writeln!(text, "  stream        {} owes {pending}", stream.name());
     }
 }
@@ -351,7 +352,7 @@ mod tests {
         for line in [
             "no progress for 80s (--stall-limit): the run ends",
             "  driver        waits for the parameters of bucket 3\n",
-            "  stream        compute owes nothing that is known\n",
+            "  stream        compute owes no known operation\n",
             "  stream        d2h owes the gradient's copy of bucket 2\n",
             "  bucket        0, 1: nothing is pending\n",
             "  bucket        2: waits for its gradient's copy to the host\n",
@@ -386,7 +387,7 @@ mod tests {
         let (looks, report) = stall(look(&mut watch, 200));
         assert_eq!(looks, 81);
         let order = [
-            "  rank 1        waits for the device to do what is enqueued\n",
+            "  rank 1        waits for the device to finish enqueued work\n",
             "  rank 2        waits for the parameters of bucket 3\n",
             "  rank 0        waits for the gradient of bucket 0 of rank 1\n",
             "\nrank 1 waits for the device",
@@ -437,7 +438,7 @@ mod tests {
         let mut alarms = Vec::new();
         (0..82).for_each(|_| alarms.extend(watch.look()));
         let [Alarm::Stall(report), Alarm::Process(_)] = &alarms[..] else { panic!("{alarms:?}") };
-        assert!(report.contains("  rank 0        waits for what rank 0 asked of ranks 1, 2, 3\n  process 1 on b is saving\n"), "{report}");
+        assert!(report.contains("  rank 0        waits for the reply of ranks 1, 2, 3\n  process 1 on b is saving\n"), "{report}");
     }
 
     #[test]
@@ -512,7 +513,7 @@ mod tests {
         let worker = (0..2).find(|&worker| pool.heartbeats().owes(worker).is_some()).unwrap();
         let (looks, alarm) = look(&mut watch, 100).unwrap();
         let Alarm::Worker(line) = alarm else { panic!("{alarm:?}") };
-        assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} of rank 1 has stood still for 30s in bucket 7")));
+        assert_eq!((looks, line), (31, format!("optimizer worker adam-0{worker} of rank 1 has made no progress for 30s in bucket 7")));
         let report = watch.report(None);
         assert!(report.contains(&format!("  worker        adam-0{worker} owes bucket 7, after ")), "{report}");
         assert!(report.contains(&format!("  worker        adam-0{} is idle, after ", 1 - worker)), "{report}");

@@ -133,8 +133,10 @@ mod tests {
             let assumed = assumed.multiplying_experts_by(by);
             assert_eq!(assumed.grouped_flops(2048, 512), share * assumed.matmul_flops(512));
             assert_eq!(assumed.grouped_flops(64, 512), share * assumed.matmul_flops(64));
-            let text =
-                format!("products of experts at {:.0} % of the rate of single ones, assumed: h200-pcie5 does not say", 100.0 * share);
+            let text = format!(
+                "products of experts at {:.0} % of the rate of single ones, assumed: h200-pcie5 has no measured rate",
+                100.0 * share
+            );
             assert_eq!(assumed.unknown_grouped(), Some(text));
             assert_eq!(assumed.with_faster_device(2.0).grouped_flops(2048, 512), 2.0 * assumed.grouped_flops(2048, 512));
         }

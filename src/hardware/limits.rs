@@ -89,12 +89,14 @@ pub(crate) fn check_threads(topology: &Topology, requested: Option<usize>, on_gp
         Some(threads) if threads > count => {
             let why = if reasons.is_empty() { "it has no more".into() } else { reasons };
             Err(Error::usage(format!(
-                "--threads {threads}: {count} of this machine's {online} CPUs can be used ({why}); or say --threads {count}"
+                "--threads {threads}: {count} of this machine's {online} CPUs can be used ({why}); or use --threads {count}"
             )))
         }
         None if on_gpu && count * PART_REFUSED < online => {
-            let cause =
-                format!("{:.0} times slower than the machine; {reasons}; --threads {count} accepts it", online as f64 / count as f64);
+            let cause = format!(
+                "{:.0} times slower than the machine; {reasons}; pass --threads {count} to run nevertheless",
+                online as f64 / count as f64
+            );
             Err(Error::resource(format!("run the optimizer on {count} of {online} CPUs"), cause))
         }
         None if count * PART_WARNED < online => Ok(Some(format!("{count} of {online} CPUs are used: {reasons}"))),
@@ -123,7 +125,7 @@ mod tests {
             "{message}"
         );
         assert!(
-            message.contains("only 4 of 72 CPUs are allowed (8-11): widen ") && message.ends_with("; --threads 2 accepts it"),
+            message.contains("only 4 of 72 CPUs are allowed (8-11): widen ") && message.ends_with("; pass --threads 2 to run nevertheless"),
             "{message}"
         );
         assert_eq!((error.exit_code(), check_threads(&topology, Some(2), true).unwrap()), (1, None));
@@ -135,7 +137,7 @@ mod tests {
     fn more_threads_than_cpus_are_refused_with_a_remedy() {
         let error = check_threads(&on(&grace(), "0-15"), Some(17), true).unwrap_err();
         let message = "--threads 17: 16 of this machine's 72 CPUs can be used (only 16 of 72 CPUs are allowed (0-15): start without \
-            taskset or numactl); or say --threads 16";
+            taskset or numactl); or use --threads 16";
         assert_eq!((error.to_string().as_str(), error.exit_code()), (message, 2));
         let all = check_threads(&on(&grace(), "0-71"), Some(73), false).unwrap_err().to_string();
         assert!(all.contains("72 of this machine's 72 CPUs can be used (it has no more)"), "{all}");

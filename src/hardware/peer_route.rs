@@ -29,7 +29,7 @@ impl PeerRoute {
 impl fmt::Display for PeerRoute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Own => "over links of their own",
+            Self::Own => "over direct links between GPUs",
             Self::Links => "over the links to the host",
             Self::Host => "through host memory, in buffers of the driver that are not counted here",
         })

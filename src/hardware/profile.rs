@@ -434,7 +434,7 @@ impl Profile {
             ("cpu_device.adam_under_matmul", cpus.and_then(|cpus| cpus.adam_under_matmul.as_ref())),
         ];
         match shares.into_iter().find_map(|(field, share)| Some((field, share.filter(|share| share.value > 1.0)?.value))) {
-            Some((field, share)) => Err(format!("{field}: {share} is more than all, 1")),
+            Some((field, share)) => Err(format!("{field}: {share} is above 1")),
             None => Ok(()),
         }
     }
@@ -444,13 +444,13 @@ impl Profile {
         let has_link = self.gpu.as_ref().is_some_and(|gpu| !gpu.shares_host_memory);
         for (section, is_there) in [("link", self.link.is_some()), ("contention", self.contention.is_some())] {
             match (has_link, is_there) {
-                (true, false) => return Err(format!("missing section `{section}`: a GPU with its own memory has one")),
-                (false, true) => return Err(format!("section `{section}`: only a GPU with its own memory has one")),
+                (true, false) => return Err(format!("missing section `{section}`: required for a GPU with its own memory")),
+                (false, true) => return Err(format!("section `{section}`: only for a GPU with its own memory")),
                 _ => {}
             }
         }
         if self.together.is_some() && !has_link {
-            return Err("section `together`: only GPUs with their own memory have one".into());
+            return Err("section `together`: only for GPUs with their own memory".into());
         }
         match (self.gpu.is_some(), self.cpu_device.is_some()) {
             (false, false) => Err("missing section `cpu_device`: without a section `gpu` the CPUs compute".into()),
@@ -661,7 +661,7 @@ mod tests {
         let cpus_only = format!("{header}{host}{cpu_device}");
         assert!(parse(&cpus_only).unwrap().gpu.is_none());
         assert!(
-            refused(&format!("{cpus_only}{}", rate("matmul_under_adam"))).contains("cpu_device.matmul_under_adam: 100000000000 is more")
+            refused(&format!("{cpus_only}{}", rate("matmul_under_adam"))).contains("cpu_device.matmul_under_adam: 100000000000 is above 1")
         );
         assert!(refused(&format!("{before}{cpu_device}[contention]{contention}")).contains("section `cpu_device`"));
         assert!(refused(&format!("{cpus_only}[contention]{contention}")).contains("section `contention`"));

@@ -302,14 +302,18 @@ impl Rates {
 
     /// A line about the assumed rate of FP8 products; `None` if it was measured.
     pub(crate) fn unknown_fp8(&self) -> Option<String> {
-        let assumed = || format!("{FP8_SPEEDUP} times as fast as in bfloat16, assumed: {} does not say", self.profile);
+        let assumed = || format!("{FP8_SPEEDUP} times as fast as in bfloat16, assumed: {} has no measured rate", self.profile);
         self.fp8_speedup.is_none().then(assumed)
     }
 
     /// A line about the assumed rate of expert products; `None` if it was measured.
     pub(crate) fn unknown_grouped(&self) -> Option<String> {
         let text = |share: f64| {
-            format!("products of experts at {:.0} % of the rate of single ones, assumed: {} does not say", 100.0 * share, self.profile)
+            format!(
+                "products of experts at {:.0} % of the rate of single ones, assumed: {} has no measured rate",
+                100.0 * share,
+                self.profile
+            )
         };
         self.grouped.assumed_share().map(text)
     }
@@ -432,7 +436,7 @@ pub(crate) mod tests {
         profile.gpu.as_mut().unwrap().fp8_matmul_flops = None;
         let assumed = Rates::of(&profile);
         assert_eq!(assumed.fp8_flops(512), FP8_SPEEDUP * assumed.matmul_flops(512));
-        assert_eq!(assumed.unknown_fp8().unwrap(), "1.75 times as fast as in bfloat16, assumed: h200-pcie5 does not say");
+        assert_eq!(assumed.unknown_fp8().unwrap(), "1.75 times as fast as in bfloat16, assumed: h200-pcie5 has no measured rate");
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl SelectedProfile {
     /// error: `Display` shows the reason.
     pub(crate) fn of(hardware: &Path, machine: Result<MachineId>, gpus: usize) -> Result<Self> {
         if hardware == Path::new("this") {
-            let cause = "--hardware this: plan and simulate measure; for runs `superoffload probe --save` measures once, and keeps it";
+            let cause = "--hardware this: only for plan and simulate; for runs, measure once with `superoffload probe --save`";
             return Err(Error::usage(cause));
         }
         if hardware != Path::new(AUTO) {
@@ -124,8 +124,8 @@ impl SelectedProfile {
         let Profile { name, .. } = &self.profile;
         let what = match self.profile.gpus() {
             known if gpus == 1 || known == gpus => return None,
-            1 => "does not say; assumed: the optimizer is shared, links are not, GPUs copy as fast as links".into(),
-            known => format!("says what each of {known} gets, and that is assumed, with the optimizer shared by {gpus}"),
+            1 => "has no rates for several GPUs; assumed: the optimizer is shared, links are not, GPUs copy as fast as links".into(),
+            known => format!("has rates for {known} GPUs, which are assumed, with the optimizer shared by {gpus}"),
         };
         let remedy = format!("`superoffload probe --save --gpus {gpus}` measures them");
         Some(format!("rates of {gpus} GPUs together: {name} {what}; {remedy}"))
@@ -150,7 +150,7 @@ fn load(name_or_file: &Path) -> Result<Profile> {
     let name = name_or_file.to_string_lossy();
     let profile = Profile::load(&name)?;
     if profile.gpu.is_none() {
-        return Err(Error::usage(format!("hardware profile {name}: of a machine without a GPU, and this run is on one")));
+        return Err(Error::usage(format!("hardware profile {name}: it describes a machine without a GPU, but this run uses a GPU")));
     }
     Ok(profile)
 }
@@ -213,15 +213,15 @@ mod tests {
         for (gpu, gpus, profile, message) in [
             ("NVIDIA H200", 1, "h200-pcie5", None),
             ("NVIDIA H200", 2, "h200-x2", None),
-            ("NVIDIA H200", 3, "h200-x4", Some("what each of 4 gets")),
+            ("NVIDIA H200", 3, "h200-x4", Some("rates for 4 GPUs")),
             ("NVIDIA H200", 4, "h200-x4", None),
-            ("NVIDIA H200", 8, "h200-x4", Some("what each of 4 gets")),
+            ("NVIDIA H200", 8, "h200-x4", Some("rates for 4 GPUs")),
             ("NVIDIA H100 80GB HBM3", 2, "h100-x2", None),
             ("NVIDIA H100 80GB HBM3", 4, "h200-x4", None),
-            ("NVIDIA GH200 480GB", 2, "gh200-x4", Some("what each of 4 gets")),
-            ("NVIDIA GB200", 2, "gb200", Some("does not say")),
-            ("NVIDIA GeForce RTX 4090", 2, "rtx-4090", Some("does not say")),
-            ("NVIDIA RTX A6000", 2, "h200-pcie5", Some("does not say")),
+            ("NVIDIA GH200 480GB", 2, "gh200-x4", Some("rates for 4 GPUs")),
+            ("NVIDIA GB200", 2, "gb200", Some("no rates for several GPUs")),
+            ("NVIDIA GeForce RTX 4090", 2, "rtx-4090", Some("no rates for several GPUs")),
+            ("NVIDIA RTX A6000", 2, "h200-pcie5", Some("no rates for several GPUs")),
         ] {
             let selected = SelectedProfile::assumed(gpu, gpus, None).unwrap();
             assert_eq!(selected.profile.name, profile, "{gpus} x {gpu}");

@@ -184,7 +184,7 @@ fn page_sizes(topology: &Topology, choice: HugePagesChoice, first_node: Option<u
 }
 
 fn too_coarse(bytes: u64) -> String {
-    format!("transparent huge pages of {} are too coarse to ask for; reserve pages for --huge-pages explicit", Bytes(bytes))
+    format!("transparent huge pages of {} are too large to use; reserve pages for --huge-pages explicit", Bytes(bytes))
 }
 
 /// Sizes of reserved pages. Pages reserved for the whole machine are spread over all nodes, including a GPU's memory, so the error names
@@ -226,7 +226,7 @@ mod tests {
     fn pages_are_those_that_the_kernel_has() {
         let policy = on_grace(HugePagesChoice::Auto);
         assert_eq!(policy.pages, PageSizes::Default);
-        assert!(policy.notes[0].contains("512.0 MiB are too coarse"), "{:?}", policy.notes);
+        assert!(policy.notes[0].contains("512.0 MiB are too large"), "{:?}", policy.notes);
         let explicit = on_grace(HugePagesChoice::Explicit);
         assert_eq!(explicit.pages, PageSizes::Reserved { bytes: vec![2 << 20] });
         let sizes = |bytes| explicit.reserved(bytes).collect::<Vec<_>>();

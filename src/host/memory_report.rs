@@ -129,7 +129,7 @@ impl fmt::Display for MemoryReport {
         // The kernel merges neighbouring areas, which then count as a whole.
         let is_more = self.pages.iter().map(|p| p.bytes).fold(0, u64::saturating_add) > self.bytes;
         if is_more {
-            f.write_str("; with what the kernel keeps beside it")?;
+            f.write_str("; with memory that the kernel keeps beside it")?;
         }
         let pages: Vec<_> = self.pages.iter().map(|p| format!("{} in pages of {}", Bytes(p.bytes), Bytes(p.page_bytes))).collect();
         let nodes: Vec<_> = self.nodes.iter().map(|n| format!("{} on node {}", Bytes(n.bytes), n.node)).collect();
@@ -173,7 +173,7 @@ AnonHugePages:         0 kB\nPrivate_Hugetlb:    2048 kB\n\
             "10.0 MiB; 8.0 MiB in pages of 2.0 MiB, 2.0 MiB in pages of 4.0 KiB; 8.0 MiB on node 0, 2.0 MiB on node 1 (bound); a note";
         assert_eq!(report.to_string(), line);
         let small = MemoryReport { bytes: 1 << 20, bound_to: vec![], notes: vec![], nodes: vec![], ..report };
-        let line = "1.0 MiB; with what the kernel keeps beside it: 8.0 MiB in pages of 2.0 MiB, 2.0 MiB in pages of 4.0 KiB";
+        let line = "1.0 MiB; with memory that the kernel keeps beside it: 8.0 MiB in pages of 2.0 MiB, 2.0 MiB in pages of 4.0 KiB";
         assert_eq!(small.to_string(), line, "areas that were merged with others count whole");
     }
 

@@ -14,7 +14,7 @@ use superoffload_resctrl::{ADAM_GROUP, Discovery, GroupPath, Tree, discover};
 /// When a named group, or the prepared one, cannot be joined. The error is meant for a warning; the run continues.
 pub fn join_optimizer(choice: &ResctrlGroup, root: &Path) -> Result<String> {
     let name = match choice {
-        ResctrlGroup::None => return Ok("not asked for".into()),
+        ResctrlGroup::None => return Ok("not requested".into()),
         ResctrlGroup::Auto => match discover(root) {
             Ok(Discovery::NoMountPoint) => return Ok("not offered by this CPU or kernel".into()),
             Ok(Discovery::NotMounted) => return Ok("not mounted".into()),
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(auto(dir.path()), "no group superoffload-adam is prepared");
         assert_eq!(auto(&dir.path().join("info")), "not mounted");
         assert_eq!(auto(&dir.path().join("nowhere")), "not offered by this CPU or kernel");
-        assert_eq!(join_optimizer(&ResctrlGroup::None, dir.path()).unwrap(), "not asked for");
+        assert_eq!(join_optimizer(&ResctrlGroup::None, dir.path()).unwrap(), "not requested");
     }
 
     #[test]

@@ -274,7 +274,7 @@ impl HostMemory {
         let bind = |(range, node): &(Range<usize>, usize)| block.bind(range.clone(), self.nodes_of(parts, *node));
         let bound = parts.iter().try_for_each(bind);
         if let Err(cause) = &bound {
-            self.refuse(format!("memory cannot be bound to its nodes (mbind: {cause}); it lies where it is first touched"));
+            self.refuse(format!("memory cannot be bound to its nodes (mbind: {cause}); it is allocated where it is first touched"));
         }
         bound.is_ok()
     }

@@ -99,7 +99,7 @@ fn commit(repo: &Path, revision: &str) -> Result<Option<String>> {
         return Err(Error::format(path, format_args!("no commit: {commit:?}")));
     }
     if is_commit(revision) && revision != commit {
-        let cause = format!("it says that commit {revision} is commit {commit}, which no commit is: remove this file");
+        let cause = format!("it maps commit {revision} to {commit}, which is no commit: remove this file");
         return Err(Error::format(path, cause));
     }
     Ok(Some(commit.into()))
@@ -160,7 +160,7 @@ mod tests {
         let other = "a".repeat(40);
         fs::write(repo.join("refs").join(&other), COMMIT).unwrap();
         let refused = find(&format!("org/name@{other}")).unwrap_err().to_string();
-        assert!(refused.contains(&format!("refs/{other}: it says that commit {other} is commit {COMMIT}")), "{refused}");
+        assert!(refused.contains(&format!("refs/{other}: it maps commit {other} to {COMMIT}")), "{refused}");
         fs::write(repo.join("refs").join(COMMIT), COMMIT).unwrap();
         assert_eq!(find(&by_commit).unwrap().as_ref(), Some(&snapshot), "an entry that is right");
         assert_eq!(Snapshot::at(&snapshot), Some(Snapshot { repo: "org/name".into(), commit: COMMIT.into() }));

@@ -83,7 +83,7 @@ impl HubClient {
             return Err(Error::usage(format!("HF_ENDPOINT {endpoint}: expected an address such as {PUBLIC_HUB}")));
         }
         if token.as_ref().is_some_and(|token| token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic())) {
-            return Err(Error::usage("the Hugging Face token: empty, or with characters that no token has"));
+            return Err(Error::usage("the Hugging Face token is empty or has invalid characters"));
         }
         let TrustRoots { roots, origin } = trusted;
         let silence = Some(patience.silence);
@@ -155,7 +155,7 @@ impl HubClient {
     fn failure(&self, url: &str, e: &ureq::Error) -> HttpFailure {
         match e {
             // The error is not printed, because the URL may hold a signature.
-            ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to what is no address".into()),
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) => HttpFailure::Lasting("redirected to an invalid address".into()),
             e if e.to_string().contains("invalid peer certificate") => HttpFailure::Lasting(self.distrust(url, e)),
             e => HttpFailure::Passing(e.to_string()),
         }
@@ -177,8 +177,8 @@ impl HubClient {
 
     fn distrust(&self, url: &str, cause: &ureq::Error) -> String {
         let (host, trusted, [name, ..]) = (origin(url).unwrap_or_default(), &self.trusted, VARIABLES);
-        let advice = "names a file with your company's certificate authority, where it has one of its own";
-        format!("{cause}: the certificate of {host} is from nobody in {trusted}; {name} {advice}")
+        let advice = "can name a file with your company's certificate authority";
+        format!("{cause}: the certificate of {host} is not signed by an authority in {trusted}; {name} {advice}")
     }
 
     fn forbidden(&self, status: u16) -> String {
@@ -221,7 +221,7 @@ fn next_url(url: &str, answer: &HubAnswer) -> std::result::Result<String, String
         _ => location.into(),
     };
     match origin(&next) {
-        None => Err("redirected to what is no address".into()),
+        None => Err("redirected to an invalid address".into()),
         Some(there) if here.starts_with("https:") && there.starts_with("http:") => {
             Err(format!("redirected to {there}, without encryption"))
         }

@@ -58,7 +58,7 @@ impl Download<'_> {
     pub(super) fn run(self, client: HubClient) -> Result<PathBuf> {
         let Self { cache, name, .. } = &self;
         let (repo, endpoint, client) = (cache.repo(name), client.endpoint().to_string(), Arc::new(client));
-        let refused = |cause| Error::resource(format_args!("download {name}, which is not here, from {endpoint}"), cause);
+        let refused = |cause| Error::resource(format_args!("download {name}, which is not available locally, from {endpoint}"), cause);
         let listing = self.listing(&client, &refused)?;
         expect_commit(name, &listing.commit).map_err(refused)?;
         let snapshot = repo.join(SNAPSHOTS).join(&listing.commit);
@@ -100,7 +100,7 @@ impl Download<'_> {
     /// inner one is from the hub.
     fn get_bytes(&self, client: &Arc<HubClient>, path: &str) -> Result<std::result::Result<Vec<u8>, HttpFailure>> {
         let (client, path, (answer, come)) = (client.clone(), path.to_owned(), mpsc::channel());
-        let failed = |cause: &dyn fmt::Display| Error::resource("ask for the list of files on a thread of its own", cause);
+        let failed = |cause: &dyn fmt::Display| Error::resource("start a thread for the list of files", cause);
         // The receiver is gone after an interruption.
         let ask = move || drop(answer.send(client.get_bytes(&path, LISTING_BYTES_MAX)));
         thread::Builder::new().spawn(ask).map_err(|e| failed(&e))?;
@@ -177,7 +177,7 @@ fn expect_room(blobs: &Dir, files: &[FileInParts]) -> Result<()> {
     match blobs.free_bytes()? {
         Some(free) if free < needed => {
             let cause = format!(
-                "{} free, {} needed ({needed} bytes): make room, or name another place by HF_HUB_CACHE",
+                "{} free, {} needed ({needed} bytes): make room, or set HF_HUB_CACHE to another directory",
                 Bytes(free),
                 Bytes(needed)
             );

@@ -252,7 +252,7 @@ fn a_hub_without_ranges_sends_a_large_file_as_one_with_a_message() {
     let case = Case::in_parts();
     case.good(but(move |_, _, _| whole()));
     assert!(
-        case.said.lock().unwrap().ends_with("model.safetensors comes in one stream: the server has no ranges\n"),
+        case.said.lock().unwrap().ends_with("model.safetensors is downloaded in one stream: the server does not support ranges\n"),
         "{}",
         case.said.lock().unwrap()
     );
@@ -334,7 +334,7 @@ fn a_token_goes_to_the_hub_only() {
     let there = elsewhere.received();
     assert!(there.len() == 1 && there[0].authorization.is_none(), "{there:?}");
     for (to, cause) in
-        [("ftp://x/y", "what is no address"), ("", "what is no address"), (&format!("/{WEIGHTS}"), "more than 8 redirections")]
+        [("ftp://x/y", "an invalid address"), ("", "an invalid address"), (&format!("/{WEIGHTS}"), "more than 8 redirections")]
     {
         let to = to.to_string();
         let message = Case::new().refused(but(move |_, _, _| Reply::redirect(&to)));
@@ -365,7 +365,7 @@ fn an_answer_that_drips_is_not_awaited_for_ever() {
     let refused = |answer: Answer| Case::new().refused(answer);
     for drip in [Drip::All(pause), Drip::Body(pause)] {
         let message = refused(Box::new(list(move |reply| reply.dripping(drip))));
-        assert!(message.contains("which is not here, from") && message.ends_with(", 5 times in a row"), "{message}");
+        assert!(message.contains("which is not available locally, from") && message.ends_with(", 5 times in a row"), "{message}");
     }
     let message = refused(Box::new(list(move |reply| Reply { silence: SILENCE_MAX * 2, ..reply.cut(0) })));
     assert!(message.contains("timeout") && message.ends_with(", 5 times in a row"), "{message}");
@@ -423,7 +423,8 @@ fn refusals_say_what_helps() {
     ] {
         let listing = Case::new().refused(move |_, _| Reply::status(status));
         assert!(
-            listing.starts_with("download org/tiny@refs/pr/1, which is not here, from http://127.0.0.1:") && listing.contains(words),
+            listing.starts_with("download org/tiny@refs/pr/1, which is not available locally, from http://127.0.0.1:")
+                && listing.contains(words),
             "{listing}"
         );
         let file = Case::new().refused(but(move |_, _, _| Reply::status(status)));
@@ -435,7 +436,7 @@ fn refusals_say_what_helps() {
             .run("http://127.0.0.1:1")
             .unwrap_err()
             .to_string()
-            .contains("download org/tiny@refs/pr/1, which is not here, from http://127.0.0.1:1: ")
+            .contains("download org/tiny@refs/pr/1, which is not available locally, from http://127.0.0.1:1: ")
     );
     for endpoint in ["huggingface.co", "file:///etc", "http://"] {
         assert_eq!(silent.run(endpoint).unwrap_err().exit_code(), 2, "{endpoint}");
@@ -462,7 +463,7 @@ fn lists_that_are_none_or_hostile_are_refused_before_anything_is_written() {
             listing["siblings"][2]["rfilename"] = name.into();
             Reply::ok(listing.to_string().into_bytes())
         });
-        assert!(message.contains(&format!("{name:?} is no safe name")), "{message}");
+        assert!(message.contains(&format!("{name:?} is not a safe name")), "{message}");
     }
     assert!(
         listed(|listing| listing["siblings"][8]["lfs"]["sha256"] = "../x".into()).contains("model.safetensors has no size or checksum")
@@ -527,7 +528,7 @@ fn the_token_is_the_environments_or_a_files() {
     assert_eq!(sent(&[("HF_HOME", home), ("HF_TOKEN", " hf_own ")]).as_deref(), Some("Bearer hf_own"));
     let wrong = |token: &str| HubClient::of(&|name: &str| (name == "HF_TOKEN").then(|| token.into())).err().unwrap().to_string();
     let message = wrong("hf_a\r\nX: y");
-    assert!(message.contains("characters that no token has") && !message.contains("hf_a"), "{message}");
+    assert!(message.contains("has invalid characters") && !message.contains("hf_a"), "{message}");
 }
 
 #[test]

@@ -298,7 +298,7 @@ impl Fetcher {
     /// Switches the file to a download in one piece, because the hub answers a request for a range with the whole file.
     fn take_as_one(&self, whole: &FileInParts) {
         if !whole.take_as_one() {
-            let messages = format!("{} comes in one stream: the server has no ranges", whole.file.name);
+            let messages = format!("{} is downloaded in one stream: the server does not support ranges", whole.file.name);
             self.messages.lock().unwrap_or_else(PoisonError::into_inner).push(messages);
         }
     }
@@ -321,7 +321,7 @@ pub(super) fn sleep(stop: &StopFlag, pause: Duration) -> Result<()> {
 }
 
 pub(super) fn interrupted() -> Error {
-    Error::Interrupted("files were being downloaded; the next run goes on with them".into())
+    Error::Interrupted("files were being downloaded; the next run continues the download".into())
 }
 
 /// Checks that the headers of `answer` agree with the requested range of `file`. Headers that are absent are not checked, except for

@@ -60,7 +60,7 @@ impl HubQuery<'_> {
         let is_there = path.symlink_metadata().is_ok();
         let Some(name) = path.to_str().filter(|_| !is_there).and_then(parse) else { return Ok(path.into()) };
         let Some(cache) = HubCache::of(variable) else {
-            return Err(refusal(&name, "neither HF_HOME nor HOME says where the Hugging Face cache is".into()));
+            return Err(refusal(&name, "the place of the Hugging Face cache is unknown: set HF_HOME or HOME".into()));
         };
         let snapshot = cache.find(&name)?;
         let whole = snapshot.as_ref().and_then(|snapshot| whole(&name, snapshot, self.with_weights));
@@ -189,6 +189,6 @@ mod tests {
             assert_eq!(find(path, false).unwrap(), Path::new(path), "a path, which its reader judges");
         }
         let query = HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut |_| () };
-        assert!(query.find(&|_| None, Path::new("a/b"), HubName::model).unwrap_err().to_string().contains("neither HF_HOME nor HOME"));
+        assert!(query.find(&|_| None, Path::new("a/b"), HubName::model).unwrap_err().to_string().contains("set HF_HOME or HOME"));
     }
 }

@@ -127,7 +127,7 @@ mod tests {
         for trusted in [trusted(&[]).unwrap(), TrustRoots::built_in()] {
             let from = trusted.origin.clone();
             let Err(HttpFailure::Lasting(cause)) = ask(trusted) else { panic!("nobody may trust it") };
-            let message = format!("the certificate of {endpoint} is from nobody in {from}; SSL_CERT_FILE names a file");
+            let message = format!("the certificate of {endpoint} is not signed by an authority in {from}; SSL_CERT_FILE can name a file");
             assert!(cause.contains(&message) && cause.contains("invalid peer certificate: UnknownIssuer"), "{cause}");
         }
     }

@@ -99,12 +99,12 @@ impl ProcessGroup {
     /// [`ProcessInfo::among`].
     pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, log: &mut dyn FnMut(&str)) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
-        let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
-        let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
+        let needed = "needs --rendezvous HOST:PORT, or a launcher";
+        let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {needed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
         let rendezvous = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
-        let json = |e| Error::format("what this process has", e);
+        let json = |e| Error::format("the message of this process", e);
         let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
         log(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address));
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };

@@ -23,6 +23,6 @@ pub(crate) fn check_context(settings: &Settings, shape: &ModelShape, config: &Pa
         )));
     }
     Ok(Some(format!(
-        "--seq-length {seq_length}: {config} was made for {positions} positions ({key} in its config.json); it learns the others here"
+        "--seq-length {seq_length}: {config} was made for {positions} positions ({key} in its config.json); this run trains longer ones"
     )))
 }

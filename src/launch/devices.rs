@@ -122,7 +122,7 @@ fn select(
 /// A warning if a process has more threads than CPUs in its part of the machine.
 fn too_many_threads(settings: &Settings, cpus: usize) -> Option<String> {
     let threads = settings.threads.filter(|threads| *threads > cpus)?;
-    Some(format!("--threads {threads}: processes of this machine divide its CPUs, of which this one has {cpus}; say --threads {cpus}"))
+    Some(format!("--threads {threads}: processes of this machine divide its CPUs, of which this one has {cpus}; use --threads {cpus}"))
 }
 
 /// The requested GPUs and the free memory on each; the inner error explains why no GPU can be opened.

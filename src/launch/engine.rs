@@ -72,7 +72,7 @@ impl Launcher {
         let pins = cfg!(feature = "mpam") && !settings.without.contains(&Technique::Mpam);
         let refusal = pinning_refusal().filter(|_| pins);
         let unpinned = refusal
-            .map(|why| format!("threads are not pinned to CPUs: {why}; allow sched_setaffinity in the sandbox, or say --without mpam"));
+            .map(|why| format!("threads are not pinned to CPUs: {why}; allow sched_setaffinity in the sandbox, or use --without mpam"));
         self.chosen.warning.clone().into_iter().chain(unpinned).collect()
     }
 

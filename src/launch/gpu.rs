@@ -155,12 +155,12 @@ fn pairs_without(count: usize, reaches: impl Fn(usize, usize) -> Result<bool>) -
 /// A warning if there are more GPUs than CPUs for the threads that drive them.
 pub(super) fn crowded(gpus: usize, cpus: usize) -> Option<String> {
     let remedy = "use fewer GPUs, or let the process use more CPUs";
-    (gpus > cpus).then(|| format!("{cpus} CPUs feed {gpus} GPUs, and no rank has one to itself; {remedy}"))
+    (gpus > cpus).then(|| format!("{cpus} CPUs for {gpus} GPUs: ranks share CPUs; {remedy}"))
 }
 
 #[cfg(not(feature = "cuda"))]
 fn no_cuda() -> Error {
-    Error::Unsupported("a GPU: this build lacks the feature cuda".into())
+    Error::Unsupported("a GPU: this build lacks the cargo feature cuda".into())
 }
 
 #[cfg(test)]
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn fewer_cpus_than_gpus_are_worth_a_line() {
         assert_eq!((crowded(2, 2), crowded(0, 1)), (None, None));
-        assert!(crowded(4, 2).unwrap().starts_with("2 CPUs feed 4 GPUs"));
+        assert!(crowded(4, 2).unwrap().starts_with("2 CPUs for 4 GPUs"));
     }
 
     #[test]

@@ -63,7 +63,7 @@ impl PeerLinks {
     /// Describes the link of a pair.
     fn of(&self, pair: [usize; 2]) -> String {
         let known = self.known.iter().find(|(known, _)| *known == pair).map(|(_, link)| link.to_string());
-        let unknown = || format!("unknown link ({})", self.why_unknown.as_deref().unwrap_or("nobody tells"));
+        let unknown = || format!("unknown link ({})", self.why_unknown.as_deref().unwrap_or("no link information"));
         let access = if self.unlinked.contains(&pair) {
             "no direct access, so that gradients and weights pass through host memory"
         } else {
@@ -90,7 +90,7 @@ mod tests {
         assert_eq!(route(&[NvSwitch(18); 3], &[]), PeerRoute::Own);
         assert_eq!(route(&[NvSwitch(18), Pcie("across memory nodes"), NvSwitch(18)], &[]), PeerRoute::Links);
         assert_eq!(route(&[NvSwitch(18); 3], &[[0, 2]]), PeerRoute::Host);
-        assert_eq!(route(&[], &[]), PeerRoute::Own, "nobody tells");
+        assert_eq!(route(&[], &[]), PeerRoute::Own, "no link information");
     }
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
             [
                 "GPU 0 and GPU 1: 18 NVLinks through switches; direct".to_owned(),
                 format!("GPU 0 and GPU 2: PCIe, across memory nodes; {through_host}"),
-                "GPU 1 and GPU 2: unknown link (nobody tells); direct".to_owned(),
+                "GPU 1 and GPU 2: unknown link (no link information); direct".to_owned(),
             ]
         );
         assert_eq!(PeerLinks::default().lines(), Vec::<String>::new());

@@ -132,7 +132,7 @@ fn transport(all: &[HostResources], names: &[String], requested: Transport) -> R
         _ if requested == Transport::Tcp => Ok((Transport::Tcp, None)),
         None => Ok((Transport::Nccl, Some(format!("gradients and weights pass from GPU to GPU by NCCL {}", releases[0])))),
         Some(why) if requested == Transport::Auto => Ok((Transport::Tcp, Some(format!("gradients and weights pass over TCP: {why}")))),
-        Some(why) => Err(Error::resource("use --transport nccl", format!("{why}; or say --transport tcp, which is slower"))),
+        Some(why) => Err(Error::resource("use --transport nccl", format!("{why}; or use --transport tcp, which is slower"))),
     }
 }
 
@@ -179,10 +179,10 @@ fn gpus_of(all: &[HostResources], names: &[String], process: usize, each: usize)
         |own: &[GpuId]| same_machine.iter().any(|&mate| mate != process && candidates(mate).is_some_and(|gpus| has_any_of(own, gpus)));
     own.filter(|own| !is_taken(own)).map(<[_]>::to_vec).ok_or_else(|| {
         let visible = all[process].gpus.as_ref().map_or(0, Vec::len);
-        let remedy = "start no more processes than the machine's GPUs are for, or name others for each in CUDA_VISIBLE_DEVICES";
-        let need = if each > 1 { format!(", with --gpus {each} for each") } else { String::new() };
+        let remedy = "start fewer processes, or give each process its own GPUs in CUDA_VISIBLE_DEVICES";
+        let need = if each > 1 { format!(", each with --gpus {each}") } else { String::new() };
         Error::usage(format!(
-            "--processes {}: {} sees GPUs: {visible}, and processes on its machine are {}{need}; {remedy}",
+            "--processes {}: {} sees GPUs: {visible}, processes on its machine: {}{need}; {remedy}",
             all.len(),
             names[process],
             same_machine.len()
@@ -244,7 +244,7 @@ mod tests {
         let second = ProcessInfo::among(&[sees_four("a"), sees_four("a")], &names(2), 1, &settings).unwrap();
         assert_eq!(second.notes[0], "process 1 takes GPU 2 (0000:2F:00.0), GPU 3 (0000:3F:00.0), 2 for each process of its machine");
         let few = of_each(&[on("a", &[0, 1, 2]), on("a", &[0, 1, 2])]).unwrap_err().to_string();
-        assert!(few.contains("process 1 on a sees GPUs: 3, and processes on its machine are 2, with --gpus 2 for each"), "{few}");
+        assert!(few.contains("process 1 on a sees GPUs: 3, processes on its machine: 2, each with --gpus 2"), "{few}");
         let overlapping = of_each(&[on("a", &[0, 1]), on("a", &[1, 2])]).unwrap_err().to_string();
         assert!(overlapping.contains("sees GPUs: 2"), "{overlapping}");
     }
@@ -253,10 +253,10 @@ mod tests {
     fn too_few_gpus_are_refused_with_both_numbers() {
         let refused = |all: &[HostResources]| pci_of_each(all).unwrap_err().to_string();
         let few = refused(&[on("a", &[0, 1]), on("a", &[0, 1]), on("a", &[0, 1])]);
-        assert!(few.contains("process 2 on a sees GPUs: 2, and processes on its machine are 3"), "{few}");
+        assert!(few.contains("process 2 on a sees GPUs: 2, processes on its machine: 3"), "{few}");
         // Another process sees the same single GPU.
         let one = refused(&[on("a", &[0]), on("a", &[0])]);
-        assert!(one.contains("process 0 on a sees GPUs: 1, and processes on its machine are 2") && one.contains("CUDA_VISIBLE_DEVICES"));
+        assert!(one.contains("process 0 on a sees GPUs: 1, processes on its machine: 2") && one.contains("CUDA_VISIBLE_DEVICES"));
         let message = HostResources { local: Some(0), ..on("a", &[0, 1]) };
         assert!(refused(&[message.clone(), message]).contains("--processes 2"));
     }
@@ -304,7 +304,7 @@ mod tests {
             (selected.machine.host_bytes, selected.machine.cpus, selected.warning)
         };
         assert_eq!(chosen(&[on("a", &[]), on("b", &[])]), (6 << 20, 7, None));
-        let message = "--threads 7: processes of this machine divide its CPUs, of which this one has 3; say --threads 3".to_string();
+        let message = "--threads 7: processes of this machine divide its CPUs, of which this one has 3; use --threads 3".to_string();
         assert_eq!(chosen(&[on("a", &[]), on("a", &[])]), (3 << 20, 3, Some(message)));
     }
 

@@ -65,7 +65,7 @@ impl ThisProcess<'_> {
                 self.on_gpus(followers, |engine, context| follow_watched(engine, context, followers, watch, settle_down))
             }
         };
-        followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it gave no more orders"))
+        followed.err().unwrap_or_else(|| Error::resource("follow process 0", "it sent no more orders"))
     }
 
     fn on_cpus<T>(self, followers: &impl FollowEngine, lead: impl FnOnce(Engine<CpuDevice>, &RankContext) -> Result<T>) -> Result<T> {

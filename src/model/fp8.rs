@@ -68,13 +68,13 @@ pub(crate) fn check(shape: &ModelShape, tokens: usize) -> Result<()> {
     let remedy = "use --matmul-dtype bfloat16";
     if let Some(dim) = dims.into_iter().find(is_odd) {
         return Err(Error::usage(format!(
-            "--matmul-dtype fp8: the model has a matrix of {dim} rows or columns, no multiple of {FP8_GRAIN}; {remedy}"
+            "--matmul-dtype fp8: the model has a matrix of {dim} rows or columns, which is not a multiple of {FP8_GRAIN}; {remedy}"
         )));
     }
     if is_odd(&tokens) {
         return Err(Error::usage(format!(
-            "--matmul-dtype fp8: a micro-batch of {tokens} tokens is no multiple of {FP8_GRAIN}; \
-             change --per-device-train-batch-size or --seq-length, or {remedy}"
+            "--matmul-dtype fp8: a micro-batch of {tokens} tokens is not a multiple of {FP8_GRAIN}; change \
+                --per-device-train-batch-size or --seq-length, or {remedy}"
         )));
     }
     Ok(())
@@ -183,8 +183,10 @@ mod tests {
         let mut shape = ModelShape::demo();
         assert!(check(&shape, 48).is_ok());
         let refused = |shape: &ModelShape, tokens| check(shape, tokens).unwrap_err().to_string();
-        assert!(refused(&shape, 40).contains("a micro-batch of 40 tokens is no multiple of 16; change --per-device-train-batch-size"));
+        assert!(refused(&shape, 40).contains("a micro-batch of 40 tokens is not a multiple of 16; change --per-device-train-batch-size"));
         shape.channels = 264;
-        assert!(refused(&shape, 48).contains("a matrix of 264 rows or columns, no multiple of 16; use --matmul-dtype bfloat16"));
+        assert!(
+            refused(&shape, 48).contains("a matrix of 264 rows or columns, which is not a multiple of 16; use --matmul-dtype bfloat16")
+        );
     }
 }

@@ -87,7 +87,7 @@ impl Moments {
 }
 
 fn narrow(values: &[f32], to: &mut [u8], stored: impl Fn(usize, f32) -> bf16) {
-    assert_eq!(to.len(), 2 * values.len(), "room for what is stored");
+    assert_eq!(to.len(), 2 * values.len(), "room for the stored moments");
     for (i, (to, &value)) in to.chunks_exact_mut(2).zip(values).enumerate() {
         to.copy_from_slice(&stored(i, value).to_le_bytes());
     }

@@ -57,17 +57,21 @@ impl Plan {
             self.loss_tile.vocab
         )?;
         if let Some([fewest, most]) = self.uneven_heads {
-            writeln!(f, "  heads       {fewest} to {most} query heads on each of {}: those with most set the time", self.sequence_ranks)?;
+            writeln!(
+                f,
+                "  heads       {fewest} to {most} query heads on each of {}: the devices with the most set the time",
+                self.sequence_ranks
+            )?;
         }
         if self.loss_tile != self.usual_tile {
             let rows = self.usual_tile.rows;
-            writeln!(f, "  bits        other than where tiles of {rows} rows fit: here they do not")?;
+            writeln!(f, "  bits        differ from runs with loss tiles of {rows} rows, which do not fit here")?;
         }
         if let Some(block) = self.attention_block {
-            writeln!(f, "  attention   goes back in blocks of {block} queries and keys, whose gradients are added in fp32")?;
+            writeln!(f, "  attention   backward pass in blocks of {block} queries and keys; their gradients are added in fp32")?;
         }
         if let Some(tile) = self.mlp_tile {
-            writeln!(f, "  MLP         goes in tiles of {tile} tokens, over which gradients of its weights add up")?;
+            writeln!(f, "  MLP         computed in tiles of {tile} tokens; weight gradients are summed over the tiles")?;
         }
         if self.ranks > 1 && self.machine.kind == DeviceKind::Gpu {
             let rates = &self.machine.rates;
@@ -101,7 +105,7 @@ impl Plan {
             let early = layout.early().len();
             writeln!(
                 f,
-                "  early       {early} buckets of the embedding leave behind the output matrix's gradient; rows of the batch follow"
+                "  early       {early} buckets of the embedding are sent after the output matrix's gradient; rows of the batch follow"
             )?;
         }
         if let Some(RingShape { ringed_elems, period_elems }) = self.weight_ring {
@@ -117,7 +121,7 @@ impl Plan {
         if self.sums_on_host {
             let summed = Bytes((4 * layout.offloaded_elems()) as u64);
             let why = "the device has no room for them";
-            writeln!(f, "  sums        {summed} of gradients add up on their way through the device and lie on the host: {why}")?;
+            writeln!(f, "  sums        {summed} of gradient sums are kept in host memory and added on the device: {why}")?;
         }
         Ok(())
     }
@@ -125,7 +129,7 @@ impl Plan {
     /// Writes requirements that only some models have on a GPU.
     fn write_models_own(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.caps_scores && self.machine.kind == DeviceKind::Gpu {
-            writeln!(f, "  attention   plain, which has the soft caps of this model and is slow; cuDNN's has none")?;
+            writeln!(f, "  attention   plain, which is slow; cuDNN's attention lacks the soft caps of this model")?;
         }
         if self.fp8 {
             let assumed = self.machine.rates.unknown_fp8().filter(|_| self.machine.kind == DeviceKind::Gpu);

@@ -33,7 +33,7 @@ pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result
         return Ok(());
     }
     Err(Error::usage(
-        "--early-rows on: no bucket whose optimizer the pool runs lies in the embedding alone; use a smaller --bucket-mib, or fewer \
+        "--early-rows on: no bucket with its optimizer on the CPU lies wholly in the embedding; use a smaller --bucket-mib, or fewer \
          --resident-buckets",
     ))
 }
@@ -41,9 +41,11 @@ pub(super) fn check_early(requested: EarlyRows, layout: &BucketLayout) -> Result
 fn obstacle(workload: &Workload<'_>) -> Option<&'static str> {
     match workload {
         Workload { shape, .. } if !shape.tied => Some("the model's output matrix is not its embedding"),
-        Workload { ranks: 2.., .. } => Some("cannot be combined with several --gpus: a gradient is whole when all have added theirs"),
+        Workload { ranks: 2.., .. } => {
+            Some("cannot be combined with several --gpus: a gradient is complete only after all GPUs have added their parts")
+        }
         Workload { partial_sums: 2.., .. } => {
-            Some("cannot be combined with several --gradient-shares: a gradient is whole when all are added")
+            Some("cannot be combined with several --gradient-shares: a gradient is complete only after all shares are added")
         }
         Workload { rules, .. } if rules.policy != Policy::Deferred => {
             Some("needs --strategy superoffload with the technique stv and --rollback deferred: rows are stepped before the verdict")

@@ -33,7 +33,7 @@ impl ExpertEngine {
         let own = |why: &str| Self { note: Some(format!("multiplied by this program's kernels: {why}")), ..Self::OWN };
         Ok(match (settings.expert_products, obstacle(shape, dtype), &machine.grouped_layouts) {
             (ExpertProductsChoice::Own, None, GroupedLayouts::Usable) => {
-                own("as asked for or begun with; cuBLASLt's are faster (--expert-products cublaslt)")
+                own("as set by flag or checkpoint; cuBLASLt is faster (--expert-products cublaslt)")
             }
             (ExpertProductsChoice::Own, ..) => Self { note: Some("multiplied by this program's kernels".into()), ..Self::OWN },
             (ExpertProductsChoice::Cublaslt, Some(obstacle), _) => {
@@ -42,10 +42,10 @@ impl ExpertEngine {
             (ExpertProductsChoice::Auto, Some(obstacle), _) => own(obstacle),
             (ExpertProductsChoice::Cublaslt, None, _) | (_, None, GroupedLayouts::Usable) => by_cublaslt,
             (_, None, GroupedLayouts::Unusable(why)) => own(why),
-            (_, None, GroupedLayouts::Unknown) => own(
-                "nobody measured cuBLASLt's there, which a run takes from 13.8 on, on Hopper and Blackwell in data centres (--expert-products \
-                 cublaslt plans so)",
-            ),
+            (_, None, GroupedLayouts::Unknown) => {
+                own("the profile has no rates of cuBLASLt, which runs use from 13.8 on, on Hopper and Blackwell in data centres \
+                    (--expert-products cublaslt plans with it)")
+            }
         })
     }
 }
@@ -54,8 +54,8 @@ impl ExpertEngine {
 fn obstacle(shape: &ModelShape, dtype: Dtype) -> Option<&'static str> {
     let mut sizes = shape.layers.iter().filter_map(|layer| layer.mlp.moe()).flat_map(|moe| [shape.channels, moe.ffn.width]);
     match dtype {
-        Dtype::Float32 => Some("cuBLASLt's are for 16-bit formats; use --dtype bfloat16"),
-        _ if sizes.any(|size| !size.is_multiple_of(8)) => Some("cuBLASLt's take multiples of 8 channels, in a token and in an expert"),
+        Dtype::Float32 => Some("cuBLASLt supports 16-bit formats only; use --dtype bfloat16"),
+        _ if sizes.any(|size| !size.is_multiple_of(8)) => Some("cuBLASLt needs multiples of 8 channels, in a token and in an expert"),
         _ => None,
     }
 }
@@ -88,7 +88,7 @@ mod tests {
         }
         assert_eq!(by(ExpertProductsChoice::Own, &shape, narrow).unwrap(), ExpertProducts::Own);
         let refused = |shape: &ModelShape, dtype| by(ExpertProductsChoice::Cublaslt, shape, dtype).unwrap_err().to_string();
-        assert!(refused(&shape, Dtype::Float32).contains("--expert-products cublaslt: cuBLASLt's are for 16-bit formats"));
+        assert!(refused(&shape, Dtype::Float32).contains("--expert-products cublaslt: cuBLASLt supports 16-bit formats only"));
         assert_eq!(by(ExpertProductsChoice::Auto, &shape, Dtype::Float32).unwrap(), ExpertProducts::Own);
         shape.channels += 4;
         assert!(refused(&shape, narrow).contains("multiples of 8 channels"));
@@ -102,10 +102,10 @@ mod tests {
         let auto = of(ExpertProductsChoice::Auto, old());
         assert_eq!(auto.note.as_deref(), Some("multiplied by this program's kernels: cuBLASLt is 13.1"));
         let slower = of(ExpertProductsChoice::Own, GroupedLayouts::Usable).note.unwrap();
-        assert!(slower.ends_with("cuBLASLt's are faster (--expert-products cublaslt)"), "{slower}");
+        assert!(slower.ends_with("cuBLASLt is faster (--expert-products cublaslt)"), "{slower}");
         assert_eq!(of(ExpertProductsChoice::Own, old()).note.as_deref(), Some("multiplied by this program's kernels"));
         let elsewhere = of(ExpertProductsChoice::Auto, GroupedLayouts::Unknown);
-        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.note.unwrap().contains("nobody measured cuBLASLt's there"));
+        assert!(elsewhere.by == ExpertProducts::Own && elsewhere.note.unwrap().contains("no rates of cuBLASLt"));
         // If cuBLASLt is requested and missing, the device reports it later.
         let requested = of(ExpertProductsChoice::Cublaslt, old());
         assert_eq!(requested, ExpertEngine { by: ExpertProducts::Cublaslt, note: Some(BY_CUBLASLT.into()) });

@@ -113,14 +113,18 @@ fn unknown_together(profile: &Profile, gpus: usize) -> Error {
     let (name, most) = (&profile.name, profile.gpus());
     let several: Vec<_> = Profile::names().into_iter().filter(|name| Profile::load(name).is_ok_and(|known| known.gpus() >= gpus)).collect();
     let known = if several.is_empty() { String::new() } else { format!(", or --hardware {}", several.join(", ")) };
-    Error::usage(format!("--gpus {gpus}: the hardware profile {name} knows what {most} do (section `together`); use --gpus {most}{known}"))
+    Error::usage(format!(
+        "--gpus {gpus}: the hardware profile {name} has rates for at most {most} (section `together`); use --gpus {most}{known}"
+    ))
 }
 
 fn unknown_network(profile: &Profile, processes: usize) -> Error {
     let (name, most) = (&profile.name, profile.machines());
     let remedy = match profile.network {
-        Some(_) => format!("knows {most} machines, one for each process (section `network`); use --processes {most}, or raise `machines`"),
-        None => "does not say what passes between machines; add a section `network` (docs/guide/several-machines.md)".into(),
+        Some(_) => {
+            format!("has rates for {most} machines, one for each process (section `network`); use --processes {most}, or raise `machines`")
+        }
+        None => "has no rates between machines; add a section `network` (docs/guide/several-machines.md)".into(),
     };
     Error::usage(format!("--processes {processes}: the hardware profile {name} {remedy}"))
 }

@@ -54,7 +54,8 @@ impl PeerTraffic {
 
     /// A description of the exchange between processes.
     pub(super) fn describe_far(self, rates: &Rates) -> String {
-        let (how, when) = if self.by_nccl { ("by NCCL", "while nothing is computed") } else { ("over TCP", "beside products") };
+        let (how, when) =
+            if self.by_nccl { ("by NCCL", "not overlapped with computation") } else { ("over TCP", "overlapped with matrix products") };
         format!(
             "{:.2} GB a step to and from each GPU {how}, {:.0} ms at {:.1} GB/s, {when}",
             self.inter_node as f64 / 1e9,

@@ -603,14 +603,14 @@ fn name(weights: WeightsChoice) -> String {
 fn check_streams(settings: &Settings, rings: Rings) -> Result<()> {
     if matches!(settings.weights, WeightsChoice::Sharded | WeightsChoice::FullySharded) && rings.weights.is_none() {
         return Err(Error::usage(format!(
-            "--weights {}: nothing would be saved: the model has too few layers beside the two that each device holds, or they are small \
-             beside the device's pages; use --weights replicated",
+            "--weights {}: no memory would be saved: the model has too few layers besides the two that each device holds, or its layers \
+                are small compared with the device's pages; use --weights replicated",
             name(settings.weights)
         )));
     }
     if settings.weights == WeightsChoice::Flow && rings.weights.is_none() {
         return Err(Error::usage(
-            "--weights flow: nothing would be saved: too few layers are offloaded, or they are small beside the device's pages",
+            "--weights flow: no memory would be saved: too few layers are offloaded, or they are small compared with the device's pages",
         ));
     }
     Ok(())

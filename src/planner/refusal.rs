@@ -19,7 +19,7 @@ const SEQ_LENGTH_MIN: usize = 128;
 fn host_lacks(host: Balance) -> String {
     let [needed, available] = Bytes::apart([host.needed, host.available]);
     let bounds = "free memory, cgroup limit, --host-limit";
-    format!("host memory would take the rest if there were {needed} of it, and {available} are available ({bounds})")
+    format!("the rest would need {needed} of host memory, {available} are available ({bounds})")
 }
 
 impl Plan {
@@ -32,7 +32,7 @@ impl Plan {
         let Some(shortage) = self.shortage() else { return Ok(()) };
         let host = self.host_shortage(settings, shape);
         let (shortage, advice) = match (host, self.advice(settings, shape)) {
-            (Some(host), None) => (host, format!("{} more would do", Bytes(host.lacking()))),
+            (Some(host), None) => (host, format!("short by {}", Bytes(host.lacking()))),
             (Some(host), Some(advice)) if shortage.space == MemorySpace::Device => (shortage, format!("{}; {advice}", host_lacks(host))),
             (_, advice) => (shortage, advice.unwrap_or_else(|| "no smaller batch or sequence would fit either".into())),
         };
@@ -41,8 +41,8 @@ impl Plan {
             MemorySpace::Host => ("host memory", "free memory, cgroup limit, --host-limit"),
         };
         let [needed, available] = Bytes::apart([shortage.needed, shortage.available]);
-        let cause = format!("{available} of {memory} are available ({bounds}); {advice}");
-        Err(Error::resource(format!("plan {needed} of {memory} for {} parameters", self.params), cause))
+        let cause = format!("{} parameters need {needed}, {available} of {memory} are available ({bounds}); {advice}", self.params);
+        Err(Error::resource(format!("not enough {memory}"), cause))
     }
 
     /// The memory with the largest shortage.

@@ -74,23 +74,23 @@ pub struct ProbeOptions {
     #[arg(long, value_name = "auto|cpu|cuda", default_value = "auto")]
     pub device: DeviceChoice,
 
-    /// GPUs that are measured all at once besides, a number or all; all, unless they are of several models.
+    /// GPUs for the additional measurement of several GPUs at once: a number or all; all unless their models differ.
     #[arg(long, value_name = "N|all")]
     pub gpus: Option<GpuCount>,
 
-    /// About how long measurements take; starting and filling memory take some seconds more.
+    /// Approximate duration of the measurements; startup takes some seconds more.
     #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub seconds: u64,
 
-    /// Write the profile to this file, in place of what it held.
+    /// Write the profile to this file, which is replaced.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
-    /// Keep the profile: runs on this machine's GPU are planned by it from now on.
+    /// Save the profile, so that later runs on this machine's GPU are planned with it.
     #[arg(long, conflicts_with = "out")]
     pub save: bool,
 
-    /// Folder to search for NVIDIA's libraries before the usual ones.
+    /// Directory to search first for NVIDIA's libraries.
     #[arg(long, value_name = "DIR")]
     pub cuda_libraries: Option<PathBuf>,
 }
@@ -131,10 +131,10 @@ impl ProbeOptions {
             return self.out.as_deref().map(ProfileFile::open).transpose();
         }
         if self.device == DeviceChoice::Cpu {
-            return Err(Error::usage("--save: runs on the CPU device need no rates, give --out"));
+            return Err(Error::usage("--save: runs on the CPU device need no profile; use --out FILE"));
         }
         let path = MachineId::new(&Topology::this_machine())?.file();
-        let path = path.ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set, give --out"))?;
+        let path = path.ok_or_else(|| Error::usage("--save: neither XDG_CACHE_HOME nor HOME is set; use --out FILE"))?;
         ProfileFile::beside(&path).map(Some)
     }
 }
@@ -148,10 +148,10 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
     let settings = Settings { device: options.device(), cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
     if options.gpus.is_some() && !chosen.is_gpu() {
-        return Err(Error::usage("--gpus: only rates of GPUs are measured together"));
+        return Err(Error::usage("--gpus: needs GPUs, and the device is the CPU"));
     }
     let gpus = if chosen.is_gpu() { options.joint_probe(gpu::visible()?, log)? } else { Vec::new() };
-    chosen.note.iter().for_each(|why| log(&format_args!("no GPU, and no link to it: {why}")));
+    chosen.note.iter().for_each(|why| log(&format_args!("no GPU and no link are measured: {why}")));
     let (cpus, time_s) = (chosen.machine.cpus, options.seconds as f64);
     // Users of the memory are declared later, so they are dropped earlier.
     let mut memory = HostMemory::new(memory_policy(&topology, cpus)?);
@@ -167,7 +167,7 @@ pub(crate) fn run(options: &ProbeOptions, log: &mut dyn FnMut(&dyn Display)) -> 
             log(&format_args!("cpus: matrix products, attention, memory, launches"));
             let mut timer = Timer::new(&mut dev)?;
             let arithmetic = Arithmetic::measure(&mut timer, ProbeSizes::CPUS, 0.4 * time_s)?;
-            log(&format_args!("cpus: products and the optimizer beside each other"));
+            log(&format_args!("cpus: products and the optimizer at the same time"));
             let pool = Workers::ringing(bell.clone(), &topology, cpus)?.pool;
             let mut sharers = Sharers { product: arithmetic.products.large, states: &states, pool, bell };
             let sharing = sharers.measure(&mut timer, 0.2 * time_s)?;
@@ -233,7 +233,7 @@ pub(crate) fn measure_device<D: Kernels>(
     log(&format_args!("link: copies by size and way"));
     let copies = Copies::new(timer.dev, memory, sizes.copy_bytes)?;
     let link = copies.measure(&mut timer, addressing, 0.24 * time_s)?;
-    log(&format_args!("all beside each other"));
+    log(&format_args!("all at the same time"));
     let mut contenders = Contenders { product: products.large, copies, states, pool };
     let contention = contenders.measure(&mut timer, link.both_ways_bytes_per_s.value, 0.2 * time_s)?;
     let gpu = Gpu {
@@ -407,7 +407,7 @@ mod tests {
     fn gpus_are_refused_for_the_cpu_before_anything_is_measured() {
         let options = ProbeOptions { gpus: Some(GpuCount::All), ..of_the_cpu() };
         let refused = run(&options, &mut |line| panic!("{line}")).unwrap_err().to_string();
-        assert!(refused.contains("--gpus: only rates of GPUs"), "{refused}");
+        assert!(refused.contains("--gpus: needs GPUs"), "{refused}");
     }
 
     #[test]

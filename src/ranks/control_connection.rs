@@ -53,7 +53,7 @@ impl ControlConnection {
             }
             if !self.read()? {
                 let silent = self.last_received.elapsed() > SILENCE;
-                let error = || io::Error::new(ErrorKind::TimedOut, format!("nothing was heard of it for {} s", SILENCE.as_secs()));
+                let error = || io::Error::new(ErrorKind::TimedOut, format!("no message from it for {} s", SILENCE.as_secs()));
                 return if silent { Err(error()) } else { Ok(None) };
             }
         }

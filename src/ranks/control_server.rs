@@ -43,19 +43,21 @@ impl ConnectedProcess {
             };
             match notice.topic {
                 Topic::Agreement if self.hello.is_none() => {
-                    let nonsense = |e| Error::format(format!("the words of process {process}"), e);
+                    let nonsense = |e| Error::format(format!("the message of process {process}"), e);
                     self.hello = Some(serde_json::from_slice(&notice.tail).map_err(nonsense)?);
                 }
                 Topic::Ready => self.is_ready = true,
                 Topic::Stop => stop.request(),
                 topic => {
-                    return Err(Error::format(format!("the words of process {process}"), format!("{topic:?} makes no sense there")).into());
+                    return Err(
+                        Error::format(format!("the message of process {process}"), format!("{topic:?} is not expected here")).into()
+                    );
                 }
             }
         }
         match &self.rival {
             Some((_, since)) if line.last_received() > *since => {
-                Err(Error::usage(format!("--process {process}: two processes say that they are process {process}")).into())
+                Err(Error::usage(format!("--process {process}: two processes have the number {process}")).into())
             }
             _ => Ok(Ok(())),
         }

@@ -66,7 +66,7 @@ impl Claim {
 }
 
 fn strange() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "what answers is no process of a run, or one of another version of this program")
+    io::Error::new(ErrorKind::InvalidData, "the peer is no process of a run, or has another version of this program")
 }
 
 /// Whether `error` means that the peer has another token.

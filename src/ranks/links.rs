@@ -127,11 +127,11 @@ impl SharedLinks {
         self.lose(
             process,
             &match error.kind() {
-                ErrorKind::UnexpectedEof => "it ended before the run was over: its connection is closed".into(),
+                ErrorKind::UnexpectedEof => "it ended before the end of the run: its connection is closed".into(),
                 ErrorKind::ConnectionReset | ErrorKind::BrokenPipe | ErrorKind::ConnectionAborted => {
-                    format!("it ended before the run was over, or its network did: {error}")
+                    format!("it ended before the end of the run, or its network failed: {error}")
                 }
-                ErrorKind::InvalidData => format!("{what} of it came damaged after step {step}: {error}; {remedy}"),
+                ErrorKind::InvalidData => format!("{what} from it arrived damaged after step {step}: {error}; {remedy}"),
                 _ => format!("its connection failed: {error}"),
             },
         );
@@ -176,18 +176,18 @@ impl SharedLinks {
                 state.over = Some(end);
                 state.progress.clone()
             };
-            return progress.iter().for_each(|progress| progress.lose(0, "its run is over"));
+            return progress.iter().for_each(|progress| progress.lose(0, "the run has ended"));
         }
         match (end.failure, end.lost) {
             (Some(why), _) => self.lose(process, &why),
             // The given-up process may be alive, and must not wait for the process that gave it up.
-            (None, Some((lost, why))) if lost == self.process => self.lose(process, &format!("it has given this process up: {why}")),
+            (None, Some((lost, why))) if lost == self.process => self.lose(process, &format!("it lost this process: {why}")),
             (None, Some((lost, why))) if lost < self.names.len() => self.lose(lost, &why),
             _ if self.process == 0 && self.open().over.is_none() => {
                 if end.interrupted {
                     stop.request();
                 }
-                self.lose(process, if end.interrupted { "it was interrupted" } else { "it ended before the run was over" });
+                self.lose(process, if end.interrupted { "it was interrupted" } else { "it ended before the end of the run" });
             }
             _ => {}
         }
@@ -280,7 +280,7 @@ impl Links {
                 }
                 for (process, silent) in common.silent.iter().enumerate().filter(|(process, _)| *process != common.process) {
                     if silent.fetch_add(1, Ordering::Relaxed) == LOOKS_SILENT {
-                        common.lose(process, &format!("nothing was heard of it for {} s", (PERIOD * LOOKS_SILENT).as_secs()));
+                        common.lose(process, &format!("no message from it for {} s", (PERIOD * LOOKS_SILENT).as_secs()));
                     }
                 }
                 ending += u32::from(common.open().failure.is_some());
@@ -339,7 +339,7 @@ impl Links {
     /// # Errors
     /// The failure of another process, or the end of process 0.
     pub(crate) fn expect_proposal(&self) -> Result<String> {
-        self.proposal()?.map_err(|end| self.failure_of(end).unwrap_or_else(|| self.common.error_of(0, "its run is over")))
+        self.proposal()?.map_err(|end| self.failure_of(end).unwrap_or_else(|| self.common.error_of(0, "the run has ended")))
     }
 
     /// The end of the run, as process 0 announces it. Waits a few seconds for the announcement.
@@ -352,7 +352,7 @@ impl Links {
         let (state, _) = self.common.changed.wait_timeout_while(state, PARTING_PATIENCE, unknown).unwrap_or_else(PoisonError::into_inner);
         match &state.over {
             Some(end) => Ok(end.clone()),
-            None => Err(self.common.cause(&state).unwrap_or_else(|| self.common.error_of(0, "it does not say how the run ended"))),
+            None => Err(self.common.cause(&state).unwrap_or_else(|| self.common.error_of(0, "its last message gives no reason"))),
         }
     }
 
@@ -406,7 +406,7 @@ impl Links {
             return Err(common.error_of(*process, why));
         }
         if let Some(end) = &state.over {
-            return Err(self.failure_of(end.clone()).unwrap_or_else(|| common.error_of(0, "its run is over")));
+            return Err(self.failure_of(end.clone()).unwrap_or_else(|| common.error_of(0, "the run has ended")));
         }
         state.progress = Some(progress.clone());
         Ok((progress, connections))
@@ -488,7 +488,7 @@ fn named(what: &str, process: usize) -> thread::Builder {
 }
 
 fn invalid_message(what: &str) -> String {
-    format!("it says what makes no sense: {what}")
+    format!("it sent an invalid message: {what}")
 }
 
 fn receive_notices(common: &SharedLinks, process: usize, (input, mut seal): (impl Read, Seal), stop: &StopFlag) {

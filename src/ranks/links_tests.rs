@@ -4,7 +4,7 @@ use super::*;
 use crate::ranks::run_token::RunToken;
 use std::net::TcpListener;
 
-const SILENCE: &str = "nothing was heard of it for 30 s";
+const SILENCE: &str = "no message from it for 30 s";
 
 /// All processes of a run, with the stop flag of each.
 fn meet(processes: usize) -> Vec<(Links, StopFlag)> {
@@ -47,14 +47,14 @@ fn message(links: &Links) -> Option<String> {
 #[test]
 fn a_stopped_process_learns_that_another_gave_it_up() {
     let all = after_the_last_gave_up(0, 2);
-    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: it lost this process: {SILENCE}"));
 }
 
 #[test]
 fn a_process_that_ends_for_another_names_it() {
     let all = after_the_last_gave_up(1, 3);
     assert_eq!(message(&all[0].0).unwrap(), format!("process 1 on here: {SILENCE}"));
-    assert_eq!(message(&all[1].0).unwrap(), format!("process 2 on here: it has given this process up: {SILENCE}"));
+    assert_eq!(message(&all[1].0).unwrap(), format!("process 2 on here: it lost this process: {SILENCE}"));
 }
 
 #[test]

@@ -63,7 +63,7 @@ impl RankContext {
     pub(crate) fn pass_idle(&self) -> Result<bool> {
         let Some(turn_token) = self.progress.turn_token() else { return Ok(false) };
         if !turn_token.pass_idle(self.rank) {
-            return Err(Error::resource("wait for the other ranks", "nothing is under way in any of them: a deadlock in their protocol"));
+            return Err(Error::resource("wait for the other ranks", "no operation is in progress in any rank: a deadlock in the protocol"));
         }
         self.check().map(|()| true)
     }

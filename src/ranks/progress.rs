@@ -590,7 +590,7 @@ impl ProgressCounters {
 
     /// Ends the ranks of this process because `rank` has finished its work. Other processes are not notified.
     pub(crate) fn leave(&self, rank: usize) {
-        self.end(self.name(rank), "its run is over");
+        self.end(self.name(rank), "the run has ended");
     }
 
     /// Ends all ranks of this process. Returns whether this is the first cause.

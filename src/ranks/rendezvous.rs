@@ -119,7 +119,7 @@ impl ProcessRendezvous {
                     return Ok(Mesh { all, connections: complete(slots) });
                 }
                 Err(RendezvousError::Again(why)) => {
-                    (wait.log)(&format!("{why}; all begin again"));
+                    (wait.log)(&format!("{why}; all processes connect again"));
                     control.clear();
                 }
                 Err(RendezvousError::Over(error)) => {
@@ -152,7 +152,7 @@ impl ProcessRendezvous {
                     let limit = self.limit.as_secs();
                     wait.look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
                     if !std::mem::replace(&mut is_told, true) {
-                        (wait.log)(&format!("port {port} is another program's: trying again for {limit} s"));
+                        (wait.log)(&format!("port {port} is in use by another program: trying again for {limit} s"));
                     }
                 }
                 Err(e) => return Err(failed(&e)),
@@ -173,7 +173,7 @@ impl ProcessRendezvous {
             let gone = self.look_after(None, (&mut *server, &mut *control), wait)?;
             // A process that requested a stop of the run does not come back.
             for gone in gone.iter().filter(|_| !wait.stop.is_set()) {
-                (wait.log)(&format!("{gone}; it may come again"));
+                (wait.log)(&format!("{gone}; it may connect again"));
             }
         }
         let mut all: Vec<HelloMessage> = [own.clone()].into_iter().chain(control.hellos()).collect();
@@ -214,13 +214,13 @@ impl ProcessRendezvous {
             let missing = control.missing();
             match missing.is_empty() {
                 true => self.late(format_args!("not all processes could connect to each other{dropped}")),
-                false => self.late(format_args!("there came no process {missing:?}{dropped}")),
+                false => self.late(format_args!("no connection from process {missing:?}{dropped}")),
             }
         })?;
         if let Some((claim, connection)) = server.next() {
             let process = claim.process as usize;
             if !(1..self.processes).contains(&process) {
-                let cause = format!("--process {process}: no process {process} belongs here, of {} processes", self.processes);
+                let cause = format!("--process {process}: this run has {} processes, numbered from 0", self.processes);
                 return Err(Error::usage(cause).into());
             }
             match round {
@@ -280,7 +280,7 @@ impl ProcessRendezvous {
         server: &mut HandshakeServer,
         wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<(Vec<HelloMessage>, Slots), RendezvousError> {
-        let text = serde_json::to_string(own).map_err(|e| Error::format("what this process has", e))?;
+        let text = serde_json::to_string(own).map_err(|e| Error::format("the message of this process", e))?;
         line.send(&Notice::new(Topic::Agreement, &[]).with_text(&text)).map_err(lost)?;
         let (round, all) = loop {
             match self.listen_to(line, wait)? {
@@ -302,7 +302,7 @@ impl ProcessRendezvous {
         line: &mut ControlConnection,
         wait: &RendezvousDeadline<'_>,
     ) -> std::result::Result<Option<Notice>, RendezvousError> {
-        wait.look(|| self.late("not all processes have come"))?;
+        wait.look(|| self.late("not all processes have connected"))?;
         let notice = line.next().map_err(lost)?;
         if notice.as_ref().is_some_and(|notice| notice.topic == Topic::Stop) {
             wait.stop.request();
@@ -315,7 +315,7 @@ impl ProcessRendezvous {
         match self.listen_to(line, wait)? {
             Some(Notice { topic: Topic::Agreement, tail, .. }) => {
                 self.welcome(&tail)?;
-                Err(self.failed("process 0 says twice who is there").into())
+                Err(self.failed("process 0 sent the list of processes twice").into())
             }
             notice => Ok(notice.is_some_and(|notice| notice.topic == Topic::Begin)),
         }
@@ -352,7 +352,7 @@ impl ProcessRendezvous {
     }
 
     fn unreachable_error(&self, address: &str, why: impl Display) -> Error {
-        self.late(format_args!("nobody answers at {address}: {why}"))
+        self.late(format_args!("no answer from {address}: {why}"))
     }
 
     /// Counts consecutive proofs of another token.
@@ -361,7 +361,7 @@ impl ProcessRendezvous {
     /// `Resource` if the peer at `address` has proved another token [`TOKEN_TRIES`] times in a row.
     fn count_refusal(&self, why: &io::Error, address: &str, refusals: &mut u32) -> Result<()> {
         *refusals = if is_other_token(why) { *refusals + 1 } else { 0 };
-        let cause = format_args!("the process at {address} has another run token; give all processes the same");
+        let cause = format_args!("the process at {address} has another run token; give all processes the same token");
         if *refusals == TOKEN_TRIES { Err(self.failed(cause)) } else { Ok(()) }
     }
 
@@ -437,7 +437,7 @@ impl ProcessRendezvous {
 
 /// Resolves `address`, connects to the first resolved address that accepts, and opens the connection of `claim`.
 fn connect(address: &str, token: &RunToken, claim: Claim) -> io::Result<SealedConnection> {
-    let mut why = io::Error::new(io::ErrorKind::NotFound, "its name has no address");
+    let mut why = io::Error::new(io::ErrorKind::NotFound, "its host name has no address");
     for address in address.to_socket_addrs()? {
         let tried = TcpStream::connect_timeout(&address, HANDSHAKE_PATIENCE).and_then(|stream| {
             if leads_to_itself(&stream)? {
@@ -497,7 +497,7 @@ fn difference(hellos: &[HelloMessage], process: usize) -> Option<String> {
 /// The error text if `name` differs between two processes, given by index, host and value.
 pub(crate) fn differs(name: &str, [one, other]: [(usize, &str, String); 2]) -> String {
     let of = |(process, host, value): (usize, &str, String)| format!("{value} for process {process} on {host}");
-    format!("{name}: {}, {}; all processes of a run need the same", of(one), of(other))
+    format!("{name}: {}, {}; all processes of a run need equal values", of(one), of(other))
 }
 
 #[cfg(test)]

@@ -85,7 +85,10 @@ fn all_processes_receive_a_difference_with_both_values() {
     let outcomes = meet(&free_address(), &[facts(1), facts(1), facts(2)]);
     for outcome in outcomes {
         let message = outcome.err().unwrap();
-        assert_eq!(message.to_string(), "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need the same");
+        assert_eq!(
+            message.to_string(),
+            "seed: 1 for process 0 on host-0, 2 for process 2 on host-2; all processes of a run need equal values"
+        );
         assert_eq!(message.exit_code(), 2);
     }
 }
@@ -178,7 +181,7 @@ fn a_port_in_use_is_tried_again() {
     let address = free_address();
     let other = TcpListener::bind(&address).unwrap();
     let first = ThreadedProcess::start(&address, 0, 2);
-    first.expect_line("is another program's: trying again for 60 s");
+    first.expect_line("is in use by another program: trying again for 60 s");
     drop(other);
     let second = ThreadedProcess::start(&address, 1, 2);
     assert!([first, second].into_iter().all(|process| process.mesh().all.len() == 2));
@@ -214,11 +217,11 @@ fn the_time_limit_names_missing_processes_in_all() {
     let limit = Duration::from_secs(2);
     let first = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&address, 0, 3, TOKEN) });
     let second = ThreadedProcess::start(&address, 1, 3);
-    let missing = format!("meet the 3 processes of this run at {address}: there came no process [2]; --rendezvous-limit 2 is over");
+    let missing = format!("meet the 3 processes of this run at {address}: no connection from process [2]; --rendezvous-limit 2 is over");
     assert_eq!(first.error().to_string(), missing);
     assert_eq!(second.error().to_string(), format!("process 0: {missing}"));
     let alone = ThreadedProcess::with(ProcessRendezvous { limit, ..meeting(&free_address(), 1, 3, TOKEN) }).error().to_string();
-    assert!(alone.contains("nobody answers at ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
+    assert!(alone.contains("no answer from ") && alone.contains("--rendezvous-limit 2 is over"), "{alone}");
 }
 
 /// A process dies after its hello message and again while connections are made. A process that replaces it is admitted.
@@ -233,7 +236,7 @@ fn a_process_that_dies_before_the_run_begins_may_come_again() {
     let answered = std::iter::repeat_with(|| dying.next().unwrap()).flatten().next();
     assert_eq!(answered.map(|notice| notice.topic), Some(Topic::Agreement));
     drop(dying);
-    first.expect_line("; all begin again");
+    first.expect_line("; all processes connect again");
     second.expect_line("process 0 is gone before the run began");
     let third = ThreadedProcess::start(&address, 2, 3);
     for process in [first, second, third] {
@@ -249,7 +252,7 @@ fn a_second_process_of_one_number_is_refused_by_name_while_the_first_lives() {
     let [one, other] = [(); 2].map(|()| ThreadedProcess::start(&address, 1, 3));
     for process in [first, one, other] {
         let error = process.error();
-        assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes say that they are process 1", 2));
+        assert_eq!((error.to_string().as_str(), error.exit_code()), ("--process 1: two processes have the number 1", 2));
     }
 }
 

@@ -81,9 +81,11 @@ impl Scale {
 impl Chart<'_> {
     /// Draws the chart as a figure. Without data, the figure has a sentence instead.
     pub(super) fn draw(&self) -> String {
-        let caption = format!("<figcaption><b>{}</b> {}</figcaption>", escape(self.title), escape(self.caption));
-        let Some((x, y)) = self.scales() else {
-            return format!("<figure>{caption}<p class=\"none\">No step says this.</p></figure>\n");
+        let scales = self.scales();
+        let axis = if scales.as_ref().is_some_and(|(_, y)| y.is_log) { "; logarithmic axis" } else { "" };
+        let caption = format!("<figcaption><b>{}</b> {}{axis}</figcaption>", escape(self.title), escape(self.caption));
+        let Some((x, y)) = scales else {
+            return format!("<figure>{caption}<p class=\"none\">No step has this value.</p></figure>\n");
         };
         let mut svg = String::new();
         self.grid(&mut svg, &x, &y);
@@ -93,7 +95,7 @@ impl Chart<'_> {
         svg.push_str("</svg>\n");
         self.end_labels(&mut svg, &y);
         self.best_label(&mut svg, &x, &y);
-        let label = format!("{}: {}", self.title, self.caption);
+        let label = format!("{}: {}{axis}", self.title, self.caption);
         format!(
             "<figure>{caption}<div class=\"plot\"><svg class=\"chart\" xmlns=\"http://www.w3.org/2000/svg\" role=\"img\" aria-label=\"{}\" \
              width=\"100%\" height=\"100%\" data-x=\"{} {}\" data-y=\"{} {} {}\">\n{svg}</svg></div></figure>\n",
@@ -289,10 +291,14 @@ mod tests {
             let runs = vec![ChartRun { run: 0, curve, is_exact: false, dots: None, marks: vec![] }];
             Chart { title: "Loss <", caption: "c", axis: ValueAxis::Fitted, runs }.draw()
         };
-        assert!(draw(&curve).contains("No step says this."));
+        assert!(draw(&curve).contains("No step has this value."));
         curve.push(1.0, 2.0);
         let drawn = draw(&curve);
         assert!(drawn.contains("d=\"M500.0,500.0h0\"") && drawn.contains("Loss &lt;") && !drawn.contains("NaN"), "{drawn}");
+        assert!(drawn.contains("<b>Loss &lt;</b> c</figcaption>") && drawn.contains("aria-label=\"Loss &lt;: c\""), "{drawn}");
+        curve.push(2.0, 200.0);
+        let drawn = draw(&curve);
+        assert!(drawn.contains("</b> c; logarithmic axis</figcaption>") && drawn.contains("Loss &lt;: c; logarithmic axis\""), "{drawn}");
     }
 
     #[test]

@@ -34,7 +34,7 @@ const RUNS_MAX: usize = 6;
 /// written.
 pub(crate) fn write_report(paths: &[PathBuf], out: &Path, with_samples: bool) -> Result<()> {
     if paths.len() > RUNS_MAX {
-        return Err(Error::usage(format_args!("report: {} runs, at most {RUNS_MAX} can be told apart on one page", paths.len())));
+        return Err(Error::usage(format_args!("report: {} runs, at most {RUNS_MAX} can be distinguished on one page", paths.len())));
     }
     let file = ResultFile::open(out, &REPORT)?;
     let mut runs = paths.iter().map(|path| PastRun::read(path)).collect::<Result<Vec<_>>>()?;

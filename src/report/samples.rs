@@ -24,10 +24,10 @@ pub(super) struct DataSamples(std::result::Result<Vec<ShownDocument>, String>);
 impl DataSamples {
     /// Reads the samples of the run of `setup`. An error appears on the page, because the rest of the report does not need the samples.
     pub(super) fn of(setup: Option<&RunSetup>) -> Self {
-        let setup = setup.ok_or_else(|| "nothing says with which settings it was read".to_string());
+        let setup = setup.ok_or_else(|| "no record has the settings of the data".to_string());
         Self(setup.and_then(|setup| match read(setup) {
             Ok(documents) if documents.is_empty() => Err(textless(&setup.settings["data"]).into()),
-            read => read.map_err(|cause| format!("{cause}; paths are those of the run's settings")),
+            read => read.map_err(|cause| format!("{cause}; the paths come from the settings of the run")),
         }))
     }
 
@@ -41,7 +41,7 @@ impl DataSamples {
         match &self.0 {
             Err(cause) => format!("<p class=\"none\">No samples of the data: {}.</p>\n", escape(cause)),
             Ok(documents) => {
-                let legend = "<p class=\"note\">The first documents, as the model reads them: <mark>trained</mark>, and read only.</p>\n";
+                let legend = "<p class=\"note\">The first documents, as the model reads them; <mark>trained text</mark> is marked.</p>\n";
                 legend.to_string() + &documents.iter().map(|document| draw(document, row_tokens)).collect::<String>()
             }
         }

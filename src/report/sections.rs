@@ -109,7 +109,7 @@ fn comparison(runs: &[PastRun]) -> String {
     };
     let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
     let about = |run: &PastRun| format!("<p class=\"what\">{}</p>\n", escape(verdict::subject(run)));
-    let head = ["Run", "Loss, last step", "Best evaluation", "Tokens", "Tokens/s", "Time in steps", "Progress", "What bound it"];
+    let head = ["Run", "Loss, last step", "Best evaluation", "Tokens", "Tokens/s", "Time in steps", "Progress", "Bottleneck"];
     format!("{}{}", table(&head, &rows), each(runs, about))
 }
 
@@ -240,7 +240,7 @@ fn step_shares(run: &PastRun) -> String {
         (name, ms, words)
     };
     let parts: Vec<_> = verdict::time_shares(history).into_iter().map(part).collect();
-    or_none(stacked_bar("Mean over all steps", &parts), "No step says how long it took.")
+    or_none(stacked_bar("Mean over all steps", &parts), "No step has a duration.")
 }
 
 fn or_none(drawn: String, none: &str) -> String {
@@ -248,7 +248,7 @@ fn or_none(drawn: String, none: &str) -> String {
 }
 
 fn memory(run: &PastRun) -> String {
-    let Some(memory) = &run.history.memory else { return or_none(String::new(), "Nothing says how much memory was planned.") };
+    let Some(memory) = &run.history.memory else { return or_none(String::new(), "The planned memory is unknown.") };
     let bar = |place: &str, classes: &BTreeMap<String, u64>| {
         let mut classes: Vec<_> = classes.iter().collect();
         classes.sort_by_key(|(_, bytes)| std::cmp::Reverse(**bytes));
@@ -274,7 +274,7 @@ fn measured_memory(run: &PastRun) -> String {
 
 fn two_steps(run: &PastRun) -> String {
     let drawn = run.drawn_steps.iter().zip(["Typical", "Slowest"]).map(|(step, what)| step.draw(what));
-    let drawn = or_none(drawn.collect(), "No trace.json in the output directory tells of three whole steps.");
+    let drawn = or_none(drawn.collect(), "No trace.json in the output directory has three whole steps.");
     drawn + if run.has_timeline { WHOLE_TIMELINE } else { "" }
 }
 
@@ -294,22 +294,22 @@ fn speculation(runs: &[PastRun]) -> String {
         .copied()
         .collect();
     let rows: Vec<_> = runs.iter().enumerate().map(row).collect();
-    let note = "The optimizer steps a bucket of parameters before the gradient norm is known; where that changes the step, it is rolled back \
-                and done again. The weights are the same bits either way.";
+    let note = "The optimizer steps a bucket of parameters before the gradient norm is known; if the norm changes the step, the bucket \
+        is rolled back and stepped again. The weights are bit-identical either way.";
     format!("{}<p class=\"note\">{note}</p>\n", table(&head, &rows))
 }
 
 fn data(run: &PastRun) -> String {
     let samples = run.samples.as_ref().map_or(String::new(), |samples| samples.draw(run.setting("seq_length").as_u64()));
     let counts = run.history.data().map_or(String::new(), data_counts);
-    or_none(counts, "Nothing says what the data was.") + &samples
+    or_none(counts, "The data is unknown.") + &samples
 }
 
 fn data_counts(data: DataRecord) -> String {
     let share = |part: u64, all: f64| format!("{} ({:.1} %)", number(part as f64), 100.0 * part as f64 / all.max(1.0));
     let (rows, row_tokens) = (data.rows as f64, data.row_tokens as f64);
     let counts = [
-        ("Documents", if data.documents > 0 { number(data.documents as f64) } else { "token files do not say".into() }),
+        ("Documents", if data.documents > 0 { number(data.documents as f64) } else { "not known (token files)".into() }),
         ("Tokens", number(data.tokens as f64)),
         ("Trained tokens", share(data.trained_tokens, data.tokens as f64)),
         ("Rows", format!("{} of {} tokens", number(rows), number(row_tokens))),
@@ -319,7 +319,7 @@ fn data_counts(data: DataRecord) -> String {
     let part = |(limit, &count): (&u64, &u64)| (format!("up to {limit}"), count as f64, number(count as f64));
     let lengths: Vec<_> = data.up_to.iter().take(16).map(part).collect();
     let counts: Vec<_> = counts.into_iter().map(|(name, value)| vec![name.into(), value]).collect();
-    table(&["Of the data", ""], &counts) + &became + &stacked_bar("Documents by their length in tokens", &lengths)
+    table(&["Property", ""], &counts) + &became + &stacked_bar("Documents by their length in tokens", &lengths)
 }
 
 fn checkpoints(run: &PastRun) -> String {
@@ -341,7 +341,7 @@ fn settings(runs: &[PastRun]) -> String {
     let rows: Vec<_> = requested::unusual(runs).into_iter().map(row).collect();
     let names = runs.iter().map(|run| if runs.len() > 1 { run.name.as_str() } else { "This run" });
     let head: Vec<_> = ["Setting", "Default"].into_iter().chain(names).collect();
-    if rows.is_empty() { or_none(String::new(), "None is known to differ from its default.") } else { table(&head, &rows) }
+    if rows.is_empty() { or_none(String::new(), "No setting is known to differ from its default.") } else { table(&head, &rows) }
 }
 
 fn code(text: &str) -> String {
@@ -365,7 +365,7 @@ fn machine(runs: &[PastRun]) -> String {
 fn facts(run: &PastRun) -> String {
     let facts = &run.history.facts;
     if facts.is_null() {
-        return "<p class=\"note\">This run did not write down which machine and which build it had.</p>\n".into();
+        return "<p class=\"note\">This run has no record of its machine and build.</p>\n".into();
     }
     let word = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
     let (build, machine) = (&facts["build"], &facts["machine"]);
@@ -399,8 +399,9 @@ fn plan(plan: &Value) -> String {
 }
 
 fn command(run: &PastRun) -> String {
-    let Some(command) = requested::command(run) else { return or_none(String::new(), "No checkpoint says with which settings.") };
-    let note = "Paths are from where the command was given. The same build, data and command give the same bits.";
+    let Some(command) = requested::command(run) else { return or_none(String::new(), "No checkpoint has the settings.") };
+    let note = "Paths are relative to the directory in which the command was given. The same build, data and command give bit-identical \
+        weights.";
     format!("<pre>{}</pre><button hidden>Copy</button>\n<p class=\"note\">{note}</p>\n", html::escape_whole(&command))
 }
 

@@ -241,18 +241,18 @@ impl fmt::Display for SearchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let best = &self.best;
         writeln!(f, "{} of {} parameters on {}", self.model.config, Count(self.model.params), self.hardware.machine)?;
-        writeln!(f, "fits; {} candidates simulated, {} that do not fit", self.candidates, self.unfit)?;
+        writeln!(f, "fits; {} candidates simulated, {} did not fit", self.candidates, self.unfit)?;
         writeln!(f, "\nchosen       {}", best.flags())?;
         writeln!(
             f,
-            "  step       {:.1} ms, {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with what is recomputed",
+            "  step       {:.1} ms, {:.0} tokens/s, {:.1} model TFLOP/s, {:.1} with recomputation",
             best.step_ms, best.tokens_per_second, best.model_tflops, best.hardware_tflops
         )?;
         let hardly = (1.0 - WORTH) * 1e2;
-        let how = format!("plans are compared by this, and {hardly:.1} % less is worth no flag");
+        let how = format!("used to rank plans; gains below {hardly:.1} % keep the defaults");
         writeln!(f, "  mean       {:.1} ms if one step in ten is clipped; {how}", best.mean_step_ms)?;
         let (cpu_ms, transfer_ms) = (best.exposed_cpu_ms, best.exposed_transfer_ms);
-        writeln!(f, "  exposed    of the mean {cpu_ms:.1} ms to the optimizer, {transfer_ms:.1} ms to copies")?;
+        writeln!(f, "  exposed    {cpu_ms:.1} ms of the mean waiting for the optimizer, {transfer_ms:.1} ms for copies")?;
         let shares: Vec<_> = self.busy.iter().map(|busy| format!("{} {:.0} %", busy.what, busy.share * 1e2)).collect();
         writeln!(f, "  busy       {}", shares.join(", "))?;
         self.alternatives.iter().enumerate().try_for_each(|(i, other)| {
@@ -265,7 +265,7 @@ impl fmt::Display for SearchReport {
             let note = if what.changes_plan { ", with another plan" } else { "" };
             writeln!(f, "  {:<56} {:.1} ms ({:+.1} %){note}", what.change, what.step_ms, (what.step_ms / best.step_ms - 1.0) * 1e2)
         })?;
-        writeln!(f, "\nlargest that fits, the rest unchanged")?;
+        writeln!(f, "\nlargest that fits, with the other settings unchanged")?;
         let Limits { batch, seq_length, seq_length_is_the_models, layers, params } = self.limits;
         let why = if seq_length_is_the_models { " (the model has no more positions)" } else { "" };
         writeln!(f, "  batch      {batch} sequences\n  sequence   {seq_length} tokens, batch 1{why}")?;
@@ -283,9 +283,9 @@ impl fmt::Display for BreakEven {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.tokens {
             Some(tokens) => {
-                write!(f, "break-even   with every state on the CPUs the GPU waits for the optimizer below {tokens} tokens a micro-step")?
+                write!(f, "break-even   with every state on the CPUs, the GPU waits for the optimizer below {tokens} tokens a micro-step")?
             }
-            None => write!(f, "break-even   with every state on the CPUs the GPU waits for the optimizer at every batch that fits")?,
+            None => write!(f, "break-even   with every state on the CPUs, the GPU waits for the optimizer at every batch that fits")?,
         }
         write!(
             f,

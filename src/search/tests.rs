@@ -271,7 +271,7 @@ fn products_of_experts_take_their_own_rate() {
     let lines = |plan: &str| plan.lines().filter(|line| line.starts_with("  experts ")).count();
     assert_eq!((lines(&output), lines(&message)), (1, 2), "who multiplies, and what is assumed of that: {message}");
     assert!(
-        message.contains("  experts     products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 does not say"),
+        message.contains("  experts     products of experts at 55 % of the rate of single ones, assumed: h200-pcie5 has no measured rate"),
         "{message}"
     );
     let [(fast, _), (assumed, message)] = [Some(2e14), None].map(|rate| step(&model("llama-8b", 4), rate));

@@ -53,7 +53,8 @@ pub(crate) fn simulate(
     };
     let window_ns = timed.window_ns.clone();
     if window_ns.end >= CLOCK_MAX_NS as u64 {
-        let cause = format!("they take more than 31 years: a rate of the hardware profile {name} is too low, or a time of it too long");
+        let cause =
+            format!("they take more than 31 years: the hardware profile {name} has a rate that is too low, or a time that is too long");
         return Err(Error::resource("simulate steps", cause));
     }
     Ok((timed.outcome(shape, plan, peak, &tracks), tracks, window_ns))

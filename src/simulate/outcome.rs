@@ -181,10 +181,10 @@ impl fmt::Display for Outcome {
         writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, of_a_large_product(speed.model_share))?;
         writeln!(f, "  hardware     {:.3} TFLOP/s{}", speed.hardware_tflops, of_a_large_product(speed.hardware_share))?;
         let ExposedTime { cpu_ms, transfer_ms, peer_ms, peer_rank, device_busy_share } = self.exposed;
-        let peers = peer_rank.map_or(String::new(), |rank| format!(", {peer_ms:.1} ms to other ranks (rank {rank}, the longest)"));
+        let peers = peer_rank.map_or(String::new(), |rank| format!(", {peer_ms:.1} ms for other ranks (rank {rank}, the longest)"));
         writeln!(
             f,
-            "  device busy  {:.1} %; exposed {cpu_ms:.1} ms to the optimizer, {transfer_ms:.1} ms to copies{peers}",
+            "  device busy  {:.1} %; exposed {cpu_ms:.1} ms waiting for the optimizer, {transfer_ms:.1} ms for copies{peers}",
             device_busy_share * 1e2
         )?;
         writeln!(f, "  link         {:.2} GB/s out, {:.2} GB/s in over the step", link.d2h_gb_per_s, link.h2d_gb_per_s)?;

@@ -141,18 +141,18 @@ fn refusal(foreign: &[ForeignEntry], output_dir: &Dir, settings: &Settings) -> E
     let ForeignEntry { dir, name, owned } = &foreign[0];
     let more = match foreign.len() - 1 {
         0 => String::new(),
-        more => format!(" (and so with {more} more there)"),
+        more => format!(" (and {more} more there)"),
     };
     let other = match owned.pattern {
-        pattern if pattern == EVENTS.pattern => ", or say --report-to none",
+        pattern if pattern == EVENTS.pattern => ", or use --report-to none",
         pattern if pattern == TRACE.pattern => ", or another file for the timeline with --trace",
         _ => "",
     };
     let in_a_run = is_of_a_run(output_dir).unwrap_or(false) && settings.resume_from_checkpoint.is_none();
-    let resume = if in_a_run { "; --resume-from-checkpoint auto renames it and goes on" } else { "" };
+    let resume = if in_a_run { "; --resume-from-checkpoint auto renames it and continues" } else { "" };
     let (path, kind) = (dir.join(name), owned.kind);
     let remedy = format_args!("move it away, or name another --output-dir{other}{resume}");
-    Error::usage(format_args!("{}: not a {kind} of this program, and the run needs its name{more}; {remedy}", path.display()))
+    Error::usage(format_args!("{}: not a {kind} of this program, but the run needs this name{more}; {remedy}", path.display()))
 }
 
 #[cfg(test)]

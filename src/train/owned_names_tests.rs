@@ -114,7 +114,7 @@ fn a_directory_that_is_no_run_s_is_refused_by_a_resume_too_and_names_that_are_no
     let resumed = Settings { resume_from_checkpoint: Some(Resume::Auto), ..Settings::default() };
     let refused = claim(&dir, &resumed, &mut RecordingObserver::default()).unwrap_err().to_string();
     assert!(refused.contains("tb: not a folder of events of this program") && refused.contains("--report-to none"), "{refused}");
-    assert!(refused.contains("and so with 1 more there") && !refused.contains("auto"), "{refused}");
+    assert!(refused.contains("and 1 more there") && !refused.contains("auto"), "{refused}");
     fs::create_dir(tmp.path().join("checkpoint-4")).unwrap();
     claim(&dir, &resumed, &mut RecordingObserver::default()).unwrap();
     assert!(tmp.path().join("tb.foreign-1").exists() && tmp.path().join("trace.json.foreign-1").exists());

@@ -62,7 +62,7 @@ fn of_data(settings: &Settings) -> Result<(Packing, String)> {
     let evaluated = files::find_files(&settings.eval_data).map_err(|error| named_by("--eval-data", error))?;
     let all = [data.as_slice(), &evaluated].concat();
     Ok(match all.iter().find(|path| !files::is_text(path)) {
-        Some(ids) => (Packing::Wrapped, format!("{} does not say where its documents end", ids.display())),
+        Some(ids) => (Packing::Wrapped, format!("{} does not mark where documents end", ids.display())),
         None => (Packing::Bfd, format!("the records of {} stay whole", answers.display())),
     })
 }

@@ -49,8 +49,11 @@ fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<St
     }
     let target = next_free(output_dir)?;
     names.iter().try_for_each(|name| output_dir.rename_into(name, &target, name))?;
-    let what =
-        if step == 0 { "the earlier run that was here".into() } else { format!("checkpoints after step {step}, where this run goes on") };
+    let what = if step == 0 {
+        "the earlier run that was here".into()
+    } else {
+        format!("checkpoints after step {step}, from which this run continues")
+    };
     Ok(Some(format!("moved to {}: {what}{}", target.path().display(), size_of_all(output_dir)?)))
 }
 

@@ -33,14 +33,14 @@ impl Prompts {
         let Some(path) = &settings.prompts else { return Ok(None) };
         let refuse = |cause: String| Err(Error::usage(format!("--prompts {}: {cause}", path.display())));
         if settings.eval_data.is_empty() && settings.eval_split.is_none() {
-            return refuse("text is written at evaluations: name what to evaluate on, --eval-data or --eval-split".into());
+            return refuse("needs --eval-data or --eval-split, since text is written at evaluations".into());
         }
         if settings.sequence_ranks > 1 {
             return refuse("not with --sequence-ranks above 1; `superoffload sample` reads a checkpoint".into());
         }
         let lines = read(path).map_err(|error| named_by("--prompts", error))?;
         if !(1..=PROMPTS_MAX).contains(&lines.len()) {
-            return refuse(format!("{} prompts, a line each; allowed are 1 to {PROMPTS_MAX}", lines.len()));
+            return refuse(format!("{} prompts, one a line; must be from 1 to {PROMPTS_MAX}", lines.len()));
         }
         let sampling = Sampling { max_new_tokens: NEW_TOKENS, temperature: 0.0, seed: 0 };
         let sampler = TextSampler::new(tokenizer, &lines, sampling, &StopFlag::default())?;

@@ -49,7 +49,7 @@ impl RecordedRun {
     pub(crate) fn resumed(&self, flags: TrainOptions) -> Result<TrainOptions> {
         for flag in ["output_dir", "resume_from_checkpoint"] {
             if flags.explicit_flags().contains(&flag) {
-                let cause = "resume goes on from the directory that it is given; leave the flag out";
+                let cause = "resume continues from the directory in its argument; leave the flag out";
                 return Err(Error::usage(format!("--{}: {cause}", describe::flag_name(flag))));
             }
         }

@@ -155,7 +155,7 @@ impl PlanWatch {
         if !now.is_clipped_as(before) {
             let [before, now] = [before, now].map(|observed_rates| observed_rates.clipped_share * 1e2);
             return ReplanStep::Note(format!(
-                "what the plan gained cannot be told: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
+                "the gain of the new plan is unknown: {before:.0} % of steps were clipped before, {now:.0} % since; {times}"
             ));
         }
         if now.step_s <= before.step_s {
@@ -164,7 +164,7 @@ impl PlanWatch {
         // The assumptions are wrong: a search based on them finds nothing better.
         self.assumed = Some(*before);
         (self.rest, self.rests_until) = (REST_STEPS_MAX, step + REST_STEPS_MAX);
-        self.move_to(format!("the one before, since this one gained nothing: {times}"), plan)
+        self.move_to(format!("the previous one, since this one gained nothing: {times}"), plan)
     }
 }
 

@@ -116,7 +116,7 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
     expect_same_order(&settings_now, &packing::completed(&trainer.settings))?;
     if let missing @ [_, ..] = identity::unknown(then).as_slice() {
         let (dir, format, missing) = (loaded.dir().display(), loaded.manifest().format_version, missing.join(", "));
-        observer.warn(&format!("{dir}: this checkpoint (format {format}) does not say what it was made with; not compared: {missing}"));
+        observer.warn(&format!("{dir}: this checkpoint (format {format}) has no record of {missing}, which is not compared"));
     }
     let changes = identity::changes(then, &now);
     accept_changes(settings, &changes, observer)?;
@@ -170,15 +170,15 @@ fn order_word(value: &Value) -> String {
 fn accept_changes(settings: &Settings, changes: &[(RunPart, String)], observer: &mut dyn Observer) -> Result<()> {
     for (part, change) in changes {
         let part_name = part.name();
-        let are_not = if *part == RunPart::Moments { "are not" } else { "is not" };
+        let differ = if *part == RunPart::Moments { "differ" } else { "differs" };
         if !settings.allow_changed.contains(part) {
             let remedy = match part {
-                RunPart::Moments => "say --moments as it was, or --allow-changed moments, which converts them".into(),
-                _ => format!("--allow-changed {part_name} goes on nevertheless"),
+                RunPart::Moments => "use the former --moments, or --allow-changed moments, which converts them".into(),
+                _ => format!("use --allow-changed {part_name} to continue nevertheless"),
             };
-            return Err(Error::usage(format!("the {part_name} {are_not} the checkpoint's: {change}; {remedy}")));
+            return Err(Error::usage(format!("the {part_name} {differ} from the checkpoint's: {change}; {remedy}")));
         }
-        observer.warn(&format!("the {part_name} {are_not} the checkpoint's, as --allow-changed allows: {change}"));
+        observer.warn(&format!("the {part_name} {differ} from the checkpoint's, as --allow-changed allows: {change}"));
     }
     Ok(())
 }
@@ -190,10 +190,10 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
     }
     let (then, epoch) = (saved.sequences, saved.position.epoch);
     if !settings.allow_changed.iter().any(|part| [RunPart::Data, RunPart::Tokenizer].contains(part)) {
-        let remedy = "--allow-changed data begins it anew";
+        let remedy = "use --allow-changed data to restart the epoch";
         return Err(Error::usage(format!("the checkpoint was made on {then} sequences, the data has {sequences}; {remedy}")));
     }
-    observer.warn(&format!("the data had {then} sequences and has {sequences}: epoch {epoch} begins anew"));
+    observer.warn(&format!("the data had {then} sequences and has {sequences}: epoch {epoch} restarts"));
     Ok(DataPosition { epoch, next_sequence: 0 })
 }
 

@@ -64,7 +64,7 @@ pub(super) fn record_versions(versions: Vec<(&'static str, String)>, run: &mut R
     let then = run.get(COMPUTED_WITH).unwrap_or(&Value::Null);
     let changes = if then.is_null() { Vec::new() } else { differences(COMPUTED_WITH, then, &now) };
     if !changes.is_empty() {
-        observer.warn(&format!("{}: from here on bits may differ from those of a run without the change", changes.join(", ")));
+        observer.warn(&format!("{}: from here on results may differ from a run without the change", changes.join(", ")));
     }
     run.insert(COMPUTED_WITH.into(), now);
 }
@@ -125,7 +125,7 @@ fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Erro
     let shares = if shares == 1 { "1 gradient share".into() } else { format!("{shares} gradient shares") };
     let text = format!("{all}: the checkpoint's steps have {} in {shares}", in_words(then.micro_batches));
     let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
-        Some(flags) => format!("say {flags} to cut steps otherwise, or use fewer devices"),
+        Some(flags) => format!("use {flags} to divide steps differently, or use fewer devices"),
         None => "use fewer devices".into(),
     };
     Error::usage(format!("{text}; {remedy}"))
@@ -158,8 +158,8 @@ fn expect_same_degree(settings: &Settings, then: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "the numerics is not the checkpoint's: {SEQUENCE_RANKS} was {then} and is {now}; use --sequence-ranks {then}, or --allow-changed \
-         numerics goes on nevertheless"
+        "the checkpoint was trained with {SEQUENCE_RANKS} = {then}, this run has {now}; use --sequence-ranks {then}, or --allow-changed \
+            numerics"
     )))
 }
 
@@ -234,7 +234,7 @@ mod tests {
         for versions in [on("580.65", None), on("580.65", Some("91600")), on("580.82", Some("91700")), on("580.82", None), Vec::new()] {
             record_versions(versions, &mut run, &mut messages);
         }
-        let message = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on bits may differ";
+        let message = "driver was \"580.65\" and is \"580.82\", cuDNN was \"91600\" and is \"91700\": from here on results may differ";
         assert!(messages.0.len() == 1 && messages.0[0].starts_with(message), "{:?}", messages.0);
         assert_eq!(run[COMPUTED_WITH], json!({}));
     }

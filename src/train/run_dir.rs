@@ -41,7 +41,7 @@ impl RunDir {
         let lock = RunLock::take(&dir)?;
         owned_names::claim(&dir, settings, observer)?;
         if !lock.is_supported() {
-            observer.warn(&format!("{}: this file system has no locks; two runs in it would destroy each other", path.display()));
+            observer.warn(&format!("{}: this file system has no locks; two runs in it would overwrite each other", path.display()));
         }
         // Where the parent cannot be opened, a directory that is removed stays so.
         let place = Dir::of(path).ok().flatten();
@@ -82,13 +82,13 @@ impl RunDir {
         if self.dir.is_removed()? {
             self.dir = self.make_again()?;
             self.lock = RunLock::take(&self.dir)?;
-            return Ok(Some(format!("{} was removed during the run: made again, without what was in it", self.path().display())));
+            return Ok(Some(format!("{} was removed during the run: created again, without its former files", self.path().display())));
         }
         if !self.lock.is_of(&self.dir)? {
             self.lock = RunLock::take(&self.dir)?;
         }
         let moved = self.dir.follow()?;
-        Ok(moved.map(|from| format!("{} was moved during the run, which goes on in {}", from.display(), self.path().display())))
+        Ok(moved.map(|from| format!("{} was moved during the run, which continues in {}", from.display(), self.path().display())))
     }
 
     /// Rejects a run if the disk has no room for its next checkpoint of `checkpoint_bytes`.
@@ -101,7 +101,7 @@ impl RunDir {
             return Ok(());
         }
         let text = |bytes| format!("{} ({bytes} bytes)", Bytes(bytes));
-        let cause = format!("it takes {}, {} are free; make room, or name another --output-dir", text(checkpoint_bytes), text(free));
+        let cause = format!("it needs {}, {} are free; make room, or name another --output-dir", text(checkpoint_bytes), text(free));
         Err(Error::resource(format_args!("find room for a checkpoint in {}", self.path().display()), cause))
     }
 

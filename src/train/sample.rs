@@ -34,26 +34,26 @@ const NEW_TOKENS_MAX: usize = 1 << 20;
 /// The options of `sample`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct SampleOptions {
-    /// The output directory of a run, whose newest good checkpoint is taken, or a checkpoint.
+    /// A checkpoint, or the output directory of a run for its newest good checkpoint.
     pub run: PathBuf,
 
-    /// Text that the model goes on from, through the run's chat template if it has one; may be given several times.
+    /// Prompt, rendered by the run's chat template if it has one; may be given several times.
     #[arg(long, value_name = "TEXT", required = true)]
     pub prompt: Vec<String>,
 
-    /// Tokens after which a text ends that has not ended by itself.
+    /// Maximum number of tokens of a text.
     #[arg(long, value_name = "N", default_value_t = 48)]
     pub max_new_tokens: usize,
 
-    /// 0 takes the likeliest token each time; 1 draws tokens as often as the model expects them.
+    /// Sampling temperature: 0 takes the most probable token, 1 samples from the model's distribution.
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f64,
 
-    /// Seed of the tokens that are drawn.
+    /// Seed for sampling.
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
 
-    /// Device that computes [default: as in the run].
+    /// Device [default: as in the run].
     #[arg(long, value_enum)]
     pub device: Option<DeviceChoice>,
 
@@ -66,10 +66,10 @@ impl SampleOptions {
     fn sampling(&self) -> Result<Sampling> {
         let Self { max_new_tokens, temperature, seed, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {
-            return Err(Error::usage(format!("--temperature {temperature}: allowed is 0 or a number above it")));
+            return Err(Error::usage(format!("--temperature {temperature}: must be at least 0")));
         }
         if !(1..=NEW_TOKENS_MAX).contains(&max_new_tokens) {
-            return Err(Error::usage(format!("--max-new-tokens {max_new_tokens}: allowed is 1 to {NEW_TOKENS_MAX}")));
+            return Err(Error::usage(format!("--max-new-tokens {max_new_tokens}: must be from 1 to {NEW_TOKENS_MAX}")));
         }
         Ok(Sampling { max_new_tokens, temperature, seed })
     }

@@ -246,7 +246,7 @@ impl<D: Kernels> Session<D> {
                 return Ok(());
             }
             Err(error) => {
-                observer.warn(&format!("no other plan is looked for from here on: {error}"));
+                observer.warn(&format!("the search for faster plans ends here: {error}"));
                 return Ok(());
             }
         };
@@ -261,7 +261,7 @@ impl<D: Kernels> Session<D> {
                 self.plan = self.plan.with_placement_of(plan);
             }
             Some(error) => {
-                observer.warn(&format!("step {}: the plan stays, and no other is looked for from here on: {error}", steps.0));
+                observer.warn(&format!("step {}: the plan stays, and the search for faster plans ends here: {error}", steps.0));
                 self.replanner = Replanner::Off;
             }
         }

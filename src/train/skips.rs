@@ -72,7 +72,7 @@ impl Skips {
             format!("train: nothing was learned in {steps} steps"),
             format!(
                 "from step {first} on, gradients are not finite, and the steps were skipped (--max-skipped-steps {limit}); lower \
-                 --learning-rate or look at the data, and go on with --resume-from-checkpoint {from}"
+                    --learning-rate or check the data, and resume with --resume-from-checkpoint {from}"
             ),
         ))
     }

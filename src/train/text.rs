@@ -97,7 +97,7 @@ pub(crate) fn warning(settings: &Settings, tokenizer: &Tokenizer, dataset: &Data
         Packing::Auto | Packing::Wrapped => "are joined without a token between them",
         Packing::Bfd | Packing::Off => "have no token after them that would be learned as their end",
     };
-    unmarked.then(|| format!("{documents} documents {lack}, for none is known; --eos-token TOKEN names one"))
+    unmarked.then(|| format!("{documents} documents {lack}, because no end-of-text token is known; set one with --eos-token TOKEN"))
 }
 
 /// `settings`, with the choices of the checkpoint where flags are not set.
@@ -135,7 +135,7 @@ fn expect_same(settings: &Settings, saved: &Value, keys: &[&str]) -> Result<()> 
         let (then, now) = (saved.get(key).or((key == "add_bos").then_some(&without_bos)), &now[key]);
         if let Some(then) = then.filter(|&then| then != now) {
             let flag = describe::flag_name(key);
-            let cause = "the data position would mean other tokens; resume as it was, or start anew";
+            let cause = "the data position would mean other tokens; use the former value, or start a new run";
             return Err(Error::usage(format!("--{flag} was {then} when the checkpoint was made and is {now} now: {cause}")));
         }
     }
@@ -167,7 +167,7 @@ fn find(settings: &Settings, shape: &ModelShape, known: &KnownSources, rules: Ar
     let files = known.find_files(&settings.data)?;
     if !files.is_empty() && !files.iter().any(|file| files::is_text(file)) {
         let requested = end_of_text.is_some() || settings.add_bos == AddBos::Yes;
-        let useless = "--eos-token and --add-bos: the data are token ids, between which nothing is put";
+        let useless = "--eos-token and --add-bos: not available for token ids, between which no token is inserted";
         return if requested { Err(Error::usage(useless)) } else { Ok(Tokenizer::absent(rules)) };
     }
     let (TokenizerChoice::Auto, Some(dir)) = (settings.tokenizer, dir) else {

@@ -39,51 +39,51 @@ const FULL_CASE_BYTES: usize = 1 << 30;
 /// Cases to run, and on what: the CPU device with other settings than the reference has, and the GPU if there is one.
 #[derive(clap::Args, Debug)]
 pub struct Request {
-    /// Only cases whose name holds one of these: kernels, training, "kernels/matmul Tn bfloat16".
+    /// Run only cases with one of these texts in their names: kernels, training, "kernels/matmul Tn bfloat16".
     #[arg(value_name = "CASE")]
     cases: Vec<String>,
 
-    /// No case whose name holds this; can be given again.
+    /// Skip cases with this text in their names; may be given several times.
     #[arg(long, value_name = "CASE")]
     skip: Vec<String>,
 
-    /// Only this device.
+    /// Test only this device.
     #[arg(long, value_enum)]
     device: Option<Tested>,
 
-    /// Who computes attention on the GPU.
+    /// Implementation of attention on the GPU.
     #[arg(long, value_enum, default_value_t = GpuAttention::Cudnn)]
     attention: GpuAttention,
 
-    /// Who computes products of experts on the GPU [default: cuBLASLt where it can, as in training].
+    /// Implementation of expert matrix products on the GPU [default: cuBLASLt where supported, as in training].
     #[arg(long, value_enum)]
     expert_products: Option<ExpertProducts>,
 
-    /// Look for NVIDIA's libraries here first.
+    /// Directory to search first for NVIDIA's libraries.
     #[arg(long, value_name = "DIR")]
     cuda_libraries: Option<PathBuf>,
 
-    /// Only kernels that every GPU since Ampere takes.
+    /// Test only the kernels that every GPU since Ampere supports.
     #[arg(long)]
     portable: bool,
 
-    /// No GPU is an error.
+    /// Fail if there is no GPU.
     #[arg(long)]
     require_gpu: bool,
 
-    /// The sizes of real workloads and 200 steps of training, which a GPU gets anyway, on the CPU device, too.
+    /// Use the sizes of real workloads and 200 training steps on the CPU device, too, as on a GPU.
     #[arg(long)]
     full: bool,
 
-    /// Neither on the GPU, as for a tool that slows every kernel down.
+    /// Use small sizes on the GPU, too, for a tool that slows kernels down.
     #[arg(long)]
     small: bool,
 
-    /// Other inputs.
+    /// Seed of the inputs.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
-    /// A line for every case that passes, too.
+    /// Print a line for passed cases, too.
     #[arg(long)]
     verbose: bool,
 

@@ -11,23 +11,23 @@ const COUNTED: [(&str, &[&str]); 3] = [
     ("tell, say or hear", &["tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard"]),
 ];
 /// Most of them for each 1000 words of pages and of docstrings.
-const OF_PAGES: [f64; 3] = [2.0, 1.0, 1.0];
+pub(super) const OF_PAGES: [f64; 3] = [2.0, 1.0, 1.0];
 /// Most of them for each 1000 words of comments.
 const OF_COMMENTS: [f64; 3] = [4.0, 1.5, 2.0];
 /// Beginnings of a doc comment that name no subject.
 const HEADLESS: [&str; 7] = ["What", "Whose", "Of its", "As there", "The same", "Those", "That"];
 
-fn read(path: &Path) -> String {
+pub(super) fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()))
 }
 
 /// Words of `text`: runs of letters and apostrophes.
-fn words(text: &str) -> impl Iterator<Item = &str> {
+pub(super) fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !(c.is_ascii_alphabetic() || c == '\'')).filter(|word| !word.is_empty())
 }
 
 /// Complaints about `text`, which is `name`, where a kind of word is more frequent than `bounds` allow.
-fn complaints(name: &str, text: &str, bounds: [f64; 3]) -> Vec<String> {
+pub(super) fn complaints(name: &str, text: &str, bounds: [f64; 3]) -> Vec<String> {
     let all = words(text).count().max(1) as f64;
     let count = |kind: &[&str]| words(text).filter(|word| kind.contains(&word.to_ascii_lowercase().as_str())).count() as f64;
     let rates = COUNTED.iter().map(|(kind, listed)| (kind, 1000.0 * count(listed) / all));
@@ -36,7 +36,7 @@ fn complaints(name: &str, text: &str, bounds: [f64; 3]) -> Vec<String> {
 }
 
 /// `text` without its parts from `open` to `close`, for each of which `instead` stands.
-fn without(text: &str, open: &str, close: &str, instead: &str) -> String {
+pub(super) fn without(text: &str, open: &str, close: &str, instead: &str) -> String {
     let (mut out, mut rest) = (String::new(), text);
     while let Some((before, behind)) = rest.split_once(open) {
         let Some((_, after)) = behind.split_once(close) else { break };

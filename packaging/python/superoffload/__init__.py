@@ -38,7 +38,7 @@ __all__ = ["Interrupted", "Metrics", "Run", "TrainError", "UsageError", "doctor"
 
 OUTPUT_DIR = "runs/train"
 
-DOES_NOT_FIT = re.compile(r"plan [\d.]+ \w+ of \w+ memory for ")
+DOES_NOT_FIT = re.compile(r"not enough (device|host) memory: ")
 """Beginning of the program's error message for insufficient memory."""
 
 

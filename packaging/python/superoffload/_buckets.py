@@ -18,8 +18,8 @@ ARRAYS = ("exp_avg", "exp_avg_sq", "param")
 """Names of the arrays in a parameter's state."""
 
 GONE = (
-    "this gradient has gone to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out GradScaler and whatever else reads more of "
-    ".grad after backward than a norm. Call backward() once for each of accumulation_steps before step(), drop gradients that no step takes by "
+    "this gradient was moved to the CPU: OffloadAdamW clips in step() by its max_grad_norm, so leave out GradScaler and any other code that reads "
+    "more of .grad after backward than a norm. Call backward() once for each of accumulation_steps before step(), discard gradients that no step uses with "
     "zero_grad() before the next backward(), and give checkpointed layers that share a parameter use_reentrant=False"
 )
 
@@ -116,7 +116,7 @@ class Part:
 
 @dataclass(eq=False)
 class Pending:
-    """A step whose weights are on their way to the device, but which has not been applied to the state yet."""
+    """A step that is not yet applied to the state, although its weights are on their way to the device."""
 
     update: Any
     parts: list[Part]
@@ -139,7 +139,7 @@ class Bucket:
     pending: Pending | None = None
     """The step that the state lacks. Only the worker thread accesses it."""
     arrived: list[Part] = field(default_factory=list)
-    """Parts whose gradients have left the device since the last step."""
+    """Parts with gradients that were copied from the device since the last step."""
     landed: Any = None
     """Event after which the gradients are on the host."""
     update: Any = None

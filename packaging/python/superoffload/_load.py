@@ -1,4 +1,4 @@
-"""`load_state_dict` for optimizers whose state has other formats than torch would choose. Torch's hooks run as usual."""
+"""`load_state_dict` for optimizers that store their state in other formats than torch would choose. Torch's hooks run as usual."""
 
 from __future__ import annotations
 

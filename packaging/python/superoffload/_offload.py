@@ -36,7 +36,7 @@ from ._load import LIVE, load_state
 from ._shards import ranks
 
 STAGES = 3
-"""Number of buckets whose new weights can be in flight between the CPU and the device at once, with `install_early`."""
+"""Number of buckets with new weights in flight between the CPU and the device at once, with `install_early`."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class OffloadStep:
     verdict: str
     """`commit`: gradients were used unchanged. `clip`: gradients were clipped. `skip`: a gradient was NaN or infinite, and nothing changed."""
     speculated: int
-    """Number of buckets whose new weights were computed before the verdict."""
+    """Number of buckets with new weights that were computed before the verdict."""
     redone: int
-    """Number of these buckets whose new weights had to be discarded."""
+    """Number of these buckets with new weights that had to be discarded."""
     waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     """Pairs of events of the device's stream, before and after it waited for weights."""
 

@@ -4,54 +4,54 @@ from os import PathLike
 from typing import Literal, TypedDict
 
 class Settings(TypedDict, total=False):
-    """What a run can be told."""
+    """Settings of a training run."""
 
     config: str | PathLike[str]
-    """TOML, YAML or JSON file whose keys are these flags; flags win [default: none]."""
+    """TOML, YAML or JSON file with these flags as keys; flags win [default: none]."""
     deepspeed: str | PathLike[str]
-    """Configuration of DeepSpeed; flags and the other file win [default: none]."""
+    """DeepSpeed configuration; flags and --config win [default: none]."""
     init: Literal["random", "checkpoint"]
-    """Where the first weights come from [default: checkpoint with --model, else random]."""
+    """Source of the initial weights [default: checkpoint with --model, else random]."""
     eval_data: str | PathLike[str] | Sequence[str | PathLike[str]]
-    """Files, directories, patterns or names to evaluate on; nothing is learned from them [default: none]."""
+    """Evaluation data: files, directories, patterns or hub names [default: none]."""
     eval_split: str | int | float
-    """Share or number of the data's documents to hold out and evaluate on [default: none]."""
+    """Fraction or number of the data's documents to hold out for evaluation [default: none]."""
     tokenizer: Literal["auto", "bytes"]
-    """Source of tokens: the model's tokenizer.json, or bytes [default: auto]."""
+    """Tokenizer: the model's tokenizer.json, or bytes [default: auto]."""
     eos_token: str | int | float
-    """The token between documents, as text or id [default: the one that the model's files name]."""
+    """The token between documents, as text or id [default: from the model's files]."""
     add_bos: Literal["auto", "yes", "no"]
-    """Begin each document with a token; auto is as the tokenizer does [default: auto]."""
+    """Begin each document with the begin-of-text token; auto follows the tokenizer [default: auto]."""
     data_format: Literal["auto", "text", "messages", "prompt-completion", "alpaca", "input-ids"]
     """Meaning of the columns of records; auto goes by their names [default: auto]."""
     columns: str | int | float | Sequence[str | int | float]
-    """The data's names of columns, as OURS=THEIRS, separated by commas [default: none]."""
+    """Column names of the data, as OURS=THEIRS, separated by commas [default: none]."""
     train_on: Literal["auto", "all", "completion", "assistant", "last"]
-    """Trained part of a record; auto: text whole, completions, answers of a chat [default: auto]."""
+    """Trained part of a record; auto: whole texts, completions, answers of chats [default: auto]."""
     chat_template: str | PathLike[str]
     """Chat template to use, a Jinja file [default: the model's]."""
     packing: Literal["auto", "wrapped", "bfd", "off"]
-    """Rows: of one stream, of whole documents packed best, or one document each [default: auto]."""
+    """Packing of rows: one stream of text, whole documents, or one document each [default: auto]."""
     overlong: Literal["auto", "truncate", "split", "drop"]
     """Handling of documents longer than a row; auto splits text, truncates records [default: auto]."""
     chat_template_name: str | int | float
-    """Which of the model's chat templates [default: the default one]."""
+    """Name of the chat template, if the model has several [default: the template named default]."""
     chat_template_kwargs: str | int | float
     """Variables of chat templates, as JSON: {"enable_thinking": false} [default: none]."""
     chat_date: str | int | float
-    """The day that chat templates are told [default: today, or the checkpoint's]."""
+    """Date that chat templates receive [default: today, or the checkpoint's]."""
     output_dir: str | PathLike[str]
-    """Where checkpoints and metrics go [default: runs/train]."""
+    """Output directory for checkpoints and metrics [default: runs/train]."""
     gpus: str | int | float
-    """GPUs that train together, of each process [default: 1]."""
+    """GPUs that train together, in each process [default: 1]."""
     sequence_ranks: int
-    """GPUs that share each sequence: tokens, and heads around attention [default: 1]."""
+    """Sequence-parallel degree (Ulysses): GPUs that share each sequence [default: 1]."""
     device: Literal["auto", "cpu", "cuda"]
-    """Machine that runs forward and backward [default: auto]."""
+    """Device for the forward and backward passes [default: auto]."""
     strategy: Literal["superoffload", "zero-offload", "no-offload"]
     """Set of offloading techniques [default: superoffload]."""
     rollback: Literal["deferred", "inverse"]
-    """How a failed speculation is undone [default: deferred]."""
+    """Method to undo a failed speculation [default: deferred]."""
     dtype: Literal["bfloat16", "float16", "float32"]
     """Format of weights and gradients on the device [default: bfloat16]."""
     matmul_dtype: Literal["bfloat16", "fp8"]
@@ -61,11 +61,11 @@ class Settings(TypedDict, total=False):
     processes: int
     """Processes that train together [default: the launcher's, else 1]."""
     process: int
-    """Which of the processes this is, from 0 [default: the launcher's, else 0]."""
+    """Number of this process, from 0 [default: the launcher's, else 0]."""
     rendezvous: str | int | float
-    """Where the processes meet: host and port of the first one [default: the launcher's]."""
+    """Host and port of process 0, to which the other processes connect [default: the launcher's]."""
     rendezvous_limit: int
-    """Seconds that a process waits for the others at the start [default: 600]."""
+    """Seconds that a process waits for the other processes at the start [default: 600]."""
     run_token_file: str | PathLike[str]
     """File with the secret of a run's processes [default: the variable SUPEROFFLOAD_RUN_TOKEN]."""
     transport: Literal["auto", "nccl", "tcp"]
@@ -81,9 +81,9 @@ class Settings(TypedDict, total=False):
     gradient_accumulation_steps: int
     """Micro-batches of an optimizer step on each GPU [default: one for each gradient share]."""
     gradient_shares: int
-    """Shares of a step, whose gradients are summed in float32 [default: the GPUs, or the checkpoint's]."""
+    """Partial gradient sums of a step, added in float32 [default: the GPUs, or the checkpoint's]."""
     gradient_group: int
-    """Shares in a row whose sum is rounded before all are added [default: none, or the checkpoint's]."""
+    """Partial sums in a group; the sum of each group is rounded [default: none, or the checkpoint's]."""
     seq_length: int
     """Tokens of a sequence [default: 1024]."""
     learning_rate: float
@@ -93,7 +93,7 @@ class Settings(TypedDict, total=False):
     warmup_steps: int
     """Steps of linear warm-up [default: 0]."""
     warmup_ratio: float
-    """Share of all steps that warms up, rounded up, where --warmup-steps is 0 [default: 0]."""
+    """Fraction of all steps for warm-up, rounded up, if --warmup-steps is 0 [default: 0]."""
     weight_decay: float
     """Decoupled weight decay; norms and biases have none [default: 0]."""
     adam_beta1: float
@@ -103,73 +103,73 @@ class Settings(TypedDict, total=False):
     adam_epsilon: float
     """Adam's epsilon [default: 1e-8]."""
     max_grad_norm: float
-    """Gradient norm above which gradients are clipped; 0 is never [default: 1]."""
+    """Gradient norm above which gradients are clipped; 0 disables clipping [default: 1]."""
     router_aux_loss_coef: float
-    """Factor on the loss that balances a router's experts; 0 adds none [default: 0]."""
+    """Coefficient of the load-balancing loss of routers; 0 disables it [default: 0]."""
     seed: int
     """Seed of random weights and of the data order [default: 42]."""
     logging_steps: int
     """Steps between log lines [default: 10]."""
     report_to: Literal["jsonl", "tensorboard", "none"] | Sequence[Literal["jsonl", "tensorboard", "none"]]
-    """Where steps are shown besides metrics.jsonl, separated by commas [default: tensorboard]."""
+    """Loggers of steps besides metrics.jsonl, separated by commas [default: tensorboard]."""
     eval_strategy: Literal["no", "steps", "epoch"]
-    """When to evaluate [default: steps with --eval-data or --eval-split]."""
+    """Schedule of evaluations [default: steps with --eval-data or --eval-split]."""
     eval_steps: int
     """Steps between evaluations [default: as --save-steps]."""
     eval_on_start: bool
     """Evaluate before the first step, too [default: false]."""
     prompts: str | PathLike[str]
-    """Prompts, a line each, after which the model writes text at each evaluation [default: none]."""
+    """Prompts, one a line; the model continues each of them at every evaluation [default: none]."""
     early_stopping_patience: int
-    """Evaluations in a row without a lower loss after which a run ends [default: none]."""
+    """Number of consecutive evaluations without a lower loss after which a run ends [default: none]."""
     early_stopping_threshold: float
-    """How much lower a loss must be to count for --early-stopping-patience [default: 0]."""
+    """Smallest decrease of the loss that counts for --early-stopping-patience [default: 0]."""
     save_steps: int
     """Steps between checkpoints [default: 500]."""
     save_total_limit: int
-    """Checkpoints kept, the newest ones; the best of evaluations stays beside them [default: all]."""
+    """Number of newest checkpoints to keep, besides the one with the best evaluation [default: all]."""
     max_skipped_steps: int
-    """Steps in a row with gradients that are not finite after which a run ends; 0 is never [default: 100]."""
+    """Consecutive steps with non-finite gradients after which a run ends; 0 is never [default: 100]."""
     stall_limit: int
-    """Seconds without progress after which a run tells why and ends; 0 is never [default: 300]."""
+    """Seconds without progress after which a run reports the cause and ends; 0 is never [default: 300]."""
     stop_signals: Literal["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"] | Sequence[Literal["TERM", "INT", "HUP", "USR1", "USR2", "XCPU"]]
     """Signals that save and end a run, separated by commas [default: TERM,INT,HUP,USR1,USR2,XCPU]."""
     resume_from_checkpoint: str | int | float
     """Checkpoint to continue from, `auto` for the newest good one [default: none]."""
     dry_run: bool
-    """Show the data and the plan, then end, without a step or a file [default: false]."""
+    """Show the data and the plan, then exit without training or writing files [default: false]."""
     allow_changed: Literal["model", "tokenizer", "data", "numerics", "moments"] | Sequence[Literal["model", "tokenizer", "data", "numerics", "moments"]]
-    """Parts that may differ from the checkpoint's, separated by commas [default: none]."""
+    """Parts of a run that may differ from the checkpoint, separated by commas [default: none]."""
     threads: int
     """Compute threads, and as many optimizer threads [default: one for each core]."""
     bucket_mib: float
     """Size of a bucket in MiB of 16-bit parameters [default: the plan decides]."""
     resident_buckets: str | int | float
-    """Tail buckets whose optimizer stays on the device [default: auto]."""
+    """Tail buckets with their optimizer states on the device [default: auto]."""
     activations: Literal["auto", "keep", "recompute-cheap", "recompute-block", "host-attention", "host"]
     """Activations that layers keep for their backward pass [default: auto]."""
     weights: Literal["auto", "replicated", "sharded", "fully-sharded", "flow"]
-    """Where layers' weights lie: on the device, or streamed from host memory [default: auto]."""
+    """Placement of layer weights: on the device, or streamed from host memory [default: auto]."""
     replan: Literal["auto", "off", "random"]
-    """Whether a run plans again where its steps leave what the plan assumed [default: auto]."""
+    """Replan during the run if steps differ from the plan's assumptions [default: auto]."""
     hardware: str | PathLike[str]
-    """Machine whose rates a GPU's plan rests on: auto, a profile's name or file [default: auto]."""
+    """Hardware profile with the rates for a GPU's plan: auto, a name or a file [default: auto]."""
     hbm_limit: str | int | float
-    """Use no more GPU memory than this, for example 80GiB [default: all that is free]."""
+    """Use no more GPU memory than this, for example 80GiB [default: all free memory]."""
     host_limit: str | int | float
-    """Use no more host memory than this, for example 1.5TiB [default: what is free, less a reserve]."""
+    """Use no more host memory than this, for example 1.5TiB [default: free memory, less a reserve]."""
     memory: Literal["pinned", "unified"]
     """Host memory of offloaded states; unified needs a GPU [default: pinned]."""
     huge_pages: Literal["auto", "explicit", "off"]
     """Page sizes of host memory [default: auto]."""
     attention: Literal["auto", "cudnn", "plain"]
-    """Who computes attention on a GPU [default: auto]."""
+    """Implementation of attention on a GPU [default: auto]."""
     expert_products: Literal["auto", "own", "cublaslt"]
-    """Who computes products of experts on a GPU [default: auto]."""
+    """Implementation of expert matrix products on a GPU [default: auto]."""
     nondeterministic: bool
     """Allow GPU kernels whose results may differ between runs in the last bit [default: false]."""
     cuda_libraries: str | PathLike[str]
-    """Look for NVIDIA's libraries here first [default: where the system looks]."""
+    """Directory to search first for NVIDIA's libraries [default: the system's search path]."""
     no_shuffle: bool
     """Take the sequences in file order [default: false]."""
     trace: str | PathLike[str]
@@ -189,4 +189,4 @@ class Settings(TypedDict, total=False):
     cast: Literal["auto", "device", "host"]
     """Side that converts gradients [default: auto]."""
     early_rows: Literal["auto", "on", "off"]
-    """Whether rows of a tied embedding that the batch does not use are stepped first [default: auto]."""
+    """Step the rows of a tied embedding first that the batch does not use [default: auto]."""

@@ -32,7 +32,7 @@ def groups_of(param: torch.Tensor, norm_group: Any) -> tuple[Any, ...]:
         return ()
     if norm_group == "auto":
         raise ValueError(
-            f"max_grad_norm: torch.distributed has {ranks()} ranks, and a plain parameter does not say whether each rank has a shard of it. "
+            f"max_grad_norm: torch.distributed has {ranks()} ranks, and a plain parameter does not show whether each rank has a shard of it. "
             "With FSDP1 pass norm_group=torch.distributed.group.WORLD, or the group that the model is sharded over; with DDP pass "
             "norm_group='replicated'; with DeepSpeed leave max_grad_norm out and set gradient_clipping in its configuration"
         )

@@ -715,7 +715,7 @@ class Refusals(unittest.TestCase):
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
         for read in (lambda: own[0].grad.sum(), lambda: scaler.unscale_(optimizer), lambda: backward(own, 1)):
-            with self.assertRaisesRegex(RuntimeError, r"gone to the CPU.*clips in step\(\) by its max_grad_norm.*use_reentrant=False"):
+            with self.assertRaisesRegex(RuntimeError, r"moved to the CPU.*clips in step\(\) by its max_grad_norm.*use_reentrant=False"):
                 read()
         optimizer.step()
         optimizer.zero_grad()

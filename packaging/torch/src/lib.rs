@@ -132,7 +132,7 @@ mod _cpu_adam {
         /// Steps the state as `before.commit(scale)` does, then does the work of `speculate`, in one pass over memory.
         fn commit_then_speculate(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
             if !self.request.follows(&before.request) {
-                return Err(PyValueError::new_err("commit_then_speculate: the step before is one of other arrays"));
+                return Err(PyValueError::new_err("commit_then_speculate: the previous step has other arrays"));
             }
             self.run(py, PassKind::CommitThenSpeculate { before: before.request.clone(), scale })
         }

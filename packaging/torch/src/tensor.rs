@@ -33,7 +33,7 @@ impl pyo3::FromPyObject<'_, '_> for Format {
             "float32" => Ok(Self::F32),
             "bfloat16" => Ok(Self::Bf16),
             "float16" => Ok(Self::F16),
-            other => Err(pyo3::exceptions::PyValueError::new_err(format!("no format of a tensor here: {other}"))),
+            other => Err(pyo3::exceptions::PyValueError::new_err(format!("unsupported format of a tensor: {other}"))),
         }
     }
 }
@@ -100,7 +100,7 @@ impl Tensor {
     /// Creates the tensor of the step that follows the step count at the given address.
     pub(crate) fn counted((index, addresses, formats, elems, first, count, group): Counted, groups: &[AdamHyper]) -> Result<Self, String> {
         if count == 0 || !count.is_multiple_of(4) {
-            return Err(format!("the count of steps of parameter {index} is no float32"));
+            return Err(format!("the step count of parameter {index} is not a float32"));
         }
         // SAFETY: the Python side owns the count, a float32 on the CPU.
         let steps = unsafe { read::<f32>(count, &(0..1)) }[0];

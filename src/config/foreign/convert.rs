@@ -81,12 +81,12 @@ impl Converted {
             };
             self.flags.push(set(flag, value.clone()));
             let fate = Fate::Used(vec![set(flag, value)], format!("the default of {}", self.program));
-            self.rows.push(ConvertedKey { key: (*flag).into(), value: "not said".into(), fate });
+            self.rows.push(ConvertedKey { key: (*flag).into(), value: "not set".into(), fate });
         }
         for (_, key, why) in
             rules::OTHERWISE.iter().filter(|(of, key, _)| *of == self.program && !entries.iter().any(|entry| entry.key == *key))
         {
-            self.rows.push(ConvertedKey { key: (*key).into(), value: "not said".into(), fate: Fate::Ignored((*why).into()) });
+            self.rows.push(ConvertedKey { key: (*key).into(), value: "not set".into(), fate: Fate::Ignored((*why).into()) });
         }
     }
 
@@ -100,7 +100,7 @@ impl Converted {
             }
             let before = self.flags.iter().find(|(name, _)| name == flag && !is_list(name));
             if before.is_some_and(|(_, before)| before != value) {
-                return Fate::Missing(format!("another key already says --{flag}"));
+                return Fate::Missing(format!("another key already sets --{flag}"));
             }
         }
         for (flag, value) in &flags {
@@ -205,7 +205,7 @@ impl Display for Fate {
                 let remark = if remark.is_empty() { String::new() } else { format!(" ({remark})") };
                 write!(f, "{}{remark}", flags.join(", "))
             }
-            Self::Holds => f.write_str("it is so anyway"),
+            Self::Holds => f.write_str("always so in this program"),
             Self::Ignored(why) | Self::Missing(why) => f.write_str(why),
         }
     }

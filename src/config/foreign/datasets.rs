@@ -34,11 +34,11 @@ fn fate(flag: &'static str, paths: Vec<DocumentNode>, columns: Vec<String>, caus
         return Fate::Missing(causes.join("; "));
     }
     if paths.is_empty() {
-        return Fate::Missing("no file or name is in it".into());
+        return Fate::Missing("it contains no file and no name".into());
     }
     let mut flags = vec![set(flag, NodeValue::List(paths))];
     flags.extend(columns.into_iter().map(|column| set("columns", NodeValue::Text(column))));
-    Fate::Used(flags, "formats are told from each file's columns".into())
+    Fate::Used(flags, "the format of each file is detected from its columns".into())
 }
 
 /// A data set of axolotl, or of TRL's mixtures.
@@ -56,9 +56,7 @@ fn one(entries: &[DocumentEntry], paths: &mut Vec<DocumentNode>, columns: &mut V
             ("path" | "data_files", _) | ("split", "train") | ("chat_template", "tokenizer_default") => None,
             ("train_on_eos", "turn" | "all") | ("roles_to_train", "assistant" | "gpt" | "assistant,gpt" | "gpt,assistant") => None,
             _ if entry.node.value == NodeValue::Null || WITHOUT_MEANING.contains(&entry.key.as_str()) => None,
-            ("type", _) if matches!(entry.node.value, NodeValue::Table(_)) => {
-                cause(entry, "say which column is which by columns: [OURS=THEIRS]")
-            }
+            ("type", _) if matches!(entry.node.value, NodeValue::Table(_)) => cause(entry, "map the columns with columns: [OURS=THEIRS]"),
             ("type", of) if TYPES.contains(&of.split('.').next().unwrap_or(of)) => None,
             ("field", column) => set_column(columns, "text", column),
             ("field_messages", column) => set_column(columns, "messages", column),
@@ -66,7 +64,7 @@ fn one(entries: &[DocumentEntry], paths: &mut Vec<DocumentNode>, columns: &mut V
             ("message_field_role" | "message_field_content", "role" | "from" | "content" | "value") => None,
             ("split", _) => cause(entry, "name the files of that part"),
             ("name", _) => cause(entry, "name the files of that configuration"),
-            _ => cause(entry, "no setting says the same"),
+            _ => cause(entry, "there is no equivalent setting"),
         };
         causes.extend(fault);
     }
@@ -138,7 +136,7 @@ impl LlamaFactoryData {
             return Err(format!("{name}: messages have role and content, or from and value"));
         }
         if entry["ranking"] == true {
-            return Err(format!("{name}: text is learned, not preferences"));
+            return Err(format!("{name}: preference training is not available"));
         }
         for (theirs, column) in entry["columns"].as_object().into_iter().flatten() {
             if let (Some(ours), Some(column)) = (column_of(theirs), column.as_str()) {

@@ -30,21 +30,21 @@ const RULES: &[(Program, &str, Rule)] = &[
     (Program::Axolotl, "chat-template-jinja", Missing("put the template into a file, and name that: chat_template: FILE.jinja")),
     (Program::Axolotl, "saves-per-epoch", Ignored(BY_STEPS)),
     (Program::Axolotl, "tokens", Missing("add tokens to the model's tokenizer.json and rows to its embedding first")),
-    (Program::Axolotl, "plugins", Ignored("kernels are this program's own")),
-    (Program::Axolotl, "liger-*", Ignored("kernels are this program's own")),
+    (Program::Axolotl, "plugins", Ignored("this program has its own kernels")),
+    (Program::Axolotl, "liger-*", Ignored("this program has its own kernels")),
     (Program::Axolotl, "wandb-*", Ignored(FOLLOW)),
     (Program::Axolotl, "mlflow-*", Ignored(FOLLOW)),
     (Program::Axolotl, "unfrozen-parameters", Missing("every parameter is trained here; leave it out")),
-    (Program::Axolotl, "rl", Missing("text is learned, not preferences")),
+    (Program::Axolotl, "rl", Missing("preference training is not available")),
     (Program::Axolotl, "fsdp*", Ignored(PARALLEL)),
     (Program::LlamaFactory, "template", Ignored(TEMPLATE)),
-    (Program::LlamaFactory, "max-samples", Ignored("all records are read; a shorter file or --max-steps N has fewer")),
-    (Program::LlamaFactory, "dataset-dir", Ignored("its dataset_info.json says which files `dataset` names")),
-    (Program::LlamaFactory, "mix-strategy", Only(&["concat"], "files are read one after another, and dealt in a random order")),
+    (Program::LlamaFactory, "max-samples", Ignored("all records are read; use a shorter file or --max-steps N to train on fewer")),
+    (Program::LlamaFactory, "dataset-dir", Ignored("its dataset_info.json lists the files of `dataset`")),
+    (Program::LlamaFactory, "mix-strategy", Only(&["concat"], "files are read one after another, and their sequences are shuffled")),
     (Program::LlamaFactory, "fsdp*", Ignored(PARALLEL)),
     (Program::Trl, "fsdp*", Ignored(PARALLEL)),
     (Program::Trl, "dataset-config", Missing("name the files of the configuration: dataset_name: PATH")),
-    (Program::Accelerate, "compute-environment", Ignored("where the program runs is for its launcher to say")),
+    (Program::Accelerate, "compute-environment", Ignored("the launcher decides where the program runs")),
     (Program::Accelerate, "distributed-type", Ignored(PARALLEL)),
     (Program::Accelerate, "num-machines", Only(&["1"], MACHINES)),
     (Program::Accelerate, "machine-rank", Only(&["0"], MACHINES)),
@@ -57,7 +57,7 @@ const RULES: &[(Program, &str, Rule)] = &[
     (Program::Accelerate, "downcast-bf16", Ignored("it is for TPUs")),
     (Program::Accelerate, "tpu-*", Ignored("it is for TPUs")),
     (Program::Accelerate, "fsdp-config", Ignored(PARALLEL)),
-    (Program::Accelerate, "dynamo-config", Ignored("kernels are this program's own")),
+    (Program::Accelerate, "dynamo-config", Ignored("this program has its own kernels")),
     (Program::Accelerate, "enable-cpu-affinity", Ignored("threads are pinned where that helps")),
     (Program::Accelerate, "debug", Ignored("errors name operation, subject and remedy anyway")),
 ];
@@ -76,7 +76,7 @@ pub(super) const DEFAULTS: &[(Program, &str, &str)] = &[
 pub(super) const OTHERWISE: &[(Program, &str, &str)] = &[(
     Program::Trl,
     "assistant_only_loss",
-    "of conversations answers alone are trained here, and there all; --train-on all does as there",
+    "only the answers of conversations are trained here, all messages there; --train-on all trains all messages",
 )];
 
 /// The fate of `entry` in a file of `program`, if the program has a rule of its own for it. `all` are the keys of the file.
@@ -126,7 +126,7 @@ fn structured(program: Program, name: &str, node: &DocumentNode, all: &[Document
             "bf16" => Fate::Used(vec![set("dtype", text("bfloat16"))], String::new()),
             "fp16" => Fate::Used(vec![set("dtype", text("float16"))], String::new()),
             "no" => Fate::Used(vec![set("dtype", text("float32"))], String::new()),
-            _ => Fate::Missing("bf16, fp16 and no are available; --matmul-dtype fp8 has products of layers in 8 bits".into()),
+            _ => Fate::Missing("bf16, fp16 and no are available; for 8-bit matrix products use --matmul-dtype fp8".into()),
         },
         (Program::Accelerate, "deepspeed-config") => deepspeed(node),
         (_, "deepspeed") if matches!(node.value, NodeValue::Text(_)) && node.text().is_empty() => Fate::Holds,
@@ -143,11 +143,11 @@ fn evaluations(node: &DocumentNode, all: &[DocumentEntry]) -> Fate {
     };
     match node.text().as_str() {
         "0" | "" => Fate::Holds,
-        _ if !all.iter().any(is_evaluated) => Fate::Ignored("the file names nothing to evaluate on".into()),
+        _ if !all.iter().any(is_evaluated) => Fate::Ignored("the file names no evaluation data".into()),
         "1" => Fate::Used(vec![set("eval-strategy", text("epoch"))], String::new()),
         _ => Fate::Used(
             vec![set("eval-strategy", text("epoch"))],
-            "one evaluation a pass; --eval-steps N says how many steps lie between".into(),
+            "one evaluation per epoch; --eval-steps N sets the number of steps between evaluations".into(),
         ),
     }
 }
@@ -157,7 +157,7 @@ fn special_tokens(node: &DocumentNode) -> Fate {
         return plain(&Missing("add tokens to the model's tokenizer.json and rows to its embedding first"), node);
     };
     let end = tokens.iter().find(|token| token.key == "eos_token");
-    let others = "other special tokens are those of the model's files, and padding needs none";
+    let others = "other special tokens come from the model's files, and padding needs no token";
     match end {
         Some(end) => Fate::Used(vec![set("eos-token", end.node.value.clone())], others.into()),
         None => Fate::Ignored(others.into()),
@@ -175,6 +175,6 @@ fn deepspeed(node: &DocumentNode) -> Fate {
     };
     let is_said = |entry: &&DocumentEntry| !["auto", ""].contains(&entry.node.text().as_str());
     let flags: Vec<_> = entries.iter().filter(is_said).filter_map(|entry| Some(set(flag(&entry.key)?, entry.node.value.clone()))).collect();
-    let why = "where states lie is the plan's choice; --strategy, --weights and --gpus choose otherwise";
+    let why = "the plan places optimizer states; --strategy, --weights and --gpus change the placement";
     if flags.is_empty() { Fate::Ignored(why.into()) } else { Fate::Used(flags, why.into()) }
 }

@@ -74,7 +74,7 @@ impl MessageMark {
             MarkValues::Both => value.as_bool().or(number),
         };
         let choice = if self.values == MarkValues::Numbers { "0 or 1" } else { "true or false" };
-        let wrong = || format!("has {} {value}: {choice} says whether it is trained (a key of {})", self.key, self.source);
+        let wrong = || format!("has {} {value}: {choice} are its possible values (a key of {})", self.key, self.source);
         truth.map(|truth| Some(truth == self.trained_if)).ok_or_else(wrong)
     }
 }
@@ -105,7 +105,7 @@ mod tests {
             }
             for odd in [json!(0.5), json!(2), json!("0"), json!([0]), json!({})] {
                 let refused = trained(json!({*key: odd})).unwrap_err();
-                assert!(refused.starts_with(&format!("has {key} {odd}: ")) && refused.contains("says whether it is trained"), "{refused}");
+                assert!(refused.starts_with(&format!("has {key} {odd}: ")) && refused.contains("are its possible values"), "{refused}");
             }
             assert_eq!(trained(json!({*key: null})), Ok(None));
         }

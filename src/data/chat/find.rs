@@ -95,7 +95,7 @@ impl RecordFlags<'_> {
             let source = read(path)?.ok_or_else(missing)?;
             return Ok(Ok((FoundTemplate { file: path.into(), source }, None)));
         }
-        let Some(dir) = dir else { return Ok(Err("the built-in model has no chat template: --chat-template FILE names one".into())) };
+        let Some(dir) = dir else { return Ok(Err("the built-in model has no chat template; use --chat-template FILE".into())) };
         let (templates, place) = (NamedTemplates::read(dir)?, dir.path().display());
         if let Some(name) = self.template_name {
             let unknown = || Error::usage(format!("--chat-template-name {name}: {place} has no such template; {}", known(&templates)));
@@ -103,11 +103,9 @@ impl RecordFlags<'_> {
         }
         let none = || match templates.names() {
             names if names.is_empty() => {
-                format!(
-                    "{place} has no chat_template.jinja, and its tokenizer_config.json no chat template: --chat-template FILE names one"
-                )
+                format!("{place} has no chat_template.jinja, and its tokenizer_config.json no chat template; use --chat-template FILE")
             }
-            names => format!("{place}: none of its chat templates ({names}) is named default: --chat-template-name NAME chooses one"),
+            names => format!("{place}: none of its chat templates ({names}) is named default; choose one with --chat-template-name NAME"),
         };
         Ok(templates.counted(DEFAULT).map(|found| (found, templates.counted(TOOL_USE))).ok_or_else(none))
     }

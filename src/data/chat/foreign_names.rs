@@ -36,10 +36,10 @@ struct ForeignName {
 use NamePlace::{Column, Key, Role};
 use NameVerdict::{Refused, Told};
 
-const MEDIA: &str = "text alone is trained, and a placeholder in the text is trained as text";
-const PREFERENCE: &str = "nothing is trained by preference here";
+const MEDIA: &str = "only text is trained, and a placeholder in the text is trained as text";
+const PREFERENCE: &str = "preference training is not available here";
 const NOT_AN_ANSWER: &str = "messages of this role are not trained: answers have the role assistant";
-const WEIGHTS: &str = "all records count alike here; leave out those that should not be trained";
+const WEIGHTS: &str = "all records have the same weight here; leave out records that should not be trained";
 const BOUNDARIES: &str = "the ids of a record are one document here; give each document a record of its own";
 
 const fn name(place: NamePlace, name: &'static str, verdict: NameVerdict, source: &'static str, means: &'static str) -> ForeignName {
@@ -49,7 +49,7 @@ const fn name(place: NamePlace, name: &'static str, verdict: NameVerdict, source
 #[rustfmt::skip]
 const NAMES: &[ForeignName] = &[
     name(Column, "functions", Refused, "OpenAI", "the column `tools` holds the schemas, each as {\"type\": \"function\", \"function\": SCHEMA}"),
-    name(Column, "mask", Refused, "NVIDIA NeMo", "--train-on and `train` of a message say what is trained; leave the column out"),
+    name(Column, "mask", Refused, "NVIDIA NeMo", "--train-on and `train` of a message select the trained messages; leave the column out"),
     name(Column, "images", Told, "ms-swift, LLaMA-Factory, TRL", MEDIA),
     name(Column, "image", Told, "TRL", MEDIA),
     name(Column, "videos", Told, "ms-swift, LLaMA-Factory", MEDIA),
@@ -60,11 +60,11 @@ const NAMES: &[ForeignName] = &[
     name(Column, "chosen", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
     name(Column, "rejected", Told, "TRL, LLaMA-Factory, axolotl", PREFERENCE),
     name(Column, "rejected_response", Told, "ms-swift", PREFERENCE),
-    name(Column, "kto_tag", Told, "LLaMA-Factory", "answers that are not wanted are trained as all others"),
-    name(Column, "label", Told, "TRL, ms-swift", "answers that are not wanted are trained as all others"),
-    name(Column, "history", Told, "LLaMA-Factory, ms-swift", "earlier turns are read beside `instruction` and `output` alone"),
+    name(Column, "kto_tag", Told, "LLaMA-Factory", "unwanted answers would be trained like all other answers"),
+    name(Column, "label", Told, "TRL, ms-swift", "unwanted answers would be trained like all other answers"),
+    name(Column, "history", Told, "LLaMA-Factory, ms-swift", "earlier turns are only read beside `instruction` and `output`"),
     name(Column, "system_prompt", Told, "OpenOrca, axolotl", "--columns system=system_prompt reads it"),
-    name(Column, "documents", Told, "transformers", "templates are given no documents here"),
+    name(Column, "documents", Told, "transformers", "chat templates receive no documents here"),
     name(Column, "weight", Told, "record weights", WEIGHTS),
     name(Column, "sample_weight", Told, "record weights", WEIGHTS),
     name(Column, "loss_weight", Told, "record weights", WEIGHTS),
@@ -72,15 +72,15 @@ const NAMES: &[ForeignName] = &[
     name(Column, "seq_lengths", Told, "TRL", BOUNDARIES),
     name(Key, "function_call", Refused, "OpenAI", "the key `tool_calls` holds a list of calls, each as {\"type\": \"function\", \"function\": CALL}"),
     name(Key, "train_detail", Refused, "axolotl", "parts of a message cannot be left out here"),
-    name(Key, "mask", Refused, "NVIDIA NeMo", "`train` says whether a message is trained"),
-    name(Key, "token_loss_mask", Refused, "NeMo RL", "`train` says whether a message is trained"),
+    name(Key, "mask", Refused, "NVIDIA NeMo", "`train` selects whether a message is trained"),
+    name(Key, "token_loss_mask", Refused, "NeMo RL", "`train` selects whether a message is trained"),
     name(Key, "images", Told, "ms-swift, TRL", MEDIA),
     name(Key, "image", Told, "ms-swift", MEDIA),
     name(Key, "videos", Told, "ms-swift", MEDIA),
     name(Key, "video", Told, "ms-swift", MEDIA),
     name(Key, "audios", Told, "ms-swift", MEDIA),
     name(Key, "audio", Told, "OpenAI, ms-swift", MEDIA),
-    name(Key, "refusal", Told, "OpenAI", "it is no part of the answer here: `content` holds what is trained"),
+    name(Key, "refusal", Told, "OpenAI", "not part of the answer here: only `content` is trained"),
     name(Role, "tool_call", Told, "ms-swift", NOT_AN_ANSWER),
     name(Role, "function_call", Told, "ShareGPT", NOT_AN_ANSWER),
     name(Role, "model", Told, "Gemma", NOT_AN_ANSWER),

@@ -46,7 +46,7 @@ pub(super) fn marked(ids: &IdColumn<'_>, labels: Option<&IdColumn<'_>>, masks: &
     let labelled = labels.map_or_else(|| Ok(numbers.clone()), labels_of)?;
     let token = |(at, (&id, &label)): (usize, (&i64, &i64))| match u32::try_from(id) {
         Ok(id) if id < 1 << 31 && (label == i64::from(id) || label == IGNORED) => Ok((id, label != IGNORED)),
-        _ => Err(format!("token {at} has id {id} and label {label}: a label is the id, or {IGNORED}")),
+        _ => Err(format!("token {at} has id {id} and label {label}: a label must be the id, or {IGNORED}")),
     };
     let mut tokens: Vec<(u32, bool)> = numbers.iter().zip(&labelled).enumerate().map(token).collect::<Result<_, _>>()?;
     let masks = masks.iter().map(|mask| mask.mask(numbers.len())).collect::<Result<Vec<_>, _>>()?;
@@ -103,7 +103,7 @@ mod tests {
             (json!({"loss_mask": "011"}), "`loss_mask` is not a list of whole numbers"),
             (json!({"completion_mask": [0, 1, 2]}), "`completion_mask` has 2 for token 2: 1 stands for a trained token"),
             (json!({"labels": [5, 6]}), "`labels` has 2 values for 3 token ids"),
-            (json!({"labels": [5, 7, 7]}), "token 1 has id 6 and label 7: a label is the id, or -100"),
+            (json!({"labels": [5, 7, 7]}), "token 1 has id 6 and label 7: a label must be the id, or -100"),
             (json!({"labels": [5, 6, 7], "assistant_masks": [0, 1, 1]}), "token 0: labels and masks beside them disagree"),
         ] {
             let cause = trained(columns.clone()).unwrap_err();

@@ -9,8 +9,7 @@ pub(super) fn remarks(messages: &[Value], samples: &[ChatSample]) -> Vec<String>
         return vec![];
     };
     let lost = messages[..=last].iter().filter(|message| is_lost(message, samples));
-    let mut remarks: Vec<String> =
-        lost.map(|message| format!("the chat template writes nothing of a message of role {}", message["role"])).collect();
+    let mut remarks: Vec<String> = lost.map(|message| format!("the chat template omits a message of role {}", message["role"])).collect();
     remarks.dedup();
     remarks
 }
@@ -47,6 +46,6 @@ mod tests {
         assert_eq!(of("say \"a\"\tb", &["{\"say \\\"a\\\"\\tb\"} yes"]), 0, "as JSON");
         assert_eq!((of("", &["yes"]), of(" \n", &["yes"]), of("be good", &[])), (0, 0, 0));
         let developers = [turn("developer", "one"), turn("developer", "two"), turn("assistant", "yes")];
-        assert_eq!(remarks(&developers, &[sample("yes")]), ["the chat template writes nothing of a message of role \"developer\""]);
+        assert_eq!(remarks(&developers, &[sample("yes")]), ["the chat template omits a message of role \"developer\""]);
     }
 }

@@ -24,7 +24,7 @@ pub(super) fn samples(
         && !span.is_empty()
     {
         let where_it_is = "the chat template has it within {% generation %}";
-        return Err(format!("what comes before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
+        return Err(format!("text before message {turn} would be trained: {where_it_is}; {MARK_ANSWERS}"));
     }
     let spans = match trained {
         [] => return Ok(vec![]),
@@ -47,8 +47,8 @@ fn chosen(
         probed.extend(probe::marked(message, turn)?.map(|marked| (turn, marked)));
     }
     let untold = || {
-        let why = "some answers are not trained, and it cannot be told which spans of {% generation %} in the chat template are theirs";
-        format!("{why}; one such span for each answer, around all that it says, can be told apart")
+        let why = "some answers are not trained, and the {% generation %} spans of the chat template cannot be matched to them";
+        format!("{why}; write one span for each answer, around all of its text")
     };
     let marked = renderings.render_with(messages.len(), false, &probed).map_err(|_| untold())?;
     if marked.generated.len() != spans.len() {

@@ -108,7 +108,8 @@ impl Conversation {
             }
             bytes += until.len();
             if bytes > ALONE_BYTES_MAX {
-                let why = "each is a sample of its own, for the chat template writes answers otherwise once others follow";
+                let why = "each answer is a sample of its own, because the chat template renders an answer differently once more \
+                    messages follow";
                 return Err(format!(
                     "its answers come to more than {ALONE_BYTES_MAX} bytes of text: {why}; cut it into shorter conversations"
                 ));

@@ -86,7 +86,7 @@ fn a_prefix_may_be_rendered_differently() {
 fn a_template_that_would_have_a_prompt_trained_is_refused() {
     let chat = chat(&[turn("system", "s"), turn("user", "a"), turn("assistant", "b")]);
     let (otherwise, within) =
-        ("the chat template writes it otherwise when an answer follows", "the chat template has it within {% generation %}");
+        ("the chat template renders it differently when an answer follows", "the chat template has it within {% generation %}");
     let says_nothing_of_users = "{{ messages|length }}{% for m in messages %}{% if m.role != 'user' %}<{{ m.role }}>{{ m.content }};{% endif %}\
         {% endfor %}";
     let counts_behind = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{{ messages|length }}\
@@ -99,8 +99,8 @@ fn a_template_that_would_have_a_prompt_trained_is_refused() {
         (&format!("{{% generation %}}{PLAIN}{{% endgeneration %}}"), within),
     ] {
         let refused = trained(source, TrainOn::Auto, &chat).unwrap_err();
-        assert!(refused.starts_with("what comes before message 2 would be trained: "), "{source}: {refused}");
-        assert!(refused.contains(how) && refused.contains("{% endgeneration %} around what answers say"), "{source}: {refused}");
+        assert!(refused.starts_with("text before message 2 would be trained: "), "{source}: {refused}");
+        assert!(refused.contains(how) && refused.contains("{% endgeneration %} around the text of answers"), "{source}: {refused}");
         assert_eq!(trained(source, TrainOn::All, &chat).unwrap().len(), 1, "{source}");
     }
 }
@@ -131,10 +131,10 @@ fn marks_are_obeyed_exactly_however_many_there_are() {
     let between = MARKS.replace("{% endgeneration %}{% generation %};", "{% endgeneration %}!{% generation %};");
     let [_, unwanted] = untrained(turns[1].clone());
     let in_a_row = chat(&[turns[0].clone(), unwanted, turns[3].clone()]);
-    assert!(trained(&between, TrainOn::Auto, &in_a_row).unwrap_err().contains("it cannot be told which spans"));
+    assert!(trained(&between, TrainOn::Auto, &in_a_row).unwrap_err().contains("cannot be matched to them"));
     let around_two = "{% generation %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{% endgeneration %}";
     let refused = trained(&format!("x{around_two}"), TrainOn::Auto, &all_but_last).unwrap_err();
-    assert!(refused.starts_with("some answers are not trained, and it cannot be told which spans"), "{refused}");
+    assert!(refused.starts_with("some answers are not trained, and the {% generation %} spans"), "{refused}");
     let none =
         "{% for m in messages %}{% if m.role == 'nobody' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}x";
     assert!(trained(none, TrainOn::Auto, &chat(&turns)).unwrap().is_empty());

@@ -22,7 +22,7 @@ pub(super) fn read(message: &Value, takes_parts: impl Fn(&str) -> bool) -> Resul
     let mark = choices::resolve(&mut message)?;
     remarks.extend(mark.filter(|_| message["role"] != "assistant").map(|mark| {
         format!(
-            "`{mark}` of a message of role {} is not read: answers of the role assistant are trained, and all with --train-on all",
+            "`{mark}` of a message of role {} is not read: messages of role assistant are trained, or all messages with --train-on all",
             message["role"]
         )
     }));

@@ -12,7 +12,7 @@ pub(super) fn without(line: &str, is_read: impl Fn(&str) -> bool) -> Result<Stri
     while let Some(first) = rest.chars().next() {
         if let Some(word) = WORDS.iter().find(|word| rest.starts_with(**word)) {
             if is_read(column) {
-                return Err(format!("`{column}` holds {word}, which is no number of JSON"));
+                return Err(format!("`{column}` holds {word}, which is not a JSON number"));
             }
             out.push_str("null");
             rest = &rest[word.len()..];
@@ -54,8 +54,8 @@ mod tests {
         let line = r#"{"text": "NaN \" NaN", "score": NaN, "all": [{"text": -Infinity}, Infinity, 1], "é": "}"}"#;
         let expected = r#"{"text": "NaN \" NaN", "score": null, "all": [{"text": null}, null, 1], "é": "}"}"#;
         assert_eq!(of(line).unwrap(), expected);
-        assert_eq!(of(r#"{"a": 1, "text": [NaN]}"#).unwrap_err(), "`text` holds NaN, which is no number of JSON");
-        assert_eq!(of(r#"{"text":-Infinity}"#).unwrap_err(), "`text` holds -Infinity, which is no number of JSON");
+        assert_eq!(of(r#"{"a": 1, "text": [NaN]}"#).unwrap_err(), "`text` holds NaN, which is not a JSON number");
+        assert_eq!(of(r#"{"text":-Infinity}"#).unwrap_err(), "`text` holds -Infinity, which is not a JSON number");
     }
 
     proptest! {

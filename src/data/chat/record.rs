@@ -76,7 +76,7 @@ pub(crate) struct RecordRules {
 
 impl Default for RecordRules {
     fn default() -> Self {
-        let template = Err("chat data needs a model with a chat template: --chat-template FILE names one".into());
+        let template = Err("chat data needs a model with a chat template; use --chat-template FILE".into());
         Self {
             format: DataFormat::Auto,
             columns: BTreeMap::new(),
@@ -135,9 +135,9 @@ impl RecordRules {
             [] => {
                 let found: Vec<_> = record.columns.keys().map(String::as_str).take(8).collect();
                 let known = DataFormat::COLUMNS.map(|(_, columns)| columns.join(" with ")).join(", ");
-                Err(format!("no column of data (columns: {}; known: {known}); --columns OURS=THEIRS names one", found.join(", ")))
+                Err(format!("no known column (columns: {}; known: {known}); map one with --columns OURS=THEIRS", found.join(", ")))
             }
-            [one, other, ..] => Err(format!("its columns are those of {} and of {}: choose by --data-format", one.name(), other.name())),
+            [one, other, ..] => Err(format!("its columns match {} and {}; choose one with --data-format", one.name(), other.name())),
         }
     }
 
@@ -237,7 +237,7 @@ impl RecordRules {
     fn parse(&self, line: &str) -> Result<ReadRecord<'_>, String> {
         if !line.trim_start().starts_with('{') {
             let array = if line.trim_start().starts_with('[') { "; an array of records is a .json" } else { "" };
-            return Err(format!("not an object; each record is one, such as {{\"text\": \"...\"}}{array}"));
+            return Err(format!("not an object; each record must be an object, such as {{\"text\": \"...\"}}{array}"));
         }
         let mut columns = self.columns_of(line)?;
         // All are taken before the first is put down: two may have each other's name.

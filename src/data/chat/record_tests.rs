@@ -93,7 +93,7 @@ fn each_mark_that_leaves_an_answer_out_does_so() {
         assert_eq!(samples(PLAIN, &record).unwrap(), ["<user>a;<assistant>bad;<user>a;<assistant>[good;]"], "{mark}");
     }
     let refused = samples(PLAIN, &chat(&json!({"role": "assistant", "content": "b", "loss": 0.5}))).unwrap_err();
-    assert!(refused.starts_with("message 1 of `messages` has loss 0.5: true or false says whether it is trained"), "{refused}");
+    assert!(refused.starts_with("message 1 of `messages` has loss 0.5: true or false are its possible values"), "{refused}");
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn variables_of_a_record_go_before_those_of_the_flag() {
     }
     record["chat_template_kwargs"] = json!({"messages": []});
     let refused = first(&record, &of_flag()).unwrap_err();
-    assert_eq!(refused, "`chat_template_kwargs` names `messages`, which each template is given already");
+    assert_eq!(refused, "`chat_template_kwargs` names `messages`, which every template already receives");
     assert_ne!(rules(&source).identity(), of_flag().identity());
     let marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}";
     record["chat_template_kwargs"] = json!({"x": "\u{10fffc}"});
@@ -260,7 +260,7 @@ fn messages_that_the_template_drops_are_warned_of() {
     let turn = |role: &str, content: &str| json!({"role": role, "content": content});
     let record =
         json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("tool_response", "result"), turn("assistant", "good")]});
-    let message = |role: &str| format!("the chat template writes nothing of a message of role \"{role}\"");
+    let message = |role: &str| format!("the chat template omits a message of role \"{role}\"");
     assert_eq!(remarks(known, &record), [message("developer"), message("tool_response")].join("\n"));
     let written = json!({"messages": [turn("developer", "be good"), turn("user", "a"), turn("assistant", "good")]});
     assert_eq!(samples(PLAIN, &written).unwrap(), ["<developer>be good;<user>a;<assistant>[good;]"]);
@@ -277,7 +277,7 @@ fn numbers_of_python_pass_in_columns_that_are_not_read() {
         Err(cause) => Err(cause),
     };
     assert_eq!(text(r#"{"text": "NaN", "score": NaN, "bounds": [-Infinity, Infinity]}"#), Ok("NaN".into()));
-    assert_eq!(text(r#"{"text": NaN}"#), Err("`text` holds NaN, which is no number of JSON".into()));
+    assert_eq!(text(r#"{"text": NaN}"#), Err("`text` holds NaN, which is not a JSON number".into()));
     assert_eq!(text(r#"{"text": "a", "score": NaN, "b": }"#), Err("expected value (column 24)".into()));
     assert_eq!(rules.detect(r#"{"score": NaN, "text": "a"}"#), Ok(DataFormat::Text));
 }

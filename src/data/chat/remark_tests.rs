@@ -68,7 +68,7 @@ fn a_template_without_an_end_is_one_warning() {
     assert!(trained(&records, ROLES).1.is_empty());
     let (texts, message) = trained(&records, &ROLES.replace("<|", "[").replace("|>", "]"));
     assert_eq!(texts, ["yes", "no", "yes\n"]);
-    let remedy = "--chat-template FILE names a template that writes \"<|endoftext|>\" after each answer";
+    let remedy = "use --chat-template FILE with a template that writes \"<|endoftext|>\" after each answer";
     let what = "1: has an answer after which no end token is trained, as 3 of 3 records do: the model does not learn to stop";
     assert_eq!(message, [format!("{what}; {remedy}")]);
     let (_, message) = trained(&records, &ROLES.replace("{{ m.content }}", "{{ m.content }}<|endoftext|>\n"));

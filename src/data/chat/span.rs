@@ -9,7 +9,7 @@ use serde_json::Value;
 /// Characters of a prompt that are compared with the text in their place; no tokenizer's token is longer.
 const INSTEAD_MAX: usize = 64;
 /// The remedy for a template that does not separate answers from their prompts.
-pub(super) const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around what answers say, in a --chat-template FILE";
+pub(super) const MARK_ANSWERS: &str = "put {% generation %} and {% endgeneration %} around the text of answers, in a --chat-template FILE";
 
 /// Finds the spans of `messages`.
 pub(super) struct TurnSpans<'a> {
@@ -90,8 +90,8 @@ fn end_of<'a>(front: &'a str, end: usize, before: &str) -> Option<&'a str> {
 }
 
 fn untold(turn: usize) -> String {
-    let how = "the chat template writes it otherwise when an answer follows";
-    format!("what comes before message {turn} would be trained: {how}; {MARK_ANSWERS}")
+    let how = "the chat template renders it differently when an answer follows";
+    format!("text before message {turn} would be trained: {how}; {MARK_ANSWERS}")
 }
 
 /// Bytes of the longest common prefix, whole characters.

@@ -183,7 +183,7 @@ fn environment(source: String, day: Day) -> Result<Environment<'static>, String>
 /// Whether a value holds no character that marks text, where a template has marks.
 fn check_marks(has_marks: bool, json: &Json) -> Result<(), String> {
     match has_marks && MARKS.iter().any(|(_, mark)| json.to_string().contains(*mark)) {
-        true => Err("holds a private character (U+10FFFC or U+10FFFD) that marks what is trained".into()),
+        true => Err("holds a private character (U+10FFFC or U+10FFFD) that marks trained text".into()),
         false => Ok(()),
     }
 }
@@ -239,8 +239,9 @@ impl Renderings<'_> {
 
     fn pay(&mut self, fuel: u64) -> Result<(), String> {
         let turns = self.messages.len();
-        let why = "it renders all that comes before each answer";
-        let exhausted = || format!("the chat template takes too long for {turns} messages, for {why}: cut them into shorter conversations");
+        let why = "it renders the conversation again for each answer";
+        let exhausted =
+            || format!("the chat template takes too long for {turns} messages, because {why}; cut them into shorter conversations");
         self.fuel = self.fuel.checked_sub(fuel).ok_or_else(exhausted)?;
         Ok(())
     }

@@ -18,7 +18,7 @@ pub(super) fn of(value: &Value) -> Result<Map<String, Value>, String> {
     };
     let Value::Object(variables) = parsed else { return Err(expected.into()) };
     match variables.keys().find(|name| RESERVED.contains(&name.as_str())) {
-        Some(name) => Err(format!("names `{name}`, which each template is given already")),
+        Some(name) => Err(format!("names `{name}`, which every template already receives")),
         None => Ok(variables),
     }
 }
@@ -38,7 +38,7 @@ mod tests {
             assert!(of(&odd).unwrap_err().starts_with("is not an object of variables"), "{odd}");
         }
         for name in RESERVED {
-            assert_eq!(of(&json!({name: 1})), Err(format!("names `{name}`, which each template is given already")));
+            assert_eq!(of(&json!({name: 1})), Err(format!("names `{name}`, which every template already receives")));
         }
     }
 }

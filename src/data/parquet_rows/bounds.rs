@@ -41,11 +41,11 @@ pub(super) fn check_footer(file: &InFile) -> Result<()> {
     let wrong = |cause: &str| Err(Error::format(file.path(), cause));
     let (bytes, mut tail) = (file.bytes(), [0; 8]);
     if bytes < 12 {
-        return wrong("no parquet file: shorter than its marks");
+        return wrong("not a parquet file: too short");
     }
     file.read_at(bytes - 8, &mut tail)?;
     if tail[4..] != *b"PAR1" {
-        return wrong("no parquet file, or cut short: it does not end with PAR1");
+        return wrong("not a parquet file, or truncated: it does not end with PAR1");
     }
     let footer_bytes = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
     if footer_bytes > (bytes - 12).min(FOOTER_BYTES_MAX) {

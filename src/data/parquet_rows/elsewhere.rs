@@ -72,7 +72,7 @@ fn take(message: &[u8], each: EachRow<'_>) -> Result<bool> {
     let mut parts = MessageReader::of(message);
     let odd = |tag: usize, left: usize| {
         let place = format_args!("part {tag} at byte {} of {}", message.len() - left, message.len());
-        Error::resource("read rows", format_args!("their process sent what cannot be read: {place}"))
+        Error::resource("read rows", format_args!("the reader process sent an invalid message: {place}"))
     };
     loop {
         let left = parts.bytes_left();
@@ -121,6 +121,6 @@ mod tests {
         }
         let (numbers, outcome) = taken(&[&row[..], &9u64.to_le_bytes()].concat());
         let error = outcome.unwrap_err().to_string();
-        assert_eq!((numbers, error.as_str()), (vec![7], "read rows: their process sent what cannot be read: part 9 at byte 34 of 42"));
+        assert_eq!((numbers, error.as_str()), (vec![7], "read rows: the reader process sent an invalid message: part 9 at byte 34 of 42"));
     }
 }

@@ -131,7 +131,7 @@ fn unbounded_decompression_is_refused() {
 #[test]
 fn non_parquet_files_are_refused() {
     let good = fs::read(golden("parquet/plain.parquet")).unwrap();
-    assert!(refused(b"").ends_with("no parquet file: shorter than its marks"));
+    assert!(refused(b"").ends_with("not a parquet file: too short"));
     assert!(refused(b"{\"text\": \"a line\"}").contains("it does not end with PAR1"));
     assert!(refused(&good[..good.len() - 1]).contains("it does not end with PAR1"));
     assert!(refused(b"PAR1\xff\xff\xff\x7fPAR1").contains("its footer is longer than the file"));

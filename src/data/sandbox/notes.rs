@@ -68,7 +68,7 @@ fn cause(task: SandboxTask, ending: Option<ProcessEnd>, text: &str) -> String {
     let last = last.map_or(String::new(), |line| format!(": {line}"));
     match ending {
         Some(ProcessEnd { signal, .. }) if signal == Signal::SIGKILL as i32 => {
-            format!("{name} was ended by the kernel or by hand (signal 9): is memory short?")
+            format!("{name} was killed by signal 9; the machine may be short of memory")
         }
         Some(ProcessEnd { signal: 0, code }) => format!("{name} ended its process with code {code}{last}"),
         Some(ProcessEnd { signal, .. }) => format!("{name} ended its process by signal {signal}{last}"),
@@ -89,7 +89,7 @@ mod tests {
             (by(Signal::SIGABRT), "thread 'sandbox' has overflowed its stack\n", "takes more than 64.0 MiB of stack"),
             (by(Signal::SIGABRT), "memory allocation of 9 bytes failed\n", "takes more than 4.0 GiB of memory"),
             (by(Signal::SIGABRT), "assertion\n\n", "ended its process by signal 6: assertion"),
-            (by(Signal::SIGKILL), "", "is memory short?"),
+            (by(Signal::SIGKILL), "", "short of memory"),
             (Some(ProcessEnd { signal: 0, code: 3 }), "", "ended its process with code 3"),
             (None, "", "ended its process"),
         ] {

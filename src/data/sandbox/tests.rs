@@ -79,7 +79,7 @@ fn each_death_is_reported_with_its_task_and_limit() {
         ("stack", "tokenizing one text takes more than 64.0 MiB of stack"),
         ("time", "rendering one conversation by the chat template takes more than 5 s of CPU time"),
         ("code", "reading the tokenizer ended its process with code 3"),
-        ("signal", "reading the tokenizer was ended by the kernel or by hand (signal 9)"),
+        ("signal", "reading the tokenizer was killed by signal 9"),
     ] {
         match ask(&sandbox, request.as_bytes()) {
             Err(Ended::Died { item: 7, cause, .. }) => assert!(cause.starts_with(words), "{request}: {cause}"),

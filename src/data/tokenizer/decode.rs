@@ -32,7 +32,7 @@ impl TokenDecoder {
     /// `Unsupported` where there is no tokenizer; `Io` and `Format` when its file cannot be read again, or has changed.
     pub(crate) fn of(tokenizer: &Tokenizer) -> Result<Self> {
         match &tokenizer.kind {
-            TokenizerKind::Absent => Err(Error::Unsupported("text of a run whose data are token ids".into())),
+            TokenizerKind::Absent => Err(Error::Unsupported("text of a run on token ids: it has no tokenizer".into())),
             TokenizerKind::Bytes => Ok(Self(None)),
             TokenizerKind::Model { path, sha256 } => {
                 let bytes = disk::read_small(path, BYTES_MAX)?;

@@ -38,11 +38,11 @@ pub(super) fn check_file(file: &serde_json::Map<String, Value>) -> Result<(), St
     let chains = [stages(&normalizer, "normalizers"), stages(&pre_tokenizer, "pretokenizers")];
     let byte_levels = chains.concat().iter().filter(|stage| stage["type"] == "ByteLevel").count();
     if byte_levels > BYTE_LEVELS_MAX {
-        return Err(format!("{byte_levels} stages of ByteLevel, each of which may double a text: at most {BYTE_LEVELS_MAX} are read"));
+        return Err(format!("{byte_levels} stages of ByteLevel, each of which may double a text: at most {BYTE_LEVELS_MAX} are supported"));
     }
     let word_chars = part("model")["max_input_chars_per_word"].as_u64().unwrap_or(0);
     if word_chars > WORD_CHARS_MAX {
-        return Err(format!("model: max_input_chars_per_word {word_chars}: words of at most {WORD_CHARS_MAX} characters are searched"));
+        return Err(format!("model: max_input_chars_per_word {word_chars}: at most {WORD_CHARS_MAX} is supported"));
     }
     Ok(())
 }
@@ -82,7 +82,10 @@ impl Growth {
             let bytes = stage.bytes_after(&normalized);
             let bytes_max = TEXT_BYTES_MAX + BYTES_PER_BYTE_MAX * text.len();
             if bytes > bytes_max {
-                return Err(format!("normalizer {at} would make {bytes} bytes of a text of {}: at most {bytes_max} are made", text.len()));
+                return Err(format!(
+                    "normalizer {at} would make {bytes} bytes of a text of {}: at most {bytes_max} are allowed",
+                    text.len()
+                ));
             }
             normalized = stage.after(&normalized)?;
         }
@@ -153,7 +156,7 @@ mod tests {
         for normalizer in [sequence(&vec![grow.clone(); 12]), nested] {
             let growth = Growth::new(&normalizer).unwrap().unwrap();
             let refused = growth.check("a").unwrap_err();
-            assert_eq!(refused, "normalizer 6 would make 10000000 bytes of a text of 1: at most 1048640 are made");
+            assert_eq!(refused, "normalizer 6 would make 10000000 bytes of a text of 1: at most 1048640 are allowed");
             assert_eq!(growth.check("b a c".replace('a', "d").as_str()), Ok(()));
         }
         for disguised in [json!("Sequene"), Value::Null] {
@@ -186,6 +189,6 @@ mod tests {
         let words = |chars: u64| check_file(&file("model", json!({"type": "WordPiece", "max_input_chars_per_word": chars})));
         assert!(words(100).is_ok() && words(WORD_CHARS_MAX).is_ok());
         let refused = words(1_000_000_000).unwrap_err();
-        assert_eq!(refused, "model: max_input_chars_per_word 1000000000: words of at most 1000 characters are searched");
+        assert_eq!(refused, "model: max_input_chars_per_word 1000000000: at most 1000 is supported");
     }
 }

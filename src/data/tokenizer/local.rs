@@ -58,7 +58,7 @@ impl LocalTokenizer {
     /// `Format` that names `tokenizer.json` when it cannot express the text; `Unsupported` when there is no tokenizer.
     pub(in crate::data) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
-            LocalKind::Absent => Err(Error::Unsupported("text without a tokenizer".into())),
+            LocalKind::Absent => Err(Error::Unsupported("text, since the run has no tokenizer".into())),
             LocalKind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             LocalKind::Model(model) => model.encode(text),
         }

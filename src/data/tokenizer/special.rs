@@ -18,7 +18,7 @@ use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AddBos {
-    /// As the tokenizer's post-processor begins a text; a resumed run does as its checkpoint did.
+    /// Follow the tokenizer's post-processor; a resumed run follows its checkpoint.
     Auto,
     Yes,
     No,

@@ -243,7 +243,7 @@ impl CpuDevice {
             if let Some(device_group) = &self.device_group {
                 return device_group.context.pass_idle();
             }
-            return Err(Error::resource("wait for the cpu device", "no stream can go on: a deadlock in the step protocol"));
+            return Err(Error::resource("wait for the cpu device", "no stream can continue: a deadlock in the step protocol"));
         };
         self.shared.run_front(stream, &mut adversary.recorders[stream]);
         self.device_group.iter().for_each(|device_group| device_group.context.progress.wake_local_ranks());

@@ -34,7 +34,7 @@ impl Drop for RawStream {
 pub(super) fn priorities() -> Result<(i32, i32)> {
     let (mut least, mut most) = (0, 0);
     // SAFETY: writes two integers.
-    check(unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut most) }, || "ask for stream priorities".into())?;
+    check(unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut most) }, || "query stream priorities".into())?;
     Ok((least, most))
 }
 

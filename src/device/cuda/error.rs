@@ -16,7 +16,7 @@ pub(super) fn check(status: CUresult, operation: impl FnOnce() -> String) -> Res
 pub(super) fn failed(code: u32, operation: String) -> Error {
     let hint = match code {
         2 => "; less --per-device-train-batch-size, --seq-length or --resident-buckets, or more recomputation, needs less",
-        46 => "; another process has the GPU for itself",
+        46 => "; another process has exclusive use of the GPU",
         // The context is lost with all its memory; only a new process helps.
         700 | 702 | 709 | 710 | 714..=719 => "; the GPU's context is lost: resume from the last checkpoint",
         _ => "",

@@ -173,7 +173,8 @@ impl Gemm {
     /// `Unsupported` unless grouped products are enabled; `Resource` when the library has no algorithm.
     pub(super) fn groups(&mut self, shape: GroupedShape, dtype: Dtype) -> Result<impl FnOnce(&RawStream) -> Result<()> + use<>> {
         let workspace = self.workspace.as_device_ptr().as_raw();
-        let groups = self.groups.as_mut().ok_or_else(|| Error::Unsupported("products of experts that nobody asked cuBLASLt for".into()))?;
+        let groups =
+            self.groups.as_mut().ok_or_else(|| Error::Unsupported("products of experts that are not prepared in cuBLASLt".into()))?;
         groups.product((self.lt, self.handle, workspace), shape, dtype)
     }
 

@@ -120,8 +120,8 @@ impl Libraries {
         if cuda <= self.cuda {
             return Ok(library);
         }
-        let built = format!("{} is built for CUDA {cuda}, and the driver serves CUDA {}", library.path.display(), self.cuda);
-        let remedy = format!("`pip install '{package}'` in its place, or name another's folder with --cuda-libraries");
+        let built = format!("{} is built for CUDA {cuda}, but the driver supports CUDA {}", library.path.display(), self.cuda);
+        let remedy = format!("run `pip install '{package}'` instead, or name another library's folder with --cuda-libraries");
         Err(Error::resource(format!("open {soname}"), format!("{built}; {remedy}")))
     }
 
@@ -130,7 +130,7 @@ impl Libraries {
         let [newest, oldest] = builds;
         let Build { soname, package, .. } = if newest.cuda <= self.cuda { newest } else { oldest };
         let cause = format!(
-            "not in [{}]; the loader says: {}; install it with `pip install '{package}'` or name its folder with --cuda-libraries",
+            "not in [{}]; the loader's error: {}; install it with `pip install '{package}'` or name its folder with --cuda-libraries",
             folders.join(", "),
             refusals.join("; "),
         );

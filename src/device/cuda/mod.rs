@@ -138,7 +138,7 @@ pub fn free_bytes(ordinal: usize) -> Result<u64> {
     let _context = open(visible_gpu(ordinal)?)?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: writes two numbers.
-    check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "ask for free GPU memory".into())?;
+    check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, || "query free GPU memory".into())?;
     Ok(free as u64)
 }
 

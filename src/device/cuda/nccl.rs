@@ -117,7 +117,7 @@ fn open(named: &[PathBuf]) -> Result<(Nccl, i32)> {
     let nccl = Nccl::bind(&library)?;
     let mut version = 0;
     // SAFETY: writes one integer.
-    nccl.check(unsafe { (nccl.version)(&mut version) }, ptr::null_mut(), "ask NCCL for its version")?;
+    nccl.check(unsafe { (nccl.version)(&mut version) }, ptr::null_mut(), "query the version of NCCL")?;
     is_new_enough(version, &library.path)?;
     Ok((nccl, version))
 }
@@ -144,7 +144,7 @@ impl Nccl {
             // SAFETY: NCCL's texts end in NUL, and the text is copied before this thread's next call.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         });
-        let remedy = "NCCL_DEBUG=INFO tells more; --transport tcp does without NCCL";
+        let remedy = "set NCCL_DEBUG=INFO for details, or use --transport tcp";
         Err(Error::resource(what.to_string(), format!("NCCL error {status} ({}): {}; {remedy}", message[0], message[1].trim())))
     }
 }

@@ -41,7 +41,7 @@ pub(super) fn visible_gpu(ordinal: usize) -> Result<Device> {
 pub(super) fn newest_cuda() -> Result<u32> {
     let mut version = 0;
     // SAFETY: writes one number.
-    check(unsafe { sys::cuDriverGetVersion(&mut version) }, || "ask for the driver's version".into())?;
+    check(unsafe { sys::cuDriverGetVersion(&mut version) }, || "query the driver's version".into())?;
     Ok(version as u32 / 1000)
 }
 
@@ -88,13 +88,13 @@ pub(super) fn count() -> Result<usize> {
 /// The product name of a GPU.
 pub(super) fn name(gpu: sys::CUdevice) -> Result<String> {
     // SAFETY: writes within this length.
-    text::<256>(|to, length| unsafe { sys::cuDeviceGetName(to, length, gpu) }, || format!("ask for the name of GPU {gpu}"))
+    text::<256>(|to, length| unsafe { sys::cuDeviceGetName(to, length, gpu) }, || format!("query the name of GPU {gpu}"))
 }
 
 /// PCI address such as `0000:0F:00.0`.
 pub(super) fn pci_address(gpu: sys::CUdevice) -> Result<String> {
     // SAFETY: writes within this length.
-    text::<32>(|to, length| unsafe { sys::cuDeviceGetPCIBusId(to, length, gpu) }, || format!("ask for the PCI address of GPU {gpu}"))
+    text::<32>(|to, length| unsafe { sys::cuDeviceGetPCIBusId(to, length, gpu) }, || format!("query the PCI address of GPU {gpu}"))
 }
 
 /// The NUL-terminated string that `write` stores at the given address.
@@ -108,7 +108,7 @@ fn text<const N: usize>(write: impl FnOnce(*mut c_char, i32) -> sys::CUresult, o
 pub(super) fn attribute(gpu: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<i32> {
     let mut value = 0;
     // SAFETY: writes one integer.
-    check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, gpu) }, || format!("ask the GPU for {attribute:?}"))?;
+    check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, gpu) }, || format!("query {attribute:?} of the GPU"))?;
     Ok(value)
 }
 

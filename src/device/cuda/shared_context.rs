@@ -71,7 +71,9 @@ impl Drop for SharedContext {
 pub(super) fn may_read(gpu: sys::CUdevice, other: sys::CUdevice) -> Result<bool> {
     let mut may = 0;
     // SAFETY: writes one integer.
-    check(unsafe { sys::cuDeviceCanAccessPeer(&mut may, gpu, other) }, || format!("ask whether GPU {gpu} reaches memory of GPU {other}"))?;
+    check(unsafe { sys::cuDeviceCanAccessPeer(&mut may, gpu, other) }, || {
+        format!("query whether GPU {gpu} can access memory of GPU {other}")
+    })?;
     Ok(may != 0)
 }
 
@@ -85,7 +87,7 @@ pub(super) fn open_link(gpu: sys::CUdevice, shared_context: &SharedContext) -> R
     // SAFETY: the context is live; the flags are reserved.
     let status = unsafe { sys::cuCtxEnablePeerAccess(shared_context.context.get_inner(), 0) };
     if status as u32 != ALREADY_ENABLED {
-        check(status, || format!("let GPU {gpu} reach memory of GPU {}", shared_context.gpu))?;
+        check(status, || format!("enable access of GPU {gpu} to memory of GPU {}", shared_context.gpu))?;
     }
     Ok(true)
 }

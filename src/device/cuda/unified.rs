@@ -30,7 +30,9 @@ pub(super) fn addressing(gpu: sys::CUdevice) -> Result<Addressing> {
 pub(super) fn alloc(dev: &mut CudaDevice, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
     match dev.addressing {
         _ if elems == 0 => dev.alloc(name, elems, dtype),
-        Addressing::Separate => Err(Error::Unsupported(format!("unified memory for {name}: this GPU has none that both sides may use"))),
+        Addressing::Separate => {
+            Err(Error::Unsupported(format!("unified memory for {name}: this GPU has no memory that host and GPU can both use")))
+        }
         Addressing::Managed => alloc_managed(dev, name, elems, dtype),
         Addressing::Coherent => {
             let block = dev.system.alloc(name, elems * dtype.bytes())?;

@@ -219,7 +219,11 @@ impl Device for SimDevice {
 
     fn idle(&mut self) -> Result<bool> {
         let advanced = self.world.borrow_mut().advance();
-        if advanced { Ok(true) } else { Err(Error::resource("wait for the step", "nothing is under way: a deadlock in the step protocol")) }
+        if advanced {
+            Ok(true)
+        } else {
+            Err(Error::resource("wait for the step", "no operation is in progress: a deadlock in the step protocol"))
+        }
     }
 
     fn now_ns(&self) -> u64 {

@@ -41,7 +41,7 @@ impl Visible {
 }
 
 fn failed(e: NvmlError) -> Error {
-    Error::resource(format!("ask {LIBRARY} about the GPU"), e)
+    Error::resource(format!("query the GPU through {LIBRARY}"), e)
 }
 
 fn open_library() -> Result<Nvml> {
@@ -59,7 +59,7 @@ pub(super) fn links(gpus: &[GpuId]) -> Result<Vec<([usize; 2], GpuLink)>> {
     let pairs = (0..gpus.len()).flat_map(|b| (0..b).map(move |a| [a, b]));
     let link = |[a, b]: [usize; 2]| {
         let other = nvml.device_by_pci_bus_id(&*gpus[b].pci).map_err(failed)?;
-        let pcie = devices[a].topology_common_ancestor(other).map_or("unknown how", in_words);
+        let pcie = devices[a].topology_common_ancestor(other).map_or("unknown path", in_words);
         Ok(([a, b], GpuLink::between((&gpus[a].pci, &ends[a]), (&gpus[b].pci, &ends[b]), &all, pcie)))
     };
     pairs.map(link).collect()

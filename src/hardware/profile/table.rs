@@ -26,8 +26,8 @@ impl Profile {
 fn meaning(section: &str) -> &'static str {
     match section {
         "host" => {
-            "memory_bytes_per_s: a triad on every CPU, three streams as STREAM counts them, not what the caches add; \
-            adam_bytes_per_s: what AdamW's vector pass reads and writes"
+            "memory_bytes_per_s: a triad on every CPU, three streams as STREAM counts them, without write-allocate traffic; \
+                adam_bytes_per_s: reads and writes of AdamW's vector pass"
         }
         _ => "",
     }

@@ -51,7 +51,7 @@ fn refuse_unsupported(keys: &Keys) -> Result<()> {
     let clip = keys.get("clip_qkv");
     let found = [("router_jitter_noise", jitter), ("n_group", groups), ("clip_qkv", clip)];
     if let Some((key, value)) = found.into_iter().find_map(|(key, value)| Some((key, value?))) {
-        return Err(keys.unsupported(key, value, "not one of this engine's features"));
+        return Err(keys.unsupported(key, value, "not supported by this program"));
     }
     match keys.flag("output_router_logits", false)? {
         false => Ok(()),

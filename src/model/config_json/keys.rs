@@ -160,11 +160,11 @@ impl<'a> Keys<'a> {
         ];
         let on = |value: &Value| *value != false && *value != 0;
         if let Some((key, value)) = features.iter().chain(experts).find_map(|key| self.get(key).filter(|v| on(v)).map(|v| (key, v))) {
-            return Err(self.unsupported(key, value, "not one of this engine's features"));
+            return Err(self.unsupported(key, value, "not supported by this program"));
         }
         match self.flag("is_causal", true)? {
             true => Ok(()),
-            false => Err(self.unsupported("is_causal", &Value::from(false), "attention is causal here")),
+            false => Err(self.unsupported("is_causal", &Value::from(false), "only causal attention is supported")),
         }
     }
 

@@ -96,7 +96,7 @@ fn rope(keys: &Keys, inner: &Keys, spec: &FamilySpec, heads: &RotatedHeads) -> R
         return Err(keys.bad("head_dim", format_args!("{rotary_dim} rotating channels of {}: rope needs an even number", heads.head_dim)));
     }
     if spec.names_rope && inner.map.is_empty() {
-        return Err(keys.missing("rope_scaling", "an object that says how this family rotates"));
+        return Err(keys.missing("rope_scaling", "an object with the rotations of this family"));
     }
     let (scaling, attention_factor) = scaling(keys, inner, heads.max_positions, rotary_dim)?;
     Ok(RopeConfig { theta, rotary_dim, interleaved: spec.interleaved, scaling, attention_factor: attention_factor as f32 })

@@ -291,7 +291,7 @@ fn expect_same(embedding: LocatedTensor<'_>, copy: LocatedTensor<'_>) -> Result<
             source.read(start, &mut raw, block)?;
         }
         if ours.iter().zip(&theirs).any(|(a, b)| a.to_bits() != b.to_bits()) {
-            let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json says that they are tied");
+            let cause = format_args!("{LM_HEAD} is not the token embedding, but config.json ties them");
             return Err(Error::format(copy.file.path(), cause));
         }
     }
@@ -334,7 +334,7 @@ fn widen<E: Element>(raw: &[u8], out: &mut [f32]) {
 fn check(name: &str, source: LocatedTensor<'_>, shape: &[usize]) -> Result<()> {
     let TensorInfo { dtype, shape: found, .. } = source.info;
     if found != shape {
-        return Err(Error::format(source.file.path(), format_args!("tensor {name} has shape {found:?}, config.json says {shape:?}")));
+        return Err(Error::format(source.file.path(), format_args!("tensor {name} has shape {found:?}, config.json implies {shape:?}")));
     }
     match dtype {
         Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
@@ -351,8 +351,11 @@ fn check_packed(blocks: LocatedTensor<'_>, scales: LocatedTensor<'_>, spec: &Ten
     for (tensor, shape) in [blocks, scales].into_iter().zip(shapes) {
         let TensorInfo { dtype, shape: found, .. } = tensor.info;
         if !spec.row_elems().is_multiple_of(mxfp4::BLOCK_ELEMS) || *found != shape || *dtype != Dtype::U8 {
-            let cause =
-                format_args!("tensor {} is {dtype} {found:?}, config.json says U8 {shape:?} for rows of {}", tensor.name, spec.row_elems());
+            let cause = format_args!(
+                "tensor {} is {dtype} {found:?}, config.json implies U8 {shape:?} for rows of {}",
+                tensor.name,
+                spec.row_elems()
+            );
             return Err(Error::format(tensor.file.path(), cause));
         }
     }

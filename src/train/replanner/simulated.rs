@@ -131,5 +131,5 @@ fn a_plan_change_with_another_clip_rate_is_logged_without_a_gain() {
     watched.go(ANSWERED + WEIGHED, "every-10");
     let [_, (weighed, words)] = &watched.message[..] else { panic!("{:?}", watched.message) };
     assert_eq!(*weighed, ANSWERED + WEIGHED);
-    assert!(words.starts_with("what the plan gained cannot be told: 100 % of steps were clipped before, 10 % since"), "{words}");
+    assert!(words.starts_with("the gain of the new plan is unknown: 100 % of steps were clipped before, 10 % since"), "{words}");
 }

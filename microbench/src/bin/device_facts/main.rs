@@ -69,7 +69,7 @@ struct Options {
     /// Who computes grouped products on a GPU.
     #[arg(long, value_enum, default_value_t = ExpertProducts::Own)]
     expert_products: ExpertProducts,
-    /// Folder to search for NVIDIA's libraries before the usual ones.
+    /// Directory to search first for NVIDIA's libraries.
     #[arg(long, value_name = "DIR")]
     #[serde(skip)]
     cuda_libraries: Option<std::path::PathBuf>,
@@ -84,7 +84,7 @@ fn start(options: &Options) -> Result<()> {
     let topology = if options.quick { small_caches(machine) } else { machine };
     let settings = Settings { device: options.device, cuda_libraries: options.cuda_libraries.clone(), ..Settings::default() };
     let chosen = devices::choose(&settings, &topology)?;
-    chosen.note.iter().for_each(|why| eprintln!("no GPU, and no link to it: {why}"));
+    chosen.note.iter().for_each(|why| eprintln!("no GPU and no link are measured: {why}"));
     // Users of the memory are declared later, so they are dropped earlier.
     let mut memory = HostMemory::new(memory_policy(&topology, chosen.machine.cpus)?);
     // SAFETY: loads run one job at a time and end before `memory` is dropped.

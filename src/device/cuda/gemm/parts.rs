@@ -165,7 +165,7 @@ impl Parts {
     pub(super) fn prefer_all(&mut self, alignments: [u16; 4]) -> Result<()> {
         // SAFETY: writes one handle.
         let status = unsafe { (self.lt.preference_create)(&mut self.preference) };
-        self.lt.check(status, || "describe what algorithms may do".into())?;
+        self.lt.check(status, || "set the preferences of algorithms".into())?;
         self.prefer(PREFERENCE_WORKSPACE_BYTES, WORKSPACE_BYTES as u64)?;
         self.prefer(PREFERENCE_REDUCTION_SCHEMES, REDUCTION_IN_FP32)?;
         alignments.into_iter().zip(PREFERENCE_ALIGNMENT..).try_for_each(|(bytes, which)| self.prefer(which, u32::from(bytes)))

@@ -63,7 +63,8 @@ impl GpuKernel for GroupedMatmul {
         if let Some(tables) = queue.group_tables() {
             if !vectors || !whole_vectors(ins, &[c]) || dtype == Dtype::Float32 {
                 return Err(Error::Unsupported(format!(
-                    "products of experts of {outs} x {ins} in {dtype} by cuBLASLt: it takes 16-bit formats, rows of whole vectors of 16 bytes"
+                    "products of experts of {outs} x {ins} in {dtype} by cuBLASLt: it supports 16-bit formats and rows of whole 16-byte \
+                        vectors"
                 )));
             }
             return self.enqueue_for_cublaslt(queue, tables, dtype);

@@ -197,6 +197,6 @@ fn shapes_that_cublaslt_does_not_support_are_refused() {
         GroupedMatmul { shape, a, b, bounds, c, accumulate: false }.enqueue(&mut library).unwrap_err().to_string()
     };
     assert!(refused(Dtype::Float32, INS, 0).contains("16 x 24 in float32 by cuBLASLt"));
-    assert!(refused(Dtype::Bfloat16, 20, 0).contains("rows of whole vectors of 16 bytes"));
-    assert!(refused(Dtype::Bfloat16, INS, 2).contains("rows of whole vectors of 16 bytes"));
+    assert!(refused(Dtype::Bfloat16, 20, 0).contains("rows of whole 16-byte vectors"));
+    assert!(refused(Dtype::Bfloat16, INS, 2).contains("rows of whole 16-byte vectors"));
 }

@@ -431,7 +431,7 @@ fn supported(shape: &AttentionShape, dtype: Dtype, limits: &AttentionLimits) -> 
         _ => Err(unsupported(
             shape,
             dtype,
-            &format!("on this GPU it takes bfloat16 and float16, and multiples of 8 up to {}", limits.head_dim),
+            &format!("on this GPU it supports bfloat16 and float16, and multiples of 8 up to {}", limits.head_dim),
         )),
     }
 }
