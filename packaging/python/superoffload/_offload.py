@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from ._adamw import (
     taken,
 )
 from ._buckets import ALIGN, ARRAYS, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, own_arrays, take_changes
+from ._edits import ADVICE, Seen
 from ._hooks import Hold, on_gradient, remove
 from ._link import link_to
 from ._load import LIVE, load_state
@@ -380,6 +382,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         member.number = int(state["step"].item()) + 1
         gradient = flat(in_layout_of(param, param.grad.detach()))
         if self.install_early:
+            self._hold(part.bucket for part in member.parts)
+            member.early = Seen(self._link, member.parts)
             # Weights change from here on. Autograd rejects later backward passes that have saved them.
             torch.autograd.graph.increment_version(param)
         param.grad, member.version, member.is_taken, member.seen = member.gone, param._version, True, None
@@ -401,12 +405,45 @@ class OffloadAdamW(torch.optim.Optimizer):
         if "step" not in state:
             state.update(new_state(member.param))
         elif member.param._version != member.version:
-            self._settle_all(part.bucket for part in member.parts)
-            if member.borrows:
-                own_arrays(state, member.param)
-                member.borrows = False
-            take_changes(state["param"], member.param)
+            self._take_changes(member)
         return state
+
+    def _take_changes(self, member: Member) -> None:
+        """Update the float32 weights of a parameter that other code has changed."""
+        state = self.state[member.param]
+        self._settle_all(part.bucket for part in member.parts)
+        if member.borrows:
+            own_arrays(state, member.param)
+            member.borrows = False
+        take_changes(state["param"], member.param)
+
+    def _seen(self, now: _Round) -> list[Seen]:
+        """Return samples of the weights that backward has used."""
+        if self.install_early:
+            return [member.early for member in now.members]
+        parts = [part for member in now.members for part in member.parts]
+        # The last step's weights may still be on their way.
+        self._hold({part.bucket: None for part in parts})
+        return [Seen(self._link, parts)]
+
+    def _take_uncounted_changes(self, now: _Round, seen: list[Seen]) -> None:
+        """Take over changes through `.data`. New weights that were computed without them are computed again."""
+        changed = sorted(set().union(*(each.changed() for each in seen)), key=lambda member: member.index)
+        if changed and self.install_early:
+            raise RuntimeError(
+                f"parameter {changed[0].index} was changed through .data before backward(), and with install_early its weights have been replaced "
+                f"since: {ADVICE}, or leave install_early out. To go on, call this optimizer's zero_grad()"
+            )
+        for member in changed:
+            self._take_changes(member)
+            for part in member.parts:
+                part.bucket.is_speculated = False
+        if changed:
+            warnings.warn(
+                f"OffloadAdamW: parameter {changed[0].index} was changed through .data. Changes of this kind are found by a sample, which may miss a "
+                f"change of a few elements, and each costs a second computation of the step: {ADVICE}",
+                stacklevel=4,
+            )
 
     def _submit(self, bucket: Bucket, speculates: bool) -> None:
         now = self._round
@@ -436,6 +473,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         now.ended = self._link.mark()
         for member in now.members:
             _check_untouched(member)
+        seen = self._seen(now)
         submitted = set(now.buckets)
         for bucket in self._buckets:
             if bucket.arrived and bucket not in submitted:
@@ -443,6 +481,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for bucket in now.buckets:
             bucket.wait()
         self._raise_failure()
+        self._take_uncounted_changes(now, seen)
         updates = [bucket.update for bucket in self._buckets if bucket.arrived]
         now.norm, now.scale = _cpu_adam.verdict(*_cpu_adam.squares(updates), self.max_grad_norm or 0.0)
         now.is_judged = True
@@ -500,10 +539,15 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._settle(bucket)
             pending = None
         bucket.landed.synchronize()
-        if not speculates:
+        if speculates:
+            self._speculate(bucket, parts, groups, pending)
+        else:
             bucket.update = self._update(bucket, parts, groups, None)
             bucket.update.sums()
-            return
+        for part in parts:
+            part.note(self.state[part.member.param]["param"])
+
+    def _speculate(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], pending: Pending | None) -> None:
         stage = self._stage(bucket)
         bucket.update = self._update(bucket, parts, groups, stage.room)
         if pending:
@@ -630,14 +674,19 @@ def _check_gradient(member: Member) -> None:
         raise ValueError(f"{where} is sparse: step it with torch.optim.SparseAdam, or make it with sparse=False")
     if grad.dtype != param.dtype or grad.device != param.device:
         raise ValueError(f"{where} is {grad.dtype} on {grad.device}, the parameter {param.dtype} on {param.device}: both must be the same")
-    if param.data_ptr() != member.address:
-        raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
+    _check_address(member)
 
 
 def _check_untouched(member: Member) -> None:
     """Check that the parameter was not changed between backward and `step`."""
     if member.param._version != member.version:
         raise RuntimeError(f"parameter {member.index} was changed between backward() and step(): change it after step()")
+    _check_address(member)
+
+
+def _check_address(member: Member) -> None:
+    if member.param.data_ptr() != member.address:
+        raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
 
 
 def _loaded(index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, torch.Tensor]:
