@@ -35,7 +35,7 @@ from ._edits import ADVICE, Seen
 from ._hooks import Hold, on_gradient, remove
 from ._link import link_to
 from ._load import LIVE, load_state
-from ._shards import ranks
+from ._shards import is_partitioned, ranks
 
 STAGES = 3
 """Number of buckets whose new weights can be in flight between the CPU and the device at once, with `install_early`."""
@@ -659,6 +659,7 @@ def _refuse_ranks() -> None:
 def _check_member(member: Member, first: torch.Tensor) -> None:
     index, param = member.index, member.param
     refuse_unless(not is_sharded(param), f"parameter {index} is a DTensor: step shards by CPUAdamW, with CPUOffloadPolicy of FSDP2")
+    refuse_unless(not is_partitioned(param), f"parameter {index} is partitioned by DeepSpeed's ZeRO-3: use CPUAdamW, with offload_optimizer")
     check_param(index, param)
     if param.device.type not in ("cpu", "cuda"):
         raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW takes parameters of one CUDA device, or of the CPU")
