@@ -77,11 +77,16 @@ class _Round:
     """Buckets in the order of completion. The next forward pass needs the last ones first."""
     ended: Any = None
     """Event at the end of backward."""
+    squares: tuple[float, bool] = (0.0, False)
+    """Sum of squares of all gradients, and whether one of them is NaN or infinite."""
     norm: float = 0.0
     scale: float | None = None
     is_judged: bool = False
     norms: dict[int, float] | None = None
     """Norm of each parameter's gradient, once user code has requested one."""
+
+    def limit(self, max_grad_norm: float | None) -> None:
+        self.norm, self.scale = _cpu_adam.verdict(*self.squares, max_grad_norm or 0.0)
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -153,6 +158,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         _refuse_ranks()
         self.max_grad_norm, self.accumulation_steps, self.isa = max_grad_norm, accumulation_steps, isa
         self.speculate, self.install_early = speculate, install_early
+        # With accelerate: whether the present backward pass is the last one before `step`.
+        self._is_last_pass: Callable[[], bool] | None = None
         self.threads = threads or max(1, torch.get_num_threads() - 2)
         self.last: OffloadStep | None = None
         self._bucket_bytes = int(bucket_mib * 2**20) // ALIGN * ALIGN
@@ -256,9 +263,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def grad_norm(self) -> float | None:
-        """Return the norm of all gradients before clipping, or None without gradients. Waits until all gradients are on the CPU. Call before `step`."""
+    def grad_norm(self, max_grad_norm: float | None = None) -> float | None:
+        """Return the norm of all gradients before clipping, or None without gradients. Waits until all gradients are on the CPU. Call before `step`.
+
+        Args:
+            max_grad_norm: Limit for the coming `step` alone; 0 disables clipping. None keeps the optimizer's limit.
+        """
         now = self._judge()
+        if now is not None and max_grad_norm is not None:
+            now.limit(max_grad_norm)
         return None if now is None else now.norm
 
     def _norm_of(self, index: int) -> float:
@@ -341,7 +354,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             # If the model's zero_grad has dropped the gradient, this backward pass counts as the first one again.
             is_same = member.seen is not None and member.seen() is member.param.grad
             member.micro_steps = member.micro_steps + 1 if is_same else 1
-            if member.micro_steps == self.accumulation_steps:
+            if self._is_last_pass() if self._is_last_pass else member.micro_steps == self.accumulation_steps:
                 self._take(member, in_backward=True)
             else:
                 member.seen = weakref.ref(member.param.grad)
@@ -483,7 +496,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._raise_failure()
         self._take_uncounted_changes(now, seen)
         updates = [bucket.update for bucket in self._buckets if bucket.arrived]
-        now.norm, now.scale = _cpu_adam.verdict(*_cpu_adam.squares(updates), self.max_grad_norm or 0.0)
+        now.squares = _cpu_adam.squares(updates)
+        now.limit(self.max_grad_norm)
         now.is_judged = True
         return now
 

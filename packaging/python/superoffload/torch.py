@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"superoffload.torch needs PyTorch ({error}): pip install torch", name=error.name) from error
 
+from ._accelerate import follow_accelerator
 from ._adamw import (
     _cpu_adam,
     check_apart,
@@ -38,7 +39,7 @@ from ._rows import MASTER, Batch, Row, check_cpu_param
 from ._shards import GRADIENT_CLIPPING, check_norm_group, check_partitioned, groups_of, is_partitioned, over_ranks, refuse_partitioned
 from ._trainer import SuperOffloadTrainerMixin, register_optim
 
-__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "register_optim"]
+__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "follow_accelerator", "register_optim"]
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
