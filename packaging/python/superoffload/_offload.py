@@ -32,7 +32,7 @@ from ._adamw import (
 )
 from ._buckets import ALIGN, ARRAYS, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, own_arrays, take_changes
 from ._edits import ADVICE, Seen
-from ._hooks import Hold, on_gradient, remove
+from ._hooks import Hold, hold, leave, on_gradient, remove
 from ._link import link_to
 from ._load import LIVE, load_state
 from ._shards import is_partitioned, ranks
@@ -178,8 +178,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._free: list[torch.Tensor] = []
         self._handles: list[Any] = []
         self._holds: list[Any] = []
-        for handles in (self._handles, self._holds):
-            weakref.finalize(self, remove, handles)
+        weakref.finalize(self, remove, self._handles)
+        weakref.finalize(self, leave, self._holds, self._buckets)
         LIVE.add(self)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -233,8 +233,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         for module in modules:
             own = set(module.parameters())
             buckets = {part.bucket: None for member in self._members if member.param in own for part in member.parts}
-            hold = Hold(owner, list(buckets))
-            self._holds += [module.register_forward_pre_hook(hold), module.register_state_dict_pre_hook(hold)]
+            wait = Hold(owner, self._link, list(buckets))
+            self._holds += [module.register_forward_pre_hook(wait), module.register_state_dict_pre_hook(wait)]
         self._held_by_forward = {bucket for bucket in self._buckets if all(part.member.param in inside for part in bucket.parts)}
 
     @torch.no_grad()
@@ -539,10 +539,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Make the device's stream wait for the weights of `buckets`."""
         before = since or self._link.mark()
         written = [bucket for bucket in buckets if bucket.writing is not None]
-        for bucket in written:
-            bucket.writing.result()
-            self._link.hold(bucket.sent)
-            bucket.writing = None
+        hold(self._link, written)
         if self.last and (written or since):
             self.last.waits.append((before, self._link.mark()))
 
