@@ -2,6 +2,7 @@
 packages are not installed."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -187,6 +188,39 @@ class InTrainer(unittest.TestCase):
             trainer.train()
         want = [param.detach() for param in trainer.model.parameters()]
         self.assertTrue(all(torch.equal(one, other) for one, other in zip(Average.seen[-1], want)))
+
+    def test_a_smaller_batch_is_tried_after_out_of_memory(self):
+        def small(cls):
+            class Small(cls):
+                """Has no memory for batches of two, in the backward pass of the second step."""
+
+                def training_step(self, net, inputs, *rest):
+                    loss = super().training_step(net, inputs, *rest)
+                    if len(inputs["input_ids"]) > 1 and self.state.global_step > 0:
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+                    return loss
+
+            return train(Small, self.output, auto_find_batch_size=True)
+
+        ours, theirs = small(OffloadTrainer), small(Trainer)
+        self.assertEqual(len(logs(ours)[0]), len(logs(theirs)[0]))
+        self.close(*(tuple(part[-8:] for part in logs(trainer)) for trainer in (ours, theirs)))
+
+    @unittest.skipUnless(importlib.util.find_spec("peft"), "LEFT OUT: LoRA is not tested, because peft is not installed")
+    def test_lora_steps_its_adapters_alone(self):
+        import peft
+
+        def lora(cls):
+            net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+            trainer = cls(model=net, args=TrainingArguments(**arguments(self.output)), train_dataset=ROWS)
+            trainer.train()
+            return trainer
+
+        ours, theirs = lora(OffloadTrainer), lora(Trainer)
+        self.close(logs(ours), logs(theirs))
+        adapters = [param for param in ours.model.parameters() if param.requires_grad]
+        self.assertEqual({part.member.param for bucket in unwrapped(ours)._buckets for part in bucket.parts}, set(adapters))
+        self.assertEqual(sum(bucket.size for bucket in unwrapped(ours)._buckets), sum(-(-param.nbytes // 64) * 64 for param in adapters))
 
     def test_several_gpus_are_refused_when_the_trainer_is_made(self):
         args = TrainingArguments(**arguments(self.output))
