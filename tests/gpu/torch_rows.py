@@ -2,10 +2,9 @@
 
     tests/gpu/torch_rows.py [--model qwen3-4b] [--seconds N]
 
-Rows of `OffloadAdamW`: a model of transformers with compiled layers and a limit of the norm that clips no step or each
-step, by default and with install_early. The
-row "no sample" leaves out the sample that finds changes through .data. The rows of one optimizer take turns on it, so that they differ in nothing else.
-A row for which no time is left is named. `CPUAdamW` steps 10,000 tensors of 16 elements with one thread, and so does torch's fused AdamW.
+Rows of `OffloadAdamW`: a model of transformers with compiled layers and a limit of the norm that clips no step or each step, by default and with
+install_early. The row "no sample" leaves out the sample that finds changes through .data. The rows of one optimizer take turns on it, so that they
+differ in nothing else. A row for which no time is left is named. `CPUAdamW` steps 10,000 tensors of 16 elements with one thread, and so does torch's fused AdamW.
 """
 
 import argparse

@@ -25,8 +25,8 @@ def follow_accelerator(accelerator: Any, optimizer: Any) -> None:
         optimizer: The optimizer, before or after `accelerator.prepare`.
     """
     own = getattr(optimizer, "optimizer", optimizer)
-    refuse_unless(isinstance(own, OffloadAdamW), f"follow_accelerator takes an OffloadAdamW, not a {type(own).__name__}")
-    refuse_unless(accelerator.scaler is None, "mixed_precision='fp16' scales the loss, and OffloadAdamW takes no GradScaler: use 'bf16'")
+    refuse_unless(isinstance(own, OffloadAdamW), f"follow_accelerator needs an OffloadAdamW, not a {type(own).__name__}")
+    refuse_unless(accelerator.scaler is None, "mixed_precision='fp16' needs a GradScaler, which OffloadAdamW does not support: use 'bf16'")
     count = accelerator.num_processes
     refuse_unless(count == 1, f"OffloadAdamW steps the gradients of one process, and accelerate has {count}: use FSDP with CPUAdamW")
     gradient_state = accelerator.gradient_state

@@ -129,7 +129,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -153,7 +153,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         refuse_unless(max_grad_norm is None or 0 <= max_grad_norm, f"max_grad_norm must be 0 or more, not {max_grad_norm}; 0 does not clip")
         refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
         refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
-        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None leaves two of torch's to Python")
+        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None uses all threads of torch except two")
         check_isa(isa)
         _refuse_ranks()
         self.max_grad_norm, self.accumulation_steps, self.isa = max_grad_norm, accumulation_steps, isa
@@ -184,10 +184,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("OffloadAdamW holds a thread and streams, so that it cannot be pickled or copied: save its state_dict()")
+        raise TypeError("OffloadAdamW holds a thread and streams, so it cannot be pickled or copied: save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_unless(self._round is None, "add_param_group: gradients of a step have left already: call step() or zero_grad() first")
+        why = "add_param_group: gradients of the coming step have already been copied to the CPU: call step() or zero_grad() first"
+        refuse_unless(self._round is None, why)
         super().add_param_group(param_group)
         group, first = len(self.param_groups) - 1, len(self._members)
         members = [Member(index, group, param) for index, param in enumerate(self.param_groups[-1]["params"], first)]
@@ -385,7 +386,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         _check_gradient(member)
         now = self._round = self._round or self._begin()
         if now.is_judged:
-            raise RuntimeError(f"the gradient of parameter {member.index} comes after grad_norm(): call step() first")
+            raise RuntimeError(f"the gradient of parameter {member.index} was computed after grad_norm() had returned: call step() first")
         # The worker may still be busy with the last step, which reads memory that is changed below.
         for part in member.parts:
             part.bucket.wait()
@@ -673,15 +674,16 @@ def _check_member(member: Member, first: torch.Tensor) -> None:
     refuse_unless(not is_partitioned(param), f"parameter {index} is partitioned by DeepSpeed's ZeRO-3: use CPUAdamW, with offload_optimizer")
     check_param(index, param)
     if param.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW takes parameters of one CUDA device, or of the CPU")
+        raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW needs parameters on one CUDA device, or on the CPU")
     if param.device != first.device:
-        raise ValueError(f"parameter {index} is on {param.device}, others are on {first.device}: OffloadAdamW takes those of one device")
+        both = f"parameter {index} is on {param.device}, the other parameters are on {first.device}"
+        raise ValueError(f"{both}: OffloadAdamW needs all of them on one device")
 
 
 def _check_gradient(member: Member) -> None:
     param, grad, where = member.param, member.param.grad, f"the gradient of parameter {member.index}"
     if isinstance(grad, Gone):
-        raise RuntimeError(f"{where} has gone to another OffloadAdamW: drop that one first, by del and gc.collect()")
+        raise RuntimeError(f"{where} has been taken by another OffloadAdamW: delete that optimizer first, with del and gc.collect()")
     if grad.layout != torch.strided:
         raise ValueError(f"{where} is sparse: step it with torch.optim.SparseAdam, or make it with sparse=False")
     if grad.dtype != param.dtype or grad.device != param.device:

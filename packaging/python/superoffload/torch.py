@@ -90,7 +90,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -111,8 +111,8 @@ class CPUAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
     ) -> None:
         refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
-        refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not offered: use torch.optim.Adam, or leave it out")
-        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not offered: moments='bfloat16' stores moments in 16 bits")
+        refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not supported: use torch.optim.Adam, or leave it out")
+        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not supported: moments='bfloat16' stores moments in 16 bits")
         refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")

@@ -193,7 +193,7 @@ class Gpu(unittest.TestCase):
     def test_parameters_of_two_gpus_are_refused(self):
         if torch.cuda.device_count() < 2:
             self.skipTest("LEFT OUT: parameters of two GPUs are not tested, because there is one GPU")
-        with self.assertRaisesRegex(ValueError, "parameter 1 is on cuda:1, others are on cuda:0: OffloadAdamW takes those of one device"):
+        with self.assertRaisesRegex(ValueError, "parameter 1 is on cuda:1, the other parameters are on cuda:0: OffloadAdamW needs all of them on one device"):
             offload([torch.nn.Parameter(torch.ones(4, device=f"cuda:{index}")) for index in range(2)])
 
     def test_a_trainer_on_two_visible_gpus_is_refused(self):

@@ -142,7 +142,7 @@ class Accelerate(unittest.TestCase):
         accelerator = Accelerator(cpu=True)
         net, other = model(), model()
         optimizer = offload(net.parameters())
-        with self.assertRaisesRegex(ValueError, "follow_accelerator takes an OffloadAdamW, not a CPUAdamW"):
+        with self.assertRaisesRegex(ValueError, "follow_accelerator needs an OffloadAdamW, not a CPUAdamW"):
             follow_accelerator(accelerator, CPUAdamW(net.parameters()))
         follow_accelerator(accelerator, optimizer)
         (net(ROWS).square().mean() + other(ROWS).square().mean()).backward()

@@ -166,7 +166,7 @@ class InTrainer(unittest.TestCase):
         trainer = train(OffloadTrainer, self.output, max_steps=1, optim_args="bucket_mib=0.5, install_early=true,threads=3")
         optimizer = unwrapped(trainer)
         self.assertEqual((optimizer._bucket_bytes, optimizer.install_early, optimizer.threads), (2**19, True, 3))
-        for text, why in (("bucket=1", "no 'bucket' there, but bucket_mib"), ("speculate=perhaps", "'perhaps' is neither"), ("threads=two", "threads=two")):
+        for text, why in (("bucket=1", "'bucket' is no setting of OffloadAdamW; its settings are bucket_mib"), ("speculate=perhaps", "'perhaps' is neither"), ("threads=two", "threads=two")):
             with self.assertRaisesRegex(ValueError, f"optim_args: .*{why}"):
                 train(OffloadTrainer, self.output, optim_args=text)
 
@@ -242,11 +242,11 @@ class InTrainer(unittest.TestCase):
 
     def test_what_does_not_fit_is_refused(self):
         names = [{"optim": name} for name in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit")]
-        refused = [(name, f"leave optim='{name['optim']}' out") for name in names]
-        for settings, why in (*refused, ({"optimizer": (torch.optim.SGD, {"lr": 1.0})}, "not by SGD")):
+        refused = [(name, f"optim='{name['optim']}' is not AdamW with states in 32 bits") for name in names]
+        for settings, why in (*refused, ({"optimizer": (torch.optim.SGD, {"lr": 1.0})}, "uses OffloadAdamW, not SGD")):
             with self.assertRaisesRegex(ValueError, why):
                 train(OffloadTrainer, self.output, **settings)
-        with self.assertRaisesRegex(TypeError, r"goes before the Trainer: class Late\(SuperOffloadTrainerMixin, Trainer\)"):
+        with self.assertRaisesRegex(TypeError, r"must come before the Trainer: class Late\(SuperOffloadTrainerMixin, Trainer\)"):
             type("Late", (Trainer, SuperOffloadTrainerMixin), {})
 
     @unittest.skipUnless(trl, "LEFT OUT: TRL's DPOTrainer is not tested, because trl is not installed")

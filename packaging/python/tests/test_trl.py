@@ -2,6 +2,7 @@
 has SFTTrainer and DPOTrainer. Skipped with a message if a package is missing."""
 
 import os
+import tempfile
 import unittest
 
 # The models are folders on this machine.
@@ -9,14 +10,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 try:
     import torch
+    import transformers
     import trl
     from datasets import Dataset
 except ImportError as error:
     raise unittest.SkipTest(f"LEFT OUT: SuperOffloadTrainerMixin is not tested with TRL, because of a missing package ({error})") from error
 
-import tempfile
-
-import transformers
 from superoffload.torch import OffloadAdamW, SuperOffloadTrainerMixin, register_optim
 from test_trainer import MODELS, SIZES, arguments, logs, model, tokenizer, unwrapped
 
