@@ -2,6 +2,7 @@
 like those of DeepSpeed. Skipped with a message if torch is not installed."""
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 import unittest
@@ -194,6 +195,42 @@ def zero3_partitions(rank, ranks):
         torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
 
 
+def losses_by_deepspeed(stage, make):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
+        net = model()
+    weights = list(net.parameters())
+    optimizer = make([{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}])
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    losses = []
+    for _ in range(4):
+        loss = engine(IN.bfloat16()).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def engine_of_deepspeed(rank, ranks):
+    """CPUAdamW steps as torch's AdamW does, and refuses a norm that it cannot know."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+    for stage in (1, 2, 3):
+        ours, theirs = (losses_by_deepspeed(stage, lambda groups, cls=cls: cls(groups, **SETTINGS)) for cls in (CPUAdamW, torch.optim.AdamW))
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-2, atol=1e-3)
+        assert ours[-1] < ours[0], ours
+        try:
+            losses_by_deepspeed(stage, lambda groups: CPUAdamW(groups, max_grad_norm=1.0, **SETTINGS))
+            raise AssertionError("not refused")
+        except ValueError as error:
+            assert "set gradient_clipping in DeepSpeed's configuration" in str(error), error
+
+
 def work(rank, ranks, file, name):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -261,6 +298,11 @@ class Ranks(unittest.TestCase):
                     optimizer.step()
             optimizer.param_groups = whole
             optimizer.step()
+
+    @unittest.skipUnless(importlib.util.find_spec("deepspeed"), "LEFT OUT: DeepSpeed's engine is not tested, because deepspeed is not installed")
+    def test_the_engine_of_deepspeed_steps_by_cpu_adamw(self):
+        for ranks in (1, 2):
+            self.ranks("engine_of_deepspeed", ranks)
 
     def test_a_word_that_is_no_group_is_refused(self):
         with self.assertRaisesRegex(ValueError, "norm_group must be 'auto', 'replicated' or a process group, not 'world'"):
