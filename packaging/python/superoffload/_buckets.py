@@ -102,6 +102,9 @@ class Part:
     """Offset in bytes in the bucket."""
     known: torch.Tensor | None = None
     """Sample of the weights after the last step, for the comparison with `sample`, which is a view of the device's weights."""
+    sampled_from: torch.Tensor | None = None
+    should_be: torch.Tensor | None = None
+    """View of the sampled elements of `sampled_from`, the float32 weights."""
 
     def __post_init__(self) -> None:
         # Not `detach`, which shares the version counter: the counter is incremented where the gradient is taken.
@@ -114,7 +117,9 @@ class Part:
 
     def note(self, weights: torch.Tensor) -> None:
         """Record a sample of the weights that the device should have. `weights` are the parameter's float32 weights."""
-        self.known = self._sampled(flat(weights)[self.start : self.stop]).to(self.weights.dtype, copy=True)
+        if weights is not self.sampled_from:
+            self.sampled_from, self.should_be = weights, self._sampled(flat(weights)[self.start : self.stop])
+        self.known = self.should_be.to(self.weights.dtype, copy=True)
 
     def of(self, room: torch.Tensor) -> torch.Tensor:
         """Return a view of this part's elements in memory with the bucket's layout."""

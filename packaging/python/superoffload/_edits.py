@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from ._buckets import Member, Part
 
-SAMPLES = 1024
-"""Number of sampled elements in a large part of a parameter. A change of one element in 100 is missed with a probability of 3e-5."""
+SAMPLES = 512
+"""Number of sampled elements in a large part of a parameter. A change of one element in 100 is missed with a probability of 0.006."""
 
 WHOLE = 16 * SAMPLES
 """Parts of at most this number of elements are compared as a whole."""

@@ -321,8 +321,9 @@ def tokenizer():
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 128)}}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
