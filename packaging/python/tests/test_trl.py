@@ -5,11 +5,11 @@ import os
 import tempfile
 import unittest
 
-# The models are folders on this machine.
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 try:
     import torch
+
+    # Read when the hub's package is imported. The models are folders on this machine.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     import trl
     from datasets import Dataset
