@@ -33,7 +33,7 @@ version=$("${clean[@]}" "$work/bare/bin/superoffload" --version)
 torch_python=${SUPEROFFLOAD_TORCH_PYTHON:-python3}
 if "$torch_python" -c 'import torch' 2>/dev/null; then
   "$torch_python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$work/beside-torch" "$wheel"
-  for tests in torch likeness shards offload reads trainer; do
+  for tests in torch likeness shards offload reads loops trainer trl gpu; do
     PYTHONPATH=$work/beside-torch "$torch_python" -W ignore -m unittest discover -s packaging/python/tests -p "test_$tests.py"
   done
 else

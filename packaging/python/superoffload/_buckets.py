@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ._adamw import FORMATS, _cpu_adam, flat, step_count
+from ._edits import Seen, sampled
 from ._link import host_array
 
 ALIGN = 64
@@ -75,6 +76,8 @@ class Member:
     """Torch's version counter of the parameter after this optimizer's last change; None if unknown."""
     seen: weakref.ref[torch.Tensor] | None = None
     """The gradient to which backward passes accumulate."""
+    early: Seen | None = None
+    """With `install_early`: a sample of the weights before new ones replaced them."""
     borrows: bool = False
     """Whether the arrays of the state belong to the caller of load_state_dict."""
 
@@ -97,10 +100,26 @@ class Part:
     stop: int
     offset: int
     """Offset in bytes in the bucket."""
+    known: torch.Tensor | None = None
+    """Sample of the weights after the last step, for the comparison with `sample`, which is a view of the device's weights."""
+    sampled_from: torch.Tensor | None = None
+    should_be: torch.Tensor | None = None
+    """View of the sampled elements of `sampled_from`, the float32 weights."""
 
     def __post_init__(self) -> None:
         # Not `detach`, which shares the version counter: the counter is incremented where the gradient is taken.
         self.weights = flat(self.member.param.data)[self.start : self.stop]
+        self.sample = self._sampled(self.weights)
+
+    def _sampled(self, elements: torch.Tensor) -> torch.Tensor:
+        shape = self.member.param.shape
+        return sampled(elements, shape[-1] if shape else 1)
+
+    def note(self, weights: torch.Tensor) -> None:
+        """Record a sample of the weights that the device should have. `weights` are the parameter's float32 weights."""
+        if weights is not self.sampled_from:
+            self.sampled_from, self.should_be = weights, self._sampled(flat(weights)[self.start : self.stop])
+        self.known = self.should_be.to(self.weights.dtype, copy=True)
 
     def of(self, room: torch.Tensor) -> torch.Tensor:
         """Return a view of this part's elements in memory with the bucket's layout."""

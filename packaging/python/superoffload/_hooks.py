@@ -34,18 +34,29 @@ def on_gradient(owner: weakref.ref[OffloadAdamW], member: Member) -> Any:
 
 
 class Hold:
-    """Hook that runs before a module is called or saved, and waits for its weights. In a copy of the model, pickled or not, the hook does nothing."""
+    """Hook that runs before a module is called or saved, and waits for its weights, also if the optimizer is gone. In a copy of the model, pickled or
+    not, the hook does nothing."""
 
-    def __init__(self, owner: weakref.ref[OffloadAdamW], buckets: list[Bucket]) -> None:
-        self._owner, self._buckets = owner, buckets
+    def __init__(self, owner: weakref.ref[OffloadAdamW], link: Any, buckets: list[Bucket]) -> None:
+        self._owner, self._link, self._buckets = owner, link, buckets
 
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
-        if (optimizer := self._owner()) is not None and any(bucket.writing is not None for bucket in self._buckets):
-            optimizer._hold(self._buckets)
+        if any(bucket.writing is not None for bucket in self._buckets):
+            optimizer = self._owner()
+            hold(self._link, self._buckets) if optimizer is None else optimizer._hold(self._buckets)
 
     def __reduce__(self) -> Any:
         return Nothing, ()
+
+
+def hold(link: Any, buckets: Iterable[Bucket]) -> None:
+    """Make the device's stream wait for the weights of `buckets`."""
+    for bucket in buckets:
+        if (writing := bucket.writing) is not None:
+            writing.result()
+            link.hold(bucket.sent)
+            bucket.writing = None
 
 
 class Nothing:
@@ -58,6 +69,14 @@ class Nothing:
 def remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def leave(handles: Iterable[Any], buckets: Iterable[Bucket]) -> None:
+    """Remove the modules' hooks when the optimizer is gone, and all its tasks are done. From then on nobody waits for the last weights."""
+    for bucket in buckets:
+        if bucket.writing is not None and bucket.sent is not None:
+            bucket.sent.synchronize()
+    remove(handles)
 
 
 class Elsewhere:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -30,10 +31,11 @@ from ._adamw import (
     taken,
 )
 from ._buckets import ALIGN, ARRAYS, Bucket, Gone, Member, Part, Pending, Stage, cut, new_state, own_arrays, take_changes
-from ._hooks import Hold, on_gradient, remove
+from ._edits import ADVICE, Seen
+from ._hooks import Hold, hold, leave, on_gradient, remove
 from ._link import link_to
 from ._load import LIVE, load_state
-from ._shards import ranks
+from ._shards import is_partitioned, ranks
 
 STAGES = 3
 """Number of buckets with new weights in flight between the CPU and the device at once, with `install_early`."""
@@ -75,11 +77,16 @@ class _Round:
     """Buckets in the order of completion. The next forward pass needs the last ones first."""
     ended: Any = None
     """Event at the end of backward."""
+    squares: tuple[float, bool] = (0.0, False)
+    """Sum of squares of all gradients, and whether one of them is NaN or infinite."""
     norm: float = 0.0
     scale: float | None = None
     is_judged: bool = False
     norms: dict[int, float] | None = None
     """Norm of each parameter's gradient, once user code has requested one."""
+
+    def limit(self, max_grad_norm: float | None) -> None:
+        self.norm, self.scale = _cpu_adam.verdict(*self.squares, max_grad_norm or 0.0)
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -122,7 +129,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -146,11 +153,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         refuse_unless(max_grad_norm is None or 0 <= max_grad_norm, f"max_grad_norm must be 0 or more, not {max_grad_norm}; 0 does not clip")
         refuse_unless(accumulation_steps >= 1, f"accumulation_steps must be at least 1, not {accumulation_steps}")
         refuse_unless(1 / 64 <= bucket_mib <= 4096, f"bucket_mib must be from 1/64 to 4096, not {bucket_mib}")
-        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None leaves two of torch's to Python")
+        refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None uses all threads of torch except two")
         check_isa(isa)
         _refuse_ranks()
         self.max_grad_norm, self.accumulation_steps, self.isa = max_grad_norm, accumulation_steps, isa
         self.speculate, self.install_early = speculate, install_early
+        # With accelerate: whether the present backward pass is the last one before `step`.
+        self._is_last_pass: Callable[[], bool] | None = None
         self.threads = threads or max(1, torch.get_num_threads() - 2)
         self.last: OffloadStep | None = None
         self._bucket_bytes = int(bucket_mib * 2**20) // ALIGN * ALIGN
@@ -169,16 +178,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._free: list[torch.Tensor] = []
         self._handles: list[Any] = []
         self._holds: list[Any] = []
-        for handles in (self._handles, self._holds):
-            weakref.finalize(self, remove, handles)
+        weakref.finalize(self, remove, self._handles)
+        weakref.finalize(self, leave, self._holds, self._buckets)
         LIVE.add(self)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("OffloadAdamW holds a thread and streams, so that it cannot be pickled or copied: save its state_dict()")
+        raise TypeError("OffloadAdamW holds a thread and streams, so it cannot be pickled or copied: save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_unless(self._round is None, "add_param_group: gradients of a step have left already: call step() or zero_grad() first")
+        why = "add_param_group: gradients of the coming step have already been copied to the CPU: call step() or zero_grad() first"
+        refuse_unless(self._round is None, why)
         super().add_param_group(param_group)
         group, first = len(self.param_groups) - 1, len(self._members)
         members = [Member(index, group, param) for index, param in enumerate(self.param_groups[-1]["params"], first)]
@@ -224,8 +234,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         for module in modules:
             own = set(module.parameters())
             buckets = {part.bucket: None for member in self._members if member.param in own for part in member.parts}
-            hold = Hold(owner, list(buckets))
-            self._holds += [module.register_forward_pre_hook(hold), module.register_state_dict_pre_hook(hold)]
+            wait = Hold(owner, self._link, list(buckets))
+            self._holds += [module.register_forward_pre_hook(wait), module.register_state_dict_pre_hook(wait)]
         self._held_by_forward = {bucket for bucket in self._buckets if all(part.member.param in inside for part in bucket.parts)}
 
     @torch.no_grad()
@@ -254,9 +264,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def grad_norm(self) -> float | None:
-        """Return the norm of all gradients before clipping, or None without gradients. Waits until all gradients are on the CPU. Call before `step`."""
+    def grad_norm(self, max_grad_norm: float | None = None) -> float | None:
+        """Return the norm of all gradients before clipping, or None without gradients. Waits until all gradients are on the CPU. Call before `step`.
+
+        Args:
+            max_grad_norm: Limit for the coming `step` alone; 0 disables clipping. None keeps the optimizer's limit.
+        """
         now = self._judge()
+        if now is not None and max_grad_norm is not None:
+            now.limit(max_grad_norm)
         return None if now is None else now.norm
 
     def _norm_of(self, index: int) -> float:
@@ -339,7 +355,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             # If the model's zero_grad has dropped the gradient, this backward pass counts as the first one again.
             is_same = member.seen is not None and member.seen() is member.param.grad
             member.micro_steps = member.micro_steps + 1 if is_same else 1
-            if member.micro_steps == self.accumulation_steps:
+            if self._is_last_pass() if self._is_last_pass else member.micro_steps == self.accumulation_steps:
                 self._take(member, in_backward=True)
             else:
                 member.seen = weakref.ref(member.param.grad)
@@ -370,7 +386,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         _check_gradient(member)
         now = self._round = self._round or self._begin()
         if now.is_judged:
-            raise RuntimeError(f"the gradient of parameter {member.index} comes after grad_norm(): call step() first")
+            raise RuntimeError(f"the gradient of parameter {member.index} was computed after grad_norm() had returned: call step() first")
         # The worker may still be busy with the last step, which reads memory that is changed below.
         for part in member.parts:
             part.bucket.wait()
@@ -380,6 +396,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         member.number = int(state["step"].item()) + 1
         gradient = flat(in_layout_of(param, param.grad.detach()))
         if self.install_early:
+            self._hold(part.bucket for part in member.parts)
+            member.early = Seen(self._link, member.parts)
             # Weights change from here on. Autograd rejects later backward passes that have saved them.
             torch.autograd.graph.increment_version(param)
         param.grad, member.version, member.is_taken, member.seen = member.gone, param._version, True, None
@@ -401,12 +419,45 @@ class OffloadAdamW(torch.optim.Optimizer):
         if "step" not in state:
             state.update(new_state(member.param))
         elif member.param._version != member.version:
-            self._settle_all(part.bucket for part in member.parts)
-            if member.borrows:
-                own_arrays(state, member.param)
-                member.borrows = False
-            take_changes(state["param"], member.param)
+            self._take_changes(member)
         return state
+
+    def _take_changes(self, member: Member) -> None:
+        """Update the float32 weights of a parameter that other code has changed."""
+        state = self.state[member.param]
+        self._settle_all(part.bucket for part in member.parts)
+        if member.borrows:
+            own_arrays(state, member.param)
+            member.borrows = False
+        take_changes(state["param"], member.param)
+
+    def _seen(self, now: _Round) -> list[Seen]:
+        """Return samples of the weights that backward has used."""
+        if self.install_early:
+            return [member.early for member in now.members]
+        parts = [part for member in now.members for part in member.parts]
+        # The last step's weights may still be on their way.
+        self._hold({part.bucket: None for part in parts})
+        return [Seen(self._link, parts)]
+
+    def _take_uncounted_changes(self, now: _Round, seen: list[Seen]) -> None:
+        """Take over changes through `.data`. New weights that were computed without them are computed again."""
+        changed = sorted(set().union(*(each.changed() for each in seen)), key=lambda member: member.index)
+        if changed and self.install_early:
+            raise RuntimeError(
+                f"parameter {changed[0].index} was changed through .data before backward(), and with install_early its weights have been replaced "
+                f"since: {ADVICE}, or leave install_early out. To go on, call this optimizer's zero_grad()"
+            )
+        for member in changed:
+            self._take_changes(member)
+            for part in member.parts:
+                part.bucket.is_speculated = False
+        if changed:
+            warnings.warn(
+                f"OffloadAdamW: parameter {changed[0].index} was changed through .data. Changes of this kind are found by a sample, which may miss a "
+                f"change of a few elements, and each costs a second computation of the step: {ADVICE}",
+                stacklevel=4,
+            )
 
     def _submit(self, bucket: Bucket, speculates: bool) -> None:
         now = self._round
@@ -436,6 +487,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         now.ended = self._link.mark()
         for member in now.members:
             _check_untouched(member)
+        seen = self._seen(now)
         submitted = set(now.buckets)
         for bucket in self._buckets:
             if bucket.arrived and bucket not in submitted:
@@ -443,8 +495,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         for bucket in now.buckets:
             bucket.wait()
         self._raise_failure()
+        self._take_uncounted_changes(now, seen)
         updates = [bucket.update for bucket in self._buckets if bucket.arrived]
-        now.norm, now.scale = _cpu_adam.verdict(*_cpu_adam.squares(updates), self.max_grad_norm or 0.0)
+        now.squares = _cpu_adam.squares(updates)
+        now.limit(self.max_grad_norm)
         now.is_judged = True
         return now
 
@@ -486,10 +540,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Make the device's stream wait for the weights of `buckets`."""
         before = since or self._link.mark()
         written = [bucket for bucket in buckets if bucket.writing is not None]
-        for bucket in written:
-            bucket.writing.result()
-            self._link.hold(bucket.sent)
-            bucket.writing = None
+        hold(self._link, written)
         if self.last and (written or since):
             self.last.waits.append((before, self._link.mark()))
 
@@ -500,10 +551,15 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._settle(bucket)
             pending = None
         bucket.landed.synchronize()
-        if not speculates:
+        if speculates:
+            self._speculate(bucket, parts, groups, pending)
+        else:
             bucket.update = self._update(bucket, parts, groups, None)
             bucket.update.sums()
-            return
+        for part in parts:
+            part.note(self.state[part.member.param]["param"])
+
+    def _speculate(self, bucket: Bucket, parts: list[Part], groups: list[tuple[float, ...]], pending: Pending | None) -> None:
         stage = self._stage(bucket)
         bucket.update = self._update(bucket, parts, groups, stage.room)
         if pending:
@@ -615,29 +671,36 @@ def _refuse_ranks() -> None:
 def _check_member(member: Member, first: torch.Tensor) -> None:
     index, param = member.index, member.param
     refuse_unless(not is_sharded(param), f"parameter {index} is a DTensor: step shards by CPUAdamW, with CPUOffloadPolicy of FSDP2")
+    refuse_unless(not is_partitioned(param), f"parameter {index} is partitioned by DeepSpeed's ZeRO-3: use CPUAdamW, with offload_optimizer")
     check_param(index, param)
     if param.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW takes parameters of one CUDA device, or of the CPU")
+        raise ValueError(f"parameter {index} is on {param.device}: OffloadAdamW needs parameters on one CUDA device, or on the CPU")
     if param.device != first.device:
-        raise ValueError(f"parameter {index} is on {param.device}, others are on {first.device}: OffloadAdamW takes those of one device")
+        both = f"parameter {index} is on {param.device}, the other parameters are on {first.device}"
+        raise ValueError(f"{both}: OffloadAdamW needs all of them on one device")
 
 
 def _check_gradient(member: Member) -> None:
     param, grad, where = member.param, member.param.grad, f"the gradient of parameter {member.index}"
     if isinstance(grad, Gone):
-        raise RuntimeError(f"{where} has gone to another OffloadAdamW: drop that one first, by del and gc.collect()")
+        raise RuntimeError(f"{where} has been taken by another OffloadAdamW: delete that optimizer first, with del and gc.collect()")
     if grad.layout != torch.strided:
         raise ValueError(f"{where} is sparse: step it with torch.optim.SparseAdam, or make it with sparse=False")
     if grad.dtype != param.dtype or grad.device != param.device:
         raise ValueError(f"{where} is {grad.dtype} on {grad.device}, the parameter {param.dtype} on {param.device}: both must be the same")
-    if param.data_ptr() != member.address:
-        raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
+    _check_address(member)
 
 
 def _check_untouched(member: Member) -> None:
     """Check that the parameter was not changed between backward and `step`."""
     if member.param._version != member.version:
         raise RuntimeError(f"parameter {member.index} was changed between backward() and step(): change it after step()")
+    _check_address(member)
+
+
+def _check_address(member: Member) -> None:
+    if member.param.data_ptr() != member.address:
+        raise RuntimeError(f"parameter {member.index} has moved in memory: move and cast the model before the optimizer is made")
 
 
 def _loaded(index: int, param: torch.Tensor, saved: dict[str, Any], seen: set[int]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,8 @@ from ._adamw import is_sharded
 
 REPLICATED = "replicated"
 
+GRADIENT_CLIPPING = "leave max_grad_norm out and set gradient_clipping in DeepSpeed's configuration"
+
 
 def ranks() -> int:
     """Return the number of ranks of torch.distributed; 1 if it is not in use."""
@@ -34,9 +36,31 @@ def groups_of(param: torch.Tensor, norm_group: Any) -> tuple[Any, ...]:
         raise ValueError(
             f"max_grad_norm: torch.distributed has {ranks()} ranks, and a plain parameter does not show whether each rank has a shard of it. "
             "With FSDP1 pass norm_group=torch.distributed.group.WORLD, or the group that the model is sharded over; with DDP pass "
-            "norm_group='replicated'; with DeepSpeed leave max_grad_norm out and set gradient_clipping in its configuration"
+            f"norm_group='replicated'; with DeepSpeed {GRADIENT_CLIPPING}"
         )
     return (norm_group,)
+
+
+def is_partitioned(param: torch.Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has partitioned the parameter. The parameter itself then has no elements, or has them only for a while."""
+    return hasattr(param, "ds_tensor") and hasattr(param, "ds_status")
+
+
+def check_partitioned(params: list[torch.Tensor], max_grad_norm: float | None) -> None:
+    """Check parameters before DeepSpeed's engine replaces them by its own partitions."""
+    if max_grad_norm is not None and any(map(is_partitioned, params)):
+        raise ValueError(
+            "max_grad_norm: DeepSpeed's ZeRO-3 has partitioned these parameters, and its engine steps one partition after the other, so that no step "
+            f"has the norm of all gradients: {GRADIENT_CLIPPING}"
+        )
+
+
+def refuse_partitioned(index: int, param: torch.Tensor) -> None:
+    if is_partitioned(param):
+        raise RuntimeError(
+            f"parameter {index} is partitioned by DeepSpeed's ZeRO-3, and its elements are not here: give this optimizer to deepspeed.initialize and "
+            "call the engine's step(); its configuration needs zero_force_ds_cpu_optimizer=false and zero_allow_untested_optimizer=true"
+        )
 
 
 def over_ranks(squares: float, saw_nonfinite: bool, groups: Iterable[Any]) -> tuple[float, bool]:

@@ -28,18 +28,18 @@ class SuperOffloadTrainerMixin:
         super().__init_subclass__(**kwargs)
         behind = cls.__mro__[cls.__mro__.index(SuperOffloadTrainerMixin) + 1 :]
         if not any("create_optimizer" in vars(base) for base in behind):
-            raise TypeError(f"SuperOffloadTrainerMixin goes before the Trainer: class {cls.__name__}(SuperOffloadTrainerMixin, Trainer)")
+            raise TypeError(f"SuperOffloadTrainerMixin must come before the Trainer: class {cls.__name__}(SuperOffloadTrainerMixin, Trainer)")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None:
             given, own = self.optimizer_cls_and_kwargs or (OffloadAdamW, {})
-            refuse_unless(given is OffloadAdamW, f"SuperOffloadTrainerMixin steps by OffloadAdamW, not by {given.__name__}: leave the mixin out")
+            refuse_unless(given is OffloadAdamW, f"SuperOffloadTrainerMixin uses OffloadAdamW, not {given.__name__}: leave the mixin out")
             adam = {"lr": self.args.learning_rate, "betas": (self.args.adam_beta1, self.args.adam_beta2), "eps": self.args.adam_epsilon}
             self.optimizer_cls_and_kwargs = OffloadAdamW, {**adam, **settings(self.args), **own}
         optimizer = super().create_optimizer(*args, **kwargs)
         offload = self._offload()
         refuse_unless(
-            isinstance(offload, OffloadAdamW), f"SuperOffloadTrainerMixin steps by OffloadAdamW, not by {type(offload).__name__}: leave the mixin out"
+            isinstance(offload, OffloadAdamW), f"SuperOffloadTrainerMixin uses OffloadAdamW, not {type(offload).__name__}: leave the mixin out"
         )
         offload.overlap_forward(_layers(self.model))
         _hold_for_callbacks(self, offload)
@@ -94,11 +94,14 @@ def register_optim() -> None:
 def settings(args: Any) -> dict[str, Any]:
     """Return the settings of OffloadAdamW from `TrainingArguments`, except for Adam's hyperparameters."""
     optim = str(getattr(args.optim, "value", args.optim))
-    refuse_unless(optim in TAKEN, f"OffloadAdamW is AdamW with states in 32 bits: leave optim={optim!r} out, or OffloadAdamW")
-    refuse_unless(not args.fp16, "fp16=True scales the loss, and OffloadAdamW takes no GradScaler: use bf16=True")
+    refuse_unless(
+        optim in TAKEN,
+        f"optim={optim!r} is not AdamW with states in 32 bits, which OffloadAdamW replaces: remove optim, or do not use OffloadAdamW",
+    )
+    refuse_unless(not args.fp16, "fp16=True needs a GradScaler, which OffloadAdamW does not support: use bf16=True")
     refuse_unless(
         args.n_gpu <= 1,
-        f"{args.n_gpu} GPUs are visible, on which Trainer would use nn.DataParallel, and OffloadAdamW takes one: set CUDA_VISIBLE_DEVICES=0",
+        f"{args.n_gpu} GPUs are visible, on which Trainer would use nn.DataParallel, and OffloadAdamW supports one GPU: set CUDA_VISIBLE_DEVICES=0",
     )
     refuse_unless(args.world_size == 1, f"OffloadAdamW steps the gradients of one process, and there are {args.world_size}: use FSDP with CPUAdamW")
     return {
@@ -121,7 +124,7 @@ def _optim_args(text: str) -> dict[str, Any]:
     given = {}
     for pair in filter(None, text.replace(" ", "").split(",")):
         name, _, value = pair.partition("=")
-        refuse_unless(name in OPTIM_ARGS, f"optim_args: OffloadAdamW has no {name!r} there, but {', '.join(OPTIM_ARGS)}")
+        refuse_unless(name in OPTIM_ARGS, f"optim_args: {name!r} is no setting of OffloadAdamW; its settings are {', '.join(OPTIM_ARGS)}")
         try:
             given[name] = OPTIM_ARGS[name](value)
         except ValueError as error:

@@ -9,6 +9,7 @@ Results are bit-identical for every number of threads and on every instruction s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"superoffload.torch needs PyTorch ({error}): pip install torch", name=error.name) from error
 
+from ._accelerate import follow_accelerator
 from ._adamw import (
     _cpu_adam,
     check_apart,
@@ -34,10 +36,10 @@ from ._adamw import (
 from ._load import LIVE, load_state
 from ._offload import OffloadAdamW, OffloadStep
 from ._rows import MASTER, Batch, Row, check_cpu_param
-from ._shards import check_norm_group, groups_of, over_ranks
+from ._shards import GRADIENT_CLIPPING, check_norm_group, check_partitioned, groups_of, is_partitioned, over_ranks, refuse_partitioned
 from ._trainer import SuperOffloadTrainerMixin, register_optim
 
-__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "register_optim"]
+__all__ = ["CPUAdamW", "LastStep", "OffloadAdamW", "OffloadStep", "SuperOffloadTrainerMixin", "follow_accelerator", "register_optim"]
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -88,7 +90,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -109,8 +111,8 @@ class CPUAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
     ) -> None:
         refuse_switches(amsgrad=amsgrad, capturable=capturable, maximize=maximize, differentiable=differentiable)
-        refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not offered: use torch.optim.Adam, or leave it out")
-        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not offered: moments='bfloat16' stores moments in 16 bits")
+        refuse_unless(adamw_mode, "adamw_mode=False (weight decay added to gradients) is not supported: use torch.optim.Adam, or leave it out")
+        refuse_unless(fp32_optimizer_states, "fp32_optimizer_states=False is not supported: moments='bfloat16' stores moments in 16 bits")
         refuse_unless(moments in MOMENTS, f"moments must be 'float32' or 'bfloat16', not {moments!r}")
         refuse_unless(threads is None or threads >= 1, f"threads must be at least 1, not {threads}; None takes torch.get_num_threads()")
         refuse_unless(max_grad_norm is None or max_grad_norm > 0, f"max_grad_norm must be above 0, not {max_grad_norm}; None does not clip")
@@ -118,16 +120,18 @@ class CPUAdamW(torch.optim.Optimizer):
         check_norm_group(norm_group)
         self.moments, self.max_grad_norm, self.norm_group, self.threads, self.isa = moments, max_grad_norm, norm_group, threads, isa
         self.last: LastStep | None = None
+        self._group_count, self._saw_partitioned = 0, False
         self._forget_rows()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "bias_correction": bias_correction}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("moments", "max_grad_norm", "norm_group", "threads", "isa", "last")
+        own = ("moments", "max_grad_norm", "norm_group", "threads", "isa", "last", "_group_count", "_saw_partitioned")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"norm_group": "auto", **state} if "moments" in state else state)
+        added_later = {"norm_group": "auto", "_group_count": len(state["param_groups"]), "_saw_partitioned": False}
+        super().__setstate__({**added_later, **state} if "moments" in state else state)
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -140,7 +144,8 @@ class CPUAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
-            trained = [(index, param) for index, param in enumerate(self._params()) if param.requires_grad]
+            check_partitioned(self._params(), self.max_grad_norm)
+            trained = [(index, param) for index, param in enumerate(self._params()) if param.requires_grad and not is_partitioned(param)]
             for index, param in trained:
                 check_cpu_param(index, param)
             check_apart([local(param) for _, param in trained])
@@ -148,6 +153,8 @@ class CPUAdamW(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._group_count = len(self.param_groups)
+        self._saw_partitioned = self._saw_partitioned or any(map(is_partitioned, self._params()))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,6 +163,7 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_engine()
         spread = self._groups_of_all()
         self._batch(self._with_gradients())
         threads = torch.get_num_threads() if self.threads is None else self.threads
@@ -171,6 +179,17 @@ class CPUAdamW(torch.optim.Optimizer):
         if updates:
             self.last = LastStep(norm, scale or 0.0, scale is None)
         return loss
+
+    def _check_engine(self) -> None:
+        """Check that DeepSpeed's engine has replaced partitioned parameters, and that no norm is asked for where it steps group by group."""
+        if self._saw_partitioned:
+            for index, param in enumerate(self._params()):
+                refuse_partitioned(index, param)
+        if self.max_grad_norm is not None and len(self.param_groups) < self._group_count and "deepspeed" in sys.modules:
+            raise ValueError(
+                f"max_grad_norm: this step has {len(self.param_groups)} of {self._group_count} parameter groups, because DeepSpeed's engine "
+                f"steps them one after the other, and not the norm of all gradients: {GRADIENT_CLIPPING}"
+            )
 
     def _groups_of_all(self) -> list[tuple[Any, ...]]:
         """Return the distinct process groups of all parameters' norms. All ranks join the sums over these groups, with a gradient or without."""

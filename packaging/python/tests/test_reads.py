@@ -4,15 +4,19 @@ Skipped with a message if torch is not installed."""
 import copy
 import gc
 import io
+import itertools
 import os
 import time
 import unittest
+import warnings
+from functools import partial
 
 try:
     import torch
 except ImportError as error:
     raise unittest.SkipTest(f"LEFT OUT: reads of OffloadAdamW's weights are not tested, because torch is not installed ({error})") from error
 
+from superoffload._edits import SAMPLES, sampled
 from superoffload.torch import CPUAdamW, OffloadAdamW
 
 SMALL = 1 / 64
@@ -154,6 +158,100 @@ class BetweenBackwardAndStep(unittest.TestCase):
         self.assertFalse(any(torch.equal(param, weight) for param, weight in zip(net.parameters(), before)))
         with self.assertRaisesRegex(ValueError, "install_early=True needs speculate=True"):
             offload(net.parameters(), install_early=True, speculate=False)
+
+
+class ChangesThroughData(unittest.TestCase):
+    """Torch's version counter does not count them. They are found by a sample of the weights."""
+
+    CHANGES = {
+        "clamp": lambda weight: weight.clamp_(-0.01, 0.01),
+        "mask of columns": lambda weight: weight.mul_(torch.arange(64) % 2),
+        "mask of 2 percent": lambda weight: weight.view(-1)[7::50].zero_(),
+        "permuted rows": lambda weight: weight.copy_(weight.flip(0)),
+        "an average": lambda weight: weight.lerp_(torch.ones(64, 64, dtype=weight.dtype), 0.1),
+    }
+
+    def run_with(self, change, when, make, dtype=torch.float32, bad=None):
+        """Return the weights after four steps; `change` edits a weight before or after the third backward pass."""
+        net = model().to(dtype)
+        optimizer = make(net.parameters())
+        for step in range(4):
+            if step == 2 and when == "before backward":
+                change(net[1].weight.data)
+            net(IN.to(dtype)).square().mean().mul(float("nan") if step == bad else 1.0).backward()
+            if step == 2 and when == "before step":
+                change(net[1].weight.data)
+            optimizer.step()
+            optimizer.zero_grad()
+            if hasattr(optimizer, "synchronize"):
+                optimizer.synchronize()
+        return weights(net)
+
+    def test_they_count_as_with_cpu_adamw(self):
+        cases = itertools.product(self.CHANGES.items(), ("before backward", "before step"), (torch.float32, torch.bfloat16), (None, 1e-3), (True, False))
+        for (name, change), when, dtype, limit, speculate in cases:
+            with self.subTest(name=name, when=when, dtype=dtype, limit=limit, speculate=speculate), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                want = self.run_with(change, when, partial(CPUAdamW, lr=0.1, max_grad_norm=limit or 1e9), dtype)
+                self.assertEqual(said, [])
+                got = self.run_with(change, when, partial(offload, max_grad_norm=limit, speculate=speculate), dtype)
+                self.assertTrue(same(got, want))
+                self.assertRegex(" ".join(str(each.message) for each in said), r"^OffloadAdamW: parameter 2 was changed through \.data.*no_grad\(\)")
+
+    def test_they_stay_where_the_step_is_skipped(self):
+        change = self.CHANGES["clamp"]
+        want = self.run_with(change, "before step", partial(CPUAdamW, lr=0.1, max_grad_norm=1e9), bad=2)
+        self.assertTrue(same(self.run_with(change, "before step", offload, bad=2), want))
+
+    def test_with_weights_that_are_installed_early_they_are_refused_and_training_goes_on(self):
+        net = model()
+        optimizer = offload(net.parameters(), install_early=True)
+        for step in range(4):
+            if step == 2:
+                self.CHANGES["clamp"](net[1].weight.data)
+            net(IN).square().mean().backward()
+            if step == 2:
+                with self.assertRaisesRegex(RuntimeError, r"parameter 2 was changed through \.data.*install_early.*zero_grad\(\)"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        self.assertEqual(optimizer.state[net[1].weight]["step"].item(), 3)
+
+    def test_weights_that_nobody_changes_are_not_suspected(self):
+        """NaN, negative zero, clipped and skipped steps, 16 bits, and parts in several buckets."""
+        for dtype, early in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
+            net = model().to(dtype)
+            with torch.no_grad():
+                net[0].bias[:2] = float("nan")
+                net[2].bias.mul_(-0.0)
+            optimizer = offload(net.parameters(), install_early=early, max_grad_norm=0.1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for step in range(6):
+                    for param in net.parameters():
+                        (param.nan_to_num() * (step + 1) * (float("inf") if step == 3 else 1e-3)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    def test_a_sample_has_elements_of_all_columns_and_of_any_mask(self):
+        for rows, columns in ((1024, 1024), (1000, 1025), (2048, 999), (33, 3 * 5 * 7 * 11), (70_000, 1), (1, 70_000), (1024, 17), (5, 7), (128, 128)):
+            elems = rows * columns
+            where = sampled(torch.arange(elems), columns)
+            self.assertGreater(len((where % columns).unique()), min(columns, len(where)) * 0.98, (rows, columns))
+            self.assertTrue(len(where) == elems or 0.85 * SAMPLES < len(where) <= SAMPLES, (rows, columns, len(where)))
+            for period in (2, 3, 5, 10, 16, 50, 100):
+                for first in range(min(period, elems)):
+                    self.assertTrue((where % period == first).any() or period > elems, (rows, columns, period, first))
+
+    def test_a_parameter_that_moves_between_backward_and_step_is_refused(self):
+        net = model()
+        optimizer = offload(net.parameters())
+        net(IN).square().mean().backward()
+        net[1].weight.data = net[1].weight.data.clone()
+        with self.assertRaisesRegex(RuntimeError, "parameter 2 has moved in memory"):
+            optimizer.step()
 
 
 class DroppedGradients(unittest.TestCase):

@@ -1,11 +1,13 @@
-"""CPUAdamW on several ranks with gloo on the CPU: FSDP2 (DTensor), FSDP1, DDP, uneven shards, hybrid shards. Skipped with a message if torch
-is not installed."""
+"""CPUAdamW on several ranks with gloo on the CPU: FSDP2 (DTensor), FSDP1, DDP, uneven shards, hybrid shards, and partitions
+like those of DeepSpeed. Skipped with a message if torch is not installed."""
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 import unittest
 import warnings
+from unittest import mock
 
 try:
     import torch
@@ -14,7 +16,7 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(f"LEFT OUT: CPUAdamW over several ranks is not tested, because torch is not installed ({error})") from error
 
-from superoffload.torch import CPUAdamW
+from superoffload.torch import CPUAdamW, OffloadAdamW
 
 IN = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -158,6 +160,77 @@ def a_rank_without_gradients(rank, ranks):
     assert optimizer.last is None if rank else abs(optimizer.last.grad_norm - 12**0.5) < 1e-6, optimizer.last
 
 
+def partitioned(param, rank=0, ranks=1):
+    """Take a parameter's elements away as DeepSpeed's ZeRO-3 does, and return this rank's partition in float32."""
+    flat = torch.nn.functional.pad(param.detach().flatten(), (0, -param.numel() % ranks))
+    shard = flat.chunk(ranks)[rank].clone()
+    param.ds_id, param.ds_tensor, param.ds_status = id(param), shard, "NOT_AVAILABLE"
+    param.data = torch.empty(0)
+    return torch.nn.Parameter(shard.clone())
+
+
+def zero3_partitions(rank, ranks):
+    """DeepSpeed's engine clips, and replaces the parameters of each group by its partitions."""
+    limit = 0.5
+    want, _ = reference(limit)
+    net, twin = model(), model()
+    shards = [partitioned(param, rank, ranks) for param in net.parameters()]
+    optimizer = CPUAdamW(net.parameters(), threads=1, **SETTINGS)
+    group = optimizer.param_groups[0]
+    for step in range(3):
+        (twin(IN) * (step + 1)).square().sum().backward()
+        factor = min(1.0, limit / torch.nn.utils.get_total_norm([param.grad for param in twin.parameters()]).item())
+        for shard, param in zip(shards, twin.parameters()):
+            whole_gradient = torch.nn.functional.pad(param.grad.flatten(), (0, -param.numel() % ranks))
+            shard.grad = whole_gradient.chunk(ranks)[rank] * factor
+            group["params"] = [shard]
+            optimizer.step()
+        group["params"] = []
+        twin.zero_grad()
+        for shard, param in zip(shards, twin.parameters()):
+            parts = [torch.empty_like(shard) for _ in range(ranks)]
+            dist.all_gather(parts, shard.detach())
+            param.data.copy_(torch.cat(parts)[: param.numel()].view_as(param))
+    for param, other in zip(twin.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+def losses_by_deepspeed(stage, make):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    with deepspeed.zero.Init(config_dict_or_path=config) if stage == 3 else contextlib.nullcontext():
+        net = model()
+    weights = list(net.parameters())
+    optimizer = make([{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}])
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+    losses = []
+    for _ in range(4):
+        loss = engine(IN.bfloat16()).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def engine_of_deepspeed(rank, ranks):
+    """CPUAdamW steps as torch's AdamW does, and refuses a norm that it cannot know."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
+    for stage in (1, 2, 3):
+        ours, theirs = (losses_by_deepspeed(stage, lambda groups, cls=cls: cls(groups, **SETTINGS)) for cls in (CPUAdamW, torch.optim.AdamW))
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-2, atol=1e-3)
+        assert ours[-1] < ours[0], ours
+        try:
+            losses_by_deepspeed(stage, lambda groups: CPUAdamW(groups, max_grad_norm=1.0, **SETTINGS))
+            raise AssertionError("not refused")
+        except ValueError as error:
+            assert "set gradient_clipping in DeepSpeed's configuration" in str(error), error
+
+
 def work(rank, ranks, file, name):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -191,6 +264,45 @@ class Ranks(unittest.TestCase):
 
     def test_a_rank_without_gradients(self):
         self.ranks("a_rank_without_gradients")
+
+    def test_zero3_partitions_are_stepped_as_one_process_is(self):
+        self.ranks("zero3_partitions")
+
+    def test_parameters_that_zero3_has_partitioned_are_not_stepped_in_silence(self):
+        net = model()
+        for param in net.parameters():
+            partitioned(param)
+        with self.assertRaisesRegex(ValueError, "max_grad_norm: DeepSpeed's ZeRO-3 .*set gradient_clipping in DeepSpeed's configuration"):
+            CPUAdamW(net.parameters(), max_grad_norm=1.0)
+        optimizer = CPUAdamW(net.parameters())
+        with self.assertRaisesRegex(RuntimeError, r"parameter 0 is partitioned by DeepSpeed's ZeRO-3.*deepspeed.initialize.*untested_optimizer=true"):
+            optimizer.step()
+        with self.assertRaisesRegex(ValueError, "parameter 0 is partitioned by DeepSpeed's ZeRO-3: use CPUAdamW"):
+            OffloadAdamW(net.parameters())
+
+    def test_a_norm_of_one_group_after_the_other_is_refused(self):
+        """DeepSpeed's ZeRO-1 and ZeRO-2 show `step` one parameter group at a time."""
+        net = model()
+        for limit in (1.0, None):
+            optimizer = CPUAdamW([{"params": net[0].parameters()}, {"params": net[2].parameters()}], max_grad_norm=limit)
+            net(IN).square().sum().backward()
+            whole = optimizer.param_groups
+            optimizer.param_groups = whole[1:]
+            with mock.patch.dict("sys.modules", {"deepspeed": None}):
+                if limit is None:
+                    before = net[2].weight.detach().clone()
+                    optimizer.step()
+                    self.assertFalse(torch.equal(net[2].weight, before))
+                    continue
+                with self.assertRaisesRegex(ValueError, "this step has 1 of 2 parameter groups, because DeepSpeed.*gradient_clipping"):
+                    optimizer.step()
+            optimizer.param_groups = whole
+            optimizer.step()
+
+    @unittest.skipUnless(importlib.util.find_spec("deepspeed"), "LEFT OUT: DeepSpeed's engine is not tested, because deepspeed is not installed")
+    def test_the_engine_of_deepspeed_steps_by_cpu_adamw(self):
+        for ranks in (1, 2):
+            self.ranks("engine_of_deepspeed", ranks)
 
     def test_a_word_that_is_no_group_is_refused(self):
         with self.assertRaisesRegex(ValueError, "norm_group must be 'auto', 'replicated' or a process group, not 'world'"):

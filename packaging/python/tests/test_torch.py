@@ -1,7 +1,9 @@
 """Compares `superoffload.torch` with torch's own AdamW. Skipped with a message if torch is not installed."""
 
+import ast
 import copy
 import hashlib
+import inspect
 import io
 import math
 import os
@@ -9,6 +11,7 @@ import pickle
 import threading
 import time
 import unittest
+from pathlib import Path
 
 try:
     import torch
@@ -330,6 +333,21 @@ class States(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, why):
                 optimizer.load_state_dict(saved)
             self.assertEqual(all_bits(optimizer), before)
+
+
+class Stub(unittest.TestCase):
+    def test_the_stub_has_the_names_of_the_extension_module(self):
+        tree = ast.parse((Path(_cpu_adam.__file__).parent / "_cpu_adam.pyi").read_text())
+        stub = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        constants = {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+        self.assertEqual({*stub, *constants}, {name for name in dir(_cpu_adam) if not name.startswith("__")})
+        methods = {f"{name}.{each.name}": each for name, node in stub.items() if isinstance(node, ast.ClassDef) for each in node.body}
+        for name, node in {**stub, **methods}.items():
+            if isinstance(node, ast.ClassDef):
+                self.assertEqual({each.name for each in node.body} - {"__new__"}, {n for n in vars(getattr(_cpu_adam, name)) if n[0] != "_"})
+            elif not name.endswith("__new__"):
+                made = inspect.signature(eval(f"_cpu_adam.{name}", {"_cpu_adam": _cpu_adam}))
+                self.assertEqual([each.arg for each in node.args.args], list(made.parameters), name)
 
 
 class Refusals(unittest.TestCase):

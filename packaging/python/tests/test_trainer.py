@@ -2,6 +2,7 @@
 packages are not installed."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -165,7 +166,7 @@ class InTrainer(unittest.TestCase):
         trainer = train(OffloadTrainer, self.output, max_steps=1, optim_args="bucket_mib=0.5, install_early=true,threads=3")
         optimizer = unwrapped(trainer)
         self.assertEqual((optimizer._bucket_bytes, optimizer.install_early, optimizer.threads), (2**19, True, 3))
-        for text, why in (("bucket=1", "no 'bucket' there, but bucket_mib"), ("speculate=perhaps", "'perhaps' is neither"), ("threads=two", "threads=two")):
+        for text, why in (("bucket=1", "'bucket' is no setting of OffloadAdamW; its settings are bucket_mib"), ("speculate=perhaps", "'perhaps' is neither"), ("threads=two", "threads=two")):
             with self.assertRaisesRegex(ValueError, f"optim_args: .*{why}"):
                 train(OffloadTrainer, self.output, optim_args=text)
 
@@ -188,6 +189,39 @@ class InTrainer(unittest.TestCase):
         want = [param.detach() for param in trainer.model.parameters()]
         self.assertTrue(all(torch.equal(one, other) for one, other in zip(Average.seen[-1], want)))
 
+    def test_a_smaller_batch_is_tried_after_out_of_memory(self):
+        def small(cls):
+            class Small(cls):
+                """Has no memory for batches of two, in the backward pass of the second step."""
+
+                def training_step(self, net, inputs, *rest):
+                    loss = super().training_step(net, inputs, *rest)
+                    if len(inputs["input_ids"]) > 1 and self.state.global_step > 0:
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+                    return loss
+
+            return train(Small, self.output, auto_find_batch_size=True)
+
+        ours, theirs = small(OffloadTrainer), small(Trainer)
+        self.assertEqual(len(logs(ours)[0]), len(logs(theirs)[0]))
+        self.close(*(tuple(part[-8:] for part in logs(trainer)) for trainer in (ours, theirs)))
+
+    @unittest.skipUnless(importlib.util.find_spec("peft"), "LEFT OUT: LoRA is not tested, because peft is not installed")
+    def test_lora_steps_its_adapters_alone(self):
+        import peft
+
+        def lora(cls):
+            net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+            trainer = cls(model=net, args=TrainingArguments(**arguments(self.output)), train_dataset=ROWS)
+            trainer.train()
+            return trainer
+
+        ours, theirs = lora(OffloadTrainer), lora(Trainer)
+        self.close(logs(ours), logs(theirs))
+        adapters = [param for param in ours.model.parameters() if param.requires_grad]
+        self.assertEqual({part.member.param for bucket in unwrapped(ours)._buckets for part in bucket.parts}, set(adapters))
+        self.assertEqual(sum(bucket.size for bucket in unwrapped(ours)._buckets), sum(-(-param.nbytes // 64) * 64 for param in adapters))
+
     def test_several_gpus_are_refused_when_the_trainer_is_made(self):
         args = TrainingArguments(**arguments(self.output))
         for name, why in (("n_gpu", "nn.DataParallel.*CUDA_VISIBLE_DEVICES=0"), ("world_size", "steps the gradients of one process, and there are 2")):
@@ -208,11 +242,11 @@ class InTrainer(unittest.TestCase):
 
     def test_what_does_not_fit_is_refused(self):
         names = [{"optim": name} for name in ("adafactor", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit")]
-        refused = [(name, f"leave optim='{name['optim']}' out") for name in names]
-        for settings, why in (*refused, ({"optimizer": (torch.optim.SGD, {"lr": 1.0})}, "not by SGD")):
+        refused = [(name, f"optim='{name['optim']}' is not AdamW with states in 32 bits") for name in names]
+        for settings, why in (*refused, ({"optimizer": (torch.optim.SGD, {"lr": 1.0})}, "uses OffloadAdamW, not SGD")):
             with self.assertRaisesRegex(ValueError, why):
                 train(OffloadTrainer, self.output, **settings)
-        with self.assertRaisesRegex(TypeError, r"goes before the Trainer: class Late\(SuperOffloadTrainerMixin, Trainer\)"):
+        with self.assertRaisesRegex(TypeError, r"must come before the Trainer: class Late\(SuperOffloadTrainerMixin, Trainer\)"):
             type("Late", (Trainer, SuperOffloadTrainerMixin), {})
 
     @unittest.skipUnless(trl, "LEFT OUT: TRL's DPOTrainer is not tested, because trl is not installed")
@@ -287,8 +321,9 @@ def tokenizer():
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 128)}}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
