@@ -154,6 +154,34 @@ fn another_model_is_refused_unless_it_is_allowed() {
     assert_compared(&workspace, "model", change, &["rope_theta was 10000.0 and is 7.0", "norm_eps was 0.00001 and is 0.5"]);
 }
 
+/// A checkpoint of an older program has another version of the rules, or none.
+#[test]
+fn records_that_other_rules_read_are_refused_unless_they_are_allowed() {
+    let workspace = Workspace::new();
+    let record = |n: usize| json!({"text": format!("document {n} has a few words of its own")}).to_string();
+    let data = format!("--data={}", workspace.write("data.jsonl", (0..400).map(record).collect::<Vec<_>>().join("\n")).display());
+    for (version, before) in [(json!(1), 1), (json!(null), 1), (json!(7), 7)] {
+        let out = format!("of-{version}");
+        run(&mut workspace.train(&out, &[&data, "--max-steps=4"])).digest();
+        let checkpoint = workspace.path(&format!("{out}/checkpoint-4"));
+        let mut older = manifest(&checkpoint);
+        let now = older["run"]["data"]["record_rules"].as_u64().unwrap();
+        older["run"]["data"]["record_rules"] = version;
+        forge(&checkpoint, &older);
+        let change =
+            format!("the rules by which records become tokens and masks were those of version {before} and are those of version {now}");
+        run(&mut workspace.resume(&out, &[&data])).refused(2, &[&change, "--allow-changed data"]);
+        assert_untouched(&workspace, &out, &["checkpoint-2", "checkpoint-4"]);
+        let accepted = run(&mut workspace.resume(&out, &[&data, "--max-steps=6", "--allow-changed=data"]));
+        accepted.digest();
+        assert!(warnings(&accepted).iter().any(|line| line.contains(&change)), "{accepted:?}");
+        let saved = manifest(&workspace.path(&format!("{out}/checkpoint-6")));
+        assert_eq!((&saved["run"]["data"]["record_rules"], &saved["run"]["changed"][0]["part"]), (&json!(now), &json!("data")));
+        let further = run(&mut workspace.resume(&out, &[&data, "--max-steps=6"]));
+        assert!(further.code == 0 && !further.stderr.contains("rules"), "the new rules are the run's now: {further:?}");
+    }
+}
+
 /// Moments of another format are converted if the user allows it: rounded to bfloat16, or exactly to float32.
 #[test]
 fn moments_of_another_format_are_refused_unless_they_may_be_converted() {

@@ -131,7 +131,7 @@ fn find_or_make(
     checked: &mut CheckedFiles,
     preparation: &mut Preparation<'_>,
 ) -> Result<Prepared> {
-    let key = key(texts, tokenizer)?;
+    let key = key(texts, tokenizer, RULES_VERSION)?;
     let origin = PreparedFrom::new(&key, tokenizer, texts);
     let is_small = bytes_of(texts, &preparation.known) <= preparation.in_memory_bytes_max;
     let wanted = WantedText { origin, texts, tokenizer, vocab_size, is_small };
@@ -231,13 +231,13 @@ fn is_key(name: &str) -> bool {
     name.len() == 64 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-fn key(texts: &[&Path], tokenizer: &Tokenizer) -> Result<String> {
+fn key(texts: &[&Path], tokenizer: &Tokenizer, rules: u32) -> Result<String> {
     let source = |path: &&Path| {
         let absolute = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
         Ok((kind(path), absolute, InFile::open(path)?.stamp()?))
     };
     let sources = texts.iter().map(source).collect::<Result<Vec<_>>>()?;
-    let of = (FORMAT_VERSION, RULES_VERSION, env!("CARGO_PKG_VERSION"), tokenizer.identity(), tokenizer.end_of_text(), sources);
+    let of = (FORMAT_VERSION, rules, env!("CARGO_PKG_VERSION"), tokenizer.identity(), tokenizer.end_of_text(), sources);
     let json = serde_json::to_vec(&of).map_err(|e| Error::format(texts[0], e))?;
     Ok(hex(Sha256::digest(json)))
 }
@@ -365,6 +365,17 @@ mod tests {
         fs::write(case.path("a.txt"), "abd".repeat(1000)).unwrap();
         assert!(case.good("cache").starts_with("preparing "));
         assert_eq!(case.names("cache").len(), 4);
+    }
+
+    #[test]
+    fn tokens_that_other_rules_made_are_not_read() {
+        let case = Case::new();
+        case.good("cache");
+        let key = |rules: u32| key(&[&case.path("a.txt")], &Tokenizer::bytes(), rules).unwrap();
+        let folder = |rules: u32| case.path("cache").join(key(rules));
+        fs::rename(folder(RULES_VERSION), folder(RULES_VERSION - 1)).unwrap();
+        assert!(case.good("cache").starts_with("preparing "));
+        assert!(folder(RULES_VERSION).is_dir() && folder(RULES_VERSION - 1).is_dir(), "{:?}", case.names("cache"));
     }
 
     #[test]
