@@ -10,9 +10,10 @@ mkdir -p "found/$target"
 log=$(mktemp)
 code=0
 export ASAN_OPTIONS=detect_leaks=0
-# No input is larger than what a person would write. Ten seconds: this may run beside other work, and the sanitizer is slow. Leaks are not
-# looked for, at the end neither: a scope ends before its threads have freed what is theirs alone, and that is taken for one. CPU seconds are
-# told, too: fewer than seconds where other work ran.
+# The limit of ten seconds allows for other work on the machine and for the slow sanitizer. Leaks are not searched for: a scope ends before its
+# threads have freed their own memory, which the sanitizer reports as a leak. The line has CPU seconds, which are fewer than seconds beside
+# other work. The sanitizer's stack frames are several times larger, so templates of the greatest allowed depth need a larger stack.
+ulimit -s 1000000
 cargo +nightly fuzz build --fuzz-dir . "$target" >&2
 TIMEFORMAT='%U %S'
 {

@@ -3,6 +3,7 @@
 use crate::harness::*;
 use crate::wire_proxy::{HARMS, Harm, PHASES, Phase, Plot, WireProxy};
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 pub const CAMPAIGN: Campaign = Campaign {
@@ -42,16 +43,15 @@ fn start(harness: &Harness) -> Result<Trial, String> {
         };
         let plot = Plot { phase, harm, nth: turn.pick(most), choice: turn.pick(u64::MAX) };
         harness.fresh("harmed");
-        let port = free_port();
+        let (port, token) = (free_port(), format!("a token that only run {} of seed {} has", turn.index, harness.seed));
         let proxy = WireProxy::to(port, plot);
-        let [first, second] = both(harness, [port, proxy.port]).map(Running::finish);
+        let [first, second] = both(harness, [port, proxy.port], &token).map(Running::finish);
         let struck = if proxy.has_struck() { "" } else { ", no such message" };
         turn.kind = format!("{phase:?} {harm:?}{struck}").to_lowercase();
         let message = |why: String| format!("{plot:?}: {why}; process 0: {first}; process 1: {second}");
         judge(&plot, !struck.is_empty(), [&first, &second], &whole).map_err(message)?;
         if turn.index % RESUMED == 0 {
-            let port = free_port();
-            let [first, second] = both(harness, [port; 2]).map(Running::finish);
+            let [first, second] = both(harness, [free_port(); 2], &token).map(Running::finish);
             first.expect_digest(&whole).map_err(|e| format!("{plot:?}: then resumed: {e}"))?;
             second.expect_orderly(&[0]).map_err(|e| format!("{plot:?}: then resumed: {e}"))?;
             harness.expect_tidy("harmed")?;
@@ -82,17 +82,24 @@ fn judge(plot: &Plot, is_unharmed: bool, outcomes: [&Outcome; 2], whole: &str) -
     expect(all_well || [first, second].iter().any(|outcome| outcome.stderr.contains("process ")), || "no process is named".into())
 }
 
+/// A port that no concurrent run of this campaign has, below the ports that the kernel gives to connections.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    loop {
+        let port = 20_000 + NEXT.fetch_add(1, Ordering::Relaxed) % 12_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
-/// Both processes of a run that resumes from the newest checkpoint in `harmed`, with their rendezvous ports.
-fn both(harness: &Harness, ports: [u16; 2]) -> [Running; 2] {
+/// Both processes of a run that resumes from the newest checkpoint in `harmed`, with their rendezvous ports. No other run has the `token`.
+fn both(harness: &Harness, ports: [u16; 2], token: &str) -> [Running; 2] {
     [0, 1].map(|process| {
         let (rendezvous, process_flag) = (format!("--rendezvous=127.0.0.1:{}", ports[process]), format!("--process={process}"));
         let flags = ["--gradient-accumulation-steps=1", "--processes=2", &process_flag, &rendezvous, "--resume-from-checkpoint=auto"];
         let mut command = harness.train("harmed", &[&CUT[..], &flags].concat());
-        command.env("SUPEROFFLOAD_RUN_TOKEN", "a token that nobody guesses");
+        command.env("SUPEROFFLOAD_RUN_TOKEN", token);
         let running = harness.spawn_as(command, &format!("process-{process}"));
         std::thread::sleep(Duration::from_millis(20));
         running
