@@ -119,7 +119,7 @@ pub fn plan(model: &Path, options: TrainOptions, tell: &mut dyn FnMut(&dyn Displ
     // Weights of a checkpoint need no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
     let mut emit = |news: News<'_>| match news {
-        News::Note(line) | News::Warn(line) => tell(&line),
+        News::Note(line) | News::Detail(line) | News::Warn(line) => tell(&line),
         News::Progress { .. } => {}
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
@@ -260,7 +260,7 @@ pub fn export(options: &ExportOptions, tell: &mut dyn FnMut(&dyn Display)) -> Re
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
     let mut notes = Vec::new();
     let mut emit = |news: News<'_>| match news {
-        News::Note(line) => notes.push(line.to_string()),
+        News::Note(line) | News::Detail(line) => notes.push(line.to_string()),
         News::Warn(line) => notes.push(format!("warning: {line}")),
         News::Progress { .. } => {}
     };

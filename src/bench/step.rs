@@ -20,6 +20,7 @@ use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::news::News;
 use crate::planner::plan::Plan;
 use crate::ranks::links::{EndOfRun, LastResort};
 use crate::signals::StopFlag;
@@ -79,7 +80,7 @@ impl StepBench {
         if self.settings.processes == 1 {
             return self.lead(None, log).map(Some);
         }
-        let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
+        let party = Party::meet(&self.settings, &StopFlag::default(), last_resort, &mut |news| pass_on(news, log))?;
         let outcome = if self.settings.process == 0 { self.lead(Some(&party), log).map(Some) } else { self.follow(&party).map(|()| None) };
         // A process other than process 0 that ends because another one failed does not report that failure again.
         let failure = outcome.as_ref().err().filter(|error| self.settings.process == 0 || !matches!(error, Error::Rank { .. }));
@@ -189,6 +190,15 @@ impl UseEngine for Measurement<'_> {
             gpu,
             gpu_unwatched,
         })
+    }
+}
+
+/// Passes a message of the rendezvous to `log`.
+fn pass_on(news: News<'_>, log: &mut dyn FnMut(&dyn Display)) {
+    match news {
+        News::Note(line) | News::Detail(line) => log(&line),
+        News::Warn(line) => log(&format_args!("warning: {line}")),
+        News::Progress { .. } => {}
     }
 }
 

@@ -332,7 +332,7 @@ mod tests {
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
             self.said.take();
             let emit = |news: News<'_>| match news {
-                News::Note(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
+                News::Note(line) | News::Detail(line) | News::Warn(line) => *self.said.borrow_mut() += &format!("{line}\n"),
                 News::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);

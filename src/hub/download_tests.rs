@@ -106,7 +106,7 @@ impl Case {
                     let mut told = self.told.lock().unwrap();
                     *told = [done, told[1].max(done), all];
                 }
-                News::Warn(_) => {}
+                News::Detail(_) | News::Warn(_) => {}
             },
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,

@@ -14,6 +14,7 @@ use crate::error::{Error, Result, printable};
 use crate::hardware::topology::{Topology, host_name};
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
+use crate::news::News;
 use crate::planner::plan::Plan;
 use crate::ranks::hello::Hello;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
@@ -92,26 +93,31 @@ pub(crate) struct Proposal {
 
 impl Party {
     /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
-    /// process if another process has ended and this one does not react. `tell` receives lines for the user.
+    /// process if another process has ended and this one does not react. `emit` receives lines for the user.
     ///
     /// # Errors
     /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of [`Partner::among`].
-    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, tell: &mut dyn FnMut(&str)) -> Result<Self> {
+    pub(crate) fn meet(
+        settings: &Settings,
+        stop: &StopFlag,
+        last_resort: Option<LastResort>,
+        emit: &mut dyn FnMut(News<'_>),
+    ) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let allowed = "only with --rendezvous HOST:PORT, or what a launcher says instead";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {allowed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let meeting = Meeting { address, process, processes, ranks, token: token(settings, tell)?, limit };
+        let meeting = Meeting { address, process, processes, ranks, token: token(settings, &mut |line| emit(News::Warn(line)))?, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("what this process has", e);
         let has = serde_json::to_value(Belongings::here(settings, &machine, &host)?).map_err(json)?;
-        tell(&format!("process {process} of {processes}: meeting the others at {}", meeting.address));
+        emit(News::Note(&format!("process {process} of {processes}: meeting the others at {}", meeting.address)));
         let own = Hello { host, facts: what_is_shared(settings)?, has, address: None };
-        let links = Links::meet(&meeting, own, (stop, tell), last_resort)?;
-        tell(&format!("all {processes} processes are here: {}", links.names().join(", ")));
+        let links = Links::meet(&meeting, own, (stop, &mut |line: &str| emit(News::Note(line))), last_resort)?;
+        emit(News::Detail(&format!("all {processes} processes are here: {}", links.names().join(", "))));
         let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
         let partner = Partner::among(&all, links.names(), process, settings)?;
-        partner.notes.iter().for_each(|note| tell(note));
+        partner.notes.iter().for_each(|note| emit(News::Detail(note)));
         Ok(Self { links, partner, machine })
     }
 
@@ -254,20 +260,20 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
 }
 
 /// Reads the run token. Warns if other users may read it or could guess it.
-fn token(settings: &Settings, tell: &mut dyn FnMut(&str)) -> Result<RunToken> {
+fn token(settings: &Settings, warn: &mut dyn FnMut(&str)) -> Result<RunToken> {
     let (token, source) = match &settings.run_token_file {
         Some(file) => {
             let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
             let mode = fs::metadata(file).map_err(|e| Error::io("look at", file, e))?.mode();
             if mode & OTHERS_READ != 0 {
                 let path = printable(file.display());
-                tell(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
+                warn(&format!("{path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
             }
             (RunToken::new(&bytes, file.display())?, printable(file.display()))
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| tell(&format!("warning: {source}: the run token may be guessed: {why}")));
+    token.weakness().iter().for_each(|why| warn(&format!("{source}: the run token may be guessed: {why}")));
     Ok(token)
 }
 
