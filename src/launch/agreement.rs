@@ -3,7 +3,7 @@
 use super::engine::Launcher;
 use super::partners::{Belongings, Partner};
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::{CastSide, ExpertProductsChoice, Technique};
+use crate::config::options::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::config::settings::Settings;
 use crate::data::checksum::hex;
 use crate::data::rows::Packing;
@@ -117,7 +117,9 @@ impl Party {
         emit(News::Detail(&format!("all {processes} processes are here: {}", links.names().join(", "))));
         let all = links.what_each_has().iter().map(Belongings::deserialize).collect::<std::result::Result<Vec<_>, _>>().map_err(json)?;
         let partner = Partner::among(&all, links.names(), process, settings)?;
-        partner.notes.iter().for_each(|note| emit(News::Detail(note)));
+        // TCP where NCCL could not be had makes steps slower.
+        let is_slower = settings.transport == Transport::Auto && partner.transport == Transport::Tcp;
+        partner.notes.iter().for_each(|note| emit(if is_slower { News::Note(note) } else { News::Detail(note) }));
         Ok(Self { links, partner, machine })
     }
 

@@ -27,6 +27,7 @@ use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
 use crate::facts::{DataFacts, MachineFacts};
 use crate::hardware::limits::check_file_size;
+use crate::hardware::peer_route::PeerRoute;
 use crate::hardware::selected_profile::SelectedProfile;
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
@@ -111,7 +112,7 @@ pub(super) fn prepare<'a>(
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
     resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
     observer.detail(&format!("reading {}", printable(describe_sources(settings))));
-    launch.chosen.peers.iter().for_each(|line| observer.detail(line));
+    tell_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -391,6 +392,12 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
         TrainLength::Steps(steps) => steps,
         TrainLength::Epochs(epochs) => steps_for_epochs(epochs, dataset.sequences(), rows_per_step(settings)),
     }
+}
+
+/// Reports the links between GPUs; to everybody where gradients and weights have to pass through host memory.
+fn tell_peers(launch: &Launcher, observer: &mut dyn Observer) {
+    let is_slower = launch.chosen.machine.rates.peer_route == PeerRoute::Host;
+    launch.chosen.peers.iter().for_each(|line| if is_slower { observer.note(line) } else { observer.detail(line) });
 }
 
 /// A line for people where each step of so many `rows` passes over the data several times.
