@@ -119,7 +119,7 @@ pub fn plan(model: &Path, options: TrainOptions, log: &mut dyn FnMut(&dyn Displa
     // Weights of a checkpoint need no more memory than random ones.
     let options = TrainOptions { init: None, ..options };
     let mut emit = |event: ProgressEvent<'_>| match event {
-        ProgressEvent::Note(line) | ProgressEvent::Warn(line) => log(&line),
+        ProgressEvent::Note(line) | ProgressEvent::Detail(line) | ProgressEvent::Warn(line) => log(&line),
         ProgressEvent::Progress { .. } => {}
     };
     let model = &HubQuery { with_weights: false, stop: &StopFlag::default(), emit: &mut emit }.model(model)?;
@@ -260,7 +260,7 @@ pub fn export(options: &ExportOptions, log: &mut dyn FnMut(&dyn Display)) -> Res
 pub fn view_data(settings: &Settings, shown: usize, in_colour: bool, stop: &StopFlag) -> Result<impl Display + Serialize + use<>> {
     let mut notes = Vec::new();
     let mut emit = |event: ProgressEvent<'_>| match event {
-        ProgressEvent::Note(line) => notes.push(line.to_string()),
+        ProgressEvent::Note(line) | ProgressEvent::Detail(line) => notes.push(line.to_string()),
         ProgressEvent::Warn(line) => notes.push(format!("warning: {line}")),
         ProgressEvent::Progress { .. } => {}
     };

@@ -20,7 +20,7 @@
 //!
 //! impl Observer for Losses {
 //!     fn begin(&mut self, plan: &Plan, facts: &RunFacts) {
-//!         println!("{} on {}\n{plan}", facts.model, facts.device);
+//!         println!("{facts}\n{plan}");
 //!     }
 //!     fn step(&mut self, metrics: &StepMetrics) {
 //!         self.0.push(metrics.loss);

@@ -105,13 +105,24 @@ struct TrainCommand {
     #[arg(conflicts_with = "config")]
     file: Option<PathBuf>,
     #[command(flatten)]
+    details: Details,
+    #[command(flatten)]
     train: TrainOptions,
+}
+
+#[derive(clap::Args)]
+struct Details {
+    /// Print how the run is prepared, and the table of its plan: techniques, buckets, memory by class, pages.
+    #[arg(short, long)]
+    verbose: bool,
 }
 
 #[derive(clap::Args)]
 struct ResumeOptions {
     /// The output directory of a run, or a checkpoint in it.
     dir: PathBuf,
+    #[command(flatten)]
+    details: Details,
     /// Settings that win over the run's record.
     #[command(flatten)]
     train: TrainOptions,
@@ -280,21 +291,21 @@ fn over_file(options: TrainOptions) -> Result<TrainOptions> {
     Ok(options)
 }
 
-fn run_train(TrainCommand { file, train }: TrainCommand) -> Result<i32> {
-    conduct_run(over_file(TrainOptions { config: file.or_else(|| train.config.clone()), ..train })?)
+fn run_train(TrainCommand { file, details, train }: TrainCommand) -> Result<i32> {
+    conduct_run(over_file(TrainOptions { config: file.or_else(|| train.config.clone()), ..train })?, &details)
 }
 
-fn run_resume(ResumeOptions { dir, train }: ResumeOptions) -> Result<i32> {
-    conduct_run(commands::resume(&dir, over_file(train)?)?)
+fn run_resume(ResumeOptions { dir, details, train }: ResumeOptions) -> Result<i32> {
+    conduct_run(commands::resume(&dir, over_file(train)?)?, &details)
 }
 
-fn conduct_run(options: TrainOptions) -> Result<i32> {
+fn conduct_run(options: TrainOptions, details: &Details) -> Result<i32> {
     let settings = Settings::resolve(commands::under_launcher(options)?)?;
     let stop = StopFlag::on_signals(&settings.stop_signals)?;
     if settings.dry_run {
         show(superoffload::view_data(&settings, DRY_RUN_SHOWS, std::io::stdout().is_terminal(), &stop)?)?;
     }
-    let mut person = Person::new();
+    let mut person = Person::new(details.verbose);
     let mut summary = superoffload::train(&settings, &stop, &mut person)?;
     person.bar.finish_and_clear();
     announce(format_args!("\n{summary}"));
@@ -334,7 +345,7 @@ fn run_data(DataOptions { paths, first, json: is_json, train }: DataOptions) -> 
 fn run_prepare(PrepareOptions { paths, train }: PrepareOptions) -> Result<()> {
     let data = if paths.is_empty() { train.data.clone() } else { Some(paths) };
     let settings = Settings::resolve(over_file(TrainOptions { data, ..train })?)?;
-    let mut person = Person::new();
+    let mut person = Person::new(true);
     let prepared = superoffload::prepare(&settings, &StopFlag::on_signals(&settings.stop_signals)?, &mut person)?;
     person.bar.finish_and_clear();
     answer(prepared)
@@ -382,15 +393,20 @@ const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 /// Shows a run to a person: a progress bar on a terminal, plain lines otherwise.
 struct Person {
     bar: ProgressBar,
+    /// Whether details are shown.
+    is_verbose: bool,
     /// The facts of the run, once it has begun.
     facts: Option<RunFacts>,
+    /// Time of the first step's beginning.
+    start: Instant,
     /// Time of the last progress line.
     last_progress: Instant,
 }
 
 impl Person {
-    fn new() -> Self {
-        Self { bar: ProgressBar::hidden(), facts: None, last_progress: Instant::now() }
+    fn new(is_verbose: bool) -> Self {
+        let now = Instant::now();
+        Self { bar: ProgressBar::hidden(), is_verbose, facts: None, start: now, last_progress: now }
     }
 
     fn line(&self, line: &str) {
@@ -399,21 +415,13 @@ impl Person {
 }
 
 impl Observer for Person {
-    fn begin(&mut self, plan: &Plan, facts: &RunFacts) {
+    fn begin(&mut self, _: &Plan, facts: &RunFacts) {
         self.bar.finish_and_clear();
-        log(format_args!("device  {}", facts.device));
-        facts.rates.iter().for_each(|rates| log(format_args!("rates   {rates}")));
-        log(format_args!("model   {}", facts.model));
-        log(format_args!("data    {}", facts.data));
-        log(format_args!("resctrl {}", facts.partition));
-        log(plan);
-        log(format_args!("pages   {}", facts.host));
-        if facts.step < facts.max_steps {
-            log(format_args!("training {}; TFLOP/s do not count what is recomputed", facts.extent));
-        }
+        log(facts);
+        self.start = Instant::now();
         self.facts = Some(facts.clone());
         if std::io::stderr().is_terminal() {
-            let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} < {eta}  {msg}");
+            let style = ProgressStyle::with_template("{bar:32} {pos}/{len} steps  {elapsed} elapsed, {eta} left  {msg}");
             self.bar = ProgressBar::with_draw_target(Some(facts.max_steps), ProgressDrawTarget::stderr());
             self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             self.bar.set_position(facts.step);
@@ -423,17 +431,19 @@ impl Observer for Person {
     fn step(&mut self, m: &StepMetrics) {
         self.bar.set_position(m.step);
         let norm = m.grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
-        self.bar.set_message(format!("loss {:.4}  norm {norm}  {:.0} tok/s", m.loss, m.tokens_per_second));
-        let Some(facts) = self.facts.as_ref().filter(|facts| m.step == 1 || m.step.is_multiple_of(facts.logging_steps)) else { return };
-        let share = facts.share(m);
-        self.line(&format!(
-            "step {:>6}  loss {:.4}  grad_norm {norm}  lr {:.2e}  {:>6.0} tok/s  {:.4} TFLOP/s{share}  {}",
-            m.step, m.loss, m.learning_rate, m.tokens_per_second, m.model_tflops, m.verdict
-        ));
+        self.bar.set_message(format!("loss {:.4}  norm {norm}  {:.0} tokens/s", m.loss, m.tokens_per_second));
+        let line = self.facts.as_ref().and_then(|facts| facts.log_line(m, self.start.elapsed()));
+        line.iter().for_each(|line| self.line(line));
     }
 
     fn note(&mut self, line: &str) {
         self.line(line);
+    }
+
+    fn detail(&mut self, line: &str) {
+        if self.is_verbose {
+            self.line(line);
+        }
     }
 
     fn warn(&mut self, line: &str) {
@@ -443,7 +453,7 @@ impl Observer for Person {
     fn progress(&mut self, what: &str, done: u64, all: u64) {
         if std::io::stderr().is_terminal() {
             if self.bar.is_hidden() || self.bar.is_finished() {
-                let style = ProgressStyle::with_template("{bar:32} {bytes}/{total_bytes}  {elapsed} < {eta}  {msg}");
+                let style = ProgressStyle::with_template("{bar:32} {bytes}/{total_bytes}  {elapsed} elapsed, {eta} left  {msg}");
                 self.bar = ProgressBar::with_draw_target(Some(all), ProgressDrawTarget::stderr());
                 self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             }

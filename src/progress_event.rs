@@ -4,6 +4,8 @@
 pub enum ProgressEvent<'a> {
     /// A line for people.
     Note(&'a str),
+    /// A line for people who ask for details.
+    Detail(&'a str),
     /// A line for people: something is not as it should be.
     Warn(&'a str),
     /// Of `all` bytes `done` are read; `what` is done with them, in words.

@@ -1,6 +1,6 @@
 //! The command line: one-line errors, the output of a run, and the other commands.
 
-use crate::program::{CONFIG, STEPS, Workspace, program, run};
+use crate::program::{CONFIG, Outcome, STEPS, Workspace, program, run};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -264,11 +264,14 @@ fn a_run_logs_its_plan_and_its_results() {
     assert_eq!(printed.stderr, "", "no bar on a pipe");
     let at = |words: &str| printed.stdout.find(words).unwrap_or_else(|| panic!("no {words:?} in {}", printed.stdout));
     let order = [
-        "device  cpu",
+        "plan\n",
+        "resctrl ",
         "model   ",
         "data    ",
-        "resctrl ",
-        "plan\n",
+        "plan    ",
+        "memory  ",
+        "files   ",
+        "device  cpu",
         "step      1  loss",
         "checkpoint-2\n",
         "step     12  loss",
@@ -284,8 +287,8 @@ fn a_run_logs_its_plan_and_its_results() {
         "skipped; ",
         "speculated",
         "checkpoint-12\n",
-        "metrics.jsonl",
         "trace.json",
+        "next: superoffload report ",
     ] {
         assert!(at(words) > 0);
     }
@@ -448,6 +451,42 @@ fn shells_and_manuals_know_every_flag() {
     assert!(["superoffload.1", "superoffload-doctor.1", "superoffload-bench-step.1"].iter().all(|name| names.contains(&name.to_string())));
 }
 
+/// Lines before the first step's line, and lines of the end without those of a slow rank and of the digest.
+fn around_the_steps(outcome: &Outcome) -> [Vec<&str>; 2] {
+    assert!(outcome.code == 0 && outcome.stderr.is_empty(), "{outcome:?}");
+    let lines: Vec<_> = outcome.stdout.lines().collect();
+    let first = lines.iter().position(|line| line.starts_with("step ")).unwrap_or_else(|| panic!("{outcome:?}"));
+    let end = lines.iter().position(|line| line.starts_with("finished ")).unwrap_or_else(|| panic!("{outcome:?}"));
+    [
+        lines[..first].to_vec(),
+        lines[end..].iter().copied().filter(|line| !line.starts_with("digest: ") && !line.starts_with("  slow ")).collect(),
+    ]
+}
+
+#[test]
+fn a_run_prints_six_lines_before_its_first_step_and_six_at_its_end() {
+    let workspace = Workspace::new();
+    let run_toml = workspace.path("run.toml");
+    let plain = |out: &str, flags: &[&str]| {
+        let mut command = program(&["train", "--logging-steps=1", "--config"]);
+        run(command.arg(&run_toml).arg("--output-dir").arg(workspace.path(out)).args(flags))
+    };
+    for (out, flags) in [
+        ("out", &["--max-steps=4"][..]),
+        ("resumed", &["--resume-from-checkpoint=auto", "--max-steps=4"]),
+        ("ranks", &["--gpus=2", "--device=cpu", "--max-steps=4"]),
+    ] {
+        if out == "resumed" {
+            workspace.copy_checkpoints("out", out, &[2]);
+        }
+        let outcome = plain(out, flags);
+        let [before, after] = around_the_steps(&outcome);
+        let labels: Vec<_> = before.iter().map(|line| line.split_whitespace().next().unwrap()).collect();
+        assert_eq!(labels, ["model", "data", "plan", "memory", "files", "device"], "{outcome:?}");
+        assert!(after.len() == 6 && after[5].starts_with("next: superoffload report "), "{outcome:?}");
+    }
+}
+
 /// An output that fails every write, as on a full disk.
 fn full() -> Stdio {
     OpenOptions::new().write(true).open("/dev/full").unwrap().into()
@@ -457,7 +496,7 @@ fn full() -> Stdio {
 fn unread_output_ends_no_training_and_never_panics() {
     let workspace = Workspace::new();
     let quiet = run(workspace.train("out", &["--digest=false"]).stdout(full()));
-    assert!(quiet.code == 0 && quiet.stderr.starts_with("\ndone at step 12 of 12") && !quiet.stderr.contains("step      3"), "{quiet:?}");
+    assert!(quiet.code == 0 && quiet.stderr.starts_with("\nfinished 12 of 12 steps") && !quiet.stderr.contains("step      3"), "{quiet:?}");
     assert_eq!(workspace.metrics("out").len() as u64, STEPS);
     let checkpoint = workspace.path("out/checkpoint-12");
     run(program(&["digest"]).arg(&checkpoint).stdout(full())).refused(1, &["standard output", "No space left"]);

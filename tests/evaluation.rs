@@ -129,7 +129,7 @@ fn the_best_checkpoint_outlives_the_rotation_and_is_exported() {
     let mut kept = vec![format!("checkpoint-{best}"), "checkpoint-12".to_string()];
     kept.sort();
     assert_eq!(workspace.names("out", "checkpoint-"), kept);
-    assert!(outcome.stdout.contains(&format!("best          loss {loss:.4}, the checkpoint of step {best}")), "{outcome:?}");
+    assert!(outcome.stdout.contains(&format!("; best {loss:.4}, the checkpoint of step {best}")), "{outcome:?}");
     let export = |from: &str, to: &str| {
         let (from, to) = (workspace.path(from), workspace.path(to));
         run(&mut crate::program::program(&["export", from.to_str().unwrap(), to.to_str().unwrap(), "--best"]))
@@ -150,17 +150,20 @@ fn a_run_with_a_constant_loss_ends_early_also_after_a_resume() {
     let flags = [&data, "--eval-steps=2", "--save-steps=2", "--early-stopping-patience=2", "--early-stopping-threshold=9"];
     let whole = run(&mut workspace.train("whole", &flags));
     let digest = whole.digest().to_string();
-    assert!(whole.stdout.contains("done at step 6 of 12 (6 here); no lower loss in 2 evaluations"), "{whole:?}");
+    assert!(whole.stdout.contains("finished 6 of 12 steps; no lower loss in 2 evaluations"), "{whole:?}");
     assert_eq!(steps(&evaluations(&workspace, "whole")), [2, 4, 6]);
     workspace.copy_checkpoints("whole", "resumed", &[2, 4]);
     let resumed = run(&mut workspace.resume("resumed", &flags));
-    assert!(resumed.digest() == digest && resumed.stdout.contains("done at step 6 of 12 (2 here)"), "{resumed:?}");
+    assert!(
+        resumed.digest() == digest && resumed.stdout.contains("finished 6 of 12 steps, 2 of them since the resume; no lower"),
+        "{resumed:?}"
+    );
     assert_eq!(evaluations(&workspace, "resumed")[2]["eval_loss"], evaluations(&workspace, "whole")[2]["eval_loss"]);
     let again = run(&mut workspace.resume("resumed", &flags));
     assert!(again.code == 0 && again.stdout.contains("nothing to do: step 6 was already done, 12 were asked for; no lower"), "{again:?}");
     let longer = [&flags[..3], &["--early-stopping-patience=3", "--early-stopping-threshold=9"]].concat();
     let more = run(&mut workspace.resume("resumed", &longer));
-    assert!(more.stdout.contains("done at step 8 of 12 (2 here)"), "{more:?}");
+    assert!(more.stdout.contains("finished 8 of 12 steps, 2 of them since the resume; no lower"), "{more:?}");
     run(&mut workspace.train("x", &["--early-stopping-patience=2"])).refused(2, &["--early-stopping-patience 2", "needs evaluations"]);
     run(&mut workspace.train("x", &[&data, "--early-stopping-threshold=1"])).refused(2, &["--early-stopping-threshold 1"]);
     run(&mut workspace.train("x", &[&data, "--eval-split=0.5"])).refused(2, &["--eval-split 0.5", "cannot be combined with --eval-data"]);

@@ -51,7 +51,7 @@ fn write_model(workspace: &Workspace) -> ModelShape {
 fn peak_at_start(command: &mut Command) -> u64 {
     let mut child = command.spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
-    let printed: Vec<String> = lines.take_while(|line| !line.starts_with("training steps")).collect();
+    let printed: Vec<String> = lines.take_while(|line| !line.starts_with("device ")).collect();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGSTOP).unwrap();
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     child.kill().unwrap();

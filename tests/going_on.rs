@@ -34,7 +34,7 @@ fn a_directory_is_all_that_resume_needs_wherever_it_is_given() {
     }
     let resumed = resume(&out, &["--max-steps=8"]);
     assert_eq!(resumed.digest(), digest);
-    assert!(!resumed.stdout.contains("built-in") && resumed.stdout.contains("training steps 5 to 8"), "{resumed:?}");
+    assert!(!resumed.stdout.contains("built-in") && resumed.stdout.contains(" in steps 5 to 8; "), "{resumed:?}");
     // From a checkpoint, in a directory that has another name by now, by a path from where the run was started.
     let from = run(program(&["resume", "moved/checkpoint-2", "--max-steps=8"]).current_dir(workspace.path("")));
     assert_eq!(from.digest(), digest);
@@ -52,7 +52,7 @@ fn a_model_that_is_gone_is_read_from_the_checkpoint() {
     run(&mut train_from_within(&workspace, &["--output-dir=out", "--max-steps=2"])).digest();
     fs::rename(workspace.path("model"), workspace.path("elsewhere")).unwrap();
     let resumed = resume(&workspace.path("out"), &["--max-steps=3"]);
-    assert!(resumed.code == 0 && resumed.stdout.contains("done at step 3 of 3"), "{resumed:?}");
+    assert!(resumed.code == 0 && resumed.stdout.contains("finished 3 of 3 steps, 1 of them since the resume"), "{resumed:?}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn an_incomplete_resume_by_hand_names_the_command_and_never_reads_the_built_in_t
     let demo = |flags: &[&str]| run(program(&["train", "--seq-length=8", "--per-device-train-batch-size=1", &demo]).args(flags));
     assert_eq!(demo(&["--max-steps=1"]).code, 0);
     let resumed = demo(&["--max-steps=2", "--resume-from-checkpoint=auto"]);
-    assert!(resumed.code == 0 && resumed.stdout.contains("done at step 2"), "{resumed:?}");
+    assert!(resumed.code == 0 && resumed.stdout.contains("finished 2 of 2 steps"), "{resumed:?}");
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn an_interrupted_run_ends_with_the_command_that_goes_on_with_it() {
     let ended: Outcome = child.wait_with_output().unwrap().into();
     assert_eq!(ended.code, 75, "{ended:?}");
     // Behind it stands the digest alone, which was asked for.
-    assert_eq!(ended.stdout.lines().rev().nth(1), Some("go on with: superoffload resume 'a run'"), "{ended:?}");
+    assert_eq!(ended.stdout.lines().rev().nth(1), Some("next: superoffload resume 'a run'"), "{ended:?}");
     let resumed = resume(&workspace.path("a run"), &["--max-steps=40"]);
     assert!(resumed.stdout.contains("nothing to do") || resumed.digest() == digest, "{resumed:?}");
 }
@@ -119,7 +119,7 @@ fn a_start_and_a_dry_run_show_passes_and_too_many_passes_are_a_warning() {
     let warning = "warning: the run makes 21 passes over 6 rows of records; --num-train-epochs 3 trains each record three times";
     assert!(often.stderr.contains(warning), "{often:?}");
     let started = message(&["--max-steps=2"]);
-    assert!(started.stdout.contains("\ntraining steps 1 to 2: 0.7 passes over 6 rows"), "{started:?}");
+    assert!(started.stdout.contains("; 0.7 passes in steps 1 to 2; from records.jsonl"), "{started:?}");
     let text = run(&mut train_from_within(&workspace, &["--output-dir=text", "--dry-run", "--max-steps=10000"]));
     assert!(text.stdout.contains(" passes over ") && !text.stderr.contains("passes"), "running text may pass often: {text:?}");
 }

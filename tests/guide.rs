@@ -71,8 +71,8 @@ fn flags() -> String {
         let (flag, words) = line.split_once("  ").map_or((line, ""), |(flag, words)| (flag, words.trim()));
         // The line of a value has the form `- word: meaning`.
         let value = line.strip_prefix("- ").and_then(|line| line.split_once(": "));
-        match (flag.starts_with("--") || flag.starts_with("-h"), rows.last_mut()) {
-            (true, _) => rows.push((flag.trim_start_matches("-h, ").into(), words.into())),
+        match (["--", "-h, ", "-v, "].iter().any(|start| flag.starts_with(start)), rows.last_mut()) {
+            (true, _) => rows.push((flag.trim_start_matches("-h, ").trim_start_matches("-v, ").into(), words.into())),
             (false, Some((_, help))) => match value {
                 Some((word, meaning)) => *help += &format!("<br>`{word}`: {}", meaning.trim()),
                 None => *help = format!("{help} {line}").trim().trim_end_matches(" Possible values:").to_string(),

@@ -11,7 +11,7 @@ fn a_finished_run_logs_it_and_has_one_digest_by_either_name() {
     let again = run(&mut workspace.resume("out", &["--max-steps", "4"]));
     assert_eq!(again.digest(), digest);
     assert!(again.stdout.contains("\nnothing to do: step 4 was already done\n"), "{again:?}");
-    assert!(!again.stdout.contains("training steps 5 to 4") && !again.stdout.contains("no step was done"), "{again:?}");
+    assert!(!again.stdout.contains("steps 5 to 4") && !again.stdout.contains("no step was done"), "{again:?}");
     let fewer = run(&mut workspace.resume("out", &["--max-steps", "2"]));
     assert!(fewer.stdout.contains("nothing to do: step 4 was already done, 2 were asked for"), "{fewer:?}");
     assert!(fewer.stderr.contains("--max-steps was 4 before and is 2 from here on"), "{fewer:?}");

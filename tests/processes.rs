@@ -90,7 +90,7 @@ fn digest_in(workspace: &Workspace, out: &str, layout: [usize; 2], more: &[&str]
     let outcomes = ends(start_in(workspace, out, layout, more));
     for (process, outcome) in outcomes.iter().enumerate().skip(1) {
         assert!(outcome.code == 0 && outcome.stderr.is_empty(), "{outcome:?}");
-        let last = format!("\ndone at step {STEPS} of {STEPS}: process {process} followed process 0\n");
+        let last = format!("\nfinished {STEPS} of {STEPS} steps: process {process} followed process 0\n");
         assert!(outcome.stdout.ends_with(&last), "{outcome:?}");
     }
     let digest = outcomes[0].digest().to_string();

@@ -51,9 +51,9 @@ impl Workspace {
         self.write("run.toml", format!("model = {model:?}\ndata = {data:?}\n{device}{SETTINGS}\n{more}"));
     }
 
-    /// The command `train` into the directory `out` with the shared settings and these flags, from another working directory.
+    /// The command `train` into the directory `out` with the shared settings, these flags and details, from another working directory.
     pub fn train(&self, out: &str, flags: &[&str]) -> Command {
-        let mut command = program(&["train", "--config"]);
+        let mut command = program(&["train", "--verbose", "--config"]);
         command.arg(self.path("run.toml")).arg("--output-dir").arg(self.path(out)).args(flags);
         command
     }

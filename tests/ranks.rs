@@ -303,7 +303,7 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
         let is_named = ["error: rank 1: ", "error: rank 1 (GPU 1): "].iter().any(|name| failed.stderr.starts_with(name));
         assert!(is_named && !failed.stderr.contains("; then"), "{failed:?}");
         let last = workspace.path(&format!("{phase}/checkpoint-3"));
-        assert!(failed.stdout.contains(&format!("\n  checkpoint    {}\n", last.display())), "{failed:?}");
+        assert!(failed.stdout.contains(&format!("\n  checkpoint    {}; timeline ", last.display())), "{failed:?}");
         assert!(failed.stdout.contains(&format!("\n  lost          {lost}, all since {}\n", last.display())), "{failed:?}");
         assert_eq!(workspace.names(phase, "checkpoint-"), ["checkpoint-3"]);
         assert_eq!(workspace.names(phase, ".checkpoint"), [""; 0]);
@@ -356,7 +356,7 @@ fn a_signal_saves_all_ranks_at_one_step_and_a_second_one_ends_them() {
         // A step that would take minutes.
         let flags: [&str; 4] = [device(), &format!("--gpus={count}"), &format!("--gradient-shares={count}"), LONG_STEP];
         let mut child = workspace.train("long", &flags).spawn().unwrap();
-        await_line(&mut child, "training steps");
+        await_line(&mut child, "device ");
         std::thread::sleep(Duration::from_millis(500));
         send(&child, Signal::SIGTERM);
         // A second signal within a second would count as the same request.

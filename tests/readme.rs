@@ -1,5 +1,5 @@
-//! README and guide show real output: the sample run's losses, exact in the printed digits, the table of models that fit, and the sample of
-//! `bench step`. Every link between documents is valid.
+//! README and guide show real output: the sample run's losses, exact in the printed digits, its first lines, the table of models that fit,
+//! and the samples of `plan` and `bench step`. Every link between documents is valid.
 
 use crate::program::{program, run};
 use crate::support::emulator;
@@ -16,11 +16,13 @@ fn text_of(document: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(document)).unwrap()
 }
 
-/// The fields of step lines that are equal on every machine: step, loss, gradient norm, learning rate, verdict. Speeds differ.
+/// The fields of step lines that are equal on every machine: step, loss, gradient norm, learning rate, and the mark of a clipped or skipped
+/// step. Speeds differ.
 fn steps(text: &str) -> Vec<(u64, Vec<&str>)> {
     let lines = text.lines().filter(|line| line.starts_with("step ") && line.contains("  loss "));
     let words = lines.map(|line| line.split_whitespace().collect::<Vec<_>>());
-    words.map(|words| (words[1].parse().unwrap(), vec![words[3], words[5], words[7], words[words.len() - 1]])).collect()
+    let mark = |words: &[&str]| ["clipped", "skipped"].into_iter().find(|mark| words.last() == Some(mark)).unwrap_or_default();
+    words.map(|words| (words[1].parse().unwrap(), vec![words[3], words[5], words[7], mark(&words)])).collect()
 }
 
 /// Output of the demo up to the line of step `until`, after which the run is terminated.
@@ -59,9 +61,33 @@ fn the_sample_run_is_the_run() {
     let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
     let metrics: Vec<Value> = text.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
     let sum = |key: &str| metrics.iter().map(|line| line[key].as_u64().unwrap()).sum::<u64>();
-    let buckets = format!("bucket steps  {} committed, {} clipped, {} skipped;", sum("committed"), sum("clipped"), sum("skipped"));
+    let buckets = format!("{} bucket steps committed, {} clipped, {} skipped;", sum("committed"), sum("clipped"), sum("skipped"));
     assert!(printed.contains(&buckets), "the summary is not the sum of its steps: {buckets}");
     assert!(until < STEPS || readme.contains(&buckets), "README.md does not say {buckets}");
+}
+
+/// Parts of the first lines that depend on the machine become dashes: the host's memory, the processor and its instruction set.
+fn without_machine(line: &str) -> String {
+    let kept = match line.split_whitespace().next() {
+        Some("memory") => line.split_once(" planned of "),
+        Some("device") => line.split_once(" threads, "),
+        _ => None,
+    };
+    kept.map_or(line.to_string(), |(kept, _)| format!("{kept} -"))
+}
+
+/// A dry run prints the lines of the run that do not need its steps.
+#[test]
+fn the_first_lines_of_the_guide_are_those_of_the_demo() {
+    let guide = text_of("docs/guide/watching.md");
+    let sample = guide.split_once("```text\nmodel ").unwrap().1.split("\n```").next().unwrap();
+    let mut dry = program(&["train", "--dry-run", "--device=cpu", "--threads=2", "--output-dir=runs/demo"]);
+    let printed = run(dry.current_dir(std::env::temp_dir()));
+    let labels = ["model ", "data ", "plan ", "memory ", "files ", "device "];
+    let ours: Vec<_> = printed.stdout.lines().filter(|line| labels.iter().any(|label| line.starts_with(label))).collect();
+    let guides: Vec<_> = format!("model {sample}").lines().map(without_machine).collect();
+    let ours: Vec<_> = ours.into_iter().skip_while(|line| !line.starts_with("model ")).map(without_machine).collect();
+    assert_eq!(ours, guides, "docs/guide/watching.md: {printed:?}");
 }
 
 #[test]
@@ -121,6 +147,30 @@ fn the_table_of_fitting_models_matches_the_planner() {
     for row in rows.iter().take(requested) {
         assert_eq!(&fit(&row[0], &row[1]), row, "docs/guide/what-fits.md: {} on {}", row[0], row[1]);
     }
+}
+
+/// The guide's sample of `plan`. By default the time of the chosen plan alone is compared;
+/// `SUPEROFFLOAD_FITS=all cargo test --release --test main sample_of_plan` compares all lines, which takes a minute or two.
+#[test]
+fn the_sample_of_plan_is_what_the_planner_says() {
+    if emulator().is_some() || !cfg!(all(feature = "stv", feature = "deadline-order", feature = "repartition", feature = "weight-flow")) {
+        return;
+    }
+    let guide = text_of("docs/guide/will-it-fit.md");
+    let machine = "--hardware gh200-96 --seq-length 4096 --per-device-train-batch-size 4";
+    let sample = guide.split_once(&format!("superoffload plan --model llama-8b {machine}\n```\n\n```text\n")).unwrap().1;
+    let sample = sample.split("\n```").next().unwrap();
+    if std::env::var("SUPEROFFLOAD_FITS").is_ok_and(|which| which == "all") {
+        let printed = run(program(&["plan", "--model", "llama-8b"]).args(machine.split_whitespace()));
+        assert!(printed.stdout.starts_with(&format!("{sample}\n")), "docs/guide/will-it-fit.md: {printed:?}");
+    }
+    let chosen = "simulate --json --steps=3 --model-config=llama-8b --activations=keep --weights=flow --resident-buckets=16";
+    let printed = run(program(&[]).args(chosen.split_whitespace()).args(machine.split_whitespace()));
+    let line: Value = serde_json::from_str(&printed.stdout).unwrap_or_else(|_| panic!("{printed:?}"));
+    let (ms, tokens) = (line["step_ms"]["median"].as_f64().unwrap(), line["tokens_per_second"].as_f64().unwrap());
+    let step =
+        format!("  step       {ms:.1} ms, {tokens:.0} tokens/s, {:.1} model TFLOP/s", line["speed"]["model_tflops"].as_f64().unwrap());
+    assert!(sample.contains(&step), "docs/guide/will-it-fit.md does not show {step:?}");
 }
 
 /// The guide states the least host memory with which a large model fits on a small card without gradient shares, and the time of a step.

@@ -339,7 +339,7 @@ fn a_run_may_be_as_long_as_counters_reach() {
         let flags = ["--resume-from-checkpoint", checkpoint.to_str().unwrap(), "--max-steps", &(step + 2).to_string()];
         let resumed = run(&mut workspace.train(&out, &flags));
         resumed.digest();
-        assert!(resumed.stdout.contains(&format!("done at step {}", step + 2)), "{resumed:?}");
+        assert!(resumed.stdout.contains(&format!("finished {0} of {0} steps", step + 2)), "{resumed:?}");
     }
 }
 

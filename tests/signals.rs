@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 fn in_a_long_step(workspace: &Workspace, flags: &[&str]) -> Child {
     let long = ["--gradient-accumulation-steps", "1000000"];
     let mut child = workspace.train("long", &[&long, flags].concat()).spawn().unwrap();
-    await_line(&mut child, "training steps");
+    await_line(&mut child, "device ");
     std::thread::sleep(Duration::from_millis(500));
     child
 }

@@ -65,7 +65,7 @@ fn foreign_control_characters_are_shown_escaped() {
     let train = |more: &[&str]| evil.says(&[&["train", &data], &flags[..], more].concat());
     let trained = train(&[]);
     assert_eq!(trained.code, 0, "{trained:?}");
-    assert!(trained.stdout.contains("reading ") && trained.stdout.contains("\\u{1b}[31mv\\u{9b}2Ji\\u{202e}l\\u{2066}"), "{trained:?}");
+    assert!(trained.stdout.contains("; from ") && trained.stdout.contains("\\u{1b}[31mv\\u{9b}2Ji\\u{202e}l\\u{2066}"), "{trained:?}");
     for more in [
         &["--resume-from-checkpoint=auto", "--max-steps=3"][..],
         &["--dry-run"],

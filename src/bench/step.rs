@@ -20,6 +20,7 @@ use crate::memory::MemorySpace;
 use crate::metrics::MemoryUse;
 use crate::model::presets;
 use crate::model::shape::ModelShape;
+use crate::progress_event::ProgressEvent;
 use crate::planner::plan::Plan;
 use crate::ranks::links::{EndOfRun, LastResort};
 use crate::signals::StopFlag;
@@ -79,7 +80,7 @@ impl StepBench {
         if self.settings.processes == 1 {
             return self.lead(None, log).map(Some);
         }
-        let process_group = ProcessGroup::meet(&self.settings, &StopFlag::default(), last_resort, &mut |line| log(&line))?;
+        let process_group = ProcessGroup::meet(&self.settings, &StopFlag::default(), last_resort, &mut |news| pass_on(news, log))?;
         let outcome = if self.settings.process == 0 {
             self.lead(Some(&process_group), log).map(Some)
         } else {
@@ -194,6 +195,15 @@ impl UseEngine for Measurement<'_> {
             gpu,
             gpu_unwatched,
         })
+    }
+}
+
+/// Passes a message of the rendezvous to `log`.
+fn pass_on(news: ProgressEvent<'_>, log: &mut dyn FnMut(&dyn Display)) {
+    match news {
+        ProgressEvent::Note(line) | ProgressEvent::Detail(line) => log(&line),
+        ProgressEvent::Warn(line) => log(&format_args!("warning: {line}")),
+        ProgressEvent::Progress { .. } => {}
     }
 }
 

@@ -123,7 +123,7 @@ impl HeldOut {
         }
         held_out.count(stream, bounds, preparation)?;
         let of_them = if all == documents { String::new() } else { format!(" ({} of {documents} documents)", held_out.documents()) };
-        preparation.note(format!("held out {records} of {all} {unit}{of_them}, {} tokens", held_out.tokens));
+        preparation.detail(format!("held out {records} of {all} {unit}{of_them}, {} tokens", held_out.tokens));
         Ok(held_out)
     }
 

@@ -57,6 +57,10 @@ impl<'a> Preparation<'a> {
         (self.emit)(ProgressEvent::Note(line.as_ref()));
     }
 
+    pub(super) fn detail(&mut self, line: impl AsRef<str>) {
+        (self.emit)(ProgressEvent::Detail(line.as_ref()));
+    }
+
     pub(super) fn warn(&mut self, line: impl AsRef<str>) {
         (self.emit)(ProgressEvent::Warn(line.as_ref()));
     }

@@ -255,7 +255,7 @@ impl RowTable {
         table.became = table.describe(rules, counts);
         match rules.overlong == Overlong::Auto && counts.loses_much() {
             true => preparation.warn(format!("{}; a larger --seq-length keeps more of them", table.became)),
-            false => preparation.note(table.became.clone()),
+            false => preparation.detail(table.became.clone()),
         }
         Ok(Some(table))
     }
@@ -378,7 +378,7 @@ mod tests {
         let (tokenizer, mut messages) = (Tokenizer::bytes_with(Some("300"), AddBos::No, Arc::default()).unwrap(), Vec::new());
         let dir = tempfile::tempdir().unwrap();
         let log = |event: ProgressEvent<'_>| {
-            if let ProgressEvent::Note(line) | ProgressEvent::Warn(line) = event {
+            if let ProgressEvent::Note(line) | ProgressEvent::Detail(line) | ProgressEvent::Warn(line) = event {
                 messages.push(line.to_string());
             }
         };

@@ -87,6 +87,12 @@ enum Origin {
 }
 
 impl SelectedProfile {
+    /// A warning about a profile of this machine whose samples differ.
+    pub(crate) fn unsteady(&self) -> Option<String> {
+        let what = self.profile.unsteady().filter(|_| matches!(self.origin, Origin::Measured(_)))?;
+        Some(format!("{what}: `superoffload probe --save`"))
+    }
+
     /// The profile for a run on `gpus` GPUs of `machine`. `hardware` is `auto`, the name of a shipped profile, or a file.
     ///
     /// # Errors
@@ -162,7 +168,7 @@ impl fmt::Display for SelectedProfile {
             Origin::Named => write!(f, "{name}: {machine}"),
             Origin::Measured(file) => {
                 write!(f, "measured on this machine on {date} ({})", file.display())?;
-                self.profile.unsteady().map_or(Ok(()), |what| write!(f, "; {what}: `superoffload probe --save`"))
+                self.unsteady().map_or(Ok(()), |what| write!(f, "; {what}"))
             }
             Origin::Assumed { is_near, because } => {
                 let near = if *is_near { "the shipped profile closest to this machine" } else { "no shipped profile is close to this GPU" };

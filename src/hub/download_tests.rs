@@ -106,7 +106,7 @@ impl Case {
                     let mut output = self.output.lock().unwrap();
                     *output = [done, output[1].max(done), all];
                 }
-                ProgressEvent::Warn(_) => {}
+                ProgressEvent::Detail(_) | ProgressEvent::Warn(_) => {}
             },
             pause: Duration::from_millis(1),
             large_bytes: self.large_bytes,

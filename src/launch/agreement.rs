@@ -3,7 +3,7 @@
 use super::engine::Launcher;
 use super::process_info::{HostResources, ProcessInfo};
 use crate::bucket::layout::BucketLayout;
-use crate::config::options::{CastSide, ExpertProductsChoice, Technique};
+use crate::config::options::{CastSide, ExpertProductsChoice, Technique, Transport};
 use crate::config::settings::Settings;
 use crate::data::checksum::hex;
 use crate::data::rows::Packing;
@@ -14,6 +14,7 @@ use crate::error::{Error, Result, printable};
 use crate::hardware::topology::{Topology, host_name};
 use crate::model::activations::LossTile;
 use crate::model::shape::ModelShape;
+use crate::progress_event::ProgressEvent;
 use crate::planner::plan::Plan;
 use crate::ranks::hello_message::HelloMessage;
 use crate::ranks::links::{EndOfRun, LastResort, Links};
@@ -92,24 +93,30 @@ pub(crate) struct Proposal {
 
 impl ProcessGroup {
     /// Meets the other processes of the run of `settings`. A `stop` request in one process is passed to process 0. `last_resort` ends this
-    /// process if another process has ended and this one does not react. `log` receives lines for the user.
+    /// process if another process has ended and this one does not react. `emit` receives lines for the user.
     ///
     /// # Errors
     /// `Usage` without a run token or rendezvous address, or where processes differ; errors of [`Links::meet`] and of
     /// [`ProcessInfo::among`].
-    pub(crate) fn meet(settings: &Settings, stop: &StopFlag, last_resort: Option<LastResort>, log: &mut dyn FnMut(&str)) -> Result<Self> {
+    pub(crate) fn meet(
+        settings: &Settings,
+        stop: &StopFlag,
+        last_resort: Option<LastResort>,
+        emit: &mut dyn FnMut(ProgressEvent<'_>),
+    ) -> Result<Self> {
         let Settings { process, processes, gpus: ranks, .. } = *settings;
         let needed = "needs --rendezvous HOST:PORT, or a launcher";
         let address = settings.rendezvous.clone().ok_or_else(|| Error::usage(format!("--processes {processes}: {needed}")))?;
         let limit = Duration::from_secs(settings.rendezvous_limit);
-        let rendezvous = ProcessRendezvous { address, process, processes, ranks, token: token(settings, log)?, limit };
+        let token = token(settings, &mut |line| emit(ProgressEvent::Warn(line)))?;
+        let rendezvous = ProcessRendezvous { address, process, processes, ranks, token, limit };
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("the message of this process", e);
         let has = serde_json::to_value(HostResources::here(settings, &machine, &host)?).map_err(json)?;
-        log(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address));
+        emit(ProgressEvent::Note(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address)));
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
-        let links = Links::meet(&rendezvous, own, (stop, log), last_resort)?;
-        log(&format!("all {processes} processes are here: {}", links.names().join(", ")));
+        let links = Links::meet(&rendezvous, own, (stop, &mut |line: &str| emit(ProgressEvent::Note(line))), last_resort)?;
+        emit(ProgressEvent::Detail(&format!("all {processes} processes are here: {}", links.names().join(", "))));
         let all = links
             .resources_by_process()
             .iter()
@@ -117,7 +124,9 @@ impl ProcessGroup {
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(json)?;
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
-        process_info.notes.iter().for_each(|note| log(note));
+        // TCP in place of an unavailable NCCL makes steps slower.
+        let is_slower = settings.transport == Transport::Auto && process_info.transport == Transport::Tcp;
+        process_info.notes.iter().for_each(|note| emit(if is_slower { ProgressEvent::Note(note) } else { ProgressEvent::Detail(note) }));
         Ok(Self { links, process_info, machine })
     }
 
@@ -273,20 +282,20 @@ fn difference(first: &[(String, String)], own: &[(String, String)]) -> Option<(S
 }
 
 /// Reads the run token. Warns if other users may read it or could guess it.
-fn token(settings: &Settings, log: &mut dyn FnMut(&str)) -> Result<RunToken> {
+fn token(settings: &Settings, warn: &mut dyn FnMut(&str)) -> Result<RunToken> {
     let (token, source) = match &settings.run_token_file {
         Some(file) => {
             let bytes = disk::read_small(file, TOKEN_BYTES_MAX)?;
             let mode = fs::metadata(file).map_err(|e| Error::io("look at", file, e))?.mode();
             if mode & OTHERS_READ != 0 {
                 let path = printable(file.display());
-                log(&format!("warning: {path}: other users may read the run token (mode {:03o}); say chmod 600", mode & 0o777));
+                warn(&format!("{path}: other users may read the run token (mode {:03o}); run chmod 600", mode & 0o777));
             }
             (RunToken::new(&bytes, file.display())?, printable(file.display()))
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| log(&format!("warning: {source}: the run token may be guessed: {why}")));
+    token.weakness().iter().for_each(|why| warn(&format!("{source}: the run token may be guessed: {why}")));
     Ok(token)
 }
 

@@ -31,6 +31,8 @@ pub struct Prediction {
     pub(crate) pool_s: f64,
     /// The link, in the direction with more traffic.
     pub(crate) link_s: f64,
+    /// Exchange with other ranks.
+    pub(crate) peers_s: f64,
     /// A step with a successful speculation, or any step without speculation.
     pub(crate) step_s: f64,
     /// A step that waits for its verdict.
@@ -38,6 +40,17 @@ pub struct Prediction {
 }
 
 impl Prediction {
+    /// The resource that takes longest.
+    pub(crate) fn bottleneck(&self) -> &'static str {
+        let times = [
+            (self.device_s, "the device"),
+            (self.pool_s, "the optimizer on the CPU"),
+            (self.link_s, "copies between host and device"),
+            (self.peers_s, "the exchange between ranks"),
+        ];
+        times.into_iter().fold((f64::MIN, ""), |most, time| if time.0 > most.0 { time } else { most }).1
+    }
+
     /// The key by which plans are compared: the mean over both kinds of steps.
     pub(super) fn mean_s(&self) -> f64 {
         self.step_s + VALIDATED_SHARE * (self.validated_s - self.step_s)
@@ -85,7 +98,14 @@ impl<'a> Predictor<'a> {
             let paged = layout.elems_in(Tier::Unified).len() as f64 / ranks;
             let paged_s = paged * state_bytes as f64 / self.paging_bytes_per_s();
             let step_s = passes_s.max(kept_s) + adam_s.max(paged_s);
-            return Prediction { device_s: passes_s + adam_s, pool_s: 0.0, link_s: kept_s + paged_s, step_s, validated_s: step_s };
+            return Prediction {
+                device_s: passes_s + adam_s,
+                pool_s: 0.0,
+                link_s: kept_s + paged_s,
+                peers_s: 0.0,
+                step_s,
+                validated_s: step_s,
+            };
         }
         // Both directions carry equally many bytes, unless weights are streamed in both passes of every micro-batch.
         let streamed = rings.weights.filter(|_| self.workload.ranks == 1).map_or(0.0, |ring| ring.ringed_elems as f64);
@@ -111,12 +131,12 @@ impl<'a> Predictor<'a> {
         let (forward_s, backward_s) = (device_s / 3.0, device_s / 1.5);
         let validated_s = (backward_s.max(pass_link_s) + forward_s.max(stepped_s).max(pass_link_s)).max(peers_s) + start_up_s;
         if self.workload.rules.policy == Policy::ValidateFirst {
-            return Prediction { device_s, pool_s: stepped_s, link_s, step_s: validated_s, validated_s };
+            return Prediction { device_s, pool_s: stepped_s, link_s, peers_s, step_s: validated_s, validated_s };
         }
         // With a gradient ring the backward pass waits for the pool, so no pool work is left to overlap the next forward pass.
         let stalled_s = if rings.grads.is_some() { (POOL_DOUBT * deferred_s - backward_s).max(sums_s - backward_s).max(0.0) } else { 0.0 };
         let step_s = (device_s + stalled_s).max(deferred_s).max(link_s).max(peers_s) + start_up_s;
-        Prediction { device_s, pool_s: deferred_s, link_s, step_s, validated_s }
+        Prediction { device_s, pool_s: deferred_s, link_s, peers_s, step_s, validated_s }
     }
 
     /// Seconds from the last gradient to usable weights: one bucket is copied out, stepped and copied back.

@@ -35,6 +35,19 @@ impl RunExtent {
         (passes > PASSES_MAX).then(|| format!("the run makes {} over {} of records; {epochs}", Passes(passes), CountedRows(self.rows)))
     }
 
+    /// The predicted time of a step and of all steps to come.
+    pub(super) fn predicted(&self) -> Option<String> {
+        let step_s = self.step?.as_secs_f64();
+        let all = if self.is_over() { String::new() } else { format!(", about {} in all", About(step_s * self.steps() as f64)) };
+        Some(format!("{:.0} ms a step{all}", step_s * 1e3))
+    }
+
+    /// Checkpoints that a run writes `every` so many steps and after its last step.
+    pub(super) fn saves(&self, every: u64) -> u64 {
+        let (done, last) = (self.first - 1, self.last);
+        if self.is_over() { 0 } else { last.div_ceil(every) - done / every }
+    }
+
     /// The sentence of a dry run about the steps.
     pub(super) fn planned(&self) -> String {
         match self.is_over() {
@@ -45,12 +58,17 @@ impl RunExtent {
 
     /// Passes and time of the steps.
     fn amount(&self) -> String {
-        let steps = (self.last + 1).saturating_sub(self.first);
-        let time = self.step.map(|step| format!(", about {}", ApproximateDuration(step.as_secs_f64() * steps as f64)));
-        format!("{} over {}{}", Passes(self.passes(steps)), CountedRows(self.rows), time.unwrap_or_default())
+        let time = self.step.map(|step| format!(", about {}", ApproximateDuration(step.as_secs_f64() * self.steps() as f64)));
+        format!("{} over {}{}", Passes(self.passes(self.steps())), CountedRows(self.rows), time.unwrap_or_default())
     }
 
-    fn is_over(&self) -> bool {
+    /// The number of steps to come.
+    fn steps(&self) -> u64 {
+        (self.last + 1).saturating_sub(self.first)
+    }
+
+    /// Whether no step is left.
+    pub(super) fn is_over(&self) -> bool {
         self.first > self.last
     }
 
@@ -60,9 +78,9 @@ impl RunExtent {
 }
 
 impl fmt::Display for RunExtent {
-    /// `steps 1 to 15: 3 passes over 37 rows, about 21 s`.
+    /// `3 passes in steps 1 to 15`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "steps {} to {}: {}", self.first, self.last, self.amount())
+        write!(f, "{} in steps {} to {}", Passes(self.passes(self.steps())), self.first, self.last)
     }
 }
 
@@ -91,7 +109,7 @@ impl fmt::Display for CountedRows {
 }
 
 /// Seconds in the largest unit of which there are two or more.
-struct ApproximateDuration(f64);
+pub(super) struct ApproximateDuration(pub(super) f64);
 
 impl fmt::Display for ApproximateDuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -109,6 +127,13 @@ impl fmt::Display for ApproximateDuration {
 mod tests {
     use super::*;
 
+    impl RunExtent {
+        /// Steps without a prediction.
+        pub(in crate::train) fn of_steps(first: u64, last: u64) -> Self {
+            extent(first, last, 100, None)
+        }
+    }
+
     fn extent(first: u64, last: u64, rows: usize, step_ms: Option<u64>) -> RunExtent {
         RunExtent { first, last, rows, rows_per_step: 8, step: step_ms.map(Duration::from_millis) }
     }
@@ -116,14 +141,18 @@ mod tests {
     #[test]
     fn steps_are_shown_as_passes_and_minutes() {
         for (extent, words) in [
-            (extent(1, 14, 37, Some(1500)), "steps 1 to 14: 3.0 passes over 37 rows, about 21 s"),
-            (extent(1, 37, 37, None), "steps 1 to 37: 8 passes over 37 rows"),
-            (extent(37, 37, 8, Some(240_000)), "steps 37 to 37: 1 pass over 8 rows, about 4 minutes"),
-            (extent(1, 1000, 1_000_000, Some(9000)), "steps 1 to 1000: 0.008 passes over 1000000 rows, about 2.5 hours"),
-            (extent(1, 1000, 1, Some(900_000)), "steps 1 to 1000: 8000 passes over 1 row, about 10.4 days"),
+            (extent(1, 14, 37, Some(1500)), "steps 1 to 14 would be trained: 3.0 passes over 37 rows, about 21 s"),
+            (extent(1, 37, 37, None), "steps 1 to 37 would be trained: 8 passes over 37 rows"),
+            (extent(37, 37, 8, Some(240_000)), "steps 37 to 37 would be trained: 1 pass over 8 rows, about 4 minutes"),
+            (extent(1, 1000, 1_000_000, Some(9000)), "steps 1 to 1000 would be trained: 0.008 passes over 1000000 rows, about 2.5 hours"),
+            (extent(1, 1000, 1, Some(900_000)), "steps 1 to 1000 would be trained: 8000 passes over 1 row, about 10.4 days"),
         ] {
-            assert_eq!(extent.to_string(), words);
+            assert_eq!(extent.planned(), words);
         }
+        let extent_of = extent(1, 14, 37, Some(1500));
+        assert_eq!(extent_of.to_string(), "3.0 passes in steps 1 to 14");
+        assert_eq!(extent_of.predicted().unwrap(), "1500 ms a step, about 21 s in all");
+        assert_eq!(extent(15, 14, 37, Some(1500)).predicted().unwrap(), "1500 ms a step");
         assert!(extent(5, 4, 9, None).is_over() && !extent(4, 4, 9, None).is_over());
     }
 

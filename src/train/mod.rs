@@ -10,11 +10,14 @@ mod event_file;
 mod extent;
 mod facts_line;
 mod feed;
+#[cfg(test)]
+mod first_lines_tests;
 mod identity;
 mod inputs;
 pub(crate) mod metrics_file;
 mod model_files;
 mod observer;
+mod overview;
 pub(crate) mod owned_names;
 pub(crate) mod packing;
 mod peer_waits;
@@ -26,12 +29,14 @@ mod replanner;
 mod resume;
 mod resume_numerics;
 pub(crate) mod run_dir;
+mod run_facts;
 mod run_lock;
 pub(crate) mod sample;
 mod sampling;
 pub(crate) mod session;
 pub(crate) mod setup;
 mod skips;
+mod summary;
 pub(crate) mod text;
 
 use crate::checkpoint::parts::SharedFolderMarker;
@@ -46,11 +51,13 @@ use crate::launch::engine::{Launcher, UseEngine};
 use crate::launch::processes::ThisProcess;
 use crate::signals::StopFlag;
 use demo::Demo;
-pub use observer::{Observer, RunFacts, Summary};
+pub use observer::Observer;
 use processes::Following;
 use run_dir::RunDir;
+pub use run_facts::RunFacts;
 use session::Session;
 use setup::PreparedRun;
+pub use summary::Summary;
 
 /// Trains under `settings`, until done, until `stop`, or until a failure, which the summary then holds.
 ///
@@ -144,7 +151,20 @@ pub(crate) mod tests {
     use crate::disk::faults::{self, Mode};
     use crate::metrics::StepMetrics;
     use crate::planner::plan::Plan;
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
+
+    /// Two steps of the built-in model on a few tokens, in `dir`.
+    pub(super) fn tiny(dir: &Path) -> Settings {
+        Settings {
+            output_dir: dir.join("out"),
+            train_length: TrainLength::Steps(2),
+            device: DeviceChoice::Cpu,
+            threads: Some(1),
+            seq_length: 8,
+            per_device_train_batch_size: 1,
+            ..Settings::demo()
+        }
+    }
 
     #[derive(Default)]
     pub(crate) struct RecordingObserver(pub(crate) Vec<String>);
@@ -166,15 +186,7 @@ pub(crate) mod tests {
     /// Like [`four_steps`], with `arm` applied to the output directory meanwhile.
     fn four_steps_with(arm: impl FnOnce(PathBuf)) -> (Vec<String>, u64, Vec<(&'static str, PathBuf)>) {
         let dir = tempfile::tempdir().unwrap();
-        let settings = Settings {
-            output_dir: dir.path().join("out"),
-            train_length: TrainLength::Steps(4),
-            device: DeviceChoice::Cpu,
-            threads: Some(1),
-            seq_length: 8,
-            per_device_train_batch_size: 1,
-            ..Settings::demo()
-        };
+        let settings = Settings { train_length: TrainLength::Steps(4), ..tiny(dir.path()) };
         let mut messages = RecordingObserver::default();
         arm(settings.output_dir.clone());
         let summary = train(&settings, &StopFlag::default(), &mut messages);

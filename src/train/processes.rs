@@ -1,6 +1,8 @@
 //! A run of several processes: the work of processes other than 0, and the end of all.
 
-use super::observer::{Observer, Summary};
+use super::observer::Observer;
+use super::setup::hear;
+use super::summary::Summary;
 use super::text;
 use crate::checkpoint::parts::{self, SharedFolderMarker};
 use crate::config::settings::Settings;
@@ -27,11 +29,7 @@ use std::time::Duration;
 /// Errors of [`ProcessGroup::meet`].
 pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<ProcessGroup> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
-    let mut log = |line: &str| match line.strip_prefix("warning: ") {
-        Some(warning) => observer.warn(warning),
-        None => observer.note(line),
-    };
-    ProcessGroup::meet(settings, stop, last_resort, &mut log)
+    ProcessGroup::meet(settings, stop, last_resort, &mut |event| show(observer, event))
 }
 
 /// Process 0 sends its plan to the others. They find the returned place in their output directories, which are this `output_dir`; it is not
@@ -73,8 +71,8 @@ pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &S
     let notes = try_writing(&settings, &proposal.meeting_place, parts::part_bytes(&plan, links.process()), links.process());
     notes.map_err(|error| cannot_write(&settings, own_name, &error))?.iter().for_each(|line| observer.note(line));
     launch.warnings(&settings).iter().for_each(|line| observer.warn(line));
-    observer.note(&plan.to_string());
-    observer.note(&format!("process {} follows process 0, which tells of steps", links.process()));
+    observer.detail(&plan.to_string());
+    observer.note(&format!("process {} follows process 0, which prints the steps", links.process()));
     let this = ThisProcess { launch: &launch, plan: &plan, shape: &shape, links };
     let on_alarm = observer.on_alarm();
     let watch = |watched| on_alarm.map(|on_alarm| Watchdog::start(watched, stall_limit(&settings), on_alarm)).transpose();

@@ -43,15 +43,11 @@ pub(super) fn find(settings: &Settings, output_dir: &Path, observer: &mut dyn Ob
                     newest.warnings.iter().for_each(|line| observer.warn(line));
                     dir
                 }
-                None if newest.warnings.is_empty() => {
-                    observer.note(&format!("no checkpoint in {}: starting afresh", output_dir.display()));
-                    return Ok(None);
-                }
+                None if newest.warnings.is_empty() => return Ok(None),
                 None => return Err(all_damaged(output_dir, &newest.warnings)),
             }
         }
     };
-    observer.note(&format!("resuming from {}", dir.display()));
     checkpoint::open(&dir).map(Some)
 }
 
@@ -127,6 +123,11 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
 }
 
 impl Accepted {
+    /// The checkpoint.
+    pub(super) fn dir(&self) -> &Path {
+        self.loaded.dir()
+    }
+
     /// Training steps that it stands at.
     pub(super) fn step(&self) -> u64 {
         self.loaded.manifest().trainer.step

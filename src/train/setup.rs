@@ -3,11 +3,12 @@
 use super::evaluation::Evaluation;
 use super::extent::RunExtent;
 use super::facts_line::RunDescription;
-use super::observer::{Observer, RunFacts};
+use super::observer::Observer;
 use super::prompts::Prompts;
 use super::run_dir::RunDir;
+use super::run_facts::RunFacts;
 use super::session::{CheckpointContents, Session};
-use super::{identity, model_files, packing, previous_run, resume, resume_numerics, text};
+use super::{identity, model_files, overview, packing, previous_run, resume, resume_numerics, text};
 use crate::checkpoint::parts::part_bytes;
 use crate::checkpoint::{Loaded, checkpoint_bytes};
 use crate::config::options::{InitChoice, RunPart, TrainLength};
@@ -26,6 +27,8 @@ use crate::engine::executor::Engine;
 use crate::error::{Error, Result, printable};
 use crate::facts::{DataFacts, MachineFacts};
 use crate::hardware::limits::check_file_size;
+use crate::hardware::peer_route::PeerRoute;
+use crate::hardware::selected_profile::SelectedProfile;
 use crate::hub::cache::Snapshot;
 use crate::launch::context::check_context;
 use crate::launch::engine::Launcher;
@@ -39,6 +42,7 @@ use crate::optim::schedule::LrSchedule;
 use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
+use crate::units::Count;
 use std::mem;
 use std::path::{Path, PathBuf};
 
@@ -46,6 +50,13 @@ use std::path::{Path, PathBuf};
 struct ModelSource {
     shape: ModelShape,
     files: Vec<(String, Vec<u8>)>,
+}
+
+impl ModelSource {
+    /// The size of a checkpoint.
+    fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
+        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.moments, &self.files)
+    }
 }
 
 /// A run that is read, checked and planned, and lacks its engine.
@@ -81,6 +92,7 @@ pub(super) fn find_sources(settings: &Settings, with_weights: bool, stop: &StopF
 pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent<'_>) {
     match event {
         ProgressEvent::Note(line) => observer.note(line),
+        ProgressEvent::Detail(line) => observer.detail(line),
         ProgressEvent::Warn(line) => observer.warn(line),
         ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
     }
@@ -99,16 +111,17 @@ pub(super) fn prepare<'a>(
 ) -> Result<PreparedRun<'a>> {
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
     resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
-    observer.note(&format!("reading {}", printable(describe_sources(settings))));
-    launch.chosen.peers.iter().for_each(|line| observer.note(line));
+    observer.detail(&format!("reading {}", printable(describe_sources(settings))));
+    tell_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
+    launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
     check_context(settings, &source.shape, settings.model.as_deref().unwrap_or(Path::new("the built-in model")))?
         .iter()
         .for_each(|line| observer.warn(line));
     let kept = resumed.as_ref().map(|loaded| resume_numerics::settings(settings, loaded, launch.chosen.is_gpu(), observer)).transpose()?;
     let saved = resumed.as_ref().map(|loaded| &loaded.manifest().trainer.settings);
-    let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.note(line))?;
+    let settings = &packing::settle(kept.as_ref().unwrap_or(settings), saved, &mut |line| observer.detail(line))?;
     let mut known = known_sources(settings, resumed.as_ref());
     let settings = &Settings { data_bytes: data_bytes(settings, &known), ..settings.clone() };
     let plan = launch.plan(settings, &source.shape, true)?;
@@ -129,10 +142,10 @@ pub(super) fn prepare<'a>(
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
-        run_dir.expect_room(checkpoint_bytes(TensorTable::new(&source.shape).params(), plan.moments, &source.files))?;
+        run_dir.expect_room(source.checkpoint_bytes(&plan))?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
-    passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.note(line));
+    passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.detail(line));
     let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
     let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
     let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
@@ -169,20 +182,59 @@ impl PreparedRun<'_> {
         &self.settings
     }
 
-    /// Reports the prepared run.
+    /// Reports a run that will have no engine.
     pub(super) fn log(&self, observer: &mut dyn Observer) {
-        observer.note(&format!("model   {}", describe_model(&self.settings, &self.source.shape)));
-        observer.note(&format!("data    {}", self.data));
-        observer.note(&self.plan.to_string());
+        observer.detail(&self.plan.to_string());
         let extent = self.extent();
         self.warn_of_passes(extent, observer);
+        observer.note(&self.facts(describe_device(self.launch, &self.planned_device())).to_string());
         observer.note(&extent.planned());
+    }
+
+    /// The device as the plan has it.
+    fn planned_device(&self) -> String {
+        let Plan { threads, isa, .. } = self.plan;
+        if self.launch.chosen.is_gpu() { "not opened yet".into() } else { format!("cpu ({threads} threads, {isa})") }
+    }
+
+    /// The facts of this run on `device`.
+    fn facts(&self, device: String) -> RunFacts {
+        let Self { launch, settings, source, plan, max_steps, .. } = self;
+        let extent = self.extent();
+        let passes = if extent.is_over() { String::new() } else { format!("; {extent}") };
+        let of_one = launch.chosen.rates_from.as_ref().and_then(|from| Some(from.profile.gpu.as_ref()?.matmul_flops.value));
+        RunFacts {
+            model: format!("{}{}", describe_model(settings, plan, &source.shape), self.start()),
+            data: format!("{}{passes}; from {}", self.data, printable(describe_data(settings))),
+            plan: overview::describe_plan(plan, &extent),
+            memory: overview::describe_memory(plan),
+            files: overview::describe_files(settings, &extent, source.checkpoint_bytes(plan)),
+            device,
+            matmul_flops: of_one.map(|of_one| of_one * settings.ranks() as f64),
+            step: self.step(),
+            max_steps: *max_steps,
+            logging_steps: settings.logging_steps,
+        }
+    }
+
+    /// The state that the run begins from, if it is not the model's.
+    fn start(&self) -> String {
+        let Settings { resume_from_checkpoint, output_dir, .. } = &self.settings;
+        match (&self.resumed, resume_from_checkpoint) {
+            (Some(accepted), _) => format!("; resuming from {}", printable(accepted.dir().display())),
+            (None, Some(_)) => format!("; no checkpoint in {}: starting afresh", printable(output_dir.display())),
+            (None, None) => String::new(),
+        }
+    }
+
+    /// Steps already done.
+    fn step(&self) -> u64 {
+        self.resumed.as_ref().map_or(0, resume::Accepted::step)
     }
 
     /// The steps that are still to be done.
     fn extent(&self) -> RunExtent {
-        let done = self.resumed.as_ref().map_or(0, resume::Accepted::step);
-        RunExtent::new(&self.plan, &self.dataset, rows_per_step(&self.settings), (done, self.max_steps))
+        RunExtent::new(&self.plan, &self.dataset, rows_per_step(&self.settings), (self.step(), self.max_steps))
     }
 
     /// Running text may pass often; records that do are learned by heart.
@@ -196,8 +248,9 @@ impl PreparedRun<'_> {
     /// # Errors
     /// Errors before the first step.
     pub(super) fn session<D: Kernels>(self, mut engine: Engine<D>, run_dir: RunDir, observer: &mut dyn Observer) -> Result<Session<D>> {
-        let extent = self.extent();
-        self.warn_of_passes(extent, observer);
+        self.warn_of_passes(self.extent(), observer);
+        let device = describe_device(self.launch, &engine.describe());
+        let facts = self.facts(with_driver(&device, &engine.versions()));
         let Self {
             launch,
             settings,
@@ -225,22 +278,10 @@ impl PreparedRun<'_> {
         known.save(run_dir.path(), &tokenizer)?;
         let evaluation = eval_dataset.map(|eval| Evaluation::new(&settings, eval, position, dataset.sequences()));
         let loader = Loader::new(dataset, plan.batch, settings.seed, !settings.no_shuffle, position)?;
-        let facts = RunFacts {
-            device: describe_device(launch, &engine.describe()),
-            rates: launch.chosen.rates_from.as_ref().map(ToString::to_string),
-            matmul_flops: launch.chosen.rates_from.as_ref().and_then(|rates_from| {
-                let of_one = rates_from.profile.gpu.as_ref()?.matmul_flops.value;
-                Some(of_one * settings.ranks() as f64)
-            }),
-            model: describe_model(&settings, &source.shape),
-            data,
-            host: engine.host_memory().report(Path::new("/")).to_string(),
-            partition,
-            step: engine.train_step(),
-            max_steps,
-            extent: extent.to_string(),
-            logging_steps: settings.logging_steps,
-        };
+        let rates = launch.chosen.rates_from.as_ref().map(|rates| format!("rates   {rates}"));
+        let pages = engine.host_memory().report(Path::new("/"));
+        observer.detail(&plan.to_string());
+        rates.into_iter().chain([format!("pages   {pages}"), format!("resctrl {partition}")]).for_each(|line| observer.detail(&line));
         source.shape.ignored_dropout.iter().for_each(|key| observer.warn(&format!("dropout is not applied: config.json sets {key}")));
         observer.begin(&plan, &facts);
         let schedule = LrSchedule {
@@ -251,9 +292,9 @@ impl PreparedRun<'_> {
         };
         let about = RunDescription {
             machine: MachineFacts::new(&launch.topology),
-            device: facts.device,
+            device,
             model: model_place(&settings),
-            data: facts.data,
+            data,
             data_counts: DataFacts::new(loader.dataset()),
             max_steps,
             matmul_flops: facts.matmul_flops,
@@ -322,13 +363,18 @@ fn data_bytes(settings: &Settings, known: &KnownSources) -> u64 {
     host_bytes(data, known, settings.row_rules(), !no_shuffle, *eval_split) + evaluated
 }
 
-/// `DIR and a.txt`, `DIR and a.txt with 3 more`, `the built-in text`.
+/// `DIR and a.txt`.
 fn describe_sources(settings: &Settings) -> String {
     let model = settings.model.as_ref().map_or(String::new(), |_| format!("{} and ", model_place(settings)));
+    model + &describe_data(settings)
+}
+
+/// `a.txt`, `a.txt with 3 more`, `the built-in text`.
+fn describe_data(settings: &Settings) -> String {
     match &settings.data[..] {
-        [] => format!("{model}the built-in text"),
-        [path] => format!("{model}{}", path.display()),
-        [path, others @ ..] => format!("{model}{} with {} more", path.display(), others.len()),
+        [] => "the built-in text".into(),
+        [path] => path.display().to_string(),
+        [path, others @ ..] => format!("{} with {} more", path.display(), others.len()),
     }
 }
 
@@ -348,6 +394,12 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
     }
 }
 
+/// Reports the links between GPUs; to everybody where gradients and weights have to pass through host memory.
+fn tell_peers(launch: &Launcher, observer: &mut dyn Observer) {
+    let is_slower = launch.chosen.machine.rates.peer_route == PeerRoute::Host;
+    launch.chosen.peers.iter().for_each(|line| if is_slower { observer.note(line) } else { observer.detail(line) });
+}
+
 /// A line for people where each step of so many `rows` passes over the data several times.
 fn passes_a_step(rows: usize, sequences: usize) -> Option<String> {
     let passes = rows / sequences.max(1);
@@ -358,6 +410,12 @@ fn passes_a_step(rows: usize, sequences: usize) -> Option<String> {
 
 fn rows_per_step(settings: &Settings) -> usize {
     settings.per_device_train_batch_size * settings.micro_batches()
+}
+
+/// `device` and the driver among the `versions` of a GPU.
+fn with_driver(device: &str, versions: &[(&str, String)]) -> String {
+    let driver = versions.iter().find(|(name, _)| *name == "driver");
+    driver.map_or(device.to_string(), |(_, version)| format!("{device}, driver {version}"))
 }
 
 fn describe_device(launch: &Launcher, device: &str) -> String {
@@ -374,11 +432,15 @@ fn model_place(settings: &Settings) -> String {
     Snapshot::at(dir).map_or(dir.display().to_string(), |Snapshot { repo, commit }| format!("{repo}@{commit}"))
 }
 
-fn describe_model(settings: &Settings, shape: &ModelShape) -> String {
-    let from = printable(model_place(settings));
+/// Place, architecture and size of the model, and the format that it computes in.
+fn describe_model(settings: &Settings, plan: &Plan, shape: &ModelShape) -> String {
+    let (from, params, dtype) = (printable(model_place(settings)), Count(plan.params), plan.dtype);
     let (ModelShape { channels, vocab, layers, .. }, Attn { heads, kv_heads, .. }) = (shape, shape.layers[0].attn);
     let (architecture, layers) = (shape.family.architecture(), layers.len());
-    format!("{from}: {architecture} with {layers} layers of {channels}, {heads} heads ({kv_heads} kv), vocabulary {vocab}")
+    format!(
+        "{from}: {architecture}, {params} parameters in {dtype}; {layers} layers of {channels}, {heads} heads ({kv_heads} kv), \
+         vocabulary {vocab}"
+    )
 }
 
 /// The model's own weights to begin with, checked as far as can be without reading them; `None`: random ones.

@@ -401,8 +401,8 @@ impl Outcome {
 
     /// The step of the checkpoint from which the run resumed; 0 if it started from the beginning.
     pub fn resumed_from(&self) -> u64 {
-        let line = self.stdout.lines().find_map(|line| line.strip_prefix("resuming from "));
-        line.and_then(|path| path.rsplit_once("checkpoint-")?.1.parse().ok()).unwrap_or(0)
+        let line = self.stdout.lines().find_map(|line| line.split_once("resuming from "));
+        line.and_then(|(_, path)| path.rsplit_once("checkpoint-")?.1.parse().ok()).unwrap_or(0)
     }
 }
 

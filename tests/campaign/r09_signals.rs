@@ -22,7 +22,7 @@ const PHASES: [Phase; 8] = [
     ("signals are heard", |run, _| listens(run)),
     ("data", |run, _| run.stdout().contains("\ndata ")),
     ("plan", |run, _| run.stdout().contains("\nplan")),
-    ("first step", |run, _| run.stdout().contains("\ntraining steps")),
+    ("first step", |run, _| run.stdout().contains("\ndevice ")),
     ("a step", |run, _| run.stdout().contains("\nstep      5")),
     ("save", |_, harness| names(&harness.path("stopped")).iter().any(|name| name.contains(".tmp-"))),
     (EVALUATION, |run, _| run.stdout().contains("\nstep      5")),

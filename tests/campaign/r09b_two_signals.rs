@@ -15,7 +15,7 @@ pub const CAMPAIGN: Campaign = Campaign {
 
 const SIGNALS: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 const PHASES: [(&str, &str); 5] = [
-    ("the first step", "\ntraining steps"),
+    ("the first step", "\ndevice "),
     ("an evaluation", "\neval "),
     ("a step", "\nstep      1"),
     ("the plan", "\nplan"),
@@ -24,8 +24,15 @@ const PHASES: [(&str, &str); 5] = [
 /// Maximum time between the two signals.
 const GAP_MS: u64 = 950;
 /// Steps of about a second, so that the second signal arrives before the run reacts to the first.
-const LONG: [&str; 6] =
-    ["--gradient-accumulation-steps=200", "--max-steps=2", "--save-steps=2", "--eval-steps=1", "--eval-on-start", "--report-to=none"];
+const LONG: [&str; 7] = [
+    "--verbose",
+    "--gradient-accumulation-steps=200",
+    "--max-steps=2",
+    "--save-steps=2",
+    "--eval-steps=1",
+    "--eval-on-start",
+    "--report-to=none",
+];
 
 fn start(harness: &Harness) -> Result<Trial, String> {
     let eval_data = format!("--eval-data={}", harness.path("data.txt").display());

@@ -59,5 +59,5 @@ fn start(harness: &Harness) -> Result<Trial, String> {
 
 /// Both processes of a run that resumes from the newest checkpoint in `dying`.
 fn both(harness: &Harness, config: &str) -> [Running; 2] {
-    pair::both(harness, config, "dying", &["--resume-from-checkpoint=auto"], |_, command| command)
+    pair::both(harness, config, "dying", &["--verbose", "--resume-from-checkpoint=auto"], |_, command| command)
 }

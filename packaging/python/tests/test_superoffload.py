@@ -58,7 +58,7 @@ class Runs(unittest.TestCase):
         self.assertEqual((steps, run.returncode, run.max_steps), ([1, 2, 3, 4, 5], 0, 5))
         self.assertEqual(run.wait().checkpoint, self.folder / "out/checkpoint-5")
         self.assertEqual(run.metrics[4]["step"], 5)
-        self.assertIn("done at step 5 of 5", run.log)
+        self.assertIn("finished 5 of 5 steps", run.log)
         self.assertIn("done, step 5 of 5", repr(run))
         out = superoffload.export(run, self.folder / "exported", dtype="float32")
         self.assertTrue((out / "model.safetensors").is_file())
@@ -299,7 +299,7 @@ class Runs(unittest.TestCase):
         script = "import superoffload, sys; superoffload.train(device='cpu', threads=1, max_steps=1, seq_length=8, report_to='none', "
         script += f"per_device_train_batch_size=1, output_dir={str(self.folder / 'demo')!r})"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        self.assertIn("done at step 1 of 1", done.stdout)
+        self.assertIn("finished 1 of 1 steps", done.stdout)
 
     def test_records_and_data_sets_become_files_that_a_resumed_run_finds(self):
         first, second = (_data.as_paths([{"text": "a"}, {"text": "ä"}]) for _ in range(2))

@@ -5,8 +5,9 @@ use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
 use crate::train::metrics_file::METRICS;
-use crate::train::observer::{Observer, Summary};
+use crate::train::observer::Observer;
 use crate::train::peer_waits::PeerWaits;
+use crate::train::summary::Summary;
 use std::path::PathBuf;
 
 /// The failures so far.

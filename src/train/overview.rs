@@ -1,0 +1,94 @@
+//! The lines before the first step, from settings, plan and data.
+
+use super::extent::RunExtent;
+use crate::bucket::layout::Tier;
+use crate::config::settings::Settings;
+use crate::error::printable;
+use crate::memory::DeviceMemory;
+use crate::planner::budget::Balance;
+use crate::planner::plan::Plan;
+use crate::units::Bytes;
+
+/// The work of a step, the place of the optimizer, and the predicted time: `2048 tokens a step, optimizer states of 14 of 16 buckets in
+/// host memory; predicted: 881 ms a step, about 4 minutes in all, limited by the device, at the rates of h200-pcie5`.
+pub(super) fn describe_plan(plan: &Plan, extent: &RunExtent) -> String {
+    let (count, offloaded) = (plan.layout.count(), plan.layout.offloaded());
+    let unified = plan.layout.buckets_in(Tier::Unified).len();
+    let states = match offloaded {
+        0 if unified > 0 => format!("optimizer states of {unified} of {count} buckets in unified memory"),
+        0 => "every optimizer state on the device".into(),
+        _ => format!("optimizer states of {offloaded} of {count} buckets offloaded"),
+    };
+    let streamed = plan
+        .weight_ring
+        .map_or(String::new(), |ring| format!(", {} of weights streamed", Bytes((ring.ringed_elems * plan.dtype.bytes()) as u64)));
+    let limit = plan.predicted.map_or(String::new(), |predicted| format!(", limited by {}", predicted.bottleneck()));
+    let profile = &plan.machine.rates.profile;
+    let time = |time| format!("predicted: {time}{limit}, at the rates of {profile}");
+    let time = extent.predicted().map_or("no predicted time on a CPU".into(), time);
+    format!("{} tokens a step, {states}{streamed}; {time}", plan.tokens_per_step())
+}
+
+/// Planned and available memory: `device 79.1 GiB of 139.7 GiB, host 52.9 GiB of 251.0 GiB are planned`.
+pub(super) fn describe_memory(plan: &Plan) -> String {
+    let [device, host] = plan.balances();
+    let each = if plan.ranks > 1 { "each GPU" } else { "GPU" };
+    let hosts = if plan.processes > 1 { "host of each process" } else { "host" };
+    match plan.machine.device {
+        DeviceMemory::Shared => format!("{} {}", hosts, planned_of(host)),
+        DeviceMemory::Own { .. } => format!("{each} {}; {hosts} {}", planned_of(device), planned_of(host)),
+    }
+}
+
+fn planned_of(Balance { needed, available, .. }: Balance) -> String {
+    match available {
+        u64::MAX => format!("{} planned", Bytes(needed)),
+        _ => format!("{} planned of {} available", Bytes(needed), Bytes(available)),
+    }
+}
+
+/// The output directory, and the checkpoints of `checkpoint_bytes` that the run will write there.
+pub(super) fn describe_files(settings: &Settings, extent: &RunExtent, checkpoint_bytes: u64) -> String {
+    let (dir, bytes) = (printable(settings.output_dir.display()), Bytes(checkpoint_bytes));
+    let limit = settings.save_total_limit.filter(|limit| *limit > 0);
+    match (extent.saves(settings.save_steps), limit) {
+        (0, _) => format!("{dir}; no checkpoint to write"),
+        (1, None) => format!("{dir}; 1 checkpoint of {bytes}"),
+        (1, Some(_)) => format!("{dir}; 1 checkpoint of {bytes}, --save-total-limit removes older ones"),
+        (saves, Some(limit)) if limit as u64 >= saves => format!("{dir}; {saves} checkpoints of {bytes}"),
+        (saves, Some(limit)) => format!("{dir}; {saves} checkpoints of {bytes}, of which the newest {limit} stay"),
+        (saves, None) => {
+            let all = Bytes(checkpoint_bytes.saturating_mul(saves));
+            format!("{dir}; {saves} checkpoints of {bytes}, {all} in all (--save-total-limit N keeps the newest N)")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::shape::ModelShape;
+    use crate::planner::machine::Machine;
+
+    #[test]
+    fn the_files_line_states_number_size_and_retention_of_checkpoints() {
+        let settings = |save_total_limit| Settings { output_dir: "out".into(), save_steps: 4, save_total_limit, ..Settings::demo() };
+        let line = |first, last, limit| describe_files(&settings(limit), &RunExtent::of_steps(first, last), 3 << 20);
+        assert_eq!(line(1, 4, None), "out; 1 checkpoint of 3.0 MiB");
+        assert_eq!(line(1, 10, None), "out; 3 checkpoints of 3.0 MiB, 9.0 MiB in all (--save-total-limit N keeps the newest N)");
+        assert_eq!(line(1, 10, Some(0)), line(1, 10, None));
+        assert_eq!(line(1, 10, Some(2)), "out; 3 checkpoints of 3.0 MiB, of which the newest 2 stay");
+        assert_eq!(line(5, 10, Some(2)), "out; 2 checkpoints of 3.0 MiB");
+        assert_eq!(line(5, 8, Some(2)), "out; 1 checkpoint of 3.0 MiB, --save-total-limit removes older ones");
+        assert_eq!(line(9, 8, None), "out; no checkpoint to write");
+    }
+
+    #[test]
+    fn plan_and_memory_are_a_line_each() {
+        let plan = Plan::new(&Settings::demo(), &ModelShape::demo(), &Machine::cpu(2), false).unwrap();
+        let line = describe_plan(&plan, &RunExtent::of_steps(1, 300));
+        assert!(line.starts_with("2048 tokens a step, ") && line.ends_with("; no predicted time on a CPU"), "{line}");
+        let memory = describe_memory(&plan);
+        assert!(memory.starts_with("host ") && memory.contains(" planned") && !memory.contains('\n'), "{memory}");
+    }
+}
