@@ -332,7 +332,9 @@ mod tests {
         fn open(&self, cache: &str, stop: &StopFlag) -> Result<Prepared> {
             self.text.take();
             let emit = |event: ProgressEvent<'_>| match event {
-                ProgressEvent::Note(line) | ProgressEvent::Detail(line) | ProgressEvent::Warn(line) => *self.text.borrow_mut() += &format!("{line}\n"),
+                ProgressEvent::Note(line) | ProgressEvent::Detail(line) | ProgressEvent::Warn(line) => {
+                    *self.text.borrow_mut() += &format!("{line}\n")
+                }
                 ProgressEvent::Progress { .. } => {}
             };
             let mut preparation = Preparation::new(stop, Some(self.path(cache)), Some(self.path("run")), emit);

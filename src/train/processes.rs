@@ -29,7 +29,7 @@ use std::time::Duration;
 /// Errors of [`ProcessGroup::meet`].
 pub(super) fn meet(settings: &Settings, stop: &StopFlag, observer: &mut dyn Observer) -> Result<ProcessGroup> {
     let last_resort = observer.on_alarm().map(|alarm| -> LastResort { Box::new(move |why| alarm(Alarm::Stall(why))) });
-    ProcessGroup::meet(settings, stop, last_resort, &mut |event| show(observer, event))
+    ProcessGroup::meet(settings, stop, last_resort, &mut |event| forward_progress(observer, event))
 }
 
 /// Process 0 sends its plan to the others. They find the returned place in their output directories, which are this `output_dir`; it is not
