@@ -1,7 +1,7 @@
 //! A run of several processes: the work of processes other than 0, and the end of all.
 
 use super::observer::Observer;
-use super::setup::hear;
+use super::setup::forward_progress;
 use super::summary::Summary;
 use super::text;
 use crate::checkpoint::parts::{self, SharedFolderMarker};
@@ -55,7 +55,7 @@ pub(super) fn propose(
 pub(super) fn follow(settings: &Settings, process_group: &ProcessGroup, stop: &StopFlag, observer: &mut dyn Observer) -> Result<Summary> {
     // Data comes from process 0.
     let without_data = Settings { data: Vec::new(), eval_data: Vec::new(), ..settings.clone() };
-    let found = text::find_sources(&without_data, false, stop, &mut |event| super::setup::forward_progress(observer, event))?;
+    let found = text::find_sources(&without_data, false, stop, &mut |event| forward_progress(observer, event))?;
     let settings = Settings { model: found.model, ..settings.clone() };
     let shape = match settings.model.as_deref().map(ModelDir::open).transpose()? {
         Some(dir) => ModelShape::read(&dir.file(CONFIG)?)?,
