@@ -264,18 +264,18 @@ fn a_run_logs_its_plan_and_its_results() {
     assert_eq!(printed.stderr, "", "no bar on a pipe");
     let at = |words: &str| printed.stdout.find(words).unwrap_or_else(|| panic!("no {words:?} in {}", printed.stdout));
     let order = [
-        "plan\n",
-        "resctrl ",
-        "model   ",
-        "data    ",
-        "plan    ",
-        "memory  ",
-        "files   ",
-        "device  cpu",
+        "\nplan\n",
+        "\nresctrl ",
+        "\nmodel   ",
+        "\ndata    ",
+        "\nplan    ",
+        "\nmemory  ",
+        "\nfiles   ",
+        "\ndevice  cpu",
         "step      1  loss",
         "checkpoint-2\n",
         "step     12  loss",
-        "done at step 12 of 12",
+        "finished 12 of 12 steps",
     ];
     assert!(order.iter().map(|words| at(words)).is_sorted(), "{}", printed.stdout);
     for words in [

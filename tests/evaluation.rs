@@ -33,7 +33,7 @@ fn training_does_not_notice_that_it_is_evaluated() {
         assert_eq!(line["eval_tokens"].as_u64().unwrap() % 16, 0, "{line}");
     }
     assert!(loss(0) > 5.0 && loss(3) < loss(0), "bytes of a fresh model cost ln 256 each, and learning helps: {found:?}");
-    let message = format!("evaluation    loss {:.4}", loss(3));
+    let message = format!("; evaluation {:.4}, perplexity ", loss(3));
     assert!(outcome.stdout.contains(&message) && outcome.stdout.contains("eval      5  loss "), "{outcome:?}");
     // The data is not exhausted within these steps, but the last step is always evaluated.
     run(&mut workspace.train("epochs", &[&data, "--eval-strategy=epoch"])).digest();

@@ -303,7 +303,7 @@ fn a_rank_that_fails_leaves_the_last_checkpoint_whole() {
         let is_named = ["error: rank 1: ", "error: rank 1 (GPU 1): "].iter().any(|name| failed.stderr.starts_with(name));
         assert!(is_named && !failed.stderr.contains("; then"), "{failed:?}");
         let last = workspace.path(&format!("{phase}/checkpoint-3"));
-        assert!(failed.stdout.contains(&format!("\n  checkpoint    {}; timeline ", last.display())), "{failed:?}");
+        assert!(failed.stdout.contains(&format!("\n  checkpoint    {}\n", last.display())), "{failed:?}");
         assert!(failed.stdout.contains(&format!("\n  lost          {lost}, all since {}\n", last.display())), "{failed:?}");
         assert_eq!(workspace.names(phase, "checkpoint-"), ["checkpoint-3"]);
         assert_eq!(workspace.names(phase, ".checkpoint"), [""; 0]);

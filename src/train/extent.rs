@@ -38,7 +38,8 @@ impl RunExtent {
     /// The predicted time of a step and of all steps to come.
     pub(super) fn predicted(&self) -> Option<String> {
         let step_s = self.step?.as_secs_f64();
-        let all = if self.is_over() { String::new() } else { format!(", about {} in all", About(step_s * self.steps() as f64)) };
+        let all =
+            if self.is_over() { String::new() } else { format!(", about {} in all", ApproximateDuration(step_s * self.steps() as f64)) };
         Some(format!("{:.0} ms a step{all}", step_s * 1e3))
     }
 

@@ -1,6 +1,6 @@
 //! The facts of a run before its first step, a line for each, and the line of a step.
 
-use super::extent::About;
+use super::extent::ApproximateDuration;
 use crate::metrics::StepMetrics;
 use crate::simulate::outcome::of_a_large_product;
 use std::fmt;
@@ -58,7 +58,7 @@ impl RunFacts {
         let norm = grad_norm.map_or("non-finite".into(), |norm| format!("{norm:.3}"));
         let rate = if *learning_rate == 0.0 { "0".to_string() } else { format!("{learning_rate:.2e}") };
         let (digits, share) = (tflops_digits(*model_tflops), of_a_large_product(self.matmul_flops.map(|peak| model_tflops * 1e12 / peak)));
-        let left = left.map_or(String::new(), |left| format!("  {} left", About(left.as_secs_f64())));
+        let left = left.map_or(String::new(), |left| format!("  {} left", ApproximateDuration(left.as_secs_f64())));
         let mark = match step.verdict {
             "clip" => "  clipped",
             "skip" => "  skipped",
