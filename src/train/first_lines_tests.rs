@@ -82,7 +82,10 @@ fn a_run_on_conversations_prints_six_lines_before_the_first_step() {
     let turn = |role: &str, content: String| json!({"role": role, "content": content});
     let record = |n| format!("{}\n", json!({"messages": [turn("user", format!("q{n}")), turn("assistant", format!("a{n}"))]}));
     fs::write(&data, (0..40).map(record).collect::<String>()).unwrap();
-    fs::write(&template, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}").unwrap();
+    let answer = "{% generation %}{{ m.content }}{% endgeneration %}";
+    let whole =
+        format!("{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{answer}{{% endif %}}{{% endfor %}}");
+    fs::write(&template, whole).unwrap();
     let settings = Settings { data: vec![data], chat_template: Some(template), eval_split: "0.1".parse().ok(), ..tiny(dir.path()) };
     let Lines { before, details, .. } = six_lines(dir.path(), settings);
     assert!(before[1].contains("% trained)") && before[1].contains("; evaluated on "), "{before:?}");
