@@ -441,7 +441,7 @@ mod tests {
     fn unsupported_names_are_answered_with_a_replacement() {
         for (args, words) in [
             (&["--optim", "adafactor"][..], &["--optim adafactor", "adamw_torch"][..]),
-            (&["--optim", "adamw_8bit"], &["32 bits"]),
+            (&["--optim", "adamw_8bit"], &["32-bit states"]),
             (&["--save_strategy", "epoch"], &["--save-steps"]),
             (&["--metric_for_best_model", "accuracy"], &["eval_loss"]),
             (&["--packing_strategy", "wrapped"], &["--packing wrapped"]),

@@ -460,7 +460,7 @@ mod tests {
             disk::faults::arm(Some((at, disk::faults::Mode::Error)));
             let opened = case.open("cache", &StopFlag::default());
             disk::faults::disarm();
-            assert!(opened.is_ok() && case.text.take().contains("No space left on device (os error 28): prepared text is kept beside"));
+            assert!(opened.is_ok() && case.text.take().contains("No space left on device (os error 28): prepared text is kept in"));
             assert!(!folder.exists());
         }
     }

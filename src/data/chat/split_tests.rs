@@ -24,7 +24,7 @@ fn split(records: &[Value], how: &str, seed: u64, is_kept: bool) -> Result<([BTr
     let tokenizer = Tokenizer::bytes_with(None, AddBos::No, rules(LAST_THINKS, TrainOn::Auto).into()).unwrap();
     let (mut message, cache) = (Vec::new(), is_kept.then(|| dir.path().join("cache")));
     let mut preparation = Preparation::new(&StopFlag::default(), cache, None, |event| {
-        if let ProgressEvent::Note(line) = event {
+        if let ProgressEvent::Detail(line) = event {
             message.push(line.to_string());
         }
     });

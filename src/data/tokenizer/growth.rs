@@ -181,7 +181,7 @@ mod tests {
         for (part, list) in [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")] {
             assert_eq!(check_file(&file(part, byte_levels(BYTE_LEVELS_MAX, list))), Ok(()));
             let refused = check_file(&file(part, byte_levels(BYTE_LEVELS_MAX + 1, list))).unwrap_err();
-            assert_eq!(refused, "5 stages of ByteLevel, each of which may double a text: at most 4 are read");
+            assert_eq!(refused, "5 stages of ByteLevel, each of which may double a text: at most 4 are supported");
         }
         // The library takes an unknown type of normalizer for a sequence, and refuses one of pre-tokenizer.
         let disguised = json!({"type": "Sequene", "normalizers": vec![json!({"type": "ByteLevel"}); BYTE_LEVELS_MAX + 1]});
