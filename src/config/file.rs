@@ -3,7 +3,7 @@
 use crate::config::aliases::{self, Translation};
 use crate::config::deepspeed::over_deepspeed;
 use crate::config::document::{Document, DocumentEntry, DocumentNode, NodeValue, Place};
-use crate::config::foreign::Program;
+use crate::config::foreign::{Program, identifies_a_program};
 use crate::config::settings::{FILE_ONLY, TrainOptions};
 use crate::disk::named_by;
 use crate::error::Result;
@@ -106,8 +106,12 @@ pub(super) fn translate(known: &[Arg], entry: &DocumentEntry) -> std::result::Re
     }
 }
 
-/// The key that was probably meant, if `name` is a misspelling. Keys that only look similar have other meanings.
+/// The key that was probably meant, if `name` is a misspelling. Keys that only look similar have other meanings, and so have keys of other
+/// programs.
 fn hint(known: &[Arg], name: &str) -> String {
+    if identifies_a_program(name) {
+        return String::new();
+    }
     let names = known.iter().filter_map(Arg::get_long).chain(FILE_ONLY.iter().copied()).chain(aliases::names());
     let slips = |other: &str| strsim::osa_distance(other, name);
     let nearest = names.min_by_key(|other| slips(other)).filter(|other| slips(other) <= (name.chars().count() / 5).clamp(1, SLIPS_MAX));
@@ -176,6 +180,13 @@ mod tests {
         assert_eq!(TrainOptions { ignored: Vec::new(), ..read.clone() }, flags);
         assert!(read.ignored.len() == 1 && read.ignored[0].starts_with("tf32 ("), "{:?}", read.ignored);
         assert_eq!(parse("seed = 1\noptim = 'lion'").unwrap_err().split(':').next(), Some("line 2, column 1"));
+    }
+
+    #[test]
+    fn keys_of_other_programs_are_no_misspellings() {
+        let message = parse_as("base_model: x\ndatasets: y\nsave_stepps: 3\n", Syntax::Yaml).unwrap_err();
+        assert!(message.contains("unknown key `datasets`; line 3, column 1: unknown key `save_stepps`; the nearest key"), "{message}");
+        assert!(message.contains("a configuration of axolotl") && !message.contains("`dataset`"), "{message}");
     }
 
     #[test]

@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gaining_plan_change_is_logged_and_a_losing_one_is_reverted() {
+    fn a_gaining_plan_change_is_logged_and_a_losing_one_is_taken_back() {
         let looked = SETTLING_STEPS + WINDOW as u64;
         let (ReplanStep::Note(words), step) = after_a_move(800, Verdict::Commit) else { panic!("it gained") };
         assert_eq!((words.as_str(), step), ("the plan gained 25.0 %: 1000 -> 800 ms a step, measured", looked));

@@ -72,7 +72,7 @@ def remove(handles: Iterable[Any]) -> None:
 
 
 def leave(handles: Iterable[Any], buckets: Iterable[Bucket]) -> None:
-    """Remove the modules' hooks when the optimizer is gone, and all its tasks are done. From then on nobody waits for the last weights."""
+    """Remove the modules' hooks when the optimizer is gone, and all its tasks are done. After that, no layer waits for the last weights."""
     for bucket in buckets:
         if bucket.writing is not None and bucket.sent is not None:
             bucket.sent.synchronize()

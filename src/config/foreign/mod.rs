@@ -30,6 +30,11 @@ const SIGNATURES: [(Program, &[&str]); 5] = [
     (Program::Trl, &["model-name-or-path", "dataset-name", "max-length", "assistant-only-loss", "completion-only-loss", "attn-implementation", "use-peft"]),
 ];
 
+/// Whether the key `name`, spelled with dashes, identifies another program.
+pub(in crate::config) fn identifies_a_program(name: &str) -> bool {
+    SIGNATURES.iter().any(|(_, signature)| signature.contains(&name))
+}
+
 impl Program {
     /// The program of a file with `entries`, identified by its keys.
     pub(in crate::config) fn of(entries: &[DocumentEntry]) -> Option<Self> {
