@@ -484,7 +484,7 @@ fn an_impossible_plan_names_the_memory_both_sizes_and_a_way_out() {
         says(&llama_8b(), small_host, &["not enough host memory: ", "64.0 GiB of host memory are available", "; short by "]);
     }
     let none = ResidentBuckets::Count(0);
-    says(&qwen3_14b(), Settings { resident_buckets: none, ..settings() }, &["of host memory for", "125.0 GiB", "--host-limit"]);
+    says(&qwen3_14b(), Settings { resident_buckets: none, ..settings() }, &["not enough host memory: ", "125.0 GiB", "--host-limit"]);
     if REPARTITION {
         says(&llama_8b(), Settings { resident_buckets: ResidentBuckets::All, ..hbm(120) }, &["device memory", "--resident-buckets "]);
     }

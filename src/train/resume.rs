@@ -350,7 +350,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = checkpoint(dir.path());
         let message = resumed(&path, &[RunPart::Model], 4, run()).0.err().unwrap().to_string();
-        assert!(message.contains("9 sequences, the data has 4; --allow-changed data"), "{message}");
+        assert!(message.contains("9 sequences, the data has 4; use --allow-changed data"), "{message}");
         let (accepted, messages) = resumed(&path, &[RunPart::Data], 4, run());
         assert_eq!(accepted.unwrap().position, DataPosition { epoch: 1, next_sequence: 0 });
         assert!(messages[0].contains("had 9 sequences and has 4: epoch 1 begins anew"), "{messages:?}");
