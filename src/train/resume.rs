@@ -353,7 +353,7 @@ mod tests {
         assert!(message.contains("9 sequences, the data has 4; use --allow-changed data"), "{message}");
         let (accepted, messages) = resumed(&path, &[RunPart::Data], 4, run());
         assert_eq!(accepted.unwrap().position, DataPosition { epoch: 1, next_sequence: 0 });
-        assert!(messages[0].contains("had 9 sequences and has 4: epoch 1 begins anew"), "{messages:?}");
+        assert!(messages[0].contains("had 9 sequences and has 4: epoch 1 restarts"), "{messages:?}");
     }
 
     #[test]
