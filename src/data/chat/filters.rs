@@ -190,7 +190,7 @@ fn format_percents(state: &mut State, format: &Value, args: Rest<ValueOrKwargs>)
     if bounds::has_width(text) && args.iter().any(|arg| arg.as_str().is_some_and(|text| !text.is_ascii())) {
         return Err(invalid(WIDE_TEXT));
     }
-    Value::from_function(filters::format).call(state, &[&[format.clone()], &args[..]].concat())
+    Value::from_function(filters::format).call(state, &[std::slice::from_ref(&format), &args[..]].concat())
 }
 
 /// A format with `%s` in place of each `%r`, and its values with those of `%r` as `repr` writes them.
