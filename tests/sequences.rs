@@ -335,7 +335,7 @@ fn a_run_resumes_with_the_same_sequence_ranks_only() {
         let of_four = if alone.contains(&"--sequence-ranks=4") { 4 } else { 1 };
         workspace.copy_checkpoints("whole", "other", &[6]);
         let other = [&["--device=cpu", "--bucket-mib=0.03125", "--max-grad-norm=1.5"], alone].concat();
-        let words = [&format!("sequence_ranks was 2 and is {of_four}"), "use --sequence-ranks 2", "--allow-changed numerics"];
+        let words = [&format!("sequence_ranks = 2, this run has {of_four}"), "use --sequence-ranks 2", "--allow-changed numerics"];
         run(&mut workspace.resume("other", &other)).refused(2, &words);
         let allowed = run(&mut workspace.resume("other", &[&other[..], &["--allow-changed=numerics"]].concat()));
         assert!(allowed.code == 0 && allowed.stderr.contains("sequence_ranks was 2"), "{allowed:?}");
