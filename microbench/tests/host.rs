@@ -26,7 +26,8 @@ fn rows_with_denormal_moments_are_timed_beside_rows_without() {
     let flags = "--threads 1 --params 131072 --bucket-params 65536 --seconds 0.01 --huge-pages off --passes step --memory triad --denormal-moments 0,0.5";
     let lines = lines(env!("CARGO_BIN_EXE_host_adam"), flags);
     let fractions: Vec<_> = lines.iter().map(|line| line["denormal_moments"].as_f64().unwrap()).collect();
-    assert_eq!(fractions, [0.0, 0.0, 0.5]);
+    // The fractions are counted in memory. A few of the scaled values are zero.
+    assert!(fractions[..2] == [0.0, 0.0] && (fractions[2] - 0.5).abs() < 1e-3, "{fractions:?}");
 }
 
 #[test]

@@ -126,6 +126,15 @@ impl Buckets {
         fill_from(host, self.memory.params.memory, &[bf16::ZERO]);
     }
 
+    /// Fraction of the first moments in memory that are denormal.
+    pub fn denormal_moments(&self) -> f64 {
+        let m = self.state.m;
+        match self.state.moments {
+            Moments::Float32 => fraction(self.host.lend::<f32>(m).iter().map(|x| x.is_subnormal())),
+            Moments::Bfloat16 => fraction(self.host.lend::<bf16>(m).iter().map(|x| x.to_f32().is_subnormal())),
+        }
+    }
+
     /// Job number `index` of a row.
     pub fn job(&self, kernels: AdamKernels, pass: PoolPass, index: usize) -> StepJob {
         let bucket = index % self.count;
@@ -156,6 +165,12 @@ impl Buckets {
         }
         Err(Error::resource(format!("verify {} on {kernels}", pass.name()), "it differs from the scalar specification"))
     }
+}
+
+/// Fraction of the first [`PATTERN`] `flags` that are set.
+fn fraction(flags: impl Iterator<Item = bool>) -> f64 {
+    let (set, all) = flags.take(PATTERN).fold((0, 0), |(set, all), flag| (set + u32::from(flag), all + 1));
+    f64::from(set) / f64::from(all)
 }
 
 /// Bytes of each array that `verify` compares: more than one piece.

@@ -160,8 +160,9 @@ fn measure(
     let copy_gb_s = past.map(Row::gb_s).reduce(f64::max);
     for &pass in &options.passes {
         for kernels in options.kernels()? {
-            for &denormal in &options.denormal_moments {
-                buckets.fill(denormal);
+            for &wanted in &options.denormal_moments {
+                buckets.fill(wanted);
+                let denormal = buckets.denormal_moments();
                 buckets.verify(kernels, pass)?;
                 let timing = run(setting, |index| buckets.job(kernels, pass, index))?;
                 let bytes = buckets.job(kernels, pass, 0).traffic_bytes() as f64 / buckets.elems as f64;
