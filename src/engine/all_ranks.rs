@@ -103,7 +103,11 @@ mod tests {
     #[test]
     fn amounts_are_added_and_the_longest_time_is_reported_with_its_rank() {
         let (mut all, mut theirs) = (report(100), report(1000));
-        assert_eq!(theirs.amounts().count() + 1, AMOUNTS, "the board has a place for each, and for what the step came to");
+        assert_eq!(
+            theirs.amounts().count() + 1,
+            AMOUNTS,
+            "the progress counters have a place for each amount and for the results of the step"
+        );
         theirs.exposed.cpu_ns = 7;
         all.exposed_to_peers_ns[0] = all.exposed.peer_ns;
         all.add(2, &theirs);

@@ -41,7 +41,7 @@ pub struct Summary {
     pub peers: Option<PeerWaits>,
     /// The last checkpoint, if one was written.
     pub checkpoint: Option<PathBuf>,
-    /// One line a step, if nobody removed it.
+    /// The file with one line a step, unless it was removed.
     pub metrics: Option<PathBuf>,
     /// Chrome/Perfetto timeline, if there is one.
     pub trace: Option<PathBuf>,
@@ -137,8 +137,8 @@ impl fmt::Display for Summary {
             return write!(f, "{}: process {} followed process 0", self.extent(), self.process);
         }
         if self.steps_here == 0 && !self.interrupted && self.failure.is_none() {
-            let asked = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
-            return write!(f, "nothing to do: step {} was already done{asked}{}", self.step, self.why_early());
+            let requested = if self.step == self.max_steps { String::new() } else { format!(", {} were asked for", self.max_steps) };
+            return write!(f, "nothing to do: step {} was already done{requested}{}", self.step, self.why_early());
         }
         let Counts { speculated, rolled_back, committed, clipped, skipped } = self.counts;
         write!(f, "{}", self.extent())?;
@@ -149,7 +149,7 @@ impl fmt::Display for Summary {
         self.perf.iter().try_for_each(|perf| write!(f, "\n  counters      {perf}"))?;
         write!(f, "\n  checkpoint    {}", self.files())?;
         if self.metrics.is_none() {
-            f.write_str("\n  metrics       gone: somebody removed the file")?;
+            f.write_str("\n  metrics       missing: the file was removed during the run")?;
         }
         self.lost.iter().try_for_each(|what| write!(f, "\n  lost          {what}"))?;
         self.next_commands().iter().try_for_each(|commands| write!(f, "\n{commands}"))
@@ -201,7 +201,7 @@ mod tests {
         let failed = Summary { failure: Some(Error::usage("late")), metrics: None, lost: vec!["the timeline".into()], ..finished() };
         let lines = failed.to_string();
         assert!(lines.starts_with("failed at step 12 of 12\n") && !lines.contains("next:"), "{lines}");
-        assert!(lines.contains("\n  metrics       gone") && lines.ends_with("\n  lost          the timeline"), "{lines}");
+        assert!(lines.contains("\n  metrics       missing") && lines.ends_with("\n  lost          the timeline"), "{lines}");
         let follower = Summary { process: 1, ..finished() };
         assert_eq!(follower.to_string(), "finished 12 of 12 steps: process 1 followed process 0");
     }

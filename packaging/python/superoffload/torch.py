@@ -188,7 +188,7 @@ class CPUAdamW(torch.optim.Optimizer):
         if self.max_grad_norm is not None and len(self.param_groups) < self._group_count and "deepspeed" in sys.modules:
             raise ValueError(
                 f"max_grad_norm: this step has {len(self.param_groups)} of {self._group_count} parameter groups, because DeepSpeed's engine "
-                f"steps them one after the other, and not the norm of all gradients: {GRADIENT_CLIPPING}"
+                f"steps them one after the other, so that no step has the norm of all gradients: {GRADIENT_CLIPPING}"
             )
 
     def _groups_of_all(self) -> list[tuple[Any, ...]]:
