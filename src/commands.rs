@@ -19,7 +19,7 @@ use crate::data::view::{DataView, ViewRequest};
 use crate::disk::{ResultFile, ResultKind};
 use crate::doctor::{DoctorReport, Probes};
 use crate::dtype::Dtype;
-use crate::engine::watchdog::Alarm;
+use crate::engine::watch::watchdog::Alarm;
 use crate::error::{Error, Result};
 use crate::hardware::limits;
 use crate::hardware::topology::Topology;

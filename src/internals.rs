@@ -65,14 +65,14 @@ pub mod dtype {
 }
 
 pub mod engine {
-    pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
     pub use crate::engine::evaluate::Evaluated;
     pub use crate::engine::executor::{Engine, StepReport};
-    pub use crate::engine::expert_rows::ExpertLoad;
+    pub use crate::engine::memory::expert_rows::ExpertLoad;
     pub use crate::engine::pool::Pool;
+    pub use crate::engine::protocol::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::protocol::verdict::{SpeculationHistory, Verdict};
     pub use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
-    pub use crate::engine::verdict::{SpeculationHistory, Verdict};
-    pub use crate::engine::watchdog::Watchdog;
+    pub use crate::engine::watch::watchdog::Watchdog;
 }
 
 pub mod error {

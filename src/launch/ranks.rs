@@ -3,9 +3,9 @@
 use super::cpu_slice::CpuSlice;
 use crate::device::{Kernels, Peers};
 use crate::engine::executor::Engine;
-use crate::engine::peer_exchange::PeerTransport;
 use crate::engine::pool::Pool;
-use crate::engine::rendezvous::Rendezvous;
+use crate::engine::ranks::peer_exchange::PeerTransport;
+use crate::engine::ranks::rendezvous::Rendezvous;
 use crate::engine::step_job::StepJob;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
