@@ -31,13 +31,14 @@ pub mod config {
 }
 
 pub mod data {
-    pub use crate::data::batch::{Batch, Batches};
     pub use crate::data::chat::render_in_this_process;
+    pub use crate::data::context::Preparation;
+    pub use crate::data::dataset::Dataset;
+    pub use crate::data::encode::tokenizer_handle::Tokenizer;
     pub use crate::data::loader::{DataPosition, Loader};
-    pub use crate::data::packing::Dataset;
-    pub use crate::data::preparation::Preparation;
-    pub use crate::data::rows::RowRules;
-    pub use crate::data::tokenizer::{AddBos, Tokenizer};
+    pub use crate::data::rows::batch::{Batch, Batches};
+    pub use crate::data::rows::row_table::RowRules;
+    pub use crate::data::tokenizer::AddBos;
 }
 
 pub mod device {

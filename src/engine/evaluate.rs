@@ -6,7 +6,7 @@ use super::ranks::exchange::Order;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::config::options::FaultPhase;
-use crate::data::batch::Batches;
+use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::error::Result;
 use crate::model::MicroStep;

@@ -2,7 +2,7 @@
 
 use super::executor::Engine;
 use super::ranks::exchange::Order;
-use crate::data::batch::Batches;
+use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::Result;

@@ -7,7 +7,7 @@ use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
 use crate::config::options::FaultPhase;
-use crate::data::batch::Batches;
+use crate::data::rows::batch::Batches;
 use crate::device::{Cast, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};

@@ -8,7 +8,7 @@ use super::protocol::verdict::Verdict;
 use super::ranks::exchange::{Exchange, Order};
 use super::watch::driver_state::{DriverActivity, DriverEvent};
 use crate::config::options::FaultPhase;
-use crate::data::batch::{self, Batch, Batches};
+use crate::data::rows::batch::{self, Batch, Batches};
 use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;

@@ -91,7 +91,7 @@ impl Drop for Leave {
 mod tests {
     use super::*;
     use crate::config::settings::Settings;
-    use crate::data::batch::{Batch, Batches};
+    use crate::data::rows::batch::{Batch, Batches};
     use crate::device::cpu::CpuDevice;
     use crate::hardware::topology::Topology;
     use crate::launch::cpu_slice;

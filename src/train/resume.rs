@@ -214,10 +214,10 @@ mod tests {
     use crate::checkpoint::tests::{any_json, forge, places, true_manifest};
     use crate::checkpoint::{Scheduler, TrainerState, Writer};
     use crate::config::settings::KEYS;
-    use crate::data::batch::{Batch, Batches, arrays};
+    use crate::data::dataset::tests::counting;
     use crate::data::loader::Loader;
-    use crate::data::packing::tests::counting;
-    use crate::data::rows::Packing;
+    use crate::data::rows::batch::{Batch, Batches, arrays};
+    use crate::data::rows::row_table::Packing;
     use crate::engine::protocol::verdict::Verdict;
     use crate::train::tests::RecordingObserver;
     use proptest::prelude::*;

@@ -105,8 +105,8 @@ mod tests {
     use crate::dtype::Dtype;
     use crate::hardware::profile::Profile;
     use crate::hardware::rates::Rates;
-    use crate::host::pinned::HostMemory;
     use crate::host::memory_policy::MemoryPolicy;
+    use crate::host::pinned::HostMemory;
     use crate::optim::moments::Moments;
     use crate::optim::simd::Isa;
     use crate::planner::machine::Machine;

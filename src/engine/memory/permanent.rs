@@ -26,7 +26,7 @@ impl Memory {
         Ok(Self { states, batches, bounce_buffer: BounceBuffer::new((dev, host))? })
     }
 
-    /// The memory of one micro-batch: a [`crate::data::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
+    /// The memory of one micro-batch: a [`crate::data::rows::batch::Batch`], int32 `[arrays, T]`, or this rank's part of it.
     pub(in crate::engine) fn batch(&self, plan: &Plan, micro_step: usize) -> PinnedSlice {
         self.batches.slice(micro_step * batch_bytes(plan), batch_bytes(plan))
     }

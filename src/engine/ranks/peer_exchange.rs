@@ -19,7 +19,7 @@ use super::shards::Shards;
 use super::tcp_transport::TcpTransport;
 use crate::bucket::layout::BucketLayout;
 use crate::bucket::slices::Slices;
-use crate::data::batch;
+use crate::data::rows::batch;
 use crate::device::{Device, DeviceSlice, EventId, Kernels, Lease, Peers, Sides, Stream};
 use crate::dtype::Dtype;
 use crate::engine::watch::driver_state::DriverState;
