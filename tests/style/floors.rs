@@ -29,7 +29,7 @@ const FLOORS: [&[&str]; 13] = [
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Segments of a path from the root of the crate.
-type Segments = Vec<String>;
+pub(super) type Segments = Vec<String>;
 
 struct Module {
     file: String,
@@ -38,9 +38,9 @@ struct Module {
 }
 
 /// One name of a `use`.
-struct Use {
+pub(super) struct Use {
     is_public: bool,
-    path: Segments,
+    pub(super) path: Segments,
     name: String,
 }
 
@@ -255,7 +255,7 @@ fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -
 }
 
 /// Identifiers, `::` and other symbols, without comments, strings and characters.
-fn tokens(text: &str) -> Vec<String> {
+pub(super) fn tokens(text: &str) -> Vec<String> {
     let (mut tokens, mut rest) = (Vec::new(), text);
     let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
     while let Some(first) = rest.chars().next() {
@@ -330,7 +330,7 @@ fn item(tokens: &[String]) -> usize {
     end.map_or(tokens.len(), |end| if open < 0 { end } else { end + 1 })
 }
 
-fn uses(tokens: &[String]) -> Vec<Use> {
+pub(super) fn uses(tokens: &[String]) -> Vec<Use> {
     let mut uses = Vec::new();
     for at in (0..tokens.len()).filter(|&at| is_use(&tokens[at..])) {
         let is_public = tokens[..at].iter().rev().take_while(|t| !["}", ";", "{", "]"].contains(&t.as_str())).any(|token| token == "pub");
