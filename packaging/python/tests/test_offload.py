@@ -365,7 +365,7 @@ class Later:
     """An event that passes when a future has its result."""
 
     def __init__(self, future):
-        self.synchronize = future.result
+        self.synchronize, self.query = future.result, future.done
 
 
 class SlowLink(PlainLink):

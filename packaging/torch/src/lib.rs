@@ -131,15 +131,24 @@ mod _cpu_adam {
 
         /// Steps the state as `before.commit(scale)` does, then does the work of `speculate`, in one pass over memory.
         fn commit_then_speculate(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
-            if !self.request.follows(&before.request) {
-                return Err(PyValueError::new_err("commit_then_speculate: the previous step has other arrays"));
-            }
-            self.run(py, PassKind::CommitThenSpeculate { before: before.request.clone(), scale })
+            let before = self.after(before, "commit_then_speculate")?;
+            self.run(py, PassKind::CommitThenSpeculate { before, scale })
+        }
+
+        /// Steps the state as `before.commit(scale)` does, and computes the gradients' sums of squares, in one pass.
+        fn commit_then_sums(&self, py: Python<'_>, before: &Self, scale: f32) -> PyResult<()> {
+            let before = self.after(before, "commit_then_sums")?;
+            self.run(py, PassKind::CommitThenSums { before, scale })
         }
 
         /// Writes the new weights of a step with gradients times `scale`. The state is unchanged.
         fn weights(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
             self.run(py, PassKind::Weights { scale })
+        }
+
+        /// Steps the state with gradients times `scale`, and writes the new weights.
+        fn step(&self, py: Python<'_>, scale: f32) -> PyResult<()> {
+            self.run(py, PassKind::StepAtOnce { scale })
         }
 
         /// Steps the state with gradients times `scale`. The weights are unchanged.
@@ -156,6 +165,14 @@ mod _cpu_adam {
     impl Update {
         pub(crate) fn of(tensors: Vec<Tensor>, kernels: AdamKernels, threads: usize) -> Self {
             Self { request: Arc::new(Request::new(tensors, kernels)), threads }
+        }
+
+        /// The request of the previous step, which must have the same state arrays.
+        fn after(&self, before: &Self, operation: &str) -> PyResult<Arc<Request>> {
+            if self.request.follows(&before.request) {
+                return Ok(before.request.clone());
+            }
+            Err(PyValueError::new_err(format!("{operation}: the previous step has other arrays")))
         }
 
         fn run(&self, py: Python<'_>, kind: PassKind) -> PyResult<()> {
