@@ -44,7 +44,7 @@ impl Probes {
         let wake_up = WakeUp::measure(workers, Placement::on(topology, workers));
         let gpu = GpuReport::this_machine();
         let products = if gpu.usable.is_ok() { products::of_presets() } else { Ok(Vec::new()) };
-        Self { gpu, products, wake_up, counters: WorkerCounters::here().read() }
+        Self { gpu, products, wake_up, counters: WorkerCounters::of_this_thread().read() }
     }
 }
 
@@ -164,13 +164,13 @@ fn cpus(topology: &Topology) -> String {
     if topology.cpus.is_empty() {
         return unknown();
     }
-    let count = |number: Option<usize>, what| number.map_or_else(|| format!("{what}s unknown"), |number| plural(number, what));
+    let count = |number: Option<usize>, noun| number.map_or_else(|| format!("{noun}s unknown"), |number| plural(number, noun));
     let (cores, packages) = (count(topology.cores(), "core"), count(topology.packages(), "package"));
     format!("{}, {cores}, {packages}", plural(topology.cpus.len(), "thread"))
 }
 
-fn plural(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+fn plural(number: usize, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 /// The CPUs of the optimizer's threads. Beside a GPU one CPU is left for the driver; the CPU device computes and steps on all CPUs.

@@ -92,7 +92,6 @@ pub mod hardware {
 pub mod host {
     pub use crate::host::affinity::{Placement, name_and_pin, workers_beside_others};
     pub use crate::host::doorbell::Doorbell;
-    pub use crate::host::homes::WorkerNodes;
     pub use crate::host::memory_policy::{HugePagesChoice, MemoryPolicy};
     #[cfg(feature = "mpam")]
     pub use crate::host::partition::join_optimizer;
@@ -100,6 +99,7 @@ pub mod host {
     pub use crate::host::pool::{Call, Job, Threads, run_alone};
     pub use crate::host::resctrl_group::ResctrlGroup;
     pub use crate::host::wakeup::{Latency, WakeUp};
+    pub use crate::host::worker_nodes::WorkerNodes;
 }
 
 pub mod launch {

@@ -38,8 +38,8 @@ fn trained_tokens_are_marked_and_counted_as_in_training() {
     let trained = format!("--data={}", flags[0]);
     let outcome = run(&mut workspace.train("out", &[&trained, &flags[1], "--packing=bfd", "--eval-split=10"]));
     outcome.digest();
-    let share = 100.0 * json["trained_tokens"].as_f64().unwrap() / json["tokens"].as_f64().unwrap();
-    let message = format!("{} tokens ({share:.1} % trained), {} sequences of 16", json["tokens"], json["sequences"]);
+    let trained = 100.0 * json["trained_tokens"].as_f64().unwrap() / json["tokens"].as_f64().unwrap();
+    let message = format!("{} tokens ({trained:.1} % trained), {} sequences of 16", json["tokens"], json["sequences"]);
     assert!(outcome.stdout.contains(&message), "{message:?} is not in {outcome:?}");
     assert_eq!((json["lengths"]["documents"].as_u64(), json["first"].as_array().map(Vec::len)), (Some(199), Some(3)));
     assert!(json["notes"].as_array().unwrap().iter().any(|note| note.as_str().unwrap().contains("packing bfd: ")), "{json}");

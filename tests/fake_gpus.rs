@@ -281,10 +281,10 @@ fn a_run_that_resumes_under_another_library_logs_it() {
         return;
     }
     let workspace = Workspace::new();
-    let go_on = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
+    let resume = |version, steps| train_in(&workspace, &[("FAKE_CUBLASLT", version)], &[steps, "--resume-from-checkpoint=auto"]);
     let message = "cuBLASLt was \"130100\" and is \"130200\": from here on results may differ from a run without the change";
     let value = [("130100", "--max-steps=1"), ("130100", "--max-steps=2"), ("130200", "--max-steps=3"), ("130200", "--max-steps=4")]
-        .map(|(version, steps)| go_on(version, steps).stderr.contains(message));
+        .map(|(version, steps)| resume(version, steps).stderr.contains(message));
     assert_eq!(value, [false, false, true, false]);
 }
 

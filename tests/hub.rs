@@ -126,14 +126,14 @@ mod download {
 
     /// Asserts that a run ends soon as interrupted if it is asked to stop while the hub answers the file list with `wrong`.
     fn interrupted_at_the_list(wrong: fn(Reply) -> Reply) {
-        let (workspace, (received, is_asked)) = (Workspace::new(), mpsc::channel());
+        let (workspace, (received, requested)) = (Workspace::new(), mpsc::channel());
         let repo = HubRepo::new(vec![("config.json", CONFIG.as_bytes().to_vec())]);
         let server = HubServer::start(move |request, _| {
             received.send(()).unwrap();
             wrong(repo.answer(request))
         });
         let child = train(&workspace, &server.endpoint(), "org/tiny").spawn().unwrap();
-        is_asked.recv_timeout(Duration::from_secs(60)).unwrap();
+        requested.recv_timeout(Duration::from_secs(60)).unwrap();
         let began = Instant::now();
         kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
         let ended: Outcome = child.wait_with_output().unwrap().into();

@@ -224,13 +224,13 @@ fn watched(sampler: Option<Result<Sampler>>) -> (Option<GpuSamples>, Option<Stri
 
 /// Memory use of `plan` while its engine lives. `available_before` is the memory that was available before the engine started.
 fn memory_peaks(plan: &Plan, available_before: Option<u64>) -> MemoryPeaks {
-    let kernel_says = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
-    let available_now = kernel_says("/proc/meminfo", "MemAvailable");
+    let read_kib_field = |path: &str, key| meminfo_bytes(&std::fs::read_to_string(path).unwrap_or_default(), key);
+    let available_now = read_kib_field("/proc/meminfo", "MemAvailable");
     MemoryPeaks {
         device_planned_bytes: plan.bytes_at(MemorySpace::Device),
         host_planned_bytes: plan.bytes_at(MemorySpace::Host),
         classes: MemoryUse::of(plan),
-        rss_peak_bytes: kernel_says("/proc/self/status", "VmHWM"),
+        rss_peak_bytes: read_kib_field("/proc/self/status", "VmHWM"),
         available_drop_bytes: available_before.zip(available_now).map(|(before, now)| before.saturating_sub(now)),
     }
 }

@@ -29,14 +29,14 @@ pub enum EvalSplit {
     /// So many records.
     Documents(u64),
     /// A share of them.
-    Share(f64),
+    Fraction(f64),
 }
 
 impl fmt::Display for EvalSplit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Documents(documents) => write!(f, "{documents}"),
-            Self::Share(share) => write!(f, "{share}"),
+            Self::Fraction(fraction) => write!(f, "{fraction}"),
         }
     }
 }
@@ -47,7 +47,7 @@ impl FromStr for EvalSplit {
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match (text.parse(), text.parse()) {
             (Ok(documents), _) if documents > 0 => Ok(Self::Documents(documents)),
-            (Err(_), Ok(share)) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
+            (Err(_), Ok(fraction)) if fraction > 0.0 && fraction < 1.0 => Ok(Self::Fraction(fraction)),
             _ => Err("expected a number of documents, or a fraction above 0 and below 1".into()),
         }
     }
@@ -63,7 +63,7 @@ impl EvalSplit {
     fn of(self, records: u64, documents: u64) -> Result<u64> {
         let wanted = match self {
             Self::Documents(wanted) => wanted,
-            Self::Share(share) => ((share * records as f64).round() as u64).max(1),
+            Self::Fraction(fraction) => ((fraction * records as f64).round() as u64).max(1),
         };
         let unit = unit(records, documents);
         let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; use --eval-data with evaluation files")));
@@ -345,6 +345,6 @@ mod tests {
             assert!(word.parse::<EvalSplit>().is_err(), "{word}");
         }
         assert!(EvalSplit::Documents(HELD_OUT_MAX + 1).of(1 << 40, 1 << 40).unwrap_err().to_string().contains("at most 65536"));
-        assert_eq!(EvalSplit::Share(0.001).of(10, 10).unwrap(), 1);
+        assert_eq!(EvalSplit::Fraction(0.001).of(10, 10).unwrap(), 1);
     }
 }

@@ -53,8 +53,8 @@ impl fmt::Display for PreparedText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self::Kept { folder, seconds, tokens, untrained, documents, skipped } = self else { return self.write_nothing_kept(f) };
         let word = if seconds.is_some() { "prepared" } else { "found" };
-        let share = 100.0 * (tokens - untrained) as f64 / (*tokens).max(1) as f64;
-        write!(f, "{word}  {tokens} tokens of {documents} documents, {share:.1} % trained")?;
+        let percent = 100.0 * (tokens - untrained) as f64 / (*tokens).max(1) as f64;
+        write!(f, "{word}  {tokens} tokens of {documents} documents, {percent:.1} % trained")?;
         if *skipped > 0 {
             write!(f, "; {skipped} records without a trained token left out")?;
         }

@@ -331,7 +331,7 @@ impl RowTable {
             (dropped, "longer than a row and left out"),
             (untrained, "without a trained token in it and left out"),
         ];
-        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("; {count} {what}")).collect();
+        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, noun)| format!("; {count} {noun}")).collect();
         format!("packing {packing}: {documents} documents in {rows} rows, {padding:.1} % padding{odd}")
     }
 }

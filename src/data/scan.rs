@@ -18,13 +18,13 @@ pub(super) fn threads() -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }
 
-/// Gives `check` every block of `file`, each with its number; the last may be shorter. `what` names the purpose for people.
+/// Gives `check` every block of `file`, each with its number; the last may be shorter. `activity` names the purpose for people.
 ///
 /// # Errors
 /// The error of the first faulty block; `Interrupted`.
 pub(super) fn scan(
     file: &InFile,
-    what: &str,
+    activity: &str,
     preparation: &mut Preparation<'_>,
     check: impl Fn(u64, &[u8]) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -57,7 +57,7 @@ pub(super) fn scan(
         while !is_done {
             thread::park_timeout(Duration::from_millis(100));
             is_done = workers.iter().all(|worker| worker.is_finished());
-            preparation.progress(what, (next.load(Ordering::Relaxed).min(blocks) * BLOCK_BYTES as u64).min(file.bytes()), file.bytes());
+            preparation.progress(activity, (next.load(Ordering::Relaxed).min(blocks) * BLOCK_BYTES as u64).min(file.bytes()), file.bytes());
         }
         let joined = workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         Ok::<_, Error>(joined.flatten().min_by_key(|(block, _)| *block))

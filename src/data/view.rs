@@ -112,7 +112,7 @@ impl fmt::Display for DataView {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.first.iter().try_for_each(|document| self.write_document(f, document))?;
         self.notes.iter().try_for_each(|note| writeln!(f, "note       {}", printable_lines(note)))?;
-        let share = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
+        let percent = 100.0 * self.trained_tokens as f64 / self.tokens.max(1) as f64;
         writeln!(f, "tokenizer  {}", printable(&self.tokenizer))?;
         write!(f, "documents  {}", self.documents)?;
         if self.held_out > 0 {
@@ -121,7 +121,7 @@ impl fmt::Display for DataView {
         if self.skipped_records > 0 {
             write!(f, "; {} records left out, which have no trained token", self.skipped_records)?;
         }
-        writeln!(f, "\ntokens     {}, of which {} are trained ({share:.1} %)", self.tokens, self.trained_tokens)?;
+        writeln!(f, "\ntokens     {}, of which {} are trained ({percent:.1} %)", self.tokens, self.trained_tokens)?;
         writeln!(f, "rows       {} of {} tokens, --packing {}", self.sequences, self.seq_length, self.packing)?;
         write!(f, "lengths    {}", self.lengths)
     }

@@ -251,7 +251,7 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// Errors of the device.
-    fn has_room(&mut self, _stream: Stream) -> Result<bool> {
+    fn has_capacity(&mut self, _stream: Stream) -> Result<bool> {
         Ok(true)
     }
 

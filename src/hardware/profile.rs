@@ -426,15 +426,15 @@ impl Profile {
 
     fn check_contention(&self) -> std::result::Result<(), String> {
         let (beside, cpus) = (self.contention.as_ref(), self.cpu_device.as_ref());
-        let shares = [
+        let fractions = [
             ("contention.matmul_under_copies", beside.map(|beside| &beside.matmul_under_copies)),
             ("contention.copies_under_adam", beside.map(|beside| &beside.copies_under_adam)),
             ("contention.adam_under_copies", beside.map(|beside| &beside.adam_under_copies)),
             ("cpu_device.matmul_under_adam", cpus.and_then(|cpus| cpus.matmul_under_adam.as_ref())),
             ("cpu_device.adam_under_matmul", cpus.and_then(|cpus| cpus.adam_under_matmul.as_ref())),
         ];
-        match shares.into_iter().find_map(|(field, share)| Some((field, share.filter(|share| share.value > 1.0)?.value))) {
-            Some((field, share)) => Err(format!("{field}: {share} is above 1")),
+        match fractions.into_iter().find_map(|(field, fraction)| Some((field, fraction.filter(|fraction| fraction.value > 1.0)?.value))) {
+            Some((field, fraction)) => Err(format!("{field}: {fraction} is above 1")),
             None => Ok(()),
         }
     }

@@ -53,7 +53,7 @@ impl WorkerCounters {
     }
 
     /// Starts counting on the calling thread.
-    pub(crate) fn here() -> Self {
+    pub(crate) fn of_this_thread() -> Self {
         Self::on(vec![0])
     }
 
@@ -85,8 +85,8 @@ impl WorkerCounters {
         let mut counts = BTreeMap::new();
         for (name, counter) in &mut self.counters {
             let read = counter.read_count_and_time().map_err(|e| Error::resource(format!("read the counter of {name}"), e))?;
-            let share = if read.time_running == 0 { 0.0 } else { read.time_enabled as f64 / read.time_running as f64 };
-            *counts.entry(*name).or_default() += (read.count as f64 * share) as u64;
+            let scale = if read.time_running == 0 { 0.0 } else { read.time_enabled as f64 / read.time_running as f64 };
+            *counts.entry(*name).or_default() += (read.count as f64 * scale) as u64;
         }
         let missing = self.missing.iter().map(|(cause, names)| format!("{}: {cause}", names.join(", "))).collect();
         Ok(WorkerCounts { threads: self.threads, counts, missing })
@@ -186,7 +186,7 @@ mod tests {
         let expected = "2 threads: cycles 2.000e6, instructions 3.000e6, page faults 7; 1.50 instructions a cycle; \
             not counted: llc_read_misses: not here";
         assert_eq!(text, expected);
-        let here = WorkerCounters::here().read().unwrap();
-        assert!(!here.availability().is_empty());
+        let of_this_thread = WorkerCounters::of_this_thread().read().unwrap();
+        assert!(!of_this_thread.availability().is_empty());
     }
 }

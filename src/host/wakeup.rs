@@ -2,8 +2,8 @@
 
 use super::affinity::{Placement, name_and_pin};
 use super::doorbell::Doorbell;
-use super::homes::WorkerNodes;
 use super::pool::{Call, Threads};
+use super::worker_nodes::WorkerNodes;
 use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;

@@ -126,7 +126,7 @@ pub(crate) fn rail_key(libraries: &[PathBuf]) -> Result<NcclUniqueId> {
 }
 
 /// The NUMA node near each of `gpus`, if known.
-pub(crate) fn homes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
+pub(crate) fn gpu_nodes(gpus: &[GpuId], topology: &Topology) -> Vec<Option<usize>> {
     gpus.iter().map(|gpu| topology.node_of_gpu(&gpu.pci)).collect()
 }
 

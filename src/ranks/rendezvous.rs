@@ -140,7 +140,7 @@ impl ProcessRendezvous {
         let port = self.address.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
         let port = port.ok_or_else(|| Error::usage(format!("--rendezvous {}: HOST:PORT is needed", self.address)))?;
         let failed = |e: &dyn Display| Error::resource(format!("listen at port {port}"), e);
-        let mut is_told = false;
+        let mut is_logged = false;
         loop {
             match HandshakeServer::at(port, &self.token) {
                 Ok(server) => {
@@ -151,7 +151,7 @@ impl ProcessRendezvous {
                 Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                     let limit = self.limit.as_secs();
                     wait.look(|| failed(&format_args!("{e}; --rendezvous-limit {limit} is over: choose another port in --rendezvous")))?;
-                    if !std::mem::replace(&mut is_told, true) {
+                    if !std::mem::replace(&mut is_logged, true) {
                         (wait.log)(&format!("port {port} is in use by another program: trying again for {limit} s"));
                     }
                 }
@@ -259,9 +259,10 @@ impl ProcessRendezvous {
         let control = self.reach_first(wait)?;
         let failed = |e: io::Error| RendezvousError::from(Error::resource("listen for the other processes", e));
         let addresses = || Ok((control.stream.local_addr()?.ip(), control.stream.peer_addr()?.ip(), server.address()?.port()));
-        let (here, first, port) = addresses().map_err(failed)?;
+        let (own_host, first, port) = addresses().map_err(failed)?;
         let mut line = ControlConnection::new(control).map_err(failed)?;
-        let outcome = self.meet_over(&mut line, &HelloMessage { address: Some((here, port).into()), ..own.clone() }, first, server, wait);
+        let outcome =
+            self.meet_over(&mut line, &HelloMessage { address: Some((own_host, port).into()), ..own.clone() }, first, server, wait);
         if let Err(RendezvousError::Over(Error::Interrupted(_))) = &outcome {
             // If process 0 does not receive the stop request, it detects the loss of this process.
             let _ = line.send(&Notice::new(Topic::Stop, &[]));
@@ -413,10 +414,10 @@ impl ProcessRendezvous {
         claim: Claim,
         mut watching: impl FnMut() -> std::result::Result<(), RendezvousError>,
     ) -> std::result::Result<io::Result<SealedConnection>, RendezvousError> {
-        let (tells, message) = mpsc::channel();
+        let (sender, message) = mpsc::channel();
         let (address, token) = (address.to_owned(), self.token.clone());
         // The receiver is gone once this process stops.
-        let body = move || _ = tells.send(connect(&address, &token, claim));
+        let body = move || _ = sender.send(connect(&address, &token, claim));
         if let Err(error) = thread::Builder::new().name("connect".into()).spawn(body) {
             return Ok(Err(error));
         }

@@ -119,10 +119,10 @@ impl ThreadedProcess {
     }
 
     fn with(meeting: ProcessRendezvous) -> Self {
-        let (stop, (tells, lines)) = (StopFlag::default(), mpsc::channel());
+        let (stop, (sender, lines)) = (StopFlag::default(), mpsc::channel());
         let own = HelloMessage { host: format!("host-{}", meeting.process), ..HelloMessage::default() };
-        let asks = stop.clone();
-        let thread = thread::spawn(move || meeting.meet(own, &asks, &mut |line| _ = tells.send(line.to_owned())));
+        let stop_of_thread = stop.clone();
+        let thread = thread::spawn(move || meeting.meet(own, &stop_of_thread, &mut |line| _ = sender.send(line.to_owned())));
         Self { thread, stop, lines }
     }
 

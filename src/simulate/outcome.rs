@@ -161,8 +161,8 @@ pub(crate) struct FirstAndLast {
 }
 
 /// ` (76 % of a large product)`: speed of a step as a percentage of a large matrix product's; empty if unknown.
-pub(crate) fn of_a_large_product(share: Option<f64>) -> String {
-    share.map_or(String::new(), |share| format!(" ({:.0} % of a large product)", share * 1e2))
+pub(crate) fn of_a_large_product(fraction: Option<f64>) -> String {
+    fraction.map_or(String::new(), |fraction| format!(" ({:.0} % of a large product)", fraction * 1e2))
 }
 
 impl fmt::Display for Outcome {

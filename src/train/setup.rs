@@ -94,7 +94,7 @@ pub(super) fn forward_progress(observer: &mut dyn Observer, event: ProgressEvent
         ProgressEvent::Note(line) => observer.note(line),
         ProgressEvent::Detail(line) => observer.detail(line),
         ProgressEvent::Warn(line) => observer.warn(line),
-        ProgressEvent::Progress { what, done, all } => observer.progress(what, done, all),
+        ProgressEvent::Progress { activity, done, all } => observer.progress(activity, done, all),
     }
 }
 
@@ -112,7 +112,7 @@ pub(super) fn prepare<'a>(
     let resumed = resume::find(settings, &settings.output_dir, observer)?;
     resumed.as_ref().map_or(Ok(()), |loaded| resume::expect_sources(settings, loaded))?;
     observer.detail(&format!("reading {}", printable(describe_sources(settings))));
-    tell_peers(launch, observer);
+    log_peers(launch, observer);
     launch.warnings(settings).iter().for_each(|line| observer.warn(line));
     launch.chosen.rates_from.as_ref().and_then(SelectedProfile::unsteady).iter().for_each(|line| observer.warn(line));
     let source = find_model(settings)?;
@@ -142,16 +142,16 @@ pub(super) fn prepare<'a>(
     let run = resumed.as_ref().map_or(run, |accepted| accepted.run.clone());
     let max_steps = max_steps(&settings, &dataset);
     if let Some(run_dir) = run_dir.filter(|_| resumed.as_ref().is_none_or(|accepted| accepted.step() < max_steps)) {
-        run_dir.expect_room(source.checkpoint_bytes(&plan))?;
+        run_dir.expect_free_bytes(source.checkpoint_bytes(&plan))?;
         check_file_size(format_args!("write a checkpoint into {}", run_dir.path().display()), part_bytes(&plan, 0))?;
     }
     passes_a_step(plan.batch * plan.grad_accum_steps, dataset.sequences()).iter().for_each(|line| observer.detail(line));
-    let share = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
-    let is_told = dataset.untrained() > 0 || tokenizer.reads_answers();
-    let share = if is_told { format!(" ({share:.1} % trained)") } else { String::new() };
+    let trained = 100.0 - 100.0 * dataset.untrained() as f64 / dataset.tokens() as f64;
+    let has_masks = dataset.untrained() > 0 || tokenizer.reads_answers();
+    let trained = if has_masks { format!(" ({trained:.1} % trained)") } else { String::new() };
     let evaluated = eval_dataset.as_ref().map_or(String::new(), |data| format!("; evaluated on {} sequences", data.sequences()));
     let (tokens, sequences, seq_length) = (dataset.tokens(), dataset.sequences(), settings.seq_length);
-    let data = format!("{tokens} tokens{share}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
+    let data = format!("{tokens} tokens{trained}, {sequences} sequences of {seq_length}; tokenizer {tokenizer}{evaluated}");
     let tokenizer = tokenizer.closed();
     Ok(PreparedRun {
         launch,
@@ -395,7 +395,7 @@ fn max_steps(settings: &Settings, dataset: &Dataset) -> u64 {
 }
 
 /// Reports the links between GPUs; to everybody where gradients and weights have to pass through host memory.
-fn tell_peers(launch: &Launcher, observer: &mut dyn Observer) {
+fn log_peers(launch: &Launcher, observer: &mut dyn Observer) {
     let is_slower = launch.chosen.machine.rates.peer_route == PeerRoute::Host;
     launch.chosen.peers.iter().for_each(|line| if is_slower { observer.note(line) } else { observer.detail(line) });
 }

@@ -23,13 +23,14 @@ fn start(harness: &Harness) -> Result<Trial, String> {
     expect(harness.has_flag("--processes"), || "this program has no --processes".into())?;
     let shim = Shim::new(harness)?;
     // A slow process pauses in each micro-batch of an evaluation, so the data of evaluations has few.
-    let eval_data = format!("--eval-data={}", harness.write("eval.txt", "the quick brown fox jumps over the lazy dog. ".repeat(4)).display());
+    let eval_data =
+        format!("--eval-data={}", harness.write("eval.txt", "the quick brown fox jumps over the lazy dog. ".repeat(4)).display());
     let flags = ["--stall-limit=1", "--save-steps=6", "--eval-steps=6"].map(str::to_string);
     let flags: Vec<String> = flags.into_iter().chain([eval_data]).collect();
     let whole = alone(harness, "run.toml", &flags.iter().map(String::as_str).collect::<Vec<_>>())?;
     Ok(Box::new(move |harness, turn| {
-        let ((who, victims), phase) = (VICTIMS[turn.index as usize % 3], PHASES[turn.index as usize / 3 % 3]);
-        turn.kind = format!("{who}: {phase}");
+        let ((slow, victims), phase) = (VICTIMS[turn.index as usize % 3], PHASES[turn.index as usize / 3 % 3]);
+        turn.kind = format!("{slow}: {phase}");
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let fault = |rank: &usize| format!("{{rank = {rank}, step = {}, phase = 'evaluate', kind = 'slow'}}", 7 + 6 * turn.pick(2));
         let faults: Vec<String> = victims.iter().map(fault).collect();

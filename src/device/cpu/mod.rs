@@ -12,7 +12,7 @@ mod kernels;
 mod launch;
 mod peers;
 #[cfg(test)]
-pub(crate) use peers::ROOM_OPS;
+pub(crate) use peers::QUEUED_OPS_MAX;
 #[cfg(test)]
 pub(crate) mod nccl_stand_in;
 mod stream;
@@ -207,9 +207,9 @@ impl CpuDevice {
                 let others_failed = || device_group.as_ref().is_some_and(|device_group| device_group.context.progress.has_failed());
                 // A peer may have made a stream of the adversary runnable.
                 let is_own = matches!(self.runner, Runner::Adversary { .. });
-                let can_go_on = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
+                let can_run = || is_own && (0..shared.queues.len()).any(|stream| shared.can_run(stream));
                 let is_over = || shared.failed.load(Ordering::Acquire) || others_failed();
-                shared.driver.wait_until(|| ready(shared) || can_go_on() || is_over());
+                shared.driver.wait_until(|| ready(shared) || can_run() || is_over());
             }
             self.check()?;
         }

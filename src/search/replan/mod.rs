@@ -114,10 +114,10 @@ impl ReplanRequest {
     /// A description of how the run deviates from the profile.
     fn why(&self, by_profile: &ObservedRates) -> String {
         let [adam, device] = self.observed_rates.relative_to(by_profile);
-        let percent = |share: f64| format!("{:.0} %", share * 1e2);
+        let percent = |fraction: f64| format!("{:.0} %", fraction * 1e2);
         format!(
             "{} of steps are clipped, the optimizer has {} of its assumed rate, the device {}",
-            percent(self.observed_rates.clipped_share),
+            percent(self.observed_rates.clipped_fraction),
             percent(adam),
             percent(device)
         )
