@@ -265,7 +265,7 @@ fn text_that_was_prepared_ahead_is_found_by_training() {
     let [folder, _] = workspace.names("cache", "").try_into().unwrap();
     let bytes = fs::metadata(&large).unwrap().len();
     for words in
-        [format!("prepared  {bytes} tokens of 1 documents, 100.0 % trained\n"), " M tokens/s (".into(), format!("/cache/{folder}\n")]
+        [format!("prepared  {bytes} tokens of 1 document, 100.0 % trained\n"), " M tokens/s (".into(), format!("/cache/{folder}\n")]
     {
         assert!(first.stdout.contains(&words), "{words:?} is not in {first:?}");
     }

@@ -385,7 +385,7 @@ fn without_a_link_gradients_pass_through_host_memory_with_a_warning() {
     let outcome = train(&[("FAKE_NO_LINK", "")], &["--gpus=2"]);
     let [direct, staged, waits] = counted(&outcome);
     assert!(direct == 0 && staged > 0 && waits > 0, "{outcome:?}");
-    assert!(outcome.stdout.contains("; no direct access, so that gradients and weights pass through host memory"), "{outcome:?}");
+    assert!(outcome.stderr.contains("; no direct access, so that gradients and weights pass through host memory"), "{outcome:?}");
     // Half of the links' rate in both directions in `h200-pcie5`.
     let planned = "peers       25.2 GB/s from each other, through host memory, in buffers of the driver that are not counted here";
     assert!(outcome.stdout.contains(planned), "{outcome:?}");

@@ -27,6 +27,7 @@ use crate::signals::StopFlag;
 use crate::simulate::random_tokens::{LengthRange, RandomTokens};
 use crate::simulate::timed::Steps;
 use crate::trace::file::TraceFile;
+use crate::units::counted;
 use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -151,7 +152,7 @@ impl UseEngine for Measurement<'_> {
         let warn = |line: &str| log(&format_args!("warning: {line}"));
         let partition = launch.divide_cpus(settings, plan, warn)?;
         let Steps { warmup, timed: steps, clip } = bench.steps;
-        log(&format_args!("random weights in {init_seconds:.1} s; {warmup} steps of warm-up, then {steps}, clipping {clip}"));
+        log(&format_args!("random weights in {init_seconds:.1} s; {} of warm-up, then {steps}, clipping {clip}", counted(warmup, "step")));
         let mut tokens = RandomTokens::new(settings.seed, bench.shape.vocab).in_documents(bench.documents.clone());
         let start = Instant::now();
         bench.steps.warm_up(&mut engine, &mut tokens)?;

@@ -9,6 +9,7 @@ use super::duplicate_text::DuplicateText;
 use super::preparation::Preparation;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -68,8 +69,8 @@ impl EvalSplit {
         let unit = unit(records, documents);
         let refused = |cause: String| Err(Error::usage(format!("--eval-split {self}: {cause}; use --eval-data with evaluation files")));
         match wanted {
-            _ if wanted >= records => refused(format!("none would be left to train on: the data has {records} {unit}")),
-            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}, and at most {HELD_OUT_MAX} can be held out")),
+            _ if wanted >= records => refused(format!("none would be left to train on: the data has {}", counted(records, unit))),
+            _ if wanted > HELD_OUT_MAX => refused(format!("{wanted} {unit}s, and at most {HELD_OUT_MAX} can be held out")),
             _ => Ok(wanted),
         }
     }
@@ -77,7 +78,7 @@ impl EvalSplit {
 
 /// The name of that of which there are so many.
 fn unit(records: u64, documents: u64) -> &'static str {
-    if records == documents { "documents" } else { "records" }
+    if records == documents { "document" } else { "record" }
 }
 
 /// The records that are held out.
@@ -119,11 +120,11 @@ impl HeldOut {
         let (records, unit) = (held_out.records.len(), unit(all, documents));
         if records as u64 == all {
             let are = if all == documents { "are equal" } else { "have text in common" };
-            return Err(Error::usage(format!("--eval-split {split}: all {unit} {are}; use --eval-data with evaluation files")));
+            return Err(Error::usage(format!("--eval-split {split}: all {unit}s {are}; use --eval-data with evaluation files")));
         }
         held_out.count(stream, bounds, preparation)?;
         let of_them = if all == documents { String::new() } else { format!(" ({} of {documents} documents)", held_out.documents()) };
-        preparation.detail(format!("held out {records} of {all} {unit}{of_them}, {} tokens", held_out.tokens));
+        preparation.detail(format!("held out {records} of {}{of_them}, {}", counted(all, unit), counted(held_out.tokens, "token")));
         Ok(held_out)
     }
 

@@ -10,6 +10,7 @@ use super::hold_out::Side;
 use super::preparation::Preparation;
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -332,7 +333,7 @@ impl RowTable {
             (untrained, "without a trained token in it and left out"),
         ];
         let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, noun)| format!("; {count} {noun}")).collect();
-        format!("packing {packing}: {documents} documents in {rows} rows, {padding:.1} % padding{odd}")
+        format!("packing {packing}: {} in {}, {padding:.1} % padding{odd}", counted(documents, "document"), counted(rows, "row"))
     }
 }
 

@@ -4,6 +4,7 @@
 //! Cycles that a worker spends spinning for its next job are included.
 
 use crate::error::{Error, Result};
+use crate::units::counted;
 use perf_event::events::{Cache, CacheOp, CacheResult, Event, Hardware, Software, WhichCache};
 use perf_event::{Builder, Counter};
 use std::collections::BTreeMap;
@@ -126,7 +127,7 @@ impl WorkerCounts {
 impl fmt::Display for WorkerCounts {
     /// For example `15 threads: cycles 1.2e12, instructions 9.1e11 (0.76 a cycle), ...; not counted: ...`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} threads", self.threads)?;
+        f.write_str(&counted(self.threads, "thread"))?;
         let number = |count: u64| if count < 100_000 { count.to_string() } else { format!("{:.3e}", count as f64) };
         let known = EVENTS.iter().filter_map(|(name, _)| Some((*name, *self.counts.get(name)?)));
         for (index, (name, count)) in known.enumerate() {

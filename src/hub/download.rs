@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::model_dir::CONFIG;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -119,7 +119,7 @@ impl Download<'_> {
         let in_parts = |file: &RemoteFile| FileInParts::new(file.clone(), file_path(name, commit, &file.name), large_bytes);
         let queue = Arc::new(DownloadQueue::new(files.iter().map(in_parts).collect()));
         expect_free_bytes(into, &queue.files)?;
-        let activity = format!("{} files of {} into {}", files.len(), Bytes(all), into.path().display());
+        let activity = format!("{} of {} into {}", counted(files.len(), "file"), Bytes(all), into.path().display());
         emit(ProgressEvent::Note(&format!("downloading {name} at commit {commit}: {activity}")));
         let spawn = |_| {
             let (queue, fetcher) = (queue.clone(), fetcher.clone());

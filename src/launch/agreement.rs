@@ -113,9 +113,8 @@ impl ProcessGroup {
         let (machine, host) = (Topology::this_machine(), host_name().unwrap_or_else(|| "an unnamed host".into()));
         let json = |e| Error::format("the message of this process", e);
         let has = serde_json::to_value(HostResources::of_this_process(settings, &machine, &host)?).map_err(json)?;
-        emit(ProgressEvent::Note(&format!("process {process} of {processes}: meeting the others at {}", rendezvous.address)));
         let own = HelloMessage { host, facts: shared_settings(settings)?, resources: has, address: None };
-        let links = Links::meet(&rendezvous, own, (stop, &mut |line: &str| emit(ProgressEvent::Note(line))), last_resort)?;
+        let links = Links::meet(&rendezvous, own, (stop, &mut *emit), last_resort)?;
         emit(ProgressEvent::Detail(&format!("all {processes} processes are here: {}", links.names().join(", "))));
         let all = links
             .resources_by_process()
@@ -126,7 +125,7 @@ impl ProcessGroup {
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
         // TCP in place of an unavailable NCCL makes steps slower.
         let is_slower = settings.transport == Transport::Auto && process_info.transport == Transport::Tcp;
-        process_info.notes.iter().for_each(|note| emit(if is_slower { ProgressEvent::Note(note) } else { ProgressEvent::Detail(note) }));
+        process_info.notes.iter().for_each(|note| emit(if is_slower { ProgressEvent::Warn(note) } else { ProgressEvent::Detail(note) }));
         Ok(Self { links, process_info, machine })
     }
 

@@ -9,6 +9,7 @@ use super::rendezvous::{Connections, ProcessRendezvous};
 use super::slice_connections::{RankConnections, SliceConnection, SliceKind};
 use super::wire::{Seal, SealedConnection};
 use crate::error::{Error, Result};
+use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -206,15 +207,15 @@ impl Outbox for SharedLinks {
 
 impl Links {
     /// Runs the rendezvous with the other processes, which must agree with `own`, and starts to receive their messages. A request to `stop`
-    /// this process is forwarded to process 0. `log` prints a line. `last_resort` terminates this process if it does not end after another
-    /// process has ended.
+    /// this process is forwarded to process 0. `log` receives lines for people. `last_resort` terminates this process if it does not end
+    /// after another process has ended.
     ///
     /// # Errors
     /// Errors of [`ProcessRendezvous::meet`]; `Resource` if a thread cannot start.
     pub(crate) fn meet(
         meeting: &ProcessRendezvous,
         own: HelloMessage,
-        (stop, log): (&StopFlag, &mut dyn FnMut(&str)),
+        (stop, log): (&StopFlag, &mut dyn FnMut(ProgressEvent<'_>)),
         last_resort: Option<LastResort>,
     ) -> Result<Self> {
         let (process, mesh) = (meeting.process, meeting.meet(own, stop, log)?);

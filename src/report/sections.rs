@@ -11,7 +11,7 @@ use super::verdict;
 use crate::facts::BuildFacts;
 use crate::metrics::WrittenSample;
 use crate::simulate::outcome::of_a_large_product;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -86,7 +86,7 @@ fn one_run(run: &PastRun) -> String {
         tile("Loss, last step", number(history.last_loss), eval),
         tile("Tokens trained", number(history.tokens), epochs),
         tile("Speed, all steps", number(history.mean_tokens_per_second()), format!("tokens/s{}", of_peak(history))),
-        tile("Time in steps", verdict::duration(history.total_ms), format!("{} steps", number(history.steps as f64))),
+        tile("Time in steps", verdict::duration(history.total_ms), counted(history.steps, "step")),
     ];
     let tiles = if history.steps > 0 { format!("<dl class=\"tiles\">\n{}</dl>\n", tiles.concat()) } else { String::new() };
     format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))
@@ -116,13 +116,25 @@ fn comparison(runs: &[PastRun]) -> String {
 /// Remarks about unreadable or unexpected data of a run.
 fn remarks(run: &PastRun) -> Vec<String> {
     let (name, history) = (&run.name, &run.history);
-    let counted = |count: u64, noun: &str| (count > 0).then(|| format!("{name}: {count} {noun}."));
+    let several = |count: u64, noun: &str, singular: &str, plural: &str| {
+        (count > 0).then(|| format!("{name}: {} {}.", counted(count, noun), if count == 1 { singular } else { plural }))
+    };
     let cut = history.is_cut_short.then(|| format!("{name}: the last line of metrics.jsonl has no end and was left out."));
     [
-        counted(history.damaged_lines, "lines of metrics.jsonl are damaged and were left out"),
+        several(
+            history.damaged_lines,
+            "line",
+            "of metrics.jsonl is damaged and was left out",
+            "of metrics.jsonl are damaged and were left out",
+        ),
         cut,
-        counted(history.steps_without_loss, "steps have no loss that is a number"),
-        counted(history.skipped_steps, "steps were skipped, since a gradient was not finite"),
+        several(history.steps_without_loss, "step", "has no loss that is a number", "have no loss that is a number"),
+        several(
+            history.skipped_steps,
+            "step",
+            "was skipped, since a gradient was not finite",
+            "were skipped, since a gradient was not finite",
+        ),
     ]
     .into_iter()
     .flatten()
@@ -390,7 +402,7 @@ fn plan(plan: &Value) -> String {
     let layers: Vec<_> = layers.map(|(policy, count)| format!("{count} {policy}")).collect();
     let predicted = plan["predicted_step_ms"].as_f64().map_or(String::new(), |ms| format!("; {} a step predicted", verdict::duration(ms)));
     format!(
-        "states of {} of {} buckets on the device, {} optimizer threads; layers: {}{predicted}",
+        "states of {} of {} buckets on the device, optimizer threads: {}; layers: {}{predicted}",
         plan["resident_buckets"],
         plan["buckets"],
         plan["threads"],

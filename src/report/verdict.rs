@@ -30,6 +30,7 @@ pub(super) fn progress(run: &PastRun) -> String {
     match run.setup.as_ref().map(|setup| setup.max_steps) {
         Some(all) if last >= all => format!("Finished: all {} steps are done", number(all as f64)),
         Some(all) => format!("{} of {} steps are done", number(last as f64), number(all as f64)),
+        None if last == 1 => "1 step is done; no checkpoint has the total".into(),
         None => format!("{} steps are done; no checkpoint has their total", number(last as f64)),
     }
 }
@@ -151,6 +152,6 @@ mod tests {
         assert_eq!(bound(&history([0.0; 3])).unwrap(), "compute was the limit, 100\u{a0}% of the time");
         assert_eq!(sentence(&run(History::default())), "No step has been written yet.");
         let without = sentence(&run(History { steps: 1, last_step: 1, first_loss: f64::NAN, last_loss: f64::NAN, ..History::default() }));
-        assert_eq!(without, "1 steps are done; no checkpoint has their total; the loss of its last step is not a number.");
+        assert_eq!(without, "1 step is done; no checkpoint has the total; the loss of its last step is not a number.");
     }
 }

@@ -4,6 +4,7 @@
 
 use super::flops::StepFlops;
 use crate::engine::coordinator::Counts;
+use crate::units::counted;
 use serde::Serialize;
 use std::fmt;
 
@@ -171,11 +172,11 @@ impl fmt::Display for Outcome {
         let or_none = |rate: Option<f64>| rate.map_or("none".into(), |rate| format!("{rate:.2}"));
         writeln!(
             f,
-            "  step         {:.1} ms, {:.1} to {:.1} over {} steps",
+            "  step         {:.1} ms, {:.1} to {:.1} over {}",
             self.step_ms.median,
             self.step_ms.min,
             self.step_ms.max,
-            self.step_ms.samples.len()
+            counted(self.step_ms.samples.len(), "step")
         )?;
         writeln!(f, "  tokens       {:.0} a second", self.tokens_per_second)?;
         writeln!(f, "  model        {:.3} TFLOP/s{}", speed.model_tflops, of_a_large_product(speed.model_share))?;

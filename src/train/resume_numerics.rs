@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::model::activations::LossTile;
 use crate::model::fp8;
 use crate::planner::plan::Plan;
+use crate::units::counted;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt::Display;
@@ -110,7 +111,10 @@ fn has_given_steps(settings: &Settings) -> bool {
 fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer) {
     let (now, partial_sums) = (kept.micro_batches(), kept.partial_sums());
     if then.micro_batches != now {
-        observer.warn(&format!("the checkpoint's steps have {}, and those from here on have {now}", in_words(then.micro_batches)));
+        observer.warn(&format!(
+            "the checkpoint's steps have {}, and those from here on have {now}",
+            counted(then.micro_batches, "micro-batch")
+        ));
     }
     if then.gradient_shares != partial_sums {
         observer.warn(&describe::changed("gradient_shares", &then.gradient_shares.into(), &partial_sums.into()));
@@ -121,18 +125,13 @@ fn log_changed_cut(kept: &Settings, then: StepShape, observer: &mut dyn Observer
 fn cannot_be_kept(settings: &Settings, then: StepShape, loaded: &Loaded) -> Error {
     let devices = settings.ranks_in_words();
     let all = settings.tokens_per_step.map_or(devices.clone(), |tokens| format!("--tokens-per-step {tokens} with {devices}"));
-    let partial_sums = then.gradient_shares;
-    let partial_sums = if partial_sums == 1 { "1 gradient share".into() } else { format!("{partial_sums} gradient shares") };
-    let text = format!("{all}: the checkpoint's steps have {} in {partial_sums}", in_words(then.micro_batches));
+    let partial_sums = counted(then.gradient_shares, "gradient share");
+    let text = format!("{all}: the checkpoint's steps have {} in {partial_sums}", counted(then.micro_batches, "micro-batch"));
     let remedy = match cut_anew(settings, then, numeric(loaded, GRADIENT_GROUP)) {
         Some(flags) => format!("use {flags} to divide steps differently, or use fewer devices"),
         None => "use fewer devices".into(),
     };
     Error::usage(format!("{text}; {remedy}"))
-}
-
-fn in_words(micro_batches: usize) -> String {
-    if micro_batches == 1 { "1 micro-batch".into() } else { format!("{micro_batches} micro-batches") }
 }
 
 /// Flags with which steps are cut so that the run can continue: as near to the checkpoint and to `settings` as possible.

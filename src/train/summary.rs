@@ -5,6 +5,7 @@ use crate::config::describe::as_word;
 use crate::engine::coordinator::Counts;
 use crate::error::{EXIT_INTERRUPTED, Error};
 use crate::host::perf::WorkerCounts;
+use crate::units::counted;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -78,7 +79,8 @@ impl Summary {
 
     fn why_early(&self) -> String {
         let evaluations = self.given_up.filter(|_| self.step < self.max_steps);
-        evaluations.map_or(String::new(), |count| format!("; no lower loss in {count} evaluations (--early-stopping-patience)"))
+        evaluations
+            .map_or(String::new(), |count| format!("; no lower loss in {} (--early-stopping-patience)", counted(count, "evaluation")))
     }
 
     /// How far the run came: `finished 300 of 300 steps`.

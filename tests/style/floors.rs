@@ -55,7 +55,7 @@ fn imports_keep_to_the_floors() {
 }
 
 #[test]
-fn each_complaint_is_heard() {
+fn each_complaint_is_found() {
     let messages =
         |files: &[(&str, &str)]| complaints(&files.iter().map(|(name, text)| (name.to_string(), text.to_string())).collect::<Vec<_>>());
     let lib = ("lib.rs", "mod bucket; mod host; mod engine;");
@@ -96,28 +96,28 @@ fn complaints(files: &[(String, String)]) -> Vec<String> {
     let modules = modules(files);
     let imports: Graph = modules.iter().map(|(at, module)| (module.file.clone(), imported(&modules, at))).collect();
     let mut complaints: Vec<_> =
-        imports.keys().map(|file| room(file)).filter(|room| floor(room).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
-    complaints.iter_mut().for_each(|room| room.push_str(" stands on no floor"));
-    let mut rooms = Graph::new();
+        imports.keys().map(|file| folder(file)).filter(|folder| floor(folder).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
+    complaints.iter_mut().for_each(|folder| folder.push_str(" stands on no floor"));
+    let mut folders = Graph::new();
     for (file, target) in imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target))) {
-        let (from, to) = (room(file), room(target));
+        let (from, to) = (folder(file), folder(target));
         if floor(&from) < floor(&to) {
             complaints.push(format!("{file} imports {target}, which is on a higher floor"));
         } else if from != to {
-            rooms.entry(from).or_default().insert(to);
+            folders.entry(from).or_default().insert(to);
         }
     }
-    complaints.extend(circle(&rooms).map(|rooms| format!("a circle of folders: {}", rooms.join(", "))));
+    complaints.extend(circle(&folders).map(|folders| format!("a circle of folders: {}", folders.join(", "))));
     complaints.extend(circle(&imports).map(|files| format!("a circle of files: {}", files.join(", "))));
     complaints
 }
 
-fn room(file: &str) -> String {
+fn folder(file: &str) -> String {
     file.split('/').next().unwrap_or(file).trim_end_matches(".rs").to_owned()
 }
 
-fn floor(room: &str) -> Option<usize> {
-    FLOORS.iter().position(|rooms| rooms.contains(&room))
+fn floor(folder: &str) -> Option<usize> {
+    FLOORS.iter().position(|folders| folders.contains(&folder))
 }
 
 /// A cycle of `graph`, if there is one, starting at its first name.
@@ -345,9 +345,9 @@ fn paths(tokens: &[String]) -> Vec<Segments> {
         is_root && is(at + 1, "::") && (at == 0 || !is(at - 1, "::"))
     };
     let path = |at: usize| {
-        tokens[at..].chunks(2).scan(true, |goes_on, pair| {
-            let segment = goes_on.then(|| pair[0].clone());
-            *goes_on = pair.get(1).is_some_and(|token| *token == "::");
+        tokens[at..].chunks(2).scan(true, |is_path, pair| {
+            let segment = is_path.then(|| pair[0].clone());
+            *is_path = pair.get(1).is_some_and(|token| *token == "::");
             segment
         })
     };

@@ -27,6 +27,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::memory::{MemorySpace, RingShape};
 use crate::ranks::RankContext;
 use crate::trace::{Recorder, now_ns};
+use crate::units::counted;
 use compute::ComputeOwner;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -359,7 +360,7 @@ impl StreamsShared {
 
 impl Device for CpuDevice {
     fn describe(&self) -> String {
-        format!("cpu ({} threads, {})", self.compute.threads(), self.compute.isa())
+        format!("cpu ({}, {})", counted(self.compute.threads(), "thread"), self.compute.isa())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {

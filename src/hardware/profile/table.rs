@@ -42,7 +42,9 @@ pub(super) fn number(name: &str, number: &Number) -> Vec<Row> {
 pub(super) fn curve(name: &str, curve: &Curve) -> Vec<Row> {
     let (quantity, by) = name.split_once("_by_").unwrap_or((name, ""));
     let value = |y: f64| if quantity.ends_with("_share") { format!("{:.1} %", 100.0 * y) } else { with_unit(quantity, y) };
-    let at = |x: f64| if by == "bytes" { Bytes(x as u64).to_string() } else { format!("{x} {}", by.replace('_', " ")) };
+    let units = by.replace('_', " ");
+    let unit = |x: f64| if x == 1.0 { units.trim_end_matches('s') } else { &units };
+    let at = |x: f64| if by == "bytes" { Bytes(x as u64).to_string() } else { format!("{x} {}", unit(x)) };
     let mut source = short(curve);
     curve.value.0.iter().map(|&(x, y)| (format!("{quantity}, {}", at(x)), value(y), std::mem::take(&mut source))).collect()
 }

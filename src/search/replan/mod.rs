@@ -16,6 +16,7 @@ use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
 use crate::simulate::simulate;
 use crate::simulate::timed::Steps;
+use crate::units::counted;
 use observed_rates::ObservedRates;
 use std::fmt;
 use std::sync::Arc;
@@ -146,10 +147,10 @@ impl fmt::Display for PlanChange {
                 Some(_) => "sharded",
             };
             [
-                format!("{} buckets resident", resident(plan)),
+                format!("{} resident", counted(resident(plan), "bucket")),
                 describe_policies(&plan.layer_policies),
-                format!("{} gradient slots", plan.grad_slots),
-                format!("{} parameter slots", plan.param_slots),
+                counted(plan.grad_slots, "gradient slot"),
+                counted(plan.param_slots, "parameter slot"),
                 format!("weights {weights}"),
                 format!("sums of gradients on the {}", if plan.sums_on_host { "host" } else { "device" }),
                 format!("gradients in {}", if plan.grad_ring.is_some() { "a ring" } else { "their own places" }),
