@@ -29,7 +29,7 @@ pub use footprint::DeviceKind;
 pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
 pub use kernels::*;
-pub(crate) use lease::Lease;
+pub(crate) use lease::{Lease, Sides};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
 pub use stream::{EventId, Stream};

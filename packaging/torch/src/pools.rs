@@ -7,7 +7,7 @@ use std::collections::btree_map::Entry;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use superoffload::Result;
-use superoffload::internals::host::{Doorbell, WorkerNodes, Job, Threads, run_alone};
+use superoffload::internals::host::{Doorbell, Job, Threads, WorkerNodes, run_alone};
 
 thread_local! {
     /// Pools of this thread by number of workers. A pool can only be used by the thread that started it.
