@@ -28,7 +28,7 @@ pub use crate::hardware::grouped_rates::ExpertProducts;
 pub use footprint::DeviceKind;
 pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
-pub use kernels::*;
+pub(crate) use kernels::*;
 pub(crate) use lease::{Lease, Sides};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
