@@ -33,7 +33,7 @@ struct Case {
     tied: bool,
     dtype: &'static str,
     moments: &'static str,
-    shares: usize,
+    partial_sums: usize,
     /// Consecutive shares that are summed and rounded as a group.
     group: usize,
     micro_batches: usize,
@@ -135,13 +135,13 @@ impl UseEngine for Steps<'_> {
 fn run(case: &Case, way: &Way) -> Run {
     let model = if case.experts { tiny_moe } else { tiny_llama };
     let (shape, blocks) = (model(case.layers, 32, case.vocab, case.tied), |shape| TensorTable::new(shape).flat_elems() / BLOCK);
-    let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.shares.is_multiple_of(*ranks)).unwrap();
+    let ranks = (1..=way.ranks.min(blocks(&shape))).rfind(|ranks| case.partial_sums.is_multiple_of(*ranks)).unwrap();
     // Each rank owns at least one block of every bucket.
     let bucket_kib = if ranks > 1 { way.bucket_kib.max(16 * ranks) } else { way.bucket_kib };
     let table = TensorTable::new(&shape);
     let element = |at: f64| table.specs()[(at * table.specs().len() as f64) as usize].range().start + (at * 7.0) as usize;
     let inject = case.faults.iter().map(|(step, at, share, value)| {
-        let share = share % case.shares;
+        let share = share % case.partial_sums;
         format!("{{step = {step}, element = {}, share = {share}, value = {value}}}", element(*at))
     });
     // Settings must not request techniques that are turned off or not compiled in.
@@ -163,8 +163,8 @@ fn run(case: &Case, way: &Way) -> Run {
         cast,
         case.seed,
         case.moments,
-        case.shares * case.micro_batches / ranks,
-        case.shares,
+        case.partial_sums * case.micro_batches / ranks,
+        case.partial_sums,
         case.group,
         ranks,
         case.max_norm,
@@ -181,7 +181,7 @@ fn run(case: &Case, way: &Way) -> Run {
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.layout.early().is_empty())));
     plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
-    plan.sums_on_host = way.sums_on_host && ranks == 1 && case.shares > 1 && plan.layout.offloaded() > 0;
+    plan.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.layout.offloaded() > 0;
     SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.sums_on_host)));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
@@ -205,20 +205,22 @@ fn cases() -> impl Strategy<Value = Case> {
         prop::sample::select(vec![0.0, 1e-3, 1.3, 1.7, 2.2, 1e9]),
         prop::collection::vec(fault, 0..3),
     )
-        .prop_map(|(seed, (layers, experts), vocab, tied, (dtype, moments), (shares, group, micro_batches), max_norm, faults)| Case {
-            seed: u64::from(seed),
-            layers,
-            experts,
-            vocab,
-            tied,
-            dtype,
-            moments,
-            shares,
-            group,
-            micro_batches,
-            max_norm,
-            faults,
-        })
+        .prop_map(
+            |(seed, (layers, experts), vocab, tied, (dtype, moments), (partial_sums, group, micro_batches), max_norm, faults)| Case {
+                seed: u64::from(seed),
+                layers,
+                experts,
+                vocab,
+                tied,
+                dtype,
+                moments,
+                partial_sums,
+                group,
+                micro_batches,
+                max_norm,
+                faults,
+            },
+        )
 }
 
 fn ways() -> impl Strategy<Value = Way> {
@@ -360,8 +362,8 @@ fn rows_that_leave_early_change_no_bit() {
     assert!(stepped_alone > 200, "{stepped_alone}");
 }
 
-/// A small model without faults, its step cut into `shares` micro-batches.
-fn tiny_case(shares: usize) -> Case {
+/// A small model without faults, its step cut into `partial_sums` micro-batches.
+fn tiny_case(partial_sums: usize) -> Case {
     let (dtype, moments, max_norm) = ("bfloat16", "float32", 0.0);
     Case {
         seed: 3,
@@ -371,7 +373,7 @@ fn tiny_case(shares: usize) -> Case {
         tied: true,
         dtype,
         moments,
-        shares,
+        partial_sums,
         group: 1,
         micro_batches: 1,
         max_norm,
@@ -393,7 +395,7 @@ fn tried(schedules: &[Option<u64>], turn: usize) -> &[Option<u64>] {
 #[test]
 fn any_number_of_ranks_gives_the_bits_of_one() {
     for seed in 0..12u64 {
-        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
+        let (partial_sums, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let case = Case {
@@ -402,11 +404,11 @@ fn any_number_of_ranks_gives_the_bits_of_one() {
             moments: moments(seed),
             vocab: 300,
             experts: seed / 2 % 2 == 1,
-            group: if shares == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
+            group: if partial_sums == 4 { 1 + seed as usize / 3 % 2 } else { 1 },
             micro_batches: 1 + seed as usize % 2,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         for ranks in [1, 2, 3, 4] {
@@ -427,13 +429,23 @@ fn sums_on_the_host_change_no_bit() {
     let mut counts = Counts::default();
     let (summed, ringed) = (SUMMED_THERE.get(), RINGED.get());
     for seed in 0..24u64 {
-        let (shares, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
+        let (partial_sums, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
         let faults = vec![(2, 0.3, 0, "\"nan\""), (4, 0.8, 1, "\"inf\""), (5, 0.5, 0, "100.0")];
         let dtype = ["bfloat16", "float32", "float16"][seed as usize % 3];
         let experts = seed / 2 % 2 == 1;
         let (layers, vocab, micro_batches) = (8, 300, 1 + seed as usize / 12);
-        let case =
-            Case { seed, dtype, moments: moments(seed), layers, experts, vocab, micro_batches, max_norm, faults, ..tiny_case(shares) };
+        let case = Case {
+            seed,
+            dtype,
+            moments: moments(seed),
+            layers,
+            experts,
+            vocab,
+            micro_batches,
+            max_norm,
+            faults,
+            ..tiny_case(partial_sums)
+        };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload"][seed as usize % 3];
         // Bucket sizes from less than a module to more than the model.
@@ -464,7 +476,7 @@ fn sharded_weights_change_no_bit() {
     for seed in 0..24u64 {
         let (ranks, max_norm) = ([2, 3, 4][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize / 3 % 4]);
         // As many shares as devices, or twice as many.
-        let shares = if ranks == 3 { 3 } else { 4 };
+        let partial_sums = if ranks == 3 { 3 } else { 4 };
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let (layers, vocab, micro_batches, tied) = (12, 300, 1 + seed as usize % 2, seed % 4 < 2);
@@ -479,7 +491,7 @@ fn sharded_weights_change_no_bit() {
             micro_batches,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 6];
@@ -504,7 +516,7 @@ fn sharded_weights_change_no_bit() {
 fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
     let mut speculated = 0;
     for seed in 0..12u64 {
-        let (shares, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
+        let (partial_sums, max_norm) = ([4, 4, 3][seed as usize % 3], [0.0, 1.7, 1e-3, 1e9][seed as usize % 4]);
         let faults = vec![(2, 0.3, 1, "\"nan\""), (4, 0.8, 3, "\"inf\""), (5, 0.5, 2, "100.0")];
         let dtype = ["bfloat16", "float32"][seed as usize % 2];
         let case = Case {
@@ -517,12 +529,12 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
             tied: seed % 4 < 2,
             max_norm,
             faults,
-            ..tiny_case(shares)
+            ..tiny_case(partial_sums)
         };
         let want = reference(&case);
         let strategy = ["superoffload", "superoffload", "zero-offload", "no-offload"][seed as usize / 3];
         let (resident, without) = (seed as usize % 4 * 3, if seed < 3 { "\"adaptive\"" } else { "" });
-        for ranks in (1..=shares).filter(|ranks| shares.is_multiple_of(*ranks)) {
+        for ranks in (1..=partial_sums).filter(|ranks| partial_sums.is_multiple_of(*ranks)) {
             let sharded = cfg!(feature = "weight-flow") && seed % 2 == 0;
             let way = Way { strategy, bucket_kib: 72, resident, slots: 2, ranks, without, sharded, ringed: true, ..REFERENCE };
             for &adversary in tried(&schedules(seed)[..2], seed as usize / 2 + ranks / 2) {
@@ -543,8 +555,9 @@ fn a_ring_of_gradients_changes_no_bit_on_any_number_of_ranks() {
 #[test]
 fn shares_are_summed_in_order_in_fp32_and_rounded_once() {
     let shape = tiny_llama(2, 32, 64, true);
-    let grads = |shares: usize, skip: usize| {
-        let lines = format!("gradient-shares = {shares}\nadam-beta1 = 0.5\nmax-grad-norm = 0\nseq-length = 8\nmax-steps = 9\nthreads = 1");
+    let grads = |partial_sums: usize, skip: usize| {
+        let lines =
+            format!("gradient-shares = {partial_sums}\nadam-beta1 = 0.5\nmax-grad-norm = 0\nseq-length = 8\nmax-steps = 9\nthreads = 1");
         let mut engine = engine(&settings(&format!("{lines}\nper-device-train-batch-size = 2")), &shape);
         let mut noise = Noise::new(1, 64);
         // Tokens and targets of a micro-batch.

@@ -3,6 +3,7 @@
 mod face;
 mod floors;
 mod messages;
+mod names;
 mod outside;
 mod prose;
 

@@ -22,8 +22,9 @@ impl Loaded {
 }
 
 fn unsound(dir: &Path, part: StatePart, name: &str, value: f32, idx: usize) -> Error {
-    let what = ["parameters", "m", "v"][part as usize];
-    let cause =
-        format_args!("{what} of {name} is {value:?} at element {idx}: training cannot continue from this value; use an earlier checkpoint");
+    let state = ["parameters", "m", "v"][part as usize];
+    let cause = format_args!(
+        "{state} of {name} is {value:?} at element {idx}: training cannot continue from this value; use an earlier checkpoint"
+    );
     Error::format(dir, cause)
 }

@@ -61,19 +61,19 @@ impl Manifest {
 
     fn validate_files(&self) -> Verified {
         let mut names = HashSet::new();
-        let mut room = MODEL_BYTES_MAX;
+        let mut bytes_left = MODEL_BYTES_MAX;
         for file in &self.files {
             if !is_model_file_name(&file.name) || !names.insert(&file.name) {
                 return Err(format!("file name {:?} is not allowed", file.name));
             }
-            if file.bytes > COMPANION_BYTES_MAX.min(room) {
+            if file.bytes > COMPANION_BYTES_MAX.min(bytes_left) {
                 let bytes = file.bytes;
                 return Err(format!(
                     "file {:?} of {bytes} bytes: at most {COMPANION_BYTES_MAX}, {MODEL_BYTES_MAX} all together",
                     file.name
                 ));
             }
-            room -= file.bytes;
+            bytes_left -= file.bytes;
         }
         Ok(())
     }

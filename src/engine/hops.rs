@@ -35,7 +35,7 @@ impl<D: Kernels> Engine<D> {
                 self.driver_state.set_activity(before.0, before.1);
                 return Ok(());
             }
-            if self.go_on()? || progressed {
+            if self.advance_one()? || progressed {
                 self.exchange.pass()?;
             } else if self.fault_injector.as_ref().is_some_and(FaultInjector::decides) {
                 self.exchange.pass_idle()?;
@@ -51,7 +51,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
-    fn go_on(&mut self) -> Result<bool> {
+    fn advance_one(&mut self) -> Result<bool> {
         if self.fault_injector.as_mut().is_some_and(FaultInjector::pool_is_first) && self.pool.advance() {
             return Ok(true);
         }
@@ -227,9 +227,9 @@ impl<D: Kernels> Engine<D> {
             }
             let state = self.memory.states.on_device(&part);
             let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
-            let there = flat.start + part.start - local.start..flat.start + part.end - local.start;
-            let (grads, out) = (self.grads(&there, part.start), self.weights(&there, part.start));
-            let first = there.start;
+            let own_flat = flat.start + part.start - local.start..flat.start + part.end - local.start;
+            let (grads, out) = (self.grads(&own_flat, part.start), self.weights(&own_flat, part.start));
+            let first = own_flat.start;
             self.dev.launch(Adam { first, params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
         }
         Ok(())

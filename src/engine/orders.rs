@@ -143,7 +143,7 @@ impl<D: Kernels + Peers> Engine<D> {
             match order {
                 Order::Save => {
                     let crc32c = save(self, [words[0], words[1]])?;
-                    self.tell_checksums(&crc32c)?;
+                    self.publish_checksums(&crc32c)?;
                 }
                 _ => self.obey_order(order, words)?,
             }

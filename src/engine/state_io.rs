@@ -136,7 +136,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     /// Writes the checksums of this rank's saved slices into the mail buffer, for rank 0.
-    pub(super) fn tell_checksums(&self, crc32c: &[u32]) -> Result<()> {
+    pub(super) fn publish_checksums(&self, crc32c: &[u32]) -> Result<()> {
         let place = self.checksums_of(self.exchange.slices().rank());
         if crc32c.len() != place.len() || place.end > self.exchange.mail_words() {
             return Err(Error::resource("report the checksums of a checkpoint", format!("{} do not fit", crc32c.len())));
@@ -150,8 +150,8 @@ impl<D: Kernels> Engine<D> {
     fn checksums_of(&self, rank: usize) -> Range<usize> {
         let own = self.exchange.slices();
         let chunks = |rank| {
-            let theirs = Slices::new(own.layout().clone(), rank, own.ranks());
-            (theirs.elems() * self.plan.moments.state_bytes()).div_ceil(CHUNK_BYTES)
+            let peer_slices = Slices::new(own.layout().clone(), rank, own.ranks());
+            (peer_slices.elems() * self.plan.moments.state_bytes()).div_ceil(CHUNK_BYTES)
         };
         let start = (0..rank).map(chunks).sum();
         start..start + chunks(rank)

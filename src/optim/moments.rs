@@ -61,9 +61,9 @@ impl Moments {
         if self.dtype(part) == Dtype::Float32 {
             return each(bytemuck::cast_slice(values));
         }
-        let mut room = [0; 2 * 4096];
-        values.chunks(room.len() / 2).try_for_each(|values| {
-            let bytes = &mut room[..2 * values.len()];
+        let mut buffer = [0; 2 * 4096];
+        values.chunks(buffer.len() / 2).try_for_each(|values| {
+            let bytes = &mut buffer[..2 * values.len()];
             narrow(values, bytes, |_, x| bf16::from_f32(x));
             each(bytes)
         })
@@ -194,12 +194,12 @@ mod tests {
                 (0..DRAWS).filter(up).count() as f64 / DRAWS as f64
             };
             let deviation = (lost * (1.0 - lost) / DRAWS as f64).sqrt();
-            for (over, share) in [
+            for (over, fraction) in [
                 ("elements", mean(&|at| Rounding { key: rounding_key(7), first: 0 }.bits(at))),
                 ("elements behind 2^32", mean(&|at| Rounding { key: rounding_key(1 << 33), first: 5 << 32 }.bits(3 * at))),
                 ("steps", mean(&|at| Rounding { key: rounding_key(at as u64), first: 12_345 }.bits(0))),
             ] {
-                assert!(unit > 0.0 && (share - lost).abs() <= 4.0 * deviation + 1e-4, "{v:e} over {over}: {share} rise, not {lost}");
+                assert!(unit > 0.0 && (fraction - lost).abs() <= 4.0 * deviation + 1e-4, "{v:e} over {over}: {fraction} rise, not {lost}");
             }
         }
     }

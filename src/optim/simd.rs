@@ -211,7 +211,7 @@ impl AdamKernels {
             let [p, m, v] = spans(&state);
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
-                let (mut new, narrow) = block.room(at.len());
+                let (mut new, narrow) = block.buffers(at.len());
                 let small = access.careful && lifting.step(access.isa, &mut new, grads, narrow);
                 if !access.careful {
                     adam::step(step, &mut new, grads, narrow);
@@ -233,7 +233,7 @@ impl AdamKernels {
             let lifting = lifting::Lifting::new(step);
             self.run_blocks(g.len(), [ArraySpan::of(o)], o, #[inline(always)] move |o, access, at| {
                 let (mut block, grads) = (AdamBlock::load(access, state, &at), access.read(g, &at));
-                let (old, narrow) = block.room(at.len());
+                let (old, narrow) = block.buffers(at.len());
                 let small = access.careful && lifting.speculate(access.isa, &old, grads, narrow);
                 if !access.careful {
                     adam::speculate(step, &old, grads, narrow);
@@ -253,7 +253,7 @@ impl AdamKernels {
             let (state, lifting) = (state.sized(g.len()), lifting::Lifting::new(step));
             self.run_blocks(g.len(), spans(&state), state, #[inline(always)] move |state, access, at| {
                 let (mut block, grads) = (AdamBlock::<M, f32>::load(access, state, &at), access.read(g, &at));
-                let mut new = block.room(at.len()).0;
+                let mut new = block.buffers(at.len()).0;
                 let small = access.careful && lifting.commit(access.isa, &mut new, grads);
                 if !access.careful {
                     adam::commit(step, &mut new, grads);
@@ -305,7 +305,7 @@ impl AdamKernels {
             self.run_blocks(g.len(), [p, m, v, ArraySpan::of(o)], (state, o), #[inline(always)] move |(state, o), access, at| {
                 let mut block = AdamBlock::load(access, state, &at);
                 let (h, g) = (access.read(h, &at), access.read(g, &at));
-                let (mut new, narrow) = block.room(at.len());
+                let (mut new, narrow) = block.buffers(at.len());
                 let small = access.careful && first.commit(access.isa, &mut new, h) | then.speculate(access.isa, &new, g, narrow);
                 if !access.careful {
                     adam::commit_then_speculate(pending, h, next, g, &mut new, narrow);
@@ -413,7 +413,7 @@ impl<M: Moment, O: Element> AdamBlock<M, O> {
 
     /// The first `elems` elements, and memory for their working weights.
     #[inline(always)]
-    fn room(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
+    fn buffers(&mut self, elems: usize) -> (AdamState<'_, M>, &mut [O]) {
         let Self { first, params, m, v, out } = self;
         (AdamState { first: *first, params: &mut params[..elems], m: &mut m[..elems], v: &mut v[..elems] }, &mut out[..elems])
     }
@@ -623,11 +623,11 @@ mod tests {
                     let (mut got, kernels) = (self.clone(), AdamKernels::new(isa).unwrap().with_stores(stores));
                     got.by_kernels(kernels, pass, steps(), offsets);
                     let formats = format!("{} to {}, moments {}", G::DTYPE, O::DTYPE, M::DTYPE);
-                    let what = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
-                    assert_same(&got.params, &golden.params, &what("params"));
-                    assert_same(&got.m, &golden.m, &what("m"));
-                    assert_same(&got.v, &golden.v, &what("v"));
-                    assert_same(&got.out, &golden.out, &what("out"));
+                    let label = |field| format!("{kernels} {pass:?} {formats}, {} elements at {offsets:?}: {field}", self.grads.len());
+                    assert_same(&got.params, &golden.params, &label("params"));
+                    assert_same(&got.m, &golden.m, &label("m"));
+                    assert_same(&got.v, &golden.v, &label("v"));
+                    assert_same(&got.out, &golden.out, &label("out"));
                 }
             }
         }

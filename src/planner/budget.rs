@@ -113,9 +113,9 @@ pub(crate) struct Workload<'a> {
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Gradient shares of a step.
+    /// Partial sums of the gradient of a step.
     pub partial_sums: usize,
-    /// Consecutive gradient shares that are summed and rounded as a group; 1 without rounding.
+    /// Consecutive partial sums that are summed and rounded as a group; 1 without rounding.
     pub(crate) gradient_group: usize,
     /// Devices that train together. The plan covers all of them.
     pub ranks: usize,
@@ -315,8 +315,8 @@ impl Workload<'_> {
     }
 
     /// Host buffers of the drivers: all micro-batches of a step, because they are read before the first one runs; partial sums of the norm,
-    /// a flag, and the loss of each share; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for state in
-    /// transfer.
+    /// a flag, and the loss of each partial sum; expert rows of each micro-batch; embedding rows that are stepped last; and buffers for
+    /// state in transfer.
     fn driver_bytes(&self, layout: &BucketLayout) -> usize {
         let parts = self.grad_accum_steps * self.sequence_ranks;
         let (norm_partials, expert_words) = (layout.flat_elems() / BLOCK, parts * bounds_elems(self.shape));
@@ -375,7 +375,7 @@ pub(super) fn kept(layout: &BucketLayout, ring: Option<RingShape>, ranks: usize)
     layout.offloaded().min(ringed)..ringed
 }
 
-/// fp32 sums kept per element if `ranks` ranks add a gradient share each in every round: one of whole groups, and one of an incomplete
+/// fp32 sums kept per element if `ranks` ranks add a partial sum each in every round: one of whole groups, and one of an incomplete
 /// group.
 pub(crate) fn kept_sums((partial_sums, group): (usize, usize), ranks: usize) -> usize {
     if partial_sums == ranks { 0 } else { 1 + usize::from(!ranks.is_multiple_of(group)) }
@@ -393,7 +393,7 @@ pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2]
 }
 
 /// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
-/// shares, the words of its micro-batches, and the experts of all layers.
+/// partial sums, the words of its micro-batches, and the experts of all layers.
 pub(super) fn counter_sizes(
     layout: &BucketLayout,
     ranks: usize,

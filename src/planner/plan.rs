@@ -164,12 +164,12 @@ pub struct Plan {
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in `dtype`, the shares
-    /// in fp32.
+    /// Partial sums of the gradient of a step, each of equally many consecutive micro-batches. Gradients of one partial sum accumulate in
+    /// `dtype`, the partial sums in fp32.
     pub partial_sums: usize,
-    /// Consecutive shares that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
+    /// Consecutive partial sums that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
     pub gradient_group: usize,
-    /// Devices that train together. Each computes its shares and owns its slice of every bucket.
+    /// Devices that train together. Each computes its partial sums and owns its slice of every bucket.
     pub ranks: usize,
     /// Consecutive ranks that share each sequence.
     pub sequence_ranks: usize,
@@ -230,7 +230,7 @@ pub struct Plan {
     /// The simulated step time, if a simulation chose the plan.
     pub simulated_step_ms: Option<f64>,
     /// Whether the plan is for another machine. Its instruction set is unknown.
-    pub elsewhere: bool,
+    pub for_other_machine: bool,
     /// Parameters of the model.
     pub params: usize,
 }
@@ -305,7 +305,7 @@ impl Plan {
             transient_bytes: workload.transient_bytes,
             predicted: choice.predicted,
             simulated_step_ms: None,
-            elsewhere: false,
+            for_other_machine: false,
             params: table.params(),
         })
     }
@@ -351,12 +351,12 @@ impl Plan {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.ranks)
     }
 
-    /// Micro-batches of one gradient share, whole or in part.
+    /// Micro-batches of one partial sum, whole or in part.
     pub(crate) fn micro_batches_per_partial_sum(&self) -> usize {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums)
     }
 
-    /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
+    /// This plan with `each` micro-batches in every partial sum, and the same number of partial sums.
     pub(crate) fn with_micro_batches_per_partial_sum(&self, each: usize) -> Self {
         Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_per_partial_sum() * each, ..self.clone() }
     }
@@ -736,10 +736,10 @@ mod tests {
         let zero = of(Strategy::ZeroOffload);
         assert!(zero.barrier && zero.rules.policy == Policy::ValidateFirst && zero.layout.offloaded() == zero.layout.count());
         assert_eq!(zero.grad_slots, zero.layout.count(), "a strong baseline: a gradient never waits for a slot");
-        let ours = of(Strategy::Superoffload);
-        assert!(!ours.barrier && ours.techniques.stv == cfg!(feature = "stv"));
-        assert_eq!(ours.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
-        assert_eq!(ours.layout.offloaded() < ours.layout.count(), cfg!(feature = "repartition"));
+        let plan = of(Strategy::Superoffload);
+        assert!(!plan.barrier && plan.techniques.stv == cfg!(feature = "stv"));
+        assert_eq!(plan.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
+        assert_eq!(plan.layout.offloaded() < plan.layout.count(), cfg!(feature = "repartition"));
     }
 
     #[test]

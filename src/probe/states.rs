@@ -21,7 +21,7 @@ const PARAM_BYTES: usize = 12 + 2 * 2 + 2;
 /// Ratio of the state's size to that of the last-level caches.
 const CACHES: usize = 4;
 /// The state uses at most one part in this many of the free memory.
-const FREE_SHARE: usize = 8;
+const FREE_ONE_IN: usize = 8;
 /// Bounds of the parameters of a bucket.
 const PARAMS_MIN: usize = 1 << 20;
 const PARAMS_MAX: usize = 48 << 20;
@@ -106,7 +106,7 @@ fn bucket_params(topology: &Topology) -> usize {
     let level = topology.caches.iter().map(|cache| cache.level).max();
     let caches = topology.caches.iter().filter(|cache| Some(cache.level) == level).filter_map(|cache| cache.bytes).sum::<u64>() as usize;
     let caches = if caches == 0 { CACHE_BYTES } else { caches };
-    let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_SHARE;
+    let free = topology.memory_usable_bytes().map_or(usize::MAX, |bytes| bytes as usize) / FREE_ONE_IN;
     let wanted = CACHES * caches / (12 * BUCKETS);
     // With hardly any free memory there is still one bucket. Workers without work would never end the measurement.
     wanted.clamp(PARAMS_MIN, PARAMS_MAX).min(free / (PARAM_BYTES * BUCKETS)).max(1).next_multiple_of(PARAMS_MIN)

@@ -3,6 +3,7 @@
 
 use crate::disk::{Dir, OwnMark, OwnedName};
 use crate::error::{Error, Result};
+use crate::units::counted;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -123,7 +124,7 @@ struct CopiedLog {
 impl CopiedLog {
     fn in_words(&self, step: u64, path: &Path) -> Vec<String> {
         let path = path.display();
-        let damaged = (self.damaged > 0).then(|| format!("{path}: {} lines are damaged and were left out", self.damaged));
+        let damaged = (self.damaged > 0).then(|| format!("{path}: {} left out", counted(self.damaged, "damaged line")));
         let missing = (self.last < step).then(|| format!("{path}: lines of steps {} to {step} are missing", self.last + 1));
         damaged.into_iter().chain(missing).collect()
     }

@@ -117,7 +117,7 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
     let changes = identity::changes(then, &now);
     accept_changes(settings, &changes, observer)?;
     let position = position_in(settings, saved, sequences, observer)?;
-    tell_changed_settings(&settings_now, &trainer.settings, observer);
+    log_changed_settings(&settings_now, &trainer.settings, observer);
     let run = identity::continued(recorded, now, trainer.step, &changes);
     Ok(Accepted { position, history, run, loaded })
 }
@@ -199,8 +199,8 @@ fn position_in(settings: &Settings, saved: SavedPosition, sequences: usize, obse
 }
 
 /// Other settings may change, and a person should know which.
-fn tell_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) {
-    for key in OnResume::Told.keys() {
+fn log_changed_settings(now: &Value, then: &Value, observer: &mut dyn Observer) {
+    for key in OnResume::Logged.keys() {
         if then[key] != now[key] {
             observer.warn(&describe::changed(key, &then[key], &now[key]));
         }
@@ -319,7 +319,7 @@ mod tests {
             let (accepted, messages) = resumed(&path, &[], SEQUENCES, run());
             let refused = accepted.err().map(|error| error.to_string());
             match key.on_resume {
-                OnResume::Told => {
+                OnResume::Logged => {
                     assert!(refused.is_none() && messages.len() == 1 && messages[0].starts_with(&flag), "{flag}: {messages:?}")
                 }
                 OnResume::Order => assert!(refused.is_some_and(|refused| refused.starts_with(&flag)), "{flag}"),
@@ -338,10 +338,10 @@ mod tests {
         forge(&path, &older);
         let saved = checkpoint::open(&path).unwrap().manifest().trainer.settings.clone();
         let settled = |packing| packing::settle(&Settings { packing, ..settings(&[]) }, Some(&saved), &mut |_| ()).unwrap();
-        let goes_on =
+        let resumes =
             |packing| accept(checkpoint::open(&path).unwrap(), &settled(packing), SEQUENCES, run(), &mut RecordingObserver::default());
-        assert!(goes_on(Packing::Auto).is_ok() && goes_on(Packing::Wrapped).is_ok());
-        let refused = goes_on(Packing::Bfd).err().unwrap().to_string();
+        assert!(resumes(Packing::Auto).is_ok() && resumes(Packing::Wrapped).is_ok());
+        let refused = resumes(Packing::Bfd).err().unwrap().to_string();
         assert!(refused.starts_with("--packing: packing was \"wrapped\"") && refused.contains("is \"bfd\" now"), "{refused}");
     }
 

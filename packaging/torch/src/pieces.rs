@@ -37,15 +37,15 @@ pub(crate) struct Request {
 
 impl Request {
     pub(crate) fn new(tensors: Vec<Tensor>, kernels: AdamKernels) -> Self {
-        let (mut parts, mut pieces, mut partials, mut room) = (Vec::new(), Vec::new(), 0, 0);
+        let (mut parts, mut pieces, mut partials, mut left) = (Vec::new(), Vec::new(), 0, 0);
         for (tensor, elems) in tensors.iter().map(|tensor| tensor.elems).enumerate() {
             for start in (0..elems).step_by(PIECE_ELEMS) {
                 let elems = start..elems.min(start + PIECE_ELEMS);
-                if elems.len() > room {
+                if elems.len() > left {
                     pieces.push(parts.len()..parts.len());
-                    room = PIECE_ELEMS;
+                    left = PIECE_ELEMS;
                 }
-                room -= elems.len();
+                left -= elems.len();
                 let blocks = elems.len().div_ceil(BLOCK);
                 parts.push(Part { tensor, elems, first_partial: partials });
                 partials += blocks;

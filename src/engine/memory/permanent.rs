@@ -47,10 +47,10 @@ impl Memory {
             }
         }
         for DeviceState { local, params, .. } in &self.states.device {
-            let mut room = vec![0.0; PIECE_ELEMS.min(params.elems())];
+            let mut buffer = vec![0.0; PIECE_ELEMS.min(params.elems())];
             for (flat, start) in slices.pieces(local.clone()) {
                 for piece in (0..flat.len()).step_by(PIECE_ELEMS) {
-                    let part = &mut room[..PIECE_ELEMS.min(flat.len() - piece)];
+                    let part = &mut buffer[..PIECE_ELEMS.min(flat.len() - piece)];
                     init_flat(table, seed, flat.start + piece, part, threads)?;
                     self.bounce_buffer.upload((dev, host), part, params.slice(start - local.start + piece, part.len()))?;
                 }

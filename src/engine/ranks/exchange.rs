@@ -1,4 +1,4 @@
-//! Exchange between ranks: gradients are summed over the gradient shares of a step (parts of its micro-batches, `--gradient-shares`), and
+//! Exchange between ranks: gradients are summed over the partial sums of a step (parts of its micro-batches, `--gradient-shares`), and
 //! each rank receives new weights from their owners. The driver calls these methods in its loop and from `pump`. Methods poll, unless their
 //! documentation says that they wait. [`SingleRank`] is the implementation for one device, `peer_exchange.rs` for several ranks.
 
@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// Arguments of an order.
 pub(crate) type OrderWords = [u64; ORDER_WORDS];
 
-/// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one share.
+/// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one partial sum.
 pub(crate) trait Exchange<D: Kernels> {
     /// The stream that computes sums and everything after them until the gradient leaves.
     fn sums_on(&self) -> Stream;
@@ -109,12 +109,12 @@ pub(crate) trait Exchange<D: Kernels> {
     ///
     /// # Errors
     /// Errors of the device.
-    fn take_over(&mut self, _dev: &mut D, _model: &Model, _what: (Handover, usize)) -> Result<()> {
+    fn take_over(&mut self, _dev: &mut D, _model: &Model, _handover: (Handover, usize)) -> Result<()> {
         Ok(())
     }
 
-    /// The gradient of this round's share of `bucket` is enqueued, in the flat `grads`. Returns true if it is the gradient of the whole
-    /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
+    /// The gradient of this round's partial sum of `bucket` is enqueued, in the flat `grads`. Returns true if it is the gradient of the
+    /// whole step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 
     /// Enqueues the sums with all parts available. Returns a bucket when its gradient of the whole step is enqueued.
@@ -146,17 +146,17 @@ pub(crate) trait Exchange<D: Kernels> {
     /// Adds the next partial sums of the norm, in the local order.
     fn add_norm_partials(&mut self, norm_partials: &[f32]);
 
-    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its shares.
+    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its partial sums.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
 
     /// The merged outcome of `step` over all ranks, once it is known. Poll it until then.
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
 
-    /// Publishes the losses of this rank's shares outside of a step.
+    /// Publishes the losses of this rank's partial sums outside of a step.
     fn publish_losses(&mut self, losses: &[f32]);
 
-    /// Sum of the losses that were published last, in the order of shares. With several ranks, it is valid after all have completed their
-    /// orders.
+    /// Sum of the losses that were published last, in the order of partial sums. With several ranks, it is valid after all have completed
+    /// their orders.
     fn losses(&self) -> f64;
 
     /// Begins the next version of the weights: the weights of every bucket will change.
@@ -348,12 +348,12 @@ pub(crate) trait Exchange<D: Kernels> {
     }
 
     /// On rank 0, takes the buffer for a micro-batch of other ranks.
-    fn room(&mut self) -> Vec<i32> {
+    fn word_buffer(&mut self) -> Vec<i32> {
         Vec::new()
     }
 
     /// Returns the buffer.
-    fn keep_room(&mut self, _room: Vec<i32>) {}
+    fn return_word_buffer(&mut self, _word_buffer: Vec<i32>) {}
 
     /// Sends a part of a micro-batch to its rank.
     fn send_part(&mut self, _part: usize, _words: &mut dyn Iterator<Item = &[i32]>) {}
@@ -377,14 +377,14 @@ pub(crate) trait Exchange<D: Kernels> {
 #[derive(Debug)]
 pub(crate) struct SingleRank {
     slices: Slices,
-    /// Sums of the shares' gradients so far, if a step has several shares.
+    /// Sums of the partial sums' gradients so far, if a step has several partial sums.
     sums: Option<PartialSums>,
     partial_sums: usize,
-    /// Index of the current share.
+    /// Index of the current partial sum.
     partial_sum: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
-    /// Sum of the shares' losses that were published last.
+    /// Sum of the partial sums' losses that were published last.
     losses: f64,
 }
 

@@ -3,9 +3,9 @@
 //! a rank exchanges them with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the
 //! other local ranks, which pull them from it.
 //!
-//! If the local ranks compute a whole group of shares in each round, its sum is computed within the process first: each rank pulls the
-//! slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the process,
-//! to the inter-node peers.
+//! If the local ranks compute a whole group of partial sums in each round, its sum is computed within the process first: each rank pulls
+//! the slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the
+//! process, to the inter-node peers.
 //!
 //! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect. So a rank records an event before it
 //! publishes it, and its peers enqueue a wait only afterwards.
@@ -81,11 +81,11 @@ pub(crate) struct PeerExchange<C> {
     /// Groups are first summed within this process.
     is_grouped: bool,
     rounds: u64,
-    /// Micro-batches of a share, ranks with a part of each micro-batch, and words of a part.
+    /// Micro-batches of a partial sum, ranks with a part of each micro-batch, and words of a part.
     per_partial_sum: usize,
     sequence_ranks: usize,
     batch_words: usize,
-    room: Vec<i32>,
+    word_buffer: Vec<i32>,
     /// Number of buckets, over all rounds, that were written; have their group's sum, if groups are summed here; were exchanged over NCCL;
     /// were summed; and have a sum that was reported to the driver.
     buckets_written: u64,
@@ -222,7 +222,7 @@ impl<C> PeerExchange<C> {
             per_partial_sum: plan.micro_batches_per_partial_sum(),
             sequence_ranks: plan.sequence_ranks,
             batch_words: plan.batch_words(),
-            room: if context.rank == 0 { vec![0; whole_words] } else { Vec::new() },
+            word_buffer: if context.rank == 0 { vec![0; whole_words] } else { Vec::new() },
             handovers: Handovers::new(dev, context.rank, plan.sequence_ranks)?,
             peers: Vec::new(),
             buckets_written: 0,
@@ -405,11 +405,11 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
     }
 
     fn is_handed_over(&self) -> bool {
-        self.handovers.is_there(&self.context.progress)
+        self.handovers.has_arrived(&self.context.progress)
     }
 
-    fn take_over(&mut self, dev: &mut D, model: &Model, what: (Handover, usize)) -> Result<()> {
-        self.handovers.pull(dev, &self.peers, model, what)
+    fn take_over(&mut self, dev: &mut D, model: &Model, handover: (Handover, usize)) -> Result<()> {
+        self.handovers.pull(dev, &self.peers, model, handover)
     }
 
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool> {
@@ -432,7 +432,7 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
         loop {
             if self.buckets_reported == self.buckets_summed {
                 // Leaves the host free for other work while the device is far behind.
-                let is_next = self.buckets_summed < self.buckets_written && self.has_parts(dev)? && dev.has_room(Stream::Reduce)?;
+                let is_next = self.buckets_summed < self.buckets_written && self.has_parts(dev)? && dev.has_capacity(Stream::Reduce)?;
                 if !is_next {
                     return Ok(None);
                 }
@@ -690,12 +690,12 @@ impl<D: Kernels + Peers> Exchange<D> for PeerExchange<D::PeerHandle> {
         (rank == self.context.rank).then_some(place)
     }
 
-    fn room(&mut self) -> Vec<i32> {
-        std::mem::take(&mut self.room)
+    fn word_buffer(&mut self) -> Vec<i32> {
+        std::mem::take(&mut self.word_buffer)
     }
 
-    fn keep_room(&mut self, room: Vec<i32>) {
-        self.room = room;
+    fn return_word_buffer(&mut self, word_buffer: Vec<i32>) {
+        self.word_buffer = word_buffer;
     }
 
     fn send_part(&mut self, part: usize, words: &mut dyn Iterator<Item = &[i32]>) {
@@ -734,13 +734,13 @@ impl<C> PeerExchange<C> {
         let (buckets, ranks) = (self.slices.layout().count(), self.context.progress.ranks());
         while self.folded.0 < buckets {
             let (bucket, rank) = self.folded;
-            let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
-            let needed = self.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
+            let peer_slices = Slices::new(self.slices.layout().clone(), rank, ranks);
+            let needed = self.steps * (peer_slices.elems() / BLOCK) as u64 + (peer_slices.local(bucket).end / BLOCK) as u64;
             let published = self.context.progress.published_norm_partials(rank);
             if published.is_some_and(|published| published < needed) {
                 return;
             }
-            let flat = if published.is_some() { theirs.global(bucket) } else { 0..0 };
+            let flat = if published.is_some() { peer_slices.global(bucket) } else { 0..0 };
             for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
                 let norm_partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
                 self.context.progress.read_norm_partials(start / BLOCK, norm_partials);

@@ -85,18 +85,18 @@ fn events<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
 
 /// Copies on a copy stream use the copy engine; copies on the compute stream use a kernel.
 fn small_copies<D: Kernels>(bench: &mut DeviceBench<'_, D>) -> Result<()> {
-    let (there, here, back) =
+    let (device, host, back) =
         (bench.timer.dev.alloc("a few numbers", FEW, Dtype::Float32)?, bench.registered(4 * FEW)?, bench.registered(4 * FEW)?);
-    fill(bench.memory, here, GRAD);
+    fill(bench.memory, host, GRAD);
     let ways = [("by the copy engine", Stream::H2d, Stream::D2h), ("by a kernel", Stream::Compute, Stream::Compute)];
-    for (who, to, from) in ways {
+    for (way, to, from) in ways {
         fill(bench.memory, back, 0f32);
         let times = bench.timer.samples(bench.sizes.seconds, |timer| {
-            let there_s = timer.seconds(|dev| dev.copy_h2d(to, here, there))?;
-            Ok(there_s + timer.seconds(|dev| dev.copy_d2h(from, there, back))?)
+            let to_device_s = timer.seconds(|dev| dev.copy_h2d(to, host, device))?;
+            Ok(to_device_s + timer.seconds(|dev| dev.copy_d2h(from, device, back))?)
         })?;
         let is_right = is_all(bench.memory, back, GRAD);
-        report(bench, &format!("64 bytes to the device and back, {who}"), is_right, &times)?;
+        report(bench, &format!("64 bytes to the device and back, {way}"), is_right, &times)?;
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ impl<C> PeerExchange<C> {
         ((nth % self.buckets()) as usize, nth / self.buckets() % self.rounds)
     }
 
-    /// The TCP transport, if each share leaves separately.
+    /// The TCP transport, if each partial sum leaves separately.
     pub(super) fn flat_sockets(&mut self) -> Option<&mut TcpTransport> {
         if self.is_grouped { None } else { self.tcp() }
     }
@@ -66,9 +66,9 @@ impl<C> PeerExchange<C> {
 
     /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; returns its destination.
     fn pull_grads<D: Peers<PeerHandle = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
-        let (theirs, place) = (&self.peers[mate], self.staged(mate, flat.len()));
-        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;
-        dev.pull(Stream::Reduce, mate, theirs.memory.grads.slice(flat.start, flat.len()), place)?;
+        let (peer, place) = (&self.peers[mate], self.staged(mate, flat.len()));
+        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;
+        dev.pull(Stream::Reduce, mate, peer.memory.grads.slice(flat.start, flat.len()), place)?;
         Ok(place)
     }
 
@@ -134,7 +134,7 @@ impl<C> PeerExchange<C> {
         Ok(())
     }
 
-    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of shares.
+    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of partial sums.
     fn sum<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
         let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);
@@ -151,8 +151,8 @@ impl<C> PeerExchange<C> {
                 match &mut self.inter_node {
                     Some(InterNode::Tcp(inter_node)) => inter_node.bring_grads(dev, rank, parts[count])?,
                     Some(InterNode::Images) => {
-                        let theirs = self.peers[rank].memory.grads.slice(flat.start, flat.len());
-                        dev.pull(Stream::Reduce, rank, theirs, parts[count])?;
+                        let peer = self.peers[rank].memory.grads.slice(flat.start, flat.len());
+                        dev.pull(Stream::Reduce, rank, peer, parts[count])?;
                     }
                     Some(InterNode::Nccl(_)) | None => {}
                 }
