@@ -65,7 +65,7 @@ pub mod dtype {
 }
 
 pub mod engine {
-    pub use crate::engine::coordinator::{Counts, GradUpdate, Update, Work};
+    pub use crate::engine::coordinator::{Counts, GradUpdate, Work};
     pub use crate::engine::evaluate::Evaluated;
     pub use crate::engine::executor::{Engine, StepReport};
     pub use crate::engine::expert_rows::ExpertLoad;
@@ -137,11 +137,12 @@ pub mod model_dir {
 }
 
 pub mod optim {
-    pub use crate::optim::StatePart;
     pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
     pub use crate::optim::moments::{Moment, Moments};
     pub use crate::optim::norm::{BLOCK, fold};
+    pub use crate::optim::optimizer::{Optimizer, Update};
     pub use crate::optim::simd::{AdamKernels, Grads, Isa, Stores, Weights};
+    pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 
 pub mod planner {

@@ -676,7 +676,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.moments.state_bytes() * plan.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.layout.elems_in(Tier::Unified).len();
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {

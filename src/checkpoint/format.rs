@@ -5,6 +5,7 @@ use crate::config::options::RunPart;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::optim::moments::Moments;
+use crate::optim::state_array::StateArrays;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -167,6 +168,11 @@ impl Manifest {
         let manifest: Self = serde_json::from_slice(json).map_err(|e| Error::format(path, e))?;
         manifest.validate().map_err(|cause| Error::format(path, cause))?;
         Ok(manifest)
+    }
+
+    /// The arrays of each tensor in `state.bin`, in order.
+    pub fn arrays(&self) -> StateArrays {
+        self.moments().arrays()
     }
 
     /// Format of m and v in `state.bin`.

@@ -16,7 +16,7 @@ use crate::config::options::FaultPhase;
 use crate::device::{EventId, Kernels, Peers};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
-use crate::optim::StatePart;
+use crate::optim::state_array::{StateArrays, StatePart};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::ProgressCounters;
 use crate::ranks::{NcclUniqueId, RankContext};
@@ -208,7 +208,7 @@ impl<D: Kernels + Peers> Engine<D> {
     /// # Errors
     /// As [`piece_of`].
     fn piece_of(&self, words: OrderWords) -> Result<(StatePart, Range<usize>)> {
-        piece_of(words, self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
+        piece_of(words, self.plan.optimizer().arrays(), self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
     }
 
     /// Receives the micro-batches that rank 0 has sent to this rank.
@@ -224,24 +224,25 @@ impl<D: Kernels + Peers> Engine<D> {
 ///
 /// # Errors
 /// `Resource` when the part or the range does not exist, or the mail buffer is too small.
-fn piece_of([part, start, elems, ..]: OrderWords, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
+fn piece_of([part, start, elems, ..]: OrderWords, arrays: StateArrays, all: usize, mail_words: usize) -> Result<(StatePart, Range<usize>)> {
     let end = start.checked_add(elems).filter(|end| *end <= all as u64 && elems <= mail_words as u64);
-    let known = usize::try_from(part).ok().and_then(|part| StatePart::ALL.get(part).copied());
     let wrong =
         || Error::resource("follow process 0", format!("there is no part {part} of the state with {elems} elements from {start} on"));
-    known.zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
+    arrays.part(part).zip(end).map(|(part, end)| (part, start as usize..end as usize)).ok_or_else(wrong)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::optim::moments::Moments;
 
     /// Orders arrive over the network, so invalid numbers must not cause a panic or an allocation.
     #[test]
     fn an_order_for_a_missing_range_is_an_error() {
-        let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], 100, 40).map_err(|e| e.to_string());
-        assert_eq!(of(1, 60, 40), Ok((StatePart::ALL[1], 60..100)));
-        let none = StatePart::ALL.len() as u64;
+        let arrays = Moments::Float32.arrays();
+        let of = |part, start, elems| piece_of([part, start, elems, 0, 0, 0], arrays, 100, 40).map_err(|e| e.to_string());
+        assert_eq!(of(1, 60, 40), Ok((StatePart::M, 60..100)));
+        let none = arrays.parts().len() as u64;
         for (part, start, elems) in
             [(none, 0, 1), (u64::MAX, 0, 1), (0, 61, 40), (0, 0, 41), (0, u64::MAX, 1), (0, 1, u64::MAX), (0, 1 << 63, 1 << 63)]
         {

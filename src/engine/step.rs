@@ -1,6 +1,6 @@
 //! One step: forward and backward of every micro-batch, the verdict, and the updates that it allows.
 
-use super::coordinator::{Counts, Event, Update};
+use super::coordinator::{Counts, Event};
 use super::counters::{Counters, Exposed};
 use super::driver_state::{DriverActivity, DriverEvent};
 use super::exchange::{Exchange, Order};
@@ -13,6 +13,7 @@ use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
+use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;

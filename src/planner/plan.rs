@@ -24,6 +24,7 @@ use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
+use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
     Balance, Rings, Workload, balances, bytes_at, counter_sizes, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
@@ -308,6 +309,11 @@ impl Plan {
             elsewhere: false,
             params: table.params(),
         })
+    }
+
+    /// The optimizer, with the formats of its state.
+    pub fn optimizer(&self) -> Optimizer {
+        Optimizer::AdamW { hyper: self.hyper, moments: self.moments }
     }
 
     /// This plan with the placements of `other`: locations of buckets, weights and activations, and numbers of slots. No bit of a result
