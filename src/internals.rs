@@ -4,7 +4,7 @@
 //! unused ones.
 
 pub mod bucket {
-    pub use crate::bucket::layout::{BucketLayout, Tier};
+    pub use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
     pub use crate::bucket::slot::Slot;
 }
 

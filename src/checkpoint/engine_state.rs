@@ -137,6 +137,7 @@ mod tests {
             seed: 0,
             data_position: Value::Null,
             speculation: Value::Null,
+            clip: Default::default(),
             settings: Value::Null,
         };
         let run = serde_json::json!({"moments": engine.plan().moments}).as_object().unwrap().clone();

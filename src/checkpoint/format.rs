@@ -4,6 +4,7 @@ use super::state_parts::StateParts;
 use crate::config::options::RunPart;
 use crate::disk;
 use crate::error::{Error, Result};
+use crate::optim::clip::ClipMemory;
 use crate::optim::moments::Moments;
 use crate::optim::state_array::StateArrays;
 use serde::{Deserialize, Serialize};
@@ -39,6 +40,9 @@ pub(crate) struct TrainerState {
     pub(crate) data_position: Value,
     /// The state of adaptive speculation, in the coordinator's own format.
     pub(crate) speculation: Value,
+    /// Values that the rule of clipping keeps from step to step.
+    #[serde(default, skip_serializing_if = "ClipMemory::is_empty")]
+    pub(crate) clip: ClipMemory,
     /// The settings of the run, for people and for comparison at resume.
     pub settings: Value,
 }

@@ -29,6 +29,7 @@ pub(super) fn trainer(step: u64) -> TrainerState {
         seed: u64::MAX,
         data_position: json!({"epoch": 1, "window": 12345}),
         speculation: json!([true, false, true]),
+        clip: Default::default(),
         settings: json!({"max_grad_norm": 0.1}),
     }
 }

@@ -16,6 +16,7 @@ use crate::config::options::FaultPhase;
 use crate::device::{EventId, Kernels, Peers};
 use crate::error::{Error, Result};
 use crate::model::shape::ModelShape;
+use crate::optim::clip::ClipMemory;
 use crate::optim::state_array::{StateArrays, StatePart};
 use crate::planner::plan::Plan;
 use crate::ranks::progress::ProgressCounters;
@@ -179,7 +180,8 @@ impl<D: Kernels + Peers> Engine<D> {
             Order::Resume => {
                 let mut loss_scale = LossScale::new(self.plan.dtype);
                 loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
-                self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]))
+                let clip_memory = self.sent_clip_memory(words[5])?;
+                self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]), clip_memory)
             }
             Order::Write => {
                 let (part, flat) = self.piece_of(words)?;
@@ -209,6 +211,21 @@ impl<D: Kernels + Peers> Engine<D> {
     /// As [`piece_of`].
     fn piece_of(&self, words: OrderWords) -> Result<(StatePart, Range<usize>)> {
         piece_of(words, self.plan.optimizer().arrays(), self.exchange.slices().layout().flat_elems(), self.exchange.mail_words())
+    }
+
+    /// The `count` values in the mail buffer that the rule of clipping keeps.
+    ///
+    /// # Errors
+    /// `Resource` if the rule of this rank keeps another number of values.
+    fn sent_clip_memory(&self, count: u64) -> Result<ClipMemory> {
+        let kept = self.clip_memory.values().len();
+        if count != kept as u64 {
+            let cause = format!("it has {count} values of the rule of clipping, and the rule keeps {kept} here");
+            return Err(Error::resource("follow process 0", cause));
+        }
+        let mut values = vec![0.0; kept];
+        self.exchange.mail(0, &mut values);
+        Ok(ClipMemory::of(values))
     }
 
     /// Receives the micro-batches that rank 0 has sent to this rank.

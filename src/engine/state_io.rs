@@ -13,8 +13,8 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::model::tensors::Module;
 use crate::optim::CHUNK_BYTES;
-use crate::optim::state_array::StatePart;
 use crate::optim::moments::{Rounding, rounding_key};
+use crate::optim::state_array::StatePart;
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {

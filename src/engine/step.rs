@@ -441,10 +441,10 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
+    fn judge(&mut self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
         let StepOutcome { norm_sq, nonfinite, loss } = outcome;
         let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
-        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.clip(), &mut self.clip_memory);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
         StepReport {
             loss,

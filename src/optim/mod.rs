@@ -5,6 +5,7 @@
 //! same bits by [`lifted`] arithmetic.
 
 pub(crate) mod adam;
+pub(crate) mod clip;
 pub(crate) mod host_passes;
 mod lifted;
 mod lifted_step;

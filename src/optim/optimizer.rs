@@ -24,6 +24,13 @@ impl Optimizer {
             Self::AdamW { moments, .. } => moments.arrays(),
         }
     }
+
+    /// Whether a step needs whole tensors, so that no bucket may hold a part of one.
+    pub const fn needs_whole_tensors(&self) -> bool {
+        match self {
+            Self::AdamW { .. } => false,
+        }
+    }
 }
 
 /// One application of a gradient: optimizer step, learning rate and gradient scale.

@@ -389,8 +389,10 @@ pub(super) fn sums_within(group: usize, (ranks, processes): (usize, usize)) -> b
 
 /// Elements of gradient sums on the host, and of the device buffers through which they pass.
 pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2] {
-    let elems = if sums_on_host { layout.offloaded_elems() } else { 0 };
-    [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
+    if !sums_on_host {
+        return [0, 0];
+    }
+    [layout.offloaded_elems(), SUM_PLACES.min(layout.offloaded()) * layout.bucket_elems()]
 }
 
 /// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient
