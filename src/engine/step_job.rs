@@ -3,8 +3,8 @@
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
-use crate::engine::coordinator::{GradUpdate, Work};
 use crate::engine::late_rows::{PackedRows, RowPart};
+use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::optim::host_passes::{AdamWPasses, HostPasses};

@@ -1,0 +1,220 @@
+//! Optimizer state of one rank in its local order: the tier of each bucket, and moves between tiers. The host holds the first buckets, the
+//! device the last.
+
+use super::bounce_buffer::BounceBuffer;
+use crate::bucket::layout::Tier;
+use crate::bucket::slices::Slices;
+use crate::device::{Device, DeviceSlice, Sides};
+use crate::engine::step_job::HostState;
+use crate::error::Result;
+use crate::host::pinned::HostMemory;
+use crate::optim::moments::Rounding;
+use crate::optim::state_array::{PerArray, StateArray, StateArrays, StatePart};
+use std::ops::Range;
+
+/// State of a bucket that the device steps.
+#[derive(Clone, Debug)]
+pub(in crate::engine) struct DeviceState {
+    /// Local range of the state.
+    pub(in crate::engine) local: Range<usize>,
+    pub(in crate::engine) arrays: PerArray<DeviceSlice>,
+}
+
+impl DeviceState {
+    fn new<D: Device>(dev: &mut D, arrays: StateArrays, tier: Tier, local: Range<usize>) -> Result<Self> {
+        let alloc = |array: &StateArray| match tier {
+            Tier::Unified => dev.alloc_unified(&format!("paged {}", array.name), local.len(), array.dtype),
+            Tier::Host | Tier::Device => dev.alloc(&format!("resident {}", array.name), local.len(), array.dtype),
+        };
+        let arrays = PerArray::try_new(arrays, alloc)?;
+        Ok(Self { local, arrays })
+    }
+
+    /// The part within a local range, if any.
+    fn part(&self, local: &Range<usize>) -> Option<Self> {
+        let common = local.start.max(self.local.start)..local.end.min(self.local.end);
+        let part = |_, whole: DeviceSlice| whole.slice(common.start - self.local.start, common.len());
+        (!common.is_empty()).then(|| Self { arrays: self.arrays.map(part), local: common.clone() })
+    }
+}
+
+/// The state of all buckets.
+#[derive(Debug)]
+pub(in crate::engine) struct StateTiers {
+    arrays: StateArrays,
+    /// Pieces of whole buckets in order, from the first bucket on. There are several after buckets were moved from the device.
+    host: Vec<HostState>,
+    /// By bucket, after the buckets of the host.
+    pub(in crate::engine) device: Vec<DeviceState>,
+}
+
+impl StateTiers {
+    pub(in crate::engine) fn new<D: Device>(arrays: StateArrays, slices: &Slices, (dev, host): Sides<'_, D>) -> Result<Self> {
+        let (layout, on_host) = (slices.layout(), slices.elems_in(Tier::Host));
+        let state = |bucket| DeviceState::new(dev, arrays, layout.tier(bucket), slices.local(bucket));
+        let device = (layout.offloaded()..layout.count()).map(state).collect::<Result<_>>()?;
+        let host = if on_host.is_empty() { Vec::new() } else { vec![host_state(host, arrays, on_host, slices)?] };
+        Ok(Self { arrays, host, device })
+    }
+
+    /// Number of elements on the host.
+    pub(in crate::engine) fn host_elems(&self) -> usize {
+        self.host.last().map_or(0, HostState::end)
+    }
+
+    /// The host's state of a local range of one bucket.
+    ///
+    /// # Panics
+    /// If it is not on the host.
+    pub(in crate::engine) fn on_host(&self, local: &Range<usize>) -> HostState {
+        let piece = self.host.iter().find(|state| state.first <= local.start && local.end <= state.end());
+        // The range may be empty: a short bucket has fewer blocks than there are ranks.
+        piece.expect("a bucket that the pool steps").slice(local)
+    }
+
+    /// The device's state of a local range of one bucket.
+    ///
+    /// # Panics
+    /// If it is not on the device.
+    pub(in crate::engine) fn on_device(&self, local: &Range<usize>) -> DeviceState {
+        let before = self.device.partition_point(|state| state.local.end <= local.start);
+        self.device.get(before).and_then(|state| state.part(local)).expect("a bucket that the device steps")
+    }
+
+    /// The parts of a local range that are on the host.
+    pub(in crate::engine) fn host_parts(&self, local: &Range<usize>) -> impl Iterator<Item = HostState> {
+        self.host.iter().filter_map(|state| state.part(local))
+    }
+
+    /// Writes values from local element `start` on, rounded by `rounding`. No job may be running.
+    pub(in crate::engine) fn write<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        part: StatePart,
+        start: usize,
+        source: &[f32],
+        rounding: Rounding,
+    ) -> Result<()> {
+        let local = start..start + source.len();
+        let array = &self.arrays[part];
+        let store = |from: usize, to: &mut [u8]| {
+            let values = &source[from..][..to.len() / array.bytes(1)];
+            array.store(values, rounding.behind(from), to);
+        };
+        for state in self.host_parts(&local) {
+            store(state.first - start, host.lend_mut(state.arrays[part]));
+        }
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
+            let from = state.local.start - start;
+            bounce_buffer.fill((dev, host), state.arrays[part], |elems, to| store(from + elems.start, to))?;
+        }
+        Ok(())
+    }
+
+    /// Reads state from local element `start` on. No job may be running.
+    pub(in crate::engine) fn read<D: Device>(
+        &self,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+        part: StatePart,
+        start: usize,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let (local, array) = (start..start + out.len(), &self.arrays[part]);
+        for state in self.host_parts(&local) {
+            let memory = state.arrays[part];
+            array.load(&mut out[state.first - start..state.end() - start], |bytes| {
+                bytes.copy_from_slice(host.lend(memory));
+                Ok(())
+            })?;
+        }
+        for state in self.device.iter().filter_map(|state| state.part(&local)) {
+            let memory = state.arrays[part];
+            let out = &mut out[state.local.start - start..][..memory.elems()];
+            array.load(out, |bytes| bounce_buffer.download((dev, host), memory, bytes))?;
+        }
+        Ok(())
+    }
+
+    /// Moves buckets from the device to the host if `slices` has them there. No job may be running.
+    ///
+    /// # Errors
+    /// `Resource` when host memory is not available; errors of the device. No bucket is moved then.
+    pub(in crate::engine) fn bring_to_host<D: Device>(
+        &mut self,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<()> {
+        let coming = self.host_elems()..slices.elems_in(Tier::Host).end;
+        if coming.is_empty() {
+            return Ok(());
+        }
+        let piece = host_state(host, self.arrays, coming.clone(), slices)?;
+        let count = self.device.partition_point(|state| state.local.end <= coming.end);
+        // A rank may own nothing of a short bucket.
+        for state in self.device[..count].iter().filter(|state| !state.local.is_empty()) {
+            let targets = piece.part(&state.local).expect("a part of the incoming data").arrays;
+            for (source, target) in state.arrays.into_iter().zip(targets) {
+                bounce_buffer.to_host((dev, host), source, target)?;
+            }
+        }
+        self.host.push(piece);
+        self.device.drain(..count).flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))
+    }
+
+    /// Moves buckets from the host to the device if `slices` has them there. No job may be running.
+    ///
+    /// # Errors
+    /// `Resource` when device memory is not available; errors of the device. No bucket is moved then.
+    pub(in crate::engine) fn send_to_device<D: Device>(
+        &mut self,
+        slices: &Slices,
+        (dev, host): Sides<'_, D>,
+        bounce_buffer: &BounceBuffer,
+    ) -> Result<()> {
+        let kept = slices.elems_in(Tier::Host).end;
+        let going = (0..slices.layout().count()).map(|bucket| slices.local(bucket));
+        let going = going.filter(|local| (kept..self.host_elems()).contains(&local.start));
+        let mut sent = Vec::new();
+        let taken = going.into_iter().try_for_each(|local| {
+            sent.push(DeviceState::new(dev, self.arrays, Tier::Device, local)?);
+            Ok(())
+        });
+        let copied = taken.and_then(|()| {
+            let arrays = |state: &DeviceState| self.on_host(&state.local).arrays.into_iter().zip(state.arrays);
+            let mut copies = sent.iter().flat_map(arrays);
+            copies.try_for_each(|(source, target)| bounce_buffer.to_device((dev, host), source, target))
+        });
+        if let Err(error) = copied {
+            sent.iter().flat_map(|state| state.arrays).try_for_each(|memory| dev.free(memory))?;
+            return Err(error);
+        }
+        self.device.splice(..0, sent);
+        self.keep_on_host(kept, host);
+        Ok(())
+    }
+
+    /// Frees the host's state after its first `kept` elements.
+    fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
+        for state in self.host.iter_mut().filter(|state| state.end() > kept) {
+            let left = state.slice(&(state.first..kept.max(state.first)));
+            state.arrays.into_iter().zip(left.arrays).for_each(|(memory, left)| host.give_back(memory.addr(), left.bytes()));
+            *state = left;
+        }
+        self.host.retain(|state| state.end() > state.first);
+    }
+}
+
+/// Allocates host memory for the state of the local range `local`, which consists of whole buckets.
+fn host_state(host: &mut HostMemory, list: StateArrays, local: Range<usize>, slices: &Slices) -> Result<HostState> {
+    let (period_elems, mut taken) = (slices.slice_elems().min(local.len()), Vec::new());
+    let arrays = PerArray::try_new(list, |array| {
+        let memory = host.alloc_periodic(array.name, array.bytes(local.len()), array.bytes(period_elems))?;
+        taken.push(memory);
+        Ok(memory)
+    });
+    let arrays = arrays.inspect_err(|_| taken.iter().for_each(|memory| host.give_back(memory.addr(), 0)))?;
+    Ok(HostState { first: local.start, list, arrays })
+}
