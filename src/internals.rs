@@ -140,10 +140,11 @@ pub mod model_dir {
 pub mod optim {
     pub use crate::optim::adam::{AdamConsts, AdamElement, AdamHyper, AdamState, AdamStep};
     pub use crate::optim::clip::{ClipMemory, ClipRule};
+    pub use crate::optim::formats::{Grads, Weights};
     pub use crate::optim::moments::{Moment, Moments};
     pub use crate::optim::norm::{BLOCK, fold};
     pub use crate::optim::optimizer::{Optimizer, Update};
-    pub use crate::optim::simd::{AdamKernels, Grads, Isa, Stores, Weights};
+    pub use crate::optim::simd::{AdamKernels, Isa, Stores};
     pub use crate::optim::state_array::{StateArrays, StatePart};
 }
 

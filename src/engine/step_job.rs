@@ -7,12 +7,11 @@ use crate::engine::late_rows::{PackedRows, RowPart};
 use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
-use crate::optim::host_passes::{AdamWPasses, HostPasses};
-use crate::optim::moments::Moments;
+use crate::optim::formats::{Grads, Weights};
+use crate::optim::host_passes::{HostPasses, UseHostPasses};
 use crate::optim::optimizer::Optimizer;
-use crate::optim::simd::{AdamKernels, Grads, Weights};
+use crate::optim::simd::AdamKernels;
 use crate::optim::state_array::{PerArray, StateArrays, StatePart};
-use half::bf16;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -155,17 +154,20 @@ unsafe impl Job for StepJob {
     unsafe fn run(&self, piece: usize) {
         let start = piece * self.piece_elems();
         let end = (start + self.piece_elems()).min(self.elems());
-        let kernels = self.memory.kernels;
-        match self.memory.optimizer {
-            // SAFETY: the range belongs to this piece, which the caller runs on one thread only.
-            Optimizer::AdamW { hyper, moments: Moments::Float32 } => unsafe {
-                self.run_piece(AdamWPasses::<f32>::new(kernels, hyper), start..end);
-            },
-            // SAFETY: as above.
-            Optimizer::AdamW { hyper, moments: Moments::Bfloat16 } => unsafe {
-                self.run_piece(AdamWPasses::<bf16>::new(kernels, hyper), start..end);
-            },
-        }
+        self.memory.optimizer.with_host_passes(self.memory.kernels, JobPiece { job: self, piece: start..end });
+    }
+}
+
+/// A piece of a job that its thread runs.
+struct JobPiece<'a> {
+    job: &'a StepJob,
+    piece: Range<usize>,
+}
+
+impl UseHostPasses for JobPiece<'_> {
+    fn use_passes(self, passes: impl HostPasses) {
+        // SAFETY: only `StepJob::run` makes such a piece, and its caller runs a piece on one thread only.
+        unsafe { self.job.run_piece(passes, self.piece) }
     }
 }
 

@@ -4,10 +4,12 @@
 //! elements are inside the passes.
 
 use crate::optim::adam::{AdamConsts, AdamHyper, AdamState, AdamStep};
-use crate::optim::moments::Moment;
-use crate::optim::optimizer::Update;
-use crate::optim::simd::{AdamKernels, Grads, Weights};
+use crate::optim::formats::{Grads, Weights};
+use crate::optim::moments::{Moment, Moments};
+use crate::optim::optimizer::{Optimizer, Update};
+use crate::optim::simd::AdamKernels;
 use crate::optim::state_array::PerArray;
+use half::bf16;
 use std::marker::PhantomData;
 
 /// The passes of an optimizer. `decay` is the rule of weight decay of the part: a part has one rule.
@@ -48,16 +50,31 @@ pub(crate) trait HostPasses: Copy {
     fn emit(self, state: &Self::State<'_>, out: Weights<'_>);
 }
 
+/// Work on the passes of an optimizer that is known at run time: see [`Optimizer::with_host_passes`].
+pub(crate) trait UseHostPasses {
+    fn use_passes(self, passes: impl HostPasses);
+}
+
+impl Optimizer {
+    /// Gives the passes of this optimizer to `user`, compiled for the formats of its state.
+    pub(crate) fn with_host_passes(&self, kernels: AdamKernels, user: impl UseHostPasses) {
+        match *self {
+            Self::AdamW { hyper, moments: Moments::Float32 } => user.use_passes(AdamWPasses::<f32>::new(kernels, hyper)),
+            Self::AdamW { hyper, moments: Moments::Bfloat16 } => user.use_passes(AdamWPasses::<bf16>::new(kernels, hyper)),
+        }
+    }
+}
+
 /// The passes of AdamW with moments in the format `M`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct AdamWPasses<M> {
+struct AdamWPasses<M> {
     kernels: AdamKernels,
     hyper: AdamHyper,
     moments: PhantomData<M>,
 }
 
 impl<M> AdamWPasses<M> {
-    pub(crate) fn new(kernels: AdamKernels, hyper: AdamHyper) -> Self {
+    fn new(kernels: AdamKernels, hyper: AdamHyper) -> Self {
         Self { kernels, hyper, moments: PhantomData }
     }
 }

@@ -6,6 +6,7 @@
 
 pub(crate) mod adam;
 pub(crate) mod clip;
+pub(crate) mod formats;
 pub(crate) mod host_passes;
 mod lifted;
 mod lifted_step;

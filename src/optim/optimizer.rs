@@ -18,6 +18,13 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
+    /// Name in messages.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::AdamW { .. } => "AdamW",
+        }
+    }
+
     /// The arrays of the state.
     pub const fn arrays(&self) -> StateArrays {
         match self {

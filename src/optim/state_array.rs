@@ -233,3 +233,52 @@ impl<T> Index<StatePart> for PerArray<T> {
         self.values[part.0].as_ref().expect("an array of the optimizer's state")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+    use crate::optim::moments::Moments;
+
+    /// An optimizer with a single moment.
+    const MOMENTUM: [StateArray; 2] = [
+        StateArray::PARAMS,
+        StateArray { name: "momentum", dtype: Dtype::Bfloat16, rounding: ArrayRounding::Nearest, is_nonnegative: false },
+    ];
+
+    #[test]
+    fn bytes_and_places_of_a_state_follow_from_its_list() {
+        let lists = [Moments::Float32.arrays(), Moments::Bfloat16.arrays(), StateArrays::new(&MOMENTUM)];
+        assert_eq!(lists.map(|list| (list.state_bytes(), list.narrowest_bytes())), [(12, 4), (8, 2), (6, 2)]);
+        let places = |list: StateArrays| list.parts().map(|part| list.offset(part, 10)).collect::<Vec<_>>();
+        assert_eq!(lists.map(places), [vec![0, 40, 80], vec![0, 40, 60], vec![0, 40]]);
+        for list in lists {
+            let end: usize = list.parts().map(|part| list[part].bytes(10)).sum();
+            assert_eq!((list.bytes(10), list.bytes(10)), (end, 10 * list.state_bytes()));
+            let parts: Vec<_> = list.parts().collect();
+            assert_eq!((0..4).map_while(|index| list.part(index)).collect::<Vec<_>>(), parts);
+        }
+        assert_eq!(lists[2].part(u64::MAX), None);
+    }
+
+    #[test]
+    fn values_by_array_keep_their_order_and_stop_at_the_first_error() {
+        let list = StateArrays::new(&MOMENTUM);
+        let names = PerArray::try_new(list, |array| Ok(array.name)).unwrap();
+        assert_eq!((names.into_array(), names[StatePart::PARAMS]), (["parameters", "momentum"], "parameters"));
+        let lengths = names.map(|part, name| (part.index(), name.len()));
+        assert_eq!(lengths.into_iter().collect::<Vec<_>>(), [(0, 10), (1, 8)]);
+        let mut made = 0;
+        let failed = PerArray::try_new(list, |_| {
+            made += 1;
+            Err::<(), _>(Error::usage("full"))
+        });
+        assert!(failed.is_err() && made == 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "more arrays than 2")]
+    fn the_code_of_one_optimizer_does_not_take_the_state_of_another() {
+        let [_, _] = PerArray::from([1, 2, 3]).into_array();
+    }
+}

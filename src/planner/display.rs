@@ -145,7 +145,13 @@ impl Plan {
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)
+        writeln!(
+            f,
+            "  optimizer   {} on {} threads, {isa}{moments}; clip above {}",
+            self.optimizer().name(),
+            self.threads,
+            self.max_grad_norm
+        )
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.
