@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::json;
 use std::cell::Cell;
-use superoffload::internals::bucket::{BucketLayout, Tier};
+use std::collections::HashSet;
+use superoffload::internals::bucket::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 #[cfg(feature = "stv")]
 use superoffload::internals::data::{Batch, Batches};
 use superoffload::internals::device::Kernels;
@@ -64,6 +65,8 @@ struct Way {
     sums_on_host: bool,
     /// Whether rows of a tied embedding leave early, where possible.
     early: bool,
+    /// Whether every bucket holds whole tensors.
+    whole_tensors: bool,
 }
 
 const STEPS: u64 = 6;
@@ -95,6 +98,7 @@ const REFERENCE: Way = Way {
     ringed: false,
     sums_on_host: false,
     early: false,
+    whole_tensors: false,
 };
 
 /// Digest, counts of bucket steps, and for each step the loss and the expert load.
@@ -107,6 +111,8 @@ thread_local! {
     static RINGED: Cell<usize> = const { Cell::new(0) };
     /// Count of runs with sums on the host.
     static SUMMED_THERE: Cell<usize> = const { Cell::new(0) };
+    /// Count of runs with buckets of at least three lengths.
+    static UNEQUAL: Cell<usize> = const { Cell::new(0) };
 }
 
 /// Runs the steps of a case on an engine with one or several devices.
@@ -179,12 +185,27 @@ fn run(case: &Case, way: &Way) -> Run {
     let early = if way.early { plan("auto", "on").ok() } else { None };
     let mut plan = sharded.or(early).unwrap_or_else(|| plan("auto", "off").unwrap());
     EARLY.with(|runs| runs.set(runs.get() + usize::from(!plan.layout.early().is_empty())));
+    if way.whole_tensors && plan.weight_ring.is_none() {
+        cut_at_tensors(&mut plan, &table, resident);
+    }
     plan.grad_ring = grad_ring(&plan, &table).filter(|_| way.ringed && case.micro_batches == 1);
     RINGED.with(|runs| runs.set(runs.get() + usize::from(plan.grad_ring.is_some())));
     plan.sums_on_host = way.sums_on_host && ranks == 1 && case.partial_sums > 1 && plan.layout.offloaded() > 0;
     SUMMED_THERE.with(|runs| runs.set(runs.get() + usize::from(plan.sums_on_host)));
     SHARDED.with(|runs| runs.set(runs.get() + usize::from(ranks > 1 && plan.weight_ring.is_some())));
     on_cpus(&plan, &shape, &Topology::this_machine(), Steps(case, way)).unwrap_or_else(|error| panic!("{error}: {case:?} {way:?}"))
+}
+
+/// Cuts the buckets of `plan` so that each holds whole tensors.
+fn cut_at_tensors(plan: &mut Plan, table: &TensorTable, resident: usize) {
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let (flat_elems, bucket_elems) = (plan.layout.flat_elems(), plan.layout.bucket_elems());
+    let away = if plan.layout.offloaded() > 0 { Tier::Host } else { Tier::Device };
+    let layout = LayoutRequest { flat_elems, bucket_elems, away, starts: BucketStarts::Tensors(&tensors) }.layout().with_resident(resident);
+    plan.grad_slots = plan.grad_slots + layout.offloaded() - plan.layout.offloaded();
+    plan.layout = layout;
+    let lengths: HashSet<usize> = (0..plan.layout.count()).map(|bucket| plan.layout.range(bucket).len()).collect();
+    UNEQUAL.with(|runs| runs.set(runs.get() + usize::from(lengths.len() > 2)));
 }
 
 fn reference(case: &Case) -> Run {
@@ -243,10 +264,10 @@ fn ways() -> impl Strategy<Value = Way> {
         prop::sample::select(without.to_vec()),
         prop::sample::select(vec!["host", "host", "device"]),
         prop::option::weighted(0.8, any::<u32>().prop_map(u64::from)),
-        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 5]>()),
+        (prop_oneof![Just(1usize), 1usize..5], any::<[bool; 6]>()),
     )
         .prop_map(|(strategy, threads, bucket_kib, slots, resident, without, cast, adversary, (ranks, more))| {
-            let [sharded, ringed, sums_on_host, evaluates, early] = more;
+            let [sharded, ringed, sums_on_host, evaluates, early, whole_tensors] = more;
             let ranks = if sums_on_host { 1 } else { ranks };
             Way {
                 strategy,
@@ -263,6 +284,7 @@ fn ways() -> impl Strategy<Value = Way> {
                 ringed,
                 sums_on_host,
                 early,
+                whole_tensors,
             }
         })
 }
@@ -360,6 +382,24 @@ fn rows_that_leave_early_change_no_bit() {
         stepped_alone += early.2;
     }
     assert!(stepped_alone > 200, "{stepped_alone}");
+}
+
+/// Buckets of whole tensors, of several lengths: on one device and on several, with a ring, with sums on the host, and with resident buckets.
+#[test]
+fn buckets_of_whole_tensors_change_no_bit() {
+    let before = UNEQUAL.get();
+    for seed in 0..24usize {
+        let (ranks, shares) = [(1, 1), (2, 2), (1, 2), (3, 3)][seed % 4];
+        let (dtype, moments, tied) = (["bfloat16", "float32"][seed / 4 % 2], moments(seed as u64), seed / 3 % 2 == 0);
+        let max_norm = [0.0, 1.7, 1e-3][seed / 4 % 3];
+        let case = Case { seed: seed as u64, layers: 3, experts: true, vocab: 300, tied, dtype, moments, max_norm, ..tiny_case(shares) };
+        let adversary = Some(seed as u64);
+        let (ringed, sums_on_host, resident) = (seed % 2 == 0, ranks == 1 && shares > 1, seed % 3);
+        let way = Way { strategy: "superoffload", bucket_kib: 16, resident, adversary, ranks, ringed, sums_on_host, ..REFERENCE };
+        let (have, want) = (run(&case, &Way { whole_tensors: true, ..way.clone() }), reference(&case));
+        assert_eq!((&have.0, &have.2), (&want.0, &want.2), "{case:?} {way:?}");
+    }
+    assert_eq!(UNEQUAL.get() - before, 24, "buckets of equal lengths test nothing");
 }
 
 /// A small model without faults, its step cut into `partial_sums` micro-batches.
@@ -599,6 +639,7 @@ fn speculations_are_kept_redone_and_undone_and_counted() {
         ringed: false,
         sums_on_host: false,
         early: false,
+        whole_tensors: false,
     };
     let (case, faults) = (tiny_case(1), vec![(3, 0.5, 0, "\"nan\"")]);
     let case = Case { max_norm: 2.21, faults, ..case };
@@ -689,7 +730,7 @@ fn paged_states_change_no_bit() {
             counts += report.counts;
             moved.push((report.counters.h2d_bytes, report.counters.d2h_bytes, report.counters.adam_elems));
         }
-        let paged_bytes = plan.moments.state_bytes() * plan.layout.elems_in(Tier::Unified).len();
+        let paged_bytes = plan.optimizer().arrays().state_bytes() * plan.layout.elems_in(Tier::Unified).len();
         (digest(&mut engine), counts, moved, paged_bytes as u64)
     };
     for seed in 0..24u64 {

@@ -100,7 +100,7 @@ impl UseEngine for Steps {
             assert_eq!(before.loss as f32, losses[step], "an evaluation of a step's data");
             if step == 0 {
                 engine.flush()?;
-                engine.read_state(StatePart::ALL[1], 0, &mut moments)?;
+                engine.read_state(StatePart::M, 0, &mut moments)?;
             }
         }
         Ok((losses, moments, digest(&mut engine)))

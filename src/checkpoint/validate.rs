@@ -4,6 +4,7 @@ use super::format::{CHUNK_BYTES, Manifest, STATE, TrainerState, moments_of};
 use crate::engine::protocol::loss_scale;
 use crate::model::weights::{COMPANION_BYTES_MAX, is_model_file_name};
 use crate::optim::moments::Moments;
+use crate::optim::state_array::StateArrays;
 use std::collections::HashSet;
 
 /// More steps than any run has. Up to here a float64 counts exactly, and sums of a few such numbers fit an u64.
@@ -24,8 +25,8 @@ impl Manifest {
             return Err(format!("moments in {moments}, which format {} does not have", self.format_version));
         }
         self.trainer.validate()?;
-        self.validate_tensors(moments.state_bytes() as u64)?;
-        self.validate_parts(moments)?;
+        self.validate_tensors(moments.arrays().state_bytes() as u64)?;
+        self.validate_parts(moments.arrays())?;
         self.validate_files()
     }
 
@@ -48,7 +49,7 @@ impl Manifest {
         Ok(())
     }
 
-    fn validate_parts(&self, moments: Moments) -> Verified {
+    fn validate_parts(&self, arrays: StateArrays) -> Verified {
         let Some(parts) = &self.parts else {
             let version = self.format_version;
             return if version < 4 { Ok(()) } else { Err(format!("format {version} without the parts of its state")) };
@@ -56,7 +57,7 @@ impl Manifest {
         if self.format_version < 4 {
             return Err(format!("parts of several processes, which format {} does not have", self.format_version));
         }
-        parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), moments)
+        parts.validate(&self.tensors.iter().map(|tensor| tensor.elems).collect::<Vec<_>>(), arrays)
     }
 
     fn validate_files(&self) -> Verified {

@@ -24,6 +24,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::clip::ClipMemory;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
@@ -96,6 +97,8 @@ pub struct Engine<D: Kernels> {
     pub(super) optimizer_step: u64,
     pub(super) train_step: u64,
     pub(super) loss_scale: LossScale,
+    /// Values that the rule of clipping keeps.
+    pub(super) clip_memory: ClipMemory,
     pub(super) reported: Counts,
     pub(super) waited_ns: u64,
     pub(super) waited_for_peers_ns: u64,
@@ -155,6 +158,7 @@ impl<D: Kernels> Engine<D> {
             exchange,
             recorder: Recorder::new("driver", plan.trace_spans),
             loss_scale: LossScale::new(plan.dtype),
+            clip_memory: plan.clip().memory(),
             modules_enqueued: 0,
             optimizer_step: 0,
             train_step: 0,
@@ -237,6 +241,11 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.history()
     }
 
+    /// Values that the rule of clipping keeps.
+    pub(crate) fn clip_memory(&self) -> &ClipMemory {
+        &self.clip_memory
+    }
+
     /// Host memory mapped by the engine.
     pub fn host_memory(&self) -> &HostMemory {
         &self.host
@@ -269,11 +278,23 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// The failure that ended another rank.
-    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
-        let words =
-            [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
-        self.lead(Order::Resume, words)?;
+    pub fn resume(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) -> Result<()> {
+        let values = clip_memory.values();
+        let (scale, good_steps) = (u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()));
+        if !values.is_empty() {
+            self.await_done()?;
+            self.exchange.post(0, values);
+        }
+        self.lead(Order::Resume, [train_step, optimizer_step, scale, good_steps, history.bits(), values.len() as u64])?;
         (self.train_step, self.optimizer_step, self.loss_scale) = (train_step, optimizer_step, loss_scale);
+        self.clip_memory = clip_memory;
         self.coordinator.set_history(history);
         Ok(())
     }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::executor::Engine;
-use super::protocol::coordinator::{Command, Event, Load, Update, Work};
+use super::protocol::coordinator::{Command, Event, Load, Work};
 use super::protocol::route::Hop;
 use super::step_job::StepJob;
 use super::watch::driver_state::DriverActivity;
@@ -16,6 +16,7 @@ use crate::host::pinned::PinnedSlice;
 use crate::host::pool::Job;
 use crate::memory::MemorySpace;
 use crate::optim::adam::{AdamConsts, AdamHyper};
+use crate::optim::optimizer::{Optimizer, Update};
 use std::ops::Range;
 
 impl<D: Kernels> Engine<D> {
@@ -167,7 +168,7 @@ impl<D: Kernels> Engine<D> {
         let state = self.memory.states.on_host(&range);
         // SAFETY: the engine drops host memory after its pool. The coordinator starts `Optimize` only when no other bucket runs, when the
         // gradients have arrived in their slot, and when the last copy from the parameter slot is complete. It gives neither slot to any
-        // other user until the pool is idle again. No copy touches the state of such a bucket, and the driver touches it only when there is
+        // other user until the pool is idle again. No copy touches the state of such a bucket, and the driver touches it only when own_flat is
         // no job (`expect_no_job`).
         let mut job = unsafe { StepJob::new(bucket, (range.clone(), flat), work, params, state, self.scratch.step.clone()) };
         if let Work::SpeculateRows(_) = work {
@@ -218,19 +219,23 @@ impl<D: Kernels> Engine<D> {
     }
 
     fn step_on_device(&mut self, flat: &Range<usize>, local: &Range<usize>, update: Update) -> Result<()> {
-        let hyper = AdamHyper { lr: update.learning_rate, ..self.plan.hyper };
         let segments = self.scratch.step.segments.clone();
         for segment in segments.iter() {
             let part = segment.range.start.max(local.start)..segment.range.end.min(local.end);
             if part.is_empty() {
                 continue;
             }
-            let state = self.memory.states.on_device(&part);
-            let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
+            let arrays = self.memory.states.on_device(&part).arrays;
             let own_flat = flat.start + part.start - local.start..flat.start + part.end - local.start;
             let (grads, out) = (self.grads(&own_flat, part.start), self.weights(&own_flat, part.start));
-            let first = own_flat.start;
-            self.dev.launch(Adam { first, params: state.params, m: state.m, v: state.v, grads, out, consts, scale: update.scale })?;
+            match self.plan.optimizer() {
+                Optimizer::AdamW { hyper, .. } => {
+                    let hyper = AdamHyper { lr: update.learning_rate, ..hyper };
+                    let consts = AdamConsts::new(&hyper, update.optimizer_step, segment.decay);
+                    let [params, m, v] = arrays.into_array();
+                    self.dev.launch(Adam { first: own_flat.start, params, m, v, grads, out, consts, scale: update.scale })?;
+                }
+            }
         }
         Ok(())
     }
@@ -238,9 +243,12 @@ impl<D: Kernels> Engine<D> {
     /// Moves a bucket's state between host and device; returns its bytes. All moves of a step are enqueued at once, so that they overlap
     /// with the steps of other buckets.
     fn page(&mut self, stream: Stream, range: &Range<usize>, space: MemorySpace) -> Result<u64> {
-        let arrays = self.memory.states.on_device(range).arrays();
-        arrays.into_iter().try_for_each(|memory| self.dev.prefetch(stream, memory, space))?;
-        Ok(arrays.map(|memory| memory.bytes() as u64).iter().sum())
+        let mut bytes = 0;
+        for memory in self.memory.states.on_device(range).arrays {
+            self.dev.prefetch(stream, memory, space)?;
+            bytes += memory.bytes() as u64;
+        }
+        Ok(bytes)
     }
 
     /// The step's gradient of `range`, which begins at `local` in the local order.

@@ -1,7 +1,7 @@
 //! One step: forward and backward of every micro-batch, the verdict, and the updates that it allows.
 
 use super::executor::{Engine, StepData, StepReport};
-use super::protocol::coordinator::{Counts, Event, Update};
+use super::protocol::coordinator::{Counts, Event};
 use super::protocol::counters::{Counters, Exposed};
 use super::protocol::route::Hop;
 use super::protocol::verdict::Verdict;
@@ -13,6 +13,7 @@ use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
+use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;
@@ -440,10 +441,10 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
+    fn judge(&mut self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
         let StepOutcome { norm_sq, nonfinite, loss } = outcome;
         let grad_norm = NormSq(norm_sq).norm(self.loss_scale.inverse());
-        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.clip(), &mut self.clip_memory);
         let (counts, exposed, loss_scale) = (Counts::default(), self.exposed, self.loss_scale.scale());
         StepReport {
             loss,

@@ -5,12 +5,12 @@
 //! [`Stores`]. On x86-64 a block with denormal moments takes a separate path: see [`lifting`].
 #![allow(unsafe_code)]
 
-use crate::dtype::{Dtype, Element};
+use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::optim::adam::{self, AdamState, AdamStep};
+use crate::optim::formats::{Grads, Weights, typed};
 use crate::optim::moments::Moment;
 use crate::optim::norm;
-use half::{bf16, f16};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -74,69 +74,6 @@ impl FromStr for Isa {
 
 fn names(isas: &[Isa]) -> String {
     isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
-}
-
-/// Gradients of a format known at run time.
-#[derive(Clone, Copy, Debug)]
-pub enum Grads<'a> {
-    /// `float32`.
-    F32(&'a [f32]),
-    /// `bfloat16`.
-    Bf16(&'a [bf16]),
-    /// `float16`.
-    F16(&'a [f16]),
-}
-
-impl<'a> Grads<'a> {
-    /// Reads `bytes` as gradients of `dtype`.
-    ///
-    /// # Panics
-    /// If `dtype` is not a float format, or `bytes` is misaligned or not a whole number of elements.
-    pub fn from_bytes(dtype: Dtype, bytes: &'a [u8]) -> Self {
-        match dtype {
-            Dtype::Float32 => Self::F32(bytemuck::cast_slice(bytes)),
-            Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice(bytes)),
-            Dtype::Float16 => Self::F16(bytemuck::cast_slice(bytes)),
-            _ => panic!("gradients must be floats of 16 or 32 bits, these are {dtype}"),
-        }
-    }
-}
-
-/// Working weights of a format known at run time, for writing.
-#[derive(Debug)]
-pub enum Weights<'a> {
-    /// `float32`.
-    F32(&'a mut [f32]),
-    /// `bfloat16`.
-    Bf16(&'a mut [bf16]),
-    /// `float16`.
-    F16(&'a mut [f16]),
-}
-
-impl<'a> Weights<'a> {
-    /// Views `bytes` as working weights of `dtype`, for writing.
-    ///
-    /// # Panics
-    /// As [`Grads::from_bytes`].
-    pub fn from_bytes(dtype: Dtype, bytes: &'a mut [u8]) -> Self {
-        match dtype {
-            Dtype::Float32 => Self::F32(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Bfloat16 => Self::Bf16(bytemuck::cast_slice_mut(bytes)),
-            Dtype::Float16 => Self::F16(bytemuck::cast_slice_mut(bytes)),
-            _ => panic!("working weights must be floats of 16 or 32 bits, these are {dtype}"),
-        }
-    }
-}
-
-/// Runs `$body` with the typed slice inside a [`Grads`] or a [`Weights`].
-macro_rules! typed {
-    ($kind:ident($slice:ident) = $value:expr => $body:expr) => {
-        match $value {
-            $kind::F32($slice) => $body,
-            $kind::Bf16($slice) => $body,
-            $kind::F16($slice) => $body,
-        }
-    };
 }
 
 /// Kind of stores with which the passes of every step write their results; it does not change the results.
@@ -515,6 +452,7 @@ mod tests {
     use super::*;
     use crate::optim::adam::{AdamConsts, AdamHyper};
     use crate::optim::samples::{assert_same, ordinary, wild};
+    use half::{bf16, f16};
 
     mod campaign;
     mod guard_pages;

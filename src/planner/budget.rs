@@ -233,7 +233,7 @@ impl Workload<'_> {
 
     /// All memory classes that are not empty.
     pub(crate) fn classes(&self, layout: &BucketLayout, rings: Rings, activations: &ActivationPlan) -> Vec<MemoryClass> {
-        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.ranks, self.moments.state_bytes());
+        let (flat, ranks, state_bytes) = (layout.flat_elems(), self.ranks, self.moments.arrays().state_bytes());
         // Only the optimizer state of a paged bucket crosses the link.
         let [offloaded, paged] = [Tier::Host, Tier::Unified].map(|tier| layout.elems_in(tier).len());
         let slices = || (0..ranks).map(|rank| Slices::new(layout.clone(), rank, ranks));
@@ -349,7 +349,8 @@ impl Workload<'_> {
     /// Device memory of the paged window. A bucket shares the first and last page of each array with its neighbours.
     fn paged_window_bytes(&self, layout: &BucketLayout) -> usize {
         let DeviceMemory::Own { addressing: Addressing::Managed, .. } = self.machine.device else { return 0 };
-        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len()) * (self.moments.state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
+        PAGED_WINDOW.min(layout.buckets_in(Tier::Unified).len())
+            * (self.moments.arrays().state_bytes() * layout.bucket_elems() + 3 * PAGE_BYTES)
     }
 }
 
@@ -388,8 +389,10 @@ pub(super) fn sums_within(group: usize, (ranks, processes): (usize, usize)) -> b
 
 /// Elements of gradient sums on the host, and of the device buffers through which they pass.
 pub(crate) fn host_sums(layout: &BucketLayout, sums_on_host: bool) -> [usize; 2] {
-    let elems = if sums_on_host { layout.offloaded_elems() } else { 0 };
-    [elems, SUM_PLACES.min(elems.div_ceil(layout.bucket_elems())) * layout.bucket_elems()]
+    if !sums_on_host {
+        return [0, 0];
+    }
+    [layout.offloaded_elems(), SUM_PLACES.min(layout.offloaded()) * layout.bucket_elems()]
 }
 
 /// Dimensions of the progress counters. Their mail holds the micro-batches of a step, or a piece of state. The tuple has a step's gradient

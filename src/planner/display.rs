@@ -145,7 +145,13 @@ impl Plan {
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let isa = if self.for_other_machine && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
-        writeln!(f, "  optimizer   AdamW on {}, {isa}{moments}; clip above {}", counted(self.threads, "thread"), self.max_grad_norm)
+        writeln!(
+            f,
+            "  optimizer   {} on {}, {isa}{moments}; clip above {}",
+            self.optimizer().name(),
+            counted(self.threads, "thread"),
+            self.max_grad_norm
+        )
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.

@@ -1,7 +1,7 @@
 //! A plan: the settings resolved for a machine, with every number that the engine needs. It is printed before step 0. Later only placements
 //! change.
 
-use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, MatmulDtype, RankFault, ResidentBuckets, Rollback, Strategy,
     Technique, TrainDtype, Transport, WeightsChoice,
@@ -22,8 +22,10 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
+use crate::optim::clip::ClipRule;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
+use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
     Balance, Rings, Workload, balances, bytes_at, counter_sizes, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
@@ -310,6 +312,16 @@ impl Plan {
         })
     }
 
+    /// The rule of clipping.
+    pub fn clip(&self) -> ClipRule {
+        ClipRule::GlobalNorm { max_norm: self.max_grad_norm }
+    }
+
+    /// The optimizer, with the formats of its state.
+    pub fn optimizer(&self) -> Optimizer {
+        optimizer(self.hyper, self.moments)
+    }
+
     /// This plan with the placements of `other`: locations of buckets, weights and activations, and numbers of slots. No bit of a result
     /// depends on them.
     ///
@@ -551,7 +563,15 @@ fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
     let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
-    BucketLayout::new(flat, bucket_bytes / dtype.bytes(), away)
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let needs_whole_tensors = optimizer(hyper(settings), settings.moments).needs_whole_tensors();
+    let starts = if needs_whole_tensors { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
+    LayoutRequest { flat_elems: flat, bucket_elems: bucket_bytes / dtype.bytes(), away, starts }.layout()
+}
+
+/// The optimizer of a run.
+fn optimizer(hyper: AdamHyper, moments: Moments) -> Optimizer {
+    Optimizer::AdamW { hyper, moments }
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
@@ -646,6 +666,10 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let (ranks, all) = (settings.ranks(), settings.ranks_in_words());
     match settings.weights {
         _ if ranks == 1 => Ok(()),
+        _ if settings.processes > 1 && !layout.is_uniform() => Err(Error::usage(format!(
+            "{all}: this optimizer needs whole tensors in a bucket, and checkpoints of several processes hold buckets of equal sizes; use \
+             --processes 1"
+        ))),
         WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with {all}: use --weights sharded"))),
         _ if layout.bucket_elems() / BLOCK < ranks => Err(Error::usage(format!(
             "{all}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",

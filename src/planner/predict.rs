@@ -88,7 +88,7 @@ impl<'a> Predictor<'a> {
         let offloaded = layout.offloaded_elems() as f64 / ranks;
         let device_elems = layout.flat_elems() as f64 / ranks - offloaded;
         // Adam reads and writes the state, reads a gradient and writes a weight.
-        let state_bytes = self.workload.moments.state_bytes();
+        let state_bytes = self.workload.moments.arrays().state_bytes();
         let adam_bytes = 2 * state_bytes + 2 * self.workload.dtype.bytes();
         let passes_s = accum * self.passes.micro_step_s(policies) + self.sums_s(layout.flat_elems());
         let adam_s = device_elems * adam_bytes as f64 / rates.device_bytes_per_s;
@@ -166,7 +166,7 @@ impl<'a> Predictor<'a> {
 
     /// Bytes per parameter of an update after the verdict: state read and written, gradient read, weight written.
     fn stepped_bytes(&self) -> usize {
-        2 * self.workload.moments.state_bytes() + 2 * self.workload.link_dtype.bytes()
+        2 * self.workload.moments.arrays().state_bytes() + 2 * self.workload.link_dtype.bytes()
     }
 
     /// Bytes per parameter of a pass that commits one update and speculates on the next, with two gradients.

@@ -3,7 +3,7 @@
 
 use crate::bucket::slot::Slot;
 use crate::dtype::Dtype;
-use crate::engine::protocol::coordinator::{GradUpdate, Update, Work};
+use crate::engine::protocol::coordinator::{GradUpdate, Work};
 use crate::engine::step_job::{HostState, Segment, SlotMemory, StepJob, StepMemory};
 use crate::error::Result;
 use crate::hardware::topology::Topology;
@@ -11,6 +11,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::host::pool::Job;
 use crate::optim::adam::AdamHyper;
 use crate::optim::moments::Moments;
+use crate::optim::optimizer::{Optimizer, Update};
 use crate::optim::simd::{AdamKernels, Isa};
 use std::sync::Arc;
 
@@ -57,18 +58,17 @@ impl States {
         };
         let state = HostState {
             first: 0,
-            moments: Moments::Float32,
-            params: state("parameters", 0.05)?,
-            m: state("m", 1e-3)?,
-            v: state("v", 1e-6)?,
+            list: Moments::Float32.arrays(),
+            arrays: [state("parameters", 0.05)?, state("m", 1e-3)?, state("v", 1e-6)?].into(),
         };
         // A zero gradient would be as slow; a NaN bit pattern might not.
         host.lend_mut(grads.memory).fill(half::bf16::from_f32(1e-3));
+        let hyper = AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let memory = StepMemory {
             grads,
             params: out,
             segments: Arc::new([Segment { range: 0..BUCKETS * params, decay: true }]),
-            hyper: AdamHyper { lr: 1e-5, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 },
+            optimizer: Optimizer::AdamW { hyper, moments: Moments::Float32 },
             kernels: AdamKernels::new(Isa::detect())?,
         };
         Ok(Self { state, memory, params })
@@ -97,7 +97,7 @@ impl States {
     }
 
     pub fn triad(&self) -> Triad {
-        let HostState { params, m, v, .. } = self.state;
+        let [params, m, v] = self.state.arrays.into_array();
         Triad { to: m, from: [params, v] }
     }
 }
@@ -202,8 +202,7 @@ mod tests {
         assert_eq!(run(states.cast(0)), 6 * states.params);
         assert!(host.lend::<u16>(states.memory.params.memory).iter().all(|&weight| weight != 0), "both buckets have weights");
         assert_eq!(run(states.triad()), 24 * states.params);
-        let HostState { params, m, v, .. } = states.state;
-        let [m, p, v] = [m, params, v].map(|array| host.lend::<f32>(array));
+        let [p, m, v] = states.state.arrays.into_array().map(|array| host.lend::<f32>(array));
         assert!((0..m.len()).all(|i| m[i] == p[i] + 3.0 * v[i]));
     }
 }

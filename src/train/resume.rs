@@ -15,6 +15,7 @@ use crate::engine::protocol::loss_scale::LossScale;
 use crate::engine::protocol::verdict::SpeculationHistory;
 use crate::error::{Error, Result};
 use crate::optim::PIECE_ELEMS;
+use crate::optim::clip::{ClipMemory, ClipRule};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
@@ -86,6 +87,7 @@ pub(super) struct Accepted {
     loaded: Loaded,
     position: DataPosition,
     history: SpeculationHistory,
+    clip_memory: ClipMemory,
     /// The run that later checkpoints record.
     pub(super) run: Run,
 }
@@ -108,6 +110,8 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
     if !history.is_possible() {
         return Err(wrong(&"speculation: more verdicts than are kept"));
     }
+    let rule = ClipRule::GlobalNorm { max_norm: settings.max_grad_norm };
+    let clip_memory = rule.resumed(&trainer.clip).map_err(|cause| wrong(&cause))?;
     let settings_now = serde_json::to_value(settings).map_err(|e| Error::usage(format!("settings: {e}")))?;
     expect_same_order(&settings_now, &packing::completed(&trainer.settings))?;
     if let missing @ [_, ..] = identity::unknown(then).as_slice() {
@@ -119,7 +123,7 @@ pub(super) fn accept(loaded: Loaded, settings: &Settings, sequences: usize, now:
     let position = position_in(settings, saved, sequences, observer)?;
     log_changed_settings(&settings_now, &trainer.settings, observer);
     let run = identity::continued(recorded, now, trainer.step, &changes);
-    Ok(Accepted { position, history, run, loaded })
+    Ok(Accepted { position, history, clip_memory, run, loaded })
 }
 
 impl Accepted {
@@ -142,7 +146,7 @@ impl Accepted {
         let mut loss_scale = LossScale::new(engine.plan().dtype);
         loss_scale.restore(trainer.loss_scale.scale, trainer.loss_scale.good_steps);
         // Before the state: moments of another format are rounded as that step rounds.
-        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history)?;
+        engine.resume(trainer.step, trainer.optimizer_step, loss_scale, self.history, self.clip_memory)?;
         engine_state::restore(engine, &mut self.loaded, PIECE_ELEMS)?;
         engine.send_weights()?;
         Ok(self.position)
@@ -252,6 +256,7 @@ mod tests {
             seed: 42,
             data_position: serde_json::to_value(SavedPosition { position, sequences: SEQUENCES }).unwrap(),
             speculation: serde_json::to_value(history).unwrap(),
+            clip: Default::default(),
             settings: serde_json::to_value(settings(&[])).unwrap(),
         };
         let mut writer = Writer::create(&crate::disk::Dir::open(dir).unwrap(), trainer, run()).unwrap();
@@ -378,6 +383,18 @@ mod tests {
             assert!(message.contains("checkpoint-4/trainer_state.json: ") && message.contains(words), "{message}");
             assert_eq!(error.exit_code(), 1);
         }
+    }
+
+    #[test]
+    fn values_of_another_rule_of_clipping_name_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = checkpoint(dir.path());
+        let mut manifest = true_manifest(&path);
+        assert_eq!(manifest["trainer"].get("clip"), None, "a rule without memory is not saved");
+        manifest["trainer"]["clip"] = json!([0.5]);
+        forge(&path, &manifest);
+        let message = resumed(&path, &RunPart::ALL, SEQUENCES, run()).0.err().unwrap().to_string();
+        assert!(message.ends_with("checkpoint-4/trainer_state.json: clipping: 1 values, and the rule of this run keeps 0"), "{message}");
     }
 
     proptest! {

@@ -37,8 +37,8 @@ use crate::model::shape::{DEMO_CONFIG, ModelShape};
 use crate::model::tensors::TensorTable;
 use crate::model::weights::{self, ModelWeights};
 use crate::model_dir::{CONFIG, ModelDir};
-use crate::optim::StatePart;
 use crate::optim::schedule::LrSchedule;
+use crate::optim::state_array::StatePart;
 use crate::planner::plan::Plan;
 use crate::progress_event::ProgressEvent;
 use crate::signals::StopFlag;
@@ -55,7 +55,7 @@ struct ModelSource {
 impl ModelSource {
     /// The size of a checkpoint.
     fn checkpoint_bytes(&self, plan: &Plan) -> u64 {
-        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.moments, &self.files)
+        checkpoint_bytes(TensorTable::new(&self.shape).params(), plan.optimizer().arrays(), &self.files)
     }
 }
 
@@ -459,7 +459,7 @@ fn first_weights(settings: &Settings, shape: &ModelShape) -> Result<Option<Model
 /// First weights: random, or the model's own.
 fn begin<D: Kernels>(engine: &mut Engine<D>, seed: u64, weights: Option<&ModelWeights>) -> Result<DataPosition> {
     match weights {
-        Some(weights) => weights.read(|start, block| engine.write_state(StatePart::Params, start, block))?,
+        Some(weights) => weights.read(|start, block| engine.write_state(StatePart::PARAMS, start, block))?,
         None => engine.init_state(seed, engine.plan().threads)?,
     }
     engine.send_weights()?;

@@ -162,7 +162,7 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
     for spec in &specs {
         let mut params = vec![0.0; spec.elems()];
         init_tensor(spec, settings.seed, &mut params);
-        engine.write_state(StatePart::Params, spec.offset_elems, &params)?;
+        engine.write_state(StatePart::PARAMS, spec.offset_elems, &params)?;
     }
     engine.send_weights()?;
     let dataset =
@@ -179,9 +179,10 @@ pub fn run_engine<D: Kernels>(mut engine: Engine<D>, settings: &Settings, course
         reports.push(report);
     }
     engine.flush()?;
-    let mut digest = StateDigest::new(engine.optimizer_step(), engine.plan().moments);
+    let arrays = engine.plan().optimizer().arrays();
+    let mut digest = StateDigest::new(engine.optimizer_step(), arrays);
     for spec in &specs {
-        for part in StatePart::ALL {
+        for part in arrays.parts() {
             let mut elems = vec![0.0; spec.elems()];
             engine.read_state(part, spec.offset_elems, &mut elems)?;
             digest.update(part, &elems);

@@ -19,7 +19,6 @@ use crate::launch::engine::{UseEngine, cpu_device, cpu_pool, on_cpus};
 use crate::launch::ranks::{self, LocalRanks};
 use crate::memory::{Addressing, DeviceMemory};
 use crate::model::shape::{DEMO_CONFIG, ModelShape};
-use crate::optim::StatePart;
 use crate::optim::norm::BLOCK;
 use crate::planner::machine::Machine;
 use crate::planner::plan::Plan;
@@ -76,7 +75,7 @@ impl UseEngine for TrainingSchedule {
 fn resume_in_place<D: Kernels>(engine: &mut Engine<D>) -> Result<()> {
     engine.flush()?;
     let mut state = vec![0.0; engine.table().params()];
-    for part in StatePart::ALL {
+    for part in engine.plan().optimizer().arrays().parts() {
         engine.read_state(part, 0, &mut state)?;
         engine.write_state(part, 0, &state)?;
     }

@@ -48,6 +48,8 @@ struct SumMemory {
     on_device: DeviceSlice,
     passing: DeviceSlice,
     place_elems: usize,
+    /// Buckets with their sums on the host.
+    on_host_buckets: usize,
     lease: Lease,
 }
 
@@ -70,6 +72,7 @@ impl SumMemory {
             on_device: lease.alloc(dev, "gradient sums", plan.layout.flat_elems() * each - elems, Dtype::Float32)?,
             passing: lease.alloc(dev, "passing sums", passing, Dtype::Float32)?,
             place_elems,
+            on_host_buckets: if plan.sums_on_host { plan.layout.offloaded() } else { 0 },
             lease: Lease::default(),
         })
     }
@@ -133,8 +136,7 @@ impl PartialSums {
 
     /// Makes later work on the compute stream wait until the gradients of `bucket` and the buckets before it may be overwritten.
     pub(in crate::engine) fn wait_for<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
-        let passing = self.memory.host_elems().div_ceil(self.memory.place_elems);
-        passing.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
+        self.memory.on_host_buckets.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
     }
 
     /// Adds a gradient to a sum on the host. The copy to the device waits only for a free buffer, not for the gradient, so computation does

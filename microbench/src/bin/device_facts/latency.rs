@@ -10,7 +10,7 @@ use superoffload::internals::device::{Cast, DeviceSlice, GradNormPartials, Kerne
 use superoffload::internals::dtype::Dtype;
 use superoffload::internals::engine::Verdict;
 use superoffload::internals::host::{HostMemory, PinnedSlice};
-use superoffload::internals::optim::{BLOCK, fold};
+use superoffload::internals::optim::{BLOCK, ClipMemory, ClipRule, fold};
 use superoffload::internals::probe::Samples;
 use superoffload::internals::units::NormSq;
 
@@ -22,6 +22,8 @@ const FEW: usize = 16;
 const GRADS: [usize; 2] = [1 << 18, 1 << 25];
 /// Value of every gradient; its square is exact.
 const GRAD: f32 = 0.125;
+/// Rule of clipping of the verdict.
+const RULE: ClipRule = ClipRule::GlobalNorm { max_norm: 1.0 };
 
 /// Measures every latency.
 ///
@@ -128,7 +130,7 @@ impl NormMemory {
     fn verdict(&self, host: &HostMemory) -> Verdict {
         let is_nonfinite = host.lend::<i32>(self.host_nonfinite)[0] != 0;
         let sum = fold(NormSq(0.0), host.lend(self.host_partials));
-        Verdict::new(sum.norm(1.0), is_nonfinite, 1.0)
+        Verdict::new(sum.norm(1.0), is_nonfinite, RULE, &mut ClipMemory::default())
     }
 }
 
@@ -147,7 +149,7 @@ fn verdict<D: Kernels>(bench: &mut DeviceBench<'_, D>, elems: usize) -> Result<(
         Ok(arrived_s + timer.since(start_ns))
     })?;
     let length = NormSq(elems as f64 * f64::from(GRAD * GRAD)).norm(1.0);
-    let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, 1.0));
+    let (folds, is_right) = (Samples::new(folds), verdict == Verdict::new(length, false, RULE, &mut ClipMemory::default()));
     let fields = json!({ "what": "verdict", "gradients": elems, "us": 1e6 * times.median(), "spread": times.spread(), "fold_us": 1e6 * folds.median() });
     bench.line("latency", is_right, fields)
 }
