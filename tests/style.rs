@@ -4,6 +4,7 @@ mod face;
 mod floors;
 mod messages;
 mod prose;
+mod sizes;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -47,7 +47,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the injected fault of this phase, if a test has one.
     pub(super) fn inject(&self, phase: FaultPhase) -> Result<()> {
-        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.train_step + 1))
+        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.steps.current()))
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
@@ -76,7 +76,7 @@ impl<D: Kernels> Engine<D> {
             self.inject(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
-        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.train_step + 1)?;
+        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.steps.current())?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -102,7 +102,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     pub(super) fn notify(&mut self, event: Event) -> Result<()> {
-        self.driver_state.event(event, self.train_step + 1);
+        self.driver_state.event(event, self.steps.current());
         self.coordinator.handle(event);
         self.run_commands()
     }
@@ -131,7 +131,7 @@ impl<D: Kernels> Engine<D> {
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, (local, flat.start), work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
-                self.driver_state.event(done, self.train_step + 1);
+                self.driver_state.event(done, self.steps.current());
                 self.coordinator.handle(done);
                 return Ok(());
             }

@@ -255,7 +255,7 @@ fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -
 }
 
 /// Identifiers, `::` and other symbols, without comments, strings and characters.
-fn tokens(text: &str) -> Vec<String> {
+pub(super) fn tokens(text: &str) -> Vec<String> {
     let (mut tokens, mut rest) = (Vec::new(), text);
     let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
     while let Some(first) = rest.chars().next() {
@@ -305,7 +305,7 @@ fn character(text: &str) -> usize {
 }
 
 /// The tokens without test items.
-fn product(tokens: Vec<String>) -> Vec<String> {
+pub(super) fn product(tokens: Vec<String>) -> Vec<String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
         let words = tokens[at..].iter().take(7).map(String::as_str).collect::<Vec<_>>().concat();
