@@ -12,6 +12,7 @@ pub(crate) mod file;
 pub(crate) mod foreign;
 pub(crate) mod launchers;
 pub(crate) mod options;
+mod program;
 pub(crate) mod resolve;
 pub(crate) mod settings;
 mod splits;

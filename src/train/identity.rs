@@ -4,10 +4,10 @@
 use crate::config::options::RunPart;
 use crate::data::chat::record::RULES_VERSION;
 use crate::data::checksum::{self, Fingerprint};
-use crate::data::demo::DEMO_TEXT;
-use crate::data::files::{holds_records, is_text};
-use crate::data::known_sources::KnownSources;
-use crate::data::tokenizer::Tokenizer;
+use crate::data::encode::tokenizer_handle::Tokenizer;
+use crate::data::read::demo::DEMO_TEXT;
+use crate::data::read::files::{holds_records, is_text};
+use crate::data::run_sources::KnownSources;
 use crate::device::ExpertProducts;
 use crate::error::Result;
 use crate::hub::cache::Snapshot;
@@ -227,7 +227,7 @@ fn brief_text(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::tokenizer::tests::model_dir;
+    use crate::data::encode::tokenizer_handle::tests::model_dir;
 
     fn run_of(shape: &ModelShape, names: &[&str], dir: &Path) -> Run {
         let data: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
