@@ -4,7 +4,7 @@ use super::curve::StepCurve;
 use crate::disk::Dir;
 use crate::error::{Error, Result};
 use crate::metrics::WrittenSample;
-use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
+use crate::train::sinks::metrics_file::{METRICS, MetricsLine, read_line};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
