@@ -113,9 +113,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         accumulation_steps: Number of backward passes before each `step`.
         bucket_mib: Size in MiB of a bucket, the unit of copies and updates.
         speculate: Compute new weights before the gradient norm is known. Needs host memory for a second set of gradients.
-        install_early: Copy the new weights of each bucket to the device during backward, as soon as they are computed. `step` then waits less. In
-            exchange, no code may read weights between `backward` and `step`: no forward pass, no checkpoint, and no backward operation that has
-            saved a weight without autograd's knowledge. By default, the device gets new weights in `step`.
+        install_early: Copy the new weights of each bucket to the device during backward, as soon as they are computed. No code may then
+            read weights between `backward` and `step`: no forward pass, no checkpoint, and no backward operation that has saved a weight without
+            autograd's knowledge. By default, the device gets new weights in `step`, which was faster on the machine measured (an H200, 16 cores).
         threads: Number of threads; `torch.get_num_threads() - 2` by default.
         isa: Instruction set of the CPU; "auto" selects the fastest one.
         foreach: Accepted for compatibility with `torch.optim.AdamW`, and ignored.
@@ -168,7 +168,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._held_by_forward: set[Bucket] = set()
         self._round: _Round | None = None
         self._history = _cpu_adam.History()
-        # Number of buckets whose state a step without speculation updates together with the weights; the others' follow in backward.
+        # Number of buckets whose state a step without speculation updates together with the weights. Other states follow in backward.
         self._at_once = 0
         # A single thread runs all tasks in the order of their submission.
         self._worker = ThreadPoolExecutor(1, "superoffload")
