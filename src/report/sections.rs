@@ -86,7 +86,11 @@ fn one_run(run: &PastRun) -> String {
         tile("Loss, last step", number(history.last_loss), eval),
         tile("Tokens trained", number(history.tokens), epochs),
         tile("Speed, all steps", number(history.mean_tokens_per_second()), format!("tokens/s{}", of_peak(history))),
-        tile("Time in steps", verdict::duration(history.total_ms), counted(history.steps, "step")),
+        tile(
+            "Time in steps",
+            verdict::duration(history.total_ms),
+            format!("{} step{}", number(history.steps as f64), if history.steps == 1 { "" } else { "s" }),
+        ),
     ];
     let tiles = if history.steps > 0 { format!("<dl class=\"tiles\">\n{}</dl>\n", tiles.concat()) } else { String::new() };
     format!("<p class=\"what\">{}</p>\n<p class=\"verdict\">{}</p>\n{tiles}", escape(verdict::subject(run)), escape(verdict::sentence(run)))

@@ -6,7 +6,6 @@ use crate::disk::{Dir, OwnMark, OwnedName};
 use crate::error::{Error, Result};
 use crate::metrics::{EvalLine, StepMetrics};
 use crate::train::observer::Observer;
-use crate::units::counted;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
@@ -139,7 +138,11 @@ struct CopiedLog {
 impl CopiedLog {
     fn in_words(&self, step: u64, path: &Path) -> Vec<String> {
         let path = path.display();
-        let damaged = (self.damaged > 0).then(|| format!("{path}: {} left out", counted(self.damaged, "damaged line")));
+        let damaged = match self.damaged {
+            0 => None,
+            1 => Some(format!("{path}: 1 line is damaged and was left out")),
+            count => Some(format!("{path}: {count} lines are damaged and were left out")),
+        };
         let missing = (self.last < step).then(|| format!("{path}: lines of steps {} to {step} are missing", self.last + 1));
         damaged.into_iter().chain(missing).collect()
     }
