@@ -6,6 +6,7 @@ mod messages;
 mod names;
 mod outside;
 mod prose;
+mod sizes;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,8 +1,7 @@
 //! Evaluation: forward passes between steps. It writes nothing that training reads.
 
 use super::executor::Engine;
-use super::protocol::counters::Exposed;
-use super::ranks::exchange::Order;
+use super::protocol::order::Order;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::config::options::FaultPhase;
@@ -75,7 +74,7 @@ impl<D: Kernels> Engine<D> {
         self.exchange.publish_losses(self.report.losses(&self.host));
         // Idle time of an evaluation does not belong to a step.
         self.count_waits_of_streams();
-        self.exposed = Exposed::default();
+        self.idle.reset();
         self.driver_state.set_activity(DriverActivity::Else, 0);
         self.inject(FaultPhase::Evaluate)
     }

@@ -48,7 +48,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the injected fault of this phase, if a test has one.
     pub(super) fn inject(&self, phase: FaultPhase) -> Result<()> {
-        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.train_step + 1))
+        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.steps.current()))
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.
@@ -77,7 +77,7 @@ impl<D: Kernels> Engine<D> {
             self.inject(FaultPhase::Sum)?;
             self.bucket_ready(bucket)?;
         }
-        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.train_step + 1)?;
+        self.report.poll(&mut self.dev, &self.host, &mut *self.exchange, self.steps.current())?;
         while let Some(bucket) = self.in_pool
             && self.pool.is_idle()?
         {
@@ -103,7 +103,7 @@ impl<D: Kernels> Engine<D> {
     }
 
     pub(super) fn notify(&mut self, event: Event) -> Result<()> {
-        self.driver_state.event(event, self.train_step + 1);
+        self.driver_state.event(event, self.steps.current());
         self.coordinator.handle(event);
         self.run_commands()
     }
@@ -132,7 +132,7 @@ impl<D: Kernels> Engine<D> {
             (Hop::Optimize, None, Load::Job(work, params)) => self.give_to_pool(bucket, (local, flat.start), work, params),
             (Hop::ParamsIn, _, Load::Slot(_)) if self.plan.streams_from_host() && self.beside_flow(&flat).is_empty() => {
                 let done = Event::Done { hop, bucket };
-                self.driver_state.event(done, self.train_step + 1);
+                self.driver_state.event(done, self.steps.current());
                 self.coordinator.handle(done);
                 return Ok(());
             }
@@ -168,7 +168,7 @@ impl<D: Kernels> Engine<D> {
         let state = self.memory.states.on_host(&range);
         // SAFETY: the engine drops host memory after its pool. The coordinator starts `Optimize` only when no other bucket runs, when the
         // gradients have arrived in their slot, and when the last copy from the parameter slot is complete. It gives neither slot to any
-        // other user until the pool is idle again. No copy touches the state of such a bucket, and the driver touches it only when own_flat is
+        // other user until the pool is idle again. No copy touches the state of such a bucket, and the driver touches it only when there is
         // no job (`expect_no_job`).
         let mut job = unsafe { StepJob::new(bucket, (range.clone(), flat), work, params, state, self.scratch.step.clone()) };
         if let Work::SpeculateRows(_) = work {

@@ -1,7 +1,7 @@
 //! The logits that follow tokens of a micro-batch, for whoever writes text: forward passes of an evaluation, and rows of the output matrix.
 
 use super::executor::Engine;
-use super::ranks::exchange::Order;
+use super::protocol::order::Order;
 use crate::data::rows::batch::Batches;
 use crate::device::{Kernels, Stream};
 use crate::dtype::Dtype;

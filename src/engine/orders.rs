@@ -3,9 +3,10 @@
 use super::executor::{Engine, StepData};
 use super::pool::Pool;
 use super::protocol::loss_scale::LossScale;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
 use super::protocol::verdict::SpeculationHistory;
-use super::ranks::exchange::{Exchange, Order, OrderWords};
+use super::ranks::exchange::{Exchange, OrderWords};
 use super::ranks::peer_exchange::{PeerExchange, PeerTransport};
 use super::ranks::rendezvous::{RankMemory, Rendezvous};
 use super::step_job::StepJob;

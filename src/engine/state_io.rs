@@ -1,8 +1,9 @@
 //! Reads and writes state and weights from outside, between steps.
 
 use super::executor::Engine;
+use super::protocol::order::Order;
 use super::protocol::route::Hop;
-use super::ranks::exchange::{Order, OrderWords};
+use super::ranks::exchange::OrderWords;
 use super::step::Pass;
 use super::watch::driver_state::DriverActivity;
 use crate::bucket::slices::Slices;
@@ -56,7 +57,7 @@ impl<D: Kernels> Engine<D> {
         self.expect_no_job();
         let own: &Slices = self.exchange.slices();
         let mut parts = own.owned(start..start + source.len());
-        let key = rounding_key(self.optimizer_step);
+        let key = rounding_key(self.steps.optimizer());
         parts.try_for_each(|(flat, local)| {
             self.memory.states.write(
                 (&mut self.dev, &mut self.host),

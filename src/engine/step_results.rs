@@ -3,7 +3,7 @@
 //! The partial sums of the norm are copied from the device while the backward pass runs, and are passed on in order as they arrive. After
 //! the last gradient is written, only one small copy and a short fold remain before the verdict.
 
-use super::ranks::exchange::Exchange;
+use super::ranks::exchange::ReportPort;
 use crate::device::{Device, DeviceSlice, EventId, GradNormPartials, Kernels, Stream, Zero};
 use crate::dtype::Dtype;
 use crate::error::Result;
@@ -109,7 +109,7 @@ impl StepResults {
 
     /// Passes everything of `step` that has arrived to `exchange`: partial sums in order, and with the last of them the flag and the
     /// losses. Never blocks.
-    pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn Exchange<D>, step: u64) -> Result<()> {
+    pub(super) fn poll<D: Kernels>(&mut self, dev: &mut D, host: &HostMemory, exchange: &mut dyn ReportPort<D>, step: u64) -> Result<()> {
         while self.arrived < self.ends.len() && dev.is_done(self.copied[self.arrived])? {
             let start = self.arrived.checked_sub(1).map_or(0, |before| self.ends[before]);
             let end = self.ends[self.arrived];

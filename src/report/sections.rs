@@ -156,10 +156,10 @@ fn legend(runs: &[PastRun]) -> String {
 fn loss(runs: &[PastRun]) -> String {
     let drawn = runs.iter().enumerate().map(|(run, past)| ChartRun {
         run,
-        curve: &past.history.loss,
+        curve: &past.history.curves.loss,
         is_exact: false,
-        dots: Some(&past.history.eval_loss),
-        marks: vec![("clip", &past.history.clips), ("skip", &past.history.skips)],
+        dots: Some(&past.history.curves.eval_loss),
+        marks: vec![("clip", &past.history.curves.clips), ("skip", &past.history.curves.skips)],
     });
     let caption = "mean over the tokens of a step, in nats. Thin: each step; thick, with its last value: smoothed; points: evaluations, \
                    the best one filled; strokes below: clipped steps; red: skipped steps";
@@ -174,7 +174,7 @@ fn controls(runs: &[PastRun]) -> String {
     };
     let clock = |run: &PastRun| {
         let listed = |curve: &StepCurve| curve.points().map(|(step, done)| format!("{step} {done:.1}")).collect::<Vec<_>>().join(" ");
-        let (tokens, ms) = (listed(&run.history.tokens_by_step), listed(&run.history.ms_by_step));
+        let (tokens, ms) = (listed(&run.history.curves.tokens_by_step), listed(&run.history.curves.ms_by_step));
         format!("<data class=\"clock\" hidden value=\"\" data-tokens=\"{tokens}\" data-ms=\"{ms}\"></data>\n")
     };
     format!(
@@ -201,30 +201,33 @@ fn loss_notes(runs: &[PastRun]) -> String {
 }
 
 fn learning_rate(runs: &[PastRun]) -> String {
-    draw(runs, LEARNING_RATE, "of each step's update", ValueAxis::FromZero, |history| &history.learning_rate)
+    draw(runs, LEARNING_RATE, "of each step's update", ValueAxis::FromZero, |history| &history.curves.learning_rate)
 }
 
 fn grad_norm(runs: &[PastRun]) -> String {
-    draw(runs, "Gradient norm", "of all parameters, before clipping", ValueAxis::Fitted, |history| &history.grad_norm)
+    draw(runs, "Gradient norm", "of all parameters, before clipping", ValueAxis::Fitted, |history| &history.curves.grad_norm)
 }
 
 fn speed(runs: &[PastRun]) -> String {
-    draw(runs, "Tokens per second", "real tokens, without padding", ValueAxis::FromZero, |history| &history.tokens_per_second)
+    draw(runs, "Tokens per second", "real tokens, without padding", ValueAxis::FromZero, |history| &history.curves.tokens_per_second)
 }
 
 fn step_time(runs: &[PastRun]) -> String {
-    draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.step_ms)
+    draw(runs, "Step time", "milliseconds, from step to step", ValueAxis::FromZero, |history| &history.curves.step_ms)
 }
 
 /// The section about load of experts. Empty if no run has experts.
 fn experts(runs: &[PastRun]) -> String {
-    if runs.iter().all(|run| run.history.expert_largest.range().is_none()) {
+    if runs.iter().all(|run| run.history.curves.expert_largest.range().is_none()) {
         return String::new();
     }
     let caption = "rows of the expert that had most over the mean of its layer, in the worst layer; 1 is even";
-    let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.expert_largest);
+    let largest = draw(runs, "Largest load over mean", caption, ValueAxis::Fitted, |history| &history.curves.expert_largest);
     let caption = "percent of all layers' experts that had no row in a step";
-    section("Load of experts", &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.expert_unused)))
+    section(
+        "Load of experts",
+        &pair(largest, draw(runs, "Unused experts", caption, ValueAxis::FromZero, |history| &history.curves.expert_unused)),
+    )
 }
 
 /// Texts that the models wrote after the prompts of their runs; nothing where no run has any.

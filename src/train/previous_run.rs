@@ -2,8 +2,7 @@
 //! moved aside, never overwritten, so that "newest checkpoint" always means this run's. Foreign content that would be taken for a
 //! checkpoint gets another name.
 
-use super::event_file::EVENTS;
-use super::metrics_file::METRICS;
+use super::sinks::SINKS;
 use crate::checkpoint::CHECKPOINT;
 use crate::disk::{Dir, FileKind, OwnedName};
 use crate::error::Result;
@@ -39,10 +38,11 @@ pub(super) fn move_aside(output_dir: &Dir, step: u64) -> Result<Vec<String>> {
 }
 
 fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<String>> {
-    // A run that never began leaves a timeline or events alone, or metrics without a line.
+    // A run that never began leaves only a timeline, optional sinks, or required ones that are empty.
     let has_content = |name: &OsString| {
-        let is_secondary = TRACE.matches(name) || EVENTS.matches(name);
-        Ok(!is_secondary && (!METRICS.matches(name) || output_dir.kind(name)? != Some(FileKind::File(0))))
+        let sink = SINKS.into_iter().find(|kind| kind.name.matches(name));
+        let is_secondary = TRACE.matches(name) || sink.is_some_and(|kind| !kind.is_required());
+        Ok(!is_secondary && (sink.is_none() || output_dir.kind(name)? != Some(FileKind::File(0))))
     };
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
@@ -63,7 +63,7 @@ fn later(name: &OsStr, step: u64) -> Option<&'static OwnedName> {
         let number = name.to_str()?.strip_prefix("checkpoint-")?.parse::<u64>();
         return number.is_ok_and(|saved| saved > step).then_some(&CHECKPOINT);
     }
-    [&METRICS, &TRACE, &EVENTS].into_iter().find(|owned| step == 0 && owned.matches(name))
+    SINKS.into_iter().map(|kind| kind.name).chain([&TRACE]).find(|owned| step == 0 && owned.matches(name))
 }
 
 /// A new directory `previous-<n>`.

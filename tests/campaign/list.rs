@@ -53,6 +53,7 @@ pub const CAMPAIGNS: &[Campaign] = &[
     suites::PARITY,
     r32_formats::CAMPAIGN,
     suites::EXPORT,
+    r34_placements::CAMPAIGN,
 ];
 
 /// Prints the list.

@@ -49,6 +49,8 @@ mod r25_soak;
 mod r27_starved;
 mod r28_clock;
 mod r32_formats;
+mod r34_placements;
+mod recipes;
 mod record;
 mod report;
 mod shim;

@@ -305,7 +305,7 @@ fn character(text: &str) -> usize {
 }
 
 /// The tokens without test items.
-fn product(tokens: Vec<String>) -> Vec<String> {
+pub(super) fn product(tokens: Vec<String>) -> Vec<String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
         let words = tokens[at..].iter().take(7).map(String::as_str).collect::<Vec<_>>().concat();

@@ -69,9 +69,13 @@ fn their_lock_files_have_the_engines_dependencies() {
     for package in PACKAGES {
         let lock: toml::Table = text(&format!("{package}/Cargo.lock")).parse().unwrap();
         let engine = lock["package"].as_array().unwrap().iter().find(|entry| entry["name"].as_str() == Some("superoffload")).unwrap();
-        let locked: Vec<&str> = engine["dependencies"].as_array().unwrap().iter().filter_map(|name| name.as_str()?.split(' ').next()).collect();
+        let locked: Vec<&str> =
+            engine["dependencies"].as_array().unwrap().iter().filter_map(|name| name.as_str()?.split(' ').next()).collect();
         for name in &needed {
-            assert!(locked.contains(&name.as_str()), "{package}/Cargo.lock lacks {name}: run `cargo check --manifest-path {package}/Cargo.toml`");
+            assert!(
+                locked.contains(&name.as_str()),
+                "{package}/Cargo.lock lacks {name}: run `cargo check --manifest-path {package}/Cargo.toml`"
+            );
         }
     }
 }

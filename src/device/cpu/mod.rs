@@ -20,7 +20,7 @@ mod task_memory;
 mod team;
 
 use super::slice::Allocated;
-use super::{AttentionShape, Device, DeviceSlice, EventId, Stream, prefetch_span};
+use super::{AttentionShape, Device, DeviceLibraries, DeviceSlice, EventId, Stream, prefetch_span};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::host::doorbell::Doorbell;
@@ -358,6 +358,8 @@ impl StreamsShared {
         self.queues[stream].pop();
     }
 }
+
+impl DeviceLibraries for CpuDevice {}
 
 impl Device for CpuDevice {
     fn describe(&self) -> String {

@@ -28,7 +28,10 @@ mod unified;
 use super::documents::DocumentTable;
 use super::footprint::gpu;
 use super::slice::Allocated;
-use super::{Attention, AttentionShape, Device, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm, Stream};
+use super::{
+    Attention, AttentionShape, Device, DeviceLibraries, DeviceSlice, Engines, EventId, ExpertProducts, MatmulShape, ProductAlgorithm,
+    Stream,
+};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::hardware::gpu::{GpuFacts, GpuId};
@@ -320,12 +323,7 @@ impl Drop for CudaDevice {
     }
 }
 
-impl Device for CudaDevice {
-    fn describe(&self) -> String {
-        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
-        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
-    }
-
+impl DeviceLibraries for CudaDevice {
     fn versions(&self) -> Vec<(&'static str, String)> {
         let cudnn = self.sdpa.as_ref().map(|sdpa| ("cuDNN", sdpa.version().to_string()));
         let own = [("GPU", self.name.clone()), ("driver", driver_version()), ("cuBLASLt", self.gemm.version().to_string())];
@@ -334,6 +332,17 @@ impl Device for CudaDevice {
 
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         self.gemm.algorithms()
+    }
+
+    fn learns_by_doing(&self) -> bool {
+        true
+    }
+}
+
+impl Device for CudaDevice {
+    fn describe(&self) -> String {
+        let cudnn = self.sdpa.as_ref().map_or("plain attention".into(), |sdpa| format!("cuDNN {}", sdpa.version()));
+        format!("{} (cuBLASLt {}, {cudnn})", self.name, self.gemm.version())
     }
 
     fn alloc(&mut self, name: &str, elems: usize, dtype: Dtype) -> Result<DeviceSlice> {
@@ -433,10 +442,6 @@ impl Device for CudaDevice {
 
     fn set_documents(&mut self, starts: &[i32], seq_length: usize) -> Result<()> {
         if self.sdpa.is_none() { Ok(()) } else { self.send_documents(DocumentTable::new(starts, seq_length)) }
-    }
-
-    fn learns_by_doing(&self) -> bool {
-        true
     }
 
     fn event(&mut self) -> Result<EventId> {

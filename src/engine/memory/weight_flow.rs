@@ -4,7 +4,7 @@
 
 use super::prefetch_buffer::PrefetchBuffer;
 use crate::device::{Cast, Device, DeviceSlice, EventId, Kernels, Stream};
-use crate::engine::ranks::exchange::Exchange;
+use crate::engine::ranks::exchange::WeightPort;
 use crate::error::Result;
 use crate::host::pinned::PinnedSlice;
 use crate::memory::RingShape;
@@ -203,7 +203,7 @@ impl WeightFlow {
 
     /// Enqueues the copy of the weights of `module` into the ring, after [`WeightFlow::make_way`]; returns the bytes that cross the host's
     /// link.
-    pub(in crate::engine) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn Exchange<D>, module: usize) -> Result<u64> {
+    pub(in crate::engine) fn fetch<D: Kernels>(&mut self, dev: &mut D, exchange: &mut dyn WeightPort<D>, module: usize) -> Result<u64> {
         let range = self.streamed(module);
         let bytes = match self.source {
             Source::Host(host) => {
@@ -220,7 +220,7 @@ impl WeightFlow {
     }
 
     /// Makes later work on the compute stream wait for the weights of `module`, which was fetched or prefetched.
-    pub(in crate::engine) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn Exchange<D>, module: usize) -> Result<()> {
+    pub(in crate::engine) fn arrive<D: Kernels>(&mut self, dev: &mut D, exchange: &dyn WeightPort<D>, module: usize) -> Result<()> {
         if let Some(src) = self.prefetch_buffer.take(module) {
             // The compute stream no longer uses the weights that this overwrites: a pass goes from neighbour to neighbour.
             dev.wait(Stream::Compute, self.fetched[module])?;

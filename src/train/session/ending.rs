@@ -4,9 +4,9 @@ use super::Session;
 use crate::device::Kernels;
 use crate::error::{Error, Result};
 use crate::host::perf::WorkerCounters;
-use crate::train::metrics_file::METRICS;
 use crate::train::observer::Observer;
 use crate::train::peer_waits::PeerWaits;
+use crate::train::sinks::metrics_file::METRICS;
 use crate::train::summary::Summary;
 use std::path::PathBuf;
 
@@ -50,8 +50,7 @@ impl<D: Kernels> Session<D> {
         let (ranks, given_up) = (self.engine.plan().ranks, self.progress.given_up());
         let tokens = self.step_work.tokens * totals.steps as f64;
         let checkpoint = failures.take(self.saved_path()).flatten().or_else(|| self.last_saved().map(|(_, path)| path));
-        let metrics = failures.take(self.metrics.is_in(self.run_dir.dir())) == Some(true);
-        let metrics = metrics.then(|| self.run_dir.dir().join(METRICS.pattern));
+        let metrics = failures.take(self.sinks.path(&METRICS, self.run_dir.dir())).flatten();
         let is_requested = self.settings.trace.is_some();
         let trace = failures.take_timeline(is_requested, self.run_dir.take_trace(), observer);
         let tracks = if self.is_sound { failures.take(self.engine.finish()) } else { None };
