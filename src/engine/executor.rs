@@ -281,10 +281,22 @@ impl<D: Kernels> Engine<D> {
             self.exchange.post(0, values);
         }
         self.lead(Order::Resume, [train_step, optimizer_step, scale, good_steps, history.bits(), values.len() as u64])?;
+        self.resume_own(train_step, optimizer_step, loss_scale, history, clip_memory);
+        Ok(())
+    }
+
+    /// Like [`Engine::resume`], for this rank only.
+    pub(super) fn resume_own(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) {
         self.steps.resume(train_step, optimizer_step, loss_scale);
         self.clip_memory = clip_memory;
         self.coordinator.set_history(history);
-        Ok(())
     }
 
     /// Ends all threads and returns the tracks of the timeline of all ranks. With several ranks, track names contain the rank.

@@ -181,7 +181,8 @@ impl<D: Kernels + Peers> Engine<D> {
                 let mut loss_scale = LossScale::new(self.plan.dtype);
                 loss_scale.restore(f32::from_bits(words[2] as u32), words[3]);
                 let clip_memory = self.sent_clip_memory(words[5])?;
-                self.resume(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]), clip_memory)
+                self.resume_own(words[0], words[1], loss_scale, SpeculationHistory::of(words[4]), clip_memory);
+                Ok(())
             }
             Order::Write => {
                 let (part, flat) = self.piece_of(words)?;

@@ -82,9 +82,9 @@ impl StateArray {
         if self.dtype == Dtype::Float32 {
             return each(bytemuck::cast_slice(values));
         }
-        let mut room = [0; 2 * 4096];
-        values.chunks(room.len() / 2).try_for_each(|values| {
-            let bytes = &mut room[..2 * values.len()];
+        let mut buffer = [0; 2 * 4096];
+        values.chunks(buffer.len() / 2).try_for_each(|values| {
+            let bytes = &mut buffer[..2 * values.len()];
             narrow(values, bytes, |_, x| bf16::from_f32(x));
             each(bytes)
         })

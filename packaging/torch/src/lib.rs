@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use superoffload::internals::engine::{SpeculationHistory, Verdict};
-use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, Isa};
+use superoffload::internals::optim::{AdamHyper, AdamKernels, BLOCK, ClipMemory, ClipRule, Isa};
 use superoffload::internals::units::{ClipScale, NormSq};
 use tensor::{Addresses, Formats, Span, Tensor};
 
@@ -77,7 +77,8 @@ mod _cpu_adam {
     #[pyfunction]
     fn verdict(squares: f64, saw_nonfinite: bool, max_grad_norm: f64) -> (f64, Option<f32>) {
         let norm = NormSq(squares).norm(1.0);
-        let scale = match Verdict::new(norm, saw_nonfinite, max_grad_norm) {
+        let rule = ClipRule::GlobalNorm { max_norm: max_grad_norm };
+        let scale = match Verdict::new(norm, saw_nonfinite, rule, &mut ClipMemory::default()) {
             Verdict::Commit => Some(1.0),
             Verdict::Clip(scale) => Some(scale.0),
             Verdict::SkipNonFinite => None,
