@@ -44,17 +44,8 @@ pub mod data {
 pub mod device {
     pub use crate::device::cpu::{CpuDevice, StreamOrder};
     pub use crate::device::footprint::gpu::RING_CHUNK_BYTES;
-    pub use crate::device::{
-        AbsMaxScale, Adam, AddKeyGradients, AttentionBackward, AttentionForward, AttentionShape, BiasBackward, Cast, ClampedSwiglu,
-        Combine, CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats, Dispatch, Embed, EmbedBackward, ExpertActivation, ExpertBackward,
-        ExpertBias, ExpertBiasDot, Geglu, GegluBackward, Gelu, GeluBackward, GradNormPartials, GroupedMatmul, GroupedShape, LayerNorm,
-        LayerNormBackward, Matmul, MatmulLayout, MatmulShape, Poke, QkNorm, QkNormBackward, Quantize, RmsNorm, RmsNormBackward, Rope,
-        Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, ScaleAdd, ScaleCell, ScaledMatmul, ScatterRows,
-        SegmentSums, Segments, Sinks, SinksBackward, SumSlices, Swiglu, SwigluBackward, WithScale, Zero,
-    };
-    pub use crate::device::{
-        Attention, Device, DeviceKind, DeviceSlice, Engines, EventId, ExpertProducts, Kernel, Kernels, Launch, Stream,
-    };
+    pub use crate::device::kernels::*;
+    pub use crate::device::{Attention, Device, DeviceKind, DeviceSlice, Engines, EventId, ExpertProducts, Kernel, Stream};
     #[cfg(feature = "cuda")]
     pub mod cuda {
         pub use crate::device::cuda::{CudaDevice, CudaOptions, free_bytes, probe, visible_gpus};
