@@ -98,7 +98,7 @@ impl Writer {
     /// The file cannot be written.
     pub(crate) fn elems(&mut self, part: StatePart, elems: &[f32]) -> Result<()> {
         let state = self.state.as_mut();
-        state.map_or(Ok(()), |state| self.manifest.moments().stored(part, elems, |bytes| state.append(bytes)))
+        if let Some(state) = state { self.manifest.moments().stored(part, elems, |bytes| state.append(bytes)) } else { Ok(()) }
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the

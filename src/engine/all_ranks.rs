@@ -64,7 +64,9 @@ impl StepReport {
         self.counters += other.counters;
         self.counters.adam_busy_ns = busy_ns;
         let mut theirs = other.exposed;
-        self.exposed.each().zip(theirs.each()).for_each(|(most, theirs)| *most = (*most).max(*theirs));
+        for (most, theirs) in self.exposed.each().zip(theirs.each()) {
+            *most = (*most).max(*theirs);
+        }
         self.exposed_to_peers_ns[rank] = other.exposed.peer_ns;
     }
 

@@ -68,7 +68,9 @@ impl<D: Kernels> Engine<D> {
             _ => {
                 let mut room = self.exchange.room();
                 let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
-                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
+                for rank in 0..self.plan.sequence_ranks {
+                    self.deal_part(micro_batch, rank, &room);
+                }
                 self.exchange.keep_room(room);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
@@ -212,7 +214,7 @@ impl<D: Kernels> Engine<D> {
         if let Some(flow) = &self.flow {
             flow.leave(&mut self.dev, at)?;
         }
-        next.map_or(Ok(()), |next| self.fetch_weights(next))
+        if let Some(next) = next { self.fetch_weights(next) } else { Ok(()) }
     }
 
     /// Prefetches final weights of the next modules, so that the link is not idle during the first modules of a forward pass, which are not

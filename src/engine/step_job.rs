@@ -294,11 +294,15 @@ impl StepJob {
                 kernels.commit_then_speculate(step(p.update), grads(p), step(next.update), grads(next), &mut state, out);
             }
             (Work::Step { undo, next }, Some(out)) => {
-                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
+                if let Some(u) = undo {
+                    invert(kernels, step(u.update), &mut state, grads(u));
+                }
                 kernels.step(step(next.update), &mut state, grads(next), out);
             }
             (Work::Restore { undo }, Some(out)) => {
-                undo.into_iter().for_each(|u| invert(kernels, step(u.update), &mut state, grads(u)));
+                if let Some(u) = undo {
+                    invert(kernels, step(u.update), &mut state, grads(u));
+                }
                 kernels.emit(state.params, out);
             }
             #[cfg(feature = "stv")]

@@ -168,12 +168,12 @@ impl fmt::Display for SelectedProfile {
             Origin::Named => write!(f, "{name}: {machine}"),
             Origin::Measured(file) => {
                 write!(f, "measured on this machine on {date} ({})", file.display())?;
-                self.unsteady().map_or(Ok(()), |what| write!(f, "; {what}"))
+                if let Some(what) = self.unsteady() { write!(f, "; {what}") } else { Ok(()) }
             }
             Origin::Assumed { is_near, because } => {
                 let near = if *is_near { "the shipped profile closest to this machine" } else { "no shipped profile is close to this GPU" };
                 write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this machine")?;
-                because.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
+                if let Some(why) = &because { write!(f, " ({why})") } else { Ok(()) }
             }
         }
     }

@@ -159,7 +159,9 @@ impl MemoryPolicy {
                 if everyone.clone().any(|i| on_node(&i)) { everyone.filter(on_node).collect() } else { everyone.collect() };
             let share = range.len().div_ceil(writers.len().max(1)).next_multiple_of(grain);
             let starts = range.clone().step_by(share);
-            writers.into_iter().zip(starts).for_each(|(i, start)| shares[i].push(start..range.end.min(start + share)));
+            for (i, start) in writers.into_iter().zip(starts) {
+                shares[i].push(start..range.end.min(start + share));
+            }
         }
         shares
     }

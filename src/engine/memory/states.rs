@@ -207,7 +207,9 @@ impl StateTiers {
     fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
         for state in self.host.iter_mut().filter(|state| state.end() > kept) {
             let left = state.slice(&(state.first..kept.max(state.first)));
-            state.arrays().iter().zip(left.arrays()).for_each(|(memory, left)| host.give_back(memory.addr(), left.bytes()));
+            for (memory, left) in state.arrays().iter().zip(left.arrays()) {
+                host.give_back(memory.addr(), left.bytes());
+            }
             *state = left;
         }
         self.host.retain(|state| state.end() > state.first);
@@ -226,7 +228,9 @@ fn host_state(host: &mut HostMemory, moments: Moments, local: Range<usize>, slic
     match taken[..] {
         [params, m, v] => Ok(HostState { first: local.start, moments, params, m, v }),
         _ => {
-            taken.iter().for_each(|memory| host.give_back(memory.addr(), 0));
+            for memory in &taken {
+                host.give_back(memory.addr(), 0);
+            }
             all.map(|()| unreachable!("three arrays"))
         }
     }

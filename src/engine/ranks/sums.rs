@@ -134,7 +134,7 @@ impl PartialSums {
     /// Makes later work on the compute stream wait until the gradients of `bucket` and the buckets before it may be overwritten.
     pub(in crate::engine) fn wait_for<D: Device>(&self, dev: &mut D, bucket: usize) -> Result<()> {
         let passing = self.memory.host_elems().div_ceil(self.memory.place_elems);
-        passing.checked_sub(1).map_or(Ok(()), |last| dev.wait(Stream::Compute, self.added[bucket.min(last)]))
+        if let Some(last) = passing.checked_sub(1) { dev.wait(Stream::Compute, self.added[bucket.min(last)]) } else { Ok(()) }
     }
 
     /// Adds a gradient to a sum on the host. The copy to the device waits only for a free buffer, not for the gradient, so computation does

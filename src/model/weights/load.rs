@@ -89,7 +89,9 @@ impl ModelWeights {
                 PartSource::Plain(tensor) if spec.role == Role::Wte => Some(*tensor),
                 _ => None,
             });
-            embedding.map_or(Ok(()), |embedding| expect_same(embedding, copy))?;
+            if let Some(embedding) = embedding {
+                expect_same(embedding, copy)?;
+            }
         }
         let mut reader = Reader::default();
         parts.into_iter().try_for_each(|(spec, part, source)| reader.read_part(spec, &part, source, &mut write))
@@ -275,7 +277,9 @@ impl Reader {
         for col in 0..cols {
             source.read(start + col * file_cols, &mut self.raw, &mut self.column)?;
             let ours = self.block[col..].iter_mut().step_by(cols);
-            ours.zip(&self.column).for_each(|(ours, file)| *ours = *file);
+            for (ours, file) in ours.zip(&self.column) {
+                *ours = *file;
+            }
         }
         Ok(())
     }
