@@ -99,10 +99,18 @@ impl StepBench {
         let (launch, settings) =
             process_group.map_or_else(|| Launcher::new(&self.settings), |process_group| process_group.launcher(&self.settings))?;
         let chosen = &launch.chosen;
-        chosen.note.iter().for_each(|why| log(&format_args!("no GPU: {why}")));
-        chosen.peers.iter().for_each(|line| log(line));
-        launch.warnings(&settings).iter().for_each(|line| log(&format_args!("warning: {line}")));
-        chosen.rates_from.iter().for_each(|rates_from| log(&format_args!("rates: {rates_from}")));
+        if let Some(why) = &chosen.note {
+            log(&format_args!("no GPU: {why}"));
+        }
+        for line in &chosen.peers {
+            log(line);
+        }
+        for line in &launch.warnings(&settings) {
+            log(&format_args!("warning: {line}"));
+        }
+        if let Some(rates_from) = &chosen.rates_from {
+            log(&format_args!("rates: {rates_from}"));
+        }
         let plan = launch.plan(&settings, &self.shape, settings.trace.is_some())?;
         let settings = plan.settle(&settings);
         log(&plan);

@@ -28,7 +28,9 @@ pub(crate) fn save<D: Kernels>(engine: &mut Engine<D>, output_dir: &Dir, trainer
     let step = trainer.step;
     let mut writer = Writer::create_shared(output_dir, trainer, run)?;
     let specs = engine.table().specs().to_vec();
-    specs.iter().for_each(|spec| writer.begin(&spec.name, &spec.shape));
+    for spec in &specs {
+        writer.begin(&spec.name, &spec.shape);
+    }
     let state_crc32c = engine.save_slices([step, u64::from(std::process::id())], |engine| write(engine, writer.dir()))?;
     let layout = engine.slices().layout();
     writer.set_parts(StateParts {

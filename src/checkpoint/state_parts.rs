@@ -64,6 +64,10 @@ impl StateParts {
         }
         let chunks = |rank: usize| self.file_bytes(rank, arrays).div_ceil(CHUNK_BYTES as u64);
         let wrong = (0..state_crc32c.len()).find(|rank| state_crc32c[*rank].len() as u64 != chunks(*rank));
-        wrong.map_or(Ok(()), |rank| Err(format!("{} has {} checksums, not {}", file_name(rank), state_crc32c[rank].len(), chunks(rank))))
+        if let Some(rank) = wrong {
+            Err(format!("{} has {} checksums, not {}", file_name(rank), state_crc32c[rank].len(), chunks(rank)))
+        } else {
+            Ok(())
+        }
     }
 }

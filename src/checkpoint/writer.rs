@@ -97,7 +97,7 @@ impl Writer {
     /// The file cannot be written.
     pub(crate) fn elems(&mut self, part: StatePart, elems: &[f32]) -> Result<()> {
         let state = self.state.as_mut();
-        state.map_or(Ok(()), |state| self.manifest.arrays()[part].stored(elems, |bytes| state.append(bytes)))
+        if let Some(state) = state { self.manifest.arrays()[part].stored(elems, |bytes| state.append(bytes)) } else { Ok(()) }
     }
 
     /// Writes `model/` and the manifest, syncs, and publishes the directory under its final name. Then keeps the

@@ -230,8 +230,12 @@ impl Dataset {
         self.stream.read(start, inputs)?;
         shared.copy_from_slice(&inputs[1..]);
         self.stream.read(start + self.seq_length, last)?;
-        inputs.iter_mut().for_each(|token| *token &= i32::MAX);
-        targets.iter_mut().for_each(|target| *target = (*target).max(-1));
+        for token in inputs.iter_mut() {
+            *token &= i32::MAX;
+        }
+        for target in targets.iter_mut() {
+            *target = (*target).max(-1);
+        }
         Ok(())
     }
 }

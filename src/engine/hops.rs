@@ -48,7 +48,7 @@ impl<D: Kernels> Engine<D> {
 
     /// Runs the injected fault of this phase, if a test has one.
     pub(super) fn inject(&self, phase: FaultPhase) -> Result<()> {
-        self.fault_injector.as_ref().map_or(Ok(()), |injector| injector.inject(phase, self.steps.current()))
+        if let Some(injector) = &self.fault_injector { injector.inject(phase, self.steps.current()) } else { Ok(()) }
     }
 
     /// Lets a device and a pool without threads do one operation. Returns false if they have threads, or nothing to do.

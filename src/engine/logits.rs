@@ -63,7 +63,9 @@ impl<D: Kernels> Engine<D> {
             _ => out.extend(self.host.lend::<f32>(memory)),
         }
         if let Some(cap) = self.model.shape.logit_softcap {
-            out.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+            for x in out {
+                *x = cap * libm::tanhf(*x / cap);
+            }
         }
     }
 }

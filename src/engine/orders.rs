@@ -77,7 +77,9 @@ impl<D: Kernels + Peers> Engine<D> {
         let mut engine = Self::assemble(plan, shape, dev, pool, bell.clone(), exchange)?;
         engine.inject(FaultPhase::Start)?;
         engine.introduce();
-        (0..context.progress.ranks()).for_each(|rank| context.progress.bell(rank).ring());
+        for rank in 0..context.progress.ranks() {
+            context.progress.bell(rank).ring();
+        }
         bell.wait_until(|| rendezvous.is_full() || context.progress.has_failed());
         context.check()?;
         engine.exchange.exchange_handles(&mut engine.dev)?;
@@ -140,7 +142,9 @@ impl<D: Kernels + Peers> Engine<D> {
         for seen in 0.. {
             let (order, words) = self.exchange.next_order(&mut self.dev, seen)?;
             if matches!(order, Order::Step | Order::Evaluate) {
-                settle_down.take().map_or(Ok(()), |settle_down| settle_down())?;
+                if let Some(settle_down) = settle_down.take() {
+                    settle_down()?;
+                }
             }
             match order {
                 Order::Save => {

@@ -227,7 +227,9 @@ impl<D: Kernels> Engine<D> {
         let mut values = vec![0.0; elems];
         self.memory.bounce_buffer.download((&mut self.dev, &mut self.host), wide, bytemuck::cast_slice_mut(&mut values))?;
         if let Some(cap) = self.model.shape.logit_softcap {
-            values.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+            for x in &mut values {
+                *x = cap * libm::tanhf(*x / cap);
+            }
         }
         Ok(values)
     }

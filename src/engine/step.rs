@@ -71,7 +71,9 @@ impl<D: Kernels> Engine<D> {
             _ => {
                 let mut word_buffer = self.exchange.word_buffer();
                 let targets = fill(&self.plan, self.model.shape.vocab, &mut word_buffer, batches);
-                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &word_buffer));
+                for rank in 0..self.plan.sequence_ranks {
+                    self.deal_part(micro_batch, rank, &word_buffer);
+                }
                 self.exchange.return_word_buffer(word_buffer);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
@@ -215,7 +217,7 @@ impl<D: Kernels> Engine<D> {
         if let Some(flow) = &self.flow {
             flow.leave(&mut self.dev, at)?;
         }
-        next.map_or(Ok(()), |next| self.fetch_weights(next))
+        if let Some(next) = next { self.fetch_weights(next) } else { Ok(()) }
     }
 
     /// Prefetches final weights of the next modules, so that the link is not idle during the first modules of a forward pass, which are not

@@ -51,7 +51,9 @@ impl Transfers {
 
     fn reserve_queues(&mut self) {
         let most = (self.layout.count() + self.layout.early().len()).max(self.slots.len());
-        self.in_flight.iter_mut().for_each(|queue| queue.reserve(most));
+        for queue in &mut self.in_flight {
+            queue.reserve(most);
+        }
     }
 
     /// Whether no hop is pending that the coordinator waits for.

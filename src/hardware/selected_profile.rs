@@ -173,7 +173,7 @@ impl fmt::Display for SelectedProfile {
             Origin::Assumed { is_near, because } => {
                 let near = if *is_near { "the shipped profile closest to this machine" } else { "no shipped profile is close to this GPU" };
                 write!(f, "assumed, {name}: {near}; `superoffload probe --save` measures this machine")?;
-                because.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
+                if let Some(why) = &because { write!(f, " ({why})") } else { Ok(()) }
             }
         }
     }

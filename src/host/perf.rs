@@ -61,7 +61,9 @@ impl WorkerCounters {
     fn on(threads: Vec<i32>) -> Self {
         let mut counters = Self { threads: threads.len(), counters: Vec::new(), missing: BTreeMap::new() };
         for thread in threads {
-            EVENTS.iter().for_each(|(name, event)| counters.add(name, event, thread));
+            for (name, event) in &EVENTS {
+                counters.add(name, event, thread);
+            }
         }
         counters
     }

@@ -287,7 +287,9 @@ impl HostMemory {
 
     fn check_free_bytes(&self, name: &str, parts: &[(Range<usize>, usize)], page_bytes: usize) -> Result<()> {
         let mut needs: BTreeMap<&[usize], u64> = BTreeMap::new();
-        parts.iter().for_each(|(range, node)| *needs.entry(self.nodes_of(parts, *node)).or_default() += range.len() as u64);
+        for (range, node) in parts {
+            *needs.entry(self.nodes_of(parts, *node)).or_default() += range.len() as u64;
+        }
         let pages = if page_bytes == base_page_bytes() { Pages::Any } else { Pages::Reserved(page_bytes) };
         let bytes = parts.iter().map(|(range, _)| range.len() as u64).sum();
         let failed = |cause: String| Error::resource(format!("bind {} of host memory for {name}", Bytes(bytes)), cause);
@@ -317,7 +319,9 @@ impl HostMemory {
         let ranges_by_thread = self.policy.ranges_by_thread(parts, align.max(page_bytes));
         let busy: Vec<_> = ranges_by_thread.into_iter().zip(&self.policy.touchers).filter(|(ranges, _)| !ranges.is_empty()).collect();
         in_threads(busy, |(ranges, toucher)| {
-            toucher.cpu.map_or(Ok(()), |cpu| pin_current("touch", &CpuList::from_iter([cpu])))?;
+            if let Some(cpu) = toucher.cpu {
+                pin_current("touch", &CpuList::from_iter([cpu]))?;
+            }
             ranges.into_iter().try_for_each(populate)
         })
     }

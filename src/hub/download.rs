@@ -135,7 +135,9 @@ impl Download<'_> {
             thread::sleep(PROGRESS_INTERVAL);
             is_done = threads.iter().all(JoinHandle::is_finished);
             let messages = std::mem::take(&mut *fetcher.messages.lock().unwrap_or_else(PoisonError::into_inner));
-            messages.iter().for_each(|line| emit(ProgressEvent::Note(line)));
+            for line in &messages {
+                emit(ProgressEvent::Note(line));
+            }
             emit(ProgressEvent::Progress { activity: "downloading", done: queue.received(), all });
         }
         threads.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))

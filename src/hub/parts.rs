@@ -133,7 +133,9 @@ impl PartialFile {
 
     pub(super) fn count(&mut self, bytes: &[u8]) {
         self.at += bytes.len() as u64;
-        self.checksum.iter_mut().for_each(|checksum| checksum.update(bytes));
+        if let Some(checksum) = &mut self.checksum {
+            checksum.update(bytes);
+        }
     }
 }
 

@@ -125,7 +125,9 @@ impl ProcessGroup {
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
         // TCP in place of an unavailable NCCL makes steps slower.
         let is_slower = settings.transport == Transport::Auto && process_info.transport == Transport::Tcp;
-        process_info.notes.iter().for_each(|note| emit(if is_slower { ProgressEvent::Warn(note) } else { ProgressEvent::Detail(note) }));
+        for note in &process_info.notes {
+            emit(if is_slower { ProgressEvent::Warn(note) } else { ProgressEvent::Detail(note) });
+        }
         Ok(Self { links, process_info, machine })
     }
 
@@ -294,7 +296,9 @@ fn token(settings: &Settings, warn: &mut dyn FnMut(&str)) -> Result<RunToken> {
         }
         None => (token_of_variable()?, TOKEN_VARIABLE.to_owned()),
     };
-    token.weakness().iter().for_each(|why| warn(&format!("{source}: the run token may be guessed: {why}")));
+    if let Some(why) = token.weakness() {
+        warn(&format!("{source}: the run token may be guessed: {why}"));
+    }
     Ok(token)
 }
 

@@ -23,7 +23,7 @@ impl CpuSlice {
     /// # Errors
     /// `Resource` if the kernel rejects the CPUs.
     pub(super) fn keep_off_workers(&self) -> Result<()> {
-        self.placement.as_ref().map_or(Ok(()), |placement| placement.keep_off_workers("driver"))
+        if let Some(placement) = &self.placement { placement.keep_off_workers("driver") } else { Ok(()) }
     }
 }
 

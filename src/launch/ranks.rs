@@ -67,7 +67,9 @@ pub(crate) fn run<D: Kernels + Peers, T>(
         let outcome = join(&leader.0, transport).map_err(|error| leader.0.attribute(error)).and_then(|engine| lead(engine, &leader.0));
         drop(leader);
         // A panic of a follower has printed its message, and `lead` returns it as an error.
-        followers.into_iter().for_each(|follower| _ = follower.join());
+        for follower in followers {
+            _ = follower.join();
+        }
         outcome
     })
 }

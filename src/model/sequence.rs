@@ -6,7 +6,7 @@
 //! tokens are in workspaces.
 
 use super::Model;
-use super::activations::SequenceWork;
+use super::activation_arrays::SequenceWork;
 use super::heads::{HeadShare, SequenceRank, sharers};
 use crate::device::{AttentionShape, DeviceSlice, Kernels, MatrixPart, PARTS_MAX, Stream, SumSlices};
 use crate::error::Result;

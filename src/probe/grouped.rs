@@ -48,7 +48,9 @@ pub fn upload_bounds<D: Device>(dev: &mut D, rows: &[usize]) -> Result<DeviceSli
         *end += rows;
         Some(*end as i32)
     });
-    host.lend_mut::<i32>(source).iter_mut().zip(std::iter::once(0).chain(ends)).for_each(|(to, end)| *to = end);
+    for (to, end) in host.lend_mut::<i32>(source).iter_mut().zip(std::iter::once(0).chain(ends)) {
+        *to = end;
+    }
     dev.copy_h2d(Stream::Compute, source, bounds)?;
     // The copy reads `host`, which is dropped here.
     Timer::new(dev)?.settle()?;

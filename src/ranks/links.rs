@@ -104,7 +104,9 @@ impl SharedLinks {
 
     fn post(&self, process: usize, notice: Notice) {
         // A writer that has ended has already reported the cause.
-        self.outgoing[process].iter().for_each(|outgoing| _ = outgoing.send(notice.clone()));
+        if let Some(outgoing) = &self.outgoing[process] {
+            _ = outgoing.send(notice.clone());
+        }
     }
 
     /// Records that `process` failed, which ends the run.
@@ -118,7 +120,9 @@ impl SharedLinks {
             state.progress.clone()
         };
         self.changed.notify_all();
-        progress.iter().for_each(|progress| progress.lose(process, why));
+        if let Some(progress) = &progress {
+            progress.lose(process, why);
+        }
     }
 
     /// Records the loss of `process` after `error` on the connection that carries `cause`.
@@ -287,7 +291,9 @@ impl Links {
                 ending += u32::from(common.open().failure.is_some());
                 if ending == LOOKS_ENDING {
                     let why = common.cause(&common.open()).map_or(String::new(), |error| error.to_string());
-                    last_resort.iter().for_each(|end| end(why.clone()));
+                    if let Some(end) = &last_resort {
+                        end(why.clone());
+                    }
                 }
             }
         };
@@ -466,7 +472,9 @@ impl Drop for Links {
     fn drop(&mut self) {
         self.common.closing.store(true, Ordering::Relaxed);
         // The reader and writer threads end when their sockets are shut down.
-        self.sockets.iter().for_each(|socket| _ = socket.shutdown(Shutdown::Both));
+        for socket in &self.sockets {
+            _ = socket.shutdown(Shutdown::Both);
+        }
         // A panic in the thread has already printed its message.
         self.monitor.take().map(JoinHandle::join);
     }

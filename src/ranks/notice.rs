@@ -166,7 +166,9 @@ impl Notice {
         let (mut numbers, mut tail) = ([0; 8 * NUMBERS_MAX], vec![0; tail]);
         seal.body(input, &head, (&mut numbers[..8 * count], &mut tail), |_| format!("{topic:?}"))?;
         let mut all = [0; NUMBERS_MAX];
-        all.iter_mut().zip(numbers.as_chunks().0).for_each(|(number, bytes)| *number = u64::from_le_bytes(*bytes));
+        for (number, bytes) in all.iter_mut().zip(numbers.as_chunks().0) {
+            *number = u64::from_le_bytes(*bytes);
+        }
         Ok(Self { topic, numbers: all, tail })
     }
 }

@@ -192,7 +192,9 @@ impl ProcessRendezvous {
         if let Some(why) = (1..all.len()).find_map(|process| difference(&all, process)) {
             return Err(Error::usage(why).into());
         }
-        all.iter_mut().for_each(|hello| hello.facts.clear());
+        for hello in &mut all {
+            hello.facts.clear();
+        }
         let round = u64::from_le_bytes(*nonce().first_chunk().expect("a nonce is longer"));
         control.broadcast_json(&RendezvousReply::Welcome(round, all.clone()));
         let mut slots = self.slots();

@@ -91,7 +91,9 @@ impl Chart<'_> {
         self.grid(&mut svg, &x, &y);
         let _ =
             write!(svg, "<svg class=\"curves\" width=\"100%\" height=\"100%\" viewBox=\"0 0 {SIDE} {SIDE}\" preserveAspectRatio=\"none\">");
-        self.runs.iter().for_each(|run| run.curves(&mut svg, &x, &y));
+        for run in &self.runs {
+            run.curves(&mut svg, &x, &y);
+        }
         svg.push_str("</svg>\n");
         self.end_labels(&mut svg, &y);
         self.best_label(&mut svg, &x, &y);
@@ -193,9 +195,13 @@ impl ChartRun<'_> {
             path(svg, "raw", self.run, &piece, "", x, y);
         }
         path(svg, "smooth", self.run, &self.line(), &self.means(), x, y);
-        self.marks.iter().for_each(|(style, marks)| ticks_below(svg, style, self.run, marks, x));
+        for (style, marks) in &self.marks {
+            ticks_below(svg, style, self.run, marks, x);
+        }
         let dots: Vec<_> = self.dots.iter().flat_map(|dots| dots.points()).collect();
-        ["dot", "hole"].into_iter().for_each(|style| points_alone(svg, style, self.run, &dots, x, y));
+        for style in ["dot", "hole"] {
+            points_alone(svg, style, self.run, &dots, x, y);
+        }
         points_alone(svg, "best", self.run, self.best().as_slice(), x, y);
     }
 }

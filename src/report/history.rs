@@ -207,9 +207,13 @@ impl History {
         self.total_ms += step_ms;
         self.gflop += record.model_tflops.unwrap_or(0.0) * step_ms;
         let waited = [record.exposed_cpu_ms, record.exposed_transfer_ms, record.exposed_peer_ms];
-        self.exposed_ms.iter_mut().zip(waited).for_each(|(sum, ms)| *sum += ms.unwrap_or(0.0));
+        for (sum, ms) in self.exposed_ms.iter_mut().zip(waited) {
+            *sum += ms.unwrap_or(0.0);
+        }
         let buckets = [record.speculated, record.rolled_back, record.committed, record.clipped, record.skipped];
-        self.bucket_steps.iter_mut().zip(buckets).for_each(|(sum, count)| *sum = sum.saturating_add(count.unwrap_or(0)));
+        for (sum, count) in self.bucket_steps.iter_mut().zip(buckets) {
+            *sum = sum.saturating_add(count.unwrap_or(0));
+        }
         let rss_bytes = record.rss_bytes.or(record.memory.as_ref().and_then(|memory| memory.rss_bytes));
         self.rss_bytes = rss_bytes.unwrap_or(self.rss_bytes);
         self.memory = record.memory.or(self.memory.take());
@@ -225,7 +229,9 @@ impl History {
         self.curves.loss.push(x, loss);
         let curves =
             [&mut self.curves.grad_norm, &mut self.curves.learning_rate, &mut self.curves.tokens_per_second, &mut self.curves.step_ms];
-        curves.into_iter().zip(others).for_each(|(curve, y)| curve.push(x, y.unwrap_or(f64::NAN)));
+        for (curve, y) in curves.into_iter().zip(others) {
+            curve.push(x, y.unwrap_or(f64::NAN));
+        }
     }
 
     fn mark(&mut self, x: f64, verdict: Option<&str>) {

@@ -76,11 +76,15 @@ impl DrawnStep {
         let mut drawn = outline.typical_and_slowest();
         each_event(dir, |event| {
             let lane = outline.lanes.get(&event.tid).copied().filter(|_| event.ph == "X" && event.name != "wait");
-            lane.into_iter().for_each(|lane| drawn.iter_mut().for_each(|(step, within)| step.add(lane, &event, within)));
+            if let Some(lane) = lane {
+                drawn.iter_mut().for_each(|(step, within)| step.add(lane, &event, within));
+            }
         })?;
         let tracks = |lane: usize| outline.lanes.values().filter(|of| **of == lane).count().max(1) as f64;
         let shared = |mut step: Self| {
-            (0..LANES.len()).for_each(|lane| step.lanes[lane].iter_mut().for_each(|busy| *busy = (*busy / tracks(lane)).min(1.0)));
+            for lane in 0..LANES.len() {
+                step.lanes[lane].iter_mut().for_each(|busy| *busy = (*busy / tracks(lane)).min(1.0));
+            }
             step
         };
         Ok(drawn.into_iter().map(|(step, _)| shared(step)).collect())
@@ -120,7 +124,9 @@ impl Outline {
             Some(track) if event.ph == "M" => {
                 let track = track.strip_prefix("rank 0 ").unwrap_or(&track);
                 let lane = LANES.iter().position(|(_, tracks)| tracks.iter().any(|begin| track.starts_with(begin)));
-                lane.into_iter().for_each(|lane| _ = self.lanes.insert(event.tid, lane));
+                if let Some(lane) = lane {
+                    _ = self.lanes.insert(event.tid, lane);
+                }
                 self.drivers.extend((track == DRIVER).then_some(event.tid));
             }
             _ if event.ph == "X" && event.name == STEP_SPAN && self.drivers.contains(&event.tid) => {

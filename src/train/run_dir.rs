@@ -48,9 +48,13 @@ impl RunDir {
         let mut this = Self { dir, lock, place, is_new, trace: None };
         let (mut probe, beside) = this.dir.create_beside(PROBE.pattern)?;
         probe.write(b"x").and_then(|()| this.dir.remove(beside))?;
-        this.dir.unsynced()?.iter().for_each(|line| observer.note(line));
+        if let Some(line) = &this.dir.unsynced()? {
+            observer.note(line);
+        }
         owned_names::remove_remains(&this.dir)?;
-        checkpoint::clean(&this.dir)?.iter().for_each(|line| observer.warn(line));
+        for line in &checkpoint::clean(&this.dir)? {
+            observer.warn(line);
+        }
         this.trace = settings.trace.as_deref().map(TraceFile::open).transpose()?;
         match &this.trace {
             Some(trace) => this.refuse_our_own(trace)?,

@@ -144,7 +144,9 @@ impl Batches for PromptRows<'_> {
         batch.tokens.fill(0);
         batch.targets.fill(-1);
         for (row, written) in batch.rows().zip(rows) {
-            row.tokens.iter_mut().zip(written).for_each(|(token, id)| *token = *id as i32);
+            for (token, id) in row.tokens.iter_mut().zip(written) {
+                *token = *id as i32;
+            }
             // A loss is computed beside the logits, and needs a target.
             row.targets[0] = 0;
         }

@@ -75,7 +75,9 @@ pub(crate) fn tokenizer(
     known: &KnownSources,
 ) -> Result<(Tokenizer, Settings)> {
     let mut settings = saved.map_or_else(|| settings.clone(), |saved| as_before(settings, saved));
-    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &["tokenizer"]))?;
+    if let Some(saved) = saved {
+        expect_same(&settings, saved, &["tokenizer"])?;
+    }
     let flags = record_flags(&settings);
     let (rules, day) = (rules(&settings, &flags, known)?, flags.day()?);
     let tokenizer = find(&settings, shape, known, rules.into())?;
@@ -85,7 +87,9 @@ pub(crate) fn tokenizer(
     if tokenizer.is_bytes() {
         settings.tokenizer = TokenizerChoice::Bytes;
     }
-    saved.map_or(Ok(()), |saved| expect_same(&settings, saved, &OnResume::Tokens.keys()))?;
+    if let Some(saved) = saved {
+        expect_same(&settings, saved, &OnResume::Tokens.keys())?;
+    }
     Ok((tokenizer, settings))
 }
 

@@ -1,8 +1,8 @@
 //! The permitted imports between folders of `src/`. Folders of any depth, and files next to them, import each other without cycles.
 //!
 //! An import is a `use` of this crate, or an inline path that starts with `crate`, `super` or `self`, outside of tests. It refers to the
-//! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need only forwards the name. A file
-//! that refers to its own submodules (`part::name` after `mod part;`) imports nothing.
+//! file that defines the name: re-exports are followed. A `pub use` whose name its own file does not need, or of all names of a module, only
+//! forwards. A file that refers to its own submodules (`part::name` after `mod part;`) imports nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -91,6 +91,9 @@ fn each_complaint_is_found() {
     ] {
         assert_eq!(with(host), [""; 0], "{host}");
     }
+    let all = ("engine/mod.rs", "mod a; mod b; pub use a::*; fn f() { 2 * 2 }");
+    let with_all = messages(&[lib, all, a, ("engine/b.rs", "use super::*;"), ("bucket.rs", ""), ("host.rs", "use crate::engine::Step;")]);
+    assert_eq!(with_all, up, "through the re-export of all names");
     let circle =
         messages(&[lib, ("bucket.rs", "use crate::host::H;"), ("host.rs", "mod h; pub use h::H;"), ("host/h.rs", "pub struct H;")]);
     assert_eq!(circle, [""; 0]);
@@ -224,7 +227,7 @@ fn imports(modules: &BTreeMap<Segments, Module>) -> Graph {
 /// The files that the module at `at` imports.
 fn imported(modules: &BTreeMap<Segments, Module>, at: &Segments) -> BTreeSet<String> {
     let module = &modules[at];
-    let needs = |name: &String| without_uses(&module.tokens).contains(&name);
+    let needs = |name: &String| name != "*" && without_uses(&module.tokens).contains(&name);
     let used = module.uses.iter().filter(|item| !item.is_public || needs(&item.name)).map(|item| item.path.clone());
     let inline = paths(&module.tokens);
     let targets = used.chain(inline).filter_map(|path| absolute(modules, at, &path)).map(|path| file_of(modules, path, 0));
@@ -247,11 +250,31 @@ fn absolute(modules: &BTreeMap<Segments, Module>, at: &Segments, path: &[String]
 fn file_of(modules: &BTreeMap<Segments, Module>, path: Segments, depth: usize) -> String {
     let at = (0..=path.len()).rev().map(|end| &path[..end]).find(|start| modules.contains_key(*start)).expect("lib.rs is the root");
     let (module, rest) = (&modules[at], &path[at.len()..]);
-    let passed_on = rest.first().and_then(|name| module.uses.iter().find(|item| item.name == *name));
-    match passed_on.and_then(|item| absolute(modules, &at.to_vec(), &item.path)) {
+    let target = rest.first().and_then(|name| passed_on(modules, at, name, depth));
+    match target {
         Some(target) if depth < 8 => file_of(modules, [&target, &rest[1..]].concat(), depth + 1),
         _ => module.file.clone(),
     }
+}
+
+/// The absolute path of `name` if the module at `at` imports it, by its name or with all names of a module that has it.
+fn passed_on(modules: &BTreeMap<Segments, Module>, at: &[String], name: &String, depth: usize) -> Option<Segments> {
+    let uses = &modules[at].uses;
+    if let Some(item) = uses.iter().find(|item| item.name == *name) {
+        return absolute(modules, &at.to_vec(), &item.path);
+    }
+    let globs = uses.iter().filter(|item| item.is_public && item.name == "*" && depth < 8);
+    let mut of_all = globs.filter_map(|item| absolute(modules, &at.to_vec(), &item.path)).filter(|target| modules.contains_key(target));
+    of_all.find(|target| defines(&modules[target], name) || passed_on(modules, target, name, depth + 1).is_some()).map(|mut target| {
+        target.push(name.clone());
+        target
+    })
+}
+
+/// Whether an item of the module is called so.
+fn defines(module: &Module, name: &String) -> bool {
+    let kinds = ["struct", "enum", "trait", "fn", "const", "static", "type", "mod"];
+    module.tokens.windows(2).any(|words| kinds.contains(&words[0].as_str()) && words[1] == *name)
 }
 
 /// Identifiers, `::` and other symbols, without comments, strings and characters.

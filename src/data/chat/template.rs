@@ -96,7 +96,9 @@ impl ChatTemplate {
     /// Sets `eos_token` to `token`, the end of text in use, which is known once the tokenizer is read. The first call counts.
     pub(in crate::data) fn end_with(&self, token: &str) {
         self.end_token.get_or_init(|| token.into());
-        self.tool_use.iter().for_each(|template| template.end_with(token));
+        if let Some(template) = &self.tool_use {
+            template.end_with(token);
+        }
     }
 
     /// The template, ready to be rendered.
@@ -222,7 +224,9 @@ impl Renderings<'_> {
     /// As [`Self::render`].
     pub(super) fn render_with(&mut self, turns: usize, prompts: bool, replacements: &[(usize, Json)]) -> Result<Rendered, String> {
         let (mut context, mut messages) = (self.context.clone(), self.messages[..turns].to_vec());
-        replacements.iter().for_each(|(turn, message)| messages[*turn] = template_value(message));
+        for (turn, message) in replacements {
+            messages[*turn] = template_value(message);
+        }
         context.insert("messages".into(), messages.into());
         context.insert("add_generation_prompt".into(), prompts.into());
         let template = self.environment.get_template(NAME).map_err(|e| cause(&e))?;

@@ -212,8 +212,12 @@ pub(in crate::data) fn tokenize<S: Sink + Send>(
     totals.source_ends.resize(texts.len().max(totals.source_ends.len()), totals.tokens);
     log_empty(&empty, texts.len(), preparation)?;
     let all = totals.records + totals.skipped;
-    totals.remarks.warnings(all, tokenizer.end_token()).iter().for_each(|warning| preparation.warn(warning));
-    totals.remarks.notes(all).iter().for_each(|note| preparation.note(note));
+    for warning in &totals.remarks.warnings(all, tokenizer.end_token()) {
+        preparation.warn(warning);
+    }
+    for note in &totals.remarks.notes(all) {
+        preparation.note(note);
+    }
     log_skipped(&totals, preparation)?;
     Ok((totals, read))
 }

@@ -29,7 +29,9 @@ pub(in crate::data) fn masked(sample: &ChatSample, tokenizer: &LocalTokenizer) -
         let (begin, end) = (placed.begin(span)?, placed.end(span)?);
         let is_crossed = span.prompt.as_ref().is_some_and(String::is_empty);
         masked.crossing += usize::from(is_crossed && tokens.get(begin).is_some_and(|token| (token.start as usize) < span.range.start));
-        masked.tokens[begin.min(end)..end].iter_mut().for_each(|(_, is_trained)| *is_trained = true);
+        for (_, is_trained) in &mut masked.tokens[begin.min(end)..end] {
+            *is_trained = true;
+        }
         if span.is_answer {
             placed.train_end(&mut masked.tokens, end, sample.next.is_some());
         }

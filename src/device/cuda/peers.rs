@@ -86,7 +86,9 @@ impl Peers for CudaDevice {
 
     fn leave(&mut self) -> Result<()> {
         self.finish_streams()?;
-        self.peering.iter_mut().for_each(|peering| peering.gpus.clear());
+        if let Some(peering) = &mut self.peering {
+            peering.gpus.clear();
+        }
         Ok(())
     }
 

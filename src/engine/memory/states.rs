@@ -200,7 +200,9 @@ impl StateTiers {
     fn keep_on_host(&mut self, kept: usize, host: &mut HostMemory) {
         for state in self.host.iter_mut().filter(|state| state.end() > kept) {
             let left = state.slice(&(state.first..kept.max(state.first)));
-            state.arrays.into_iter().zip(left.arrays).for_each(|(memory, left)| host.give_back(memory.addr(), left.bytes()));
+            for (memory, left) in state.arrays.into_iter().zip(left.arrays) {
+                host.give_back(memory.addr(), left.bytes());
+            }
             *state = left;
         }
         self.host.retain(|state| state.end() > state.first);

@@ -253,7 +253,9 @@ impl TcpTransport {
     pub(in crate::engine) fn fetch(&mut self, flat: &Range<usize>, stepped: &[EventId]) {
         self.round += 1;
         let buckets = self.slices.layout().overlapping(flat.clone());
-        buckets.clone().for_each(|bucket| self.send_within((bucket, self.round), flat, stepped[bucket]));
+        for bucket in buckets.clone() {
+            self.send_within((bucket, self.round), flat, stepped[bucket]);
+        }
         let coming = buckets.map(|bucket| self.coming(bucket, flat)).sum();
         self.fetching = (flat.clone(), coming);
     }

@@ -48,7 +48,9 @@ fn send_rows(path: &Path, wants: &dyn Fn(&str) -> bool, send: &mut dyn FnMut(&[u
     let (mut batch, mut wants_more) = (MessageWriter::default(), true);
     let read = ParquetRows::open(path).and_then(|rows| {
         rows.for_each(wants, &mut |number, record, offset| {
-            [ROW, number as usize, offset as usize].into_iter().for_each(|value| batch.number(value));
+            for value in [ROW, number as usize, offset as usize] {
+                batch.number(value);
+            }
             batch.text(record);
             // A consumer of the first row alone need not wait for a full batch.
             if number == 1 || batch.bytes() >= BATCH_BYTES {

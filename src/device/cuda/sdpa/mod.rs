@@ -155,8 +155,12 @@ impl Sdpa {
             wanted.extend(plans.wanted(self.limits, self.deterministic)?);
         }
         let mut made = self.compile(&wanted)?.into_iter();
-        forward.into_iter().zip(made.by_ref()).for_each(|(of, plan)| self.forward.push(ForwardPlan { of, plan }));
-        backward.iter_mut().for_each(|plans| plans.take(&mut made));
+        for (of, plan) in forward.into_iter().zip(made.by_ref()) {
+            self.forward.push(ForwardPlan { of, plan });
+        }
+        for plans in &mut backward {
+            plans.take(&mut made);
+        }
         self.backward.extend(backward);
         let forward = self.forward.iter().map(|forward| forward.plan.workspace_bytes());
         let bytes = forward.chain(self.backward.iter().map(|plans| plans.workspace_bytes(self.deterministic))).max();
