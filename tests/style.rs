@@ -3,6 +3,8 @@
 mod face;
 mod floors;
 mod messages;
+mod names;
+mod outside;
 mod prose;
 mod sizes;
 

@@ -10,7 +10,7 @@ pub(crate) mod cuda;
 mod documents;
 pub(crate) mod footprint;
 mod kernel;
-mod kernels;
+pub(crate) mod kernels;
 mod lease;
 pub(crate) mod sim;
 mod slice;
@@ -28,27 +28,7 @@ pub use crate::hardware::grouped_rates::ExpertProducts;
 pub use footprint::DeviceKind;
 pub use kernel::Kernel;
 pub(crate) use kernel::{Checked, Operand};
-pub use kernels::attention::{AttentionBackward, AttentionForward, AttentionShape};
-pub use kernels::cross_entropy::{CrossEntropyGrad, CrossEntropyLoss, CrossEntropyStats};
-pub use kernels::embed::{Embed, EmbedBackward, ScatterRows};
-pub use kernels::experts::{ClampedSwiglu, ExpertActivation, ExpertBackward, ExpertBias, ExpertBiasDot};
-pub(crate) use kernels::grouped::EXPERTS_MAX;
-pub use kernels::grouped::{GroupedMatmul, GroupedShape, SegmentSums};
-pub use kernels::key_gradients::AddKeyGradients;
-pub use kernels::norm::{LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward};
-pub use kernels::pointwise::{Geglu, GegluBackward, Gelu, GeluBackward, ScaleAdd, Swiglu, SwigluBackward};
-pub use kernels::product::{BiasBackward, Matmul, MatmulLayout, MatmulShape, ScaledMatmul};
-pub(crate) use kernels::product::{FP8_ALIGN_BYTES, ProductAlgorithm};
-#[cfg(feature = "cuda")]
-pub(crate) use kernels::quantize::largest_exponent;
-pub use kernels::quantize::{AbsMaxScale, Quantize, ScaleCell, WithScale};
-pub(crate) use kernels::quantize::{FP8_GRAIN, WritesMatrix, scale_of};
-pub use kernels::rope::{QkNorm, QkNormBackward, Rope};
-pub use kernels::route::{Combine, Dispatch, Route, RouteShape, RouterBackward, RouterBalance, RouterLogits, RouterRule, Segments};
-pub use kernels::sinks::{Sinks, SinksBackward};
-pub(crate) use kernels::transfer::PARTS_MAX;
-pub use kernels::transfer::{Adam, Cast, GradNormPartials, Poke, SumSlices, Zero};
-pub use kernels::{Kernels, Launch};
+pub(crate) use kernels::*;
 pub(crate) use lease::{Lease, Sides};
 pub use slice::DeviceSlice;
 pub(crate) use slice::MatrixPart;
@@ -254,7 +234,7 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// Errors of the device.
-    fn has_room(&mut self, _stream: Stream) -> Result<bool> {
+    fn has_capacity(&mut self, _stream: Stream) -> Result<bool> {
         Ok(true)
     }
 

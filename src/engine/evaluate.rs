@@ -21,8 +21,8 @@ pub struct Evaluated {
 }
 
 impl<D: Kernels> Engine<D> {
-    /// Evaluates as many micro-batches as a step has, distributed to ranks and shares like those of a step. So the loss has the same bits
-    /// on any number of ranks, and equals the loss of a step with this data. Training is not affected.
+    /// Evaluates as many micro-batches as a step has, distributed to ranks and partial sums like those of a step. So the loss has the same
+    /// bits on any number of ranks, and equals the loss of a step with this data. Training is not affected.
     ///
     /// # Errors
     /// Errors of `batches`; `Resource` when a token, target, position or document is out of range; errors of the device; the failure that
@@ -48,8 +48,8 @@ impl<D: Kernels> Engine<D> {
         Ok(self.exchange.losses())
     }
 
-    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at `places` of
-    /// its first micro-batch to host memory.
+    /// Runs this rank's part of the first `micro_steps` micro-batches of an evaluation. Copies the logits that follow the tokens at
+    /// `places` of its first micro-batch to host memory.
     pub(super) fn run_evaluation(&mut self, targets: usize, micro_steps: usize, places: &[usize]) -> Result<()> {
         self.driver_state.set_activity(DriverActivity::Enqueuing, 0);
         let per_partial_sum = self.plan.micro_batches_per_partial_sum();

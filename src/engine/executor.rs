@@ -29,6 +29,7 @@ use crate::host::pinned::{HostMemory, PinnedSlice};
 use crate::model::Model;
 use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
+use crate::optim::clip::ClipMemory;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::trace::Recorder;
@@ -93,6 +94,8 @@ pub struct Engine<D: Kernels> {
     pub(super) fault_injector: Option<FaultInjector>,
     pub(super) recorder: Recorder,
     pub(super) steps: StepCounters,
+    /// Values that the rule of clipping keeps.
+    pub(super) clip_memory: ClipMemory,
     pub(super) idle: IdleTimes,
     pub(super) counters: Counters,
     pub(super) reported: ReportedAmounts,
@@ -149,6 +152,7 @@ impl<D: Kernels> Engine<D> {
             exchange,
             recorder: Recorder::new("driver", plan.trace_spans),
             steps: StepCounters::new(plan.dtype),
+            clip_memory: plan.clip().memory(),
             idle: IdleTimes::new(dev.waited_ns()),
             counters: Counters::default(),
             reported: ReportedAmounts::default(),
@@ -225,6 +229,11 @@ impl<D: Kernels> Engine<D> {
         self.coordinator.history()
     }
 
+    /// Values that the rule of clipping keeps.
+    pub(crate) fn clip_memory(&self) -> &ClipMemory {
+        &self.clip_memory
+    }
+
     /// Host memory mapped by the engine.
     pub fn host_memory(&self) -> &HostMemory {
         &self.host
@@ -257,13 +266,37 @@ impl<D: Kernels> Engine<D> {
     ///
     /// # Errors
     /// The failure that ended another rank.
-    pub fn resume(&mut self, train_step: u64, optimizer_step: u64, loss_scale: LossScale, history: SpeculationHistory) -> Result<()> {
-        let words =
-            [train_step, optimizer_step, u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()), history.bits(), 0];
-        self.lead(Order::Resume, words)?;
-        self.steps.resume(train_step, optimizer_step, loss_scale);
-        self.coordinator.set_history(history);
+    pub fn resume(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) -> Result<()> {
+        let values = clip_memory.values();
+        let (scale, good_steps) = (u64::from(loss_scale.scale().to_bits()), u64::from(loss_scale.good_steps()));
+        if !values.is_empty() {
+            self.await_done()?;
+            self.exchange.post(0, values);
+        }
+        self.lead(Order::Resume, [train_step, optimizer_step, scale, good_steps, history.bits(), values.len() as u64])?;
+        self.resume_own(train_step, optimizer_step, loss_scale, history, clip_memory);
         Ok(())
+    }
+
+    /// Like [`Engine::resume`], for this rank only.
+    pub(super) fn resume_own(
+        &mut self,
+        train_step: u64,
+        optimizer_step: u64,
+        loss_scale: LossScale,
+        history: SpeculationHistory,
+        clip_memory: ClipMemory,
+    ) {
+        self.steps.resume(train_step, optimizer_step, loss_scale);
+        self.clip_memory = clip_memory;
+        self.coordinator.set_history(history);
     }
 
     /// Ends all threads and returns the tracks of the timeline of all ranks. With several ranks, track names contain the rank.

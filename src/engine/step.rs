@@ -2,7 +2,7 @@
 
 use super::executor::{Engine, StepData, StepReport};
 use super::idle_times::IdleCause;
-use super::protocol::coordinator::{Counts, Event, Update};
+use super::protocol::coordinator::{Counts, Event};
 use super::protocol::counters::Counters;
 use super::protocol::order::Order;
 use super::protocol::route::Hop;
@@ -15,6 +15,7 @@ use crate::device::{Kernels, Stream, Zero};
 use crate::error::{Error, Result};
 use crate::model::MicroStep;
 use crate::model::tensors::Module;
+use crate::optim::optimizer::Update;
 use crate::planner::plan::Plan;
 use crate::ranks::RANKS_MAX;
 use crate::ranks::progress::StepOutcome;
@@ -68,10 +69,10 @@ impl<D: Kernels> Engine<D> {
         match self.exchange.place(micro_batch) {
             Some(place) if self.plan.sequence_ranks == 1 => self.read_batch(place, micro_batch, batches),
             _ => {
-                let mut room = self.exchange.room();
-                let targets = fill(&self.plan, self.model.shape.vocab, &mut room, batches);
-                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &room));
-                self.exchange.keep_room(room);
+                let mut word_buffer = self.exchange.word_buffer();
+                let targets = fill(&self.plan, self.model.shape.vocab, &mut word_buffer, batches);
+                (0..self.plan.sequence_ranks).for_each(|rank| self.deal_part(micro_batch, rank, &word_buffer));
+                self.exchange.return_word_buffer(word_buffer);
                 targets?.map_err(|cause| self.bad_data(format!("micro-batch {micro_batch}: {cause}")))
             }
         }
@@ -84,8 +85,8 @@ impl<D: Kernels> Engine<D> {
         let Some(place) = self.exchange.place(part) else { return self.exchange.send_part(part, &mut words) };
         let mut memory = self.host.lend_mut(self.memory.batch(&self.plan, place));
         for piece in words {
-            let (here, rest) = memory.split_at_mut(piece.len());
-            here.copy_from_slice(piece);
+            let (target, rest) = memory.split_at_mut(piece.len());
+            target.copy_from_slice(piece);
             memory = rest;
         }
     }
@@ -228,12 +229,12 @@ impl<D: Kernels> Engine<D> {
         let mut is_full = false;
         for module in (0..at).rev() {
             let Some(flow) = self.flow.as_mut() else { return Ok(()) };
-            is_full |= flow.awaits_room(module) || !flow.streamed(at).is_empty();
+            is_full |= flow.awaits_place(module) || !flow.streamed(at).is_empty();
             if flow.has(module) {
                 continue;
             }
             let mut buckets = self.plan.layout.overlapping(flow.streamed(module));
-            if !is_full && flow.has_room(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
+            if !is_full && flow.has_capacity(module) && buckets.all(|bucket| self.coordinator.is_settled(bucket)) {
                 self.fetch_weights(module)?;
                 continue;
             }
@@ -333,8 +334,8 @@ impl<D: Kernels> Engine<D> {
         self.report.begin(&mut self.dev)
     }
 
-    /// The gradients of `module` are enqueued. If they complete the share `whole`, this reports all buckets that end within the module's
-    /// flat range.
+    /// The gradients of `module` are enqueued. If they complete the partial sum `whole`, this reports all buckets that end within the
+    /// module's flat range.
     fn grads_written(&mut self, module: Module, whole: Option<usize>) -> Result<()> {
         if let Some(partial_sum) = whole {
             let range = self.model.table.module_range(module);
@@ -354,7 +355,7 @@ impl<D: Kernels> Engine<D> {
         self.block_until(DriverActivity::Device, 0, |engine| engine.dev.is_done(oldest))
     }
 
-    /// The gradient of `bucket` for one of this rank's shares is enqueued.
+    /// The gradient of `bucket` for one of this rank's partial sums is enqueued.
     fn bucket_written(&mut self, bucket: usize, round: usize) -> Result<()> {
         self.inject(FaultPhase::Backward)?;
         self.spoil(bucket, round)?;
@@ -381,7 +382,7 @@ impl<D: Kernels> Engine<D> {
         self.notify(Event::GradReady(bucket))
     }
 
-    /// Reports a share of this rank. The last share completes the step's report.
+    /// Reports a partial sum of this rank. The last partial sum completes the step's report.
     fn report_partial_sum(&mut self, partial_sum: usize) -> Result<()> {
         let loss = self.model.activations.loss;
         if !self.is_last(partial_sum) {
@@ -396,15 +397,15 @@ impl<D: Kernels> Engine<D> {
     /// Waits for the norm, decides the verdict, and starts the allowed updates.
     fn validate(&mut self, learning_rate: f64) -> Result<StepReport> {
         let start = self.dev.now_ns();
-        let (step, mut found, mut told_at) = (self.steps.current(), None, None);
+        let (step, mut found, mut reported_at) = (self.steps.current(), None, None);
         self.inject(FaultPhase::Verdict)?;
         self.block_until(DriverActivity::Norm, 0, |engine| {
             found = found.or_else(|| engine.exchange.outcome(step));
-            told_at = told_at.or_else(|| (found.is_none() && engine.report.is_told()).then(|| engine.dev.now_ns()));
+            reported_at = reported_at.or_else(|| (found.is_none() && engine.report.is_reported()).then(|| engine.dev.now_ns()));
             Ok(found.is_some())
         })?;
         // After its own report is complete, this rank waits for its peers.
-        self.idle.add(IdleCause::Peers, told_at.map_or(0, |told_at| self.dev.now_ns() - told_at));
+        self.idle.add(IdleCause::Peers, reported_at.map_or(0, |reported_at| self.dev.now_ns() - reported_at));
         self.driver_span("await verdict", step as u32, start);
         let Some(outcome) = found else { unreachable!("waited for it") };
         let mut out = self.judge(learning_rate, outcome);
@@ -434,10 +435,10 @@ impl<D: Kernels> Engine<D> {
         }
     }
 
-    fn judge(&self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
+    fn judge(&mut self, learning_rate: f64, outcome: StepOutcome) -> StepReport {
         let StepOutcome { norm_sq, nonfinite, loss } = outcome;
         let grad_norm = NormSq(norm_sq).norm(self.steps.loss_scale().inverse());
-        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.max_grad_norm);
+        let verdict = Verdict::new(grad_norm, nonfinite, self.plan.clip(), &mut self.clip_memory);
         let (counts, exposed, loss_scale) = (Counts::default(), self.idle.of_step(), self.steps.loss_scale().scale());
         StepReport {
             loss,

@@ -128,7 +128,7 @@ pub struct Process {
     /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
     pub(crate) memlock_bytes: Option<u64>,
     /// Bytes left by the limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`); `None` if unlimited.
-    pub(crate) address_room_bytes: Option<u64>,
+    pub(crate) free_address_bytes: Option<u64>,
     /// Resident memory of the process, which counts towards the limit of its control group.
     pub rss_bytes: u64,
 }
@@ -152,19 +152,19 @@ impl Process {
         Self {
             affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
             memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
-            address_room_bytes: address_room(&status),
+            free_address_bytes: free_address_bytes(&status),
             rss_bytes: parse::meminfo_bytes(&status, "VmRSS").unwrap_or(0),
         }
     }
 }
 
 /// Computes [`Process::address_room_bytes`]. `status` is the text of `/proc/self/status`.
-fn address_room(status: &str) -> Option<u64> {
-    let room = |limit, used: &str| {
+fn free_address_bytes(status: &str) -> Option<u64> {
+    let free_bytes = |limit, used: &str| {
         let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
         Some(soft.saturating_sub(parse::meminfo_bytes(status, used).unwrap_or(0)))
     };
-    [room(Resource::RLIMIT_AS, "VmSize"), room(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
+    [free_bytes(Resource::RLIMIT_AS, "VmSize"), free_bytes(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
 }
 
 impl Topology {
@@ -235,11 +235,11 @@ impl Topology {
     pub(crate) fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
         // A GPU's memory may be a node of the machine. The kernel counts it as available, but it is not host memory.
-        let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
+        let without_cpus: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let reserve = self.memory_total_bytes.unwrap_or(0) / MACHINE_RESERVE;
         let available =
-            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere.saturating_add(reserve)));
-        [available, limit, self.process.address_room_bytes].into_iter().flatten().min()
+            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(without_cpus.saturating_add(reserve)));
+        [available, limit, self.process.free_address_bytes].into_iter().flatten().min()
     }
 
     /// Free memory in pools of huge pages. No other allocation can use it, and it does not count as available.
@@ -645,7 +645,7 @@ pub(crate) mod tests {
 
     #[test]
     fn memory_is_bounded_by_the_limits_of_the_process() {
-        let process = Process { address_room_bytes: Some(3 << 20), ..Process::default() };
+        let process = Process { free_address_bytes: Some(3 << 20), ..Process::default() };
         assert_eq!(Topology::read(two_sockets().path(), process).memory_usable_bytes(), Some(3 << 20));
     }
 

@@ -4,7 +4,7 @@ use super::curve::StepCurve;
 use crate::disk::Dir;
 use crate::error::{Error, Result};
 use crate::metrics::WrittenSample;
-use crate::train::metrics_file::{METRICS, MetricsLine, read_line};
+use crate::train::sinks::metrics_file::{METRICS, MetricsLine, read_line};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -217,7 +217,7 @@ impl History {
         self.curves.tokens_by_step.push(x, self.tokens);
         self.curves.ms_by_step.push(x, self.total_ms);
         self.curves.expert_largest.push(x, record.expert_largest_over_mean.unwrap_or(f64::NAN));
-        self.curves.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |share| 100.0 * share));
+        self.curves.expert_unused.push(x, record.expert_unused_share.map_or(f64::NAN, |fraction| 100.0 * fraction));
         self.mark(x, record.verdict.as_deref());
     }
 
@@ -248,9 +248,9 @@ impl History {
 
     /// Mean model TFLOP/s over all steps, and their fraction of the rate of large matrix products; `None` if the run's profile lacks that
     /// rate.
-    pub(super) fn mean_tflops_and_share(&self) -> Option<(f64, f64)> {
+    pub(super) fn mean_tflops_and_fraction(&self) -> Option<(f64, f64)> {
         let (tflops, peak) = (self.gflop / self.total_ms, self.facts["matmul_flops"].as_f64()? / 1e12);
-        Some((tflops, tflops / peak)).filter(|(_, share)| share.is_finite() && *share > 0.0)
+        Some((tflops, tflops / peak)).filter(|(_, fraction)| fraction.is_finite() && *fraction > 0.0)
     }
 }
 

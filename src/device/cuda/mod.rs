@@ -237,9 +237,9 @@ impl CudaDevice {
     }
 
     /// Whether a kernel performs this copy: see [`Stream::copies_words`].
-    fn may_copy_words(&self, stream: Stream, here: DeviceSlice, there: PinnedSlice) -> bool {
-        let words = || [here.addr(), there.addr() as u64, there.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
-        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(there))
+    fn may_copy_words(&self, stream: Stream, device: DeviceSlice, host: PinnedSlice) -> bool {
+        let words = || [device.addr(), host.addr() as u64, host.bytes() as u64].iter().all(|n| n.is_multiple_of(4));
+        stream.copies_words() && words() && self.registered.iter().any(|registered| registered.contains(host))
     }
 
     /// Waits for the compute stream, so that other streams may use its results at once.
@@ -272,7 +272,7 @@ impl CudaDevice {
         if event.is_done()? {
             return Ok(());
         }
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin_wait(raw, stream, awaited)?;
         // SAFETY: both are live.
@@ -282,7 +282,7 @@ impl CudaDevice {
 
     /// Calls `enqueue`, and records a span around it when tracing is on.
     fn timed(&mut self, stream: Stream, name: &'static str, enqueue: impl FnOnce(&RawStream) -> Result<()>) -> Result<()> {
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         let raw = &self.streams[stream as usize];
         let span = self.timeline.begin(raw, stream, name)?;
         let start_ns = now_ns();
@@ -295,7 +295,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// Errors of the GPU; the failure of another rank.
-    fn make_room(&mut self, stream: Stream) -> Result<()> {
+    fn await_capacity(&mut self, stream: Stream) -> Result<()> {
         let Some(peering) = &mut self.peering else { return Ok(()) };
         let Some(mark) = peering.backlogs[stream as usize].count() else { return Ok(()) };
         let start_ns = now_ns();
@@ -451,7 +451,7 @@ impl Device for CudaDevice {
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<()> {
-        self.make_room(stream)?;
+        self.await_capacity(stream)?;
         self.awaited[event.0 as usize] = if (stream as usize) < Stream::COUNT { StreamWait::Own } else { StreamWait::Peers };
         self.events[event.0 as usize].record(&self.streams[stream as usize])
     }

@@ -1,4 +1,4 @@
-//! Exchange between ranks: gradients are summed over the gradient shares of a step (parts of its micro-batches, `--gradient-shares`), and
+//! Exchange between ranks: gradients are summed over the partial sums of a step (parts of its micro-batches, `--gradient-shares`), and
 //! each rank receives new weights from their owners. The driver calls the methods of five ports in its loop and from `pump`. [`SingleRank`]
 //! implements them for one device, `peer_exchange.rs` for several ranks.
 
@@ -22,7 +22,7 @@ use crate::device::{Kernels, Sides};
 use crate::error::Result;
 use crate::planner::plan::Plan;
 
-/// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one share.
+/// Exchange of slices between ranks. Buckets pass in flat order, once a round. In a round every rank computes one partial sum.
 pub(crate) trait Exchange<D: Kernels>: GradientPort<D> + WeightPort<D> + ReportPort<D> + OrderPort<D> + RendezvousPort<D> {
     /// The slices that this rank owns.
     fn slices(&self) -> &Slices;

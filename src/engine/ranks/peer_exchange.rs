@@ -3,9 +3,9 @@
 //! a rank exchanges them with its *inter-node peers*, the ranks with the same local index in other processes, and *relays* them to the
 //! other local ranks, which pull them from it.
 //!
-//! If the local ranks compute a whole group of shares in each round, its sum is computed within the process first: each rank pulls the
-//! slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the process,
-//! to the inter-node peers.
+//! If the local ranks compute a whole group of partial sums in each round, its sum is computed within the process first: each rank pulls
+//! the slices that it and its inter-node peers own, and the group's sum replaces its gradient there. Only the group's sum leaves the
+//! process, to the inter-node peers.
 //!
 //! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect. So a rank records an event before it
 //! publishes it, and its peers enqueue a wait only afterwards.
@@ -102,20 +102,28 @@ impl<C> PeerExchange<C> {
 
     /// Waits for progress counters outside of a step's event loop.
     fn wait_until(&self, ready: impl Fn() -> bool) -> Result<()> {
+        self.wait_advancing(ready, || Ok(false))
+    }
+
+    /// Like `wait_until`, and lets `advance` perform an operation at each turn under a turn token. It returns false if there is none.
+    fn wait_advancing(&self, ready: impl Fn() -> bool, mut advance: impl FnMut() -> Result<bool>) -> Result<()> {
         while !ready() {
             self.context.check()?;
-            if !self.context.pass_idle()? {
+            if self.context.progress.turn_token().is_some() && advance()? {
+                self.context.pass()?;
+            } else if !self.context.pass_idle()? {
                 self.context.progress.bell(self.context.rank).wait_until(|| ready() || self.context.progress.has_failed());
             }
         }
         self.context.check()
     }
 
-    /// Like `wait_until`, but keeps sending and receiving slices for peers meanwhile.
+    /// Like `wait_until`, but keeps sending and receiving slices for peers meanwhile. Under a turn token the device continues: it progresses
+    /// only with its driver, and peers wait for the results of its last operations.
     fn wait_serving<D: Device>(&mut self, dev: &mut D, ready: impl Fn(&ProgressCounters) -> bool) -> Result<()> {
         let progress = self.context.progress.clone();
         if self.inter_node.is_none() {
-            return self.wait_until(|| ready(&progress));
+            return self.wait_advancing(|| ready(&progress), || dev.idle());
         }
         let bell = progress.bell(self.context.rank);
         loop {

@@ -4,7 +4,7 @@
 use super::*;
 use crate::bucket::layout::{BucketLayout, Tier};
 use crate::config::settings::Settings;
-use crate::device::cpu::{CpuDevice, ROOM_OPS, StreamOrder};
+use crate::device::cpu::{CpuDevice, QUEUED_OPS_MAX, StreamOrder};
 use crate::device::{Device, DeviceSlice, EventId, Launch, Poke, Stream};
 use crate::dtype::Dtype;
 use crate::engine::ranks::exchange::{GradientPort, RendezvousPort, ReportPort, WeightPort};
@@ -113,7 +113,7 @@ impl Rank {
             self.exchange.gather(&mut self.dev, self.weights)?;
             for stream in [Stream::Reduce, Stream::Gather] {
                 // A bucket's pulls may fill the queue.
-                assert!(self.dev.ahead(stream) < ROOM_OPS + 4 * self.exchange.peers.len() + 4, "{stream:?} has no room");
+                assert!(self.dev.ahead(stream) < QUEUED_OPS_MAX + 4 * self.exchange.peers.len() + 4, "{stream:?} has no room");
             }
             if ready(self)? {
                 return Ok(());
@@ -126,7 +126,7 @@ impl Rank {
         }
     }
 
-    /// One step: writes every share, reads the sums, sends new weights, and reads them at the point where all ranks use them.
+    /// One step: writes every partial sum, reads the sums, sends new weights, and reads them at the point where all ranks use them.
     fn step(&mut self, case: Case, step: u64) -> Result<()> {
         let (own, count) = (self.exchange.slices.clone(), self.stepped.len());
         for round in 0..case.rounds {

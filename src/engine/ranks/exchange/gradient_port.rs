@@ -13,7 +13,7 @@ pub(crate) trait GradientPort<D: Kernels> {
     /// The stream that computes sums and everything after them until the gradient leaves.
     fn sums_on(&self) -> Stream;
 
-    /// The gradient of this round's share of `bucket` is enqueued, in the flat `grads`. Returns true if it is the gradient of the whole
+    /// The gradient of this round's partial sum of `bucket` is enqueued, in the flat `grads`. Returns true if it is the gradient of the whole
     /// step. Over NCCL it waits until the local ranks have written the gradients that must be exchanged first.
     fn written(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize) -> Result<bool>;
 

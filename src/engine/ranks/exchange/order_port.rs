@@ -49,12 +49,12 @@ pub(crate) trait OrderPort<D: Kernels> {
     }
 
     /// On rank 0, takes the buffer for a micro-batch of other ranks.
-    fn room(&mut self) -> Vec<i32> {
+    fn word_buffer(&mut self) -> Vec<i32> {
         Vec::new()
     }
 
     /// Returns the buffer.
-    fn keep_room(&mut self, _room: Vec<i32>) {}
+    fn return_word_buffer(&mut self, _word_buffer: Vec<i32>) {}
 
     /// Sends a part of a micro-batch to its rank.
     fn send_part(&mut self, _part: usize, _words: &mut dyn Iterator<Item = &[i32]>) {}

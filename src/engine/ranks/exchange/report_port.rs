@@ -11,16 +11,16 @@ pub(crate) trait ReportPort<D: Kernels> {
     /// Adds the next partial sums of the norm, in the local order.
     fn add_norm_partials(&mut self, norm_partials: &[f32]);
 
-    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its shares.
+    /// Completes this rank's report of `step`: whether one of its gradients is infinite or NaN, and the losses of its partial sums.
     fn report(&mut self, step: u64, nonfinite: bool, losses: &[f32]);
 
     /// The merged outcome of `step` over all ranks, once it is known. Poll it until then.
     fn outcome(&mut self, step: u64) -> Option<StepOutcome>;
 
-    /// Publishes the losses of this rank's shares outside of a step.
+    /// Publishes the losses of this rank's partial sums outside of a step.
     fn publish_losses(&mut self, losses: &[f32]);
 
-    /// Sum of the losses that were published last, in the order of shares. With several ranks, it is valid after all have completed their
+    /// Sum of the losses that were published last, in the order of partial sums. With several ranks, it is valid after all have completed their
     /// orders.
     fn losses(&self) -> f64;
 

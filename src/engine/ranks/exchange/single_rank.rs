@@ -15,14 +15,14 @@ use crate::units::NormSq;
 #[derive(Debug)]
 pub(crate) struct SingleRank {
     slices: Slices,
-    /// Sums of the shares' gradients so far, if a step has several shares.
+    /// Sums of the partial sums' gradients so far, if a step has several partial sums.
     sums: Option<PartialSums>,
     partial_sums: usize,
-    /// Index of the current share.
+    /// Index of the current partial sum.
     partial_sum: usize,
     norm_sq: NormSq,
     reported: Option<(bool, f32)>,
-    /// Sum of the shares' losses that were published last.
+    /// Sum of the partial sums' losses that were published last.
     losses: f64,
 }
 

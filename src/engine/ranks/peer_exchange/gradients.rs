@@ -105,7 +105,7 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
                 // Leaves the host free for other work while the device is far behind.
                 let is_next = self.gradients.buckets_summed < self.gradients.buckets_written
                     && self.has_parts(dev)?
-                    && dev.has_room(Stream::Reduce)?;
+                    && dev.has_capacity(Stream::Reduce)?;
                 if !is_next {
                     return Ok(None);
                 }
@@ -153,7 +153,7 @@ impl<D: Kernels + Peers> GradientPort<D> for PeerExchange<D::PeerHandle> {
     }
 
     fn is_handed_over(&self) -> bool {
-        self.handovers.is_there(&self.context.progress)
+        self.handovers.has_arrived(&self.context.progress)
     }
 
     fn take_over(&mut self, dev: &mut D, model: &Model, what: (Handover, usize)) -> Result<()> {
@@ -167,7 +167,7 @@ impl<C> PeerExchange<C> {
         ((nth % self.buckets()) as usize, nth / self.buckets() % self.gradients.rounds)
     }
 
-    /// The TCP transport, if each share leaves separately.
+    /// The TCP transport, if each partial sum leaves separately.
     fn flat_sockets(&mut self) -> Option<&mut TcpTransport> {
         if self.gradients.is_grouped { None } else { self.tcp() }
     }
@@ -230,9 +230,9 @@ impl<C> PeerExchange<C> {
 
     /// Enqueues the pull of the gradient of `mate` within `flat`, a slice of `bucket`; returns its destination.
     fn pull_grads<D: Peers<PeerHandle = C>>(&self, dev: &mut D, mate: usize, bucket: usize, flat: &Range<usize>) -> Result<DeviceSlice> {
-        let (theirs, place) = (&self.peers[mate], self.staged(mate, flat.len()));
-        dev.wait_for(Stream::Reduce, mate, theirs.written[bucket])?;
-        dev.pull(Stream::Reduce, mate, theirs.memory.grads.slice(flat.start, flat.len()), place)?;
+        let (peer, place) = (&self.peers[mate], self.staged(mate, flat.len()));
+        dev.wait_for(Stream::Reduce, mate, peer.written[bucket])?;
+        dev.pull(Stream::Reduce, mate, peer.memory.grads.slice(flat.start, flat.len()), place)?;
         Ok(place)
     }
 
@@ -298,7 +298,7 @@ impl<C> PeerExchange<C> {
         Ok(())
     }
 
-    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of shares.
+    /// Enqueues the sum of one round's parts of this rank's slice, in the order of ranks, which is the order of partial sums.
     fn sum<D: Kernels + Peers<PeerHandle = C>>(&mut self, dev: &mut D, grads: DeviceSlice, bucket: usize, round: u64) -> Result<()> {
         let (flat, local) = (self.slices.global(bucket), self.slices.local(bucket));
         let (mut parts, mut count) = ([grads.slice(flat.start, flat.len()); PARTS_MAX], 0);
@@ -315,8 +315,8 @@ impl<C> PeerExchange<C> {
                 match &mut self.inter_node {
                     Some(InterNode::Tcp(inter_node)) => inter_node.bring_grads(dev, rank, parts[count])?,
                     Some(InterNode::Images) => {
-                        let theirs = self.peers[rank].memory.grads.slice(flat.start, flat.len());
-                        dev.pull(Stream::Reduce, rank, theirs, parts[count])?;
+                        let peer = self.peers[rank].memory.grads.slice(flat.start, flat.len());
+                        dev.pull(Stream::Reduce, rank, peer, parts[count])?;
                     }
                     Some(InterNode::Nccl(_)) | None => {}
                 }

@@ -11,12 +11,12 @@ use crate::ranks::progress::ProgressCounters;
 
 /// Division of a step's micro-batches into parts of ranks.
 pub(super) struct PeerBatches {
-    /// Micro-batches of a share, ranks with a part of each micro-batch, and words of a part.
+    /// Micro-batches of a partial sum, ranks with a part of each micro-batch, and words of a part.
     per_partial_sum: usize,
     sequence_ranks: usize,
     batch_words: usize,
     /// On rank 0, memory of a micro-batch of other ranks.
-    room: Vec<i32>,
+    word_buffer: Vec<i32>,
 }
 
 impl PeerBatches {
@@ -27,7 +27,7 @@ impl PeerBatches {
             per_partial_sum: plan.micro_batches_per_partial_sum(),
             sequence_ranks: plan.sequence_ranks,
             batch_words: plan.batch_words(),
-            room: if rank == 0 { vec![0; whole_words] } else { Vec::new() },
+            word_buffer: if rank == 0 { vec![0; whole_words] } else { Vec::new() },
         }
     }
 }
@@ -72,12 +72,12 @@ impl<D: Kernels + Peers> OrderPort<D> for PeerExchange<D::PeerHandle> {
         (rank == self.context.rank).then_some(place)
     }
 
-    fn room(&mut self) -> Vec<i32> {
-        std::mem::take(&mut self.batches.room)
+    fn word_buffer(&mut self) -> Vec<i32> {
+        std::mem::take(&mut self.batches.word_buffer)
     }
 
-    fn keep_room(&mut self, room: Vec<i32>) {
-        self.batches.room = room;
+    fn return_word_buffer(&mut self, word_buffer: Vec<i32>) {
+        self.batches.word_buffer = word_buffer;
     }
 
     fn send_part(&mut self, part: usize, words: &mut dyn Iterator<Item = &[i32]>) {

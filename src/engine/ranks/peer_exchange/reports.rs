@@ -118,13 +118,13 @@ impl<C> PeerExchange<C> {
         let (buckets, ranks) = (self.slices.layout().count(), self.context.progress.ranks());
         while self.reports.folded.0 < buckets {
             let (bucket, rank) = self.reports.folded;
-            let theirs = Slices::new(self.slices.layout().clone(), rank, ranks);
-            let needed = self.reports.steps * (theirs.elems() / BLOCK) as u64 + (theirs.local(bucket).end / BLOCK) as u64;
+            let peer_slices = Slices::new(self.slices.layout().clone(), rank, ranks);
+            let needed = self.reports.steps * (peer_slices.elems() / BLOCK) as u64 + (peer_slices.local(bucket).end / BLOCK) as u64;
             let published = self.context.progress.published_norm_partials(rank);
             if published.is_some_and(|published| published < needed) {
                 return;
             }
-            let flat = if published.is_some() { theirs.global(bucket) } else { 0..0 };
+            let flat = if published.is_some() { peer_slices.global(bucket) } else { 0..0 };
             for start in flat.clone().step_by(FOLDED_AT_ONCE * BLOCK) {
                 let norm_partials = &mut [0.0; FOLDED_AT_ONCE][..((flat.end - start) / BLOCK).min(FOLDED_AT_ONCE)];
                 self.context.progress.read_norm_partials(start / BLOCK, norm_partials);

@@ -160,7 +160,7 @@ impl<C> PeerExchange<C> {
             && self.context.progress.local_ranks().all(|rank| self.context.progress.settled(rank, bucket) >= self.weights.version)
             && (self.inter_node.is_none() || self.context.progress.relayed_to_all() >= self.carried_up_to(bucket))
             // Leaves the host free for other work: the first modules are computed while later weights arrive.
-            && dev.has_room(Stream::Gather)?
+            && dev.has_capacity(Stream::Gather)?
         {
             let whole = self.slices.layout().range(bucket);
             let beyond_the_ring = whole.start.max(self.own.ringed_elems)..whole.end;
@@ -277,9 +277,9 @@ impl<C> PeerExchange<C> {
             if part.is_empty() || relay == own && !self.own.shards.has(owner, bucket) {
                 continue;
             }
-            let there = &self.peers[relay];
-            let source = there.memory.weights_within(&self.slices, owner, bucket, &flat);
-            let ready = if relay == owner { there.stepped[bucket] } else { there.relayed[bucket] };
+            let peer = &self.peers[relay];
+            let source = peer.memory.weights_within(&self.slices, owner, bucket, &flat);
+            let ready = if relay == owner { peer.stepped[bucket] } else { peer.relayed[bucket] };
             if relay == own {
                 dev.wait(stream, ready)?
             } else {
