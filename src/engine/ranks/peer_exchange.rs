@@ -9,6 +9,10 @@
 //!
 //! *Record, then publish, then wait*: waiting for an event that is not yet recorded has no effect. So a rank records an event before it
 //! publishes it, and its peers enqueue a wait only afterwards.
+//!
+//! The state of each port is a struct in the file of its methods, which alone changes the struct's fields.
+//!
+//! [`NcclTransport`]: super::nccl_transport::NcclTransport
 
 mod gradients;
 mod inter_node;
