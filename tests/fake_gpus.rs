@@ -512,7 +512,7 @@ fn missing_or_failing_nccl_is_reported_with_a_remedy() {
             .refused(1, &["use --transport nccl: process 0 on ", "open libnccl.so.2", "pip install 'nvidia-nccl-cu13'", "--transport tcp"]);
     }
     let outcomes = train_as_two([&[]; 2], &[]);
-    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stdout.contains("gradients and weights pass over TCP: process 0 on ");
+    let message = |outcome: &Outcome| outcome.code == 0 && outcome.stderr.contains("gradients and weights pass over TCP: process 0 on ");
     assert!(outcomes.iter().all(message), "{outcomes:?}");
     let old = &[("FAKE_NCCL", "22602")][..];
     for outcome in train_by_nccl([&[], old], &["--transport=nccl"]) {

@@ -123,9 +123,10 @@ impl ProcessGroup {
             .collect::<std::result::Result<Vec<_>, _>>()
             .map_err(json)?;
         let process_info = ProcessInfo::among(&all, links.names(), process, settings)?;
+        process_info.notes.iter().for_each(|note| emit(ProgressEvent::Detail(note)));
         // TCP in place of an unavailable NCCL makes steps slower.
         let is_slower = settings.transport == Transport::Auto && process_info.transport == Transport::Tcp;
-        for note in &process_info.notes {
+        for note in process_info.transport_note.iter() {
             emit(if is_slower { ProgressEvent::Warn(note) } else { ProgressEvent::Detail(note) });
         }
         Ok(Self { links, process_info, machine })

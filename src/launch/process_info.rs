@@ -70,6 +70,8 @@ pub(crate) struct ProcessInfo {
     pub(crate) transport: Transport,
     /// Lines for the user.
     pub(crate) notes: Vec<String>,
+    /// How gradients and weights pass between GPUs of processes.
+    pub(crate) transport_note: Option<String>,
 }
 
 impl ProcessInfo {
@@ -101,9 +103,8 @@ impl ProcessInfo {
         let why_no_gpu = all[process].gpus.as_ref().err().filter(|_| gpus.is_empty() && device == DeviceChoice::Auto);
         notes.extend(why_no_gpu.map(|why| format!("no GPU: {why}")));
         let is_tcp = gpus.is_empty() && settings.transport != Transport::Nccl;
-        let (transport, why) = if is_tcp { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
-        notes.extend(why);
-        Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes })
+        let (transport, transport_note) = if is_tcp { (Transport::Tcp, None) } else { transport(all, names, settings.transport)? };
+        Ok(Self { gpus, on_machine, cpu_mates: (sharers.into_iter().map(of).collect(), nth), transport, notes, transport_note })
     }
 
     /// This process's part of the CPUs of `machine`, or `None` if there are fewer CPUs than processes; and the number of CPUs that the
@@ -315,7 +316,7 @@ mod tests {
         let chosen = |transport, nccl: [std::result::Result<&str, &str>; 2]| -> std::result::Result<_, String> {
             let settings = Settings { transport, ..asking(DeviceChoice::Auto) };
             let process_info = ProcessInfo::among(&nccl.map(with), &names(2), 0, &settings).map_err(|e| e.to_string())?;
-            Ok((process_info.transport, process_info.notes[1..].join("")))
+            Ok((process_info.transport, process_info.transport_note.unwrap_or_default()))
         };
         let both = [Ok("2.28.9"); 2];
         let by_nccl = (Transport::Nccl, "gradients and weights pass from GPU to GPU by NCCL 2.28.9".to_string());
