@@ -384,7 +384,8 @@ fn rows_that_leave_early_change_no_bit() {
     assert!(stepped_alone > 200, "{stepped_alone}");
 }
 
-/// Buckets of whole tensors, of several lengths: on one device and on several, with a ring, with sums on the host, and with resident buckets.
+/// Buckets of whole tensors, of several lengths: on one device and on several, with a ring, with sums on the host, and with buckets whose
+/// states are on the device.
 #[test]
 fn buckets_of_whole_tensors_change_no_bit() {
     let before = UNEQUAL.get();

@@ -242,8 +242,8 @@ mod tests {
             let mut starts = vec![0];
             lengths.iter().for_each(|length| starts.push(starts[starts.len() - 1] + length * grain));
             let flat = starts.pop().unwrap().next_multiple_of(BLOCK);
-            let request = LayoutRequest { flat_elems: flat, bucket_elems: bucket * BLOCK, away: Tier::Host, starts: BucketStarts::Tensors(&starts) };
-            let layout = request.layout().with_resident(resident);
+            let (flat_elems, bucket_elems, cuts) = (flat, bucket * BLOCK, BucketStarts::Tensors(&starts));
+            let layout = LayoutRequest { flat_elems, bucket_elems, away: Tier::Host, starts: cuts }.layout().with_resident(resident);
             expect_tiles(&layout, (Tier::Host, resident), flat / 3..flat)?;
             let ends = starts.iter().skip(1).chain([&flat]);
             let tensors: Vec<_> = starts.iter().zip(ends).map(|(start, end)| *start..*end).collect();
