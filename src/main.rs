@@ -454,7 +454,7 @@ impl Observer for Person {
         self.bar.suspend(|| complain("warning", line));
     }
 
-    fn progress(&mut self, what: &str, done: u64, all: u64) {
+    fn progress(&mut self, activity: &str, done: u64, all: u64) {
         if std::io::stderr().is_terminal() {
             if self.bar.is_hidden() || self.bar.is_finished() {
                 let style = ProgressStyle::with_template("{bar:32} {bytes}/{total_bytes}  {elapsed} elapsed, {eta} left  {msg}");
@@ -462,11 +462,11 @@ impl Observer for Person {
                 self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             }
             self.bar.set_length(all);
-            self.bar.set_message(printable_lines(what));
+            self.bar.set_message(printable_lines(activity));
             self.bar.set_position(done);
         } else if self.last_progress.elapsed() >= PROGRESS_INTERVAL {
             self.last_progress = Instant::now();
-            log(format_args!("{what}: {} of {}", BinaryBytes(done), BinaryBytes(all)));
+            log(format_args!("{activity}: {} of {}", BinaryBytes(done), BinaryBytes(all)));
         }
     }
 

@@ -13,7 +13,7 @@ use crate::device::Kernels;
 use crate::disk::{self, Dir, TmpDir};
 use crate::engine::executor::Engine;
 use crate::error::{Error, Result};
-use crate::optim::{PIECE_ELEMS, StatePart};
+use crate::optim::PIECE_ELEMS;
 use crate::planner::plan::Plan;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -52,13 +52,13 @@ pub(crate) fn save_own<D: Kernels>(engine: &mut Engine<D>, output_dir: &Path, [s
 
 /// Writes this rank's file into `dir`, and has it on disk; the checksums of its chunks.
 fn write<D: Kernels>(engine: &mut Engine<D>, dir: &Dir) -> Result<Vec<u32>> {
-    let (rank, elems, moments) = (engine.slices().rank(), engine.slices().elems(), engine.plan().moments);
+    let (rank, elems, arrays) = (engine.slices().rank(), engine.slices().elems(), engine.plan().optimizer().arrays());
     let (mut file, mut buffer) = (StateWriter::create(dir, &file_name(rank))?, Vec::new());
-    for part in StatePart::ALL {
+    for part in arrays.parts() {
         for start in (0..elems).step_by(PIECE_ELEMS) {
             buffer.resize(PIECE_ELEMS.min(elems - start), 0.0);
             engine.read_slices(part, start, &mut buffer)?;
-            moments.stored(part, &buffer, |bytes| file.append(bytes))?;
+            arrays[part].stored(&buffer, |bytes| file.append(bytes))?;
         }
     }
     let written = file.finish()?;
@@ -71,7 +71,7 @@ pub(crate) fn part_bytes(plan: &Plan, process: usize) -> u64 {
     let each = plan.ranks / plan.processes;
     let elems = |rank| Slices::new(plan.layout.clone(), rank, plan.ranks).elems();
     let most = (process * each..(process + 1) * each).map(elems).max().unwrap_or(0);
-    (most * plan.moments.state_bytes()) as u64
+    plan.optimizer().arrays().bytes(most) as u64
 }
 
 /// A directory that shows that several processes have one file system, as checkpoints of theirs need. It goes when this is dropped, or when

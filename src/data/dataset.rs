@@ -155,7 +155,7 @@ impl Dataset {
         for idx in 0..all {
             self.read_cut(idx as usize, &mut inputs, &mut targets)?;
             trained.extend(targets.iter().any(|target| *target >= 0).then_some(idx));
-            preparation.go_on()?;
+            preparation.check_stop()?;
         }
         trained.shrink_to_fit();
         match (files, trained.len()) {

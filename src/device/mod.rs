@@ -47,11 +47,8 @@ fn still_lent() -> Error {
     Error::resource("free device memory that other ranks map", "one of them still maps it")
 }
 
-/// Memory, streams, events and copies, without arithmetic.
-pub trait Device {
-    /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
-    fn describe(&self) -> String;
-
+/// The libraries that a device computes with.
+pub trait DeviceLibraries {
     /// Versions that affect the bits of results besides this program: names and versions of GPU, driver and libraries. Empty if only this
     /// program computes.
     fn versions(&self) -> Vec<(&'static str, String)> {
@@ -62,6 +59,17 @@ pub trait Device {
     fn product_algorithms(&self) -> Vec<ProductAlgorithm> {
         Vec::new()
     }
+
+    /// Whether the device loads kernels, and chooses library algorithms, on their first use.
+    fn learns_by_doing(&self) -> bool {
+        false
+    }
+}
+
+/// Memory, streams, events and copies, without arithmetic.
+pub trait Device: DeviceLibraries {
+    /// Description of this device for people: `cpu (AMD EPYC 9B45, 2 threads, avx512)`.
+    fn describe(&self) -> String;
 
     /// Allocates zeroed device memory, aligned to 256 bytes. It lives until it is freed or the device is dropped. Only between steps.
     ///
@@ -135,11 +143,6 @@ pub trait Device {
     /// Errors of the device.
     fn set_documents(&mut self, _starts: &[i32], _seq_length: usize) -> Result<()> {
         Ok(())
-    }
-
-    /// Whether the device loads kernels, and chooses library algorithms, on their first use.
-    fn learns_by_doing(&self) -> bool {
-        false
     }
 
     /// Creates an event, which counts as done until it is first recorded.
@@ -231,7 +234,7 @@ pub(crate) trait Peers: Device {
     ///
     /// # Errors
     /// Errors of the device.
-    fn has_room(&mut self, _stream: Stream) -> Result<bool> {
+    fn has_capacity(&mut self, _stream: Stream) -> Result<bool> {
         Ok(true)
     }
 

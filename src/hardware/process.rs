@@ -15,7 +15,7 @@ pub struct Process {
     /// Limit of locked memory (`RLIMIT_MEMLOCK`); `u64::MAX`: unlimited.
     pub(crate) memlock_bytes: Option<u64>,
     /// Bytes left by the limits of address space and data (`RLIMIT_AS`, `RLIMIT_DATA`); `None` if unlimited.
-    pub(crate) address_room_bytes: Option<u64>,
+    pub(crate) free_address_bytes: Option<u64>,
     /// Resident memory of the process, which counts towards the limit of its control group.
     pub rss_bytes: u64,
 }
@@ -28,17 +28,17 @@ impl Process {
         Self {
             affinity: sched_getaffinity(Pid::from_raw(0)).ok().map(allowed),
             memlock_bytes: getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _hard)| soft),
-            address_room_bytes: address_room(&status),
+            free_address_bytes: free_address_bytes(&status),
             rss_bytes: parse::meminfo_bytes(&status, "VmRSS").unwrap_or(0),
         }
     }
 }
 
-/// Computes [`Process::address_room_bytes`]. `status` is the text of `/proc/self/status`.
-fn address_room(status: &str) -> Option<u64> {
-    let room = |limit, used: &str| {
+/// Computes [`Process::free_address_bytes`]. `status` is the text of `/proc/self/status`.
+fn free_address_bytes(status: &str) -> Option<u64> {
+    let free_bytes = |limit, used: &str| {
         let (soft, _hard) = getrlimit(limit).ok().filter(|(soft, _hard)| *soft != RLIM_INFINITY)?;
         Some(soft.saturating_sub(parse::meminfo_bytes(status, used).unwrap_or(0)))
     };
-    [room(Resource::RLIMIT_AS, "VmSize"), room(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
+    [free_bytes(Resource::RLIMIT_AS, "VmSize"), free_bytes(Resource::RLIMIT_DATA, "VmData")].into_iter().flatten().min()
 }

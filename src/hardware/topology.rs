@@ -135,11 +135,11 @@ impl Topology {
     pub(crate) fn memory_usable_bytes(&self) -> Option<u64> {
         let limit = self.cgroup.memory_bytes.as_ref().map(|limit| limit.value.saturating_sub(self.process.rss_bytes + GROUP_RESERVE_BYTES));
         // A GPU's memory may be a node of the machine. The kernel counts it as available, but it is not host memory.
-        let elsewhere: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
+        let without_cpus: u64 = self.numa_nodes.iter().filter(|node| node.cpus.is_empty()).filter_map(|node| node.free_bytes).sum();
         let reserve = self.memory_total_bytes.unwrap_or(0) / MACHINE_RESERVE;
         let available =
-            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(elsewhere.saturating_add(reserve)));
-        [available, limit, self.process.address_room_bytes].into_iter().flatten().min()
+            self.memory_available_bytes.or(self.memory_total_bytes).map(|bytes| bytes.saturating_sub(without_cpus.saturating_add(reserve)));
+        [available, limit, self.process.free_address_bytes].into_iter().flatten().min()
     }
 
     /// Free memory in pools of huge pages. No other allocation can use it, and it does not count as available.
@@ -377,7 +377,7 @@ pub(crate) mod tests {
 
     #[test]
     fn memory_is_bounded_by_the_limits_of_the_process() {
-        let process = Process { address_room_bytes: Some(3 << 20), ..Process::default() };
+        let process = Process { free_address_bytes: Some(3 << 20), ..Process::default() };
         assert_eq!(Topology::read(two_sockets().path(), process).memory_usable_bytes(), Some(3 << 20));
     }
 

@@ -46,8 +46,8 @@ impl MemoryReport {
         for (size, bytes) in areas.iter().flat_map(|area| area.pages(thp_bytes)) {
             add(&mut pages, size, bytes);
         }
-        let ours = |line: &&str| first_address(line).is_some_and(|at| areas.iter().any(|area| area.addresses.start == at));
-        for (node, bytes) in numa_maps.lines().filter(ours).flat_map(bytes_on_nodes) {
+        let own_pages = |line: &&str| first_address(line).is_some_and(|at| areas.iter().any(|area| area.addresses.start == at));
+        for (node, bytes) in numa_maps.lines().filter(own_pages).flat_map(bytes_on_nodes) {
             add(&mut nodes, node, bytes);
         }
         Self {

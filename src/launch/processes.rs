@@ -123,10 +123,10 @@ impl ThisProcess<'_> {
     fn cpu_slices(self) -> Vec<CpuSlice> {
         let ranks = self.plan.ranks / self.plan.processes;
         let adversary = self.plan.adversary.map(|seed| seed.wrapping_add((self.links.process() * ranks) as u64));
-        let near = gpu::homes(&self.launch.chosen.gpus, &self.launch.topology);
+        let near = gpu::gpu_nodes(&self.launch.chosen.gpus, &self.launch.topology);
         // A single rank gets all CPUs of the process.
-        let homes = if near.len() > 1 { near } else { vec![None; ranks] };
-        cpu_slice::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &homes)
+        let gpu_nodes = if near.len() > 1 { near } else { vec![None; ranks] };
+        cpu_slice::of(&Plan { adversary, ..self.plan.clone() }, &self.launch.topology, &gpu_nodes)
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct LocalRanks {
 
 impl LocalRanks {
     /// The connections for a `plan` whose ranks are all in this process.
-    pub(super) fn here(plan: &Plan) -> Self {
+    pub(super) fn of_this_process(plan: &Plan) -> Self {
         let progress = Arc::new(ProgressCounters::new(plan.board_sizes(), plan.adversary));
         Self { progress, reaches: (0..plan.ranks).map(|_| PeerTransport::Memory).collect() }
     }
@@ -121,7 +121,7 @@ mod tests {
                 engine.step(1e-3, &mut Zeros)?;
             }
         };
-        run(LocalRanks::here(plan), shape, &cpu_slices, make, lead, follow).unwrap_err()
+        run(LocalRanks::of_this_process(plan), shape, &cpu_slices, make, lead, follow).unwrap_err()
     }
 
     /// Rank 1 fails at a random moment, in any phase of a step: all ranks end at once, and rank 0 reports the error of rank 1.

@@ -7,7 +7,7 @@ use crate::memory::{Addressing, DeviceMemory, MemorySpace, RingShape};
 use crate::model::policy::LayerPolicy;
 use crate::optim::moments::Moments;
 use crate::optim::simd::Isa;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 use clap::ValueEnum;
 use std::fmt;
 
@@ -51,8 +51,8 @@ impl Plan {
         let partial_sums = if self.partial_sums > 1 { format!(" in {} gradient shares{groups}", self.partial_sums) } else { String::new() };
         writeln!(
             f,
-            "  step        {ranks}{accum} x {batch} x {seq} = {} tokens{partial_sums}; loss in tiles of {} x {}",
-            self.tokens_per_step(),
+            "  step        {ranks}{accum} x {batch} x {seq} = {}{partial_sums}; loss in tiles of {} x {}",
+            counted(self.tokens_per_step(), "token"),
             self.loss_tile.rows,
             self.loss_tile.vocab
         )?;
@@ -95,10 +95,10 @@ impl Plan {
             0 => writeln!(f, "  buckets     {count} of {bucket}; fits without offload: every optimizer state stays on the device")?,
             _ => writeln!(
                 f,
-                "  buckets     {count} of {bucket}, {} with a resident optimizer; {} gradient slots, {} parameter slots",
+                "  buckets     {count} of {bucket}, {} with a resident optimizer; {}, {}",
                 count - offloaded,
-                self.grad_slots,
-                self.param_slots
+                counted(self.grad_slots, "gradient slot"),
+                counted(self.param_slots, "parameter slot")
             )?,
         }
         if !layout.early().is_empty() {
@@ -143,9 +143,15 @@ impl Plan {
     }
 
     fn write_optimizer(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let isa = if self.elsewhere && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
+        let isa = if self.for_other_machine && self.isa != Isa::Scalar { "vector code".into() } else { self.isa.to_string() };
         let moments = if self.moments == Moments::Float32 { String::new() } else { format!(", moments in {}", self.moments) };
-        writeln!(f, "  optimizer   AdamW on {} threads, {isa}{moments}; clip above {}", self.threads, self.max_grad_norm)
+        writeln!(
+            f,
+            "  optimizer   {} on {}, {isa}{moments}; clip above {}",
+            self.optimizer().name(),
+            counted(self.threads, "thread"),
+            self.max_grad_norm
+        )
     }
 
     /// The assumption about expert products in the step time, if the profile lacks their rate.
@@ -210,5 +216,5 @@ pub(crate) fn describe_policies(policies: &[LayerPolicy]) -> String {
     let count = |policy: &LayerPolicy| policies.iter().filter(|other| *other == policy).count();
     let used = LayerPolicy::value_variants().iter().map(|policy| (count(policy), policy)).filter(|(count, _)| *count > 0);
     let named: Vec<_> = used.map(|(count, policy)| format!("{count} {policy}")).collect();
-    format!("{} layers: {}", policies.len(), named.join(", "))
+    format!("{}: {}", counted(policies.len(), "layer"), named.join(", "))
 }

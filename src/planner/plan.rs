@@ -1,7 +1,7 @@
 //! A plan: the settings resolved for a machine, with every number that the engine needs. It is printed before step 0. Later only placements
 //! change.
 
-use crate::bucket::layout::{BucketLayout, Tier};
+use crate::bucket::layout::{BucketLayout, BucketStarts, LayoutRequest, Tier};
 use crate::config::options::{
     AttentionChoice, CastSide, HostMemoryKind, Injection, IsaChoice, MatmulDtype, RankFault, ResidentBuckets, Rollback, Strategy,
     Technique, TrainDtype, Transport, WeightsChoice,
@@ -22,8 +22,10 @@ use crate::model::shape::ModelShape;
 use crate::model::tensors::TensorTable;
 use crate::optim::PIECE_ELEMS;
 use crate::optim::adam::AdamHyper;
+use crate::optim::clip::ClipRule;
 use crate::optim::moments::Moments;
 use crate::optim::norm::BLOCK;
+use crate::optim::optimizer::Optimizer;
 use crate::optim::simd::Isa;
 use crate::planner::budget::{
     Balance, Rings, Workload, balances, bytes_at, counter_sizes, device_casts, driver_tracks, kept, kept_sums, micro_batches_each, sharded,
@@ -164,12 +166,12 @@ pub struct Plan {
     pub separates_documents: bool,
     /// Micro-batches of a step.
     pub grad_accum_steps: usize,
-    /// Gradient shares of a step, each of equally many consecutive micro-batches. Gradients of one share accumulate in `dtype`, the shares
-    /// in fp32.
+    /// Partial sums of the gradient of a step, each of equally many consecutive micro-batches. Gradients of one partial sum accumulate in
+    /// `dtype`, the partial sums in fp32.
     pub partial_sums: usize,
-    /// Consecutive shares that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
+    /// Consecutive partial sums that are summed and rounded to `dtype` before the groups are summed; 1 without rounding.
     pub gradient_group: usize,
-    /// Devices that train together. Each computes its shares and owns its slice of every bucket.
+    /// Devices that train together. Each computes its partial sums and owns its slice of every bucket.
     pub ranks: usize,
     /// Consecutive ranks that share each sequence.
     pub sequence_ranks: usize,
@@ -230,7 +232,7 @@ pub struct Plan {
     /// The simulated step time, if a simulation chose the plan.
     pub simulated_step_ms: Option<f64>,
     /// Whether the plan is for another machine. Its instruction set is unknown.
-    pub elsewhere: bool,
+    pub for_other_machine: bool,
     /// Parameters of the model.
     pub params: usize,
 }
@@ -305,9 +307,19 @@ impl Plan {
             transient_bytes: workload.transient_bytes,
             predicted: choice.predicted,
             simulated_step_ms: None,
-            elsewhere: false,
+            for_other_machine: false,
             params: table.params(),
         })
+    }
+
+    /// The rule of clipping.
+    pub fn clip(&self) -> ClipRule {
+        ClipRule::GlobalNorm { max_norm: self.max_grad_norm }
+    }
+
+    /// The optimizer, with the formats of its state.
+    pub fn optimizer(&self) -> Optimizer {
+        optimizer(self.hyper, self.moments)
     }
 
     /// This plan with the placements of `other`: locations of buckets, weights and activations, and numbers of slots. No bit of a result
@@ -351,12 +363,12 @@ impl Plan {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.ranks)
     }
 
-    /// Micro-batches of one gradient share, whole or in part.
+    /// Micro-batches of one partial sum, whole or in part.
     pub(crate) fn micro_batches_per_partial_sum(&self) -> usize {
         micro_batches_each(self.grad_accum_steps, self.sequence_ranks, self.partial_sums)
     }
 
-    /// This plan with `each` micro-batches in every gradient share, and the same number of shares.
+    /// This plan with `each` micro-batches in every partial sum, and the same number of partial sums.
     pub(crate) fn with_micro_batches_per_partial_sum(&self, each: usize) -> Self {
         Self { grad_accum_steps: self.grad_accum_steps / self.micro_batches_per_partial_sum() * each, ..self.clone() }
     }
@@ -551,7 +563,15 @@ fn cut(settings: &Settings, table: &TensorTable, dtype: Dtype) -> BucketLayout {
         None => BUCKET_BYTES_MAX.min(flat * dtype.bytes() / BUCKETS_MIN).max(least_bytes),
     };
     let away = if settings.memory == HostMemoryKind::Unified { Tier::Unified } else { Tier::Host };
-    BucketLayout::new(flat, bucket_bytes / dtype.bytes(), away)
+    let tensors: Vec<usize> = table.specs().iter().map(|spec| spec.offset_elems).collect();
+    let needs_whole_tensors = optimizer(hyper(settings), settings.moments).needs_whole_tensors();
+    let starts = if needs_whole_tensors { BucketStarts::Tensors(&tensors) } else { BucketStarts::Blocks };
+    LayoutRequest { flat_elems: flat, bucket_elems: bucket_bytes / dtype.bytes(), away, starts }.layout()
+}
+
+/// The optimizer of a run.
+fn optimizer(hyper: AdamHyper, moments: Moments) -> Optimizer {
+    Optimizer::AdamW { hyper, moments }
 }
 
 fn residency(settings: &Settings, techniques: Techniques) -> Result<Residency> {
@@ -646,6 +666,10 @@ fn check_ranks(settings: &Settings, layout: &BucketLayout) -> Result<()> {
     let (ranks, all) = (settings.ranks(), settings.ranks_in_words());
     match settings.weights {
         _ if ranks == 1 => Ok(()),
+        _ if settings.processes > 1 && !layout.is_uniform() => Err(Error::usage(format!(
+            "{all}: this optimizer needs whole tensors in a bucket, and checkpoints of several processes hold buckets of equal sizes; use \
+             --processes 1"
+        ))),
         WeightsChoice::Flow => Err(Error::usage(format!("--weights flow cannot be combined with {all}: use --weights sharded"))),
         _ if layout.bucket_elems() / BLOCK < ranks => Err(Error::usage(format!(
             "{all}: a bucket of {} elements has too few blocks of {BLOCK} for each to own one; use a larger --bucket-mib",
@@ -736,10 +760,10 @@ mod tests {
         let zero = of(Strategy::ZeroOffload);
         assert!(zero.barrier && zero.rules.policy == Policy::ValidateFirst && zero.layout.offloaded() == zero.layout.count());
         assert_eq!(zero.grad_slots, zero.layout.count(), "a strong baseline: a gradient never waits for a slot");
-        let ours = of(Strategy::Superoffload);
-        assert!(!ours.barrier && ours.techniques.stv == cfg!(feature = "stv"));
-        assert_eq!(ours.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
-        assert_eq!(ours.layout.offloaded() < ours.layout.count(), cfg!(feature = "repartition"));
+        let plan = of(Strategy::Superoffload);
+        assert!(!plan.barrier && plan.techniques.stv == cfg!(feature = "stv"));
+        assert_eq!(plan.rules.policy == Policy::Deferred, cfg!(feature = "stv"));
+        assert_eq!(plan.layout.offloaded() < plan.layout.count(), cfg!(feature = "repartition"));
     }
 
     #[test]

@@ -198,8 +198,8 @@ fn measure_grouped_layouts(options: &ProbeOptions, time_s: f64, log: &mut dyn Fn
     log(&format_args!("gpu: products of experts by cuBLASLt"));
     let engines = Engines { expert_products: ExpertProducts::Cublaslt, ..Engines::OWN };
     let mut dev = gpu::open(0, options.libraries(), engines, 0, false)?;
-    let room = Product::new(&mut dev, Dtype::Bfloat16, ProbeSizes::GPU.product)?;
-    grouped::measure(&mut Timer::new(&mut dev)?, room, time_s).map(Some)
+    let memory = Product::new(&mut dev, Dtype::Bfloat16, ProbeSizes::GPU.product)?;
+    grouped::measure(&mut Timer::new(&mut dev)?, memory, time_s).map(Some)
 }
 
 /// Measures `gpus` of the machine of `topology` for about `time_s`, all busy at the same time.
@@ -210,13 +210,19 @@ fn measure_together(
     time_s: f64,
     log: &mut dyn FnMut(&dyn Display),
 ) -> Result<Together> {
-    let (links, homes) = (PeerLinks::between(gpus)?, gpu::homes(gpus, topology));
+    let (links, gpu_nodes) = (PeerLinks::between(gpus)?, gpu::gpu_nodes(gpus, topology));
     for line in &links.lines() {
         log(line);
     }
     log(&format_args!("{} GPUs at once: links, pulls from each other, optimizers", gpus.len()));
-    let joint_probe =
-        JointProbe { topology, homes: &homes, route: links.route(), are_gpus: true, copy_bytes: ProbeSizes::GPU.copy_bytes, time_s };
+    let joint_probe = JointProbe {
+        topology,
+        gpu_nodes: &gpu_nodes,
+        route: links.route(),
+        are_gpus: true,
+        copy_bytes: ProbeSizes::GPU.copy_bytes,
+        time_s,
+    };
     let make = |part: &RankPart| {
         let dev = gpu::open(part.rank, options.libraries(), Engines::OWN, 0, false)?;
         Ok((dev, Workers::ringing(part.bell.clone(), &part.topology, part.threads)?.pool))

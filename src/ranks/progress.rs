@@ -387,7 +387,7 @@ impl ProgressCounters {
     /// Publishes `count` more partial sums of `rank`.
     pub(crate) fn publish_norm_partials(&self, rank: usize, count: usize) {
         self.entry(rank).norm_partials.fetch_add(count as u64, Ordering::Release);
-        self.notify(rank, Audience::First, || Notice::new(Topic::PartialsTold, &[rank as u64, count as u64]));
+        self.notify(rank, Audience::First, || Notice::new(Topic::PartialsPublished, &[rank as u64, count as u64]));
         self.wake_peers(rank);
     }
 
@@ -649,20 +649,20 @@ impl ProgressCounters {
     /// A description of the notice if it is invalid: a number out of range, a rank of another process, or an order or outcome from a
     /// process other than 0.
     pub(crate) fn receive(&self, process: usize, notice: &Notice) -> std::result::Result<(), String> {
-        let theirs = self.ranks_of(process);
-        let is_theirs = |rank: &u64| theirs.contains(&(*rank as usize));
+        let ranks = self.ranks_of(process);
+        let is_of_process = |rank: &u64| ranks.contains(&(*rank as usize));
         let wrong = || format!("{:?} {:?} with {} bytes", notice.topic, notice.numbers(), notice.tail.len());
         let is_possible = match (notice.topic, notice.numbers()) {
-            (Topic::Settled, [of, bucket, _]) => is_theirs(of) && *bucket < self.buckets(),
-            (Topic::PartialsTold, [of, count]) => is_theirs(of) && *count <= self.norm_partials.len() as u64,
+            (Topic::Settled, [of, bucket, _]) => is_of_process(of) && *bucket < self.buckets(),
+            (Topic::PartialsPublished, [of, count]) => is_of_process(of) && *count <= self.norm_partials.len() as u64,
             (Topic::ExpertRows, [of, first]) => {
-                is_theirs(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
+                is_of_process(of) && fits(&self.entry(*of as usize).expert_rows, *first, notice.long_words().len())
             }
             (Topic::Partials, [first]) => fits(&self.norm_partials, *first, notice.words().len()),
             (Topic::Mail, [first]) => fits(&self.mail, *first, notice.words().len()),
             (Topic::Loss, [partial_sum, bits]) => *partial_sum < self.losses.len() as u64 && *bits <= u64::from(u32::MAX),
             (Topic::Outcome | Topic::Order, _) => process == 0,
-            (_, [of, ..]) => is_theirs(of),
+            (_, [of, ..]) => is_of_process(of),
             _ => false,
         };
         if !is_possible {
@@ -679,7 +679,7 @@ impl ProgressCounters {
             (Topic::Written, _) => self.publish_written(rank),
             (Topic::Pulled, _) => self.publish_pulled(rank),
             (Topic::Settled, [_, bucket, version]) => self.publish_settled(rank, *bucket as usize, *version),
-            (Topic::PartialsTold, [_, count]) => self.publish_norm_partials(rank, *count as usize),
+            (Topic::PartialsPublished, [_, count]) => self.publish_norm_partials(rank, *count as usize),
             (Topic::Reported, [_, nonfinite, step]) => self.publish_report(rank, *nonfinite != 0, *step),
             (Topic::Done, _) => self.publish_done(rank),
             (Topic::Met, _) => self.publish_met(rank),

@@ -67,8 +67,8 @@ fn set_aside(foreign: Vec<ForeignEntry>, observer: &mut dyn Observer) -> Result<
 /// Errors of [`claim`].
 pub(super) fn check(dir: &Dir, settings: &Settings) -> Result<()> {
     let foreign = foreign(dir, settings)?;
-    let goes_on = settings.resume_from_checkpoint.is_some() && is_of_a_run(dir)?;
-    if foreign.is_empty() || goes_on { Ok(()) } else { Err(refusal(&foreign, dir, settings)) }
+    let resumes = settings.resume_from_checkpoint.is_some() && is_of_a_run(dir)?;
+    if foreign.is_empty() || resumes { Ok(()) } else { Err(refusal(&foreign, dir, settings)) }
 }
 
 /// Removes the temporary files that killed runs left.

@@ -12,7 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 /// Total bytes of earlier runs from which on they are reported.
-const WORTH_TELLING: u64 = 1 << 30;
+const LOGGED_BYTES_MIN: u64 = 1 << 30;
 
 /// Moves checkpoints after `step` into `previous-<n>/`, metrics, timeline and events too when the run is fresh (`step` 0). Content with the
 /// name of a later checkpoint that the program did not make (a directory, a link or a file) becomes `<name>.foreign-<n>`. Returns lines
@@ -41,20 +41,20 @@ fn move_own(output_dir: &Dir, names: &[OsString], step: u64) -> Result<Option<St
     // A run that never began leaves only a timeline, optional sinks, or required ones that are empty.
     let has_content = |name: &OsString| {
         let sink = SINKS.into_iter().find(|kind| kind.name.matches(name));
-        let says_little = TRACE.matches(name) || sink.is_some_and(|kind| !kind.is_required());
-        Ok(!says_little && (sink.is_none() || output_dir.kind(name)? != Some(FileKind::File(0))))
+        let is_secondary = TRACE.matches(name) || sink.is_some_and(|kind| !kind.is_required());
+        Ok(!is_secondary && (sink.is_none() || output_dir.kind(name)? != Some(FileKind::File(0))))
     };
     if !names.iter().map(has_content).collect::<Result<Vec<_>>>()?.contains(&true) {
         return Ok(None);
     }
     let target = next_free(output_dir)?;
     names.iter().try_for_each(|name| output_dir.rename_into(name, &target, name))?;
-    let what = if step == 0 {
+    let reached = if step == 0 {
         "the earlier run that was here".into()
     } else {
         format!("checkpoints after step {step}, from which this run continues")
     };
-    Ok(Some(format!("moved to {}: {what}{}", target.path().display(), size_of_all(output_dir)?)))
+    Ok(Some(format!("moved to {}: {reached}{}", target.path().display(), size_of_all(output_dir)?)))
 }
 
 /// The owned name that `name` matches, if its content comes after `step`.
@@ -79,7 +79,7 @@ fn next_free(output_dir: &Dir) -> Result<Dir> {
 fn size_of_all(output_dir: &Dir) -> Result<String> {
     let names = output_dir.names()?.into_iter().filter(|name| name.to_string_lossy().starts_with("previous-"));
     let bytes = names.map(|name| output_dir.tree_bytes(Path::new(&name))).sum::<Result<u64>>()?;
-    Ok(if bytes > WORTH_TELLING { format!(" (all previous-* there: {})", Bytes(bytes)) } else { String::new() })
+    Ok(if bytes > LOGGED_BYTES_MIN { format!(" (all previous-* there: {})", Bytes(bytes)) } else { String::new() })
 }
 
 #[cfg(test)]

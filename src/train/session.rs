@@ -445,6 +445,7 @@ impl<D: Kernels> Session<D> {
             data_position: serde_json::to_value(SavedPosition { position: self.feed.position(), sequences: self.feed.sequences() })
                 .map_err(json)?,
             speculation: serde_json::to_value(self.engine.history()).map_err(json)?,
+            clip: self.engine.clip_memory().clone(),
             settings: serde_json::to_value(&self.settings).map_err(json)?,
         })
     }

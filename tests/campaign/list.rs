@@ -58,6 +58,6 @@ pub const CAMPAIGNS: &[Campaign] = &[
 
 /// Prints the list.
 pub fn print() -> Result<(), String> {
-    CAMPAIGNS.iter().for_each(|campaign| say(&format!("{:<6} {:>7} runs  {}", campaign.id, campaign.runs, campaign.what)));
+    CAMPAIGNS.iter().for_each(|campaign| print_line(&format!("{:<6} {:>7} runs  {}", campaign.id, campaign.runs, campaign.what)));
     Ok(())
 }

@@ -29,7 +29,7 @@ const FLOORS: [&[&str]; 13] = [
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Segments of a path from the root of the crate.
-type Segments = Vec<String>;
+pub(super) type Segments = Vec<String>;
 
 struct Module {
     file: String,
@@ -38,9 +38,9 @@ struct Module {
 }
 
 /// One name of a `use`.
-struct Use {
+pub(super) struct Use {
     is_public: bool,
-    path: Segments,
+    pub(super) path: Segments,
     name: String,
 }
 
@@ -66,7 +66,7 @@ fn files_below(folder: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn each_complaint_is_heard() {
+fn each_complaint_is_found() {
     let messages =
         |files: &[(&str, &str)]| complaints(&files.iter().map(|(name, text)| (name.to_string(), text.to_string())).collect::<Vec<_>>());
     let lib = ("lib.rs", "mod bucket; mod host; mod engine;");
@@ -131,10 +131,10 @@ fn circles_of_folders_are_found_at_any_depth() {
 fn complaints(files: &[(String, String)]) -> Vec<String> {
     let imports = imports(&modules(files));
     let mut complaints: Vec<_> =
-        imports.keys().map(|file| room(file)).filter(|room| floor(room).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
-    complaints.iter_mut().for_each(|room| room.push_str(" stands on no floor"));
+        imports.keys().map(|file| folder(file)).filter(|folder| floor(folder).is_none()).collect::<BTreeSet<_>>().into_iter().collect();
+    complaints.iter_mut().for_each(|folder| folder.push_str(" stands on no floor"));
     let edges = imports.iter().flat_map(|(file, targets)| targets.iter().map(move |target| (file, target)));
-    let up = edges.filter(|(file, target)| floor(&room(file)) < floor(&room(target)));
+    let up = edges.filter(|(file, target)| floor(&folder(file)) < floor(&folder(target)));
     complaints.extend(up.map(|(file, target)| format!("{file} imports {target}, which is on a higher floor")));
     complaints.extend(a_circle(&imports));
     complaints
@@ -161,12 +161,12 @@ fn neighbours(file: &str, target: &str) -> Option<(String, String)> {
     (common < from.len().min(to.len())).then(|| (from[..=common].join("/"), to[..=common].join("/")))
 }
 
-fn room(file: &str) -> String {
+fn folder(file: &str) -> String {
     file.split('/').next().unwrap_or(file).trim_end_matches(".rs").to_owned()
 }
 
-fn floor(room: &str) -> Option<usize> {
-    FLOORS.iter().position(|rooms| rooms.contains(&room))
+fn floor(folder: &str) -> Option<usize> {
+    FLOORS.iter().position(|folders| folders.contains(&folder))
 }
 
 /// A cycle of `graph`, if there is one, starting at its first name.
@@ -278,7 +278,7 @@ fn defines(module: &Module, name: &String) -> bool {
 }
 
 /// Identifiers, `::` and other symbols, without comments, strings and characters.
-fn tokens(text: &str) -> Vec<String> {
+pub(super) fn tokens(text: &str) -> Vec<String> {
     let (mut tokens, mut rest) = (Vec::new(), text);
     let after = |text: &str, end: &str| text.find(end).map_or("", |at| &text[at + end.len()..]).len();
     while let Some(first) = rest.chars().next() {
@@ -328,7 +328,7 @@ fn character(text: &str) -> usize {
 }
 
 /// The tokens without test items.
-fn product(tokens: Vec<String>) -> Vec<String> {
+pub(super) fn product(tokens: Vec<String>) -> Vec<String> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
         let words = tokens[at..].iter().take(7).map(String::as_str).collect::<Vec<_>>().concat();
@@ -353,7 +353,7 @@ fn item(tokens: &[String]) -> usize {
     end.map_or(tokens.len(), |end| if open < 0 { end } else { end + 1 })
 }
 
-fn uses(tokens: &[String]) -> Vec<Use> {
+pub(super) fn uses(tokens: &[String]) -> Vec<Use> {
     let mut uses = Vec::new();
     for at in (0..tokens.len()).filter(|&at| is_use(&tokens[at..])) {
         let is_public = tokens[..at].iter().rev().take_while(|t| !["}", ";", "{", "]"].contains(&t.as_str())).any(|token| token == "pub");
@@ -420,9 +420,9 @@ fn paths(tokens: &[String]) -> Vec<Segments> {
         is_root && is(at + 1, "::") && (at == 0 || !is(at - 1, "::"))
     };
     let path = |at: usize| {
-        tokens[at..].chunks(2).scan(true, |goes_on, pair| {
-            let segment = goes_on.then(|| pair[0].clone());
-            *goes_on = pair.get(1).is_some_and(|token| *token == "::");
+        tokens[at..].chunks(2).scan(true, |is_path, pair| {
+            let segment = is_path.then(|| pair[0].clone());
+            *is_path = pair.get(1).is_some_and(|token| *token == "::");
             segment
         })
     };

@@ -136,7 +136,8 @@ impl ChatTemplate {
         if answered.ends_with(WORD) { requested.strip_prefix(&answered).map(String::from) } else { None }
     }
 
-    /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all records.
+    /// A conversation of one user message, `prompt`, up to the point where the model begins to answer. `variables` are those of all
+    /// records.
     ///
     /// # Errors
     /// As [`Renderings::given`] and [`Renderings::render`].
@@ -253,11 +254,11 @@ impl Renderings<'_> {
 
 /// The template's error as one line.
 fn cause(error: &Error) -> String {
-    let what = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
+    let cause = error.detail().map_or_else(|| error.kind().to_string(), String::from).replace('\n', " ");
     let limit = if error.kind() == ErrorKind::OutOfFuel { " (it loops for ever, or makes too much text)" } else { "" };
     match error.line() {
-        Some(line) => format!("the chat template, line {line}: {what}{limit}"),
-        None => format!("the chat template: {what}{limit}"),
+        Some(line) => format!("the chat template, line {line}: {cause}{limit}"),
+        None => format!("the chat template: {cause}{limit}"),
     }
 }
 

@@ -94,7 +94,7 @@ impl PlacedText<'_> {
         }
         // The text from there on may begin with another token than in its place, which is no difference.
         let alone = self.tokenizer.encode_part(&self.text[from..floor_boundary(self.text, at + CONTEXT)])?;
-        let different = alone.iter().zip(&other).find(|(here, there)| here != there);
+        let different = alone.iter().zip(&other).find(|(one, joined)| one != joined);
         let own = different.map_or(at, |(token, _)| from + token.start as usize);
         Ok(self.tokens.partition_point(|token| (token.start as usize) < own).min(self.first_after(at)))
     }

@@ -10,6 +10,7 @@ use super::hold_out::Side;
 use super::token_stream::TokenStream;
 use crate::data::context::Preparation;
 use crate::error::{Error, Result};
+use crate::units::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -343,8 +344,8 @@ impl RowTable {
             (dropped, "longer than a row and left out"),
             (untrained, "without a trained token in it and left out"),
         ];
-        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("; {count} {what}")).collect();
-        format!("packing {packing}: {documents} documents in {rows} rows, {padding:.1} % padding{odd}")
+        let odd: String = all.into_iter().filter(|(count, _)| *count > 0).map(|(count, noun)| format!("; {count} {noun}")).collect();
+        format!("packing {packing}: {} in {}, {padding:.1} % padding{odd}", counted(documents, "document"), counted(rows, "row"))
     }
 }
 

@@ -15,23 +15,13 @@ pub(super) mod route;
 pub(super) mod sinks;
 pub(super) mod transfer;
 
+pub use self::{
+    attention::*, cross_entropy::*, embed::*, experts::*, grouped::*, key_gradients::*, norm::*, pointwise::*, product::*, quantize::*,
+    rope::*, route::*, sinks::*, transfer::*,
+};
 use super::Device;
 use super::kernel::{Checked, Kernel};
 use crate::error::Result;
-pub use attention::*;
-pub use cross_entropy::*;
-pub use embed::*;
-pub use experts::*;
-pub use grouped::*;
-pub use key_gradients::*;
-pub use norm::*;
-pub use pointwise::*;
-pub use product::*;
-pub use quantize::*;
-pub use rope::*;
-pub use route::*;
-pub use sinks::*;
-pub use transfer::*;
 
 /// A device that supports the kernel `K`.
 pub trait Launch<K: Kernel>: Device {

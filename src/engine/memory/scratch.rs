@@ -113,7 +113,7 @@ fn step_memory<D: Device>(
     };
     let (grads, params) = (slots("gradient slots", plan.grad_slots)?, slots("parameter slots", plan.param_slots)?);
     let (segments, kernels) = (local_segments(&segments(table), slices), AdamKernels::new(plan.isa)?);
-    Ok(StepMemory { grads, params, segments, hyper: plan.hyper, kernels })
+    Ok(StepMemory { grads, params, segments, optimizer: plan.optimizer(), kernels })
 }
 
 /// Neighbouring tensors with the same decay rule, joined. Padding belongs to the tensor before it.

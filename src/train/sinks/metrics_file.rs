@@ -138,7 +138,11 @@ struct CopiedLog {
 impl CopiedLog {
     fn in_words(&self, step: u64, path: &Path) -> Vec<String> {
         let path = path.display();
-        let damaged = (self.damaged > 0).then(|| format!("{path}: {} lines are damaged and were left out", self.damaged));
+        let damaged = match self.damaged {
+            0 => None,
+            1 => Some(format!("{path}: 1 line is damaged and was left out")),
+            count => Some(format!("{path}: {count} lines are damaged and were left out")),
+        };
         let missing = (self.last < step).then(|| format!("{path}: lines of steps {} to {step} are missing", self.last + 1));
         damaged.into_iter().chain(missing).collect()
     }
