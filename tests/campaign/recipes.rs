@@ -194,7 +194,7 @@ pub fn recipes() -> impl Strategy<Value = Recipe> {
     let step =
         select(&STEPS[..]).prop_map(|(shares, group, micro_batches, sequence_ranks)| Step { shares, group, micro_batches, sequence_ranks });
     let files = (select(&DATA[..]), select(&INJECTIONS[..]));
-    (select(&FAMILIES[..]), select(&[2usize, 2, 2, 3, 8][..]), files, step, any::<u8>(), settings(&RECIPE))
+    (select(&FAMILIES[..]), select(&[2usize, 2, 2, 2, 3, 8][..]), files, step, any::<u8>(), settings(&RECIPE))
         .prop_map(|(family, layers, (data, injection), step, seed, flags)| Recipe { family, layers, data, injection, step, seed, flags })
 }
 
@@ -226,7 +226,7 @@ impl Recipe {
 
     /// Model, data and injected gradients, for messages.
     pub fn inputs(&self) -> String {
-        format!("on {}, {} of {} layers; {}", self.data, self.family, self.layers, self.injection)
+        format!("on {}, {} of {} layers {}", self.data, self.family, self.layers, self.injection)
     }
 
     /// The devices of a placement of this recipe.
